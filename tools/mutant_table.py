@@ -27,6 +27,7 @@ WIDE_FUZZ = tuple(
 EXACT = ("tests/exact/test_quick.py",)
 SAMPLER = ("tests/sampling/test_sampler.py",)
 VERIFY = ("tests/sampling/test_verify.py",)
+ROLLBACK = ("tests/runner/test_verify.py",)
 SALTS = ("tests/cache/test_manager.py", "tests/cache/test_block_hash.py")
 KERNELS = ("tests/kernels/test_attention.py",)
 MEASURES = ("tests/bench/test_summary.py", "tests/workload")
@@ -60,8 +61,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "draft-behind-a-rejected-one",
         "a draft is accepted though one before it was rejected",
         "src/quire/runner/verify.py",
-        "        while count < limit and token_ids[first + count] == seq.draft_ids[count]:\n            count += 1\n",
-        "        count = sum(token_ids[first + i] == seq.draft_ids[i] for i in range(limit))\n",
+        "if parent == node and token_id == sampled[1 + node]",
+        "if token_id == sampled[1 + parent]",
         EXACT,
     ),
     Mutant(
@@ -244,8 +245,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "wrong-draft-accepted",
         "a draft is accepted whatever was sampled in its place",
         "src/quire/runner/verify.py",
-        "while count < limit and token_ids[first + count] == seq.draft_ids[count]:",
-        "while count < limit:",
+        "if parent == node and token_id == sampled[1 + node] and",
+        "if parent == node and",
         VERIFY,
     ),
     Mutant(
@@ -259,10 +260,34 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rejected-drafts-penalised",
         "penalties go on counting drafts that were rejected",
-        "src/quire/runner/sequences.py",
-        "            seq.processors.rollback(num_tokens)\n",
+        "src/quire/sampling/draft_tree.py",
+        "            self._rollback(len(self.path) - common)\n",
         "            pass\n",
         VERIFY,
+    ),
+    Mutant(
+        "rejected-drafts-stay",
+        "the worker keeps the tokens of rejected drafts",
+        "src/quire/runner/sequences.py",
+        "        self.num_tokens[seq.row] = end\n        if seq.grammar",
+        "        self.num_tokens[seq.row] = max(end, self.num_tokens[seq.row])\n        if seq.grammar",
+        ROLLBACK,
+    ),
+    Mutant(
+        "branch-not-moved",
+        "K and V of an accepted branch stay in the branch's blocks",
+        "src/quire/runner/sequences.py",
+        "                self._moves += branch.moves(len(path))\n",
+        "                pass\n",
+        ROLLBACK,
+    ),
+    Mutant(
+        "branch-without-its-past",
+        "the first block of a branch lacks what the sequence had in it",
+        "src/quire/runner/branches.py",
+        "            if first * size < last:\n",
+        "            if first * size > last:\n",
+        ROLLBACK,
     ),
     Mutant(
         "coordinated-omission",
@@ -575,5 +600,29 @@ MUTANTS: tuple[Mutant, ...] = (
         "await self._thread.put(guarded).wait()",
         "self._thread.put(guarded)",
         ("tests/api/test_api_journal.py",),
+    ),
+    Mutant(
+        "replayed-prompt-by-prompt",
+        "a stream with several prompts is replayed prompt by prompt, so that its events get other numbers",
+        "src/quire/api/prompt_streams.py",
+        "in self._job.relayed.delivered:  #",
+        "in sorted(self._job.relayed.delivered, key=lambda each: each.choice // n):  #",
+        ("tests/api/test_api_journal.py",),
+    ),
+    Mutant(
+        "place-not-held",
+        "requests that asked for a place and were let in do not count until they come",
+        "src/quire/scheduler/queue.py",
+        "self.num_called += called",
+        "self.num_called += 0 * called",
+        ("tests/faults/test_promises.py::test_requests_of_a_burst_share_a_message",),
+    ),
+    Mutant(
+        "place-of-another-key",
+        "a place is held under the prompt, while the API asked for it under the body",
+        "src/quire/scheduler/queue.py",
+        "return request.place or hash(",
+        "return hash(",
+        ("tests/faults/test_promises.py::test_clients_that_come_when_told_are_served",),
     ),
 )

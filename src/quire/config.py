@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from quire.families.heads import HeadSpec
 from quire.modelspec import KvLayout, ModelSpec
 from quire.parallel.topology import Topology
 from quire.request import Adapter
@@ -13,6 +14,7 @@ from quire.weight_format import WeightFormat
 GateKind = Literal["static", "dynamic", "continuous"]
 OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline", "fair"]
 MAX_DRAFTS = 32  # per sequence and step
+MAX_DRAFT_PATHS = 16  # of a tree of drafts
 AUTO_DRAFTS = 8  # the most of them where the engine chooses
 GATES: tuple[GateKind, ...] = get_args(GateKind)
 ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
@@ -28,9 +30,10 @@ class DeviceInfo:
     num_cores: int  # physical cores this process may use
     memory_total_bytes: int
     memory_available_bytes: int  # the smaller of MemAvailable and the rest of the cgroup's limit
-    isa: str = "scalar"  # cpu: scalar | avx2 | avx512 (with VNNI and BF16) | amx
+    isa: str = "scalar"  # cpu: scalar | avx2 | avx512_vnni | avx512 (with VNNI and BF16) | amx
     native: bool = False  # the native extension is importable
     capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability
+    num_nodes: int = 1  # memory nodes (NUMA) with cores that this process may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class SchedulerConfig:
     max_loras: int = 0  # adapters in running sequences at once; 0: only the base model
     max_num_drafts: int = 0  # speculated tokens per sequence and step at most; 0: no speculation
     adaptive_drafts: bool = False  # as many of them as pay; False: always that many
+    max_draft_paths: int = 1  # of the tree that the drafts of a sequence make; 1: a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class RunnerConfig:
     num_threads: int
     # Torch only; C++ on a CPU; Triton on a GPU.
     backend: Literal["reference", "native", "triton"] = "reference"
-    isa: str = ""  # level of the native kernels: "scalar", "avx2", "avx512" or "amx"
+    isa: str = ""  # level of the native kernels: "scalar", "avx2", "avx512_vnni", "avx512" or "amx"
     batch_invariant: bool = False  # on a GPU: slower kernels whose bits do not depend on the batch
     graphs: bool = True  # on a GPU: decode steps are captured and replayed
     step_log: str | None = None  # file that gets one line per step
@@ -126,12 +130,28 @@ Determinism = Literal["exact", "batch-dependent", "distribution", "approximate"]
 
 
 @dataclass(frozen=True, slots=True)
+class HeadsConfig:
+    """Heads that draft from the model's hidden states: Medusa, EAGLE, or the checkpoint's own MTP layer."""
+
+    path: str  # of their folder, or of the model's
+    name: str  # as the user gave it
+    spec: HeadSpec
+    dtype: str  # the model's
+    load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
+    seed: int = 0  # for load_format="random"
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculateConfig:
     """How drafts are proposed (docs/speculation.md)."""
 
-    method: Literal["ngram", "draft"]
+    method: Literal["ngram", "draft", "medusa", "eagle", "mtp"]
     draft: ModelConfig | None = None  # of "draft"
     accept: Literal["exact", "rejection", "typical"] = "exact"  # `quire.sampling.accept`
+    heads: HeadsConfig | None = None  # of "medusa", "eagle" and "mtp"
+    num_branch_blocks: int = (
+        0  # beyond the blocks of the cache, for branches of trees (`quire.runner.branches`)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +163,14 @@ class RecorderConfig:
     with_ids: bool  # whether files have token ids and grammars, without which they cannot be replayed
     fingerprint: str  # of the checkpoint
     settings: str  # of `EngineArgs`, as JSON
+
+
+@dataclass(frozen=True, slots=True)
+class RayConfig:
+    """Where Ray places the ranks."""
+
+    address: str | None  # of the cluster; None: that of this machine, or a new one
+    nodes: int | None  # that the stages are spread over; None: Ray chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +187,7 @@ class EngineConfig:
     lora: LoraConfig | None = None  # None: only the base model
     speculate: SpeculateConfig | None = None  # None: one token per sequence and step
     recorder: RecorderConfig | None = None  # None: steps are not recorded
+    ray: RayConfig | None = None  # None: the ranks run on this machine
     topology: Topology = field(default_factory=Topology)  # how the model is cut over ranks
 
     @property

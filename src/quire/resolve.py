@@ -20,8 +20,20 @@ from quire.config import (
 )
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
-from quire.modelspec import ModelSpec
-from quire.plan.speculation import DraftCheckpoint, draft_config, spec_tokens, speculate_config
+from quire.modelspec import KvLayout, ModelSpec
+from quire.parallel.topology import Topology
+from quire.plan.ranks import ray_config, topology_of
+from quire.plan.speculation import (
+    DraftCheckpoint,
+    Drafting,
+    HeadCheckpoint,
+    branch_blocks,
+    draft_bytes,
+    draft_config,
+    probability_bytes,
+    spec_tokens,
+    speculate_config,
+)
 from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
@@ -57,16 +69,17 @@ def resolve(
     tokenizer: str = "",
     stored: Mapping[str, WeightFormat] | None = None,
     adapters: Sequence[Adapter] = (),
-    draft: DraftCheckpoint | None = None,
+    draft: DraftCheckpoint | HeadCheckpoint | None = None,
 ) -> EngineConfig:
     """Choose every setting that ``args`` leave open. ``path`` and ``tokenizer``: where the two were found.
 
     ``stored``: the formats for the matrices that the checkpoint has quantized (`Checkpoint.formats`).
-    ``adapters``: those loaded from the start (`EngineArgs.lora`). ``draft``: the draft model.
+    ``adapters``: those loaded from the start (`EngineArgs.lora`). ``draft``: the draft model or heads.
 
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
+    topology = topology_of(args, device, has_heads=isinstance(draft, HeadCheckpoint))
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
@@ -75,8 +88,7 @@ def resolve(
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
     kv_dtype = _kv_dtype(args, spec, dtype, device)
     drafts = draft_config(args, spec, draft, dtype)
-    if drafts is not None:
-        weights += drafts.spec.weight_bytes(dtype, drafts.formats)
+    weights += draft_bytes(drafts, args.block_size)[0]
     max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights, drafts)
     layout = spec.kv_layout(max_model_len)
     return EngineConfig(
@@ -95,26 +107,42 @@ def resolve(
             remarks=plan.remarks,
         ),
         kv_layout=layout,
-        cache=CacheConfig(
-            num_blocks=num_blocks,
-            block_size=args.block_size,
-            windows=tuple(group.window for group in layout.groups),
-            enable_prefix_caching=args.enable_prefix_caching,
-            model_key=_model_key(args, path, spec, dtype, kv_dtype, plan),
+        cache=_cache_config(
+            args, num_blocks, layout, _model_key(args, path, spec, dtype, kv_dtype, plan, topology)
         ),
         scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
-        runner=_runner(args, device),
+        runner=_runner(args, device, topology),
         device=device,
         lora=lora,
-        speculate=speculate_config(args, device, drafts, max_model_len),
+        speculate=speculate_config(args, device, drafts, max_model_len, len(layout.groups)),
+        topology=topology,
+        ray=ray_config(args),
+    )
+
+
+def _cache_config(args: EngineArgs, num_blocks: int, layout: KvLayout, model_key: str) -> CacheConfig:
+    return CacheConfig(
+        num_blocks=num_blocks,
+        block_size=args.block_size,
+        windows=tuple(group.window for group in layout.groups),
+        enable_prefix_caching=args.enable_prefix_caching,
+        model_key=model_key,
     )
 
 
 def _model_key(
-    args: EngineArgs, path: str, spec: ModelSpec, dtype: str, kv_dtype: str, plan: WeightPlan
+    args: EngineArgs,
+    path: str,
+    spec: ModelSpec,
+    dtype: str,
+    kv_dtype: str,
+    plan: WeightPlan,
+    topology: Topology,
 ) -> str:
     formats = sorted(plan.formats.items(), key=itemgetter(0))
     scope = f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{formats!r}"
+    if topology.tp > 1 or topology.cp > 1:  # the sizes that bits depend on
+        scope += f"|tp{topology.tp}|cp{topology.cp}"
     return hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()
 
 
@@ -186,11 +214,12 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
     return args.kv_dtype
 
 
-LEVELS = ("scalar", "avx2", "avx512", "amx")  # each includes the previous ones
+LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")  # each includes the previous ones
 
 
-def _runner(args: EngineArgs, device: DeviceInfo) -> RunnerConfig:
-    threads, asked = args.threads or device.num_cores, args.cpu_isa
+def _runner(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
+    cores = device.num_cores * (args.nodes or 1)
+    threads, asked = args.threads or max(1, cores // topology.world_size), args.cpu_isa
     if device.kind != "cpu":
         if asked != "auto":
             raise ConfigError(f"cpu_isa = {asked!r} is for a CPU, and the model runs on {device.name}")
@@ -238,6 +267,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         max_loras=max_loras,
         max_num_drafts=spec_tokens(args),
         adaptive_drafts=args.spec_tokens == "auto",
+        max_draft_paths=args.spec_tree,
     )
 
 
@@ -247,7 +277,7 @@ def _lengths(
     device: DeviceInfo,
     kv_dtype: str,
     weights: int,
-    drafts: ModelConfig | None,
+    drafts: Drafting | None,
 ) -> tuple[int, int]:
     """Return (max_model_len, num_blocks) so that at least one sequence of max_model_len fits."""
     asked_len = args.max_model_len
@@ -290,15 +320,17 @@ def _blocks_in_memory(
     kv_dtype: str,
     max_len: int,
     weights: int,
-    drafts: ModelConfig | None,
+    drafts: Drafting | None,
 ) -> int:
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
     else:
-        available = device.memory_available_bytes - step_bytes(args, spec)
-    page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
-    if drafts is not None:
-        page += drafts.spec.draft_layout().block_bytes(args.block_size, drafts.kv_dtype)
+        nodes = args.nodes or 1  # taken to be alike
+        available = nodes * device.memory_available_bytes - step_bytes(args, spec)
+    layout = spec.kv_layout(max_len)
+    page = layout.block_bytes(args.block_size, kv_dtype)
+    available -= page * branch_blocks(args, len(layout.groups))
+    page += draft_bytes(drafts, args.block_size)[1]
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
         if weights + budget > available:
@@ -345,7 +377,10 @@ def _gpu_memory_left(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> i
 def step_bytes(args: EngineArgs, spec: ModelSpec) -> int:
     """Return the bytes of the largest step: activations, logits, and a copy of logits that processors change.
 
-    On a CPU the first two are in a tape's arena, whose gaps (a fifth, measured) are smaller than the copy.
+    On a CPU the first two are in a tape's arena, whose gaps (a fifth, measured) are smaller than the copy. Drafts have
+    a row of logits each, and with `rejection` the distribution that they were sampled from.
     """
     logits = args.max_num_seqs * spec.vocab_size * 4
-    return args.max_num_batched_tokens * row_bytes(spec, Split()) + 2 * logits
+    rows = min(args.max_num_batched_tokens, args.max_num_seqs * (1 + spec_tokens(args)))
+    drafts = max(0, rows - args.max_num_seqs) * spec.vocab_size * 4 + probability_bytes(args, spec.vocab_size)
+    return args.max_num_batched_tokens * row_bytes(spec, Split()) + 2 * logits + drafts

@@ -17,10 +17,6 @@ from quire.http.wire import Ignored, edits, sift, table_of
 REQUESTS = json.loads((Path(__file__).parent / "requests.json").read_text())
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
-CALLING = (
-    "{% for m in messages %}{{ m.content or '' }}{% endfor %}<tool_call>{{ tools | tojson }}</tool_call>"
-)
-CALLING += '{"name": <function-name>, "arguments": <args-json-object>}'
 
 
 def listed(response: Any) -> str:
@@ -44,7 +40,7 @@ def test_a_client_is_answered_and_told_what_was_ignored(request_: dict[str, Any]
 
 
 def test_a_history_with_functions_becomes_calls_and_results() -> None:
-    api = Api()
+    api = Api(tool_format="hermes")
     body = next(r["body"] for r in REQUESTS if "functions of before" in r["client"])
     assert api.post("/v1/chat/completions", body).status_code == 200
     _, call, result = api.frontend.rendered[-1][0]
@@ -108,12 +104,15 @@ def test_whole_floats_are_integers_everywhere() -> None:
     assert api.complete(prompt=[104.0, 105.0]).status_code == 200
     assert list(api.frontend.submitted[-1].prompt) == [104, 105]
     assert api.post("/detokenize", {"tokens": [104.0, 105.0]}).json() == {"prompt": "hi"}
+    assert api.post("/v1/responses", {"input": "hi", "max_output_tokens": 7.0}).status_code == 200
+    turn = {"role": "user", "content": "hi"}
+    assert api.post("/v1/messages", {"messages": [turn], "max_tokens": 7.0}).status_code == 200
     assert error_of(api.complete(prompt=[104.5]), 400)["param"] == "prompt[0]"
     assert error_of(api.complete(prompt=[104, 1.5]), 400)["param"] == "prompt[1]"
 
 
 def test_tools_and_choices_need_no_type() -> None:
-    api = Api(FakeFrontend(template=CALLING))
+    api = Api(tool_format="hermes")
     untyped = {"function": TOOL["function"]}
     response = api.chat(tools=[untyped], tool_choice={"function": {"name": "get"}})
     assert response.status_code == 200, response.text

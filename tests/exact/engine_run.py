@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tests.exact.models import MAX_MODEL_LEN
+from tests.exact.models import MAX_MODEL_LEN, head_spec
 from tests.exact.traffic import STEP_S, Job
 from tests.fakes.integrity import check_integrity
 from tests.kernels.checks import runner_config
@@ -17,6 +17,7 @@ from quire.config import (
     DeviceInfo,
     EngineConfig,
     GateKind,
+    HeadsConfig,
     ModelConfig,
     OrderKind,
     SchedulerConfig,
@@ -30,17 +31,20 @@ from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan, StepResult
 from quire.weight_format import WeightFormat
 
+Drafting = Literal["none", "ngram", "self", "other", "oracle", "medusa", "eagle", "eagle3", "mtp"]
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """gate × order × budget, and who drafts: no proposer, prompt lookup, the model itself in its own type, in another
-    type, or a proposer that knows the output and errs at times.
+    type, a proposer that knows the output and errs at times, or random heads. Drafts are trees, but for those of the
+    model itself.
     """
 
     gate: GateKind
     order: OrderKind
     budget: int
-    drafts: Literal["none", "ngram", "self", "other", "oracle"] = "none"
+    drafts: Drafting = "none"
 
 
 @dataclass(slots=True)
@@ -128,8 +132,15 @@ def engine_config(
         other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
         own = other if policy.drafts == "other" else dtype
         speculate = SpeculateConfig("draft", replace(model, dtype=own, kv_dtype=own))
+    elif policy.drafts in ("medusa", "eagle", "eagle3", "mtp"):
+        heads = HeadsConfig("", "tiny", head_spec(spec, policy.drafts), dtype, "random", seed=2)
+        method = policy.drafts.removesuffix("3")
+        speculate = SpeculateConfig(method, heads=heads)  # type: ignore[arg-type]
     elif policy.drafts != "none":
         speculate = SpeculateConfig("ngram")
+    paths = 1 if policy.drafts in ("none", "self") else 3
+    if speculate is not None:
+        speculate = replace(speculate, num_branch_blocks=8 * (paths - 1) * len(windows))
     return EngineConfig(
         model=model,
         kv_layout=layout,
@@ -142,6 +153,7 @@ def engine_config(
             max_model_len=max_model_len,
             dynamic_max_wait_s=3 * STEP_S,
             max_num_drafts=0 if policy.drafts == "none" else 4,
+            max_draft_paths=paths,
         ),
         runner=runner_config(cpu_isa, num_threads),
         device=DeviceInfo("cpu", "test", 1, 2**30, 2**30),
@@ -220,8 +232,11 @@ class EngineRun:
     ) -> None:
         self.tally = Tally(policies={policy})
         self.ended: dict[tuple[str, int], Ended] = {}
+        self.num_computed_tokens = 0
         self._clock = VirtualClock()
-        self._scheduler = Scheduler(config.scheduler, config.cache, chains_steps=executor.chains_steps)
+        self._scheduler = Scheduler(
+            config.scheduler, config.cache, chains_steps=executor.chains_steps, num_stages=config.topology.pp
+        )
         self._core = EngineCore(
             self._scheduler, WatchedExecutor(executor, self.tally, fail_every), self._clock
         )
@@ -250,6 +265,7 @@ class EngineRun:
         self.tally.num_cached_tokens += stats.num_cached_tokens
         self.tally.num_preemptions += stats.num_preemptions
         self.tally.num_forks += stats.num_forks
+        self.num_computed_tokens = stats.num_computed_tokens
         assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks, "blocks leaked"
 
     def _take(self, events: Iterable[TokenEvent]) -> None:

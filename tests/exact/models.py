@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import sqrt
 
+from quire.families.heads import HeadMethod, HeadSpec
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 
 VOCAB = 131
@@ -106,6 +107,18 @@ def post_norm() -> ModelSpec:
         residual_scale=0.5,
         logits_soft_cap=20.0,
     )
+
+
+def head_spec(spec: ModelSpec, method: HeadMethod) -> HeadSpec:
+    """Heads for ``spec``: two Medusa heads, or a layer of its last one's kind."""
+    sizes = method, spec.hidden_size, spec.vocab_size
+    if method == "medusa":
+        return HeadSpec(*sizes, num_heads=2, num_blocks=2, block_bias=True)
+    last = LayerSpec(_attention(), MlpSpec(40))
+    model = replace(spec, layers=spec.layers[-1:] if method == "mtp" else (last,))
+    if method == "eagle3":
+        return HeadSpec(*sizes, model, taps=(0, 1), draft_vocab_size=spec.vocab_size)
+    return HeadSpec(*sizes, model, fc_bias=method == "eagle")
 
 
 MODELS = {"llama": llama, "sliding": sliding, "moe": moe, "latent": latent, "post_norm": post_norm}

@@ -115,9 +115,9 @@ def test_the_speculative_config_of_vllm_is_understood() -> None:
     )
     draft = {"model": "quill-draft", "num_speculative_tokens": 3}
     assert llm_args("quill", {"speculative_config": draft}) == EngineArgs(
-        model="quill", speculate="draft", draft_model="quill-draft", spec_tokens=3
+        model="quill", draft_model="quill-draft", spec_tokens=3
     )
-    for wrong in ({"method": "eagle"}, {"method": "ngram", "tree": 3}, "ngram"):
+    for wrong in ({"method": "hydra"}, {}, {"method": "ngram", "tree": 3}, "ngram"):
         with pytest.raises(ConfigError, match="speculative_config"):
             llm_args("quill", {"speculative_config": wrong})
 

@@ -37,7 +37,7 @@ _PART_TYPES = {
 
 
 class JsonSchemaFormat(Wire):
-    """``response_format.json_schema``. The schema holds with and without ``strict``."""
+    """``response_format.json_schema``. The schema holds with and without ``strict``, which closes its objects."""
 
     name: Text | None = None
     schema_: Annotated[JsonSchema, Field(alias="schema")]
@@ -113,7 +113,20 @@ def schema_form(raw: Any, prefix: str, ignored: list[str] | None) -> StructuredO
         RequestError: names the field, the value and what is allowed.
     """
     schema = parse(JsonSchemaFormat, raw, prefix=prefix, ignored=ignored)
-    return StructuredOutputsParams(json=schema.schema_, param=f"{prefix}schema")
+    closed = schema.strict is True and may_be_closed(schema.schema_)
+    return StructuredOutputsParams(
+        json=schema.schema_, param=f"{prefix}schema", disable_additional_properties=closed
+    )
+
+
+def may_be_closed(schema: Any) -> bool:
+    """Return whether objects without ``additionalProperties`` may be closed; in ``allOf`` they exclude each other.
+
+    OpenAI's strict schemas say ``additionalProperties: false`` themselves, and LiteLLM takes it out; Ollama closes.
+    """
+    if isinstance(schema, dict):
+        return "allOf" not in schema and all(map(may_be_closed, schema.values()))
+    return not isinstance(schema, list) or all(map(may_be_closed, schema))
 
 
 def _is_set(request: GenerationFields, name: str) -> bool:
@@ -209,7 +222,9 @@ def tool_use(
         if name in names:
             raise RequestError(f"{where} = {clip(name)} is used twice.", param=f"tools[{i}]")
         names.append(name)
-    return ToolUse(tuple(tools), _choice(choice, names), parallel is not False)
+    chosen = _choice(choice, names)
+    # A named tool is called exactly once, as at OpenAI; small models would call it until their tokens end.
+    return ToolUse(tuple(tools), chosen, parallel is not False and not chosen.startswith("="))
 
 
 def chat_tools(tools: list[Any] | None, ignored: list[str] | None) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from quire.api.anthropic_request import (
     CountTokensRequest,
     MessagesRequest,
     Metadata,
+    check_thread,
     conversation_of,
     form_of,
 )
@@ -46,6 +47,7 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
     """
     request = parse(MessagesRequest, body, ignored=ignored)
     state.check_model(request.model)
+    check_thread(request.thread, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
     conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
     metadata = parse(Metadata, request.metadata or {}, prefix="metadata.", ignored=ignored)
@@ -79,6 +81,7 @@ async def count_tokens(state: ApiState, body: Any, ignored: list[str] | None) ->
     """
     request = parse(CountTokensRequest, body, ignored=ignored)
     state.check_model(request.model)
+    check_thread(request.thread, ignored)
     form_of(request, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
     conversation = await off_loop(len(request.messages), conversation_of, request, ignored)

@@ -10,9 +10,11 @@ from quire.api.answer_form import ToolUse, tool_use
 from quire.api.conversation import Conversation, Thinking, call_message, template_variables
 from quire.api.protocol import EFFORTS, SampledFields, Tools
 from quire.errors import RequestError, clip
+from quire.http.refusals import HttpError, Refusal
 from quire.http.wire import (
     INT64_MAX,
     AnyObject,
+    AtLeastOne,
     Boolean,
     JsonSchema,
     Past,
@@ -44,6 +46,7 @@ class AnthropicFields(Wire):
     thinking: TypedObject | None = None
     output_config: AnyObject | None = None
     context_management: AnyObject | None = None
+    thread: AnyObject | None = None
     chat_template_kwargs: AnyObject | None = None
 
 
@@ -54,7 +57,7 @@ class CountTokensRequest(AnthropicFields):
 class MessagesRequest(AnthropicFields, SampledFields):
     """Body of ``/v1/messages``."""
 
-    max_tokens: Annotated[int, Field(description="an integer ≥ 1", ge=1)]
+    max_tokens: AtLeastOne
     stop_sequences: Texts | None = None
     metadata: AnyObject | None = None
 
@@ -199,6 +202,26 @@ def form_of(request: AnthropicFields, ignored: list[str] | None) -> StructuredOu
     prefix = "output_config.format."
     form = parse(OutputConfigFormat, raw, prefix=prefix, ignored=ignored)
     return StructuredOutputsParams(json=form.schema_, param=f"{prefix}schema")
+
+
+def check_thread(thread: dict[str, Any] | None, ignored: list[str] | None) -> None:
+    """Refuse to continue a conversation that the server would have to hold; starting one has no effect.
+
+    Anthropic's client answers this refusal by sending the whole history.
+
+    Raises:
+        HttpError: a 404 with the code ``thread_not_found``.
+    """
+    if not thread:
+        return
+    if thread.get("type") == "continue":
+        message = (
+            f"thread.previous_message_id = {clip(thread.get('previous_message_id'))}: no conversations are kept "
+            "here. Send the whole history, without thread."
+        )
+        raise HttpError(Refusal(404, message, "thread", details=(("error_code", "thread_not_found"),)))
+    if ignored is not None:
+        ignored.append("thread")
 
 
 def _messages(request: AnthropicFields, ignored: list[str] | None) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.api.answer_form import ToolUse
+from quire.api.answer_form import ToolUse, may_be_closed
 from quire.api.job import Answer, Head, Job, common_fields, new_head
 from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
@@ -21,6 +21,7 @@ from quire.engine.prompts import RenderedChat
 from quire.errors import RequestError, clip
 from quire.request import SamplingParams, ThinkingBudget
 from quire.structured_outputs import StructuredOutputsParams
+from quire.text.json_schema import closed
 from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
 from quire.text.output.formats import OutputFormat, prompt_opening
 from quire.text.output.generic import asked
@@ -215,7 +216,11 @@ class OutputPlan:
         if use.required:
             # The form is that of an answer without calls, in a later turn.
             param = "tool_choice"
-            part = required_calls(self.format, self.schemas, use.required, parallel=use.parallel)
+            tools = {
+                name: closed(schema) if may_be_closed(schema) else schema
+                for name, schema in self.schemas.items()
+            }
+            part = required_calls(self.format, tools, use.required, parallel=use.parallel)
             if part is None:
                 raise RequestError(
                     f"tool_choice = {clip(use.choice)} is not supported with the tool format {self.format.name!r} of "

@@ -33,6 +33,7 @@ from quire.text.output.formats import FORMATS, OutputFormat
 from quire.text.output.generic import format_of
 from quire.workload.slo import Slo
 
+PLACEHOLDERS = ("tgi", "dummy")  # sent by huggingface_hub for whatever model is at an address
 _STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too
 log = Log("api")
 
@@ -103,7 +104,7 @@ class ApiState:
             NotFoundError: ``name`` is not served; lists the names that are.
         """
         names = self.model.names
-        if name is None:
+        if name is None or (name in PLACEHOLDERS and name not in (*names, *self.adapter_names)):
             return names[0]
         if name.endswith(LATEST) and name not in names:
             name = name.removesuffix(LATEST)
@@ -303,6 +304,16 @@ class ResponseStore:
         if stored is not None:
             self._items.move_to_end(key)
         return stored
+
+    def item(self, item_id: str) -> dict[str, Any] | None:
+        """Return the item of this id in the output of an answer, the newest answers first, or None."""
+        for (tenant, _), stored in reversed(self._items.items()):
+            if tenant == TENANT.get() and item_id.encode() in stored.response:
+                output = msgspec.json.decode(stored.response)["output"]
+                found = next((item for item in output if item.get("id") == item_id), None)
+                if found is not None:
+                    return dict(found)
+        return None
 
     def delete(self, response_id: str) -> bool:
         """Delete an answer; return whether it was stored."""

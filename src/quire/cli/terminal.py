@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prompt_toolkit import PromptSession
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 
-from quire.args import EngineArgs
+from quire.args import EngineArgs, executor_of
+from quire.cli.answer_text import AnswerEnd, WordWrap
 from quire.cli.flags import ChatArgs, RunArgs, pick
 from quire.clock import WallClock
 from quire.device import detect_device, slow_kernels
@@ -25,16 +31,12 @@ from quire.engine.stream import RequestStream
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.request import Adapter, FinishReason
 
-try:
-    import readline  # line editing and history for input(); some builds of Python lack it
-except ImportError:
-    readline = None  # type: ignore[assignment]
-
 HELP = """\
 /reset        forget the conversation        /retry        answer the last message again
 /undo         take back the last exchange    /system TEXT  set the system message and start anew
 /save FILE    write the conversation as JSON /help         this text
-/exit         leave (Ctrl-D too)             Ctrl-C        stop an answer"""
+/exit         leave (Ctrl-D too)             Ctrl-C        stop an answer, or clear the line
+Alt-Enter     a new line; pasted lines stay together, Enter sends them"""
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(highlight=False, soft_wrap=True, stderr=True)
@@ -42,19 +44,28 @@ err = Console(highlight=False, soft_wrap=True, stderr=True)
 
 @contextmanager
 def open_frontend(
-    settings: dict[str, Any], chat_template: str | None
+    settings: dict[str, Any], chat_template: str | None, *, chats: bool = False
 ) -> Iterator[tuple[Frontend, asyncio.Runner]]:
-    """Start an engine for ``settings``; yield its frontend, ready, and the event loop that it belongs to."""
-    process = EngineProcess()
+    """Start an engine for ``settings``; yield its frontend, ready, and the event loop that it belongs to.
+
+    Raises:
+        ConfigError: with ``chats``, the model has no chat template.
+    """
+    args = pick(EngineArgs, settings)
+    process = EngineProcess(executor_of(args))
     try:
-        args = pick(EngineArgs, settings)
         if len(args.lora) > 1:
             raise ConfigError(
                 f"the terminal runs one adapter, and lora names {len(args.lora)}: give only one"
             )
         config, checkpoint = configure(args, detect_device(args.device))
-        client = ProcessClient(config, process=process)
+        client = ProcessClient(config, executor=executor_of(args), process=process)
         text = load_text(args, config, checkpoint, chat_template=chat_template)
+        if chats and not text.chat_template.names:
+            raise ConfigError(
+                f"{args.model} has no chat template, so it cannot chat: give one with --chat-template FILE, or let it "
+                f"continue a text with quire run {args.model} TEXT."
+            )
         with asyncio.Runner() as runner:
             frontend = Frontend(
                 client, text.tokenizer, text.chat_template, text.model, WallClock(), adapters=text.adapters
@@ -77,15 +88,19 @@ def adapter_of(frontend: Frontend) -> Adapter | None:
     return None if registry is None else next(iter(registry.adapters.values()), None)
 
 
-async def print_stream(stream: RequestStream) -> tuple[str, bool]:
-    """Write the text as it arrives; return it, and whether Ctrl-C stopped it."""
-    parts: list[str] = []
+async def print_stream(
+    stream: RequestStream, write: Callable[[str], object] | None = None, end: AnswerEnd | None = None
+) -> tuple[str, bool]:
+    """Write the text as it arrives; return it, and whether Ctrl-C stopped it. ``end`` counts the tokens."""
+    clock, parts = WallClock(), list[str]()
     try:
         async for chunk in stream:
             if chunk.finish_reason is FinishReason.ERROR:
                 err.print(f"[red]the engine failed: {chunk.error}[/red]")
+            if end is not None:
+                end.take(chunk, clock.now())
             parts.append(chunk.text)
-            sys.stdout.write(chunk.text)
+            (write or sys.stdout.write)(chunk.text)
             sys.stdout.flush()
     except asyncio.CancelledError:  # asyncio's answer to Ctrl-C; the stream has aborted its request
         return "".join(parts), True
@@ -138,11 +153,12 @@ def chat(settings: dict[str, Any], args: ChatArgs) -> int:
     """Chat until the end of the input; return the exit status."""
     conversation = Conversation(args.system)
     sampling = _given(max_tokens=args.max_tokens, temperature=args.temperature)
-    with open_frontend(settings, args.chat_template) as (frontend, runner):
+    with open_frontend(settings, args.chat_template, chats=True) as (frontend, runner):
         out.print(
             f"{frontend.model.names[0]}, context {frontend.model.max_model_len:,} tokens. /help, Ctrl-D leaves."
         )
-        while (line := _read_line()) is not None:
+        session = _session() if sys.stdin.isatty() else None
+        while (line := _read_message(session, runner)) is not None:
             said = _command(line, conversation) if line.startswith("/") else line
             if said is None:
                 continue
@@ -150,12 +166,14 @@ def chat(settings: dict[str, Any], args: ChatArgs) -> int:
                 break
             conversation.turns.append({"role": "user", "content": said})
             try:
-                answer, stopped = runner.run(_answer(frontend, conversation, sampling))
+                answer, ended = runner.run(_answer(frontend, conversation, sampling))
             except QuireError as error:
                 conversation.turns.pop()
                 out.print(f"[red]{error}[/red]")
                 continue
-            out.print(" [dim](stopped)[/dim]" if stopped else "")
+            out.print("")
+            if sys.stdout.isatty():
+                out.print(ended, style="dim", markup=False)
             conversation.turns.append({"role": "assistant", "content": answer})
     return 0
 
@@ -166,8 +184,11 @@ def _given(**values: Any) -> dict[str, Any]:
 
 async def _answer(
     frontend: Frontend, conversation: Conversation, sampling: dict[str, Any]
-) -> tuple[str, bool]:
-    """Render, submit and print the answer; where the context is full, drop the oldest exchange and say so."""
+) -> tuple[str, str]:
+    """Render, submit and print the answer; return it and how it ended.
+
+    Where the context is full, the oldest exchange is dropped, and the terminal says so.
+    """
     while True:
         _, ids = await frontend.prompts.chat(conversation.messages, add_generation_prompt=True)
         room = frontend.model.max_model_len - len(ids)
@@ -180,7 +201,16 @@ async def _answer(
             f"the message takes {len(ids)} of {frontend.model.max_model_len} tokens: shorten it"
         )
     params = frontend.model.sampling(**{**sampling, "max_tokens": min(sampling["max_tokens"], room)})
-    return await print_stream(await frontend.submit(ids, params, adapter=adapter_of(frontend)))
+    end = AnswerEnd(WallClock().now())
+    stream = await frontend.submit(ids, params, adapter=adapter_of(frontend))
+    if not sys.stdout.isatty():
+        answer, stopped = await print_stream(stream, end=end)
+    else:
+        wrapped = WordWrap(sys.stdout.write, lambda: shutil.get_terminal_size().columns)
+        answer, stopped = await print_stream(stream, wrapped.feed, end)
+        wrapped.close()
+    limit = params.max_tokens or room
+    return answer, end.line(stopped=stopped, max_tokens=limit, fills_context=limit == room)
 
 
 def _command(line: str, conversation: Conversation) -> str | None:
@@ -213,15 +243,40 @@ def _command(line: str, conversation: Conversation) -> str | None:
     return None
 
 
-def _read_line() -> str | None:
-    """Return the next line that is not empty; None at the end. Ctrl-C clears the line."""
+def _session() -> PromptSession[str]:
+    """Return the line editor: several lines, pasted text as one message, a history."""
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c")
+    def _clear(event: KeyPressEvent) -> None:
+        event.current_buffer.reset()
+
+    return PromptSession(
+        FormattedText([("bold", "› ")]),
+        multiline=True,
+        prompt_continuation="  ",
+        key_bindings=keys,
+        history=InMemoryHistory(),
+    )
+
+
+def _read_message(session: PromptSession[str] | None, runner: asyncio.Runner) -> str | None:
+    """Return the next message that is not empty; None at the end. Without a terminal, a line is a message."""
     while True:
         try:
-            line = input("› " if sys.stdin.isatty() else "").strip()
+            said = input() if session is None else runner.run(session.prompt_async())
         except EOFError:
             return None
         except KeyboardInterrupt:
-            out.print("  [dim](Ctrl-D leaves)[/dim]")
             continue
-        if line:
-            return line
+        if said.strip():
+            return said.strip()

@@ -19,9 +19,10 @@ from quire.engine.adapters import AdapterRegistry, read_adapters
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
+from quire.models.head_checkpoint import holds_heads, mtp_spec, open_heads
 from quire.models.hub import locate
 from quire.models.safetensors_file import reading
-from quire.plan.speculation import DraftCheckpoint
+from quire.plan.speculation import DraftCheckpoint, HeadCheckpoint
 from quire.resolve import resolve
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -117,6 +118,7 @@ ALIASES = {
     "kv_cache_dtype": "kv_dtype",
     "kv_cache_memory_bytes": "kv_memory",
     "scheduling_policy": "order",
+    "distributed_executor_backend": "executor",
 }
 # vLLM's keywords that have no effect here, and why.
 NO_EFFECT = {
@@ -132,10 +134,8 @@ NO_EFFECT = {
 }
 # Keywords that are accepted at these values, where they ask for nothing, and refused at others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "distributed_executor_backend": (None, "mp", "uni"),
+    "enable_expert_parallel": (False,),
     "cpu_offload_gb": (0,),
     "tokenizer_mode": ("auto", "hf", "fast"),
     "config_format": ("auto", "hf"),
@@ -156,6 +156,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 VALUES = {  # of vLLM → ours
     "load_format": {"dummy": "random"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "bfloat16": "auto"},
+    "distributed_executor_backend": {"mp": "auto", "uni": "local"},
     "dtype": {"half": "float16", "float": "float32"},
 }
 
@@ -171,7 +172,7 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
     known = [field.name for field in fields(EngineArgs)]
     for key, value in given.items():
         name = ALIASES.get(key, key)
-        if key in NO_EFFECT:
+        if key in NO_EFFECT or (key, value) == ("distributed_executor_backend", None):
             continue
         if key in NEUTRAL:
             _check_neutral(key, value)
@@ -192,9 +193,9 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
 def _check_neutral(key: str, value: Any) -> None:
     if value in NEUTRAL[key]:
         return
-    if key.endswith("_parallel_size"):
+    if key == "data_parallel_size":
         raise ConfigError(
-            f"LLM: {key} = {value!r} is not supported yet: a model runs on one device. Leave it out"
+            f"LLM: {key} = {value!r}: several copies are for `quire serve --{key.replace('_', '-')}`"
         )
     allowed = " or ".join(map(repr, NEUTRAL[key]))
     raise ConfigError(f"LLM: {key} = {value!r} is not supported: it may be {allowed}, or be left out")
@@ -208,20 +209,23 @@ def _other(key: str, given: Mapping[str, Any]) -> str:
 SELF = "self:"  # the model's own weights in another format
 
 
-def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | None:
-    """Return the draft model of ``args`` for the model in ``checkpoint``; None: there is none.
+def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | HeadCheckpoint | None:
+    """Return the draft model or the heads of ``args`` for the model in ``checkpoint``; None: there are none.
 
     Raises:
         ConfigError: its vocabulary differs, or the settings contradict each other.
         ModelLoadError, UnsupportedModelError: it cannot be found, read or run.
     """
-    if args.speculate == "ngram" and args.draft_model is not None:
+    method, name = args.speculate, args.draft_model
+    if method in ("ngram", "mtp") and name is not None:
         raise ConfigError(
-            f"draft_model = {args.draft_model!r} has no use with speculate = 'ngram': leave one of them out"
+            f"draft_model = {name!r} has no use with speculate = {method!r}: leave one of them out"
         )
-    if args.speculate != "draft" and args.draft_model is None:
+    if method in ("medusa", "eagle", "mtp"):
+        return _find_heads(args, checkpoint, method)
+    if method != "draft" and name is None:
         return None
-    name = args.draft_model or ("quill-draft" if args.model == "quill" else "self:int4")
+    name = name or ("quill-draft" if args.model == "quill" else "self:int4")
     if name.startswith(SELF):
         return DraftCheckpoint(
             name,
@@ -231,10 +235,37 @@ def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | No
             args.load_format,
             quantize=name.removeprefix(SELF),
         )
-    found = describe(locate(name), args.load_format)
+    path = locate(name)
+    if method is None and holds_heads(path):
+        return HeadCheckpoint(name, str(path), open_heads(path, checkpoint.spec)[0])
+    found = describe(path, args.load_format)
     if found.kind != "random":
         check_vocabulary(name, read_tokenizer(found.tokenizer), read_tokenizer(checkpoint.tokenizer))
     return DraftCheckpoint(name, str(found.path), found.spec, found.formats, args.load_format)
+
+
+def _find_heads(args: EngineArgs, checkpoint: Checkpoint, method: str) -> HeadCheckpoint:
+    """Return the heads at ``draft_model``, else those beside the checkpoint; those of "mtp" are in it."""
+    spec = checkpoint.spec
+    if method == "mtp":
+        if checkpoint.kind == "gguf":
+            raise ConfigError(
+                "speculate = 'mtp' reads the layer from safetensors, and the model is a GGUF file"
+            )
+        random = checkpoint.kind == "random"
+        heads = mtp_spec(checkpoint.path, spec) if random else open_heads(checkpoint.path, spec, mtp=True)[0]
+        return HeadCheckpoint(args.model, str(checkpoint.path), heads, args.load_format)
+    path = checkpoint.path / method if args.draft_model is None else locate(args.draft_model)
+    if args.draft_model is None and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"speculate = {method!r} needs draft_model, the folder of its heads: there is none at {path}"
+        )
+    heads = open_heads(path, spec)[0]
+    if heads.method.removesuffix("3") != method:
+        raise ConfigError(
+            f"draft_model = {args.draft_model!r} has {heads.method} heads, and speculate = {method!r}"
+        )
+    return HeadCheckpoint(args.draft_model or f"{args.model}/{method}", str(path), heads)
 
 
 def check_vocabulary(name: str, draft: Tokenizer, target: Tokenizer) -> None:
@@ -252,6 +283,18 @@ def _said(token: str | None) -> str:
     return "no token" if token is None else repr(token)
 
 
+# vLLM's method → ours. Without one, the model says what it is.
+METHODS = {
+    "ngram": "ngram",
+    "draft_model": "draft",
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "eagle3": "eagle",
+    "mtp": "mtp",
+    "deepseek_mtp": "mtp",
+}
+
+
 def speculation_of(config: Any) -> dict[str, Any]:
     """Return our keywords for vLLM's ``speculative_config``.
 
@@ -263,12 +306,12 @@ def speculation_of(config: Any) -> dict[str, Any]:
     known = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
     if not isinstance(config, Mapping) or not set(config) <= set(known):
         raise ConfigError(f"LLM: speculative_config = {config!r} must be a dict with {', '.join(known)}")
-    method = config.get("method") or ("draft_model" if "model" in config else None)
-    if method not in ("ngram", "draft_model"):
-        raise ConfigError(f"LLM: speculative_config: method = {method!r} must be 'ngram' or 'draft_model'")
-    found: dict[str, Any] = {"speculate": "ngram" if method == "ngram" else "draft"}
-    if method == "draft_model" and "model" in config:
-        found["draft_model"] = config["model"]
+    method, model = config.get("method"), config.get("model")
+    if (method is not None and method not in METHODS) or (method is None and model is None):
+        raise ConfigError(f"LLM: speculative_config: method = {method!r} must be one of {', '.join(METHODS)}")
+    found: dict[str, Any] = {} if method is None else {"speculate": METHODS[method]}
+    if model is not None and found.get("speculate") not in ("ngram", "mtp"):
+        found["draft_model"] = model
     if "num_speculative_tokens" in config:
         found["spec_tokens"] = config["num_speculative_tokens"]
     return found

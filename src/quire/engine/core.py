@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.cache.events import EventsLost, pack
@@ -19,7 +19,7 @@ from quire.clock import Clock
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor.base import Executor, RankLoaded
 from quire.executor.recorder import Recorder
-from quire.metrics.engine_stats import EngineStats
+from quire.metrics.engine_stats import EngineStats, RankStats
 from quire.request import Request, TokenEvent
 from quire.scheduler.admission import refused
 from quire.scheduler.scheduler import Scheduler, Sleep, Step, Wait
@@ -45,7 +45,8 @@ class EngineCore:
         # Called with the steps out before the loop may block; see `engine.heartbeat`.
         self.on_tick: Callable[[Sequence[StepPlan | StepResult]], None] | None = None
         self.recorder: Recorder | None = None
-        self.ranks: tuple[RankLoaded, ...] = ()  # where the executor has several processes
+        self.ranks: tuple[RankLoaded, ...] = ()  # where the executor has processes of its own
+        self.rank_stats: Callable[[], RankStats] | None = None
         # Saves what the recorder has, with a reason and a text; may raise OSError. None: there is no recorder.
         self.save: Callable[[str, str], dict[str, Any]] | None = None
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
@@ -109,7 +110,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        return stats if self.rank_stats is None else replace(stats, ranks=self.rank_stats())
 
     def _drain_inbox(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []
@@ -156,6 +158,13 @@ class EngineCore:
                 self.replies.append(self._change_policy(message))
             case TakeCacheEvents(call_id, snapshot):
                 self.replies.append(Reply(call_id, _cache_events(self.scheduler, snapshot=snapshot)))
+            case AskPlaces(call_id, asked):
+                waits_s, why = (
+                    ([0.0] * len(asked), "")
+                    if self._draining
+                    else self.scheduler.give_places(asked, self.clock.now())
+                )
+                self.replies.append(Reply(call_id, {"waits_s": waits_s, "why": why}))
             case SaveRecording(call_id):
                 self.replies.append(_saved(call_id, self.save))
             case ResetPrefixCache(call_id):
@@ -280,6 +289,17 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class AskPlaces:
+    """May these requests come now? Answered with a `Reply`: ``waits_s``, 0 for yes, and ``why`` the last may not.
+
+    A place is held for each, for when it is to come, under its key.
+    """
+
+    call_id: str
+    asked: tuple[tuple[int, int], ...]  # (`Request.place`, about how many prompt tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class SaveRecording:
     """Save what the flight recorder has; answered with a `Reply`: path and number of steps."""
 
@@ -345,7 +365,7 @@ class TakeCacheEvents:
     snapshot: bool = False
 
 
-Call = ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents
+Call = AskPlaces | ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents
 Message = (
     Request  # to be queued
     | AbortRequest

@@ -9,7 +9,7 @@ from quire.families.shape import Fields, activation, assemble
 from quire.families.weights import LLAMA_NAMES, Family, WeightMap, build_map, expert_rules
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
-_NAMES = {
+NAMES = {
     **LLAMA_NAMES,
     "attn.q_a.weight": "self_attn.q_a_proj.weight",
     "attn.q_b.weight": "self_attn.q_b_proj.weight",
@@ -108,7 +108,7 @@ def _latent_attention(f: Fields) -> AttentionSpec:
 def weights(spec: ModelSpec) -> WeightMap:
     """Ignore layers from ``num_hidden_layers`` on: heads for multi-token prediction, which the decoder does not use."""
     extra = rf"model\.layers\.{spec.num_layers}\..*"
-    return build_map(spec, _NAMES, expert_rules, ignore=(extra,))
+    return build_map(spec, NAMES, expert_rules, ignore=(extra,))
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", read_v2, weights)

@@ -15,6 +15,7 @@ from pathlib import Path
 from starlette.responses import Response
 
 from quire.http import front
+from quire.http.listen import take_connections
 from quire.metrics.log import Log
 
 log = Log("server")
@@ -57,6 +58,9 @@ class FrontLink:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=fds,
+                # Linux shares the CPUs out between sessions first (sched_autogroup), so a probe does not wait behind
+                # the threads of the engine.
+                start_new_session=True,
             )
         self._loop.add_reader(self._control, self._take)
         self._ticking = self._loop.create_task(self._tick())
@@ -90,15 +94,7 @@ class FrontLink:
 
     def _take(self) -> None:
         """Take some connections. The end of the process is an empty read."""
-        try:
-            data, fds, _, _ = socket.recv_fds(self._control, 1, front.FDS_AT_ONCE)
-        except BlockingIOError:
-            return
-        except OSError:
-            data, fds = b"", []
-        for fd in fds:
-            self._serve(socket.socket(fileno=fd))
-        if not data:
+        if not take_connections(self._control, 1, front.FDS_AT_ONCE, self._serve):
             self.close()
             if self._retired is not None:
                 self._retired.set_result(None)

@@ -53,6 +53,7 @@ class Refusal:
     param: str | None = None
     code: str | None = None
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    details: tuple[tuple[str, str], ...] = ()  # machine-readable, in Anthropic's form only
 
     def error(self) -> dict[str, str | None]:
         """Return the value of ``error``."""
@@ -71,7 +72,10 @@ class Refusal:
             kind = _ANTHROPIC_TYPES.get(
                 self.status, "invalid_request_error" if self.status < 500 else "api_error"
             )
-            return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+            error: dict[str, object] = {"type": kind, "message": self.message}
+            if self.details:
+                error["details"] = dict(self.details)
+            return msgspec.json.encode({"type": "error", "error": error})
         return msgspec.json.encode({"error": self.error()})
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
+from quire.kernels.collective import Group
 from quire.kernels.linear import PackedLinear, op_of, write_rows
 from quire.kernels.registry import Backend, KernelChoice, Op, P, R
+from quire.parallel.shard import Shard
 from quire.quant.rtn import quantize
 from quire.quant.stored import StoredMatrix, StoredStack, Weight, row_ranges
 from quire.weight_format import PLAIN, WeightFormat
@@ -19,9 +22,33 @@ Formats = Mapping[str, WeightFormat]  # name of a quantized weight → how it is
 NO_FORMATS: Formats = MappingProxyType({})
 
 
+class Stage(NamedTuple):
+    """Which ends of the model a pipeline stage has: the embedding, the last norm and the output matrix."""
+
+    is_first: bool = True
+    is_last: bool = True
+
+    def has(self, name: str, tied: bool) -> bool:
+        """Whether the weight ``name`` is on this stage, given that it has those of its layers."""
+        if name == "embed.weight":
+            return self.is_first or (self.is_last and tied)
+        return self.is_last or name not in ("norm.weight", "lm_head.weight")
+
+
+WHOLE = Stage()
+
+
 def prefixed(prefix: str, loaders: Mapping[str, WeightLoader]) -> dict[str, WeightLoader]:
     """Return ``loaders`` under names that start with ``prefix``."""
     return {prefix + name: loader for name, loader in loaders.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The ranks that share every layer, and what this one has of the weights."""
+
+    group: Group
+    shard: Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +60,11 @@ class Build:
     eps: float  # of norms
     norm_plus_one: bool = False
     formats: Formats = field(default_factory=dict)
+    tp: TensorParallel | None = None  # None: this rank has all heads and whole matrices
+
+    @property
+    def tp_group(self) -> Group | None:
+        return None if self.tp is None else self.tp.group
 
     def under(self, prefix: str) -> Build:
         """Return the same for the weights whose names start with ``prefix``, named without it."""

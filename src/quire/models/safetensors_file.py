@@ -34,6 +34,7 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "F8_E4M3": ("float8_e4m3fn", 1),
     "I32": ("int32", 4),
     "I64": ("int64", 8),
+    "BOOL": ("bool", 1),  # t2d of EAGLE-3 heads, which is not read
 }
 _HEADER_MAX = 100_000_000  # bytes, the limit of the reference implementation
 INDEX_NAME = "model.safetensors.index.json"

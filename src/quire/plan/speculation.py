@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.args import EngineArgs
-from quire.config import AUTO_DRAFTS, MAX_DRAFTS, DeviceInfo, ModelConfig, SpeculateConfig
+from quire.config import AUTO_DRAFTS, MAX_DRAFTS, DeviceInfo, HeadsConfig, ModelConfig, SpeculateConfig
 from quire.errors import ConfigError
+from quire.families.heads import HeadSpec
 from quire.modelspec import ModelSpec
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
+
+TREES = 8  # sequences that have a tree of drafts in one step: with more, a step has no time for wide ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +29,33 @@ class DraftCheckpoint:
     quantize: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HeadCheckpoint:
+    """Heads on disk: in a folder of their own, or (MTP) in the model's."""
+
+    name: str  # as the user gave it
+    path: str
+    spec: HeadSpec
+    load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
+
+
+Drafting = ModelConfig | HeadsConfig  # what drafts, as it is held
+
+
 def draft_config(
-    args: EngineArgs, spec: ModelSpec, draft: DraftCheckpoint | None, dtype: str
-) -> ModelConfig | None:
-    """Return the draft model as it is held."""
+    args: EngineArgs, spec: ModelSpec, draft: DraftCheckpoint | HeadCheckpoint | None, dtype: str
+) -> Drafting | None:
+    """Return the draft model or the heads as they are held."""
     if draft is None:
         return None
+    if isinstance(draft, HeadCheckpoint) and draft.spec.model is None:  # reads no cache
+        return HeadsConfig(draft.path, draft.name, draft.spec, dtype, draft.load_format, args.seed)
     if all(group.window is not None for group in spec.kv_layout(spec.max_position_embeddings).groups):
         raise ConfigError(
             f"draft_model = {draft.name!r} needs a layer with full attention in the model, whose blocks keep all tokens"
         )
+    if isinstance(draft, HeadCheckpoint):
+        return HeadsConfig(draft.path, draft.name, draft.spec, dtype, draft.load_format, args.seed)
     plan = plan_weights(draft.spec, draft.formats, draft.quantize, None)
     return ModelConfig(
         draft.path,
@@ -51,22 +71,53 @@ def draft_config(
     )
 
 
+def draft_bytes(draft: Drafting | None, block_size: int) -> tuple[int, int]:
+    """Return the bytes of the weights that draft, and of what drafts keep beside each block of the model's cache."""
+    if draft is None:
+        return 0, 0
+    if isinstance(draft, HeadsConfig):
+        return draft.spec.weight_bytes(draft.dtype), draft.spec.block_bytes(block_size, draft.dtype)
+    weights = draft.spec.weight_bytes(draft.dtype, draft.formats)
+    return weights, draft.spec.draft_layout().block_bytes(block_size, draft.kv_dtype)
+
+
 def speculate_config(
-    args: EngineArgs, device: DeviceInfo, draft: ModelConfig | None, max_model_len: int
+    args: EngineArgs, device: DeviceInfo, draft: Drafting | None, max_model_len: int, num_groups: int
 ) -> SpeculateConfig | None:
-    """Return how drafts are proposed for sequences of up to ``max_model_len`` tokens."""
+    """Return how drafts are proposed for sequences of up to ``max_model_len`` tokens, with so many cache groups."""
     if args.speculate is None and draft is None:
-        if args.spec_accept != "exact":
-            raise ConfigError(f"spec_accept = {args.spec_accept!r} needs drafts: set speculate as well")
+        for name, default in (("spec_accept", "exact"), ("spec_tree", 1)):
+            if getattr(args, name) != default:
+                raise ConfigError(f"{name} = {getattr(args, name)!r} needs drafts: set speculate as well")
         return None
     if device.kind != "cpu":
         raise ConfigError(
             f"speculate = {args.speculate or 'draft'!r} is for a CPU, and the model runs on {device.name}: leave it out"
         )
+    num_blocks = branch_blocks(args, num_groups)
     if draft is None:
-        return SpeculateConfig("ngram", accept=args.spec_accept)
+        return SpeculateConfig("ngram", accept=args.spec_accept, num_branch_blocks=num_blocks)
+    if isinstance(draft, HeadsConfig):
+        method = "eagle" if draft.spec.method == "eagle3" else draft.spec.method
+        return SpeculateConfig(method, accept=args.spec_accept, heads=draft, num_branch_blocks=num_blocks)
     limited = replace(draft, max_model_len=min(max_model_len, draft.max_model_len))
-    return SpeculateConfig("draft", limited, args.spec_accept)
+    return SpeculateConfig("draft", limited, args.spec_accept, num_branch_blocks=num_blocks)
+
+
+def branch_blocks(args: EngineArgs, num_groups: int) -> int:
+    """Return the blocks for the branches of trees: as many as `TREES` sequences need in a step, of ``num_groups``.
+
+    Where more sequences have trees, those that find no blocks verify the trunks alone.
+    """
+    per_branch = 1 + -(-spec_tokens(args) // args.block_size)
+    return min(args.max_num_seqs, TREES) * (args.spec_tree - 1) * per_branch * num_groups
+
+
+def probability_bytes(args: EngineArgs, vocab_size: int) -> int:
+    """Return the bytes of the distributions that drafts were sampled from, kept until they are verified."""
+    if args.spec_accept != "rejection" or args.speculate == "ngram":
+        return 0
+    return args.max_num_seqs * spec_tokens(args) * vocab_size * 4
 
 
 def spec_tokens(args: EngineArgs) -> int:

@@ -7,55 +7,72 @@ drafts, too); a block whose content came while the draft model was not asked is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from quire.config import EngineConfig, ModelConfig
+from quire.config import EngineConfig
 from quire.kernels import registry
+from quire.kernels.sampling.noise import Streams, gumbel_argmax
+from quire.models.decoder import Decoder
 from quire.models.loader import iter_weights
+from quire.runner.heads import HeadRunner, MedusaModel
 from quire.runner.input_batch import InputBatch, PreparedStep
 from quire.runner.memory import torch_dtype
-from quire.runner.model_runner import ModelRunner
+from quire.runner.model_runner import ModelRunner, Runner
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.processors import LogitsProcessors
-from quire.sampling.sampler import Sampler
+from quire.sampling.sampler import TOKEN_NOISE, Sampler
 from quire.speculate.draft import DraftProposer, Rows
+from quire.speculate.medusa import MedusaProposer
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.proposer import Proposer
 from quire.step import SeqPlan
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int32]]  # by block id
+Edit = Callable[[int, torch.Tensor], None]
 
 
 class DraftModel:
-    """A `quire.speculate.draft.DraftForward` over ``seqs``."""
+    """A `quire.speculate.draft.DraftForward` over ``seqs``: a model of its own, or a layer over hidden states."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, seqs: WorkerSeqs) -> None:
+    def __init__(
+        self, config: EngineConfig, runner: ModelRunner | HeadRunner, seqs: WorkerSeqs, *, own_vocab_size: int,
+        max_tokens: int,
+    ) -> None:  # fmt: skip
+        """``max_tokens``: of a sequence that has drafts."""
         self._seqs = seqs
         self._group = config.cache.windows.index(None)
         self._block_size = config.cache.block_size
         self._vocab_size = config.model.spec.vocab_size
-        self._own_vocab_size = model.spec.vocab_size
-        self.max_tokens = model.max_model_len
+        self._own_vocab_size = own_vocab_size
+        self.max_tokens = max_tokens
         self.max_rows = config.scheduler.max_num_batched_tokens
-        own = replace(config, model=model, kv_layout=model.spec.draft_layout(), lora=None, speculate=None)
-        self.runner = ModelRunner(own, iter_weights(model, torch_dtype(model.dtype)))
+        self.runner = runner
+        self._lag = int(isinstance(runner, HeadRunner))  # slots by which a row lies before its token
         self._inputs = InputBatch(
-            seqs, self._block_size, config.scheduler.max_num_seqs, self.max_rows, only_group=self._group
-        )
+            seqs, self._block_size, config.scheduler.max_num_seqs, self.max_rows, only_group=self._group,
+            lag=self._lag,
+        )  # fmt: skip
         self.runner.record(self._inputs.buffers)
         self._sampler = Sampler(self._vocab_size, registry.choose(config.runner))
         self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
+        self._last: tuple[PreparedStep, torch.Tensor, Edit, list[int]]  # of `forward`: logits, tokens
         self.filled, self._written = (np.zeros(config.cache.num_blocks, np.int32) for _ in range(2))  # slots
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in list order."""
         self.runner.kv.copy(moves)
+        self.copy_hidden(moves)
         for source, target in moves:
             self.filled[target] = self._written[target] = self.filled[source]
+
+    def copy_hidden(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy the model's hidden states of whole blocks, as its K and V."""
+        if isinstance(self.runner, HeadRunner):
+            self.runner.hidden.copy(moves)
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """These blocks hold nothing yet."""
@@ -66,6 +83,8 @@ class DraftModel:
     def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:
         """As `DraftForward.num_computed`."""
         seq = self._seq(seq_id)
+        if self._lag:  # drafts that were right are computed again, from the model's own hidden states
+            return self._leading(self.filled, seq, num_known - 1) + 1
         count = self._leading(self.filled, seq, num_known)
         return self._leading(self._written, seq, num_agreed) if count == num_known else count
 
@@ -133,11 +152,48 @@ class DraftModel:
             for seq, probs in zip(step.sampling, of_rows, strict=True):
                 seq.draft_probs.append(probs)
         drafts: list[int] = np.maximum(ids, 0).tolist()
+        self._last = step, logits, edit, drafts
         return drafts
+
+    @torch.inference_mode()
+    def second(self, seq_ids: Container[int]) -> dict[int, int]:
+        """As `DraftForward.second`."""
+        step, logits, edit, firsts = self._last
+        if self._keeps_probs:
+            return self._second_of_probs(seq_ids)
+
+        def edit_and_forbid(row: int, logits: torch.Tensor) -> None:
+            edit(row, logits)
+            logits[firsts[row]] = -torch.inf
+
+        logits = logits.clone()
+        logits[torch.arange(len(firsts)), torch.tensor(firsts)] = -torch.inf
+        ids, best = self._sampler.sample(logits, step.columns, edit_and_forbid)
+        found = zip(step.sampling, ids.tolist(), np.isfinite(best).tolist(), strict=True)
+        return {seq.seq_id: token_id for seq, token_id, fine in found if fine and seq.seq_id in seq_ids}
+
+    def _second_of_probs(self, seq_ids: Container[int]) -> dict[int, int]:
+        """As `second`, from the distribution of the first; the second's, in which that token has no share, is kept."""
+        step, _, _, firsts = self._last
+        found = {}
+        for row, (seq, first) in enumerate(zip(step.sampling, firsts, strict=True)):
+            rest = seq.draft_probs[-1].clone()
+            rest[first] = 0.0
+            if seq.seq_id in seq_ids and rest.sum() > 0.0:
+                column = step.columns[row : row + 1]
+                seed, index, position = (
+                    torch.from_numpy(column[name].copy()) for name in ("seed", "sample_index", "position")
+                )
+                rest /= rest.sum()
+                streams = Streams(seed, index, position, TOKEN_NOISE)
+                found[seq.seq_id] = int(gumbel_argmax(rest.log()[None], streams))
+                seq.draft_probs.append(rest)
+        return found
 
     def _note(self, seq: WorkerSeq, end: int) -> None:
         """The tokens below ``end`` have K and V."""
-        num_known = int(self._seqs.num_settled[seq.row])
+        num_known = int(self._seqs.num_settled[seq.row]) - self._lag
+        end -= self._lag
         for slots, count in ((self.filled, min(end, num_known)), (self._written, end)):
             blocks = self._blocks(seq, count)
             slots[blocks[:-1]] = self._block_size
@@ -153,14 +209,34 @@ class DraftModel:
         return seq
 
 
-def make_draft_model(config: EngineConfig, seqs: WorkerSeqs) -> DraftModel | None:
-    """Load the draft model of ``config.speculate``; None: there is none."""
-    draft = None if config.speculate is None else config.speculate.draft
-    return None if draft is None else DraftModel(config, draft, seqs)
-
-
-def make_proposer(config: EngineConfig, draft_model: DraftModel | None) -> Proposer | None:
-    """Return the proposer of ``config.speculate``; None: without speculation."""
-    if config.speculate is None:
+def make_draft_model(config: EngineConfig, seqs: WorkerSeqs, target: Decoder) -> DraftModel | None:
+    """Load the draft model, or the EAGLE or MTP layer, of ``config.speculate``; None: there is none."""
+    speculate = config.speculate
+    if speculate is None or speculate.method not in ("draft", "eagle", "mtp"):
         return None
-    return NgramProposer() if draft_model is None else DraftProposer(draft_model)
+    model, heads = speculate.draft, speculate.heads
+    if heads is not None:
+        layer = HeadRunner(config, heads, target)
+        vocab_size, max_tokens = heads.spec.vocab_size, config.model.max_model_len
+        return DraftModel(config, layer, seqs, own_vocab_size=vocab_size, max_tokens=max_tokens)
+    assert model is not None
+    own = replace(config, model=model, kv_layout=model.spec.draft_layout(), lora=None, speculate=None)
+    runner = ModelRunner(own, iter_weights(model, torch_dtype(model.dtype)))
+    vocab_size, max_tokens = model.spec.vocab_size, model.max_model_len
+    return DraftModel(config, runner, seqs, own_vocab_size=vocab_size, max_tokens=max_tokens)
+
+
+def make_proposer(
+    config: EngineConfig, draft_model: DraftModel | None, seqs: WorkerSeqs, runner: Runner
+) -> Proposer | None:
+    """Return the proposer of ``config.speculate``; None: without speculation."""
+    speculate = config.speculate
+    if speculate is None:
+        return None
+    if speculate.method != "medusa":
+        return NgramProposer() if draft_model is None else DraftProposer(draft_model)
+    assert speculate.heads is not None
+    assert isinstance(runner, ModelRunner)
+    model = MedusaModel(config, speculate.heads, runner.decoder, seqs)
+    runner.watch_sampled = model.watch
+    return MedusaProposer(model)

@@ -50,12 +50,15 @@ class SchedulerState:
     in_flight: deque[StepRecord] = field(default_factory=deque)
     gone: list[int] = field(default_factory=list)  # sequences that the worker drops with the next plan
     draft_control: DraftControl | None = None  # None: without speculation
+    num_stages: int = (
+        1  # of a pipeline: as many steps are in flight, which share decodes and prompt tokens evenly
+    )
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
     counters: EngineStats = field(default_factory=EngineStats)  # its gauges are not kept here
     deadlines: Deadlines = field(default_factory=Deadlines)
     promises: Promises = field(default_factory=Promises)
     # When seats come free, as of a step; see `overload`.
-    seats: tuple[tuple[int, int, int], list[float], float] | None = None
+    seats: tuple[tuple[int, int, int], list[float], float, int] | None = None
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
     # Beams selected since the last plan: (parent, what is forked from it); see `beam_steps`.
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)

@@ -1,0 +1,263 @@
+"""`HeadSpec`: heads that draft from the hidden states of a model, as data, and where checkpoints keep their weights.
+
+Row i of EAGLE and MTP reads token i and the hidden state of token i − 1, and has the rotary position i − 1. Canonical
+names, beside those of one decoder layer ("layers.0.…", `quire.modelspec`):
+
+    eagle   (Li et al. 2024)     fc.weight [hidden, 2 · hidden], fc.bias; no attn_norm; output matrix of the model
+    eagle3  (Li et al. 2025)     fc.weight [hidden, 3 · hidden], hidden_norm.weight, norm.weight, lm_head.weight
+                                 [draft vocab, hidden]; q, k, v [width, 2 · hidden] read embedding and hidden state
+    mtp     (DeepSeek-V3, 2024)  embed_norm.weight, hidden_norm.weight, fc.weight [hidden, 2 · hidden], norm.weight
+    medusa  (Cai et al. 2024)    blocks.{head}.{block}.{weight,bias}, lm_heads.{head}.weight
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, get_args
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.families import deepseek
+from quire.families.rope import rope_from_config
+from quire.families.shape import Fields, attention, dense, head_dim_of
+from quire.families.weights import COMPUTED, LLAMA_NAMES, Take, WeightMap, expert_rules
+from quire.modelspec import DTYPE_BYTES, LayerSpec, ModelSpec, weight_shapes
+
+HeadMethod = Literal["medusa", "eagle", "eagle3", "mtp"]
+HEAD_METHODS: tuple[HeadMethod, ...] = get_args(HeadMethod)
+LAYER = "layers.0."
+Shapes = Mapping[str, tuple[int, ...]]  # by stored name
+
+_MEDUSA = re.compile(r"(?:medusa_heads\.)?(?:blocks\.(\d+)\.layers\.(\d+)|(\d+)\.(\d+)\.linear)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """Heads over the hidden states of a model."""
+
+    method: HeadMethod
+    hidden_size: int
+    vocab_size: int  # of the model
+    model: ModelSpec | None = None  # EAGLE, MTP: a model of one layer, for that layer
+    fc_bias: bool = False  # EAGLE
+    taps: tuple[
+        int, ...
+    ] = ()  # eagle3: layers of the model whose inputs are read; else its last hidden state is
+    draft_vocab_size: int = 0  # eagle3: ids that it knows
+    num_heads: int = 0  # medusa
+    num_blocks: int = 0  # medusa: residual blocks per head
+    block_bias: bool = False  # medusa
+    own_outputs: bool = False  # medusa: heads have output matrices of their own
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return 1 << 31 if self.model is None else self.model.max_position_embeddings
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name → shape of every weight."""
+        size = self.hidden_size
+        if self.model is None:
+            shapes: dict[str, tuple[int, ...]] = {}
+            for head in range(self.num_heads):
+                for block in range(self.num_blocks):
+                    shapes[f"blocks.{head}.{block}.weight"] = (size, size)
+                    if self.block_bias:
+                        shapes[f"blocks.{head}.{block}.bias"] = (size,)
+                if self.own_outputs:
+                    shapes[f"lm_heads.{head}.weight"] = (self.vocab_size, size)
+            return shapes
+        shapes = {
+            n: s for n, s in weight_shapes(self.model).items() if n not in ("embed.weight", "lm_head.weight")
+        }
+        inputs = len(self.taps) or 2
+        shapes["fc.weight"] = (size, inputs * size)
+        if self.fc_bias:
+            shapes["fc.bias"] = (size,)
+        if self.method == "eagle":
+            del shapes[LAYER + "attn_norm.weight"], shapes["norm.weight"]
+            return shapes
+        shapes["hidden_norm.weight"] = (size,)
+        if self.method == "mtp":
+            shapes["embed_norm.weight"] = (size,)
+            return shapes
+        for name in ("q", "k", "v"):
+            width, _ = shapes[f"{LAYER}attn.{name}.weight"]
+            shapes[f"{LAYER}attn.{name}.weight"] = (width, 2 * size)
+        shapes["lm_head.weight"] = (self.draft_vocab_size, size)
+        return shapes
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of all weights in memory."""
+        return sum(map(prod, self.shapes().values())) * DTYPE_BYTES[dtype]
+
+    def block_bytes(self, block_size: int, dtype: str) -> int:
+        """Bytes beside each block of the model: K and V, and a hidden state of the model per token."""
+        if self.model is None:
+            return 0
+        hidden = block_size * self.hidden_size * DTYPE_BYTES[dtype]
+        return hidden + self.model.draft_layout().block_bytes(block_size, dtype)
+
+
+def method_of(config: Mapping[str, object], stored: Shapes) -> HeadMethod | None:
+    """Return what kind of heads a checkpoint holds; None: it is a model."""
+    if "d2t" in stored or any(name.endswith("hidden_norm.weight") for name in stored):
+        return "eagle3"
+    if any(name.removeprefix("model.") == "fc.weight" for name in stored):
+        return "eagle"
+    if any(_MEDUSA.fullmatch(name) for name in stored) or "medusa_num_heads" in config:
+        return "medusa"
+    return None
+
+
+def read_heads(f: Fields, stored: Shapes, target: ModelSpec) -> tuple[HeadSpec, WeightMap]:
+    """Return the heads of a folder's ``config.json`` and tensors, for the model ``target``.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError: they are not for this model, or of a kind that is not read.
+    """
+    method = method_of(f.values, stored)
+    if method is None:
+        raise UnsupportedModelError(
+            f"{f.where}: the tensors are no heads that are read: EAGLE has fc.weight, EAGLE-3 also hidden_norm.weight, "
+            f"Medusa blocks.0.layers.0.weight or 0.0.linear.weight; the first here is {min(stored, default='none')}."
+        )
+    return _medusa(f, stored, target) if method == "medusa" else _eagle(f, stored, target, method)
+
+
+def _eagle(f: Fields, stored: Shapes, target: ModelSpec, method: HeadMethod) -> tuple[HeadSpec, WeightMap]:
+    f.refuse("num_hidden_layers", unless=(1,), why="a draft of one layer")
+    f.refuse("norm_before_residual", unless=(False,), why="the published EAGLE-3 heads")
+    _same(f, "hidden_size", target.hidden_size)
+    _same(f, "vocab_size", target.vocab_size)
+    prefix = "model." if any(name.startswith("model.") for name in stored) else ""
+    layer = prefix + ("midlayer." if f"{prefix}midlayer.mlp.up_proj.weight" in stored else "layers.0.")
+    bias = f"{layer}self_attn.q_proj.bias" in stored
+    attn = attention(
+        f,
+        rope=rope_from_config(f, head_dim_of(f)),
+        qkv_bias=bias,
+        o_bias=f"{layer}self_attn.o_proj.bias" in stored,
+    )
+    spec = LayerSpec(attn, dense(f, bias=f"{layer}mlp.up_proj.bias" in stored))
+    taps = _taps(f, target) if method == "eagle3" else ()
+    ids = stored.get("lm_head.weight", (target.vocab_size,))[0]
+    heads = HeadSpec(
+        method, target.hidden_size, target.vocab_size, _one_layer(f, target, spec),
+        fc_bias=f"{prefix}fc.bias" in stored, taps=taps, draft_vocab_size=ids if taps else 0,
+    )  # fmt: skip
+    if taps and f.integer("draft_vocab_size", target.vocab_size) != ids:
+        raise f.wrong("draft_vocab_size", f"the rows of lm_head.weight, {ids}")
+    if taps and ids < target.vocab_size and stored.get("d2t") != (ids,):
+        raise ModelLoadError(
+            f"{f.where}: the head knows {ids} of {target.vocab_size} ids, and d2t, which says which, has the shape "
+            f"{stored.get('d2t')} instead of {(ids,)}."
+        )
+    names = {LAYER + rest: layer + name for rest, name in LLAMA_NAMES.items()}
+    names |= {"hidden_norm.weight": f"{layer}hidden_norm.weight", "norm.weight": f"{prefix}norm.weight"}
+    names |= {n: prefix + n for n in ("fc.weight", "fc.bias")} | {"lm_head.weight": "lm_head.weight"}
+    # Where they are stored, they are the model's own.
+    ignore: tuple[str, ...] = (r"d2t", r"t2d", r"(model\.)?embed_tokens\.weight", *COMPUTED)
+    if not taps:
+        ignore = (*ignore, r"lm_head\.weight")
+    return heads, _map_of(heads, names, ignore)
+
+
+def _taps(f: Fields, target: ModelSpec) -> tuple[int, ...]:
+    """Return three layers of ``target``: those that the configuration names, or a low, a middle and a high one."""
+    nested = f.nested("eagle_config") or f
+    found = nested.integers("eagle_aux_hidden_state_layer_ids")
+    count = target.num_layers
+    found = tuple(sorted(set(found or (2, count // 2, count - 3))))
+    if len(found) != 3 or any(not 0 <= layer < count for layer in found):
+        raise ModelLoadError(
+            f"{f.where}: eagle_aux_hidden_state_layer_ids = {list(found)} must be three layers of the model, which has "
+            f"layers 0…{count - 1}."
+        )
+    return found
+
+
+def _medusa(f: Fields, stored: Shapes, target: ModelSpec) -> tuple[HeadSpec, WeightMap]:
+    """The layout of the published heads ("0.0.linear.weight", "0.1.weight"), or that of vLLM ("blocks.0.layers.0")."""
+    for key in ("hidden_size", "vocab_size"):
+        if f.has(key):
+            _same(f, key, getattr(target, key))
+    if "token_map" in stored:
+        raise UnsupportedModelError(
+            f"{f.where}: Medusa heads with a token_map are not supported: their ids are few."
+        )
+    found = [match for match in map(_MEDUSA.fullmatch, stored) if match is not None]
+    if not found:
+        raise ModelLoadError(
+            f"{f.where}: there is no residual block: 0.0.linear.weight or blocks.0.layers.0.weight."
+        )
+    places = [(int(m[1] or m[3]), int(m[2] or m[4])) for m in found]
+    num_heads, num_blocks = (1 + max(place) for place in zip(*places, strict=True))
+    prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in stored) else ""
+    vllm = found[0][1] is not None
+    names: dict[str, str] = {}
+    for head in range(num_heads):
+        for block in range(num_blocks):
+            of = f"blocks.{head}.layers.{block}" if vllm else f"{head}.{block}.linear"
+            names |= {f"blocks.{head}.{block}.{kind}": f"{prefix}{of}.{kind}" for kind in ("weight", "bias")}
+        output = f"lm_heads.{head}.weight" if vllm else f"{head}.{num_blocks}.weight"
+        names[f"lm_heads.{head}.weight"] = prefix + output
+    heads = HeadSpec(
+        "medusa", target.hidden_size, target.vocab_size, num_heads=num_heads, num_blocks=num_blocks,
+        block_bias=names["blocks.0.0.bias"] in stored, own_outputs=names["lm_heads.0.weight"] in stored,
+    )  # fmt: skip
+    for key, count in (("medusa_num_heads", num_heads), ("num_heads", num_heads)):
+        if f.has(key) and f.integer(key) < count:
+            raise f.wrong(key, f"at least {count}, the heads that are stored")
+    return heads, _map_of(heads, names, COMPUTED)
+
+
+def read_mtp(f: Fields, target: ModelSpec) -> tuple[HeadSpec, WeightMap]:
+    """Return the layer for multi-token prediction of the checkpoint of ``target``: its first, behind the others.
+
+    It shares the embedding and the output matrix with the model (arXiv:2412.19437, §2.2).
+
+    Raises:
+        UnsupportedModelError: the checkpoint has none.
+    """
+    if target.family != "deepseek_v3" or f.integer("num_nextn_predict_layers", 0, minimum=0) < 1:
+        raise UnsupportedModelError(
+            f"{f.where}: speculate = 'mtp' needs the layer for multi-token prediction that DeepSeek-V3 publishes "
+            "(num_nextn_predict_layers); use 'draft', 'ngram', or heads ('eagle', 'medusa')."
+        )
+    model = replace(target, layers=target.layers[-1:])
+    heads = HeadSpec("mtp", target.hidden_size, target.vocab_size, model)
+    layer = f"model.layers.{target.num_layers}."
+    names = {LAYER + rest: layer + name for rest, name in deepseek.NAMES.items()}
+    names |= {"embed_norm.weight": f"{layer}enorm.weight", "hidden_norm.weight": f"{layer}hnorm.weight"}
+    names |= {"fc.weight": f"{layer}eh_proj.weight", "norm.weight": f"{layer}shared_head.norm.weight"}
+    special = {LAYER + name: takes for name, takes in expert_rules(model, 0, layer).items()}
+    return heads, _map_of(heads, names, (".*",), special)
+
+
+def _map_of(
+    heads: HeadSpec, names: Mapping[str, str], ignore: tuple[str, ...],
+    special: Mapping[str, tuple[Take, ...]] | None = None,
+) -> WeightMap:  # fmt: skip
+    taken = special or {}
+    sources = {
+        name: taken[name] if name in taken else (Take((names[name],), shape),)
+        for name, shape in heads.shapes().items()
+    }
+    return WeightMap(sources, ignore)
+
+
+def _one_layer(f: Fields, target: ModelSpec, layer: LayerSpec) -> ModelSpec:
+    return ModelSpec(
+        target.family, target.architecture, target.vocab_size, target.hidden_size, (layer,),
+        norm_eps=f.number("rms_norm_eps", 1e-6), dtype=target.dtype,
+        max_position_embeddings=target.max_position_embeddings,
+    )  # fmt: skip
+
+
+def _same(f: Fields, key: str, value: int) -> None:
+    if f.integer(key) != value:
+        raise ModelLoadError(
+            f"{f.where}: {key} = {f.integer(key)}, and the model has {value}: these heads belong to another model."
+        )

@@ -1,0 +1,193 @@
+"""Heads over the model's hidden states in a worker: `HeadRunner` (EAGLE, MTP) and `MedusaModel`.
+
+`HiddenStates` keeps the model's hidden state of each token in the slot that its K and V have: forks, prefix hits and
+evictions of a block hold for it too. It is written by the model's own forward, so a head may begin to draft at any
+token. A head's row of token i reads slot i − 1, and its K and V lie there as well: slot i − 1 of a block that several
+sequences share then depends on a token behind it, which costs drafts at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig, HeadsConfig
+from quire.kernels import registry
+from quire.kernels.kv_blocks import KvView, copy_blocks
+from quire.kernels.pointwise import take_rows
+from quire.kernels.registry import KernelChoice
+from quire.kernels.rope import store_kv
+from quire.kernels.tape import NotRecordable, StepTape
+from quire.layers.attention import StepBatch
+from quire.models.decoder import Decoder
+from quire.models.draft_head import DraftHead, MedusaHeads
+from quire.models.loader import iter_heads, read_d2t
+from quire.runner.input_batch import PreparedStep, StepBuffers
+from quire.runner.memory import KvCache, reserve, torch_dtype
+from quire.runner.sequences import WorkerSeqs
+from quire.sampling.sampler import Sampler, columns_of
+
+
+class HiddenStates:
+    """``storage [num_blocks, block_size · size]``. A `HiddenWatcher` of the model."""
+
+    def __init__(
+        self, config: EngineConfig, size: int, kernels: KernelChoice, taps: tuple[int, ...],
+        combine: Callable[[Sequence[Tensor]], Tensor],
+    ) -> None:  # fmt: skip
+        """``combine``: the hidden states of ``taps`` → what is kept, ``[num_tokens, size]``."""
+        self.taps = taps
+        self._group = config.cache.windows.index(None)
+        self._combine = combine
+        block_size, dtype = config.cache.block_size, torch_dtype(config.model.dtype)
+        assert config.speculate is not None
+        num_blocks = config.cache.num_blocks + config.speculate.num_branch_blocks
+        self.storage = reserve(num_blocks, block_size * size, dtype)
+        self.rows = self.storage.view(-1, size)  # by slot
+        self._view = KvView(self.storage.unsqueeze(1), block_size, size, size, v_in_k=True)
+        self._store = kernels.of(store_kv)
+
+    def store(self, batch: StepBatch, hidden: Sequence[Tensor]) -> None:
+        """As `HiddenWatcher.store`."""
+        group = batch.groups[self._group]
+        kept = self._combine(hidden).unsqueeze(1)
+        self._store(kept, None, self._view, group.slot_blocks, group.slot_offsets)
+
+    def copy(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target) in list order."""
+        copy_blocks(self.storage, moves)
+
+
+class HeadRunner:
+    """Computes rows of a `DraftHead`; for a draft model, `ModelRunner` does."""
+
+    def __init__(self, config: EngineConfig, heads: HeadsConfig, target: Decoder) -> None:
+        spec, kernels = heads.spec, registry.choose(config.runner)
+        dtype = torch_dtype(heads.dtype)
+        assert spec.model is not None
+        self._head = DraftHead(spec, target, config.model.max_model_len, kernels)
+        self._head.load(iter_heads(heads, target.spec, dtype))
+        self._ids = read_d2t(heads, target.spec) if 0 < spec.draft_vocab_size < spec.vocab_size else None
+        self._vocab_size = spec.vocab_size
+        self._block_size = config.cache.block_size
+        layout = spec.model.draft_layout()
+        self.kv = KvCache(spec.model, layout, config.cache.num_blocks, self._block_size, heads.dtype, kernels)
+        combine = (lambda parts: self._head.fc(self._head.side_by_side(parts))) if spec.taps else _only
+        self.hidden = HiddenStates(config, spec.hidden_size, kernels, spec.taps, combine)
+        target.watcher = self.hidden
+        self._take_rows = kernels.of(take_rows)
+        # What each sequence's last row says of its own token, by row of `WorkerSeqs`: a draft's row reads it.
+        self._ahead = torch.zeros(0, spec.hidden_size, dtype=dtype)
+        self._tape: StepTape | None = None
+        self._buffers: StepBuffers | None = None  # whose steps `_tape` computes
+        self._found: Tensor  # of the tape: [max_logits, hidden_size]
+
+    @torch.inference_mode()
+    def record(self, buffers: StepBuffers) -> None:
+        """Record the step of ``buffers``, so that it is replayed, if all of it is native."""
+        self._slots = np.zeros(buffers.max_tokens, np.int64)
+        slots = torch.from_numpy(self._slots)
+
+        def forward() -> Tensor:
+            self._found, logits = self._forward(buffers.whole, slots)
+            return logits
+
+        with suppress(NotRecordable):
+            self._tape = StepTape(forward, buffers.max_tokens, buffers.max_seqs)
+            self._buffers = buffers
+
+    @torch.inference_mode()
+    def compute(self, step: PreparedStep) -> Tensor:
+        """Compute the step; return its logits: fp32 ``[num_logits, vocab_size]``, −inf for ids it does not know."""
+        buffers, count = step.buffers, step.num_tokens
+        slots = buffers.slot_blocks[0][:count] * self._block_size + buffers.slot_offsets[:count]
+        self._read_ahead(step, slots)
+        if self._tape is not None and buffers is self._buffers:
+            self._slots[:count] = slots
+            buffers.set_num_seqs(step.num_seqs)
+            logits, found = self._tape.run(count, step.num_logits), self._found[: step.num_logits]
+        else:
+            found, logits = self._forward(step.batch, torch.from_numpy(slots))
+        self._ahead[torch.from_numpy(step.rows)] = found
+        if self._ids is None:
+            return logits
+        whole = torch.full((logits.shape[0], self._vocab_size), -torch.inf)
+        whole[:, self._ids] = logits
+        return whole
+
+    def _read_ahead(self, step: PreparedStep, slots: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        """Put under the rows of drafts what the rows before them say, where the model has computed nothing yet."""
+        if len(self._ahead) < len(step.seqs.num_tokens):
+            more = torch.zeros(len(step.seqs.num_tokens) - len(self._ahead), *self._ahead.shape[1:])
+            self._ahead = torch.cat((self._ahead, more.to(self._ahead.dtype)))
+        drafts = step.columns["position"] > step.seqs.num_settled[step.rows]
+        if drafts.any():
+            rows = slots[step.buffers.logits_indices[: step.num_logits][drafts]]
+            self.hidden.rows[torch.from_numpy(rows)] = self._ahead[torch.from_numpy(step.rows[drafts])]
+
+    def _forward(self, batch: StepBatch, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self._head.forward(batch, self._take_rows(self.hidden.rows, slots), self.kv.views[0])
+
+
+class MedusaModel:
+    """A `quire.speculate.medusa.MedusaForward`: the heads, and the last hidden state of each sequence."""
+
+    def __init__(self, config: EngineConfig, heads: HeadsConfig, target: Decoder, seqs: WorkerSeqs) -> None:
+        kernels = registry.choose(config.runner)
+        self._heads = MedusaHeads(heads.spec, target, kernels)
+        self._heads.load(iter_heads(heads, target.spec, torch_dtype(heads.dtype)))
+        self.num_heads = heads.spec.num_heads
+        self._seqs = seqs
+        self._last = torch.zeros(
+            0, heads.spec.hidden_size, dtype=torch_dtype(heads.dtype)
+        )  # by row of `_seqs`
+        self._sampler = Sampler(heads.spec.vocab_size, kernels)
+        self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
+
+    def watch(self, step: PreparedStep, counts: Sequence[int], hidden: Tensor) -> None:
+        """Keep the rows of ``hidden [num_logits, hidden_size]`` that sampled the sequences' last tokens.
+
+        A sequence has ``counts`` rows: of its last known token, and of each draft.
+        """
+        firsts = np.cumsum([0, *counts[:-1]]).tolist()
+        kept = [
+            first + (1 + seq.accepted[-1] if seq.accepted else 0)
+            for first, seq in zip(firsts, step.sampling, strict=True)
+        ]
+        if len(self._last) < len(self._seqs.num_tokens):
+            more = torch.zeros(len(self._seqs.num_tokens) - len(self._last), *self._last.shape[1:])
+            self._last = torch.cat((self._last, more.to(self._last.dtype)))
+        self._last[torch.from_numpy(step.rows)] = hidden[torch.tensor(kept)]
+
+    @torch.inference_mode()
+    def sample(self, seq_ids: Sequence[int], num_drafts: int) -> list[list[int]]:
+        """As `MedusaForward.sample`."""
+        seqs = [seq for seq in map(self._seqs.find, seq_ids) if seq is not None]
+        assert len(seqs) == len(seq_ids)
+        rows = np.array([seq.row for seq in seqs])
+        logits = self._heads.logits(self._last[torch.from_numpy(rows)], num_drafts).flatten(0, 1)
+        # Head k samples the token k behind the known ones, with the noise of its position.
+        positions = self._seqs.num_settled[rows][:, None] - 1 + np.arange(num_drafts)
+        columns = columns_of(self._seqs.columns, np.repeat(rows, num_drafts), positions.ravel())
+
+        def edit(row: int, logits: Tensor) -> None:  # without the drafts before it
+            processors = seqs[row // num_drafts].processors
+            assert processors is not None
+            processors.apply(logits)
+
+        ids, _ = self._sampler.sample(logits, columns, edit)
+        if self._keeps_probs:
+            probs = self._sampler.probabilities(logits, columns, edit)
+            for place, seq in enumerate(seqs):
+                seq.draft_probs.extend(probs[place * num_drafts : (place + 1) * num_drafts])
+        found: list[list[int]] = np.maximum(ids, 0).reshape(-1, num_drafts).tolist()
+        return found
+
+
+def _only(parts: Sequence[Tensor]) -> Tensor:
+    (part,) = parts
+    return part

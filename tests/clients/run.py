@@ -1,0 +1,214 @@
+"""Run real clients against real servers: ``python -m tests.clients.run [NAME …] [--record]``.
+
+Each client of ``clients.toml`` gets an environment of its own below ``build/clients`` and talks to two servers: Quill
+with a template for tools, and a scripted model behind the same API (`tests.clients.scripted`). A proxy in front of
+both sees what the client sends; ``--record`` keeps one body of each shape in ``recorded/``, which the default tests
+replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from tests.e2e.live import LiveServer
+
+HERE = Path(__file__).parent
+CLIENTS: dict[str, dict[str, Any]] = tomllib.loads((HERE / "clients.toml").read_text())
+ENVIRONMENTS = Path(os.environ.get("QUIRE_CLIENTS_DIR", HERE.parents[1] / "build" / "clients"))
+TIMEOUT_S = 600
+QUILL = ["-m", "quire.cli", "serve", "quill", "--port", "0", "--threads", "1", "--num-kv-blocks", "4096",
+         "--chat-template", str(HERE / "hermes.jinja")]  # fmt: skip
+# Bodies that name what only the server of the recording holds.
+STATEFUL = ("previous_response_id", "input_file_id", "requests")
+HOP = {"content-length", "transfer-encoding", "connection", "content-encoding"}
+
+
+@dataclass
+class Recorder:
+    """A proxy that keeps one JSON body per path and shape."""
+
+    kept: dict[str, dict[str, Any]] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def before(self, url: str, server: str) -> AsyncIterator[str]:
+        """Yield the address that stands for ``url``."""
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+
+            async def relay(request: web.Request) -> web.StreamResponse:
+                return await self._relay(session, url, server, request)
+
+            app = web.Application(client_max_size=2**26)
+            app.router.add_route("*", "/{path:.*}", relay)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            yield f"http://{host}:{port}"
+            await runner.cleanup()
+
+    async def _relay(
+        self, session: aiohttp.ClientSession, url: str, server: str, request: web.Request
+    ) -> web.StreamResponse:
+        data = await request.read()
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP | {"host"}}
+        async with session.request(
+            request.method, url + request.path_qs, data=data or None, headers=headers
+        ) as answer:
+            self._keep(server, request, data, answer)
+            out = web.StreamResponse(status=answer.status)
+            for name, value in answer.headers.items():
+                if name.lower() not in HOP:
+                    out.headers.add(name, value)
+            await out.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await out.write(chunk)
+            await out.write_eof()
+            return out
+
+    def _keep(self, server: str, request: web.Request, data: bytes, answer: aiohttp.ClientResponse) -> None:
+        if answer.status >= 400:
+            self.refused.append(f"{request.method} {request.path}: {answer.status}")
+        try:
+            body = json.loads(data)
+        except ValueError:
+            return
+        if (
+            not isinstance(body, dict)
+            or any(body.get(name) for name in STATEFUL)
+            or b"item_reference" in data
+        ):
+            return
+        ignored = answer.headers.get("x-quire-ignored-fields", "")
+        entry = {
+            "path": request.path,
+            "server": server,
+            "status": answer.status,
+            "ignored": ignored,
+            "body": body,
+        }
+        self.kept.setdefault(f"{request.path} {answer.status} {shape(body)}", entry)
+
+
+def shape(value: Any) -> str:
+    """Return what of a body can matter to a reader: names, types and short words; texts only as such."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{shape(value[name])}" for name in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(sorted({shape(item) for item in value})) + "]"
+    return type(value).__name__
+
+
+def environment(name: str) -> Path:
+    """Return the interpreter of a client's environment, which is made where its packages changed."""
+    if CLIENTS[name].get("runs_on") == "node":
+        return node_folder(name)
+    wanted = json.dumps(CLIENTS[name], sort_keys=True)
+    folder = ENVIRONMENTS / name
+    python, mark = folder / "bin" / "python", folder / "installed.json"
+    if mark.exists() and mark.read_text() == wanted:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-qq"]
+    subprocess.run([*pip, *CLIENTS[name]["packages"]], check=True)
+    mark.write_text(wanted)
+    return python
+
+
+def node_folder(name: str) -> Path:
+    """Return node, beside a folder of the client's packages; modules are looked for beside the script."""
+    node, client = shutil.which("node"), CLIENTS[name]
+    if node is None:
+        raise SystemExit(f"{name} needs node and npm: install them, or name the other clients")
+    folder = ENVIRONMENTS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted, mark = json.dumps(client, sort_keys=True), folder / "installed.json"
+    if not mark.exists() or mark.read_text() != wanted:
+        npm = ["npm", "install", "--no-fund", "--no-audit", "--loglevel=error", *client["packages"]]
+        subprocess.run(npm, cwd=folder, check=True)
+        mark.write_text(wanted)
+    shutil.copy(HERE / "real" / client["script"], folder)
+    return Path(node)
+
+
+async def run_client(name: str, quill: str, scripted: str, *, record: bool) -> list[dict[str, Any]]:
+    """Return the lines of one client's checks; write its bodies where asked to."""
+    client = CLIENTS[name]
+    recorder = Recorder()
+    interpreter = environment(name)
+    folder = ENVIRONMENTS / name if client.get("runs_on") == "node" else HERE / "real"
+    command = [str(interpreter), str(folder / client["script"])]
+    async with recorder.before(quill, "quill") as first, recorder.before(scripted, "scripted") as second:
+        env = {**os.environ, "QUILL_URL": first, "SCRIPTED_URL": second, "NO_PROXY": "127.0.0.1"}
+        env.pop("PYTHONPATH", None)
+        process = await asyncio.create_subprocess_exec(
+            *command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+        except TimeoutError:
+            process.kill()
+            out, err = await process.communicate()
+    checks = [json.loads(line) for line in out.decode().splitlines() if line.startswith('{"check"')]
+    if not checks or (process.returncode and all(check["error"] is None for check in checks)):
+        tail = err.decode(errors="replace")[-2000:]
+        checks.append({"check": "the script ends", "error": f"status {process.returncode}: {tail}"})
+    if record:
+        lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in recorder.kept.values())
+        (HERE / "recorded" / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+    for line in recorder.refused:
+        print(f"    refused: {line}")
+    return checks
+
+
+async def run_all(names: list[str], *, record: bool) -> int:
+    """Run the named clients one after the other and print a table; return how many checks failed."""
+    failed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        with (
+            LiveServer([*QUILL, "--batch-dir", f"{folder}/a"], folder / "quill.log") as quill,
+            LiveServer(["-m", "tests.clients.scripted", f"{folder}/b"], folder / "scripted.log") as scripted,
+        ):
+            for name in names:
+                checks = await run_client(name, quill.url, scripted.url, record=record)
+                bad = [check for check in checks if check["error"] is not None]
+                failed += len(bad)
+                packages = " ".join(CLIENTS[name]["packages"])
+                print(f"{name:16} {packages:48} {len(checks) - len(bad)} of {len(checks)}", flush=True)
+                for check in bad:
+                    print(f"    {check['check']}: {check['error']}", flush=True)
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)} (all)")
+    parser.add_argument("--record", action="store_true", help="write recorded/NAME.json")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(CLIENTS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    return 1 if asyncio.run(run_all(args.names or list(CLIENTS), record=args.record)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
