@@ -30,6 +30,7 @@ from quire.plan.speculation import (
     branch_blocks,
     draft_bytes,
     draft_config,
+    draft_paths,
     probability_bytes,
     spec_tokens,
     speculate_config,
@@ -268,7 +269,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         max_loras=max_loras,
         max_num_drafts=spec_tokens(args),
         adaptive_drafts=args.spec_tokens == "auto",
-        max_draft_paths=args.spec_tree,
+        max_draft_paths=draft_paths(args),
     )
 
 
