@@ -3,7 +3,8 @@
 Rounds alternate between the settings, so that a busy machine is unfair to none, and the best round of each counts.
 Every answer is compared with plain decoding: a difference ends the benchmark. For a fixed number of drafts γ, the table
 has the tokens per verification that Leviathan et al. 2023 expect from the measured acceptance α:
-(1 − α^(γ+1)) / (1 − α).
+(1 − α^(γ+1)) / (1 − α). "v + γ·c" is what a round of drafts and their verification takes, in steps of plain
+decoding; the bound is the speed-up if it took one.
 
     python benchmarks/speculate.py [MODEL] [--settings draft:4,ngram:auto …] [--tokens 200] [--rounds 5] [--batch 1]
 """
@@ -72,8 +73,10 @@ def main() -> None:
         f"{args.model} on {cpu_name()}: batch {args.batch}, {args.text}, T = {args.temperature:g}, "
         f"{args.threads} threads, {args.clock} time"
     )
-    print("| setting | tokens/s | × plain | α | tokens per verification | expected |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| setting | tokens/s | × plain | α | α by position | tokens per verification | expected | v + γ·c | bound |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, llm in engines.items():
         print(row(name, llm, min(times[name]), min(times["plain"]), len(prompts) * args.tokens))
 
@@ -88,16 +91,20 @@ def keywords(name: str) -> dict[str, Any]:
 
 def row(name: str, llm: LLM, seconds: float, plain_s: float, num_tokens: int) -> str:
     stats = llm.client.core.stats()
-    cells = [f"{num_tokens / seconds:.0f}", f"{plain_s / seconds:.2f}", "", "", ""]
+    cells = [f"{num_tokens / seconds:.0f}", f"{plain_s / seconds:.2f}", "", "", "", "", "", ""]
     if stats.num_verifications:
         accepted, drafted, count = stats.num_accepted_tokens, stats.num_draft_tokens, stats.num_verifications
         most = drafted / count
         # Verifications that end in a rejection tried one draft more than they accepted.
         tried = accepted + sum(a - b for a, b in pairs(count, stats.accepted_at, round(most)))
         alpha = accepted / tried
-        cells[2:4] = [f"{alpha:.3f}", f"{1 + accepted / count:.2f}"]
+        by_position = [b / a for a, b in pairs(count, stats.accepted_at, round(most)) if a]
+        per_round = 1 + accepted / count
+        cells[2:5] = [f"{alpha:.3f}", " ".join(f"{each:.2f}" for each in by_position), f"{per_round:.2f}"]
         if not name.endswith("auto") and alpha < 1.0:
-            cells[4] = f"{(1 - alpha ** (most + 1)) / (1 - alpha):.2f}"
+            cells[5] = f"{(1 - alpha ** (most + 1)) / (1 - alpha):.2f}"
+            # What a round takes, in steps of plain decoding; and the speed-up, were drafts and their rows for nothing.
+            cells[6:] = [f"{per_round * seconds / plain_s:.2f}", f"{per_round:.2f}"]
     return f"| {name} | {' | '.join(cells)} |"
 
 
