@@ -154,7 +154,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "speculation": {
         "": 82,
-        "api": 13,
+        "api": 14,
         "engine": 63,
         "metrics": 20,
         "plan": 86,
@@ -162,6 +162,15 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 170,
         "scheduler": 285,
         "speculate": 300,
+    },
+    "trees of drafts": {
+        "": 20,
+        "api": 6,
+        "plan": 21,
+        "runner": 262,
+        "sampling": 160,
+        "scheduler": 5,
+        "speculate": 65,
     },
 }
 

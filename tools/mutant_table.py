@@ -27,6 +27,7 @@ WIDE_FUZZ = tuple(
 EXACT = ("tests/exact/test_quick.py",)
 SAMPLER = ("tests/sampling/test_sampler.py",)
 VERIFY = ("tests/sampling/test_verify.py",)
+ROLLBACK = ("tests/runner/test_verify.py",)
 SALTS = ("tests/cache/test_manager.py", "tests/cache/test_block_hash.py")
 KERNELS = ("tests/kernels/test_attention.py",)
 MEASURES = ("tests/bench/test_summary.py", "tests/workload")
@@ -60,8 +61,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "draft-behind-a-rejected-one",
         "a draft is accepted though one before it was rejected",
         "src/quire/runner/verify.py",
-        "        while count < limit and token_ids[first + count] == seq.draft_ids[count]:\n            count += 1\n",
-        "        count = sum(token_ids[first + i] == seq.draft_ids[i] for i in range(limit))\n",
+        "if parent == node and token_id == sampled[1 + node]",
+        "if token_id == sampled[1 + parent]",
         EXACT,
     ),
     Mutant(
@@ -244,8 +245,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "wrong-draft-accepted",
         "a draft is accepted whatever was sampled in its place",
         "src/quire/runner/verify.py",
-        "while count < limit and token_ids[first + count] == seq.draft_ids[count]:",
-        "while count < limit:",
+        "if parent == node and token_id == sampled[1 + node] and",
+        "if parent == node and",
         VERIFY,
     ),
     Mutant(
@@ -259,10 +260,34 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rejected-drafts-penalised",
         "penalties go on counting drafts that were rejected",
-        "src/quire/runner/sequences.py",
-        "            seq.processors.rollback(num_tokens)\n",
+        "src/quire/sampling/draft_tree.py",
+        "            self._rollback(len(self.path) - common)\n",
         "            pass\n",
         VERIFY,
+    ),
+    Mutant(
+        "rejected-drafts-stay",
+        "the worker keeps the tokens of rejected drafts",
+        "src/quire/runner/sequences.py",
+        "        self.num_tokens[seq.row] = end\n        if seq.grammar",
+        "        self.num_tokens[seq.row] = max(end, self.num_tokens[seq.row])\n        if seq.grammar",
+        ROLLBACK,
+    ),
+    Mutant(
+        "branch-not-moved",
+        "K and V of an accepted branch stay in the branch's blocks",
+        "src/quire/runner/sequences.py",
+        "                self._moves += branch.moves(len(path))\n",
+        "                pass\n",
+        ROLLBACK,
+    ),
+    Mutant(
+        "branch-without-its-past",
+        "the first block of a branch lacks what the sequence had in it",
+        "src/quire/runner/branches.py",
+        "            if first * size < last:\n",
+        "            if first * size > last:\n",
+        ROLLBACK,
     ),
     Mutant(
         "coordinated-omission",

@@ -57,6 +57,7 @@ class EngineArgs:
     speculate: str | None = None
     draft_model: str | None = None
     spec_tokens: str | int = "auto"
+    spec_tree: int = 1
     spec_accept: Literal["exact", "rejection", "typical"] = "exact"
     device: Literal["auto", "cpu", "cuda", "interpret"] = "auto"
     batch_invariant: bool = False

@@ -14,6 +14,7 @@ from quire.weight_format import WeightFormat
 GateKind = Literal["static", "dynamic", "continuous"]
 OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline", "fair"]
 MAX_DRAFTS = 32  # per sequence and step
+MAX_DRAFT_PATHS = 16  # of a tree of drafts
 AUTO_DRAFTS = 8  # the most of them where the engine chooses
 GATES: tuple[GateKind, ...] = get_args(GateKind)
 ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
@@ -74,6 +75,7 @@ class SchedulerConfig:
     max_loras: int = 0  # adapters in running sequences at once; 0: only the base model
     max_num_drafts: int = 0  # speculated tokens per sequence and step at most; 0: no speculation
     adaptive_drafts: bool = False  # as many of them as pay; False: always that many
+    max_draft_paths: int = 1  # of the tree that the drafts of a sequence make; 1: a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,9 @@ class SpeculateConfig:
     draft: ModelConfig | None = None  # of "draft"
     accept: Literal["exact", "rejection", "typical"] = "exact"  # `quire.sampling.accept`
     heads: HeadsConfig | None = None  # of "medusa", "eagle" and "mtp"
+    num_branch_blocks: int = (
+        0  # beyond the blocks of the cache, for branches of trees (`quire.runner.branches`)
+    )
 
 
 @dataclass(frozen=True, slots=True)

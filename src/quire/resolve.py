@@ -25,8 +25,10 @@ from quire.plan.speculation import (
     DraftCheckpoint,
     Drafting,
     HeadCheckpoint,
+    branch_blocks,
     draft_bytes,
     draft_config,
+    probability_bytes,
     spec_tokens,
     speculate_config,
 )
@@ -113,7 +115,7 @@ def resolve(
         runner=_runner(args, device),
         device=device,
         lora=lora,
-        speculate=speculate_config(args, device, drafts, max_model_len),
+        speculate=speculate_config(args, device, drafts, max_model_len, len(layout.groups)),
     )
 
 
@@ -245,6 +247,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         max_loras=max_loras,
         max_num_drafts=spec_tokens(args),
         adaptive_drafts=args.spec_tokens == "auto",
+        max_draft_paths=args.spec_tree,
     )
 
 
@@ -303,7 +306,9 @@ def _blocks_in_memory(
         available = _gpu_memory_left(args, spec, device)
     else:
         available = device.memory_available_bytes - step_bytes(args, spec)
-    page = spec.kv_layout(max_len).block_bytes(args.block_size, kv_dtype)
+    layout = spec.kv_layout(max_len)
+    page = layout.block_bytes(args.block_size, kv_dtype)
+    available -= page * branch_blocks(args, len(layout.groups))
     page += draft_bytes(drafts, args.block_size)[1]
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
@@ -351,7 +356,10 @@ def _gpu_memory_left(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> i
 def step_bytes(args: EngineArgs, spec: ModelSpec) -> int:
     """Return the bytes of the largest step: activations, logits, and a copy of logits that processors change.
 
-    On a CPU the first two are in a tape's arena, whose gaps (a fifth, measured) are smaller than the copy.
+    On a CPU the first two are in a tape's arena, whose gaps (a fifth, measured) are smaller than the copy. Drafts have
+    a row of logits each, and with `rejection` the distribution that they were sampled from.
     """
     logits = args.max_num_seqs * spec.vocab_size * 4
-    return args.max_num_batched_tokens * row_bytes(spec, Split()) + 2 * logits
+    rows = min(args.max_num_batched_tokens, args.max_num_seqs * (1 + spec_tokens(args)))
+    drafts = max(0, rows - args.max_num_seqs) * spec.vocab_size * 4 + probability_bytes(args, spec.vocab_size)
+    return args.max_num_batched_tokens * row_bytes(spec, Split()) + 2 * logits + drafts

@@ -101,7 +101,7 @@ class SeqPlan(NamedTuple):
         … | num_computed_tokens … last known   |  num_draft_tokens of them
 
     The worker samples at the last known token and at each draft, and returns the accepted drafts and the one token
-    that follows them: 1 … 1 + num_draft_tokens ids.
+    that follows them: 1 … 1 + num_draft_tokens ids. Drafts of a tree count one by one.
     """
 
     seq_id: int
@@ -131,6 +131,7 @@ class StepPlan:
     kv_moves: tuple[KvMove, ...] = ()
     adapter_moves: tuple[AdapterMove, ...] = ()
     transfers: tuple[KvTransfer, ...] = ()
+    max_draft_paths: int = 1  # of the tree of drafts that the worker may propose for a sequence; 1: a chain
 
 
 class SeqResult(NamedTuple):
@@ -153,6 +154,9 @@ class SeqResult(NamedTuple):
     out_of_memory: bool = False  # with error: a smaller chunk might fit, so the sequence is computed again
     # With error: NaN or infinite logits, or a fault beside it. It is computed once more, without its cached prefix.
     recompute: bool = False
+    num_tried: int = (
+        0  # levels of drafts up to the first that was rejected; as many as were accepted: none was
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,4 +178,7 @@ class SeqTold(NamedTuple):
     epoch: int
     token_ids: tuple[int, ...]
     drafts: tuple[int, ...] = ()  # for the next step
+    draft_parents: tuple[
+        int, ...
+    ] = ()  # of each: the place in ``drafts`` that it follows, −1 for the last token
     failed: bool = False

@@ -31,19 +31,20 @@ from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan, StepResult
 from quire.weight_format import WeightFormat
 
-Drafts = Literal["none", "ngram", "self", "other", "oracle", "medusa", "eagle", "eagle3", "mtp"]
+Drafting = Literal["none", "ngram", "self", "other", "oracle", "medusa", "eagle", "eagle3", "mtp"]
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """gate × order × budget, and who drafts: no proposer, prompt lookup, the model itself in its own type, in another
-    type, a proposer that knows the output and errs at times, or random heads.
+    type, a proposer that knows the output and errs at times, or random heads. Drafts are trees, but for those of the
+    model itself.
     """
 
     gate: GateKind
     order: OrderKind
     budget: int
-    drafts: Drafts = "none"
+    drafts: Drafting = "none"
 
 
 @dataclass(slots=True)
@@ -137,6 +138,9 @@ def engine_config(
         speculate = SpeculateConfig(method, heads=heads)  # type: ignore[arg-type]
     elif policy.drafts != "none":
         speculate = SpeculateConfig("ngram")
+    paths = 1 if policy.drafts in ("none", "self") else 3
+    if speculate is not None:
+        speculate = replace(speculate, num_branch_blocks=8 * (paths - 1) * len(windows))
     return EngineConfig(
         model=model,
         kv_layout=layout,
@@ -149,6 +153,7 @@ def engine_config(
             max_model_len=max_model_len,
             dynamic_max_wait_s=3 * STEP_S,
             max_num_drafts=0 if policy.drafts == "none" else 4,
+            max_draft_paths=paths,
         ),
         runner=runner_config(cpu_isa, num_threads),
         device=DeviceInfo("cpu", "test", 1, 2**30, 2**30),

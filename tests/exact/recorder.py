@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import pytest
@@ -43,17 +44,17 @@ class Recorder:
         assert new.sampling.seed is not None
         self._seeds[new.seq_id] = (new.sampling.seed, new.sample_index)
 
-    def on_verify(self, logits: Tensor, columns: Any, num_rows: list[int], samples: list[SeqSample]) -> None:
-        """``num_rows``: of logits, per sequence."""
-        first = 0
-        for count, sample in zip(num_rows, samples, strict=True):
+    def on_verify(
+        self, logits: Tensor, columns: Any, rows: list[list[int]], samples: list[SeqSample]
+    ) -> None:
+        """``rows``: of logits, those that the tokens of each sequence were sampled from."""
+        for own, sample in zip(rows, samples, strict=True):
             assert sample.error is None, sample.error
             logprobs = sample.logprobs or (None,) * len(sample.token_ids)
-            for i, (token_id, entry) in enumerate(zip(sample.token_ids, logprobs, strict=True)):
-                column = columns[first + i]
+            for row, token_id, entry in zip(own, sample.token_ids, logprobs, strict=True):
+                column = columns[row]
                 key = Key(int(column["seed"]), int(column["sample_index"]), int(column["position"]))
-                self._note(key, logits[first + i], token_id, entry)
-            first += count
+                self._note(key, logits[row], token_id, entry)
 
     def on_device(self, seq_id: int, position: int, row: Tensor) -> None:
         """Raw logits whose token stays on the device: what was sampled is seen in the events."""
@@ -76,9 +77,14 @@ def recording(*, device: bool = False) -> Iterator[Recorder]:
         return admit(self, new)
 
     def recording_verify(logits: Tensor, table: Any, seqs: Any, columns: Any, *more: Any) -> list[SeqSample]:
-        num_rows = [1 + len(seq.draft_ids) for seq in seqs]
+        firsts = list(accumulate((1 + len(seq.verifying) for seq in seqs), initial=0))
+        with_drafts = [bool(seq.verifying) for seq in seqs]
         samples = verify(logits, table, seqs, columns, *more)
-        recorder.on_verify(logits, columns, num_rows, samples)
+        rows = [
+            [first, *(first + 1 + node for node in (seq.accepted if drafts else ()))]
+            for first, seq, drafts in zip(firsts, seqs, with_drafts, strict=False)
+        ]
+        recorder.on_verify(logits, columns, rows, samples)
         return samples
 
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.exact.alone import AloneDriver
-from tests.exact.engine_run import INJECTED, Drafts, Ended, EngineRun, Policy, engine_config
+from tests.exact.engine_run import INJECTED, Drafting, Ended, EngineRun, Policy, engine_config
 from tests.exact.models import MAX_MODEL_LEN, MODELS
 from tests.exact.recorder import Draw, Key, recording
 from tests.exact.traffic import Job, make_jobs
@@ -22,12 +22,13 @@ from quire.kernels.registry import GPU_KERNELS
 from quire.models.checkpoint import describe
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.request import Adapter, FinishReason
+from quire.sampling.draft_tree import Drafts, tree_of
 from quire.speculate.proposer import Wanted
 from quire.weight_format import WeightFormat, parse_format
 from quire.weight_plan import role_of
 
 BUDGETS = (16, 48, 256, 2048)
-DRAFTS: tuple[Drafts, ...] = ("none", "ngram", "self", "other", "oracle", "medusa", "eagle", "eagle3")
+DRAFTS: tuple[Drafting, ...] = ("none", "ngram", "self", "other", "oracle", "medusa", "eagle", "eagle3")
 POLICIES = [
     Policy(*triple, DRAFTS[index // 6 % len(DRAFTS)])
     for index, triple in enumerate(itertools.product(GATES, ORDERS, BUDGETS))
@@ -222,14 +223,18 @@ class OracleProposer:
     def begin(self) -> None:
         """Nothing is remembered of a sequence."""
 
-    def propose(self, wanted: list[Wanted]) -> list[tuple[int, ...]]:
+    def propose(self, wanted: list[Wanted]) -> list[Drafts]:
         return [self._propose(each) for each in wanted]
 
-    def _propose(self, wanted: Wanted) -> tuple[int, ...]:
+    def _propose(self, wanted: Wanted) -> Drafts:
         known = tuple(wanted.token_ids.tolist())
         size = len(known)
         rest = next((text[size:] for text in self._texts if text[:size] == known), ())
-        return tuple(token if self._random.random() < 0.7 else 5 for token in rest[: wanted.limit])
+        paths = [
+            [token if self._random.random() < 0.7 else 5 for token in rest[: wanted.limit]]
+            for _ in range(self._random.randint(1, wanted.max_paths))
+        ]
+        return tree_of(paths, wanted.limit)
 
 
 def _check_client(name: str, ended: Ended, alone: tuple[tuple[int, ...], FinishReason]) -> None:

@@ -12,6 +12,7 @@ from tests.runner.tiny import GREEDY, SEED
 from quire.errors import StepError
 from quire.runner.input_batch import InputBatch, PreparedStep
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.sampling.draft_tree import chain
 from quire.sampling.grammars import Grammars
 from quire.sampling.sampler import SeqSample
 from quire.step import NewSeq, SeqPlan
@@ -151,7 +152,7 @@ def test_rows_are_reused_and_epochs_replace() -> None:
 )
 def test_a_plan_that_does_not_fit_the_state_is_refused(plan: SeqPlan, said: str) -> None:
     inputs = Inputs(2, 64, 1)
-    inputs.seqs.admit(new_seq(1, (5, 6, 7))).drafts = (8, 9)
+    inputs.seqs.admit(new_seq(1, (5, 6, 7))).drafts = chain((8, 9))
     with pytest.raises(StepError, match=said):
         inputs.prepare(plan)
 
@@ -168,7 +169,7 @@ def test_room_for_one_token_beyond_the_context() -> None:
 def test_drafts_get_a_row_of_logits_each() -> None:
     inputs = Inputs(3, 64, 1)
     for seq_id, prompt, drafts in ((1, (5, 6, 7), (8, 9)), (2, (3,), ()), (3, (1, 2), (4, 5, 6))):
-        inputs.seqs.admit(new_seq(seq_id, prompt)).drafts = drafts
+        inputs.seqs.admit(new_seq(seq_id, prompt)).drafts = chain(drafts)
     plans = (
         SeqPlan(1, 0, 2, 3, num_draft_tokens=2),
         SeqPlan(2, 0, 0, 1),
@@ -178,8 +179,8 @@ def test_drafts_get_a_row_of_logits_each() -> None:
     assert step.batch.input_ids.tolist() == [7, 8, 9, 3, 1, 2, 4]
     assert step.batch.logits_indices.tolist() == [0, 1, 2, 3, 5, 6]
     assert step.columns["position"].tolist() == [3, 4, 5, 1, 2, 3]
-    assert [seq.draft_ids for seq in step.sampling] == [(8, 9), (), (4,)]
+    assert [seq.verifying.token_ids for seq in step.sampling] == [(8, 9), (), (4,)]
     first = inputs.of(plans[0])
-    inputs.seqs.rollback(first, 1)  # 9 is rejected
+    inputs.seqs.accept(first, [0])  # 9 is rejected
     inputs.append(1, 99)
     assert inputs.seqs.num_tokens[first.row] == 5

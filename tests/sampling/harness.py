@@ -10,6 +10,7 @@ import torch
 from quire.kernels.registry import KernelChoice
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.runner.verify import verify
+from quire.sampling.draft_tree import chain
 from quire.sampling.grammars import Grammars
 from quire.sampling.sampler import Columns, SeqSample, columns_of
 from quire.sampling.sampler import Sampler as Ops
@@ -28,7 +29,7 @@ def columns(table: WorkerSeqs, seqs: Sequence[WorkerSeq]) -> Columns:
     rows, positions = [], []
     for seq in seqs:
         end = int(table.num_tokens[seq.row])
-        for position in range(end - 1 - len(seq.draft_ids), end):
+        for position in range(end - 1 - len(seq.verifying), end):
             rows.append(seq.row)
             positions.append(position)
     return columns_of(table.columns, np.array(rows, np.int64), np.array(positions, np.int64))
@@ -60,7 +61,7 @@ class Sampler:
     def draft(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """Let the next `sample` verify ``token_ids``: it gets one more row for each."""
         seq = self.seq(seq_id)
-        seq.drafts = tuple(token_ids)
+        seq.drafts = chain(token_ids)
         known = int(self.table.num_tokens[seq.row])
         count = len(token_ids)
         self.table.take_drafts(SeqPlan(seq_id, 0, known - 1, 1 + count, num_draft_tokens=count), seq)

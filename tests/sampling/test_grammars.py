@@ -15,6 +15,7 @@ from tests.sampling.test_verify import generate
 from quire.models.hub import quill_path
 from quire.request import SamplingParams
 from quire.sampling import grammars as grammars_module
+from quire.sampling.draft_tree import NO_DRAFTS, chain
 from quire.sampling.grammars import Grammars, GrammarState
 from quire.step import NewSeq
 from quire.structured_outputs import StructuredOutputsParams
@@ -49,7 +50,7 @@ def allowed(*states: GrammarState) -> list[list[int]]:
     rows = []
     for state in states:
         logits = torch.zeros(1, VOCAB)
-        state.apply(logits, ())
+        state.apply(logits, NO_DRAFTS)
         assert state.error is None
         rows.append(torch.isfinite(logits[0]).nonzero().flatten().tolist())
     return rows
@@ -97,14 +98,14 @@ def test_drafts_that_go_back_leave_no_trace() -> None:
     for drafts, usable in (((digit, digit), 2), ((digit, EOS), 1), ((EOS, digit), 0), ((digit, 5, digit), 1)):
         assert 5 not in first
         logits = torch.zeros(1 + len(drafts), VOCAB)
-        assert state.apply(logits, drafts) == usable
+        assert state.apply(logits, chain(drafts)) == set(range(usable, len(drafts)))
         rows = [torch.isfinite(row).nonzero().flatten().tolist() for row in logits]
         assert rows[: usable + 1] == allowed(*expected[: usable + 1])
-        state.rollback(len(drafts))
+        state.accept([])
         assert allowed(state) == [first]
     logits = torch.zeros(3, VOCAB)
-    state.apply(logits, (digit, digit))
-    state.rollback(1)
+    state.apply(logits, chain((digit, digit)))
+    state.accept([0])
     grammars.follow([(state, digit)])
     assert allowed(state) == allowed(expected[2])
 
@@ -178,7 +179,7 @@ def resident_bytes() -> int:
 def test_what_cannot_be_built_fails_its_sequence(path: str, source: str, said: str) -> None:
     state = Grammars(path, VOCAB, 1).begin(new(1, source))
     logits = torch.zeros(1, VOCAB)
-    state.apply(logits, ())
+    state.apply(logits, NO_DRAFTS)
     assert said in str(state.error)
     assert torch.isfinite(logits).all()
 
@@ -189,7 +190,7 @@ def test_a_token_that_the_grammar_forbids_is_an_error() -> None:
     wrong = next(i for i in range(VOCAB) if i not in allowed(one)[0])
     grammars.follow([(one, wrong), (two, allowed(two)[0][0])])
     for state in (one, two):
-        state.apply(torch.zeros(1, VOCAB), ())
+        state.apply(torch.zeros(1, VOCAB), NO_DRAFTS)
     assert one.error is not None
     assert two.error is None
 

@@ -51,10 +51,10 @@ def drawn(rule: str, q: Tensor | None, **values: float) -> tuple[np.ndarray, Ten
     columns = columns_of(NUM_SAMPLES, **values)
     if q is None:
         ids = np.full(NUM_SAMPLES, int(logits.argmax()))
-        drafts = [Draft(int(ids[0]))] * NUM_SAMPLES
+        drafts = [[Draft(int(ids[0]))]] * NUM_SAMPLES
     else:
         ids = torch.multinomial(q, NUM_SAMPLES, replacement=True).numpy()
-        drafts = [Draft(int(token_id), q) for token_id in ids]
+        drafts = [[Draft(int(token_id), q)] for token_id in ids]
     p = probabilities(logits[None], columns[:1])[0]
     plain = torch.multinomial(p, NUM_SAMPLES, replacement=True).numpy()
     found = sample_with_drafts(logits.expand(NUM_SAMPLES, -1), columns, drafts, plain, rule)
@@ -85,6 +85,44 @@ def test_rejection_keeps_the_distribution(values: dict[str, float]) -> None:
         assert found > 1e-4
         best = torch.minimum(p, q.to(p.dtype)).sum() if q is not None else p.max()
         assert share == pytest.approx(float(best), abs=0.01), "as many drafts as the rule allows"
+
+
+def siblings(q: Tensor, count: int) -> list[list[Draft]]:
+    """As many drafts per row as ``count``, sampled from ``q [vocab]`` without replacement, with their distributions."""
+    ids = torch.multinomial(q.expand(NUM_SAMPLES, -1), count)
+    rest = q.repeat(NUM_SAMPLES, 1)
+    found: list[list[Draft]] = [[] for _ in range(NUM_SAMPLES)]
+    for column in ids.T:
+        probs = rest / rest.sum(dim=1, keepdim=True)
+        for own, token_id, of_row in zip(found, column.tolist(), probs, strict=True):
+            own.append(Draft(token_id, of_row))
+        rest = rest.scatter(1, column[:, None], 0.0)
+    return found
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_rejection_keeps_the_distribution_over_siblings(right: bool) -> None:
+    """Wrong: the second draft is tried as if it were sampled from the distribution of the first."""
+    torch.manual_seed(GENERATOR)
+    logits = 1.5 * torch.randn(VOCAB)
+    columns = columns_of(NUM_SAMPLES)
+    q = some_distribution()
+    drafts = siblings(q, 3)
+    if not right:
+        drafts = [[Draft(draft.token_id, q) for draft in own] for own in drafts]
+    p = probabilities(logits[None], columns[:1])[0]
+    found = sample_with_drafts(
+        logits.expand(NUM_SAMPLES, -1), columns, drafts, np.zeros(NUM_SAMPLES), "rejection"
+    )
+    of_drafts = np.mean(
+        [token_id in [d.token_id for d in own] for token_id, own in zip(found, drafts, strict=True)]
+    )
+    value = p_value(found, p)
+    print(
+        f"3 siblings, right rule: {right}: p = {value:.2g} over {NUM_SAMPLES} samples, {of_drafts:.0%} accepted"
+    )
+    assert (value > 1e-4) == right
+    assert of_drafts > float(torch.minimum(p, q.to(p.dtype)).sum()) + 0.1, "siblings are worth something"
 
 
 def test_a_wrong_rule_fails_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from quire.sampling.draft_tree import NO_DRAFTS
 from quire.speculate.draft import DraftProposer, Rows
 from quire.speculate.proposer import Wanted
 
@@ -42,6 +43,9 @@ class FakeModel:
         assert sum(end - start for _, start, end in rows) <= self.max_rows
         return found
 
+    def second(self, seq_ids: set[int]) -> dict[int, int]:
+        return {seq_id: (self.tokens[seq_id][-1] + 2) % 50 for seq_id in seq_ids if seq_id != 1}
+
     def append(self, seq_id: int, token_id: int) -> None:
         self.tokens[seq_id].append(token_id)
         self.num_appended += 1
@@ -65,7 +69,9 @@ def test_every_row_is_computed_behind_the_right_tokens(seed: int) -> None:
             for i, tokens in model.tokens.items()
             if rng.random() < 0.8
         ]
-        for each, drafts in zip(wanted, proposer.propose(wanted), strict=True):
+        for each, proposed in zip(wanted, proposer.propose(wanted), strict=True):
+            assert proposed.is_chain
+            drafts = proposed.token_ids
             tokens = model.tokens[each.seq_id]
             assert tokens == each.token_ids.tolist(), "drafts are taken back"
             assert len(drafts) <= each.limit
@@ -90,7 +96,8 @@ def test_accepted_drafts_are_not_computed_again() -> None:
     model.tokens[0] = [1, 2, 3]
     for _ in range(5):
         known = model.tokens[0]
-        (drafts,) = proposer.propose([Wanted(0, np.array(known, np.int32), 4, state)])
+        (proposed,) = proposer.propose([Wanted(0, np.array(known, np.int32), 4, state)])
+        drafts = proposed.token_ids
         known += [*drafts, (drafts[-1] + 1) % 50]
     assert model.num_rows == len(model.tokens[0]) - 2, "all but the last draft and the token behind it"
 
@@ -103,4 +110,20 @@ def test_no_draft_is_made_past_the_end_of_its_context() -> None:
     (drafts,) = proposer.propose([Wanted(0, np.array(model.tokens[0], np.int32), 4, proposer.begin())])
     assert len(drafts) == 2
     model.tokens[0] += [1, 2, 3]
-    assert proposer.propose([Wanted(0, np.array(model.tokens[0], np.int32), 4, proposer.begin())]) == [()]
+    assert proposer.propose([Wanted(0, np.array(model.tokens[0], np.int32), 4, proposer.begin())]) == [
+        NO_DRAFTS
+    ]
+
+
+def test_a_tree_has_the_second_choice_beside_first_drafts() -> None:
+    """Of the draft model's chain 4, 5, 6: beside 4 is 5, beside 5 is 6. Sequence 1 has no second choice."""
+    model = FakeModel()
+    proposer = DraftProposer(model)
+    model.tokens = {0: [3], 1: [3]}
+    wanted = [Wanted(i, np.array([3], np.int32), 5, proposer.begin(), max_paths=3) for i in range(2)]
+    first, second = proposer.propose(wanted)
+    assert first.token_ids == (4, 5, 5, 6, 6)
+    assert first.parents == (-1, -1, 0, 0, 2)
+    assert second.is_chain
+    assert second.token_ids == (4, 5, 6, 7, 8)
+    assert model.tokens == {0: [3], 1: [3]}

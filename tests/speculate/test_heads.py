@@ -25,6 +25,7 @@ from quire.engine.assemble import configure, llm_args
 from quire.errors import QuireError
 from quire.models.hub import quill_path
 from quire.plan.speculation import draft_bytes
+from quire.sampling.draft_tree import Drafts
 from quire.speculate.proposer import Wanted
 
 HIDDEN, VOCAB, HEAD_DIM, LAYERS, TAPS = 32, 4096, 8, 6, (1, 2, 4)
@@ -71,9 +72,11 @@ def proposals(llm: LLM, params: SamplingParams) -> list[tuple[list[int], tuple[i
     worker = llm.client.core.executor.worker
     real, seen = worker.proposer.propose, []
 
-    def propose(wanted: list[Wanted]) -> list[tuple[int, ...]]:
+    def propose(wanted: list[Wanted]) -> list[Drafts]:
         found = real(wanted)
-        seen.extend((each.token_ids.tolist(), drafts) for each, drafts in zip(wanted, found, strict=True))
+        seen.extend(
+            (each.token_ids.tolist(), drafts.token_ids) for each, drafts in zip(wanted, found, strict=True)
+        )
         return found
 
     worker.proposer.propose = propose

@@ -15,6 +15,7 @@ from quire.request import Sampling
 from quire.runner.draft_model import DraftModel
 from quire.runner.heads import HeadRunner
 from quire.runner.worker import Worker
+from quire.sampling.draft_tree import Drafts
 from quire.speculate.draft import DraftProposer
 from quire.speculate.proposer import Wanted
 from quire.step import NewSeq, SeqPlan, StepPlan
@@ -67,7 +68,7 @@ def test_heads_read_what_a_fresh_worker_computes(
     fresh = Fresh(case.config(100, policy))
     real, seen = DraftProposer.propose, {"checked": 0, "again": 0, "other": 0, "calls": 0}
 
-    def propose(self: DraftProposer, wanted: list[Wanted]) -> list[tuple[int, ...]]:
+    def propose(self: DraftProposer, wanted: list[Wanted]) -> list[Drafts]:
         found = real(self, wanted)
         seen["calls"] += 1
         if seen["calls"] % 3:
@@ -85,7 +86,10 @@ def test_heads_read_what_a_fresh_worker_computes(
         draft_model.filled[:] = draft_model._written[:] = 0
         again = real(self, wanted)
         seen["again"] += len(found)
-        seen["other"] += sum(a[: len(b)] != b[: len(a)] for a, b in zip(found, again, strict=True))
+        seen["other"] += sum(
+            a.first(min(len(a), len(b))) != b.first(min(len(a), len(b)))
+            for a, b in zip(found, again, strict=True)
+        )
         return found
 
     monkeypatch.setattr(DraftProposer, "propose", propose)

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from quire.sampling.draft_tree import chain
 from quire.speculate.ngram import MIN_MATCH, NgramProposer
 from quire.speculate.proposer import Wanted
 from quire.speculate.suffix_automaton import SuffixAutomaton
@@ -40,7 +41,8 @@ def test_the_suffix_is_the_longest_that_repeats(vocab: int) -> None:
 def propose(text: list[int], limit: int) -> tuple[int, ...]:
     proposer = NgramProposer()
     (drafts,) = proposer.propose([Wanted(0, np.array(text, np.int32), limit, proposer.begin())])
-    return drafts
+    assert drafts.is_chain
+    return drafts.token_ids
 
 
 def test_drafts_are_what_followed_before() -> None:
@@ -66,7 +68,7 @@ def test_the_state_takes_in_new_tokens_alone() -> None:
     text = [1, 2, 3, 4, 5, 1, 2]
     for size in (3, 7):
         (drafts,) = proposer.propose([Wanted(0, np.array(text[:size], np.int32), 2, state)])
-    assert drafts == (3, 4)
+    assert drafts == chain((3, 4))
     assert state.size == 7
 
 

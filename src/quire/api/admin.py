@@ -42,6 +42,7 @@ class RuntimePatch(Wire):
     max_queue: Int64 | None = None
     dynamic_max_wait_ms: Number | None = None
     spec_tokens: Literal["auto"] | Int64 | None = None  # 0: no drafts
+    spec_tree: Int64 | None = None
     # Settings that return to the controller of --slo.
     release: list[Literal["max_num_seqs", "max_num_batched_tokens"]] | None = None
 
@@ -125,7 +126,7 @@ class Admin:
         wait_ms, release = asked.pop("dynamic_max_wait_ms", None), tuple(asked.pop("release", ()))
         if both := [name for name in release if name in asked]:
             raise RequestError(f"{both[0]} is both set and released: send one of them.", param="release")
-        drafts = _drafts(asked.pop("spec_tokens", None))
+        drafts = _drafts(asked.pop("spec_tokens", None), asked.pop("spec_tree", None))
         change = PolicyChange(
             **asked, **drafts, dynamic_max_wait_s=None if wait_ms is None else wait_ms / 1e3
         )
@@ -219,12 +220,13 @@ async def _body(state: ApiState, request: Request) -> Any:
     return await read_json(request.scope, request.receive, state.settings.max_body_bytes)
 
 
-def _drafts(spec_tokens: int | str | None) -> dict[str, Any]:
-    """Return what a `PolicyChange` has for ``spec_tokens``."""
+def _drafts(spec_tokens: int | str | None, spec_tree: int | None) -> dict[str, Any]:
+    """Return what a `PolicyChange` has for the two settings."""
+    tree = {} if spec_tree is None else {"max_draft_paths": spec_tree}
     if spec_tokens is None:
-        return {}
+        return tree
     is_auto = spec_tokens == "auto"
-    return {"max_num_drafts": AUTO_DRAFTS if is_auto else spec_tokens, "adaptive_drafts": is_auto}
+    return {"max_num_drafts": AUTO_DRAFTS if is_auto else spec_tokens, "adaptive_drafts": is_auto, **tree}
 
 
 def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
@@ -233,6 +235,7 @@ def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
     values["spec_tokens"] = (
         "auto" if settings["adaptive_drafts"] and settings["max_num_drafts"] else settings["max_num_drafts"]
     )
+    values["spec_tree"] = settings["max_draft_paths"]
     return {name: values[name] for name in RUNTIME}
 
 

@@ -21,6 +21,7 @@ from quire.cache.block_table import Windows
 from quire.executor.base import Executor
 from quire.executor.recorder import Recording, write_tables
 from quire.request import TokenLogprobs
+from quire.sampling.draft_tree import chain
 from quire.step import AdapterMove, KvMove, NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
 
@@ -231,7 +232,7 @@ class Replay:
             if state is not None:
                 *accepted, last = got.get(seq.seq_id) or (0,)
                 wrong = [(last + 1) % self._vocab_size] * (seq.num_draft_tokens - len(accepted))
-                state.drafts = (*accepted, *wrong)
+                state.drafts = chain((*accepted, *wrong))
 
     def _execute(self, plan: StepPlan) -> StepResult:
         try:

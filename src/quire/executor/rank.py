@@ -40,6 +40,7 @@ from quire.metrics.log import configure
 from quire.models.loader import iter_weights
 from quire.runner.memory import keep_freed_memory, torch_dtype
 from quire.runner.worker import Launched, Worker
+from quire.sampling.draft_tree import NO_DRAFTS
 from quire.step import SeqTold, StepPlan, StepResult
 
 
@@ -121,10 +122,12 @@ class RankLoop:
         for each in result.seqs:
             if each.token_ids or each.error is not None:
                 seq = self.worker.seqs.find(each.seq_id)
-                drafts = () if seq is None else seq.drafts
-                seqs.append(
-                    SeqTold(each.seq_id, each.epoch, each.token_ids, drafts, failed=each.error is not None)
+                drafts = NO_DRAFTS if seq is None else seq.drafts
+                failed = each.error is not None
+                told = SeqTold(
+                    each.seq_id, each.epoch, each.token_ids, drafts.token_ids, drafts.parents, failed
                 )
+                seqs.append(told)
         return Told(result.step, tuple(seqs))
 
     def _launch(self, plan: StepPlan) -> Launched | int:

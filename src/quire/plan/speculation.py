@@ -14,6 +14,8 @@ from quire.modelspec import ModelSpec
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
 
+TREES = 8  # sequences that have a tree of drafts in one step: with more, a step has no time for wide ones
+
 
 @dataclass(frozen=True, slots=True)
 class DraftCheckpoint:
@@ -80,26 +82,42 @@ def draft_bytes(draft: Drafting | None, block_size: int) -> tuple[int, int]:
 
 
 def speculate_config(
-    args: EngineArgs, device: DeviceInfo, draft: Drafting | None, max_model_len: int
+    args: EngineArgs, device: DeviceInfo, draft: Drafting | None, max_model_len: int, num_groups: int
 ) -> SpeculateConfig | None:
-    """Return how drafts are proposed for sequences of up to ``max_model_len`` tokens."""
+    """Return how drafts are proposed for sequences of up to ``max_model_len`` tokens, with so many cache groups."""
     if args.speculate is None and draft is None:
-        if args.spec_accept != "exact":
-            raise ConfigError(f"spec_accept = {args.spec_accept!r} needs drafts: set speculate as well")
+        for name, default in (("spec_accept", "exact"), ("spec_tree", 1)):
+            if getattr(args, name) != default:
+                raise ConfigError(f"{name} = {getattr(args, name)!r} needs drafts: set speculate as well")
         return None
     if device.kind != "cpu":
         raise ConfigError(
             f"speculate = {args.speculate or 'draft'!r} is for a CPU, and the model runs on {device.name}: leave it out"
         )
+    num_blocks = branch_blocks(args, num_groups)
     if draft is None:
-        return SpeculateConfig("ngram", accept=args.spec_accept)
+        return SpeculateConfig("ngram", accept=args.spec_accept, num_branch_blocks=num_blocks)
     if isinstance(draft, HeadsConfig):
-        method = draft.spec.method
-        return SpeculateConfig(
-            "eagle" if method == "eagle3" else method, accept=args.spec_accept, heads=draft
-        )
+        method = "eagle" if draft.spec.method == "eagle3" else draft.spec.method
+        return SpeculateConfig(method, accept=args.spec_accept, heads=draft, num_branch_blocks=num_blocks)
     limited = replace(draft, max_model_len=min(max_model_len, draft.max_model_len))
-    return SpeculateConfig("draft", limited, args.spec_accept)
+    return SpeculateConfig("draft", limited, args.spec_accept, num_branch_blocks=num_blocks)
+
+
+def branch_blocks(args: EngineArgs, num_groups: int) -> int:
+    """Return the blocks for the branches of trees: as many as `TREES` sequences need in a step, of ``num_groups``.
+
+    Where more sequences have trees, those that find no blocks verify the trunks alone.
+    """
+    per_branch = 1 + -(-spec_tokens(args) // args.block_size)
+    return min(args.max_num_seqs, TREES) * (args.spec_tree - 1) * per_branch * num_groups
+
+
+def probability_bytes(args: EngineArgs, vocab_size: int) -> int:
+    """Return the bytes of the distributions that drafts were sampled from, kept until they are verified."""
+    if args.spec_accept != "rejection" or args.speculate == "ngram":
+        return 0
+    return args.max_num_seqs * spec_tokens(args) * vocab_size * 4
 
 
 def spec_tokens(args: EngineArgs) -> int:

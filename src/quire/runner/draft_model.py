@@ -7,7 +7,7 @@ drafts, too); a block whose content came while the draft model was not asked is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.kernels import registry
+from quire.kernels.sampling.noise import Streams, gumbel_argmax
 from quire.models.decoder import Decoder
 from quire.models.loader import iter_weights
 from quire.runner.heads import HeadRunner, MedusaModel
@@ -23,7 +24,7 @@ from quire.runner.memory import torch_dtype
 from quire.runner.model_runner import ModelRunner, Runner
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.processors import LogitsProcessors
-from quire.sampling.sampler import Sampler
+from quire.sampling.sampler import TOKEN_NOISE, Sampler
 from quire.speculate.draft import DraftProposer, Rows
 from quire.speculate.medusa import MedusaProposer
 from quire.speculate.ngram import NgramProposer
@@ -31,6 +32,7 @@ from quire.speculate.proposer import Proposer
 from quire.step import SeqPlan
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int32]]  # by block id
+Edit = Callable[[int, torch.Tensor], None]
 
 
 class DraftModel:
@@ -57,15 +59,20 @@ class DraftModel:
         self.runner.record(self._inputs.buffers)
         self._sampler = Sampler(self._vocab_size, registry.choose(config.runner))
         self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
+        self._last: tuple[PreparedStep, torch.Tensor, Edit, list[int]]  # of `forward`: logits, tokens
         self.filled, self._written = (np.zeros(config.cache.num_blocks, np.int32) for _ in range(2))  # slots
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in list order."""
         self.runner.kv.copy(moves)
-        if isinstance(self.runner, HeadRunner):
-            self.runner.hidden.copy(moves)
+        self.copy_hidden(moves)
         for source, target in moves:
             self.filled[target] = self._written[target] = self.filled[source]
+
+    def copy_hidden(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy the model's hidden states of whole blocks, as its K and V."""
+        if isinstance(self.runner, HeadRunner):
+            self.runner.hidden.copy(moves)
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """These blocks hold nothing yet."""
@@ -145,7 +152,43 @@ class DraftModel:
             for seq, probs in zip(step.sampling, of_rows, strict=True):
                 seq.draft_probs.append(probs)
         drafts: list[int] = np.maximum(ids, 0).tolist()
+        self._last = step, logits, edit, drafts
         return drafts
+
+    @torch.inference_mode()
+    def second(self, seq_ids: Container[int]) -> dict[int, int]:
+        """As `DraftForward.second`."""
+        step, logits, edit, firsts = self._last
+        if self._keeps_probs:
+            return self._second_of_probs(seq_ids)
+
+        def edit_and_forbid(row: int, logits: torch.Tensor) -> None:
+            edit(row, logits)
+            logits[firsts[row]] = -torch.inf
+
+        logits = logits.clone()
+        logits[torch.arange(len(firsts)), torch.tensor(firsts)] = -torch.inf
+        ids, best = self._sampler.sample(logits, step.columns, edit_and_forbid)
+        found = zip(step.sampling, ids.tolist(), np.isfinite(best).tolist(), strict=True)
+        return {seq.seq_id: token_id for seq, token_id, fine in found if fine and seq.seq_id in seq_ids}
+
+    def _second_of_probs(self, seq_ids: Container[int]) -> dict[int, int]:
+        """As `second`, from the distribution of the first; the second's, in which that token has no share, is kept."""
+        step, _, _, firsts = self._last
+        found = {}
+        for row, (seq, first) in enumerate(zip(step.sampling, firsts, strict=True)):
+            rest = seq.draft_probs[-1].clone()
+            rest[first] = 0.0
+            if seq.seq_id in seq_ids and rest.sum() > 0.0:
+                column = step.columns[row : row + 1]
+                seed, index, position = (
+                    torch.from_numpy(column[name].copy()) for name in ("seed", "sample_index", "position")
+                )
+                rest /= rest.sum()
+                streams = Streams(seed, index, position, TOKEN_NOISE)
+                found[seq.seq_id] = int(gumbel_argmax(rest.log()[None], streams))
+                seq.draft_probs.append(rest)
+        return found
 
     def _note(self, seq: WorkerSeq, end: int) -> None:
         """The tokens below ``end`` have K and V."""

@@ -29,7 +29,7 @@ from quire.models.loader import iter_heads, read_d2t
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, reserve, torch_dtype
 from quire.runner.sequences import WorkerSeqs
-from quire.sampling.sampler import Sampler, SeqSample, columns_of
+from quire.sampling.sampler import Sampler, columns_of
 
 
 class HiddenStates:
@@ -44,7 +44,9 @@ class HiddenStates:
         self._group = config.cache.windows.index(None)
         self._combine = combine
         block_size, dtype = config.cache.block_size, torch_dtype(config.model.dtype)
-        self.storage = reserve(config.cache.num_blocks, block_size * size, dtype)
+        assert config.speculate is not None
+        num_blocks = config.cache.num_blocks + config.speculate.num_branch_blocks
+        self.storage = reserve(num_blocks, block_size * size, dtype)
         self.rows = self.storage.view(-1, size)  # by slot
         self._view = KvView(self.storage.unsqueeze(1), block_size, size, size, v_in_k=True)
         self._store = kernels.of(store_kv)
@@ -146,15 +148,16 @@ class MedusaModel:
         self._sampler = Sampler(heads.spec.vocab_size, kernels)
         self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
 
-    def watch(
-        self, step: PreparedStep, counts: Sequence[int], samples: Sequence[SeqSample], hidden: Tensor
-    ) -> None:
+    def watch(self, step: PreparedStep, counts: Sequence[int], hidden: Tensor) -> None:
         """Keep the rows of ``hidden [num_logits, hidden_size]`` that sampled the sequences' last tokens.
 
-        A sequence has ``counts`` rows, of which the first ones gave its ``samples``.
+        A sequence has ``counts`` rows: of its last known token, and of each draft.
         """
         firsts = np.cumsum([0, *counts[:-1]]).tolist()
-        kept = [first + max(0, len(each.token_ids) - 1) for first, each in zip(firsts, samples, strict=True)]
+        kept = [
+            first + (1 + seq.accepted[-1] if seq.accepted else 0)
+            for first, seq in zip(firsts, step.sampling, strict=True)
+        ]
         if len(self._last) < len(self._seqs.num_tokens):
             more = torch.zeros(len(self._seqs.num_tokens) - len(self._last), *self._last.shape[1:])
             self._last = torch.cat((self._last, more.to(self._last.dtype)))

@@ -16,6 +16,7 @@ from quire.errors import StepError
 from quire.kernels.attention.batch import RaggedBatch
 from quire.kernels.lora import AdapterRows
 from quire.layers.attention import AdapterBatch, GroupBatch, StepBatch
+from quire.runner.branches import Branch
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import Columns, columns_of
 from quire.step import SeqPlan
@@ -78,8 +79,8 @@ class StepBuffers:
 class PreparedStep:
     """A step in ``buffers``: the tensors the model runs on, and the sequences that sample.
 
-    Rows of logits are in the order of ``sampling``: one for the last known token of a sequence, and one for each of its
-    `WorkerSeq.draft_ids`.
+    Rows of logits are in the order of ``sampling``: one for the last known token of a sequence, and one for each draft
+    that it verifies. A branch of a tree is a sequence more, behind those of the plan.
     """
 
     buffers: StepBuffers
@@ -112,16 +113,16 @@ class InputBatch:
 
     def __init__(
         self, seqs: WorkerSeqs, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_loras: int = 0,
-        only_group: int | None = None, lag: int = 0,
+        only_group: int | None = None, lag: int = 0, max_drafts: int = 0,
     ) -> None:  # fmt: skip
         """``only_group``: the one cache group whose blocks a draft model's layers use. ``lag``: how many slots, and
-        rotary positions, a token's row lies before the token (`quire.runner.heads`).
+        rotary positions, a token's row lies before the token (`quire.runner.heads`). ``max_drafts``: per sequence.
         """
         self._seqs = seqs
         self._lag = lag
         self._block_size = block_size
         # A step's tokens and its logits rows must differ in number where it is recorded (`kernels.tape`).
-        max_seqs = min(max_num_seqs, max_num_batched_tokens)
+        max_seqs = min(max_num_seqs * (1 + max_drafts), max_num_batched_tokens)
         max_tokens = max(max_num_batched_tokens, max_seqs + 1)
         self._groups = slice(None) if only_group is None else slice(only_group, only_group + 1)
         tables = seqs.block_tables[self._groups]
@@ -148,16 +149,19 @@ class InputBatch:
 
         Raises `StepError` where a plan does not fit what is known here.
         """
-        table, num_seqs = self._seqs, len(plans)
-        rows = np.array([seq.row for seq in seqs])
+        table, rows = self._seqs, np.array([seq.row for seq in seqs])
         computed = np.array([plan.num_computed_tokens for plan in plans])
-        lengths = np.array([plan.num_scheduled_tokens for plan in plans])
+        lengths = np.array([p.num_scheduled_tokens - s.num_beside for p, s in zip(plans, seqs, strict=True)])
         known = table.num_tokens[rows]
         _check(plans, computed, lengths, known)
-        num_tokens = int(lengths.sum())
         sampling = np.flatnonzero((computed + lengths == known) & table.samples[rows])
         samplers = tuple(seqs[index] for index in sampling.tolist())
-        total = len(samplers) + sum([len(seq.draft_ids) for seq in samplers])
+        total = len(samplers) + sum([len(seq.verifying) for seq in samplers])
+        branches = [(seq, branch) for seq in samplers for branch in seq.branches]
+        if branches:
+            more = np.array([(seq.row, branch.start, branch.num_rows) for seq, branch in branches])
+            rows, computed, lengths = np.concatenate((np.array((rows, computed, lengths)), more.T), axis=1)
+        num_seqs, num_tokens = len(rows), int(lengths.sum())
         to = self.buffers
         if num_tokens > to.max_tokens or max(num_seqs, total) > to.max_seqs:
             to = StepBuffers(num_tokens, max(num_seqs, total), *self._shape)
@@ -182,11 +186,15 @@ class InputBatch:
         ):
             slot_blocks[:num_tokens] = blocks[token_rows, in_table]
             block_table[:num_seqs, :width] = blocks[rows, :width]
+        if branches:
+            self._branch_out(to, branches, cu_seqlens_q)
         ends = cu_seqlens_q[1:][sampling]
         if total > len(samplers):  # the last 1 + num_drafts tokens of each
-            num_logits = 1 + np.array([len(seq.draft_ids) for seq in samplers])
+            num_logits = 1 + np.array([len(seq.verifying) for seq in samplers])
             before = np.cumsum(num_logits)
             indices = np.repeat(ends - before, num_logits) + np.arange(total)
+            if branches:
+                _index_trees(indices, samplers, ends, before, cu_seqlens_q[len(plans) :])
             logits_rows = np.repeat(rows[sampling], num_logits)
         else:
             indices, logits_rows = ends - 1, rows[sampling]
@@ -197,10 +205,50 @@ class InputBatch:
         columns = columns_of(table.columns, logits_rows, positions[indices])
         return PreparedStep(to, num_tokens, num_seqs, table, samplers, rows[sampling], columns, longest)
 
+    def _branch_out(
+        self, to: StepBuffers, branches: Sequence[tuple[WorkerSeq, Branch]], cu_seqlens_q: IntArray
+    ) -> None:
+        """Give branches their own tokens and blocks; their sequences are the last of the step."""
+        first = len(cu_seqlens_q) - 1 - len(branches)
+        for place, (seq, branch) in enumerate(branches, first):
+            start, end = int(cu_seqlens_q[place]), int(cu_seqlens_q[place + 1])
+            own = max(0, branch.last_known + 1 - branch.start)  # rows before the first draft
+            depth = branch.start + own - branch.last_known - 1
+            ids = [seq.verifying.token_ids[node] for node in branch.path[depth:]]
+            to.input_ids[start + own : end] = ids
+            in_table = to.positions[start:end] // self._block_size - branch.first_block
+            here = in_table >= 0
+            for slot_blocks, table, blocks in zip(
+                to.slot_blocks, to.block_tables, branch.blocks, strict=True
+            ):
+                slot_blocks[start:end][here] = np.array(blocks)[in_table[here]]
+                table[place, branch.first_block : branch.first_block + len(blocks)] = blocks
+
     def force(self, plan: SeqPlan, seq: WorkerSeq) -> None:
         """Overwrite the last known ids (beams)."""
         known = int(self._seqs.num_tokens[seq.row])
         self._seqs.token_ids[seq.row, known - len(plan.forced_token_ids) : known] = plan.forced_token_ids
+
+
+def _index_trees(
+    indices: IntArray, samplers: Sequence[WorkerSeq], ends: IntArray, before: IntArray, branch_ends: IntArray
+) -> None:
+    """Point the logits rows of trees at their tokens: the last known one, and each draft in the order of the tree.
+
+    ``ends``: of the sequences' tokens; ``branch_ends [1 + num_branches]``: where the first branch begins, and the ends.
+    """
+    place = 1
+    for seq, end, stop in zip(samplers, ends.tolist(), before.tolist(), strict=True):
+        if not seq.branches:
+            continue
+        trunk, *_ = seq.verifying.paths()
+        own = indices[stop - 1 - len(seq.verifying) : stop]
+        own[0] = end - 1 - len(trunk)
+        own[1 + np.array(trunk)] = np.arange(end - len(trunk), end)
+        for branch in seq.branches:
+            last = int(branch_ends[place])
+            own[1 + np.array(branch.nodes)] = np.arange(last - len(branch.nodes), last)
+            place += 1
 
 
 def _check(plans: Sequence[SeqPlan], computed: IntArray, lengths: IntArray, known: IntArray) -> None:

@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 PendingResult = Callable[[], list[SeqSample]]  # waits for what a step sampled, and returns it
 ObserveLogits = Callable[[int, int, Tensor], None]
-# Of a step: rows of logits per sequence, what they gave, and the hidden states [num_logits, hidden_size].
-WatchSampled = Callable[[PreparedStep, Sequence[int], Sequence[SeqSample], Tensor], None]
+# Of a step that was verified: rows of logits per sequence, and the hidden states [num_logits, hidden_size].
+WatchSampled = Callable[[PreparedStep, Sequence[int], Tensor], None]
 Ints = npt.NDArray[np.int64]
 
 
@@ -99,11 +99,10 @@ class ModelRunner:
         )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
-        cache = config.cache
-        self.kv = KvCache(
-            model.spec, config.kv_layout, cache.num_blocks, cache.block_size, model.kv_dtype, kernels
-        )
-        accept = "exact" if config.speculate is None else config.speculate.accept
+        cache, speculate = config.cache, config.speculate
+        num_blocks = cache.num_blocks + (0 if speculate is None else speculate.num_branch_blocks)
+        self.kv = KvCache(model.spec, config.kv_layout, num_blocks, cache.block_size, model.kv_dtype, kernels)
+        accept = "exact" if speculate is None else speculate.accept
         self._sampler = Sampler(model.spec.vocab_size, kernels, accept)
         self._token_logprobs = kernels.of(token_logprobs)
         self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
@@ -175,11 +174,10 @@ class ModelRunner:
     def _sample(self, step: PreparedStep, logits: Tensor) -> list[SeqSample]:
         if self.observe_logits is not None:
             observe(self.observe_logits, step, logits)
-        if self.watch_sampled is None or not step.sampling:
-            return verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
-        counts = [1 + len(seq.draft_ids) for seq in step.sampling]
+        counts = [1 + len(seq.verifying) for seq in step.sampling] if self.watch_sampled is not None else []
         samples = verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
-        self.watch_sampled(step, counts, samples, self._hidden[: step.num_logits])
+        if self.watch_sampled is not None and counts:
+            self.watch_sampled(step, counts, self._hidden[: step.num_logits])
         return samples
 
     def _logits(self, batch: StepBatch) -> Tensor:
@@ -203,7 +201,7 @@ def with_hidden_of(batch: StepBatch, step: PreparedStep, tokens: Ints) -> StepBa
 
 def observe(observer: ObserveLogits, step: PreparedStep, logits: Tensor) -> None:
     """Show ``observer`` each row of ``logits: [num_logits, vocab_size]``, on the host, with its position."""
-    owners = [seq for seq in step.sampling for _ in range(1 + len(seq.draft_ids))]
+    owners = [seq for seq in step.sampling for _ in range(1 + len(seq.verifying))]
     positions = step.buffers.positions[step.buffers.logits_indices[: step.num_logits]].tolist()
     for seq, position, row in zip(owners, positions, logits, strict=True):
         observer(seq.seq_id, position, row)

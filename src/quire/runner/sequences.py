@@ -5,7 +5,7 @@ is taken at admission and given back when the sequence goes. A row of token ids:
 
     settled tokens                      │ drafts being verified      │ expected
     0 … num_settled − 1                   known to the worker alone    −(row + 1): sampled by a step in flight
-                                                                       … num_tokens − 1
+                                          (of a tree: its trunk)       … num_tokens − 1
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from quire.errors import StepError
 from quire.lora.slots import LoraSlots
+from quire.runner.branches import Branch, BranchBlocks, Move
 from quire.runner.prompt_outputs import PromptState
+from quire.sampling.draft_tree import NO_DRAFTS, Drafts
 from quire.sampling.grammars import Grammars, GrammarState
 from quire.sampling.processors import LogitsProcessors
 from quire.sampling.sampler import SeqSample, column_values, new_columns
@@ -41,8 +43,13 @@ class WorkerSeq:
     processors: LogitsProcessors | None = None  # None: its logits are sampled as they are
     grammar: GrammarState | None = None
     prompt: PromptState | None = None  # where something of its prompt's own tokens is wanted
-    drafts: tuple[int, ...] = ()  # proposed for the next step
-    draft_ids: tuple[int, ...] = ()  # being verified
+    drafts: Drafts = NO_DRAFTS  # proposed for the next step
+    verifying: Drafts = NO_DRAFTS
+    branches: tuple[Branch, ...] = ()  # of the tree being verified, beside its trunk
+    num_beside: int = 0  # drafts planned that are not in the trunk
+    # Of the last verification: the drafts that were accepted, and what each row sampled.
+    accepted: tuple[int, ...] = ()
+    sampled: tuple[int, ...] = ()
     # The distributions that ``drafts`` were sampled from; empty: not kept.
     draft_probs: list[Tensor] = field(default_factory=list)
     draft_state: Any = None  # of the proposer; None: it has not seen the sequence
@@ -75,6 +82,7 @@ class WorkerSeqs:
         self.adapter_slots = np.zeros(max_num_seqs, np.int64)  # 0: the base model
         self.block_tables = [np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)]
         self.columns = new_columns(max_num_seqs)  # of the sampler
+        self._moves: list[Move] = []
         self._seqs: dict[int, WorkerSeq] = {}
         self._free = list(range(max_num_seqs))[::-1]
 
@@ -133,20 +141,45 @@ class WorkerSeqs:
                 f"Sequence {seq.seq_id}: the plan verifies {count} drafts up to token {end}; the worker has "
                 f"{len(seq.drafts)} drafts after {known} tokens."
             )
-        seq.draft_ids = seq.drafts[:count]
-        self.token_ids[seq.row, known:end] = seq.draft_ids
-        self.num_tokens[seq.row] = end
+        seq.verifying = seq.drafts.first(count)
+        trunk = seq.verifying.trunk()
+        seq.num_beside = count - len(trunk)
+        self.token_ids[seq.row, known : known + len(trunk)] = trunk.token_ids
+        self.num_tokens[seq.row] = known + len(trunk)
 
-    def rollback(self, seq: WorkerSeq, num_tokens: int) -> None:
-        """Take back the last ``num_tokens`` tokens of ``seq``, in all of its state that follows tokens."""
-        if not num_tokens:
-            return
-        self.num_tokens[seq.row] -= num_tokens
-        self.num_settled[seq.row] = min(self.num_settled[seq.row], self.num_tokens[seq.row])
-        if seq.processors is not None:
-            seq.processors.rollback(num_tokens)
+    def place_branches(self, seqs: Sequence[WorkerSeq], free: BranchBlocks) -> list[Move]:
+        """Give the branches of trees their blocks; return what to copy. Where there are too few, trunks are left."""
+        free.begin_step()
+        moves: list[Move] = []
+        for seq in seqs:
+            if seq.num_beside:
+                tables = [table[seq.row] for table in self.block_tables]
+                placed = free.place(seq.verifying, int(self.num_settled[seq.row]), tables)
+                if placed is None:
+                    trunk = seq.verifying.paths()[0]
+                    seq.verifying = seq.verifying.trunk()
+                    seq.draft_probs = [seq.draft_probs[node] for node in trunk] if seq.draft_probs else []
+                else:
+                    seq.branches = tuple(placed[0])
+                    moves += placed[1]
+        return moves
+
+    def accept(self, seq: WorkerSeq, path: Sequence[int]) -> None:
+        """Keep the drafts on ``path`` (from the root) as the last tokens of ``seq``, and none of the others."""
+        known, end = self.num_settled[seq.row], self.num_settled[seq.row] + len(path)
+        self.token_ids[seq.row, known:end] = [seq.verifying.token_ids[node] for node in path]
+        self.num_tokens[seq.row] = end
         if seq.grammar is not None:
-            seq.grammar.rollback(num_tokens)
+            seq.grammar.accept(path)
+        for branch in seq.branches:
+            if path and path[-1] in branch.nodes:
+                self._moves += branch.moves(len(path))
+        seq.accepted, seq.verifying, seq.branches, seq.num_beside = tuple(path), NO_DRAFTS, (), 0
+
+    def take_moves(self) -> list[Move]:
+        """Return the blocks to copy for the branches accepted since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
 
     def expect(self, rows: Ints) -> None:
         """Count one more token of the sequences in ``rows``, which a step in flight samples; a GPU knows its id."""

@@ -7,8 +7,9 @@ A sequence has one row for its last known token and one for each draft that the 
     result    a, b, c                                        the accepted drafts and the one token that follows them
 
 Each row is sampled with the noise of its own position and with the state after the drafts before it, so the tokens are
-those of plain decoding at any temperature, and without drafts this is plain sampling. With another rule of acceptance
-(`quire.sampling.accept`) the sampler looks at the draft of a row, and returns it where it accepts it.
+those of plain decoding at any temperature, and without drafts this is plain sampling. In a tree a row's drafts are the
+children of its own: what the row samples leads to the child that equals it, as far as there is one. With another rule
+of acceptance (`quire.sampling.accept`) the sampler looks at the drafts of a row, and returns one where it accepts it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.accept import Draft
+from quire.sampling.draft_tree import ROOT, Drafts, Walk
 from quire.sampling.grammars import Grammars, GrammarState
-from quire.sampling.processors import LogitsProcessors
 from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, Columns, Sampler, SeqSample
 
 
@@ -39,36 +40,41 @@ def verify(
     assert logits.shape[0] == columns.size
     if not seqs:
         return []
-    firsts = list(accumulate((1 + len(seq.draft_ids) for seq in seqs), initial=0))  # [num_seqs + 1]
-    limits = [len(seq.draft_ids) for seq in seqs]  # how many drafts may be accepted
-    errors: dict[int, str] = {}  # by place in seqs
+    firsts = list(accumulate((1 + len(seq.verifying) for seq in seqs), initial=0))  # [num_seqs + 1]
+    barred: dict[int, set[int]] = {}  # by place in seqs: drafts that may not be accepted
+    errors: dict[int, str] = {}
     for place, seq in enumerate(seqs):
         if seq.grammar is not None:
-            limits[place] = seq.grammar.apply(logits[firsts[place] : firsts[place + 1]], seq.draft_ids)
+            barred[place] = seq.grammar.apply(logits[firsts[place] : firsts[place + 1]], seq.verifying)
             if seq.grammar.error is not None:
                 errors[place] = seq.grammar.error
     drafts = _drafts(seqs, firsts) if sampler.accept != "exact" else None
-    ids, best = sampler.sample(logits, columns, _editor(seqs, firsts, errors), drafts)
+    walks = _walks(seqs)
+    ids, best = sampler.sample(logits, columns, _editor(seqs, firsts, walks, errors), drafts)
     if not np.isfinite(best).all():
-        _note_failures(logits, ~np.isfinite(best), firsts, limits, errors)
+        _note_failures(logits, ~np.isfinite(best), firsts, barred, errors)
     token_ids: list[int] = ids.tolist()
-    kept: list[range] = []  # rows
+    kept: list[list[int]] = []  # rows
+    tried: dict[int, int] = {}
     followed: list[tuple[GrammarState, int]] = []
     for place, seq in enumerate(seqs):
-        first, count, limit = firsts[place], 0, limits[place]
-        while count < limit and token_ids[first + count] == seq.draft_ids[count]:
-            count += 1
-        if seq.draft_ids:
-            table.rollback(seq, len(seq.draft_ids) - count)
-            seq.draft_ids = ()
-        kept.append(range(first, first if place in errors else first + count + 1))
+        first = firsts[place]
+        path: list[int] = []
+        if seq.verifying:
+            path = follow(seq.verifying, token_ids[first : firsts[place + 1]], barred.get(place, set()))
+            seq.sampled = tuple(token_ids[first : firsts[place + 1]])
+            tried[place] = len(path) + ((path[-1] if path else ROOT) in seq.verifying.parents)
+            table.accept(seq, path)
+        kept.append([] if place in errors else [first, *(first + 1 + node for node in path)])
         if place not in errors and seq.processors is not None:
             try:
-                seq.processors.advance(token_ids[first + count])
+                if place in walks:
+                    walks[place].to(path[-1] if path else ROOT)
+                seq.processors.advance(token_ids[kept[-1][-1]])
             except Exception as error:
-                errors[place], kept[-1] = _fault(error), range(0)
+                errors[place], kept[-1] = _fault(error), []
         if place not in errors and seq.grammar is not None:
-            followed.append((seq.grammar, token_ids[first + count]))
+            followed.append((seq.grammar, token_ids[kept[-1][-1]]))
     if followed:
         grammars.follow(followed)
     found = sampler.logprobs(logits, columns, [row for rows in kept for row in rows], token_ids)
@@ -77,43 +83,69 @@ def verify(
             tuple(token_ids[row] for row in rows),
             tuple(found[row] for row in rows) if rows and rows[0] in found else None,
             errors.get(place),
+            tried.get(place, 0),
         )
         for place, rows in enumerate(kept)
     ]
 
 
+def follow(drafts: Drafts, sampled: Sequence[int], barred: set[int]) -> list[int]:
+    """Return the accepted drafts; ``sampled[0]`` leads to one at the root, ``sampled[1 + i]`` to one behind draft i."""
+    path: list[int] = []
+    node = ROOT
+    for draft, (token_id, parent) in enumerate(zip(drafts.token_ids, drafts.parents, strict=True)):
+        if parent == node and token_id == sampled[1 + node] and draft not in barred:
+            node = draft
+            path.append(draft)
+    return path
+
+
+def _walks(seqs: Sequence[WorkerSeq]) -> dict[int, Walk]:
+    """Return what moves the logits processors of a sequence along its drafts, by place."""
+    return {
+        place: Walk(seq.verifying, seq.processors.advance, seq.processors.rollback)
+        for place, seq in enumerate(seqs)
+        if seq.processors is not None and seq.verifying
+    }
+
+
 def _editor(
-    seqs: Sequence[WorkerSeq], firsts: Sequence[int], errors: dict[int, str]
+    seqs: Sequence[WorkerSeq], firsts: Sequence[int], walks: dict[int, Walk], errors: dict[int, str]
 ) -> Callable[[int, Tensor], None]:
-    """Return what applies the logits processors to a row, and then lets them take the draft behind it.
+    """Return what applies the logits processors to a row, in their state behind the row's draft.
 
     An exception in one is an entry of ``errors`` at the place of its sequence.
     """
-    of: dict[int, tuple[int, LogitsProcessors, tuple[int, ...]]] = {}
+    of: dict[int, tuple[int, int]] = {}
     for place, (first, seq) in enumerate(zip(firsts, seqs, strict=False)):
         if seq.processors is not None:
-            for draft in range(1 + len(seq.draft_ids)):
-                of[first + draft] = place, seq.processors, seq.draft_ids[draft : draft + 1]
+            for node in range(ROOT, len(seq.verifying)):
+                of[first + 1 + node] = place, node
 
     def edit(row: int, logits: Tensor) -> None:
-        place, processors, drafts = of[row]
+        place, node = of[row]
+        processors = seqs[place].processors
+        assert processors is not None
         try:
+            if node != ROOT:
+                walks[place].to(node)
             processors.apply(logits)
-            for token_id in drafts:
-                processors.advance(token_id)
         except Exception as error:
             errors.setdefault(place, _fault(error))
 
     return edit
 
 
-def _drafts(seqs: Sequence[WorkerSeq], firsts: Sequence[int]) -> dict[int, Draft]:
-    """Return the draft that each row verifies, by row."""
-    return {
-        first + place: Draft(token_id, seq.draft_probs[place] if seq.draft_probs else None)
-        for first, seq in zip(firsts, seqs, strict=False)
-        for place, token_id in enumerate(seq.draft_ids)
-    }
+def _drafts(seqs: Sequence[WorkerSeq], firsts: Sequence[int]) -> dict[int, list[Draft]]:
+    """Return the drafts that may follow each row, by row."""
+    found: dict[int, list[Draft]] = {}
+    for first, seq in zip(firsts, seqs, strict=False):
+        for node, (token_id, parent) in enumerate(
+            zip(seq.verifying.token_ids, seq.verifying.parents, strict=True)
+        ):
+            draft = Draft(token_id, seq.draft_probs[node] if seq.draft_probs else None)
+            found.setdefault(first + 1 + parent, []).append(draft)
+    return found
 
 
 def _fault(error: Exception) -> str:
@@ -121,14 +153,15 @@ def _fault(error: Exception) -> str:
 
 
 def _note_failures(
-    logits: Tensor, failed: np.ndarray[tuple[int], np.dtype[np.bool_]], firsts: Sequence[int], limits: list[int],
-    errors: dict[int, str],
+    logits: Tensor, failed: np.ndarray[tuple[int], np.dtype[np.bool_]], firsts: Sequence[int],
+    barred: dict[int, set[int]], errors: dict[int, str],
 ) -> None:  # fmt: skip
-    """A first row that ``failed`` is an error; a later one ends the drafts that may be accepted before it."""
-    for place, (first, limit) in enumerate(zip(firsts, list(limits), strict=False)):
-        bad = np.flatnonzero(failed[first : first + 1 + limit])
-        if bad.size and bad[0] > 0:
-            limits[place] = int(bad[0]) - 1
-        elif bad.size and place not in errors:
-            raw_is_fine = bool(torch.isfinite(logits[first].amax()))
+    """A first row that ``failed`` is an error; the draft of a later one may not be accepted."""
+    ends = np.asarray(firsts)
+    for row in np.flatnonzero(failed).tolist():
+        place = int(np.searchsorted(ends, row, side="right")) - 1
+        if row > firsts[place]:
+            barred.setdefault(place, set()).add(row - firsts[place] - 1)
+        elif place not in errors:
+            raw_is_fine = bool(torch.isfinite(logits[row].amax()))
             errors[place] = ALL_FORBIDDEN if raw_is_fine else NOT_FINITE

@@ -18,11 +18,13 @@ from quire.config import EngineConfig
 from quire.errors import StepError
 from quire.lora.slots import LoraSlots
 from quire.quant.stored import Weight
+from quire.runner.branches import BranchBlocks, Move
 from quire.runner.draft_model import make_draft_model, make_proposer
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner, PendingResult, Runner
 from quire.runner.prompt_outputs import PROMPT_NOT_FINITE, PromptOutput, PromptScorer, spans_of
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.sampling.draft_tree import NO_DRAFTS, Drafts
 from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, SeqSample
 from quire.speculate.proposer import Proposer, Wanted
 from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, SeqTold, StepPlan, StepResult
@@ -74,13 +76,13 @@ class Worker:
         )  # fmt: skip
         self.draft_model = make_draft_model(config, self.seqs, self.runner.decoder) if answers else None
         self.proposer = make_proposer(config, self.draft_model, self.seqs, self.runner) if answers else None
+        speculate = config.speculate
+        num_branch_blocks = 0 if speculate is None else speculate.num_branch_blocks
+        self._branch_blocks = BranchBlocks(config.cache.num_blocks, num_branch_blocks, block_size)
         self._inputs = InputBatch(
-            self.seqs,
-            block_size,
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            scheduler.max_loras,
-        )
+            self.seqs, block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_loras,
+            max_drafts=scheduler.max_num_drafts,
+        )  # fmt: skip
         self.runner.record(self._inputs.buffers)
         self.scorer = PromptScorer(self.runner.logits_of, self.runner.score, vocab_size)
 
@@ -127,6 +129,7 @@ class Worker:
         samples: dict[int, tuple[WorkerSeq, SeqSample]] = {}
         for seqs, pending in launched.launches:
             found = pending()
+            self._copy_branches(self.seqs.take_moves())
             self.seqs.settle(seqs, found)
             samples.update((seq.seq_id, (seq, sample)) for seq, sample in zip(seqs, found, strict=True))
         plan = launched.plan
@@ -134,7 +137,7 @@ class Worker:
         draft_s = 0.0
         if self.proposer is not None:
             before_s = self._clock.now()
-            results = self._propose(self.proposer, plan.seqs, results, samples)
+            results = self._propose(self.proposer, plan, results, samples)
             draft_s = self._clock.now() - before_s
         return StepResult(plan.step, results, draft_s=draft_s, max_tokens=launched.max_tokens)
 
@@ -143,13 +146,22 @@ class Worker:
         for seqs, _ in launched.launches:
             samples = []
             for seq in seqs:
-                ids, failed = told[seq.seq_id].token_ids, told[seq.seq_id].failed
-                if seq.draft_ids and not failed and seq.row >= 0:
-                    self.seqs.rollback(seq, len(seq.draft_ids) + 1 - len(ids))
-                seq.draft_ids = ()
-                seq.drafts = told[seq.seq_id].drafts
+                of_seq = told[seq.seq_id]
+                ids, failed = of_seq.token_ids, of_seq.failed
+                if seq.verifying and not failed and seq.row >= 0:
+                    self.seqs.accept(seq, seq.verifying.along(ids[:-1]))
+                seq.verifying, seq.branches, seq.num_beside = NO_DRAFTS, (), 0
+                seq.drafts = Drafts(of_seq.drafts, of_seq.draft_parents)
                 samples.append(SeqSample(ids, error="sampling failed" if failed else None))
+            self._copy_branches(self.seqs.take_moves())
             self.seqs.settle(seqs, samples)
+
+    def _copy_branches(self, moves: Sequence[Move]) -> None:
+        """Copy blocks into branches, or out of accepted ones."""
+        if moves:
+            self.runner.kv.copy(moves)
+            if self.draft_model is not None:
+                self.draft_model.copy_hidden(moves)
 
     def _compute(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched) -> None:
         """Launch the tokens of ``plans``, whose sequences are ``seqs``."""
@@ -166,6 +178,11 @@ class Worker:
                 self.runner.kv.clear(fresh)
             if self.draft_model is not None:
                 self.draft_model.forget(fresh)
+        if any(seq.num_beside for seq in seqs):
+            copies = self.seqs.place_branches(seqs, self._branch_blocks)
+            if self.runner.kv.needs_clear:
+                self.runner.kv.clear(self._branch_blocks.used)
+            self._copy_branches(copies)
         self._compute_in_memory(plans, seqs, launched)
 
     def _compute_in_memory(
@@ -233,7 +250,9 @@ class Worker:
         result = SeqResult(plan.seq_id, plan.epoch, ())
         if sampled:
             sample = sampled[1]
-            result = SeqResult(plan.seq_id, plan.epoch, sample.token_ids, 0, sample.logprobs)
+            result = SeqResult(
+                plan.seq_id, plan.epoch, sample.token_ids, 0, sample.logprobs, num_tried=sample.num_tried
+            )
         if prompt is not None:
             result = result._replace(prompt_logprobs=prompt.logprobs, pooled=prompt.pooled)
         return result
@@ -241,19 +260,20 @@ class Worker:
     def _propose(
         self,
         proposer: Proposer,
-        plans: Sequence[SeqPlan],
+        step: StepPlan,
         results: tuple[SeqResult, ...],
         samples: dict[int, tuple[WorkerSeq, SeqSample]],
     ) -> tuple[SeqResult, ...]:
         """Let drafts of the next tokens be made, and note in ``results`` how many there are."""
         wanted: list[Wanted] = []
         owners: list[tuple[int, WorkerSeq]] = []  # place in ``results``
-        for place, (plan, result) in enumerate(zip(plans, results, strict=True)):
+        for place, (plan, result) in enumerate(zip(step.seqs, results, strict=True)):
             if plan.seq_id not in samples:
                 continue
             seq = samples[plan.seq_id][0]
-            seq.drafts = ()
+            seq.drafts = NO_DRAFTS
             seq.draft_probs.clear()
+            sampled, seq.sampled, seq.accepted = seq.sampled, (), ()
             if seq.row < 0 or result.error is not None or not plan.max_next_drafts:
                 continue
             ids = self.seqs.known_ids(seq)
@@ -261,7 +281,7 @@ class Worker:
             if limit > 0:
                 if seq.draft_state is None:
                     seq.draft_state = proposer.begin()
-                wanted.append(Wanted(seq.seq_id, ids, limit, seq.draft_state))
+                wanted.append(Wanted(seq.seq_id, ids, limit, seq.draft_state, step.max_draft_paths, sampled))
                 owners.append((place, seq))
         if not wanted:
             return results

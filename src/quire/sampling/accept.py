@@ -5,7 +5,8 @@ tokens depend on the drafts, and so on the load, which decides how many drafts t
 
 - *rejection* (Leviathan et al. 2023, Chen et al. 2023): with the target's distribution p and the proposer's q, draft d
   is accepted with probability min(1, p(d) / q(d)), else a token is sampled from max(0, p − q), normalized. Each token
-  has the distribution p. A proposer without a distribution (n-grams) has q(d) = 1.
+  has the distribution p. A proposer without a distribution (n-grams) has q(d) = 1. Where several drafts may follow a
+  token (trees; SpecInfer, Miao et al. 2023), they are tried in order, the next with that residual in the place of p.
 - *typical* (Medusa, Cai et al. 2024, §2.3.1): d is accepted if p(d) ≥ min(ε, δ · exp(−entropy of p)), else a token is
   sampled from p. The distribution changes: unlikely tokens become rarer.
 
@@ -37,7 +38,10 @@ _SCRATCH_ELEMENTS = 1 << 21  # rows are taken in slices of this many numbers
 
 
 class Draft(NamedTuple):
-    """A draft that a row verifies. ``probs: [vocab] float32``: the distribution it was sampled from; None: certain."""
+    """A draft that a row verifies. ``probs: [vocab] float32``: the distribution it was sampled from; None: certain.
+
+    That of a sibling in a tree is its distribution once the earlier siblings are known.
+    """
 
     token_id: int
     probs: Tensor | None = None
@@ -67,9 +71,10 @@ def probabilities(scores: Tensor, columns: NDArray[np.void]) -> Tensor:
 
 
 def sample_with_drafts(
-    scores: Tensor, columns: NDArray[np.void], drafts: Sequence[Draft], plain: NDArray[np.int64], rule: AcceptRule
+    scores: Tensor, columns: NDArray[np.void], drafts: Sequence[Sequence[Draft]], plain: NDArray[np.int64],
+    rule: AcceptRule,
 ) -> NDArray[np.int64]:  # fmt: skip
-    """Return a token per row: its draft where that is accepted, else another one.
+    """Return a token per row: one of its drafts where that is accepted, else another one. A row has at least a draft.
 
     ``scores`` and ``columns`` as in `probabilities`; ``plain [rows]``: what plain decoding samples.
     """
@@ -78,36 +83,49 @@ def sample_with_drafts(
     for start in range(0, columns.size, step):
         part = slice(start, start + step)
         p = probabilities(scores[part], columns[part])
-        token_ids = torch.tensor([draft.token_id for draft in drafts[part]])
         if rule == "rejection":
-            parts.append(_by_rejection(p, token_ids, drafts[part], columns[part]))
+            parts.append(_by_rejection(p, drafts[part], columns[part]))
         else:
-            parts.append(_if_typical(p, token_ids, torch.from_numpy(plain[part])))
+            parts.append(_if_typical(p, drafts[part], torch.from_numpy(plain[part])))
     return torch.cat(parts).numpy()
 
 
-def _by_rejection(p: Tensor, token_ids: Tensor, drafts: Sequence[Draft], columns: NDArray[np.void]) -> Tensor:
+def _by_rejection(p: Tensor, drafts: Sequence[Sequence[Draft]], columns: NDArray[np.void]) -> Tensor:
     seeds, indices, positions = (_tensor(columns, name) for name in ("seed", "sample_index", "position"))
     streams = Streams(seeds, indices, positions, ACCEPT_NOISE)
-    q = one_hot(token_ids, p.shape[1]).to(torch.float64)
-    for row, draft in enumerate(drafts):
-        if draft.probs is not None:
-            q[row] = draft.probs
-    words = torch.from_numpy(random_words(streams, token_ids[:, None].numpy()))
-    uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
-    accepted = (uniform * q.gather(1, token_ids[:, None]) < p.gather(1, token_ids[:, None])).squeeze(1)
-    residual = (p - q).clamp_(min=0.0)
-    # Where p and q differ by rounding alone, the residual may be zero.
-    residual = torch.where(residual.sum(dim=1, keepdim=True) > 0.0, residual, p)
-    scores = residual.log().to(torch.float32)
-    return torch.where(accepted, token_ids, gumbel_argmax(scores, streams._replace(purpose=RESIDUAL_NOISE)))
+    found = torch.full((p.shape[0],), -1)
+    for place in range(max(map(len, drafts))):
+        rows = [row for row, own in enumerate(drafts) if place < len(own) and found[row] < 0]
+        if not rows:
+            break
+        token_ids = torch.tensor([drafts[row][place].token_id for row in rows])
+        q = one_hot(token_ids, p.shape[1]).to(torch.float64)
+        for row, of_row in zip(rows, q, strict=True):
+            probs = drafts[row][place].probs
+            if probs is not None:
+                of_row.copy_(probs)
+        words = torch.from_numpy(random_words(streams.take(torch.tensor(rows)), token_ids[:, None].numpy()))
+        uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
+        ours = p[rows]
+        accepted = (uniform * q.gather(1, token_ids[:, None]) < ours.gather(1, token_ids[:, None])).squeeze(1)
+        found[rows] = torch.where(accepted, token_ids, -1)
+        residual = (ours - q).clamp_(min=0.0)
+        total = residual.sum(dim=1, keepdim=True)
+        # Where p and q differ by rounding alone, the residual may be zero.
+        p[rows] = torch.where(total > 0.0, residual / total, ours)
+    others = gumbel_argmax(p.log().to(torch.float32), streams._replace(purpose=RESIDUAL_NOISE))
+    return torch.where(found >= 0, found, others)
 
 
-def _if_typical(p: Tensor, token_ids: Tensor, plain: Tensor) -> Tensor:
+def _if_typical(p: Tensor, drafts: Sequence[Sequence[Draft]], plain: Tensor) -> Tensor:
     entropy = -torch.xlogy(p, p).sum(dim=1)
     threshold = (DELTA * torch.exp(-entropy)).clamp_(max=EPSILON)
-    accepted = p.gather(1, token_ids[:, None]).squeeze(1) >= threshold
-    return torch.where(accepted, token_ids, plain)
+    found = plain.clone()
+    for row, own in enumerate(drafts):
+        likely = [draft.token_id for draft in own if p[row, draft.token_id] >= threshold[row]]
+        if likely:
+            found[row] = max(likely, key=lambda token_id: float(p[row, token_id]))
+    return found
 
 
 def _tensor(columns: NDArray[np.void], name: str) -> Tensor:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from quire.errors import QuireError, RequestError
 from quire.models.checkpoint import read_tokenizer
+from quire.sampling.draft_tree import ROOT, Drafts, Walk
 from quire.step import NewSeq
 from quire.text.grammar_matcher import (
     GrammarConstraint,
@@ -90,11 +91,13 @@ class GrammarState:
 
     def __init__(self, new: NewSeq, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._num_skipped = 0  # of the drafts being verified: those that were not taken
+        self._walk: Walk | None = None  # over the drafts being verified
         self.eos_token_ids = frozenset(new.sampling.eos_token_ids)
         self.constraint: GrammarConstraint | None = None
         self.compiled: CompiledGrammar | None = None  # where the constraint is copied from
-        self.masks: list[GrammarMask] = []  # of the next token; below it those of drafts being verified
+        self.masks: list[
+            GrammarMask
+        ] = []  # of the next token; before it those behind the drafts that led there
         self.error: str | None = None  # why the sequence cannot go on
         self.is_bystander = False  # the error may be another sequence's, with which it was advanced
         self.pending: Future[None] | None = None
@@ -108,30 +111,40 @@ class GrammarState:
         if self.pending is not None:
             self.pending.result()
 
-    def apply(self, logits: torch.Tensor, drafts: Sequence[int]) -> int:
-        """Mask the rows of the sequence: ``logits[0]`` with its next mask, ``logits[i]`` with that after i drafts.
+    def apply(self, logits: torch.Tensor, drafts: Drafts) -> set[int]:
+        """Mask the rows of the sequence: ``logits[0]`` with its next mask, ``logits[1 + i]`` with that behind draft i.
 
-        The state advances through the drafts that the grammar allows and that do not end the answer; returns how many.
-        Rows behind them are left alone, and so are all rows where ``error`` is set.
+        The state advances through the drafts that the grammar allows and that do not end the answer; returns the
+        others, and those behind them. Their rows are left alone, and so are all rows where ``error`` is set.
         """
         self.wait()
-        count = 0
-        while self.error is None and count < len(drafts) and self._advance(drafts[count]):
-            count += 1
-        self._num_skipped = len(drafts) - count
-        if self.error is None:
-            for row, mask in zip(logits, self.masks, strict=False):
-                mask.apply(row)
-        return count
+        barred: set[int] = set()
+        if self.error is not None:
+            return barred
+        self.masks[-1].apply(logits[0])
+        self._walk = walk = Walk(drafts, self._advance, self._rollback)
+        for node, parent in enumerate(drafts.parents):
+            if parent in barred:
+                barred.add(node)
+                continue
+            walk.to(parent)
+            if self._advance(drafts.token_ids[node]):
+                walk.path.append(node)
+                self.masks[-1].apply(logits[1 + node])
+            else:
+                barred.add(node)
+        return barred
 
-    def rollback(self, num_tokens: int) -> None:
-        """Forget the last ``num_tokens`` drafts."""
-        taken = num_tokens - self._num_skipped
-        self._num_skipped = 0
-        if taken > 0:
-            assert self.constraint is not None
-            self.constraint.rollback(taken)
-            del self.masks[-taken:]
+    def accept(self, path: Sequence[int]) -> None:
+        """Keep of the drafts of `apply` those on ``path``, from the root."""
+        walk, self._walk = self._walk, None
+        if walk is not None:
+            walk.to(path[-1] if path else ROOT)
+
+    def _rollback(self, num_tokens: int) -> None:
+        assert self.constraint is not None
+        self.constraint.rollback(num_tokens)
+        del self.masks[-num_tokens:]
 
     def _advance(self, draft: int) -> bool:
         """Take ``draft``, unless it is forbidden or the grammar gives up behind it."""

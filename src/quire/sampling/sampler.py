@@ -45,6 +45,7 @@ class SeqSample(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of token_ids
     error: str | None = None
+    num_tried: int = 0  # levels of drafts up to the first that was rejected, included
 
 
 def column_values(new: NewSeq, vocab_size: int, *, edited: bool) -> tuple[float | int, ...]:
@@ -95,13 +96,13 @@ class Sampler:
         logits: Tensor,
         columns: Columns,
         edit: Callable[[int, Tensor], None],
-        drafts: Mapping[int, Draft] | None = None,
+        drafts: Mapping[int, Sequence[Draft]] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Sample from ``logits: [rows, vocab] float32``, which are not changed.
 
         ``edit(row, copy)`` changes a copy of each row that has the feature EDITED, in ascending order. Returns (ids,
-        largest logits); a row whose largest logit is not finite has no valid id. ``drafts`` of rows are accepted by the
-        rule ``accept``; for "exact" they change nothing.
+        largest logits); a row whose largest logit is not finite has no valid id. ``drafts`` that may follow a row are
+        accepted by the rule ``accept``; for "exact" they change nothing.
         """
         step = columns.size
         if (columns["features"] & EDITED).any():
@@ -123,7 +124,8 @@ class Sampler:
         return np.concatenate(ids), np.concatenate(best)
 
     def _with_drafts(
-        self, logits: Tensor, edited: Mapping[int, Tensor], columns: Columns, drafts: Mapping[int, Draft], start: int,
+        self, logits: Tensor, edited: Mapping[int, Tensor], columns: Columns, drafts: Mapping[int, Sequence[Draft]],
+        start: int,
         ids: NDArray[np.int64], best: NDArray[np.float32],
     ) -> NDArray[np.int64]:  # fmt: skip
         ours = [row for row in range(columns.size) if start + row in drafts and np.isfinite(best[row])]

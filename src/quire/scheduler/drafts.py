@@ -52,7 +52,7 @@ def note_drafts(
     """Count which drafts of ``seq`` were accepted, and how many its worker has for the next step."""
     num_drafts, num_accepted = plan.num_draft_tokens, len(result.token_ids) - 1
     if num_drafts:
-        seq.acceptance = control.note_result(seq.acceptance, num_drafts, num_accepted)
+        seq.acceptance = control.note_result(seq.acceptance, result.num_tried or num_drafts, num_accepted)
         state.counters.num_verifications += 1
         state.counters.num_draft_tokens += num_drafts
         state.counters.num_accepted_tokens += num_accepted

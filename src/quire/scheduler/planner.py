@@ -48,9 +48,7 @@ class Planner:
             drafts = choose_drafts(state, decodes, self._budget.left)
             self._budget.left -= sum(drafts.values())
         for seq in sorted(prefills, key=lambda s: s.key):
-            if self._budget.left == 0:
-                break
-            if seq.state is SequenceState.RUNNING:
+            if self._budget.left and seq.state is SequenceState.RUNNING:
                 self._plan_chunk(seq)
         if state.counters.num_preemptions > num_preemptions:
             decodes = [seq for seq in decodes if seq.state is SequenceState.RUNNING]
@@ -71,7 +69,8 @@ class Planner:
             )
         )  # fmt: skip
         state.next_step += 1
-        return StepPlan(self._step, tuple(self._new_seqs), seqs, gone, tuple(record.moves), loads, transfers)
+        new, moves = tuple(self._new_seqs), tuple(record.moves)
+        return StepPlan(self._step, new, seqs, gone, moves, loads, transfers, state.config.max_draft_paths)
 
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """Return sequences with one token to compute, those with more, and of the former those that need a block.

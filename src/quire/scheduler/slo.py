@@ -41,6 +41,7 @@ class PolicyChange:
     dynamic_max_wait_s: float | None = None
     max_num_drafts: int | None = None  # 0: no drafts
     adaptive_drafts: bool | None = None
+    max_draft_paths: int | None = None
 
 
 SETTINGS = tuple(field.name for field in fields(PolicyChange))
@@ -90,6 +91,10 @@ def changed(config: SchedulerConfig, change: PolicyChange, start: SchedulerConfi
             raise ConfigError("spec_tokens needs an engine that runs with --speculate.", param="spec_tokens")
         if not 0 <= change.max_num_drafts <= MAX_DRAFTS:
             raise _wrong("spec_tokens", change.max_num_drafts, f"auto or an integer in 0…{MAX_DRAFTS}")
+    paths = change.max_draft_paths
+    if paths is not None and not 1 <= paths <= start.max_draft_paths:
+        why = "blocks for their branches were set aside at the start"
+        raise _wrong("spec_tree", paths, f"an integer in 1…{start.max_draft_paths} ({why})")
     for name, known in (("gate", GATES), ("order", ORDERS)):
         value = getattr(change, name)
         if value is not None and value not in known:

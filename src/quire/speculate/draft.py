@@ -12,10 +12,11 @@ Sequences far behind (a long prompt) catch up over several steps, and have draft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from quire.sampling.draft_tree import ROOT, Drafts
 from quire.speculate.proposer import Wanted
 
 
@@ -46,6 +47,13 @@ class DraftForward(Protocol):
         """
         ...
 
+    def second(self, seq_ids: Container[int]) -> dict[int, int]:
+        """Return what the last `forward` would have sampled for ``seq_ids``, had its token been forbidden.
+
+        A sequence without another token is left out.
+        """
+        ...
+
     def append(self, seq_id: int, token_id: int) -> None:
         """Put a draft behind the last token of a sequence."""
         ...
@@ -66,6 +74,38 @@ class DraftState:
     drafts: tuple[int, ...] = ()  # computed behind them
 
 
+class Growing:
+    """The drafts of a sequence while they are made: a chain, and tokens beside its first ones."""
+
+    def __init__(self, wanted: Wanted, limit: int) -> None:
+        self._left, self._beside = limit, wanted.max_paths - 1
+        self.trunk: list[int] = []
+        self._last = ROOT
+        self._token_ids: list[int] = []
+        self._parents: list[int] = []
+
+    @property
+    def is_full(self) -> bool:
+        return self._left <= 0
+
+    @property
+    def takes_second(self) -> bool:
+        return self._beside > 0 and self._left > 1
+
+    def add(self, token_id: int, second: int | None) -> None:
+        """Append ``token_id`` to the chain, and put ``second`` beside it."""
+        parent, self._last = self._last, len(self._token_ids)
+        self.trunk.append(token_id)
+        for each in (token_id,) if second is None else (token_id, second):
+            self._token_ids.append(each)
+            self._parents.append(parent)
+            self._left -= 1
+        self._beside -= second is not None
+
+    def drafts(self) -> Drafts:
+        return Drafts(tuple(self._token_ids), tuple(self._parents))
+
+
 class DraftProposer:
     """Drafts with another model."""
 
@@ -76,9 +116,9 @@ class DraftProposer:
         """As `Proposer.begin`."""
         return DraftState()
 
-    def propose(self, wanted: list[Wanted]) -> list[tuple[int, ...]]:
+    def propose(self, wanted: list[Wanted]) -> list[Drafts]:
         """As `Proposer.propose`."""
-        drafts = {each.seq_id: list[int]() for each in wanted}
+        drafts = {each.seq_id: Growing(each, self._limit(each)) for each in wanted}
         appended = dict.fromkeys(drafts, 0)
         try:
             self._decode(wanted, drafts, appended)
@@ -87,26 +127,30 @@ class DraftProposer:
                 if count:
                     self._model.take_back(seq_id, count)
         for each in wanted:
-            each.state.drafts = tuple(drafts[each.seq_id][:-1])
-        return [tuple(drafts[each.seq_id]) for each in wanted]
+            each.state.drafts = tuple(drafts[each.seq_id].trunk[:-1])
+        return [drafts[each.seq_id].drafts() for each in wanted]
 
-    def _decode(self, wanted: list[Wanted], drafts: dict[int, list[int]], appended: dict[int, int]) -> None:
+    def _decode(self, wanted: list[Wanted], drafts: dict[int, Growing], appended: dict[int, int]) -> None:
         """Fill ``drafts``; ``appended`` counts those that are behind a sequence's last token at the moment."""
         chunks = self._catch_up(wanted)
         found = self._forward(chunks)
         last = {rows.seq_id: rows.end for rows in chunks}
         ready = [each for each in wanted if last.get(each.seq_id) == len(each.token_ids)]
-        for level in range(1, 1 + max((self._limit(each) for each in ready), default=0)):
-            rows = []
+        while ready:
+            others: dict[int, int] = {}
+            if branching := {each.seq_id for each in ready if drafts[each.seq_id].takes_second}:
+                others = self._model.second(branching)
+            computed: list[Rows] = []
             for each in ready:
-                drafts[each.seq_id].append(found[each.seq_id])
-                if level < self._limit(each):
-                    self._model.append(each.seq_id, found[each.seq_id])
-                    appended[each.seq_id] += 1
-                    end = len(each.token_ids) + level
-                    rows.append(Rows(each.seq_id, end - 1, end))
-            ready = [each for each in ready if level < self._limit(each)]
-            found = self._forward(rows)
+                own, seq_id = drafts[each.seq_id], each.seq_id
+                own.add(found[seq_id], others.get(seq_id))
+                if not own.is_full:
+                    self._model.append(seq_id, found[seq_id])
+                    appended[seq_id] += 1
+                    end = len(each.token_ids) + appended[seq_id]
+                    computed.append(Rows(seq_id, end - 1, end))
+            ready = [each for each in ready if not drafts[each.seq_id].is_full]
+            found = self._forward(computed)
 
     def _forward(self, rows: Sequence[Rows]) -> dict[int, int]:
         """Return what is sampled behind each sequence's rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from quire.sampling.draft_tree import Drafts, chain
 from quire.speculate.proposer import Wanted
 
 
@@ -32,8 +33,8 @@ class MedusaProposer:
         """As `Proposer.begin`: the heads need nothing but the last hidden state."""
         return ()
 
-    def propose(self, wanted: list[Wanted]) -> list[tuple[int, ...]]:
+    def propose(self, wanted: list[Wanted]) -> list[Drafts]:
         """As `Proposer.propose`."""
         limits = [min(each.limit, self._model.num_heads) for each in wanted]
         found = self._model.sample([each.seq_id for each in wanted], max(limits))
-        return [tuple(drafts[:limit]) for drafts, limit in zip(found, limits, strict=True)]
+        return [chain(drafts[:limit]) for drafts, limit in zip(found, limits, strict=True)]

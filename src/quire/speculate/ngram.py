@@ -1,5 +1,7 @@
 """`NgramProposer`: prompt lookup (Saxena 2023). What followed the longest repeated suffix before, follows it again.
 
+A tree has beside it what followed shorter suffixes, where that begins with another token.
+
     … the cat sat on the mat … the cat sat on
       └─ earlier occurrence ┘ drafts: the mat …   └─ suffix
 
@@ -8,6 +10,7 @@ A suffix of any length is found in O(1) amortized per token (`SuffixAutomaton`),
 
 from __future__ import annotations
 
+from quire.sampling.draft_tree import NO_DRAFTS, Drafts, tree_of
 from quire.speculate.proposer import Wanted
 from quire.speculate.suffix_automaton import SuffixAutomaton
 
@@ -21,21 +24,21 @@ class NgramProposer:
         """As `Proposer.begin`."""
         return SuffixAutomaton()
 
-    def propose(self, wanted: list[Wanted]) -> list[tuple[int, ...]]:
+    def propose(self, wanted: list[Wanted]) -> list[Drafts]:
         """As `Proposer.propose`."""
         return [_propose(each) for each in wanted]
 
 
-def _propose(wanted: Wanted) -> tuple[int, ...]:
+def _propose(wanted: Wanted) -> Drafts:
     seen: SuffixAutomaton = wanted.state
     token_ids = wanted.token_ids
     seen.extend(token_ids[seen.size :].tolist())
-    if seen.suffix_length < MIN_MATCH:
-        return ()
-    start, limit = (
-        seen.previous_end + 1,
-        min(wanted.limit, seen.suffix_length),
-    )  # a long match goes on for longer
-    drafts = token_ids[start : start + limit].tolist()
-    period = len(drafts)  # less than the limit where the two occurrences overlap: the text is periodic
-    return tuple(drafts[place % period] for place in range(limit))
+    paths: dict[int, list[int]] = {}  # by first token
+    for end, length in seen.occurrences(MIN_MATCH):
+        start, limit = end + 1, min(wanted.limit, length)  # a long match goes on for longer
+        drafts = token_ids[start : start + limit].tolist()
+        period = len(drafts)  # less than the limit where the two occurrences overlap: the text is periodic
+        paths.setdefault(drafts[0], [drafts[place % period] for place in range(limit)])
+        if len(paths) == wanted.max_paths:
+            break
+    return tree_of(paths.values(), wanted.limit) if paths else NO_DRAFTS

@@ -6,7 +6,7 @@ that ends at more positions. Appending a token takes O(1) amortized; a text of n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class SuffixAutomaton:
@@ -32,6 +32,17 @@ class SuffixAutomaton:
         """Append ``token_ids``."""
         for token_id in token_ids:
             self._append(token_id)
+
+    def occurrences(self, min_length: int) -> Iterator[tuple[int, int]]:
+        """Yield (end, length) of earlier occurrences of suffixes of at least ``min_length`` tokens, longest first."""
+        if self.suffix_length < min_length:
+            return
+        yield self.previous_end, self.suffix_length
+        state = self._links[self._links[self._last]]
+        while state > 0 and self._lengths[state] >= min_length:
+            if self._ends[state] < self.size - 1:
+                yield self._ends[state], self._lengths[state]
+            state = self._links[state]
 
     def _append(self, token_id: int) -> None:
         follow, links, lengths, ends = self._next, self._links, self._lengths, self._ends
