@@ -329,3 +329,17 @@ def test_the_methods_of_vllm_are_understood(method: str, ours: str) -> None:
     if ours != "mtp":  # there the model is the target itself
         expected = replace(expected, draft_model="somewhere")
     assert llm_args("quill", {"speculative_config": given}) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "tree", "share"), [("eagle", 1, 0.35), ("eagle", 3, 0.2), ("medusa", 1, 0.1)], ids=str
+)
+def test_the_heads_that_ship_with_quill_are_accepted(method: str, tree: int, share: float) -> None:
+    """``share``: of the drafts that are right at least; on held prose, more than half of EAGLE's first ones are."""
+    settings = {"dtype": "auto", "max_num_batched_tokens": 32}
+    plain, _ = outputs(engine("quill", **settings))
+    llm = engine("quill", **settings, speculate=method, spec_tokens=2 if tree == 1 else 4, spec_tree=tree)
+    core = llm.client.core
+    found, num_accepted = outputs(llm)
+    assert found == plain
+    assert num_accepted > share * core.stats().num_draft_tokens
