@@ -29,6 +29,7 @@ from pathlib import Path
 
 import uvloop
 
+from quire.cache.events import BlockStored
 from quire.gateway.digest import digests, root_of
 from quire.gateway.routing import Demand, Router
 
@@ -479,6 +480,37 @@ def router() -> None:
     )
 
 
+def reported() -> None:
+    """64 replicas report 1 M blocks in all (`prefix-hybrid`); half of each prompt of 200 pieces is known."""
+    num, blocks = 64, 1_000_000
+    before = resident_mib(os.getpid())
+    made, rng = Router("prefix-hybrid", num, capacity=1 << 14, of_text=True), random.Random(3)
+    for i in range(blocks // 1000):
+        hashes = [rng.randbytes(16) for _ in range(1000)]
+        made.prefixes.report(i % num, [BlockStored(each, b"", (), (0,)) for each in hashes])
+    held = resident_mib(os.getpid()) - before
+    known = [rng.randbytes(16) for _ in range(100)]
+    assert made.prefixes.names is not None
+    made.prefixes.names.learn(known, hashes[:100])
+    for r in range(num):  # each has its own pace, and requests in flight
+        made.ttft.observe(r, 1000, 0.1 + 0.001 * r)
+    for i in range(4 * num):
+        made.route(f"before{i}", Demand([rng.randbytes(16) for _ in range(20)], 5_000))
+    times, cpu = [], 0.0
+    for i in range(400):
+        demand = Demand([*known, *(rng.randbytes(16) for _ in range(100))], 50_000)
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        made.route(str(i), demand)
+        times.append(time.perf_counter() - begin)
+        cpu += time.process_time() - begin_cpu
+        made.finished(str(i))
+    print(
+        f"reported: {num} replicas, {blocks} blocks: p50 {1e6 * sorted(times)[200]:.0f} µs, "
+        f"p99 {1e6 * sorted(times)[396]:.0f} µs per decision, {1e6 * cpu / 400:.0f} µs of CPU; "
+        f"{held * 2**20 / blocks:.0f} bytes per block"
+    )
+
+
 PARTS: dict[str, Callable[[Bench], None]] = {
     "latency": latency, "short": short, "streams": streams, "large": large, "memory": memory,
     "beside": beside,
@@ -489,7 +521,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="router," + ",".join(PARTS))
+    parser.add_argument("--parts", default="router,reported," + ",".join(PARTS))
     parser.add_argument("--plain", action="store_true", help="without key, limit and ledger")
     parser.add_argument("--litellm", type=Path, help="the program of LiteLLM's proxy, for the part 'beside'")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the requests of latency … beside")
@@ -497,13 +529,15 @@ def main() -> None:
     wanted = args.parts.split(",")
     if "router" in wanted:
         router()
+    if "reported" in wanted:
+        reported()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args.plain, Path(folder), args.litellm)
         bench.scale = args.scale
         try:
             bench.wait(bench.port, request(10, False, bench.key))
             for name in wanted:
-                if name != "router":
+                if name not in ("router", "reported"):
                     PARTS[name](bench)
         finally:
             bench.close()

@@ -2,12 +2,15 @@
 
     python benchmarks/overload.py [--seeds 1,2,3]
     python benchmarks/overload.py --live [--seconds 12] [--rounds 3]     a server of Quill with one thread, 4 minutes
+    python benchmarks/overload.py --live --timed                         the same without a model
 
 For each load: requests, admitted, p50 and p99 TTFT of the admitted ones, and goodput (requests that ended within the
 run, per second). Simulated, each rejected client also comes back once after the time it was told: how many are served?
 Live, the sustainable rate is measured before each round: completions per second of a closed loop with all seats taken.
 The limit ``--max-ttft-ms`` is 1.5 times the p99 at 0.9 of that rate, in 0.1 to 2 s. The loads of a round follow each
 other, so a machine that gets slower shifts them together. Quantiles are of all rounds; medians of rounds are beside.
+With ``--timed`` steps sleep as long as a cost model says and everything else is real, so that the pace is the same on a
+machine that does other work.
 """
 
 from __future__ import annotations
@@ -18,15 +21,20 @@ import contextlib
 import json
 import math
 import os
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 import aiohttp
 import numpy as np
-from slo_live import server
+from slo_live import free_port
+from slo_live import server as quill_server
 
 from quire.bench.summary import RequestRecord
 from quire.config import CacheConfig, SchedulerConfig
@@ -36,6 +44,7 @@ from quire.sim.run import simulate
 from quire.workload.build import Synthetic
 from quire.workload.distributions import Arrivals, Uniform
 
+ROOT = Path(__file__).resolve().parents[1]
 LOADS = (0.9, 1.5, 3.0)
 HEAD = "| load | requests | admitted | TTFT p50 s | TTFT p99 s | goodput/s |\n|---|---|---|---|---|---|"
 
@@ -70,6 +79,7 @@ def verdict(found: dict[float, tuple[float, float]]) -> str:
 # -- simulated --
 
 STEP = CostModel(fixed_s=0.020, rows=Curve((1.0, 1025.0), (0.0, 0.400)))
+TIMED_STEP = CostModel(fixed_s=0.008, rows=Curve((1.0, 257.0), (0.0, 0.025)))  # with --timed
 SUSTAINABLE, SECONDS = 4.7, 200
 
 
@@ -200,9 +210,32 @@ def own_jiffies() -> int:
     return sum(stats[pid][1] for pid in own)
 
 
-def live(seconds: float, seed: int, rounds: int) -> None:
+@contextlib.contextmanager
+def timed_server(*flags: str) -> Iterator[tuple[int, int]]:
+    """As `slo_live.server`, with steps that sleep."""
+    port, names = free_port(), [flag.removeprefix("--").replace("-", "_") for flag in flags]
+    settings = [f"{name}={value}" for name, value in zip(names[::2], flags[1::2], strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        cost = Path(folder, "cost.json")
+        cost.write_text(json.dumps(TIMED_STEP.to_json()))
+        command = [sys.executable, "-m", "tests.sim.serve_timed", str(cost), f"port={port}", *settings]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            assert process.stderr is not None
+            while b"ready " not in (line := process.stderr.readline()):
+                assert line, "the server ended"
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield port, 0
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def live(seconds: float, seed: int, rounds: int, *, timed: bool) -> None:
     """Rounds of all loads in turn; each is calibrated again, so that a machine that gets slower shifts all of them."""
-    flags = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256")
+    flags, server = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256"), quill_server
+    if timed:
+        server = timed_server
     busy, began_s = Busy(), time.monotonic()
     with server(*flags) as (port, _):
         rate = asyncio.run(Live(port, seed).closed(24, seconds))
@@ -210,7 +243,8 @@ def live(seconds: float, seed: int, rounds: int) -> None:
     ttft_s = float(np.percentile([row.first_s - row.sent_s for row in rows if row.status == 200], 99))
     limit_ms = round(1e3 * min(2.0, max(0.1, 1.5 * ttft_s)))
     print(
-        f"Quill, seed {seed}, {rounds} rounds of {seconds:g} s per load, --max-ttft-ms {limit_ms} (1.5 × p99 at 0.9 ×)"
+        f"{'Steps that sleep' if timed else 'Quill'}, seed {seed}, {rounds} rounds of {seconds:g} s per load, "
+        f"--max-ttft-ms {limit_ms} (1.5 × p99 at 0.9 ×)"
     )
     pooled: dict[float, list[Row]] = {load: [] for load in LOADS}
     ratios, goods = [], []
@@ -226,29 +260,43 @@ def live(seconds: float, seed: int, rounds: int) -> None:
                 pooled[load] += late
             ratios.append(found[LOADS[-1]][0] / found[LOADS[0]][0])
             goods.append(found[LOADS[-1]][1] / max(good for _, good in found.values()))
-        rows, again = asyncio.run(Live(port, seed + rounds).open(LOADS[-1] * rate, seconds, retry=True))
+        changed = asyncio.run(Live(port, seed + rounds).open(LOADS[-1] * rate, seconds, retry=True))
+    with server(*flags, "--max-ttft-ms", str(limit_ms)) as (port, _):
+        asyncio.run(Live(port, seed).open(LOADS[0] * rate, seconds, retry=True))
+        always = asyncio.run(Live(port, seed + rounds).open(LOADS[-1] * rate, seconds, retry=True))
     print(f"\nAll rounds together\n\n{HEAD}")
     together = {load: show(load, rows, seconds * rounds) for load, rows in pooled.items()}
     print(f"\n{verdict(together)}")
     print(
         f"Medians of the rounds: p99 TTFT {np.median(ratios):.2f} ×, goodput {np.median(goods):.0%} of its peak"
     )
-    told = [row.retry_after_s for row in rows if row.retry_after_s] or [0.0]
+    told("Clients that always come back", *always)
+    told("The same where none had come back before", *changed)
+    print(f"{time.monotonic() - began_s:.0f} s in all; {busy}")
+
+
+def told(title: str, rows: Sequence[Row], again: Sequence[Row]) -> None:
+    """Print how many of the clients that came back after the time told were served."""
+    times_s = [row.retry_after_s for row in rows if row.retry_after_s] or [0.0]
     served = sum(row.status == 200 for row in again)
-    print(f"{len(again)} clients came back after {min(told):.0f} to {max(told):.0f} s: ", end="")
-    print(f"{served / max(1, len(again)):.0%} served. {time.monotonic() - began_s:.0f} s in all; {busy}")
+    ttft_s = [row.first_s - row.sent_s for row in (*rows, *again) if row.status == 200]
+    print(
+        f"{title}: {len(again)} after {min(times_s):.0f} to {max(times_s):.0f} s, {served / max(1, len(again)):.0%} "
+        f"served; p99 TTFT {np.percentile(ttft_s, 99):.2f} s"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--live", action="store_true")
+    parser.add_argument("--timed", action="store_true", help="with --live: steps sleep, there is no model")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each load in each round")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
     if args.live:
-        live(args.seconds, seeds[0], args.rounds)
+        live(args.seconds, seeds[0], args.rounds, timed=args.timed)
     else:
         simulate_all(seeds)
 

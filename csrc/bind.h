@@ -46,5 +46,6 @@ void bind_moe(nanobind::module_& m);
 void bind_tape(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);
 void bind_probe(nanobind::module_& m);
+void bind_collective(nanobind::module_& m);
 
 }  // namespace quire::cpu

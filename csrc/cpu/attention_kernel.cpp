@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kTile = 64;      // positions
 constexpr int64_t kItemRows = 48;  // the state of an item stays in L1 and L2
-constexpr int kTileRows = kLanes == 16 ? 6 : kRows;        // register tile, rows x vectors
+constexpr int kTileRows = kLanes < 16 ? kRows : sizeof(Weights) > sizeof(Vec) ? 5 : 6;  // register tile, rows x vectors
 constexpr int kWide = kLanes == 16 ? 4 : kTileVectors;
 constexpr float kLowest = -1e30f;  // maximum of a row that has seen nothing: exp(anything - kLowest) is never used
 constexpr float kMasked = -3e38f;  // exp(kMasked - maximum) is exactly 0

@@ -98,6 +98,7 @@ const char* best_isa(const Features& f) {
   if (has_amx(f)) return "amx";
 #endif
   if (has_avx512(f)) return "avx512";
+  if (has_avx512_vnni(f)) return "avx512_vnni";
   if (f.avx2) return "avx2";
   if (f.neon) return "neon";
   return "scalar";

@@ -2,6 +2,7 @@
 //
 //   Codes, Nibbles    kLanes columns of four unsigned bytes; Nibbles are at most 15
 //   Quad              four signed bytes of a row, for every lane
+//   load_ints, store_ints   kLanes integers of 32 bits
 //   dot(acc, w, x)    acc[i] += w[4i] * x[0] + ... + w[4i+3] * x[3]
 //   fused(a, b, c)    a * b + c with one rounding (isa.h's fma has two at the scalar level)
 //   store_rounded     kLanes floats within +-127 as int8, ties to even; or four vectors of them in a row
@@ -38,7 +39,7 @@ inline float half_to_float(const uint8_t* p) {
   return (h & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
-#if defined(__AVX512BF16__) || defined(__AVX2__)
+#if defined(__AVX2__)
 // zero - m * (8 - m mod 2) for the multipliers m = 0 ... 15 of int4 in two levels.
 inline __m128i offsets_of_multipliers(int zero) {
   const __m128i taken = _mm_setr_epi8(0, 7, 16, 21, 32, 35, 48, 49, 64, 63, 80, 77, 96, 91, 112, 105);
@@ -46,7 +47,7 @@ inline __m128i offsets_of_multipliers(int zero) {
 }
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 
 using IVec = __m512i;
 constexpr int kChannelRows = 12, kGroupRows = 6, kFewRows = 8;
@@ -64,6 +65,8 @@ struct Quad {
   __m512i v;
 };
 inline IVec broadcast(int32_t i) { return _mm512_set1_epi32(i); }
+inline IVec load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline void store_ints(int32_t* p, IVec v) { _mm512_storeu_si512(p, v); }
 inline Codes load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Nibbles low_nibbles(const Codes& c) { return {_mm512_and_si512(c.v, _mm512_set1_epi8(15))}; }
 inline Nibbles high_nibbles(const Codes& c) {
@@ -131,6 +134,8 @@ class Scaler {
 
 using IVec = __m256i;
 inline IVec broadcast(int32_t i) { return _mm256_set1_epi32(i); }
+inline IVec load_ints(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline void store_ints(int32_t* p, IVec v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
 struct Nibbles {
   __m256i v;
 };
@@ -265,6 +270,8 @@ struct Quad {
   const int8_t* p;
 };
 inline IVec broadcast(int32_t i) { return {{i, i, i, i}}; }
+inline IVec load_ints(const int32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+inline void store_ints(int32_t* p, IVec v) { std::memcpy(p, v.i, sizeof(v.i)); }
 inline Codes load_codes(const uint8_t* p) { return {p}; }
 inline Nibbles low_nibbles(const Codes& c) { return {c.p, 0}; }
 inline Nibbles high_nibbles(const Codes& c) { return {c.p, 4}; }

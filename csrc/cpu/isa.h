@@ -23,7 +23,7 @@
 
 #include "cpu/bf16.h"
 
-#if defined(__AVX512BF16__) || defined(__AVX2__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -32,31 +32,19 @@
 
 namespace quire::cpu::QUIRE_ISA {
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 
 using Vec = __m512;
 constexpr int kLanes = 16;
-constexpr int kRows = 12;        // 12 x 2 accumulators, 2 weights, 1 broadcast: 27 of 32 registers
+constexpr int kRows = 12;        // 12 x 2 accumulators, 2 weights (widened: 4), 1 broadcast (2): at most 30 of 32 registers
 constexpr int kTileVectors = 2;  // the whole panel at once
-struct Weights {
-  __m512bh v;
-};
 inline Vec zero() { return _mm512_setzero_ps(); }
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 inline Vec broadcast(float f) { return _mm512_set1_ps(f); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-inline Weights load_pairs(const uint16_t* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
-using Pair = __m512bh;
-inline Pair broadcast_pair(const uint16_t* x) {
-  int32_t two;
-  std::memcpy(&two, x, 4);
-  return (__m512bh)_mm512_set1_epi32(two);
-}
-inline Vec dot(Vec acc, const Weights& w, const Pair& x) { return _mm512_dpbf16_ps(acc, w.v, x); }
 // gcc 12 reloads a weight for every row instead of holding it, and the load ports become the bound: this hides where it
 // came from.
-inline void keep(Weights& w) { __asm__("" : "+v"(w.v)); }
 inline void keep(Vec& v) { __asm__("" : "+v"(v)); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
@@ -100,10 +88,58 @@ inline void widen(uint16_t* to, const int8_t* from) {
   _mm512_storeu_si512(to, _mm512_or_si512(_mm512_castps_si512(high),
                                           _mm512_srli_epi32(_mm512_castps_si512(low), 16)));
 }
+#if defined(__AVX512BF16__)
+struct Weights {
+  __m512bh v;
+};
+inline Weights load_pairs(const uint16_t* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+using Pair = __m512bh;
+inline Pair broadcast_pair(const uint16_t* x) {
+  int32_t two;
+  std::memcpy(&two, x, 4);
+  return (__m512bh)_mm512_set1_epi32(two);
+}
+inline Vec dot(Vec acc, const Weights& w, const Pair& x) { return _mm512_dpbf16_ps(acc, w.v, x); }
+inline void keep(Weights& w) { __asm__("" : "+v"(w.v)); }
 inline void store(uint16_t* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
 }
 inline void store(uint16_t* p, Vec a, Vec b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a)); }
+#else
+struct Weights {
+  __m512 even, odd;  // bf16 is the upper half of a float: widening is a shift or a mask
+};
+using Pair = Weights;
+inline Weights widened(__m512i v) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000))))};
+}
+inline Weights load_pairs(const uint16_t* p) { return widened(_mm512_loadu_si512(p)); }
+inline Pair broadcast_pair(const uint16_t* x) {
+  int32_t two;
+  std::memcpy(&two, x, 4);
+  return widened(_mm512_set1_epi32(two));
+}
+// Not the intrinsic, with which gcc 12 copies accumulators and spills.
+inline Vec dot(Vec acc, const Weights& w, const Pair& x) {
+  __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(w.even), "v"(x.even));
+  __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(w.odd), "v"(x.odd));
+  return acc;
+}
+inline void keep(Weights& w) { __asm__("" : "+v"(w.even), "+v"(w.odd)); }
+inline void store(uint16_t* p, Vec v) {
+  const __m512i u = _mm512_castps_si512(v), half = _mm512_srli_epi32(u, 16);
+  const __m512i odd = _mm512_and_si512(half, _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+  const __m512i quiet = _mm512_or_si512(half, _mm512_set1_epi32(0x40));
+  const __m512i h = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), quiet);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(h));
+}
+inline void store(uint16_t* p, Vec a, Vec b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+#endif
 
 #elif defined(__AVX2__)
 

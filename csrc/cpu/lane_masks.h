@@ -9,7 +9,7 @@
 
 namespace quire::cpu::QUIRE_ISA {
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 inline uint32_t at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline uint32_t above(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline uint32_t is_nan(Vec a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }

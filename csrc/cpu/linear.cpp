@@ -56,7 +56,7 @@ QUIRE_AVX512 void transpose_panel(const uint32_t* source, int64_t units, uint32_
 }
 
 bool transposes_panels(const uint32_t* panel, int64_t units) {
-  return has_avx512(detect()) && units % 16 == 0 && reinterpret_cast<uintptr_t>(panel) % 64 == 0;
+  return detect().avx512 && units % 16 == 0 && reinterpret_cast<uintptr_t>(panel) % 64 == 0;
 }
 
 #else

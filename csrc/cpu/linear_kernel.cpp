@@ -2,14 +2,17 @@
 //
 // Algorithm: panels of 32 columns outermost, split over threads; row tiles inside, so that a panel is read from DRAM
 // once and stays in L2 (at most 512 KiB at K = 8192). A tile of R rows x 32 columns lives in registers over all of K:
-// one load of the weights and one broadcast per row and k-pair. Bytes: N * K * 2 of weights per pass of at most 512
-// rows, rows from L2/L3. Bound: memory bandwidth for few rows, dpbf16 (AVX-512) for many. While a tile computes, it
+// one load of the weights and one broadcast per row and k-pair. Levels without bf16 products widen pairs in registers,
+// and the rows, where they are many, once before (the same arithmetic, so the same bits). Bytes: N * K * 2 of weights per pass of at most 512
+// rows, rows from L2/L3. Bound: memory bandwidth for few rows, dpbf16 or fma for many. While a tile computes, it
 // prefetches its share of the next panel into L2: at 14-64 rows this is worth 10-16 %.
 #include <algorithm>
+#include <type_traits>
 
 #include "cpu/isa.h"
 #include "cpu/linear.h"
 #include "cpu/row_loops.h"
+#include "cpu/scratch.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
@@ -17,25 +20,46 @@ namespace {
 
 constexpr int64_t kPassRows = 512;  // more rows than this fall out of L3 while a panel is in use
 constexpr int64_t kSmallWork = 1 << 16;  // multiply-adds: of one row, 128 KiB of weights
-// What differs between element types: how many k a step takes, and how a step is computed.
+constexpr int64_t kPackedRows = 8;       // from which on laying the rows out for the tiles pays
+
+// What differs between element types: how many k a step takes, and how a step is computed. `Step` is the part of a row
+// that a step takes, as it lies in rows that are laid out for the tiles.
 struct Bf16 {
   using Element = uint16_t;
+  struct Step {
+    uint16_t x[2];
+  };
   static constexpr int kStep = 2;
   using W = Weights;
   static W load_weights(const Element* p) { return load_pairs(p); }
-  static auto broadcast_x(const Element* x) { return broadcast_pair(x); }
-  template <typename X>
-  static Vec dot_step(Vec acc, const W& w, const X& x) {
-    return dot(acc, w, x);
-  }
+  static Pair broadcast_x(const Element* x) { return broadcast_pair(x); }
+  static Pair broadcast_x(const Step& x) { return broadcast_pair(x.x); }
+  static Step step_of(Element even, Element odd) { return {{even, odd}}; }
+  static Vec dot_step(Vec acc, const W& w, const Pair& x) { return dot(acc, w, x); }
+};
+
+// The same of levels without bf16 products, where a pair of floats spares every panel a shift and a mask.
+template <typename P>
+struct WidenedBf16 : Bf16 {
+  struct Step {
+    float x[2];
+  };
+  using Bf16::broadcast_x;
+  static P broadcast_x(const Step& x) { return {broadcast(x.x[0]), broadcast(x.x[1])}; }
+  static Step step_of(Element even, Element odd) { return {{bf16_to_float(even), bf16_to_float(odd)}}; }
 };
 
 struct F32 {
   using Element = float;
+  struct Step {
+    float x;
+  };
   static constexpr int kStep = 1;
   using W = Vec;
   static W load_weights(const Element* p) { return load(p); }
   static Vec broadcast_x(const Element* x) { return broadcast(*x); }
+  static Vec broadcast_x(const Step& x) { return broadcast(x.x); }
+  static Step step_of(Element x, Element) { return {x}; }
   static Vec dot_step(Vec acc, const W& w, const Vec& x) { return fma(w, x, acc); }
 };
 
@@ -51,14 +75,25 @@ inline void write(const LinearArgs& a, int64_t row, int64_t column, Vec y) {
   }
 }
 
-// R rows x V vectors over all of K. `next` .. are lines of the next panel to prefetch, one per step; without
-// them few rows stream through the weights, and fetch ahead what they read.
-template <typename T, int R, int V>
-void tile(const LinearArgs& a, const typename T::Element* w, int64_t row, int64_t column, const char* next,
-          int64_t next_lines) {
+// Where a tile reads and writes, and what it prefetches: lines of the next panel, one per step; without them few rows
+// stream through the weights, and fetch ahead what they read.
+template <typename T>
+struct Place {
+  const typename T::Element* panel;
+  const typename T::Step* steps;  // [k steps][rows of the tile], or null: rows as they came
+  int64_t row, column;            // the first of each
+  const char* next;
+  int64_t next_lines;
+};
+
+// R rows x V vectors over all of K.
+template <typename T, int R, int V, bool kPacked>
+void tile(const LinearArgs& a, const Place<T>& at) {
   using Element = typename T::Element;
-  const Element* x = static_cast<const Element*>(a.x) + row * a.x_stride;
-  const int64_t steps = (a.k + T::kStep - 1) / T::kStep;
+  const Element *x = static_cast<const Element*>(a.x) + at.row * a.x_stride, *w = at.panel;
+  const typename T::Step* packed = at.steps;
+  const char* next = at.next;
+  const int64_t steps = (a.k + T::kStep - 1) / T::kStep, next_lines = at.next_lines;
   Vec acc[R][V];
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int v = 0; v < V; ++v) acc[r][v] = zero();
@@ -70,7 +105,7 @@ void tile(const LinearArgs& a, const typename T::Element* w, int64_t row, int64_
       keep(weights[v]);
     }
     UNROLL for (int r = 0; r < R; ++r) {
-      const auto broadcasted = T::broadcast_x(x + r * a.x_stride + s * T::kStep);
+      const auto broadcasted = kPacked ? T::broadcast_x(packed[r]) : T::broadcast_x(x + r * a.x_stride + s * T::kStep);
       UNROLL for (int v = 0; v < V; ++v) acc[r][v] = T::dot_step(acc[r][v], weights[v], broadcasted);
     }
     if (s < next_lines) {
@@ -78,36 +113,67 @@ void tile(const LinearArgs& a, const typename T::Element* w, int64_t row, int64_
     } else if (next == nullptr) {
       fetch_ahead<V * kLanes * T::kStep * sizeof(Element)>(w);
     }
+    if constexpr (kPacked) packed += R;
     w += kPanel * T::kStep;
   }
+  // Through memory: with tails of rows beside the loop, gcc 12 keeps half of the accumulators on the stack in it.
+  alignas(64) float results[R * V * kLanes];
   UNROLL for (int r = 0; r < R; ++r) {
-    UNROLL for (int v = 0; v < V; ++v) write(a, row + r, column + v * kLanes, acc[r][v]);
+    UNROLL for (int v = 0; v < V; ++v) store(results + (r * V + v) * kLanes, acc[r][v]);
   }
+  for (int i = 0; i < R * V; ++i) write(a, at.row + i / V, at.column + i % V * kLanes, load(results + i * kLanes));
 }
 
-template <typename T, int R = kRows>
-void tile_of(int rows, const LinearArgs& a, const typename T::Element* panel, int64_t row, int64_t column,
-             const char* next, int64_t next_lines) {
+template <typename T, bool kPacked, int R = kRows>
+void tile_of(int rows, const LinearArgs& a, Place<T> at) {
   if (rows == R) {
     constexpr int kVectors = R == 1 ? static_cast<int>(kPanel) / kLanes : kTileVectors;  // one row streams through a panel
     constexpr int64_t kWidth = kVectors * kLanes;
-    for (int64_t part = 0; part < kPanel && column + part < a.n; part += kWidth) {
-      tile<T, R, kVectors>(a, panel + part * T::kStep, row, column + part, next, part == 0 ? next_lines : 0);
+    for (int64_t part = 0; part < kPanel && at.column < a.n; part += kWidth) {
+      tile<T, R, kVectors, kPacked>(a, at);
+      at.panel += kWidth * T::kStep;
+      at.column += kWidth;
+      at.next_lines = 0;
     }
   } else if constexpr (R > 1) {
-    tile_of<T, R - 1>(rows, a, panel, row, column, next, next_lines);
+    tile_of<T, kPacked, R - 1>(rows, a, at);
   }
 }
 
+// Rows [first, first + rows) laid out for their tiles, each [k steps][rows of the tile]: the rows of a tile then share
+// cache lines, and not, as those of 4096 bytes do, one set of the L1 cache.
 template <typename T>
-void linear(const LinearArgs& args, ThreadPool& pool) {
+void pack_steps(const LinearArgs& a, int64_t first, int64_t rows, int64_t tiles, typename T::Step* to, ThreadPool& pool) {
+  const int64_t steps = (a.k + T::kStep - 1) / T::kStep;
+  over_rows(tiles, rows / tiles * a.k, pool, [&](int64_t t) {
+    const Range mine = share(rows, static_cast<int>(t), static_cast<int>(tiles));
+    const int64_t width = mine.end - mine.begin;
+    for (int64_t r = 0; r < width; ++r) {
+      const auto* x = static_cast<const typename T::Element*>(a.x) + (first + mine.begin + r) * a.x_stride;
+      typename T::Step* step = to + mine.begin * steps + r;
+      for (int64_t s = 0; s < steps; ++s, step += width) {
+        const int64_t k = s * T::kStep;
+        *step = T::step_of(x[k], k + 1 < a.k ? x[k + T::kStep - 1] : typename T::Element{});
+      }
+    }
+  });
+}
+
+template <typename T, bool kPacked>
+void passes(const LinearArgs& args, ThreadPool& pool) {
   using Element = typename T::Element;
-  const int64_t panels = (args.n + kPanel - 1) / kPanel;
-  const int64_t panel_elements = (args.k + T::kStep - 1) / T::kStep * T::kStep * kPanel;
+  static thread_local Scratch scratch;
+  const int64_t panels = (args.n + kPanel - 1) / kPanel, steps = (args.k + T::kStep - 1) / T::kStep;
+  const int64_t panel_elements = steps * T::kStep * kPanel;
   const int64_t panel_lines = panel_elements * static_cast<int64_t>(sizeof(Element)) / 64;
   for (int64_t first = 0; first < args.rows; first += kPassRows) {
     const int64_t rows = std::min(kPassRows, args.rows - first);
     const int64_t tiles = (rows + kRows - 1) / kRows;
+    typename T::Step* packed = nullptr;
+    if constexpr (kPacked) {
+      packed = scratch.get<typename T::Step>(static_cast<std::size_t>(rows * steps));
+      pack_steps<T>(args, first, rows, tiles, packed, pool);
+    }
     over_panels(panels, panel_lines * 64, args.rows * args.n * args.k < kSmallWork, pool, [&](const Range& mine) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const Element* panel = static_cast<const Element*>(args.packed) + p * panel_elements;
@@ -117,17 +183,27 @@ void linear(const LinearArgs& args, ThreadPool& pool) {
           const Range tile_rows = share(rows, static_cast<int>(t), static_cast<int>(tiles));
           const Range lines = share(panel_lines, static_cast<int>(t), static_cast<int>(tiles));
           const char* next = reinterpret_cast<const char*>(panel + panel_elements) + lines.begin * 64;
-          tile_of<T>(static_cast<int>(tile_rows.end - tile_rows.begin), args, panel, first + tile_rows.begin, p * kPanel,
-                     streams ? nullptr : next, !streams && more ? lines.end - lines.begin : 0);
+          tile_of<T, kPacked>(static_cast<int>(tile_rows.end - tile_rows.begin), args,
+                              {panel, kPacked ? packed + tile_rows.begin * steps : nullptr, first + tile_rows.begin,
+                               p * kPanel, streams ? nullptr : next, !streams && more ? lines.end - lines.begin : 0});
         }
       }
     });
   }
 }
 
+template <typename Direct, typename Packed>
+void linear(const LinearArgs& args, ThreadPool& pool) {
+  const bool many = args.rows >= kPackedRows && args.rows * args.n * args.k >= kSmallWork;
+  (many ? passes<Packed, true> : passes<Direct, false>)(args, pool);
+}
+
+template <typename P>
+using PackedBf16 = std::conditional_t<(sizeof(P) > sizeof(Vec)), WidenedBf16<P>, Bf16>;
+
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear<Bf16>, linear<F32>};
+const LinearKernels kLinear = {linear<Bf16, PackedBf16<Pair>>, linear<F32, F32>};
 
 }  // namespace quire::cpu::QUIRE_ISA

@@ -46,7 +46,7 @@ inline uint32_t word_of(const Stream& s, int64_t id) {
 // A product of 32 bits takes a lane of 64, so blocks are computed in lanes of 64 whose upper halves hold remains of
 // earlier products, which no operation reads. Blocks are dealt to lanes so that the four words of a block end up side
 // by side with a transposition inside each 128 bits.
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 
 inline void philox_lanes(const Stream& s, __m512i block, __m512i* c) {
   const __m512i m0 = _mm512_set1_epi64(kPhiloxM0), m1 = _mm512_set1_epi64(kPhiloxM1);
@@ -118,7 +118,7 @@ inline void philox_group(const Stream& s, uint32_t first_block, uint32_t* words)
 // bits.
 constexpr float kBoundScale = -0.69314718f / 8388608.0f;  // log 2 / 2^23
 constexpr float kBoundShift = 109.51726f + 1e-3f;         // log 2 * (127 + 31), and room for the rounding of this bound
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 inline Vec noise_bound(const uint32_t* words) {
   const __m512i half = _mm512_srli_epi32(_mm512_xor_si512(_mm512_loadu_si512(words), _mm512_set1_epi32(-1)), 1);
   const Vec bits = _mm512_cvtepi32_ps(_mm512_castps_si512(_mm512_cvtepi32_ps(half)));

@@ -7,6 +7,7 @@
 #include "cpu/quantized.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "cpu/int_vec.h"
 #include "cpu/quantize_row.h"
@@ -21,6 +22,7 @@ namespace {
 
 constexpr int64_t kPassRows = 512;  // more rows than this fall out of the caches while a panel is in use
 constexpr int64_t kSmallWork = 1 << 17;  // multiply-adds: of one row, 128 KiB of int8 weights
+constexpr int64_t kPackedRows = 8;       // from which on laying the rows out for the tiles pays
 
 // Where a tile works, and the lines of the next panel that it prefetches.
 struct Place {
@@ -29,6 +31,7 @@ struct Place {
   int64_t first_lane;   // of the panel's 32
   const char* next;  // null: a single tile, which streams
   int64_t next_lines;
+  const int8_t* quads = nullptr;  // [K/4][rows of the tile][4], where rows are laid out for the tiles
 };
 
 inline void prefetch(const Place& at, int64_t line) {
@@ -45,25 +48,48 @@ inline int32_t row_sum(const QuantizedLinearArgs& a, int64_t row) {
 // One scale per column: integers over all of K.
 struct Channel {
   static constexpr int kTileRows = kChannelRows;
+  static constexpr bool kPacks = true;
 
   template <int R>
   static void tile(const QuantizedLinearArgs& a, const Place& at) {
+    constexpr int V = kVectors<R>;
+    alignas(64) int32_t sums[R * V * kLanes];
+    (at.quads != nullptr ? dots<R, true> : dots<R, false>)(a, at, sums);
+    for (int v = 0; v < V; ++v) {
+      const int64_t column = at.column + v * kLanes;
+      const Vec scale = load(a.scale + column);
+      for (int r = 0; r < R; ++r) {
+        Vec t = mul(to_float(load_ints(sums + (r * V + v) * kLanes)), scale);
+        if (a.offset != nullptr) {
+          t = fused(broadcast(static_cast<float>(a.x.sums[at.row + r])), load(a.offset + column), t);
+        }
+        write(a, at.row + r, column, t);
+      }
+    }
+  }
+
+ private:
+  // Into memory: with tails of rows beside the loop, gcc 12 keeps half of the accumulators on the stack in it.
+  template <int R, bool kPacked>
+  static void dots(const QuantizedLinearArgs& a, const Place& at, int32_t* sums) {
     constexpr int V = kVectors<R>;
     IVec acc[R][V];
     UNROLL for (int r = 0; r < R; ++r) {
       const int32_t sum = row_sum(a, at.row + r);
       UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-128 * sum);
     }
-    const int8_t* x = a.x.q + at.row * a.x.stride;
+    const int8_t* x = kPacked ? at.quads : a.x.q + at.row * a.x.stride;
+    const int64_t stride = kPacked ? 4 : a.x.stride;
     const uint8_t* w = at.panel + at.first_lane * 4;
     const int64_t quads = (a.k + 3) / 4;
     for (int64_t s = 0; s < quads; ++s) {
       Codes codes[V];
       UNROLL for (int v = 0; v < V; ++v) codes[v] = load_codes(w + v * kLanes * 4);
       UNROLL for (int r = 0; r < R; ++r) {
-        const Quad quad = broadcast_quad(x + r * a.x.stride + s * 4);
+        const Quad quad = broadcast_quad(x + r * stride);
         UNROLL for (int v = 0; v < V; ++v) acc[r][v] = dot(acc[r][v], codes[v], quad);
       }
+      x += kPacked ? 4 * R : 4;
       if (at.next == nullptr) {
         fetch_ahead<V * kLanes * 4>(w);
       } else {
@@ -71,16 +97,8 @@ struct Channel {
       }
       w += kPanel * 4;
     }
-    UNROLL for (int v = 0; v < V; ++v) {
-      const int64_t column = at.column + v * kLanes;
-      const Vec scale = load(a.scale + column);
-      UNROLL for (int r = 0; r < R; ++r) {
-        Vec t = mul(to_float(acc[r][v]), scale);
-        if (a.offset != nullptr) {
-          t = fused(broadcast(static_cast<float>(a.x.sums[at.row + r])), load(a.offset + column), t);
-        }
-        write(a, at.row + r, column, t);
-      }
+    UNROLL for (int r = 0; r < R; ++r) {
+      UNROLL for (int v = 0; v < V; ++v) store_ints(sums + (r * V + v) * kLanes, acc[r][v]);
     }
   }
 };
@@ -89,6 +107,7 @@ struct Channel {
 template <int kBits, bool kOffset>
 struct Grouped {
   static constexpr int kTileRows = kGroupRows;
+  static constexpr bool kPacks = false;
   static constexpr int kZero = kBits == 8 ? 128 : 8;
 
   template <int R, int V>
@@ -225,12 +244,32 @@ void two_level_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
   });
 }
 
+// Rows [first, first + rows) as Place::quads of their tiles: the rows of a tile then share cache lines, and not, as those
+// of 4096 bytes do, one set of the L1 cache.
+const int8_t* pack_quads(const QuantizedLinearArgs& a, int64_t first, int64_t rows, int tiles, ThreadPool& pool) {
+  static thread_local Scratch scratch;
+  const int64_t quads = (a.k + 3) / 4;
+  auto* packed = scratch.get<int8_t>(static_cast<std::size_t>(rows * quads * 4));
+  over_rows(tiles, rows / tiles * a.k, pool, [&](int64_t t) {
+    const Range mine = share(rows, static_cast<int>(t), tiles);
+    const int64_t width = mine.end - mine.begin;
+    for (int64_t r = 0; r < width; ++r) {
+      const int8_t* x = a.x.q + (first + mine.begin + r) * a.x.stride;
+      int8_t* to = packed + (mine.begin * quads + r) * 4;
+      for (int64_t i = 0; i < quads; ++i) std::memcpy(to + i * width * 4, x + i * 4, 4);
+    }
+  });
+  return packed;
+}
+
 template <typename F>
 void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel, panel_bytes = a.format.panel_bytes(a.k);
   for (int64_t first = 0; first < a.rows; first += kPassRows) {
     const int64_t rows = std::min(kPassRows, a.rows - first);
     const int tiles = static_cast<int>((rows + F::kTileRows - 1) / F::kTileRows);
+    const bool packs = F::kPacks && rows >= kPackedRows && a.rows * a.n * a.k >= kSmallWork;
+    const int8_t* quads = packs ? pack_quads(a, first, rows, tiles, pool) : nullptr;
     over_panels(panels, panel_bytes, a.rows * a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const uint8_t* panel = a.packed + p * panel_bytes;
@@ -242,7 +281,8 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
           const Range lines = ahead ? share(panel_bytes / 64, t, tiles) : Range{0, 0};
           const auto* next = reinterpret_cast<const char*>(a.packed + (p + 1) * panel_bytes) + lines.begin * 64;
           rows_of<F>(tile.end - tile.begin, a,
-                     {panel, first + tile.begin, p * kPanel, 0, streams ? nullptr : next, lines.end - lines.begin});
+                     {panel, first + tile.begin, p * kPanel, 0, streams ? nullptr : next, lines.end - lines.begin,
+                      packs ? quads + tile.begin * ((a.k + 3) / 4 * 4) : nullptr});
         }
       }
     });

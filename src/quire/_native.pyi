@@ -121,6 +121,24 @@ def dot_probes() -> list[str]: ...
 def probe_dot(num_threads: int, instruction: str, passes: int, /) -> float: ...
 def probe_read(num_threads: int, num_bytes: int, passes: int, /) -> float: ...
 
+class Channel:
+    """A group of ranks that share a segment of memory."""
+
+    def __init__(
+        self, abort_word: int, lanes: Sequence[int], slots: Sequence[int], ranks: Sequence[int], index: int,
+        slot_bytes: int, limit_s: float,
+    ) -> None: ...  # fmt: skip
+
+LANE_BYTES: int
+
+def collective(
+    num_threads: int, channel: Channel, what: int, x: int, x_stride: int, from_bf16: bool, y: int, y_stride: int,
+    to_bf16: bool, rows: int, inputs: int, outputs: int, /,
+) -> None: ...  # fmt: skip
+def local_ids(
+    num_threads: int, ids: int, y: int, rows: int, begin: int, end: int, other: int, /
+) -> None: ...  # fmt: skip
+
 class Tape:
     """The native calls of a step, recorded once and replayed for every step."""
 

@@ -62,7 +62,7 @@ class EngineArgs:
     device: Literal["auto", "cpu", "cuda", "interpret"] = "auto"
     batch_invariant: bool = False
     threads: int | None = None
-    cpu_isa: Literal["auto", "reference", "scalar", "avx2", "avx512", "amx"] = "auto"
+    cpu_isa: Literal["auto", "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx"] = "auto"
     step_log: str | None = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -67,6 +67,72 @@ def cpu_features() -> dict[str, bool]:
     return dict(_native.cpu_features()) if _native is not None else {}
 
 
+# The features that each level of the x86 kernels needs, fastest first, and what /proc/cpuinfo calls them.
+LEVELS = {
+    "amx": ("avx512", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
+    "avx512": ("avx512", "avx512_vnni", "avx512_bf16"),
+    "avx2": ("avx2",),
+}
+_FLAGS = {"avx512": "avx512bw"}
+
+
+def unused_levels(
+    features: Mapping[str, bool], best: str, is_built: Callable[[str], bool], flags: Set[str]
+) -> list[str]:
+    """Return why each level faster than ``best`` is not used; empty on another CPU than x86.
+
+    Args:
+        features: what this process may use, of `cpu_features`.
+        is_built: whether this build and CPU run a level.
+        flags: those of /proc/cpuinfo; empty where unknown.
+    """
+    found: list[str] = []
+    for level, needed in LEVELS.items():
+        if level == best or features.get("neon"):
+            break
+        missing = [name for name in needed if not features.get(name)]
+        hidden = [name for name in missing if _FLAGS.get(name, name) in flags]
+        if hidden:
+            what = f"the CPU has {', '.join(hidden)}, and the operating system does not let processes use it"
+        elif missing:
+            what = f"this CPU, or the virtual machine's view of it, has no {', '.join(missing)}"
+        elif not is_built(level):
+            what = "the CPU has all it needs, and this build has no such kernels: reinstall with a newer compiler"
+        else:
+            continue
+        found.append(f"{level} is not used: {what}.")
+    return found
+
+
+def is_built(level: str) -> bool:
+    """Return whether the native extension is there, and runs the level on this CPU."""
+    return _native is not None and _native.has_isa(level)
+
+
+def cpu_flags() -> set[str]:
+    """Return the flags of the first CPU in /proc/cpuinfo; empty elsewhere than on Linux."""
+    lines = (line for line in _read("/proc/cpuinfo").splitlines() if line.startswith(("flags", "Features")))
+    return set(next(lines, "").partition(":")[2].split())
+
+
+def withheld_cores() -> str | None:
+    """Return why this process has fewer cores than the machine; None: it has all."""
+    allowed, present = len(usable_cpus()), os.cpu_count() or 1
+    if allowed < present:
+        return f"The affinity of this process (taskset, a container) leaves {allowed} of {present} CPUs."
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit() and int(quota) < present * int(period):
+        return f"The cgroup's quota (cpu.max) leaves {int(quota) / int(period):.1f} of {present} CPUs."
+    return None
+
+
+def usable_cpus() -> set[int]:
+    """Return the CPUs that this process may run on. Only Linux says which; elsewhere all are assumed."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
 def slow_kernels(device: DeviceInfo, cpu_isa: str) -> str | None:
     """Return why the kernels of an engine at ``cpu_isa`` are slow on ``device``, and what to do; None: they are not."""
     if device.kind == "cuda":
@@ -99,7 +165,7 @@ def cpu_name() -> str:
 
 def num_physical_cores() -> int:
     """Count the physical cores that this process may run on, at most the cgroup's quota."""
-    allowed = os.sched_getaffinity(0)
+    allowed = usable_cpus()
     siblings = {
         _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
         for cpu in allowed
@@ -121,7 +187,7 @@ def core_groups(cores: Sequence[int], num: int) -> list[set[int]]:
 
 def numa_nodes() -> list[set[int]]:
     """Return the cores that this process may use of each memory node that has any; one set where nothing is known."""
-    allowed, nodes = os.sched_getaffinity(0), []
+    allowed, nodes = usable_cpus(), []
     for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
         cores: set[int] = set()
         for part in filter(None, _read(str(folder / "cpulist")).strip().split(",")):
@@ -137,7 +203,9 @@ def memory_bytes() -> tuple[int, int]:
     for line in _read("/proc/meminfo").splitlines():
         key, _, rest = line.partition(":")
         info[key] = int(rest.split()[0]) * 1024
-    total, available = info.get("MemTotal", 0), info.get("MemAvailable", 0)
+    if "MemTotal" not in info:  # another system than Linux: what is available is guessed
+        info["MemTotal"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total, available = info["MemTotal"], info.get("MemAvailable", info["MemTotal"] // 2)
     for folder, limit_file, used_file in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),

@@ -195,7 +195,7 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
     return args.kv_dtype
 
 
-LEVELS = ("scalar", "avx2", "avx512", "amx")  # each includes the previous ones
+LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")  # each includes the previous ones
 
 
 def _runner(args: EngineArgs, device: DeviceInfo) -> RunnerConfig:

@@ -8,6 +8,8 @@ import stat
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,13 @@ import pytest
 from quire.api import journal_file
 from quire.api.journal import KEPT_S, Entry, Journal, event_of
 from quire.api.journal_file import End, Head
-from quire.api.relayed import Delivered, tag_of
+from quire.api.prompt_streams import PromptStreams
+from quire.api.relayed import Delivered, Relayed, tag_of
 from quire.engine.output import OutputChunk
 from quire.errors import ConfigError, NotFoundError, QuireError, RequestError
 from quire.http.edge import TENANT
 from quire.http.refusals import HttpError
+from quire.request import FinishReason
 
 NAMES = [f"chatcmpl-{number:032x}" for number in range(8)]
 BODY = b'{"stream":true,\n"messages":[]}'
@@ -225,3 +229,43 @@ def test_a_folder_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--journal .* cannot be used"):
         Journal(tmp_path / "file", 1 << 20, Clock(), lambda: True)
+
+
+class Finished:
+    """Metrics of a prompt: which choices were told to have ended."""
+
+    def __init__(self) -> None:
+        self.choices: list[int] = []
+
+    def finish(self, choice: int, reason: str, now_s: float) -> None:
+        self.choices.append(choice)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_replay_has_the_order_of_its_events(seed: int) -> None:
+    """Events of several prompts mix in a journal; the prompts are replayed apart, and their events told as written."""
+    rng, num_prompts, n = Random(seed), 3, 2
+    left = {choice: rng.randrange(1, 5) for choice in range(num_prompts * n)}
+    written: list[Delivered] = []
+    while left:
+        choice = rng.choice(sorted(left))
+        left[choice] -= 1
+        reason = None if left[choice] else FinishReason.LENGTH
+        written.append(Delivered(choice, (len(written),), 0, reason))
+        if not left[choice]:
+            del left[choice]
+    relayed = Relayed("cmpl-1", 0, 7, written, by_gateway=False)
+    job: Any = SimpleNamespace(relayed=relayed, sampling=SimpleNamespace(n=n))
+    streams = PromptStreams(SimpleNamespace(now=lambda: 0.0), job, 0.0, "req-1", {})  # type: ignore[arg-type]
+    finished = [Finished() for _ in range(num_prompts)]
+    for prompt, metrics in enumerate(finished):
+        events = relayed.of_prompt(prompt, n)["delivered"]
+        chunks = [
+            OutputChunk(e.sample_index, "a", e.token_ids, finish_reason=e.finish_reason) for e in events
+        ]
+        started: Any = SimpleNamespace(stream=SimpleNamespace(delivered=chunks), metrics=metrics)
+        streams._prompts.append(started)
+    replayed = [(choice, chunk.token_ids, chunk.finish_reason) for choice, chunk in streams.delivered()]
+    assert replayed == [(each.choice, each.token_ids, each.finish_reason) for each in written]
+    assert streams.usage.completion_tokens == len(written)
+    assert [sorted(each.choices) for each in finished] == [list(range(n))] * num_prompts

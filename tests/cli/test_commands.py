@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quire.cli.doctor import advice, kernels
+from quire.cli.doctor import advice, kernels, reasons
 from quire.cli.terminal import Conversation
+from quire.device import unused_levels, withheld_cores
 from quire.models.hub import quill_path
 
 SMALL = ["--num-kv-blocks", "64", "--max-model-len", "512"]
@@ -81,6 +82,37 @@ def test_doctor_says_what_to_do_without_the_extension(monkeypatch: pytest.Monkey
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert any("no C++ compiler was found" in sentence for sentence in advice())
     assert "torch reference" in kernels()
+
+
+BF16 = {"avx2": True, "avx512": True, "avx512_vnni": True, "avx512_bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("features", "best", "flags", "said"),
+    [
+        (BF16, "avx512", set(), ["amx is not used: this CPU, or the virtual machine's view of it, has no amx_tile"]),
+        (BF16, "avx512", {"amx_tile"}, ["the CPU has amx_tile, and the operating system does not let processes"]),
+        ({**BF16, "amx_tile": True, "amx_int8": True, "amx_bf16": True}, "avx512", set(), ["this build has no such"]),
+        ({"avx2": True, "avx512": True}, "avx2", set(), ["no avx512_vnni, avx512_bf16, amx_tile", "avx512_bf16"]),
+        ({"avx2": True}, "avx2", {"avx512bw"}, ["has avx512, and", "the CPU has avx512, and the operating"]),
+        ({"neon": True}, "neon", set(), []),
+    ],
+)  # fmt: skip
+def test_doctor_says_why_a_level_is_not_used(
+    features: dict[str, bool], best: str, flags: set[str], said: list[str]
+) -> None:
+    found = unused_levels(features, best, lambda level: level == best, flags)
+    assert len(found) == len(said)
+    for sentence, part in zip(found, said, strict=True):
+        assert part in sentence
+
+
+def test_doctor_says_why_cores_are_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4096)
+    assert any("The affinity of this process" in sentence for sentence in reasons())
+    monkeypatch.setattr("quire.device.usable_cpus", lambda: set(range(4096)))
+    monkeypatch.setattr("quire.device._read", lambda path: "150000 100000" if "cpu.max" in path else "")
+    assert withheld_cores() == "The cgroup's quota (cpu.max) leaves 1.5 of 4096 CPUs."
 
 
 def test_doctor_checks_a_model(tmp_path: Path) -> None:

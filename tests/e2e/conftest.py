@@ -10,26 +10,26 @@ import openai
 import pytest
 from tests.e2e.live import LiveServer
 
-# stories260K has no chat template: a story to go on with is the whole of it.
+from quire.models.hub import quill_path
+
+# Not Quill's own: a story to go on with is the whole of it.
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 FAKE_STEP_MS = 3
 
 
-@pytest.fixture(scope="session", params=["fake", "stories", pytest.param("gateway", marks=pytest.mark.slow)])
-def server(
-    request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveServer]:
-    """A live server with stories260K's tokenizer: the fake executor, the real model, or the fake behind a gateway."""
+@pytest.fixture(scope="session", params=["fake", "quill", pytest.param("gateway", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A live server with Quill's tokenizer: the fake executor, the real model, or the fake behind a gateway."""
     folder = tmp_path_factory.mktemp(request.param)
     template = folder / "chat.jinja"
     template.write_text(TEMPLATE)
-    model = str(shared_data / "models" / "stories260K" / "hf")
+    model = str(quill_path("quill"))
     if request.param in ("fake", "gateway"):
         command = ["-m", "tests.e2e.serve_fake_engine", model, str(template), str(FAKE_STEP_MS),
                    str(folder / "batches")]  # fmt: skip
     else:
         command = ["-m", "quire.cli", "serve", model, "--port", "0", "--chat-template", str(template),
-                   "--served-model-name", "tiny", "--num-kv-blocks", "512", "--threads", "1",
+                   "--served-model-name", "tiny", "--num-kv-blocks", "512", "--max-model-len", "512", "--threads", "1",
                    "--admin-port", "0", "--batch-dir", str(folder / "batches")]  # fmt: skip
     with LiveServer(command, folder / "log") as live:
         if request.param == "gateway":

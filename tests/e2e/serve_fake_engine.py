@@ -23,7 +23,7 @@ from quire.metrics.log import configure as configure_log
 
 def main(model: str, template: str, step_ms: str, batch_dir: str) -> int:
     configure_log("info")
-    args = EngineArgs(model=model, num_kv_blocks=512)
+    args = EngineArgs(model=model, num_kv_blocks=512, max_model_len=512)
     config, checkpoint = configure(args, detect_device())
     client = ProcessClient(config, executor=f"{FAKE}@{step_ms}")
     text = load_text(args, config, checkpoint, names=("tiny",), chat_template=template)

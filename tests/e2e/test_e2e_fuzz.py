@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from tests.e2e.conftest import TEMPLATE
 from tests.e2e.live import LiveServer
 
+from quire.models.hub import quill_path
+
 schemathesis = pytest.importorskip("schemathesis", reason="not installed: `make fuzz` does it")
 
 NUM_REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "20000"))
@@ -126,10 +128,10 @@ def fuzz(fuzzer: Fuzzer, operation: Any, mode: Any, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_whatever_comes(shared_data: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_whatever_comes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text(TEMPLATE)
-    model = str(shared_data / "models" / "stories260K" / "hf")
+    model = str(quill_path("quill"))
     modes = schemathesis.GenerationMode
     with LiveServer(
         ["-m", "tests.e2e.serve_fake_engine", model, str(template), "0", str(tmp_path / "batches")],

@@ -17,25 +17,25 @@ from tests.e2e.live import LiveServer
 from tests.lora.peft_files import make_adapters
 
 from quire.models.checkpoint import describe
+from quire.models.hub import quill_path
 from quire.request import Adapter
 
 NAMES = (None, "adapter-0", "adapter-1")  # None: the base model
 
 
 @pytest.fixture(scope="module")
-def adapters(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Adapter, ...]:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Adapter, ...]:
     folder = tmp_path_factory.mktemp("adapters")
-    return make_adapters(folder, describe(shared_data / "models" / "stories260K" / "hf").spec)
+    return make_adapters(folder, describe(quill_path("quill")).spec)
 
 
 @pytest.fixture(scope="module")
-def live(
-    shared_data: Path, adapters: tuple[Adapter, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveServer]:
+def live(adapters: tuple[Adapter, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Two slots; two adapters from the start."""
-    model = str(shared_data / "models" / "stories260K" / "hf")
+    model = str(quill_path("quill"))
     command = ["-m", "quire.cli", "serve", model, "--port", "0", "--served-model-name", "tiny", "--num-kv-blocks",
-               "512", "--threads", "1", "--admin-port", "0", "--max-lora-rank", "17"]  # fmt: skip
+               "512", "--max-model-len", "512", "--threads", "1", "--admin-port", "0", "--max-lora-rank",
+               "17"]  # fmt: skip
     for adapter in adapters[:2]:
         command += ["--lora", f"{adapter.name}={adapter.path}"]
     with LiveServer(command, tmp_path_factory.mktemp("server") / "log") as server:

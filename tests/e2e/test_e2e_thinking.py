@@ -5,30 +5,30 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.e2e.live import LiveServer
-from tokenizers import AddedToken, Tokenizer
+
+from quire.models.hub import quill_path
 
 # The answer begins inside of its reasoning, as with Qwen3 and DeepSeek.
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}<think>"
+END_OF_REASONING = 6  # </think> in Quill's vocabulary
 
 
 @pytest.fixture(scope="module")
-def thinker(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """stories260K's shape with random weights and two more tokens."""
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Quill's tokenizer, which has marks of reasoning, and one layer of random weights."""
     folder = tmp_path_factory.mktemp("thinker")
-    source = shared_data / "models" / "stories260K" / "hf"
-    for name in ("tokenizer_config.json",):
+    source = quill_path("quill")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)
     config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 514}))
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 1, "max_position_embeddings": 512})
+    )
     (folder / "chat.jinja").write_text(TEMPLATE)
     command = ["-m", "quire.cli", "serve", str(folder), "--load-format", "random", "--port", "0", "--threads", "1",
                "--chat-template", str(folder / "chat.jinja"), "--tool-format", "reasoning",
@@ -53,11 +53,11 @@ def test_reasoning_ends_at_its_budget_and_the_answer_follows(thinker: LiveServer
         ):
             ids = choice["token_ids"]
             assert ids[:budget] == unlimited["token_ids"][:budget], "up to there nothing is different"
-            assert ids[budget] == 513
+            assert ids[budget] == END_OF_REASONING
             assert len(ids) == 60
             assert choice["message"]["content"]
     low = post(thinker, path, **asked, reasoning_effort="none").json()["choices"]
-    assert [c["token_ids"][0] for c in low] == [513, 513]
+    assert [c["token_ids"][0] for c in low] == [END_OF_REASONING] * 2
 
 
 def test_streams_and_messages_keep_it_too(thinker: LiveServer) -> None:

@@ -10,10 +10,11 @@ from tests.lora.peft_files import make_adapters
 from quire import LLM, SamplingParams
 from quire.errors import NotFoundError, QuireError, RequestError
 from quire.models.checkpoint import describe
+from quire.models.hub import quill_path
 
 
-def test_adapters_by_name(shared_data: Path, tmp_path: Path) -> None:
-    model = str(shared_data / "models" / "stories260K" / "hf")
+def test_adapters_by_name(tmp_path: Path) -> None:
+    model = str(quill_path("quill"))
     one, two, three = make_adapters(tmp_path, describe(Path(model)).spec)
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     with LLM(model, lora={"one": one.path}, max_loras=1, max_lora_rank=8, num_kv_blocks=64, threads=1) as llm:
@@ -37,8 +38,8 @@ def test_adapters_by_name(shared_data: Path, tmp_path: Path) -> None:
             llm.generate(prompts, greedy, False, adapter="two")
 
 
-def test_a_file_that_changed_fails_its_requests_alone(shared_data: Path, tmp_path: Path) -> None:
-    model = str(shared_data / "models" / "stories260K" / "hf")
+def test_a_file_that_changed_fails_its_requests_alone(tmp_path: Path) -> None:
+    model = str(quill_path("quill"))
     one, *_ = make_adapters(tmp_path, describe(Path(model)).spec)
     config = Path(one.path) / "adapter_config.json"
     greedy = SamplingParams(temperature=0.0, max_tokens=4)

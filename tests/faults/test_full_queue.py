@@ -1,42 +1,33 @@
-"""While the engine rejects requests, what comes on top of those on their way to it is refused unread, and cheaply."""
+"""While the engine rejects requests, further ones are refused cheaply, by a word of the engine or unread."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 from tests.api.asgi_client import Api, error_of
 from tests.api.raw_asgi import RawCall
+from tests.fakes.executor import FakeExecutor
 
 from quire.api.full_queue import FullQueue
+from quire.clock import VirtualClock
+from quire.config import CacheConfig, SchedulerConfig
+from quire.engine.core import AskPlaces, Call, EngineCore, Reply
 from quire.http.refusals import HttpError, busy
+from quire.scheduler.scheduler import Scheduler
 
 BUSY = busy("The queue is full. Try again in 7 s.", "queue_full", 7)
 
 
-def test_only_what_comes_on_top_is_refused() -> None:
-    now_s, num_open = 100.0, 40
-    queue = FullQueue(lambda: num_open, lambda: now_s)
-    assert queue.refusal() is None
-    queue.rejected(BUSY)  # at 40
-    assert queue.refusal() is None
-    num_open = 40 + queue.SLACK
-    assert queue.refusal() is BUSY
-    queue.rejected(BUSY)  # the level stays at the fewest
-    num_open = 41
-    assert queue.refusal() is None
-    num_open = 40 + queue.SLACK
-    now_s += queue.MEMORY_S
-    assert queue.refusal() is None  # the engine has rejected nothing for a while
-
-
-def full(api: Api) -> None:
-    """Make the API believe that the engine's queue is full."""
-    queue = FullQueue(lambda: 1000, lambda: 0.0)
-    queue._level, queue._until_s, queue._refusal = 0, 1.0, BUSY
+def full(api: Api) -> FullQueue:
+    """Make the API believe that the engine's queue is full, and too many ask already."""
+    queue = FullQueue(api.frontend.call, lambda: 0.0)
+    queue._num_asked = queue.MOST_ASKED
+    queue.rejected(BUSY)
     object.__setattr__(api.app.state.quire, "full_queue", queue)
+    return queue
 
 
 def test_refusal_is_the_engines_with_its_retry_after() -> None:
@@ -70,58 +61,68 @@ def test_refusing_costs_little() -> None:
 
 
 def test_those_that_return_as_told_reach_the_engine() -> None:
-    now_s = 100.0
-    queue = FullQueue(lambda: 0, lambda: now_s)
-    for i in range(3):
-        FullQueue.read([b"promised %d" % i])
-        queue.check()
-        queue.rejected(BUSY, 7.0)
-    FullQueue.read([b"promised 1"])
-    now_s = 100.9
-    queue._allowed, queue._allowed_s = 0.0, now_s
-    with pytest.raises(HttpError) as early:
-        queue.check()
-    assert early.value.refusal.headers == ((b"retry-after", b"7"),)
-    now_s = 107.1
-    FullQueue.read([b"other"])
-    queue.rejected(BUSY, 7.0)
-    queue._allowed, queue._allowed_s = 0.0, now_s
-    for i in range(3):  # as promised
-        FullQueue.read([b"promised %d" % i])
-        queue.check()
-    FullQueue.read([b"new"])
-    with pytest.raises(HttpError):
-        queue.check()
-    now_s += queue.MEMORY_S
-    queue.check()  # the engine has rejected nothing for a while
+    now_s, waits_s = 100.0, [9.0]
 
+    async def call(make: Callable[[str], Call]) -> Reply:
+        message = make("call")
+        assert isinstance(message, AskPlaces)
+        return Reply("call", {"waits_s": waits_s * len(message.asked), "why": "The queue is full."})
 
-def test_the_engine_rejects_a_bounded_number_per_second() -> None:
-    now_s = 100.0
-    queue = FullQueue(lambda: 0, lambda: now_s)
-    seen = 0
-    for i in range(10_000):  # 2,000 per second
-        now_s += 0.0005
-        FullQueue.read([b"body %d" % i])
+    queue = FullQueue(call, lambda: now_s)
+
+    async def check(body: bytes) -> str:
+        """Return the seconds told, or nothing where the request goes to the engine."""
+        FullQueue.read([body])
         try:
-            queue.check()
-        except HttpError:
-            continue
-        seen += 1
-        queue.rejected(BUSY, 60.0)
-    assert seen <= queue.RATE * 6 + 2
+            await queue.check()
+        except HttpError as error:
+            return dict(error.refusal.headers)[b"retry-after"].decode()
+        return ""
+
+    async def go() -> None:
+        nonlocal now_s
+        for i in range(3):
+            FullQueue.read([b"promised %d" % i])
+            queue.rejected(BUSY, 7.0)
+        assert await check(b"asked") == "9"
+        now_s = 100.9
+        assert await check(b"promised 1") == "7", "what is left of its time"
+        now_s = 107.1
+        assert await check(b"promised 2") == "", "nothing was rejected for a while"
+        queue.rejected(BUSY, 7.0)
+        assert [await check(b"promised %d" % i) for i in range(2)] == ["", ""]
+        assert await check(b"promised 1") == "9", "twice is not as promised"
+        now_s = 109.0
+        queue.rejected(BUSY, 7.0)
+        assert await check(b"asked") == ""
+        waits_s[:] = [0.0]
+        assert await check(b"new") == "", "the engine lets it come"
+
+    asyncio.run(go())
 
 
 def test_refusing_what_was_read_costs_little() -> None:
-    """CPU time of the whole application, per request, where the engine rejects all that it is given."""
+    """CPU time of application and engine, per request, where the engine rejects all that ask for a place."""
     api = Api()
+    cache = CacheConfig(num_blocks=64, block_size=16)
+    core = EngineCore(
+        Scheduler(SchedulerConfig(max_queue=0, max_ttft_s=1.0), cache), FakeExecutor(cache), VirtualClock()
+    )
+    num_calls = 0
+
+    async def call(make: Callable[[str], Call]) -> Reply:
+        nonlocal num_calls
+        num_calls += 1
+        core.put(make("call"))
+        core.step()
+        return core.replies.pop()
 
     async def go() -> float:
         best_s = 1.0
         for turn in range(5):
             start_s = time.thread_time()
-            queue = FullQueue(lambda: 0, lambda: 0.0)
-            queue._until_s, queue._refusal, queue._allowed, queue._allowed_s = 1.0, BUSY, 0.0, 0.0
+            queue = FullQueue(call, lambda: 0.0)
+            queue.rejected(BUSY)
             object.__setattr__(api.app.state.quire, "full_queue", queue)
             calls: list[Any] = [
                 RawCall(api.app, "/v1/completions", {"prompt": "x" * 1000 + str((turn, i))})
@@ -136,3 +137,5 @@ def test_refusing_what_was_read_costs_little() -> None:
     print(f"{seconds * 1e3:.3f} ms")
     assert seconds < 0.001  # 0.1 ms here; other tests may load the machine
     assert not api.frontend.submitted
+    assert core.stats().num_refused == 1000
+    assert num_calls <= 50

@@ -103,9 +103,12 @@ def test_silence_of_most_backends_means_that_all_are_used() -> None:
     for backend in backends[1:3]:
         fleet.set_ready(backend, False, "too late", 0.0, is_silent=True)
     assert fleet.candidates("m", 0.0) == backends
+    for _ in range(3):
+        backends[1].breaker.failed(0.0)
+    assert fleet.candidates("m", 0.0) == [backends[0], *backends[2:]]
     fleet.set_ready(backends[0], False, "refused", 0.0)  # an attempt, or a poll, that says more
     fleet.set_ready(backends[0], False, "too late", 0.0, is_silent=True)
-    assert fleet.candidates("m", 0.0) == backends[1:]
+    assert fleet.candidates("m", 0.0) == backends[2:]
 
 
 def test_silent_polls_everywhere_refuse_no_request() -> None:

@@ -39,6 +39,8 @@ def disassembly(level: str, source: str) -> str:
         ("amx", "quantized_amx", "tdpbssd"),
         ("avx512", "linear_kernel", "vdpbf16ps"),
         ("avx512", "quantized_kernel", "vpdpbusd"),
+        ("avx512_vnni", "linear_kernel", r"vfmadd231ps .*%zmm\d+"),
+        ("avx512_vnni", "quantized_kernel", r"vpdpbusd .*%zmm\d+"),
         ("avx2", "linear_kernel", "vfmadd231ps"),
         ("avx2", "quantized_kernel", "vpmaddubsw"),
         ("avx2_vnni", "quantized_kernel", "vpdpbusd"),
@@ -57,7 +59,12 @@ def test_a_level_has_its_instruction(level: str, source: str, instruction: str) 
 @pytest.mark.parametrize("source", ["linear_kernel", "quantized_kernel"])
 @pytest.mark.parametrize(
     ("level", "forbidden"),
-    [("scalar", r"%[yz]mm"), ("avx2", r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])"), ("avx512", r"%tmm")],
+    [
+        ("scalar", r"%[yz]mm"),
+        ("avx2", r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])"),
+        ("avx512_vnni", r"\b(vdpbf16ps|vcvtne2?ps2?bf16)|%tmm"),
+        ("avx512", r"%tmm"),
+    ],
 )
 def test_a_level_has_no_instruction_of_a_higher_one(level: str, forbidden: str, source: str) -> None:
     found = re.search(rf".*({forbidden}).*", disassembly(level, source))

@@ -16,6 +16,7 @@ from quire.kernels import registry
 from quire.kernels.linear import pack_empty
 from quire.kernels.registry import Backend
 from quire.models.checkpoint import describe
+from quire.models.hub import quill_path
 from quire.models.loader import iter_weights
 from quire.weight_format import GROUPS, WeightFormat
 
@@ -40,8 +41,8 @@ def mixed(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType | None
 
 
 @pytest.fixture
-def mixed_gguf(shared_data: Path, tmp_path: Path) -> Path:
-    found = describe(shared_data / "models" / "stories260K" / "hf")
+def mixed_gguf(tmp_path: Path) -> Path:
+    found = describe(quill_path("quill"))
     weights = dict(iter_weights(model_config(found.path, found.spec), torch.float32))
     plain = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
     return write_gguf(tmp_path / "mixed.gguf", "llama", found.spec, plain, type_of=mixed)
@@ -58,6 +59,7 @@ def test_a_fused_linear_of_several_formats(mixed_gguf: Path) -> None:
         "attn.q.weight": "int4, groups of 32 with offsets", "attn.k.weight": "int4, groups of 32",
         "attn.v.weight": "int8, groups of 32", "attn.o.weight": "int8, groups of 32",
         "mlp.gate.weight": "int4, groups of 32", "mlp.up.weight": "int8, groups of 32 with offsets",
+        "mlp.down.weight": "int4, groups of 32",
     }  # fmt: skip
     kept = nats(EngineArgs(model=str(mixed_gguf), dtype="float32", cpu_isa="reference"), TEXT)
     expanded = nats(

@@ -12,15 +12,15 @@ from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.guard import FILE, NUM_OUTPUT, setup_of
 from quire.models.hub import quill_path
+from quire.resolve import LEVELS
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("name", ["quill", "quill-draft"])
 def test_quill_brings_its_ids(name: str, isa: str) -> None:
     shipped = json.loads((quill_path(name) / FILE).read_text())
     device = detect_device()
-    levels = ["scalar", "avx2", "avx512", "amx"]
-    if not device.native or levels.index(isa) > levels.index(device.isa):
+    if not device.native or LEVELS.index(isa) > LEVELS.index(device.isa):
         pytest.skip(f"this machine has no {isa}")
     config, _ = configure(EngineArgs(model=name, cpu_isa=isa, num_kv_blocks=16, max_model_len=128), device)  # type: ignore[arg-type]
     ids = shipped["ids"].get(setup_of(config))

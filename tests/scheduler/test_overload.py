@@ -71,10 +71,10 @@ def test_a_promised_place_is_held() -> None:
 def test_promises_that_are_not_kept_hold_nothing_for_long() -> None:
     promises = Promises()
     for i in range(200):
-        promises.make(request(f"r{i}"), float(i))
+        promises.make(i + 1, 8, float(i))
     assert promises.expected() == (200, 1600)
-    assert promises.redeem(request("r199"), 0.0) is False, "not yet"
-    assert promises.redeem(request("r199"), 199.0) is True
+    assert promises.redeem(200, 0.0) is False, "not yet"
+    assert promises.redeem(200, 199.0) is True
     assert len(promises) == 2, "those of the last seconds"
     assert promises.share < 0.2
     assert promises.expected()[0] == 1

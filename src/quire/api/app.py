@@ -64,7 +64,7 @@ def create_app(
         responses=ResponseStore(settings.response_store_bytes, settings.response_dir),
         running=RunningRequests(),
         bodies=LargeBodies(),
-        full_queue=FullQueue(lambda: frontend.num_requests, now),
+        full_queue=FullQueue(frontend.call, now),
         finished=FinishedUsage(settings.gateway_key, unix_time),
         journal=_journal(frontend, settings, now),
         tracer=tracer,

@@ -57,7 +57,7 @@ class PostEndpoint:
         status, client = 200, Client(receive)
         try:
             pieces = await read_pieces(scope, receive, self._max_body_bytes(scope), "--max-body-mib")
-            self._state.full_queue.read(pieces)
+            await self._admit(scope, pieces)
             client.watch()
             body = await self._decode(pieces)
             if self._state.journal is not None:
@@ -90,6 +90,9 @@ class PostEndpoint:
     def _early_refusal(self, scope: Scope) -> Refusal | None:
         """Return the answer to a request that is refused before its body is read."""
         return None
+
+    async def _admit(self, scope: Scope, pieces: list[bytes]) -> None:
+        """Raise `HttpError` if the request is refused before its body is decoded."""
 
     def _ignored(self) -> Ignored:
         """Return the list that collects the fields which the request's answer does not depend on."""
@@ -136,6 +139,12 @@ class GenerateEndpoint(PostEndpoint):
     def _early_refusal(self, scope: Scope) -> Refusal | None:
         return self._state.full_queue.refusal() if self._may_wait(scope) else None
 
+    async def _admit(self, scope: Scope, pieces: list[bytes]) -> None:
+        self._state.full_queue.read(pieces)
+        resumed = self._state.journal is not None and header(scope, b"last-event-id") is not None
+        if self._may_wait(scope) and not resumed:
+            await self._state.full_queue.check()
+
     def _may_wait(self, scope: Scope) -> bool:
         return PRIORITY_KEY not in scope and not resumes(scope, self._state.settings.gateway_key)
 
@@ -158,8 +167,6 @@ class GenerateEndpoint(PostEndpoint):
             finally:
                 await journal.release(entry)
             return
-        if self._may_wait(scope):
-            self._state.full_queue.check()
         body = enter(scope, body, self._state.settings.gateway_key)
         if journal is not None and RELAYED.get() is None and self._path in JOURNALED and _is_streamed(body):
             state = self._state

@@ -1,93 +1,164 @@
-"""`FullQueue`: refuses requests cheaply while the engine rejects others, so that a burst costs little.
+"""`FullQueue`: while the engine rejects requests, further ones ask for a place before they are looked at.
 
-A rejection by the engine costs the API process half a millisecond: the request is parsed, tokenized, sent and answered.
-What the engine rejects has a place held for it when it returns (`quire.scheduler.promises`), so the engine has to see
-some of the new requests and all that return as they were told. Everything else is refused here, with the engine's
-latest text and time, or with what is left of the time that it was told before:
+A request that the engine rejects in full costs half a millisecond: it is parsed, tokenized, sent and answered. A
+request that asks for a place costs a hash of its body and a share of one message (`quire.engine.core.AskPlaces`); the
+engine lets it come, or tells it when to, and holds a place for it either way (`quire.scheduler.queue.Promises`). So
+every ``Retry-After`` is the engine's own, however many requests come.
 
-    more than `SLACK` above the fewest that were open at a rejection     before the body is read
-    beyond `RATE` per second, and not one that returns as it was told    after it
+    no rejection for `MEMORY_S`                        goes to the engine in full
+    comes when it was told to                          goes to the engine in full: a place is held for it
+    comes earlier                                      is told what is left of its time
+    more than `MOST_ASKED` wait for an answer          is refused before its body is read, with the latest time
+    else                                               asks; goes to the engine in full, or is told when to come
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from typing import NamedTuple
 
-from quire.http.refusals import HttpError, Refusal
+from quire.engine.core import AskPlaces, Call, Reply
+from quire.errors import QuireError
+from quire.http.edge import TENANT
+from quire.http.refusals import HttpError, Refusal, busy
 from quire.metrics.log import Log
 
 _KEY_BYTES = 2**16  # of a body that it is known by, beside its length
 _MAX_TOLD = 16_384
 _EARLY_S, _GRACE_S = 0.25, 2.0  # around the time told, as the engine has them
-_BODY: ContextVar[int] = ContextVar("quire.body_key", default=0)  # of the request that a task serves
+_WEIGHT = 1 / 32  # of the newest request in the mean of bytes per token
 log = Log("api")
+
+
+class Body(NamedTuple):
+    """What a request is known by, before it is parsed and when it comes again."""
+
+    key: int = 0
+    num_bytes: int = 0
+
+
+UNREAD = Body()
+BODY: ContextVar[Body] = ContextVar("quire.body", default=UNREAD)  # of the request that a task serves
 
 
 class FullQueue:
     """What the API knows of the engine's rejections. Belongs to one event loop."""
 
-    SLACK = 64
     MEMORY_S = 1.0  # after a rejection by the engine
-    RATE = 64.0  # new requests per second that the engine may reject, and as many at once
+    BATCH_S = 0.005  # requests that ask within it share a message
+    ANSWER_S = 2.0  # a request that got no answer by then goes to the engine in full
+    MOST_ASKED = 1024
 
-    def __init__(self, num_open: Callable[[], int], now: Callable[[], float]) -> None:
-        """``num_open`` returns how many requests are with the engine, rejected or not."""
-        self._num_open = num_open
+    def __init__(
+        self, call: Callable[[Callable[[str], Call]], Awaitable[Reply]], now: Callable[[], float]
+    ) -> None:
+        """``call``: as `Frontend.call`."""
+        self._call = call
         self._now = now
-        self._level = 0  # the fewest that were open at a rejection
         self._until_s = -math.inf
         self._refusal: Refusal | None = None  # the latest
         self._told: dict[int, list[float]] = {}  # body → when clients with it are to come back, ascending
-        self._allowed = self.RATE  # rejections that the engine may make now
-        self._allowed_s = -math.inf  # as of then
+        self._asking: list[tuple[Body, asyncio.Future[Refusal | None]]] = []  # the next message
+        self._messages: set[asyncio.Task[None]] = set()
+        self._num_asked = 0  # without an answer
+        self._token_bytes = 5.0  # of a body
 
     def rejected(self, refusal: Refusal, after_s: float = 0.0) -> None:
-        """The engine's queue was full for a request, which gets ``refusal`` and may come back ``after_s`` later."""
-        now_s, num_open = self._now(), self._num_open()
+        """The engine has no room for the task's request, which gets ``refusal`` and may come ``after_s`` later."""
+        self._note(BODY.get().key, refusal, after_s)
+
+    def refusal(self) -> Refusal | None:
+        """Return the answer to a new request if it is refused unread."""
+        return self._refusal if self._num_asked >= self.MOST_ASKED else None
+
+    @staticmethod
+    def read(pieces: Sequence[bytes]) -> None:
+        """The body of the task's request was read."""
+        num_bytes = sum(map(len, pieces))
+        key = hash((pieces[0][:_KEY_BYTES] if pieces else b"", num_bytes, TENANT.get()))
+        BODY.set(Body(key % 2**62 or 1, num_bytes))
+
+    def tokenized(self, num_tokens: int) -> None:
+        """The task's request has so many tokens."""
+        num_bytes = BODY.get().num_bytes
+        if num_bytes and num_tokens:
+            self._token_bytes += (num_bytes / num_tokens - self._token_bytes) * _WEIGHT
+
+    async def check(self) -> None:
+        """Return where the task's request goes to the engine in full.
+
+        Raises:
+            HttpError: the engine has no room for it.
+        """
+        now_s, body = self._now(), BODY.get()
         if now_s >= self._until_s:
-            log.warning("queue_full", open=num_open, error=refusal.message)
-            self._level = num_open
-        self._level = min(self._level, num_open)
+            return
+        dues = self._told.get(body.key, [])
+        while dues and dues[0] + _GRACE_S < now_s:
+            del dues[0]
+        if dues and now_s >= dues[0] - _EARLY_S:
+            del dues[0]
+            return
+        refusal = self._refusal
+        if dues and refusal is not None:
+            after = str(math.ceil(dues[0] - now_s)).encode()
+            raise HttpError(replace(refusal, headers=((b"retry-after", after),)))
+        self._told.pop(body.key, None)
+        refusal = await self._ask(body)
+        if refusal is not None:
+            raise HttpError(refusal)
+
+    def _note(self, key: int, refusal: Refusal, after_s: float) -> None:
+        now_s = self._now()
+        if now_s >= self._until_s:
+            log.warning("queue_full", error=refusal.message)
         self._until_s = now_s + self.MEMORY_S
         self._refusal = refusal
         if len(self._told) >= _MAX_TOLD:
             self._told = {k: dues for k, dues in self._told.items() if dues and dues[-1] + _GRACE_S > now_s}
         if len(self._told) < _MAX_TOLD:
-            insort(self._told.setdefault(_BODY.get(), []), now_s + after_s)
+            insort(self._told.setdefault(key, []), now_s + after_s)
 
-    def refusal(self) -> Refusal | None:
-        """Return the answer to a new request if it is refused unread."""
-        if self._now() >= self._until_s or self._num_open() < self._level + self.SLACK:
-            return None
-        return self._refusal
+    def _ask(self, body: Body) -> asyncio.Future[Refusal | None]:
+        loop = asyncio.get_running_loop()
+        if not self._asking:
+            loop.call_later(self.BATCH_S, self._send)
+        future: asyncio.Future[Refusal | None] = loop.create_future()
+        self._asking.append((body, future))
+        self._num_asked += 1
+        return future
 
-    @staticmethod
-    def read(pieces: Sequence[bytes]) -> None:
-        """The body of the task's request was read."""
-        _BODY.set(hash((pieces[0][:_KEY_BYTES] if pieces else b"", sum(map(len, pieces)))))
+    def _send(self) -> None:
+        asking, self._asking = self._asking, []
+        task = asyncio.get_running_loop().create_task(self._answer(asking))
+        self._messages.add(task)
+        task.add_done_callback(self._messages.discard)
 
-    def check(self) -> None:
-        """Raise `HttpError` where the task's request is refused before it is looked at."""
-        now_s = self._now()
-        if now_s >= self._until_s or self._refusal is None:
-            return
-        dues = self._told.get(_BODY.get(), [])
-        while dues and dues[0] + _GRACE_S < now_s:
-            del dues[0]
-        if dues and now_s >= dues[0] - _EARLY_S:
-            del dues[0]
-            return  # a place may be held for it
-        self._allowed = min(self.RATE, self._allowed + (now_s - self._allowed_s) * self.RATE)
-        self._allowed_s = now_s
-        if self._allowed >= 1.0:
-            self._allowed -= 1.0
-        elif dues:
-            after = str(math.ceil(dues[0] - now_s)).encode()
-            raise HttpError(replace(self._refusal, headers=((b"retry-after", after),)))
-        else:
-            self._told.pop(_BODY.get(), None)
-            raise HttpError(self._refusal)
+    async def _answer(self, asking: list[tuple[Body, asyncio.Future[Refusal | None]]]) -> None:
+        """Ask the engine for places, and hand out its answers."""
+        asked = tuple((body.key, math.ceil(body.num_bytes / self._token_bytes)) for body, _ in asking)
+        waits_s, why = [0.0] * len(asking), ""
+        try:
+            async with asyncio.timeout(self.ANSWER_S):
+                reply = await self._call(lambda call_id: AskPlaces(call_id, asked))
+            waits_s, why = reply.values["waits_s"], reply.values["why"]
+        except (QuireError, TimeoutError):
+            pass  # the engine is being replaced, or a step takes long: the request finds out itself
+        finally:
+            self._num_asked -= len(asking)
+            made: dict[int, Refusal] = {}
+            for (body, future), wait_s in zip(asking, waits_s, strict=True):
+                after_s, refusal = math.ceil(wait_s), None
+                if after_s:
+                    refusal = made.get(after_s)
+                    if refusal is None:
+                        text = f"{why} Try again in {after_s} s."
+                        refusal = made[after_s] = busy(text, "queue_full", after_s)
+                    self._note(body.key, refusal, after_s)
+                if not future.done():
+                    future.set_result(refusal)

@@ -112,7 +112,7 @@ class Models:
 
 _STYLE = (
     "body{font:16px/1.5 system-ui;max-width:42em;margin:3em auto;padding:0 1em}"
-    "pre{background:#eee;padding:1em;overflow:auto}"
+    "pre{background:#eee;padding:1em;white-space:pre-wrap}"
 )
 _LINKS = ("/v1/models", "/readyz", "/metrics", "/docs", "/openapi.json", "/props")
 

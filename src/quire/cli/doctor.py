@@ -9,7 +9,18 @@ from rich.console import Console
 from rich.table import Table
 
 from quire import __version__
-from quire.device import FP8_CAPABILITY, cpu_features, detect_device, find_gpu, gpu_problem, slow_kernels
+from quire.device import (
+    FP8_CAPABILITY,
+    cpu_features,
+    cpu_flags,
+    detect_device,
+    find_gpu,
+    gpu_problem,
+    is_built,
+    slow_kernels,
+    unused_levels,
+    withheld_cores,
+)
 
 NEEDED = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2", "tqdm")
 SERVING = (
@@ -49,6 +60,14 @@ def advice() -> list[str]:
     if device.memory_available_bytes < 2 * 2**30:
         found.append("Less than 2 GiB of memory is available: choose a small model, or free some memory.")
     return found
+
+
+def reasons() -> list[str]:
+    """Return why no faster level of kernels is used, and why not all cores are."""
+    device = detect_device()
+    levels = unused_levels(cpu_features(), device.isa, is_built, cpu_flags()) if device.native else []
+    cores = withheld_cores()
+    return levels + ([] if cores is None else [cores])
 
 
 def kernels() -> str:
@@ -98,5 +117,7 @@ def report() -> None:
         rows.add_row(*row)
     console.print(rows)
     console.print()
+    for sentence in reasons():
+        console.print(f"• {sentence}")
     for sentence in advice() or ["Nothing to do: everything that Quire needs is installed."]:
         console.print(f"• {sentence}")

@@ -9,16 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.http.keys import (
-    ApiKey,
-    check_name,
-    check_weight,
-    create_key,
-    read_keys,
-    read_time,
-    revoke_key,
-    rotate_key,
-)
+from quire.http import keys as key_file
 
 keys_app = typer.Typer(help="API keys in a file: create, list, rotate, revoke.", no_args_is_help=True)
 FileOption = Annotated[Path, typer.Option("--file", help="The file of keys.")]
@@ -50,18 +41,18 @@ def create(
     admin: Annotated[bool, typer.Option("--admin", help="It may also use the admin surface.")] = False,
 ) -> None:
     """Add a key and print it: it is shown this once, the file holds its hash."""
-    key = ApiKey(
-        name=check_name(name, "name"),
-        tenant=check_name(tenant or name, "--tenant"),
+    key = key_file.ApiKey(
+        name=key_file.check_name(name, "name"),
+        tenant=key_file.check_name(tenant or name, "--tenant"),
         digest="",
         created=datetime.now(UTC),
-        expires=read_time(expires, "--expires") if expires else None,
+        expires=key_file.read_time(expires, "--expires") if expires else None,
         models=tuple(models or ()),
         endpoints=tuple(endpoints or ()),
         admin=admin,
-        weight=check_weight(weight, "--weight"),
+        weight=key_file.check_weight(weight, "--weight"),
     )
-    typer.echo(create_key(file, key))
+    typer.echo(key_file.create_key(file, key))
 
 
 @keys_app.command("list")
@@ -69,7 +60,7 @@ def list_keys(file: FileOption = DEFAULT) -> None:
     """Print the names, tenants and rights of all keys."""
     now = datetime.now(UTC)
     rows = []
-    for key in read_keys(file).keys.values():
+    for key in key_file.read_keys(file).keys.values():
         ends = (
             "never"
             if key.expires is None
@@ -83,13 +74,13 @@ def list_keys(file: FileOption = DEFAULT) -> None:
 @keys_app.command()
 def rotate(name: Name, file: FileOption = DEFAULT) -> None:
     """Replace a key by a new one, which is printed; the old one ends at once."""
-    typer.echo(rotate_key(file, name))
+    typer.echo(key_file.rotate_key(file, name))
 
 
 @keys_app.command()
 def revoke(name: Name, file: FileOption = DEFAULT) -> None:
     """Remove a key."""
-    revoke_key(file, name)
+    key_file.revoke_key(file, name)
     typer.echo(f"{name}: revoked")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from quire.cli.flags import ON_DEMAND, pick
 from quire.cli.gateway import batches
 from quire.cli.replicas import MEMORY, OWN, REFUSED, STOP_S, as_toml, gateway_args, start_server
 from quire.config import DeviceInfo
-from quire.device import detect_device
+from quire.device import detect_device, usable_cpus
 from quire.engine.assemble import configure
 from quire.errors import ConfigError, ModelLoadError, nearest
 from quire.gateway.config import GatewayConfig
@@ -222,7 +221,7 @@ class ModelServers:
             ModelLoadError: it ended instead; with the last line that it wrote.
         """
         path = self._folder / f"{list(self._settings).index(name)}.toml"
-        child = await start_server(path, os.sched_getaffinity(0))
+        child = await start_server(path, usable_cpus())
         self._children[name], self._lines[name] = child, deque(maxlen=_KEPT_LINES)
         self._watching[name] = watching = asyncio.create_task(self._watch(name, child))
         try:

@@ -156,6 +156,13 @@ class EngineCore:
                 self.replies.append(self._change_policy(message))
             case TakeCacheEvents(call_id, snapshot):
                 self.replies.append(Reply(call_id, _cache_events(self.scheduler, snapshot=snapshot)))
+            case AskPlaces(call_id, asked):
+                waits_s, why = (
+                    ([0.0] * len(asked), "")
+                    if self._draining
+                    else self.scheduler.give_places(asked, self.clock.now())
+                )
+                self.replies.append(Reply(call_id, {"waits_s": waits_s, "why": why}))
             case SaveRecording(call_id):
                 self.replies.append(_saved(call_id, self.save))
             case ResetPrefixCache(call_id):
@@ -280,6 +287,17 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class AskPlaces:
+    """May these requests come now? Answered with a `Reply`: ``waits_s``, 0 for yes, and ``why`` the last may not.
+
+    A place is held for each, for when it is to come, under its key.
+    """
+
+    call_id: str
+    asked: tuple[tuple[int, int], ...]  # (`Request.place`, about how many prompt tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class SaveRecording:
     """Save what the flight recorder has; answered with a `Reply`: path and number of steps."""
 
@@ -345,7 +363,7 @@ class TakeCacheEvents:
     snapshot: bool = False
 
 
-Call = ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents
+Call = AskPlaces | ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents
 Message = (
     Request  # to be queued
     | AbortRequest

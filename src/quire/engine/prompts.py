@@ -35,6 +35,7 @@ class RequestOptions(TypedDict, total=False):
     adapter: Adapter | None
     pooling: Pooling | None
     deadline: Deadline | None
+    place: int
 
 
 def prepare_request(

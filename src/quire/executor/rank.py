@@ -79,7 +79,7 @@ class RankLoop:
         """Load the rank's part of the model, and say so."""
         config, clock = boot.config, WallClock()
         start_s = clock.now()
-        if boot.cores:
+        if boot.cores and hasattr(os, "sched_setaffinity"):  # Linux
             os.sched_setaffinity(0, boot.cores)
         choose_threads(config.runner.num_threads, torch_is_heavy=config.runner.backend == "reference")
         keep_freed_memory()

@@ -6,7 +6,6 @@ They are started all at once with ``python -m``, so a script needs no main guard
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import signal
 import socket
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 
 from quire import errors
 from quire.config import EngineConfig
-from quire.device import core_groups, numa_nodes
+from quire.device import core_groups, numa_nodes, usable_cpus
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError, QuireError
 from quire.executor.base import RankLoaded
 from quire.executor.child_process import child_environment
@@ -202,7 +201,7 @@ def cores_of(world: int, num_threads: int) -> list[tuple[int, ...]]:
     None where a rank would have more threads than cores.
     """
     nodes = numa_nodes()
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(usable_cpus())
     groups = nodes if len(nodes) == world else core_groups(cores, world)
     if len(cores) < world or any(len(group) < num_threads for group in groups):
         return [()] * world

@@ -144,13 +144,13 @@ class Fleet:
         """Return the backends that may get a request for ``model`` now, in order of their numbers.
 
         Backends whose breaker is open, and those that answer no polls, are left out, unless most are: then that tells
-        more of the load or the network than of the backends, and all are used. A recovered backend is left out at
-        random as its share says.
+        more of the load or the network than of the backends, and all are used; but those whose breaker is open, too,
+        only where nothing else is left. A recovered backend is left out at random as its share says.
         """
         known = [b for b in self.serving(model) if (b.is_ready or b.is_silent) and not b.is_draining]
         allowed = [b for b in known if b.is_ready and b.breaker.allows(now)]
         if len(allowed) < self.health.panic_share * len(known):
-            allowed = known
+            allowed = [b for b in known if b.is_ready or b.breaker.allows(now)] or known
         loads = self.router.loads
         free = [
             b

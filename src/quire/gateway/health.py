@@ -91,7 +91,7 @@ class Poller:
             if not backend.models:
                 return "it serves no model", False
         except BackendFailed as error:
-            return str(error), error.kind == "timeout"
+            return str(error), error.timed_out
         return "" if path else "none of its probes answers 200", False
 
     async def _probe(self, backend: Backend) -> str:

@@ -33,16 +33,26 @@ class Holders:
         return len(self._masks)
 
     def add(self, block_hash: bytes, replica: int) -> None:
-        one = self._ones.setdefault(replica, 1 << replica)
-        before = self._masks.get(block_hash)
-        self._masks[block_hash] = one if before is None else before | one
+        self.add_all((block_hash,), replica)
+
+    def add_all(self, hashes: Iterable[bytes], replica: int) -> None:
+        one, masks = self._ones.setdefault(replica, 1 << replica), self._masks
+        get = masks.get
+        for block_hash in hashes:
+            before = get(block_hash)
+            masks[block_hash] = one if before is None else before | one
 
     def remove(self, block_hash: bytes, replica: int) -> None:
-        mask = self._masks.get(block_hash, 0) & ~(1 << replica)
-        if mask:
-            self._masks[block_hash] = mask
-        else:
-            self._masks.pop(block_hash, None)
+        self.remove_all((block_hash,), replica)
+
+    def remove_all(self, hashes: Iterable[bytes], replica: int) -> None:
+        masks, one = self._masks, 1 << replica
+        for block_hash in hashes:
+            before = masks.get(block_hash, 0)
+            if before & ~one:
+                masks[block_hash] = before & ~one
+            elif before:
+                del masks[block_hash]
 
     def has(self, block_hash: bytes, replica: int) -> bool:
         return bool(self._masks.get(block_hash, 0) >> replica & 1)
@@ -56,9 +66,12 @@ class Holders:
         """Return per replica how many of ``chain``'s first blocks it holds without a gap."""
         depths = [0] * num_replicas
         left = (1 << num_replicas) - 1
+        get = self._masks.get
         for depth, block_hash in enumerate(chain):
-            still = left & self._masks.get(block_hash, 0)
-            gone = left ^ still
+            still = left & get(block_hash, 0)
+            if still == left:
+                continue
+            gone = left ^ still if depth else 0  # a depth of 0 needs no mention
             while gone:
                 depths[(gone & -gone).bit_length() - 1] = depth
                 gone &= gone - 1
@@ -90,11 +103,12 @@ class PredictedIndex:
 
     def sent(self, replica: int, chain: Sequence[bytes]) -> None:
         """A request with this chain went to ``replica``."""
-        blocks, tick = self._blocks.setdefault(replica, {}), self._tick
+        blocks, tick, new = self._blocks.setdefault(replica, {}), self._tick, list[bytes]()
         for block_hash in reversed(chain):  # the front is touched last: the end of a prefix is evicted first
             if blocks.pop(block_hash, None) is None:
-                self.holders.add(block_hash, replica)
+                new.append(block_hash)
             blocks[block_hash] = tick
+        self.holders.add_all(new, replica)
         excess = len(blocks) - self._capacity
         if excess > self._slack:
             self._evict(replica, list(islice(blocks, excess)))
@@ -107,11 +121,11 @@ class PredictedIndex:
             stale = takewhile(lambda block: block[1] < oldest, blocks.items())
             self._evict(replica, [block_hash for block_hash, _ in stale])
 
-    def _evict(self, replica: int, hashes: Iterable[bytes]) -> None:
+    def _evict(self, replica: int, hashes: Sequence[bytes]) -> None:
         blocks = self._blocks[replica]
         for block_hash in hashes:
             del blocks[block_hash]
-            self.holders.remove(block_hash, replica)
+        self.holders.remove_all(hashes, replica)
 
     def forget(self, replica: int) -> None:
         """The replica lost its cache."""
@@ -208,12 +222,11 @@ class PendingIndex:
 
     def sent(self, replica: int, chain: Sequence[bytes]) -> None:
         """A request with this chain went to ``replica``."""
-        counts, add = self._counts.setdefault(replica, {}), self.holders.add
+        counts = self._counts.setdefault(replica, {})
+        get = counts.get
         for block_hash in chain:
-            before = counts.get(block_hash, 0)
-            counts[block_hash] = before + 1
-            if not before:
-                add(block_hash, replica)
+            counts[block_hash] = get(block_hash, 0) + 1
+        self.holders.add_all(chain, replica)
 
     def arrived(self, replica: int, chain: Sequence[bytes]) -> None:
         """That request has its first token, or has ended: from now on the replica's report counts."""
@@ -252,8 +265,7 @@ class KnownPrefixes:
         reported = self._reported.holders.depths(blocks, num_replicas)
         if not self._is_hybrid:
             return reported
-        pending = self._pending.holders.depths(chain, num_replicas)
-        return [max(pair) for pair in zip(reported, pending, strict=True)]
+        return list(map(max, reported, self._pending.holders.depths(chain, num_replicas)))
 
     def sent(self, replica: int, chain: Sequence[bytes]) -> None:
         """A request with this chain went to ``replica``."""

@@ -13,6 +13,8 @@
 
 The cost of a replica is the predicted time to first token (`TtftModel`: queued and uncached prompt tokens at that
 replica's own pace), plus the time of the uncached tokens once more, since computing them takes capacity from others.
+The base of the prediction is left out: it is what earlier requests waited for besides prompts, and would keep a replica
+that was full from traffic long after it has room.
 Load is the number of requests in flight. A prefix or a key never overloads a replica: it is followed only where the
 load stays within ``max_load_ratio`` of the mean (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam
 2018). Ties go to the least loaded replica, then to the next in turn.
@@ -176,14 +178,16 @@ class Router:
 
     def explain(self, demand: Demand, among: Iterable[int]) -> dict[int, dict[str, float]]:
         """Return per replica of ``among`` what a choice would be made by, now."""
-        depths = self._depths(demand.chain)
+        depths, per_token_s = self._depths(demand.chain), self.ttft.per_token_s
         return {
             r: {
                 "requests": self.loads[r].requests,
                 "tokens": self.loads[r].tokens,
                 "queued_tokens": self.loads[r].queued_tokens,
                 "prefix": depths[r],
-                "cost_ms": round(1e3 * self._cost_s(r, _uncached(demand, depths[r])), 3),
+                "cost_ms": round(
+                    1e3 * per_token_s(r) * (self.loads[r].queued_tokens + 2 * _uncached(demand, depths[r])), 3
+                ),
             }
             for r in among
         }
@@ -204,19 +208,27 @@ class Router:
                 return max(within, key=lambda r: _rendezvous(key, r)) if within else self._least(alive)
         if self.policy == "least-loaded" or not demand.chain:
             return self._least(alive)
-        costs = {r: self._cost_s(r, _uncached(demand, depths[r])) for r in self._within(alive)}
-        lowest = min(costs.values())  # not empty: at least one replica is at or below the mean
-        return self._least([r for r, cost in costs.items() if cost <= lowest])
+        return self._least(self._cheapest(self._within(alive), demand, depths))
+
+    def _cheapest(self, replicas: Sequence[int], demand: Demand, depths: Sequence[int]) -> list[int]:
+        """Return the replicas with the lowest cost; ``replicas`` is not empty."""
+        lowest, found = math.inf, list[int]()
+        loads, per_token_s, whole = self.loads, self.ttft.per_token_s, _uncached(demand, 0)
+        for r in replicas:
+            uncached = _uncached(demand, depths[r]) if depths[r] else whole
+            cost = per_token_s(r) * (loads[r].queued_tokens + 2 * uncached)
+            if cost < lowest:
+                lowest, found = cost, [r]
+            elif cost == lowest:
+                found.append(r)
+        return found
 
     def _within(self, alive: list[int]) -> list[int]:
         """Return the replicas whose load stays within the bound with one request more."""
-        total = sum(self.loads[r].requests for r in alive)
-        most = math.ceil(self._ratio * (total + 1) / len(alive))
-        return [r for r in alive if self.loads[r].requests < most]
-
-    def _cost_s(self, replica: int, uncached: int) -> float:
-        ttft_s = self.ttft.predict(replica, self.loads[replica].queued_tokens + uncached)
-        return ttft_s + self.ttft.per_token_s(replica) * uncached
+        loads = self.loads
+        requests = [loads[r].requests for r in alive]
+        most = math.ceil(self._ratio * (sum(requests) + 1) / len(alive))
+        return [r for r, num in zip(alive, requests, strict=True) if num < most]
 
     def _depths(self, chain: Sequence[bytes]) -> list[int]:
         num = len(self.loads)

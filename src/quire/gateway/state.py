@@ -114,11 +114,14 @@ class GatewayState:
             self.router.prefixes.tick()
 
     def count_failure(self, placed: Placed, error: BackendFailed) -> None:
-        """One attempt failed. A refused connection says more than a poll: the backend is down until one succeeds."""
+        """One attempt failed. Without a connection the backend gets no requests until a poll succeeds.
+
+        If the connection timed out, it is not known whether the backend is down: it is silent.
+        """
         backend = placed.backend
         self.metrics.failures[backend.name, error.kind] += 1
         if error.kind == "connect":
-            self.fleet.set_ready(backend, False, str(error), self.now())
+            self.fleet.set_ready(backend, False, str(error), self.now(), is_silent=error.timed_out)
         log.debug("attempt_failed", backend=backend.name, kind=error.kind, error=str(error))
 
     def key_of(self, backend: Backend) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 _DECAY = 0.98  # per observation: the last 50 count
 _PRIOR_S_PER_TOKEN = 1e-4
 _PRIOR_WEIGHT = 0.5
+_PRIOR = (0.0, _PRIOR_S_PER_TOKEN)
 
 
 @dataclass(slots=True)
@@ -46,11 +47,11 @@ class TtftModel:
 
     def predict(self, replica: int, num_tokens: int) -> float:
         """Return seconds to the first token."""
-        base, slope = self._lines.get(replica, (0.0, _PRIOR_S_PER_TOKEN))
+        base, slope = self._lines.get(replica, _PRIOR)
         return base + slope * num_tokens
 
     def per_token_s(self, replica: int) -> float:
-        return self._lines.get(replica, (0.0, _PRIOR_S_PER_TOKEN))[1]
+        return self._lines.get(replica, _PRIOR)[1]
 
     def num_observed(self, replica: int) -> float:
         """Return how many recent observations the line of a replica rests on."""

@@ -44,6 +44,11 @@ class BackendFailed(QuireError):
         self.answer = answer
 
     @property
+    def timed_out(self) -> bool:
+        """Whether nothing came in time, be it a connection or an answer."""
+        return isinstance(self.__cause__, TimeoutError)
+
+    @property
     def tells_of_load(self) -> bool:
         """Whether the backend is well and has no room."""
         return self.answer is not None and self.answer.status in (429, 503)

@@ -15,6 +15,7 @@ from pathlib import Path
 from starlette.responses import Response
 
 from quire.http import front
+from quire.http.listen import take_connections
 from quire.metrics.log import Log
 
 log = Log("server")
@@ -90,15 +91,7 @@ class FrontLink:
 
     def _take(self) -> None:
         """Take some connections. The end of the process is an empty read."""
-        try:
-            data, fds, _, _ = socket.recv_fds(self._control, 1, front.FDS_AT_ONCE)
-        except BlockingIOError:
-            return
-        except OSError:
-            data, fds = b"", []
-        for fd in fds:
-            self._serve(socket.socket(fileno=fd))
-        if not data:
+        if not take_connections(self._control, 1, front.FDS_AT_ONCE, self._serve):
             self.close()
             if self._retired is not None:
                 self._retired.set_result(None)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.http.listen import take_connections
 from quire.metrics.log import Log
 
 PATIENCE_S = 30.0  # for the answer of the other side
@@ -212,15 +213,7 @@ class Takeover:
         asyncio.get_running_loop().add_reader(self._sock, self._read)
 
     def _read(self) -> None:
-        try:
-            data, fds, _, _ = socket.recv_fds(self._sock, 16, _MAX_FDS)
-        except BlockingIOError:
-            return
-        except OSError:
-            data, fds = b"", []
-        for fd in fds:
-            self._serve(socket.socket(fileno=fd))
-        if not data:
+        if not take_connections(self._sock, 16, _MAX_FDS, self._serve):
             self.close()
             log.info("old_server_ended")
 

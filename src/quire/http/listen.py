@@ -1,4 +1,4 @@
-"""Binding the sockets of a server: TCP, or a unix socket."""
+"""Binding the sockets of a server: TCP, or a unix socket; taking connections that another process sends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import resource
 import socket
 import ssl
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
@@ -182,3 +183,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def take_connections(
+    sock: socket.socket, max_bytes: int, max_fds: int, serve: Callable[[socket.socket], None]
+) -> bool:
+    """Give ``serve`` each connection that another process has sent through ``sock``, which does not block.
+
+    Returns False if that process has ended.
+    """
+    try:
+        data, fds, _, _ = socket.recv_fds(sock, max_bytes, max_fds)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    for fd in fds:
+        serve(socket.socket(fileno=fd))
+    return bool(data)

@@ -45,7 +45,9 @@ class Attention:
         widths = {"q": q, "k": k, "v": spec.num_kv_heads * spec.v_head_dim}
         self._qkv = Linear(widths, in_size or hidden_size, build, bias=spec.qkv_bias)
         out = spec.num_heads * spec.v_head_dim
-        self._o = Linear({"o": hidden_size}, out, build, bias=spec.o_bias)
+        # A norm over all heads needs them all on every rank (`parallel.shard`).
+        reduce = None if spec.qk_norm == "full" else build.tp_group
+        self._o = Linear({"o": hidden_size}, out, build, bias=spec.o_bias, reduce=reduce)
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._norms: tuple[RmsNorm, RmsNorm] | None = None
         if spec.qk_norm != "none":
@@ -112,7 +114,7 @@ class LatentAttention:
         self._down = Linear(first, hidden_size, build, bias=spec.qkv_bias)
         self._kv_norm = RmsNorm(spec.kv_lora_rank, build)
         out = spec.num_heads * spec.v_head_dim
-        self._o = Linear({"o": hidden_size}, out, build, bias=spec.o_bias)
+        self._o = Linear({"o": hidden_size}, out, build, bias=spec.o_bias, reduce=build.tp_group)
         self._to_latent: HeadMatrices | None = None  # [num_heads, nope, lora]
         self._from_latent: HeadMatrices | None = None  # [num_heads, lora, v_head_dim]
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)

@@ -10,9 +10,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from quire.kernels.collective import Group
 from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty, read_rows, write_bias
 from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
-from quire.kernels.pointwise import scale_rows, take_rows
+from quire.kernels.pointwise import local_ids, scale_rows, take_rows
 from quire.kernels.workspace import empty
 from quire.layers.weights import Build, WeightLoader, copy_into, write_weight
 from quire.weight_format import PLAIN, WeightFormat
@@ -26,8 +27,11 @@ class Linear:
     """
 
     def __init__(
-        self, parts: Mapping[str, int], in_features: int, build: Build, *, bias: bool = False
-    ) -> None:
+        self, parts: Mapping[str, int], in_features: int, build: Build, *, bias: bool = False,
+        reduce: Group | None = None,
+    ) -> None:  # fmt: skip
+        """``reduce``: ranks that have the other inputs of the matrix; their partial sums are added."""
+        self._reduce = reduce
         self.parts = dict(parts)
         self._in_features = in_features
         self._dtype = build.dtype
@@ -82,11 +86,13 @@ class Linear:
 
         ``adapters``: which rows have which adapter, for a linear with slots.
         """
+        if self._reduce is not None and self.lora is None:
+            return self._reduce.all_reduce(self._base(x, torch.float32), out_dtype or x.dtype)
         y = self._base(x, out_dtype)
         if self.lora is not None and adapters is not None:
             assert isinstance(x, Tensor)
             add_lora(x, y, self.lora, adapters)
-        return y
+        return y if self._reduce is None else self._reduce.all_reduce(y, y.dtype)
 
     def _base(self, x: Tensor | QuantizedRows, out_dtype: torch.dtype | None) -> Tensor:
         if len(self.segments) == 1:
@@ -107,9 +113,16 @@ class Embedding:
     """Input table and output matrix of a model.
 
     Tied embeddings are one matrix in the layout of the linear kernel; a quantized table is in that layout too.
+
+    With tensor parallelism a rank has a part of the rows, and a row of zeros after them for the ids of other ranks, so
+    that the sum over the ranks is the embedding.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: Build, *, tied: bool, scale: float) -> None:
+        self._tp, self._vocab_size = build.tp, vocab_size
+        if build.tp is not None:
+            vocab_size = build.tp.shard.max_vocab + 1
+        self._local_ids = build.of(local_ids)
         self._take_rows, self._scale_rows = build.of(take_rows), build.of(scale_rows)
         self._scale = torch.tensor(scale, dtype=build.dtype).item()  # rounded first, as in training
         held = build.held("embed.weight")
@@ -125,7 +138,7 @@ class Embedding:
                 vocab_size, hidden_size, build.dtype, bias=False, backend=build.matrix_backend(held), format=held
             )  # fmt: skip
         elif not tied:
-            self._table = torch.empty(vocab_size, hidden_size, dtype=build.dtype)
+            self._table = torch.zeros(vocab_size, hidden_size, dtype=build.dtype)
         self._tied = tied
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
@@ -135,17 +148,25 @@ class Embedding:
         if self._packed is not None:
             return {"embed.weight": partial(write_weight, self._packed, 0), "lm_head.weight": head}
         assert self._table is not None
-        return {"embed.weight": copy_into(self._table), "lm_head.weight": head}
+        table = self._table if self._tp is None else self._table[: len(self._tp.shard.vocab)]
+        return {"embed.weight": copy_into(table), "lm_head.weight": head}
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, scaled (Gemma, Granite)."""
+        if self._tp is not None:
+            input_ids = self._local_ids(input_ids, self._tp.shard.vocab, self._tp.shard.max_vocab)
         if self._packed is not None:
             rows = read_rows(self._packed, input_ids)
         else:
             assert self._table is not None
             rows = self._take_rows(self._table, input_ids)
+        if self._tp is not None:
+            rows = self._tp.group.all_reduce(rows, rows.dtype)
         return rows if self._scale == 1.0 else self._scale_rows(rows, self._scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden [num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``."""
-        return self._head(hidden, out_dtype=torch.float32)
+        logits = self._head(hidden, out_dtype=torch.float32)
+        if self._tp is None:
+            return logits
+        return self._tp.group.all_gather(logits[:, : self._tp.shard.max_vocab], self._vocab_size)

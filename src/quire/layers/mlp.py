@@ -28,7 +28,7 @@ class Mlp:
     ) -> None:
         """``inter``: the intermediate size."""
         self._gate_up = Linear({"gate": inter, "up": inter}, hidden_size, build, bias=bias)
-        self._down = Linear({"down": hidden_size}, inter, build, bias=bias)
+        self._down = Linear({"down": hidden_size}, inter, build, bias=bias, reduce=build.tp_group)
         self._activation = activation
         self._gated = build.of(gated)
         self._gated_to_int8 = build.of(gated_to_int8)
@@ -61,6 +61,7 @@ class MoeBlock:
         assert moe is not None
         self._moe = moe
         inter = moe.intermediate_size
+        self._tp = build.tp_group
         plain = replace(build, formats=NO_FORMATS)
         wide = replace(plain, dtype=torch.float32)
         self._router = Linear({"router": moe.num_experts}, hidden_size, wide, bias=moe.router_bias)
@@ -115,6 +116,8 @@ class MoeBlock:
         wide = x if x.dtype == torch.float32 else self._widen(x)
         weights, ids = self._route(self._router(wide), self._moe, self._correction)
         y = self._experts(x, weights, ids, self._stack)
+        if self._tp is not None:
+            y = self._tp.all_reduce(y, y.dtype)
         if self._shared is None:
             return y
         if self._shared_gate is None:

@@ -8,8 +8,10 @@ from types import MappingProxyType
 
 import torch
 
+from quire.kernels.collective import Group
 from quire.kernels.linear import PackedLinear, op_of, write_rows
 from quire.kernels.registry import Backend, KernelChoice, Op, P, R
+from quire.parallel.shard import Shard
 from quire.quant.rtn import quantize
 from quire.quant.stored import StoredMatrix, StoredStack, Weight, row_ranges
 from quire.weight_format import PLAIN, WeightFormat
@@ -25,6 +27,14 @@ def prefixed(prefix: str, loaders: Mapping[str, WeightLoader]) -> dict[str, Weig
 
 
 @dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The ranks that share every layer, and what this one has of the weights."""
+
+    group: Group
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
 class Build:
     """What the layers of a model are built with. ``formats`` has the names of weights within the layer."""
 
@@ -33,6 +43,11 @@ class Build:
     eps: float  # of norms
     norm_plus_one: bool = False
     formats: Formats = field(default_factory=dict)
+    tp: TensorParallel | None = None  # None: this rank has all heads and whole matrices
+
+    @property
+    def tp_group(self) -> Group | None:
+        return None if self.tp is None else self.tp.group
 
     def under(self, prefix: str) -> Build:
         """Return the same for the weights whose names start with ``prefix``, named without it."""

@@ -25,7 +25,7 @@ from quire.layers.linear import Embedding
 from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
-from quire.layers.weights import NO_FORMATS, Build, Formats, WeightLoader, prefixed
+from quire.layers.weights import NO_FORMATS, Build, Formats, TensorParallel, WeightLoader, prefixed
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
@@ -49,14 +49,17 @@ class Decoder:
 
     def __init__(
         self, spec: ModelSpec, kv_layout: KvLayout, max_model_len: int, dtype: torch.dtype, kernels: KernelChoice, *,
-        formats: Formats = NO_FORMATS, lora: LoraConfig | None = None,
+        formats: Formats = NO_FORMATS, lora: LoraConfig | None = None, tp: TensorParallel | None = None,
     ) -> None:  # fmt: skip
-        """``formats``: canonical name → how a quantized weight is held (`weight_plan`)."""
+        """``formats``: canonical name → how a quantized weight is held (`weight_plan`).
+
+        ``tp``: the ranks that share the layers; ``spec``, ``kv_layout`` and ``formats`` are then this rank's.
+        """
         self.spec = spec
         self.dtype = dtype
-        self._shapes = weight_shapes(spec)
+        self._shapes = weight_shapes(spec) if tp is None else dict(tp.shard.shapes)
         self._missing = set(self._shapes)
-        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats)
+        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp)
         tied, scale = spec.tie_word_embeddings, spec.embedding_scale
         self._embedding = Embedding(spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale)
         self._layers = [
@@ -79,7 +82,8 @@ class Decoder:
         loaders = {**self._embedding.weight_loaders(), **prefixed("norm.", self._norm.weight_loaders())}
         for index, layer in enumerate(self._layers):
             loaders.update(prefixed(f"layers.{index}.", layer.weight_loaders()))
-        assert set(loaders) == set(self._shapes), set(loaders) ^ set(self._shapes)
+        # Biases that another rank adds are not in the shapes.
+        assert set(loaders) >= set(self._shapes), set(self._shapes) - set(loaders)
         return loaders
 
     def lora_targets(self) -> dict[str, tuple[LoraStack, int]]:

@@ -8,7 +8,7 @@ quantized and held so comes as a matrix that decodes rows on demand.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,29 +23,32 @@ from quire.models.safetensors_file import StoredTensor
 from quire.models.stored_weights import open_quantized, unpermute, view
 from quire.models.weight_sources import Source
 from quire.modelspec import ModelSpec, weight_shapes
+from quire.parallel.shard import Cut, uncut
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN, WeightFormat
 
 _CPU = torch.device("cpu")
+Cuts = Mapping[str, Cut]
 
 # FP4 (E2M1) by its four bits, from the OCP Microscaling Formats specification 1.0, table 5.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def iter_weights(
-    model: ModelConfig, dtype: torch.dtype, device: torch.device = _CPU
+    model: ModelConfig, dtype: torch.dtype, device: torch.device = _CPU, *, cuts: Cuts | None = None
 ) -> Iterator[tuple[str, Weight]]:
     """Yield (canonical name, weight) in the order of `weight_shapes`: a tensor of ``dtype`` (``correction_bias`` in
     float32), or a quantized matrix where ``model.formats`` says that it is held as it is stored.
 
-    ``device`` is where random weights are made; a checkpoint's weights lie in the host's memory.
+    ``device`` is where random weights are made; a checkpoint's weights lie in the host's memory. ``cuts``: what a rank
+    reads (`parallel.shard`), by its own names; None reads the whole model.
     Tensors may be views of the mapped checkpoint: replace them, do not write into them.
     Raises `ModelLoadError` for a file, name or shape that is wrong, saying which.
     """
     if model.load_format == "random":
-        return random_weights(model.spec, model.seed, dtype, device)
+        return random_weights(model.spec, model.seed, dtype, device, cuts)
     stored, sources = stored_sources(Path(model.path), model.spec)
-    return iter_mapped(model.path, weight_shapes(model.spec), model.formats, stored, sources, dtype)
+    return iter_mapped(model.path, weight_shapes(model.spec), model.formats, stored, sources, dtype, cuts)
 
 
 def iter_heads(heads: HeadsConfig, target: ModelSpec, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -79,18 +82,19 @@ def read_d2t(heads: HeadsConfig, target: ModelSpec) -> Tensor:
 
 def iter_mapped(
     path: str, shapes: Mapping[str, tuple[int, ...]], formats: Mapping[str, WeightFormat],
-    stored: Mapping[str, StoredTensor], sources: Mapping[str, Source], dtype: torch.dtype,
+    stored: Mapping[str, StoredTensor], sources: Mapping[str, Source], dtype: torch.dtype, cuts: Cuts | None = None,
 ) -> Iterator[tuple[str, Weight]]:  # fmt: skip
-    """Yield the weights of ``shapes`` from the mapped files, as `iter_weights`."""
-    for canonical, shape in shapes.items():
+    """Yield the weights of ``shapes``, or what ``cuts`` takes of them, from the mapped files, as `iter_weights`."""
+    for local, cut in (cuts or uncut(shapes)).items():
+        canonical, shape = cut.name, cut.shape(shapes[cut.name])
         source = sources[canonical]
-        weight = _weight(formats, canonical, source, stored, stored_dtype(canonical, dtype))
+        weight = _weight(formats, cut, source, stored, stored_dtype(canonical, dtype))
         if tuple(weight.shape) != shape:
             raise ModelLoadError(
                 f"{path}: {source.take.names[0]} gives {canonical} the shape {list(weight.shape)}, and the "
                 f"configuration asks for {list(shape)}; config.json and weights do not belong together."
             )
-        yield canonical, weight
+        yield local, weight
         # The consumer has copied or packed the weight: drop its pages, so that memory never holds the model twice.
         for name in (*source.take.names, *(name for parts in source.parts for name in parts.values())):
             if name in stored:
@@ -98,40 +102,58 @@ def iter_mapped(
 
 
 def _weight(
-    formats: Mapping[str, WeightFormat], canonical: str, source: Source, stored: Mapping[str, StoredTensor],
+    formats: Mapping[str, WeightFormat],
+    cut: Cut,
+    source: Source,
+    stored: Mapping[str, StoredTensor],
     dtype: torch.dtype,
-) -> Weight:  # fmt: skip
+) -> Weight:
     """Return a weight as ``formats`` says; one that will be quantized on load comes plain."""
     if not source.held.quantized:
-        return _assemble(source.take, stored, dtype)
-    matrix = open_quantized(source, stored)
-    wanted = formats.get(canonical, PLAIN)
+        return _assemble(source.take, stored, dtype, cut)
+    matrix = open_quantized(source, stored, cut)
+    wanted = formats.get(cut.name, PLAIN)
     if wanted == source.held:
         return matrix
-    assert not wanted.quantized or source.held.kind == "fp8", (canonical, wanted, source.held)
+    assert not wanted.quantized or source.held.kind == "fp8", (cut.name, wanted, source.held)
     return matrix.expand(dtype)
 
 
-def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> Tensor:
-    """Apply the steps of a `Take`, in the order that its docstring gives."""
-    cut: list[slice] = [slice(None)] * (take.dim + 1)
-    cut[take.dim] = slice(take.start, take.stop, take.step)
+def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype, cut: Cut) -> Tensor:
+    """Apply the steps of a `Take`, in the order that its docstring gives, to the part that ``cut`` names."""
+    taken: list[slice] = [slice(None)] * (take.dim + 1)
+    taken[take.dim] = slice(take.start, take.stop, take.step)
     if take.encoding == "mxfp4":  # rows are cut before they are expanded
-        blocks, scales = (view(stored[name])[tuple(cut)] for name in take.names)
-        return expand_mxfp4(blocks, scales, dtype)
+        parts = (view(stored[name])[tuple(taken)] for name in take.names)
+        blocks, scales = (part[_index(cut.ranges(2))] for part in parts)
+        return expand_mxfp4(blocks, scales, dtype)[_index((None, None, cut.columns))].contiguous()
     if take.stacked:
-        tensor = torch.empty((len(take.names), *take.shape), dtype=dtype)
-        for part, name in zip(tensor, take.names, strict=True):
-            part.copy_(view(stored[name]))
-    else:
-        tensor = view(stored[take.names[0]])
+        names = take.names if cut.experts is None else take.names[cut.experts.start : cut.experts.stop]
+        views = [view(stored[name]) for name in names]
+        if take.transpose:
+            views = [part.transpose(-1, -2) for part in views]
+        assert take.stop is None, take
+        first = views[0][_index(cut.ranges(views[0].dim() + 1)[1:])]
+        tensor = torch.empty((len(views), *first.shape), dtype=dtype)
+        for target, part in zip(tensor, views, strict=True):
+            target.copy_(part[_index(cut.ranges(part.dim() + 1)[1:])])
+        return tensor
+    tensor = view(stored[take.names[0]])
     if take.transpose:
         tensor = tensor.transpose(-1, -2)
     if take.stop is not None or take.start or take.step != 1:
-        tensor = tensor[tuple(cut)]
-    if take.unpermute_heads:
-        tensor = unpermute(tensor, take.unpermute_heads)
+        tensor = tensor[tuple(taken)]
+    heads = take.unpermute_heads
+    if heads and cut.rows is not None:  # whole heads
+        heads = heads * len(cut.rows) // tensor.shape[0]
+    tensor = tensor[_index(cut.ranges(tensor.dim()))]
+    if heads:
+        tensor = unpermute(tensor, heads)
     return tensor.to(dtype).contiguous()
+
+
+def _index(parts: Iterable[range | None]) -> tuple[slice, ...]:
+    return tuple(slice(None) if part is None else slice(part.start, part.stop) for part in parts)
 
 
 def expand_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,10 +179,11 @@ POOL = 4_194_301
 
 
 def random_weights(
-    spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device = _CPU
+    spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device = _CPU, cuts: Cuts | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (canonical name, tensor) in the order of `weight_shapes`: the same numbers on every device."""
-    return random_tensors(weight_shapes(spec), seed, dtype, device, norm=0.0 if spec.norm_plus_one else 1.0)
+    """Yield (canonical name, tensor) in the order of `weight_shapes`: the same numbers on every device and rank."""
+    norm = 0.0 if spec.norm_plus_one else 1.0
+    return random_tensors(weight_shapes(spec), seed, dtype, device, norm, cuts)
 
 
 def random_tensors(
@@ -169,17 +192,20 @@ def random_tensors(
     dtype: torch.dtype,
     device: torch.device = _CPU,
     norm: float = 1.0,
+    cuts: Cuts | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of ``shapes``; norms are ``norm``."""
+    """Yield (name, tensor) of ``shapes``, or what ``cuts`` takes of them; norms are ``norm``."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.empty(POOL, device="cpu").normal_(0.0, STD, generator=generator).to(device)
     pools = {torch.float32: pool, dtype: pool.to(dtype)}
-    for name, shape in shapes.items():
+    for local, cut in (cuts or uncut(shapes)).items():
+        name, shape = cut.name, shapes[cut.name]
         kind = stored_dtype(name, dtype)
         if _is_norm(name):
-            yield name, torch.full(shape, norm, dtype=kind, device=device)
+            whole = torch.full(shape, norm, dtype=kind, device=device)
         else:
-            yield name, _cut(pools[kind], name, seed, shape)
+            whole = _cut(pools[kind], name, seed, shape)
+        yield local, whole[_index(cut.ranges(whole.dim()))].contiguous()
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

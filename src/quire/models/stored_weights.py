@@ -9,13 +9,22 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.families import Take
 from quire.families.gguf import BLOCK_TYPES
 from quire.families.quantization import Scheme
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor
 from quire.models.weight_sources import FP8, Parts, Source
-from quire.quant.stored import AWQ_ORDER, StoredMatrix, StoredStack, decode_rows, exchange, regroup, unpack
+from quire.parallel.shard import Cut
+from quire.quant.stored import (
+    AWQ_ORDER,
+    StoredMatrix,
+    StoredStack,
+    decode_rows,
+    exchange,
+    regroup,
+    take_columns,
+    unpack,
+)
 from quire.weight_format import WeightFormat
 
 Tensors = Mapping[str, Tensor]  # by part
@@ -44,45 +53,61 @@ def unpermute(tensor: Tensor, heads: int) -> Tensor:
     return tensor.view(heads, half, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def open_quantized(source: Source, stored: Mapping[str, StoredTensor]) -> StoredMatrix | StoredStack:
-    """Return the quantized matrix, or the matrices of all experts, of ``source``.
+def open_quantized(
+    source: Source, stored: Mapping[str, StoredTensor], cut: Cut
+) -> StoredMatrix | StoredStack:
+    """Return the part ``cut`` of the quantized matrix, or of the matrices of all experts, of ``source``.
+
+    Columns are cut at whole groups.
 
     Raises `ModelLoadError` and `UnsupportedModelError` for values that contradict quantization_config.
     """
     if source.scheme is None:
-        return _open_blocks(source, stored[source.take.names[0]])
+        return _open_blocks(source, stored[source.take.names[0]], cut.columns).rows(cut.rows)
+    held = source.parts if cut.experts is None else source.parts[cut.experts.start : cut.experts.stop]
     matrices = tuple(
-        _open_parts(source.take, source.held, source.scheme, {part: stored[name] for part, name in parts.items()},
-                    parts)
-        for parts in source.parts
+        _open_parts(source, {part: stored[name] for part, name in parts.items()}, parts, cut.columns).rows(cut.rows)
+        for parts in held
     )  # fmt: skip
     return StoredStack(matrices) if source.take.stacked else matrices[0]
 
 
-def _open_blocks(source: Source, stored: StoredTensor) -> StoredMatrix:
-    take = source.take
+def _open_blocks(source: Source, stored: StoredTensor, columns: range | None) -> StoredMatrix:
+    take, block = source.take, BLOCK_TYPES[stored.dtype]
     raw = view(stored)[take.start : take.stop]
-    shape = (raw.shape[0], stored.shape[1])
-    order = unpermute(torch.arange(shape[0]), take.unpermute_heads) if take.unpermute_heads else None
+    order = unpermute(torch.arange(raw.shape[0]), take.unpermute_heads) if take.unpermute_heads else None
+    columns = columns or range(stored.shape[1])
+    first, last = (
+        columns.start // block.block,
+        -(-columns.stop // block.block),
+    )  # blocks that have the columns
+    raw = raw[:, first * block.block_bytes : last * block.block_bytes]
+    of_rows = range(columns.start - first * block.block, columns.stop - first * block.block)
 
     def read(start: int, stop: int) -> QuantizedWeight:
         rows = raw[start:stop] if order is None else raw[order[start:stop]]
-        return decode_rows(rows, stored.dtype)
+        return take_columns(decode_rows(rows, stored.dtype), of_rows)
 
-    return StoredMatrix(source.held, shape, read)
+    return StoredMatrix(source.held, (raw.shape[0], len(columns)), read)
 
 
 def _open_parts(
-    take: Take, held: WeightFormat, scheme: Scheme, stored: Mapping[str, StoredTensor], names: Parts
+    source: Source, stored: Mapping[str, StoredTensor], names: Parts, columns: range | None
 ) -> StoredMatrix:
-    tensors = {part: view(tensor) for part, tensor in stored.items()}
+    take, held, scheme = source.take, source.held, source.scheme
+    assert scheme is not None
+    tensors: Tensors = {part: view(tensor) for part, tensor in stored.items()}
     out, in_features = take.shape
     if "index" in tensors:
         _check_index(tensors["index"], scheme, names["index"])
     if "bias" in tensors and tensors["bias"].any():
         raise UnsupportedModelError(f"{names['bias']} is not zero, and this model has no bias there.")
     if scheme.symmetric and "zero" in tensors:
-        _check_zeros(tensors.pop("zero"), scheme, names["zero"])
+        _check_zeros(tensors["zero"], scheme, names["zero"])
+        tensors = {part: tensor for part, tensor in tensors.items() if part != "zero"}
+    if columns is not None:
+        tensors = _columns_of(tensors, scheme, in_features, columns)
+        in_features = len(columns)
     decode = _int8_rows if scheme.encoding == "int8" else partial(_word_rows, scheme)
     if scheme.encoding in FP8:
         decode = partial(_fp8_rows, scheme)
@@ -98,6 +123,27 @@ def _open_parts(
         return QuantizedWeight(held, rows.q[cut], rows.scale[cut], offset)
 
     return StoredMatrix(held, (last - first, in_features), read)
+
+
+def _columns_of(tensors: Tensors, scheme: Scheme, in_features: int, columns: range) -> Tensors:
+    """Return the parts of a matrix for the inputs ``columns``, which are whole words and whole groups."""
+    dims = {"packed": 1, "gptq": 0, "awq": 0}  # of the inputs
+    dim = dims.get(scheme.encoding, 1)
+    found = dict(tensors)
+    for part in ("q", "scale", "zero"):
+        tensor = tensors.get(part)
+        if tensor is None or tensor.dim() < 2 or tensor.shape[dim] == 1:
+            continue  # one scale for the whole row
+        each = in_features // tensor.shape[dim]  # inputs per word, or per group
+        if columns.start % each:
+            raise UnsupportedModelError(
+                f"a matrix of {in_features} inputs in groups of {each} cannot be cut at input {columns.start}; "
+                "give fewer tensor-parallel ranks."
+            )
+        found[part] = tensor.narrow(
+            dim, columns.start // each, -(-columns.stop // each) - columns.start // each
+        )
+    return found
 
 
 def _word_rows(

@@ -33,7 +33,7 @@ MAX_RANKS = 1024
 
 
 def share(total: int, parts: int, index: int, unit: int = 1) -> range:
-    """Return the part ``index`` of ``range(total)``: consecutive, in whole units but for the last unit.
+    """Return the part ``index`` of ``range(total)``: consecutive whole units; the last unit may be short.
 
     The first parts have one unit more where the units do not divide.
     """

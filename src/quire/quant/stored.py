@@ -58,6 +58,14 @@ class StoredMatrix:
         for start, stop in row_ranges(*self.shape):
             yield start, self.read(start, stop)
 
+    def rows(self, part: range | None) -> StoredMatrix:
+        """Return the matrix of these output features; None is all of them."""
+        if part is None:
+            return self
+        first, read = part.start, self.read
+        shape = len(part), self.shape[1]
+        return StoredMatrix(self.format, shape, lambda start, stop: read(first + start, first + stop))
+
     def expand(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix as plain numbers."""
         out = torch.empty(self.shape, dtype=dtype)
@@ -91,6 +99,18 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
     """Return fp32 ``[out, in]``: scale · q + offset."""
     group = weight.shape[1] // weight.scale.shape[1]
     return reference.dequantize(weight.integers, weight.scale, weight.offset, group)
+
+
+def take_columns(weight: QuantizedWeight, columns: range) -> QuantizedWeight:
+    """Return the inputs ``columns``, whole groups, of ``weight``."""
+    if len(columns) == weight.shape[1]:
+        return weight
+    group = weight.shape[1] // weight.scale.shape[1]
+    assert columns.start % group == 0, (columns, group)
+    inputs = slice(columns.start, columns.stop)
+    groups = slice(columns.start // group, -(-columns.stop // group))
+    offset = None if weight.offset is None else weight.offset[:, groups]
+    return QuantizedWeight(weight.format, weight.q[:, inputs], weight.scale[:, groups], offset)
 
 
 def regroup(weight: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:

@@ -20,7 +20,9 @@ from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.attention import StepBatch
+from quire.layers.weights import TensorParallel
 from quire.models.decoder import Decoder
+from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
 from quire.runner.input_batch import PreparedStep, StepBuffers
@@ -90,12 +92,19 @@ class ModelRunner:
     is the next step's.
     """
 
-    def __init__(self, config: EngineConfig, weights: Iterable[tuple[str, Weight]]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        weights: Iterable[tuple[str, Weight]],
+        *,
+        tp: TensorParallel | None = None,
+    ) -> None:
+        """``tp``: the ranks that share the layers; ``config`` is then this rank's (`rank_config`)."""
         model = config.model
         kernels = registry.choose(config.runner)
         self.decoder = Decoder(
             model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
-            formats=model.formats, lora=config.lora,
+            formats=model.formats, lora=config.lora, tp=tp,
         )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
@@ -186,6 +195,12 @@ class ModelRunner:
         if self.watch_sampled is not None:
             self._hidden = hidden
         return self.decoder.logits(hidden)
+
+
+def rank_config(config: EngineConfig, shard: Shard) -> EngineConfig:
+    """Return ``config`` with the layers, formats and cache layout that a rank has."""
+    model = replace(config.model, spec=shard.spec, formats=shard.formats(config.model.formats))
+    return replace(config, model=model, kv_layout=shard.kv_layout(config.kv_layout))
 
 
 def with_hidden_of(batch: StepBatch, step: PreparedStep, tokens: Ints) -> StepBatch:

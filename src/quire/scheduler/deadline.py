@@ -9,17 +9,29 @@ Both are functions of ``now`` and of what the scheduler measured, so a simulated
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from quire.config import OrderKind
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.overload import TTFT_SLACK, place_s
+from quire.scheduler.overload import RESERVED_S, TTFT_RESERVE, TTFT_SLACK, place_s, seats_of
 from quire.scheduler.predictor import Backlog
 from quire.scheduler.queue import aged_s, due_s, sort_key
 from quire.scheduler.sequence import RequestState, Sequence, SequenceState
 from quire.scheduler.state import SchedulerState
 
 _LOOKAHEAD = 128  # waiting sequences that `demote` looks at per step
+
+
+class Line(NamedTuple):
+    """Sequences that enter before a request, and the tokens of their prompts."""
+
+    num_seqs: int
+    num_tokens: int
+
+    def behind(self, other: tuple[int, int]) -> Line:
+        return Line(self.num_seqs + other[0], self.num_tokens + other[1])
 
 
 def expire(state: SchedulerState, now: float) -> list[TokenEvent]:
@@ -64,26 +76,40 @@ def too_late(
     An idle engine, and one that has not measured a step, tries everything. ``kept``: the request comes when it was told
     to, so no place is held against it.
     """
-    limits = [*_limits(state, request, kept)]
+    limits = [*_limits(state, request, now, kept)]
     if not limits or not state.predictor.step_s or not (state.running or state.waiting):
         return None
     elapsed_s, num_own = now - request.arrival_s, _num_uncached(state, request)
-    ahead = [seq for seq in state.waiting if _is_ahead(state.config.order, seq, request)]
-    first_s = elapsed_s + _first_s(state, ahead, num_own)
-    if not kept and state.waiting and len(state.promises):  # a free seat is held for no request
-        held = state.promises.expected(now + first_s)
-        first_s = elapsed_s + _first_s(state, ahead, num_own, *held)
+    ahead = [seq.num_total for seq in state.waiting if _is_ahead(state.config.order, seq, request)]
+    line = Line(len(ahead), sum(ahead))
+    first_s = elapsed_s + _first_s(state, line, num_own, now, kept=kept)
     more_s = (_least_output(request) - 1) * state.predictor.step_s
     for name, kind, limit_s in limits:
         expected_s = first_s + more_s * (name == "deadline_ms.total")
         if expected_s > limit_s:
-            text = (
-                f"{name} = {limit_s * 1e3:g} cannot be met: {len(state.running)} sequences run and "
-                f"{len(state.waiting)} wait, and as things go it would take about {expected_s * 1e3:.0f} ms."
-            )
-            line_s = elapsed_s + _first_s(state, ahead, num_own, *state.promises.expected())
-            return kind, text, max(expected_s, line_s) - limit_s
+            last_s = elapsed_s + _first_s(state, line.behind(state.promises.expected()), num_own)
+            return kind, _missed_text(state, name, limit_s, expected_s), max(expected_s, last_s) - limit_s
     return None
+
+
+def too_late_behind_all(state: SchedulerState, num_prompt: int, now: float) -> tuple[str, float] | None:
+    """As `too_late`, for a request of which only the prompt's length is known: by max_ttft_s, behind all that wait.
+
+    Orders by what is not known of it are not judged.
+    """
+    config = state.config
+    if config.max_ttft_s is None or config.order in ("priority", "shortest-first", "deadline"):
+        return None
+    line = Line(len(state.waiting), state.waiting.num_tokens)
+    if not state.predictor.step_s or not (state.running or line.num_seqs or state.promises.num_called):
+        return None
+    limit_s = most_ttft_s(state, now, kept=False)
+    num_own = round(num_prompt * _uncached_share(state))
+    expected_s = _first_s(state, line, num_own, now)
+    if expected_s <= limit_s:
+        return None
+    last_s = _first_s(state, line.behind(state.promises.expected()), num_own)
+    return _missed_text(state, "max_ttft_ms", limit_s, expected_s), max(expected_s, last_s) - limit_s
 
 
 def demote(state: SchedulerState, now: float) -> None:
@@ -140,7 +166,9 @@ def _missed(seq: Sequence, now: float) -> str | None:
     return None
 
 
-def _limits(state: SchedulerState, request: Request, kept: bool) -> Iterator[tuple[str, str, float]]:
+def _limits(
+    state: SchedulerState, request: Request, now: float, kept: bool
+) -> Iterator[tuple[str, str, float]]:
     """Yield (name, error kind, seconds from arrival) of each limit."""
     if request.deadline is not None:
         for name, limit_s in (
@@ -150,20 +178,42 @@ def _limits(state: SchedulerState, request: Request, kept: bool) -> Iterator[tup
             if limit_s is not None:
                 yield f"deadline_ms.{name}", "hopeless", limit_s
     if state.config.max_ttft_s is not None:
-        yield "max_ttft_ms", "capacity", state.config.max_ttft_s * (1.0 + TTFT_SLACK * kept)
+        yield "max_ttft_ms", "capacity", most_ttft_s(state, now, kept=kept)
+
+
+def most_ttft_s(state: SchedulerState, now: float, *, kept: bool) -> float:
+    """Return the limit of a predicted TTFT: higher for requests that come when they were told to than for others."""
+    limit_s = state.config.max_ttft_s or math.inf
+    if kept:
+        return limit_s * (1.0 + TTFT_SLACK)
+    if not len(state.promises):
+        return limit_s
+    num_soon, _ = state.promises.expected(now + limit_s + RESERVED_S)
+    seats, typical_s, _ = seats_of(state)
+    return limit_s - min(limit_s * TTFT_RESERVE, num_soon * typical_s / len(seats))
+
+
+def _missed_text(state: SchedulerState, name: str, limit_s: float, expected_s: float) -> str:
+    return (
+        f"{name} = {limit_s * 1e3:g} cannot be met: {len(state.running)} sequences run and "
+        f"{len(state.waiting)} wait, and as things go it would take about {expected_s * 1e3:.0f} ms."
+    )
 
 
 def _first_s(
-    state: SchedulerState, ahead: list[Sequence], num_own: int, num_held: int = 0, held_tokens: int = 0
+    state: SchedulerState, line: Line, num_own: int, now: float | None = None, *, kept: bool = False
 ) -> float:
-    """Return in how many seconds ``num_own`` tokens behind the running prompts and ``ahead`` give a first token.
+    """Return in how many seconds ``num_own`` tokens behind the running prompts and ``line`` give a first token.
 
-    ``num_held`` sequences of ``held_tokens`` prompt tokens, which are to come back, come first too.
+    ``now``: behind the requests too that are expected to come back before that, unless it is ``kept`` itself.
     """
-    num_tokens = sum(max(0, seq.num_total - seq.num_planned - 1) for seq in state.running)
-    num_tokens += int((sum(seq.num_total for seq in ahead) + held_tokens) * _uncached_share(state))
-    wait_s = place_s(state, len(ahead) + num_held + 1)
-    return state.predictor.first_token_s(Backlog(num_tokens, wait_s), num_own)
+    num_tokens = seats_of(state)[2] + int(line.num_tokens * _uncached_share(state))
+    backlog = Backlog(num_tokens, place_s(state, line.num_seqs + 1))
+    first_s = state.predictor.first_token_s(backlog, num_own)
+    # A free seat is held for no request.
+    if now is None or kept or not (state.waiting or state.promises.num_called):
+        return first_s
+    return _first_s(state, line.behind(state.promises.expected(now + first_s)), num_own)
 
 
 def _uncached_share(state: SchedulerState) -> float:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 
-from quire.request import Request
-from quire.scheduler.sequence import Sequence, held_bytes
+from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 
 MARGIN = 1.25  # of the time told: the pace varies
@@ -21,21 +20,23 @@ QUEUE_SLACK = (
     1.0  # share of the queue's limits by which requests that come when they were told to may exceed them
 )
 TTFT_SLACK = 1 / 8  # the same, of max_ttft_s
+TTFT_RESERVE = 1 / 4  # share of max_ttft_s that others leave at most to those that come soon
+RESERVED_S = 1.0  # beyond max_ttft_s
 LEAST_S = 0.75  # told beside the margin
 ASSUMED_STEP_S = 0.05  # until a step was measured
 
 
 def place_s(state: SchedulerState, number: int) -> float:
     """Return the seconds until the ``number``-th sequence (from 1) of the queue finds a seat."""
-    seats, typical_s = _seats(state)
+    seats, typical_s, _ = seats_of(state)
     turns, index = divmod(max(1, number) - 1, len(seats))
     return seats[index] + turns * typical_s
 
 
 def full_queue(
-    state: SchedulerState, request: Request, now: float, *, kept: bool
+    state: SchedulerState, num_prompt: int, num_bytes: int, now: float, *, kept: bool
 ) -> tuple[str, float] | None:
-    """Return (text, seconds until there is room) where the queue has no room for ``request``.
+    """Return (text, seconds until there is room) where the queue has no room for a request of this size.
 
     ``kept``: the request comes when it was told to.
     """
@@ -44,42 +45,42 @@ def full_queue(
     slack = 1.0 + QUEUE_SLACK if kept else 1.0
     most, most_tokens = math.ceil(config.max_queue * slack), config.max_queue_tokens
     held = held_tokens = 0
-    if num_waiting and not kept and len(state.promises):
+    if (num_waiting or state.promises.num_called) and not kept and len(state.promises):
         held, held_tokens = state.promises.expected(now + place_s(state, num_waiting + 1))
     if num_waiting + held >= most:
         line, _ = state.promises.expected()
         text = f"The queue is full: {num_waiting} sequences wait and at most {config.max_queue} may."
         return text, place_s(state, num_waiting + line + 1 - config.max_queue)
-    if not num_waiting:
+    if not num_waiting + held:
         return None
-    num_tokens, own = queue.num_tokens, len(request.prompt_token_ids)
-    if most_tokens is not None and num_tokens + held_tokens + own > most_tokens * slack:
+    num_tokens = queue.num_tokens
+    if most_tokens is not None and num_tokens + held_tokens + num_prompt > most_tokens * slack:
         _, line_tokens = state.promises.expected()
-        share = (num_tokens + line_tokens + own - most_tokens) / max(1, num_tokens)
+        share = (num_tokens + line_tokens + num_prompt - most_tokens) / max(1, num_tokens)
         text = (
             f"The queue is full: prompts of {num_tokens} tokens wait and of at most {most_tokens} tokens may."
         )
         return text, place_s(state, math.ceil(share * num_waiting))
-    most_bytes, own = config.max_queue_bytes, held_bytes(request)
-    if most_bytes is not None and queue.num_bytes + own > most_bytes * slack:
-        share = (queue.num_bytes + own - most_bytes) / max(1, queue.num_bytes)
+    most_bytes = config.max_queue_bytes
+    if most_bytes is not None and queue.num_bytes + num_bytes > most_bytes * slack:
+        share = (queue.num_bytes + num_bytes - most_bytes) / max(1, queue.num_bytes)
         text = f"The queue is full: requests of {queue.num_bytes} bytes wait and of at most {most_bytes} bytes may."
         return text, place_s(state, math.ceil(share * num_waiting))
     return None
 
 
-def promise(state: SchedulerState, request: Request, now: float, after_s: float) -> float:
+def promise(state: SchedulerState, key: int, num_prompt: int, now: float, after_s: float) -> float:
     """Promise a rejected request a place; return the whole seconds after which its client is to try again."""
     wait_s = float(math.ceil(after_s * MARGIN + LEAST_S))
-    state.promises.make(request, now + wait_s)
+    state.promises.make(key, num_prompt, now + wait_s)
     return wait_s
 
 
-def _seats(state: SchedulerState) -> tuple[list[float], float]:
-    """Return in how many seconds each seat is free, the earliest first, and for how long one is taken.
+def seats_of(state: SchedulerState) -> tuple[list[float], float, int]:
+    """Return when each seat is free, the earliest first, for how long one is taken, and the prompt tokens to compute.
 
-    Free seats are as many as max_num_seqs and the free blocks allow. Computed once per step: a burst of requests that
-    are rejected reads the same.
+    Times are seconds from now; the tokens are of those that run. Free seats are as many as max_num_seqs and the free
+    blocks allow. Computed once per step: a burst of requests that are rejected reads the same.
     """
     stamp = (state.next_step, len(state.running), len(state.in_flight))
     if state.seats is not None and state.seats[0] == stamp:
@@ -87,7 +88,7 @@ def _seats(state: SchedulerState) -> tuple[list[float], float]:
     predictor, running = state.predictor, state.running
     step_s, mean = predictor.step_s or ASSUMED_STEP_S, predictor.mean_output
     sample = state.waiting.first(64) or running  # of those that run, long outputs are the more frequent
-    typical = sum(_num_left(seq, mean, whole=True) for seq in sample) / max(1, len(sample))
+    typical = sum(_num_left(seq, mean, whole=True) for seq in sample) / len(sample) if sample else mean
     free = state.config.max_num_seqs - len(running)
     if running:
         num_tokens = sum(seq.num_prompt for seq in running) / len(running) + typical
@@ -97,7 +98,8 @@ def _seats(state: SchedulerState) -> tuple[list[float], float]:
         _num_left(seq, mean) * step_s + max(0, seq.num_prompt - seq.num_planned) * predictor.prompt_token_s
         for seq in running
     )
-    state.seats = (stamp, [0.0] * max(0, free) + taken or [0.0], max(1.0, typical) * step_s)
+    num_left = sum(max(0, seq.num_total - seq.num_planned - 1) for seq in running)
+    state.seats = (stamp, [0.0] * max(0, free) + taken or [0.0], max(1.0, typical) * step_s, num_left)
     return state.seats[1:]
 
 

@@ -216,6 +216,7 @@ class Promise(NamedTuple):
     serial: int
     key: int
     num_tokens: int  # of its prompt
+    called: bool = False  # to come at once: it was asked for before the request was sent
 
 
 class Promises:
@@ -224,34 +225,44 @@ class Promises:
     def __init__(self) -> None:
         self._line: list[Promise] = []
         self._by_key: dict[int, list[Promise]] = {}
-        self._next = 0
+        self._next = self._num_tokens = 0
         self.share = 1.0  # of the promises that clients come back for
+        self.num_called = 0  # requests that were let in and are on their way
 
     def __len__(self) -> int:
         return len(self._line)
 
     def expected(self, until_s: float = math.inf) -> tuple[int, int]:
-        """Return (sequences, prompt tokens) that are expected to come back until then."""
-        due = self._line[: bisect_right(self._line, until_s, key=lambda promise: promise.due_s)]
-        num_tokens = sum(promise.num_tokens for promise in due)
-        return math.ceil(len(due) * self.share), math.ceil(num_tokens * self.share)
+        """Return (sequences, prompt tokens) that are expected to come back until then.
 
-    def make(self, request: Request, due_s: float) -> None:
-        """Hold a place for a rejected request; beyond `MAX_PROMISES` nothing is held."""
+        Their prompts count as long as the mean of all promises: nothing here takes longer than the line is deep.
+        """
+        if not self._line:
+            return 0, 0
+        num_due = bisect_right(self._line, until_s, key=_due_s)
+        num_coming = self.num_called + math.ceil(max(0, num_due - self.num_called) * self.share)
+        return num_coming, math.ceil(num_coming * self._num_tokens / len(self._line))
+
+    def make(self, key: int, num_tokens: int, due_s: float, *, called: bool = False) -> None:
+        """Hold a place for a rejected request, or one that is ``called``; beyond `MAX_PROMISES` nothing is held."""
         if len(self._line) >= MAX_PROMISES:
             return
-        promise = Promise(due_s, self._next, _key(request), len(request.prompt_token_ids))
+        promise = Promise(due_s, self._next, key, num_tokens, called)
+        self.num_called += called
         self._next += 1
+        self._num_tokens += num_tokens
         insort(self._line, promise)
-        self._by_key.setdefault(promise.key, []).append(promise)
+        self._by_key.setdefault(key, []).append(promise)
 
-    def redeem(self, request: Request, now: float) -> bool:
-        """Take back the promise of a request that returns; False if it has none that is due."""
+    def expire(self, now: float) -> None:
+        """Drop the promises whose clients did not come."""
         while self._line and self._line[0].due_s < now - GRACE_S:
             self._drop(self._line[0], kept=False)
-        if not self._line:
-            return False
-        mine = min(self._by_key.get(_key(request), ()), default=None)
+
+    def redeem(self, key: int, now: float) -> bool:
+        """Take back the promise of a request that returns; False if it has none that is due."""
+        self.expire(now)
+        mine = min(self._by_key.get(key, ()), default=None)
         if mine is None or mine.due_s > now + EARLY_S:
             return False
         self._drop(mine, kept=True)
@@ -259,16 +270,23 @@ class Promises:
 
     def _drop(self, promise: Promise, *, kept: bool) -> None:
         del self._line[bisect_left(self._line, promise)]
+        self._num_tokens -= promise.num_tokens
         same = self._by_key[promise.key]
         same.remove(promise)
         if not same:
             del self._by_key[promise.key]
-        self.share = max(_LEAST_SHARE, self.share + (kept - self.share) * _WEIGHT)
+        self.num_called -= promise.called
+        if not promise.called:
+            self.share = max(_LEAST_SHARE, self.share + (kept - self.share) * _WEIGHT)
 
 
-def _key(request: Request) -> int:
+def _due_s(promise: Promise) -> float:
+    return promise.due_s
+
+
+def place_key(request: Request) -> int:
     """Return what a request is known by when it comes again; its id, and a seed that was chosen for it, differ then."""
-    return hash((request.prompt_token_ids, request.tenant, request.sampling.max_tokens))
+    return request.place or hash((request.prompt_token_ids, request.tenant, request.sampling.max_tokens))
 
 
 PREFILL = 1.0

@@ -130,7 +130,7 @@ class Cluster:
         """Route a request and hand it to the replica, which takes it from its inbox at the next turn of its loop."""
         request_id = sent.request.request_id
         demand = Demand(sent.chain, len(sent.request.prompt_token_ids), sent.request.sampling.max_tokens or 0)
-        sent.replica = self.router.route(request_id, demand, self.routable)
+        sent.replica, sent.placed_s = self.router.route(request_id, demand, self.routable), self.clock.now()
         if sent.replica is None:
             self._unplaced.append(sent)
             return
@@ -196,7 +196,7 @@ class Cluster:
     def _look(self, sent: Sent, now: float) -> None:
         request_id, num_tokens = sent.request.request_id, len(sent.token_times)
         if num_tokens == 1:
-            self.router.started(request_id)
+            self.router.started(request_id, now - sent.placed_s)
         if num_tokens == sent.source.cancel_after_tokens:
             assert sent.replica is not None
             self.replicas[sent.replica].core.put(AbortRequest(request_id))

@@ -30,6 +30,7 @@ class Sent:
     token_times: list[float] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_retries: int = 0
+    placed_s: float = 0.0  # at the last replica
 
 
 class Client:

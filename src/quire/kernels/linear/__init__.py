@@ -36,7 +36,7 @@ def pack_empty(
     out_features: int, in_features: int, dtype: torch.dtype, *, bias: bool, backend: Backend,
     format: WeightFormat = PLAIN,
 ) -> PackedLinear:  # fmt: skip
-    """Return a matrix in the layout of ``backend``, to be filled with `write_rows`. ``dtype`` is the activations'."""
+    """Return a matrix of zeros in the layout of ``backend``, for `write_rows`. ``dtype`` is the activations'."""
     packed: PackedLinear
     if format.quantized:
         whole_row = format.kind != "int4" and format.group is None

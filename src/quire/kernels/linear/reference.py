@@ -59,7 +59,7 @@ def round_up(size: int, multiple: int) -> int:
 @register("linear.pack_empty", "reference")
 def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
     """Row-major ``[out_features, in_features]``, both padded with zeros to a multiple of 32."""
-    data = torch.empty(round_up(out_features, ALIGN), round_up(in_features, ALIGN), dtype=dtype)
+    data = torch.zeros(round_up(out_features, ALIGN), round_up(in_features, ALIGN), dtype=dtype)
     data[out_features:].zero_()  # only the padding: the rest costs no memory until it is written
     data[:, in_features:].zero_()
     return PackedLinear(out_features, in_features, data)

@@ -40,7 +40,7 @@ from quire.weight_format import WeightFormat
 @register("linear.pack_empty", *GPU_KERNELS)
 def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
     """Row-major ``[out_features, in_features]``."""
-    return PackedLinear(out_features, in_features, torch.empty(out_features, in_features, dtype=dtype))
+    return PackedLinear(out_features, in_features, torch.zeros(out_features, in_features, dtype=dtype))
 
 
 @register("linear.write_rows", *GPU_KERNELS)

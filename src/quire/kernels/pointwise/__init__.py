@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.kernels.linear.reference import quantize_rows
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import native, op
+from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, call_of, empty, heads_of, rows_of, unit_stride
 
 ActivationKind = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
@@ -124,6 +125,12 @@ def take_rows(table: Tensor, ids: Tensor) -> Tensor:
     return table.index_select(0, ids)
 
 
+@op("local_ids")
+def local_ids(ids: Tensor, own: range, other: int) -> Tensor:
+    """``ids − own.start`` where an id is in ``own``, otherwise ``other``; int64 ``[num_tokens]``."""
+    return torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, other)
+
+
 @add_rows.native()
 def native_add_rows(isa: str, x: Tensor, other: Tensor) -> Tensor:
     assert x.dtype == other.dtype, (x.dtype, other.dtype)
@@ -192,6 +199,17 @@ def _over_rows(
     native.gated(
         *call_of(isa, gate_up), GATES[kind], *rows_of(gate_up), address(y), num_tokens, width // 2, *row_words(rows)
     )  # fmt: skip
+
+
+@local_ids.native()
+def native_local_ids(isa: str, ids: Tensor, own: range, other: int) -> Tensor:
+    assert ids.dtype == torch.int64, ids.dtype
+    assert ids.is_contiguous()
+    y = empty(ids.shape[0], dtype=torch.int64)
+    native.local_ids(
+        num_native_threads(), ids.data_ptr(), y.data_ptr(), ids.shape[0], own.start, own.stop, other
+    )
+    return y
 
 
 @take_rows.native()

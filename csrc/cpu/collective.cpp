@@ -1,0 +1,263 @@
+#include "cpu/collective.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#endif
+
+#include "cpu/bf16.h"
+
+namespace quire::cpu {
+
+namespace {
+
+constexpr int kSpins = 2000;  // pauses of about 25 ns: 50 us, longer than ranks in step are apart
+constexpr int kYields = 200;
+constexpr long kSleep_ns = 20'000'000;  // an abort without a wake-up is seen after that long
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define QUIRE_WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define QUIRE_WIDE
+#endif
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+void sleep_while(const std::atomic<uint32_t>& word, uint32_t seen) {
+#if defined(__linux__)
+  const timespec limit{0, kSleep_ns};
+  syscall(SYS_futex, &word, FUTEX_WAIT, seen, &limit, nullptr, 0);
+#else
+  (void)word, (void)seen;
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+#endif
+}
+
+void wake(const std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+  syscall(SYS_futex, &word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+#else
+  (void)word;
+#endif
+}
+
+inline bool reached(uint32_t count, uint32_t wanted) { return static_cast<int32_t>(count - wanted) >= 0; }
+
+inline float load(float v) { return v; }
+inline float load(uint16_t v) { return bf16_to_float(v); }
+inline void store(float v, float* y) { *y = v; }
+inline void store(float v, uint16_t* y) { *y = float_to_bf16(v); }
+
+// y = x_0 + x_1 + … in this order, in fp32, rounded once. `offset`: elements from the start of each slot.
+template <typename In, typename Out>
+inline __attribute__((always_inline)) void sum_into(const char* const* parts, int count, int64_t offset, Out* y,
+                                                    int64_t n) {
+  const In* a = reinterpret_cast<const In*>(parts[0]) + offset;
+  if (count == 2) {
+    const In* b = reinterpret_cast<const In*>(parts[1]) + offset;
+    for (int64_t i = 0; i < n; ++i) store(load(a[i]) + load(b[i]), y + i);
+    return;
+  }
+  constexpr int64_t kAtOnce = 256;
+  float total[kAtOnce];
+  for (int64_t start = 0; start < n; start += kAtOnce) {
+    const int64_t m = std::min(kAtOnce, n - start);
+    for (int64_t i = 0; i < m; ++i) total[i] = load(a[start + i]);
+    for (int r = 1; r < count; ++r) {
+      const In* b = reinterpret_cast<const In*>(parts[r]) + offset + start;
+      for (int64_t i = 0; i < m; ++i) total[i] += load(b[i]);
+    }
+    for (int64_t i = 0; i < m; ++i) store(total[i], y + start + i);
+  }
+}
+
+QUIRE_WIDE void sum_ff(const char* const* p, int c, int64_t o, float* y, int64_t n) { sum_into<float>(p, c, o, y, n); }
+QUIRE_WIDE void sum_fb(const char* const* p, int c, int64_t o, uint16_t* y, int64_t n) { sum_into<float>(p, c, o, y, n); }
+QUIRE_WIDE void sum_bb(const char* const* p, int c, int64_t o, uint16_t* y, int64_t n) {
+  sum_into<uint16_t>(p, c, o, y, n);
+}
+QUIRE_WIDE void sum_bf(const char* const* p, int c, int64_t o, float* y, int64_t n) { sum_into<uint16_t>(p, c, o, y, n); }
+
+void sum(const CollectiveArgs& a, const char* const* parts, int count, int64_t offset, int64_t at, int64_t n) {
+  if (a.from == Type::f32) {
+    if (a.to == Type::f32) sum_ff(parts, count, offset, static_cast<float*>(a.y) + at, n);
+    else sum_fb(parts, count, offset, static_cast<uint16_t*>(a.y) + at, n);
+  } else {
+    if (a.to == Type::f32) sum_bf(parts, count, offset, static_cast<float*>(a.y) + at, n);
+    else sum_bb(parts, count, offset, static_cast<uint16_t*>(a.y) + at, n);
+  }
+}
+
+inline int64_t width(Type type) { return type == Type::f32 ? 4 : 2; }
+
+// The rows [begin, end) of x, into a slot without gaps between rows.
+void fill(const CollectiveArgs& a, char* slot, int64_t begin, int64_t end, ThreadPool& pool) {
+  const int64_t size = width(a.from), bytes = a.in * size;
+  const char* x = static_cast<const char*>(a.x) + begin * a.x_stride * size;
+  pool.run([&](int thread, int n) {
+    const Range mine = share(end - begin, thread, n);
+    if (a.x_stride == a.in) {
+      std::memcpy(slot + mine.begin * bytes, x + mine.begin * bytes, (mine.end - mine.begin) * bytes);
+    } else {
+      for (int64_t i = mine.begin; i < mine.end; ++i) std::memcpy(slot + i * bytes, x + i * a.x_stride * size, bytes);
+    }
+  });
+}
+
+// What the members' slots make of the rows [begin, end) of y.
+void combine(const CollectiveArgs& a, const char* const* parts, int64_t begin, int64_t end, ThreadPool& pool) {
+  const int members = a.channel->size(), me = a.channel->index();
+  const int64_t size = width(a.from);
+  pool.run([&](int thread, int n) {
+    const Range mine = share(end - begin, thread, n);
+    if (a.what == Collective::reduce && a.y_stride == a.out) {
+      sum(a, parts, members, mine.begin * a.in, (begin + mine.begin) * a.out, (mine.end - mine.begin) * a.in);
+      return;
+    }
+    for (int64_t i = mine.begin; i < mine.end; ++i) {
+      const int64_t to = (begin + i) * a.y_stride;
+      char* row = static_cast<char*>(a.y) + to * size;
+      switch (a.what) {
+        case Collective::reduce:
+          sum(a, parts, members, i * a.in, to, a.in);
+          break;
+        case Collective::scatter:
+          sum(a, parts, members, i * a.in + me * a.out, to, a.out);
+          break;
+        case Collective::gather:
+          for (int r = 0; r < members && r * a.in < a.out; ++r) {
+            std::memcpy(row + r * a.in * size, parts[r] + i * a.in * size, std::min(a.in, a.out - r * a.in) * size);
+          }
+          break;
+        default: {  // exchange
+          const int64_t block = a.in / members;
+          for (int r = 0; r < members; ++r) {
+            std::memcpy(row + r * block * size, parts[r] + (i * a.in + me * block) * size, block * size);
+          }
+        }
+      }
+    }
+  });
+}
+
+}  // namespace
+
+Channel::Channel(uintptr_t abort_word, std::vector<uintptr_t> lanes, std::vector<uintptr_t> slots,
+                 std::vector<int> ranks, int index, int64_t slot_bytes, double limit_s)
+    : aborted_(reinterpret_cast<std::atomic<uint32_t>*>(abort_word)),
+      ranks_(std::move(ranks)),
+      index_(index),
+      slot_bytes_(slot_bytes),
+      limit_s_(limit_s) {
+  for (const uintptr_t at : lanes) lanes_.push_back(reinterpret_cast<Lane*>(at));
+  for (const uintptr_t at : slots) slots_.push_back(reinterpret_cast<char*>(at));
+}
+
+void Channel::raise(Flag& flag, uint32_t count) {
+  // Sequentially consistent with a waiter's registration and its last look at `count` (see ThreadPool::run).
+  flag.count.store(count, std::memory_order_seq_cst);
+  if (flag.waiters.load(std::memory_order_seq_cst) != 0) wake(flag.count);
+}
+
+void Channel::wait(const Flag& flag, uint32_t wanted, int member) const {
+  using Clock = std::chrono::steady_clock;
+  for (int i = 0; i < kSpins; ++i) {
+    if (reached(flag.count.load(std::memory_order_acquire), wanted)) return;
+    pause();
+  }
+  Flag& shared = const_cast<Flag&>(flag);
+  const Clock::time_point start = Clock::now();
+  for (int turn = 0;; ++turn) {
+    if (reached(flag.count.load(std::memory_order_acquire), wanted)) return;
+    if (aborted_->load(std::memory_order_acquire) != 0) {
+      throw std::runtime_error("the group of ranks was aborted while a collective waited for rank " +
+                               std::to_string(ranks_[member]));
+    }
+    if (turn < kYields) {
+      std::this_thread::yield();
+      continue;
+    }
+    if (std::chrono::duration<double>(Clock::now() - start).count() > limit_s_) {
+      aborted_->store(1, std::memory_order_seq_cst);
+      throw std::runtime_error("rank " + std::to_string(ranks_[member]) + " did not reach a collective within " +
+                               std::to_string(limit_s_) + " s");
+    }
+    shared.waiters.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = flag.count.load(std::memory_order_seq_cst);
+    if (!reached(seen, wanted)) sleep_while(flag.count, seen);
+    shared.waiters.fetch_sub(1, std::memory_order_relaxed);
+  }
+}
+
+void Channel::exchange() {
+  raise(lanes_[index_]->sent, ++sent_);
+  for (int r = 0; r < size(); ++r) {
+    if (r != index_) wait(lanes_[r]->sent, sent_, r);
+  }
+}
+
+void Channel::wait_for_room() const { wait(lanes_[index_ + 1]->taken, sent_ - 1, index_ + 1); }
+
+void Channel::post() { raise(lanes_[index_]->sent, ++sent_); }
+
+uint32_t Channel::receive() {
+  wait(lanes_[index_ - 1]->sent, received_ + 1, index_ - 1);
+  return received_ + 1;
+}
+
+void Channel::release() { raise(lanes_[index_]->taken, ++received_); }
+
+void collective(const CollectiveArgs& a, ThreadPool& pool) {
+  Channel& channel = *a.channel;
+  const bool one_way = a.what == Collective::send || a.what == Collective::receive;
+  const int64_t row_bytes = (a.what == Collective::receive ? a.out : a.in) * width(a.from);
+  const int64_t at_once = channel.slot_bytes() / row_bytes;
+  std::vector<const char*> parts(channel.size());
+  for (int64_t begin = 0; begin < a.rows; begin += at_once) {
+    const int64_t end = std::min(a.rows, begin + at_once);
+    if (a.what == Collective::receive) {
+      const char* slot = channel.slot(channel.index() - 1, channel.receive());
+      char* y = static_cast<char*>(a.y) + begin * row_bytes;
+      pool.run([&](int thread, int n) {
+        const Range mine = share((end - begin) * row_bytes, thread, n);
+        std::memcpy(y + mine.begin, slot + mine.begin, mine.end - mine.begin);
+      });
+      channel.release();
+      continue;
+    }
+    if (one_way) channel.wait_for_room();
+    fill(a, channel.slot(channel.index(), channel.next()), begin, end, pool);
+    if (one_way) {
+      channel.post();
+      continue;
+    }
+    channel.exchange();
+    const uint32_t message = channel.next() - 1;
+    for (int r = 0; r < channel.size(); ++r) parts[r] = channel.slot(r, message);
+    combine(a, parts.data(), begin, end, pool);
+  }
+}
+
+void local_ids(const LocalIdsArgs& a, ThreadPool&) {
+  for (int64_t i = 0; i < a.rows; ++i) {
+    const int64_t id = a.ids[i];
+    a.y[i] = id >= a.begin && id < a.end ? id - a.begin : a.other;
+  }
+}
+
+}  // namespace quire::cpu

@@ -1,0 +1,65 @@
+"""Collectives between the ranks of a group: every rank of the group calls the same ops in the same order.
+
+With x_r the rows of member r, ``[num_tokens, size]``, n members, and i the caller's place among them:
+
+    all_reduce      Σ x_r                                          [num_tokens, size]
+    all_gather      x_0 | x_1 | …, side by side                    [num_tokens, width], width ≤ n · size
+    reduce_scatter  block i of Σ x_r                               [num_tokens, size / n]
+    all_to_all      block i of x_0 | block i of x_1 | …            [num_tokens, size]
+    send, recv      rows to the next member, from the previous one
+
+Block i of a row is its i-th of n equal parts. Sums are fp32 in the order of the members, rounded once: all ranks have
+the same bits, and the bits of a row depend on that row alone. `reference` has these contracts as functions of all
+members' rows. A group is used either for send and recv or for the other ops.
+
+Two implementations: `native.SharedMemoryGroup` between processes of one machine, whose calls a tape records like any
+native op, and `distributed.TorchGroup` over torch.distributed (Gloo between hosts, NCCL between GPUs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.parallel.topology import Axis
+
+
+class Group(Protocol):
+    """The members of one group, seen from one of them."""
+
+    size: int
+    index: int  # of the caller
+
+    def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """``x`` float32 or bfloat16; the result is of ``out_dtype``."""
+        ...
+
+    def all_gather(self, x: Tensor, width: int) -> Tensor:
+        """``width``: the columns of the result; those after it are dropped."""
+        ...
+
+    def reduce_scatter(self, x: Tensor, out_dtype: torch.dtype) -> Tensor: ...
+
+    def all_to_all(self, x: Tensor) -> Tensor: ...
+
+    def send(self, x: Tensor) -> None:
+        """To the next member, of which there must be one."""
+        ...
+
+    def recv(self, num_tokens: int, size: int, dtype: torch.dtype) -> Tensor:
+        """From the previous member, of which there must be one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """The groups of one rank, by axis; axes of one rank have none."""
+
+    groups: Mapping[Axis, Group] = field(default_factory=dict)
+
+    def group(self, axis: Axis) -> Group | None:
+        return self.groups.get(axis)

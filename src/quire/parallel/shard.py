@@ -1,0 +1,255 @@
+"""`shard`: the part of a model that one rank holds and computes. The one truth of slices; torch-free.
+
+Attention is cut by heads and the MLP by its intermediate size: the first matrix of a pair by rows, the second one
+(``o``, ``down``) by columns, so that each rank has a partial sum of the block's output and one all_reduce completes it
+(Megatron-LM, arXiv:1909.08053, section 3). The vocabulary is cut by rows. What every head needs is on every rank:
+norms, routers, MLA's latent projections and its cache; all of attention where one norm goes over all heads (OLMo-2).
+
+Columns are cut at multiples of a quantization group, so that no group lies on two ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import gcd, lcm
+from types import MappingProxyType
+
+from quire.errors import ConfigError
+from quire.modelspec import (
+    AttentionSpec,
+    KvGroup,
+    KvLayout,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    matrix_bytes,
+    weight_shapes,
+)
+from quire.parallel.topology import Heads, Rank, Topology, share
+from quire.weight_format import PLAIN, WeightFormat
+
+Formats = Mapping[str, WeightFormat]
+INPUT_UNIT = 64  # inputs of a matrix that stay together where there are enough of them: a cache line of int8
+VOCAB_UNIT = 16  # rows of the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of the whole model's weight ``name`` that a rank holds; None is all of that dimension.
+
+    ``rows`` are output features, or the elements of a vector; experts of a stack come before them.
+    """
+
+    name: str
+    rows: range | None = None
+    columns: range | None = None
+    experts: range | None = None
+
+    def ranges(self, num_dims: int) -> tuple[range | None, ...]:
+        """Return the part of each dimension of the weight."""
+        of_experts = bool(re.search(r"\.moe\.(gate|up|down)\.", self.name))
+        return ((self.experts,) * of_experts + (self.rows, self.columns))[:num_dims]
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part, for a weight of shape ``whole``."""
+        parts = self.ranges(len(whole))
+        return tuple(size if part is None else len(part) for size, part in zip(whole, parts, strict=True))
+
+
+def uncut(names: Iterable[str]) -> dict[str, Cut]:
+    """Return the cuts of one rank that has everything."""
+    return {name: Cut(name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """``spec`` has the rank's layers, heads and sizes; ``cuts``: weight of ``spec`` → where it comes from.
+
+    Weights of ``spec`` that are not in ``cuts`` are not on this rank: those of other stages, and on all ranks of the tp
+    axis but the first the biases that are added once.
+    """
+
+    topology: Topology
+    at: Rank
+    spec: ModelSpec
+    layers: range  # of the whole model
+    vocab: range  # rows of the vocabulary; ``spec`` has the whole model's size
+    max_vocab: int  # rows of the rank that has the most
+    cuts: Mapping[str, Cut]
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)  # of ``cuts``
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage has the embedding."""
+        return self.at.pp == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage has the output matrix."""
+        return self.at.pp == self.topology.pp - 1
+
+    def formats(self, of_model: Formats) -> dict[str, WeightFormat]:
+        """Return the formats of this rank's weights, given those of the whole model."""
+        return {local: of_model[cut.name] for local, cut in self.cuts.items() if cut.name in of_model}
+
+    def weight_bytes(self, dtype: str, of_model: Formats = MappingProxyType({})) -> int:
+        """Return the bytes of this rank's weights in memory."""
+        held = self.formats(of_model)
+        return sum(
+            matrix_bytes(shape, dtype, held.get(name, PLAIN)) for name, shape in self.shapes.items() if shape
+        )
+
+    def kv_layout(self, of_model: KvLayout) -> KvLayout:
+        """Return the layout of this rank's cache: the model's groups, each with the layers of this stage alone."""
+        groups = tuple(
+            KvGroup(tuple(i - self.layers.start for i in group.layers if i in self.layers), group.window)
+            for group in of_model.groups
+        )
+        attention = [layer.attention for layer in self.spec.layers]
+        return KvLayout(
+            groups, max(len(group.layers) for group in groups), attention[0].kv_elements_per_token,
+            max(a.num_kv_heads for a in attention),
+        )  # fmt: skip
+
+
+def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = MappingProxyType({})) -> Shard:
+    """Return what ``rank`` holds of ``spec``; ``formats``: canonical name → format of the quantized weights.
+
+    Raises:
+        ConfigError: a size of ``topology`` is larger than what it cuts; names the field, the value and what is allowed.
+    """
+    at = topology.coordinates(rank)
+    layers = topology.layers_of(spec.num_layers, at.pp)
+    cutter = _Cutter(spec, topology, at, formats)
+    local = [cutter.layer(index, number) for number, index in enumerate(layers)]
+    rows = -(-spec.vocab_size // topology.tp)
+    padded = -(-rows // VOCAB_UNIT) * VOCAB_UNIT
+    vocab = range(min(spec.vocab_size, at.tp * padded), min(spec.vocab_size, (at.tp + 1) * padded))
+    vocab_cut = vocab if topology.tp > 1 else None
+    cuts: dict[str, Cut] = {}
+    first, last = at.pp == 0, at.pp == topology.pp - 1
+    if first or (last and spec.tie_word_embeddings):
+        cuts["embed.weight"] = Cut("embed.weight", vocab_cut)
+    cuts.update(cutter.cuts)
+    if last:
+        cuts["norm.weight"] = Cut("norm.weight")
+        if not spec.tie_word_embeddings:
+            cuts["lm_head.weight"] = Cut("lm_head.weight", vocab_cut)
+    whole = weight_shapes(spec)
+    shapes = {local: cut.shape(whole[cut.name]) for local, cut in cuts.items()}
+    return Shard(topology, at, replace(spec, layers=tuple(local)), layers, vocab, padded, cuts, shapes)
+
+
+class _Cutter:
+    """Collects ``cuts`` while it goes over the layers of a stage."""
+
+    def __init__(self, spec: ModelSpec, topology: Topology, at: Rank, formats: Formats) -> None:
+        self._spec, self._topology, self._at, self._formats = spec, topology, at, formats
+        self.cuts: dict[str, Cut] = {}
+
+    def layer(self, index: int, number: int) -> LayerSpec:
+        """Cut layer ``index`` of the model, which is layer ``number`` of the rank; return its spec there."""
+        layer, prefix = self._spec.layers[index], f"layers.{index}."
+        attention, cuts = self._attention(layer.attention, prefix)
+        mlp, more = self._mlp(layer.mlp, prefix)
+        cuts.update(more)
+        one = replace(self._spec, layers=(layer,))
+        for name in weight_shapes(one):
+            part = name.removeprefix("layers.0.")
+            if part == name or self._is_added_elsewhere(part, attention):
+                continue
+            rows, columns, experts = cuts.get(part, (None, None, None))
+            if self._topology.tp == 1:
+                rows = columns = None
+            self.cuts[f"layers.{number}.{part}"] = Cut(prefix + part, rows, columns, experts)
+        return replace(layer, attention=attention, mlp=mlp)
+
+    def _is_added_elsewhere(self, part: str, attention: AttentionSpec) -> bool:
+        """Whether a bias is part of the first rank's partial sum."""
+        if part == "attn.o.bias" and attention.qk_norm == "full":
+            return False
+        return self._at.tp > 0 and part in ("attn.o.bias", "mlp.down.bias", "moe.down.bias")
+
+    def _group(self, name: str) -> int:
+        """Return how many inputs of a matrix must stay together."""
+        return self._formats.get(name, PLAIN).group or 1
+
+    def _attention(self, a: AttentionSpec, prefix: str) -> tuple[AttentionSpec, dict[str, _Parts]]:
+        if self._topology.tp == 1 or a.qk_norm == "full":
+            return a, {}
+        group = self._group(prefix + "attn.o.weight")
+        unit = group // gcd(group, a.v_head_dim)
+        kv_heads = a.num_heads if a.is_mla else a.num_kv_heads
+        heads = self._topology.heads_of(a.num_heads, kv_heads, self._at.tp, unit)
+        cuts = _mla_cuts(a, heads) if a.is_mla else _head_cuts(a, heads)
+        cuts["attn.o.weight"] = (None, _times(heads.queries, a.v_head_dim), None)
+        cuts["attn.sinks"] = (heads.queries, None, None)
+        num_kv_heads = min(a.num_kv_heads, len(heads.kv)) if a.is_mla else len(heads.kv)
+        return replace(a, num_heads=len(heads.queries), num_kv_heads=num_kv_heads), cuts
+
+    def _mlp(self, mlp: MlpSpec, prefix: str) -> tuple[MlpSpec, dict[str, _Parts]]:
+        if mlp.moe is None:
+            inter = self._inner(mlp.intermediate_size, prefix + "mlp.down.weight")
+            return replace(mlp, intermediate_size=len(inter)), _mlp_cuts("mlp.", inter, None)
+        moe, experts = mlp.moe, None
+        if self._topology.ep > 1:
+            experts = self._topology.experts_of(moe.num_experts, self._at.ep)
+        inter = self._inner(moe.intermediate_size, prefix + "moe.down.weight")
+        cuts = _mlp_cuts("moe.", inter, experts)
+        moe = replace(moe, intermediate_size=len(inter))
+        if moe.shared_intermediate_size:
+            inter = self._inner(moe.shared_intermediate_size, prefix + "moe.shared.down.weight")
+            cuts.update(_mlp_cuts("moe.shared.", inter, None))
+            moe = replace(moe, shared_intermediate_size=len(inter))
+        return replace(mlp, moe=moe), cuts
+
+    def _inner(self, size: int, name: str) -> range:
+        """Return this rank's part of an intermediate size."""
+        tp, group = self._topology.tp, self._group(name)
+        unit = lcm(group, INPUT_UNIT)
+        if size < 8 * tp * unit:  # coarse units would make the shares uneven
+            unit = lcm(group, 2)
+        if -(-size // unit) < tp:
+            raise ConfigError(
+                f"tensor_parallel_size = {tp}: {name} has {size} inputs in groups of {unit}; at most "
+                f"{-(-size // unit)} is allowed."
+            )
+        return share(size, tp, self._at.tp, unit)
+
+
+_Parts = tuple[range | None, range | None, range | None]  # rows, columns, experts
+
+
+def _times(items: range, size: int) -> range:
+    return range(items.start * size, items.stop * size)
+
+
+def _head_cuts(a: AttentionSpec, heads: Heads) -> dict[str, _Parts]:
+    rows = {
+        "q": _times(heads.queries, a.head_dim),
+        "k": _times(heads.kv, a.head_dim),
+        "v": _times(heads.kv, a.v_head_dim),
+    }
+    return {f"attn.{name}.{kind}": (rows[name], None, None) for name in rows for kind in ("weight", "bias")}
+
+
+def _mla_cuts(a: AttentionSpec, heads: Heads) -> dict[str, _Parts]:
+    q = _times(heads.queries, a.head_dim)
+    return {
+        "attn.q.weight": (q, None, None),
+        "attn.q_b.weight": (q, None, None),
+        "attn.kv_b.weight": (_times(heads.queries, a.qk_nope_head_dim + a.v_head_dim), None, None),
+    }
+
+
+def _mlp_cuts(prefix: str, inter: range, experts: range | None) -> dict[str, _Parts]:
+    cuts: dict[str, _Parts] = {
+        f"{prefix}{name}.{kind}": (inter, None, experts)
+        for name in ("gate", "up")
+        for kind in ("weight", "bias")
+    }
+    cuts[f"{prefix}down.weight"] = (None, inter, experts)
+    cuts[f"{prefix}down.bias"] = (None, None, experts)
+    return cuts
