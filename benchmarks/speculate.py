@@ -12,7 +12,9 @@ decoding; the bound is the speed-up if it took one.
 from __future__ import annotations
 
 import argparse
+import gzip
 import time
+from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
@@ -46,9 +48,12 @@ def main() -> None:
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: of this process, with one thread"
     )
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--text", choices=["prose", "edit"], default="prose")
+    parser.add_argument(
+        "--text", default="prose", help="prose, edit, or a file (.gz) whose paragraphs are continued"
+    )
+    parser.add_argument("--passages", type=int, default=4, help="of a file, at even distances")
     args = parser.parse_args()
-    texts = PROSE if args.text == "prose" else (EDIT,)
+    texts = {"prose": PROSE, "edit": (EDIT,)}.get(args.text) or passages(Path(args.text), args.passages)
     prompts = [f"{texts[i % len(texts)]}" for i in range(max(args.batch, len(texts)))]
     params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True)
     names = ["plain", *args.settings.split(",")]
@@ -70,7 +75,7 @@ def main() -> None:
             if answers.setdefault("plain", found) != found:
                 raise SystemExit(f"{name} does not give the tokens of plain decoding")
     print(
-        f"{args.model} on {cpu_name()}: batch {args.batch}, {args.text}, T = {args.temperature:g}, "
+        f"{args.model} on {cpu_name()}: batch {args.batch}, {Path(args.text).name}, T = {args.temperature:g}, "
         f"{args.threads} threads, {args.clock} time"
     )
     print(
@@ -79,6 +84,13 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for name, llm in engines.items():
         print(row(name, llm, min(times[name]), min(times["plain"]), len(prompts) * args.tokens))
+
+
+def passages(path: Path, count: int) -> tuple[str, ...]:
+    """Return the beginnings of ``count`` long paragraphs of a text."""
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    long = [" ".join(part.split())[:240] for part in text.split("\n\n") if len(part) > 400]
+    return tuple(long[len(long) * i // count].rpartition(" ")[0] for i in range(count))
 
 
 def keywords(name: str) -> dict[str, Any]:

@@ -90,14 +90,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/speculate/test_heads_state.py",),
     ),
     Mutant(
-        "heads-keep-keys-of-drafts",
-        "a head goes on with K and V that it computed from its own guesses of hidden states",
-        "src/quire/runner/draft_model.py",
-        "return self._leading(self.filled, seq, num_known - 1) + 1",
-        "return self._leading(self._written, seq, num_agreed - 1) + 1",
-        ("tests/speculate/test_heads.py",),
-    ),
-    Mutant(
         "salt-ignored",
         "requests of different cache salts share blocks",
         "src/quire/cache/manager.py",

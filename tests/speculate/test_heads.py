@@ -343,3 +343,25 @@ def test_the_heads_that_ship_with_quill_are_accepted(method: str, tree: int, sha
     found, num_accepted = outputs(llm)
     assert found == plain
     assert num_accepted > share * core.stats().num_draft_tokens
+
+
+def test_accepted_drafts_are_computed_again() -> None:
+    llm = engine("quill", dtype="auto", speculate="eagle", spec_tokens=3)
+    core = llm.client.core
+    proposer, model = core.executor.worker.proposer, core.executor.worker.draft_model
+    real, compared = proposer.propose, 0
+
+    def propose(wanted: list[Wanted]) -> list[Any]:
+        nonlocal compared
+        found = real(wanted)
+        model.filled[:] = model._written[:] = 0  # as if nothing had been computed
+        assert real(wanted) == found
+        compared += len(found)
+        return found
+
+    proposer.propose = propose
+    llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    num_accepted = core.stats().num_accepted_tokens
+    llm.close()
+    assert compared > 10
+    assert num_accepted > 5
