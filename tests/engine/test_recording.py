@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from tests.engine.toy import engine_config
 from tests.fakes.engine import CRASHING, FAKE
+from tests.lora.peft_files import make_adapters
 
 from quire.args import EngineArgs
 from quire.cli.flags import ReplayArgs
@@ -80,6 +81,35 @@ def test_replay_is_equal(recorded: Path, capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().out
     assert said.endswith("\nequal\n")
     assert "recorded  " in said
+
+
+def test_a_ring_behind_the_load_of_its_adapters_replays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = quill(tmp_path / "recordings", max_loras=2)
+    config = replace(config, recorder=replace(config.recorder, num_steps=12))  # the last of 30
+    adapters = make_adapters(tmp_path, config.model.spec)
+    client = InProcessClient(config, WallClock())
+    client.wait_ready()
+    for i, adapter in enumerate((*adapters[:2], None)):
+        one = request(f"r{i}", 5, max_tokens=30, temperature=0.9, ignore_eos=True)
+        client.send(replace(one, adapter=adapter))
+    outputs: dict[str, list[int]] = {f"r{i}": [] for i in range(3)}
+    num_left = 3
+    while num_left:
+        for event in client.receive():
+            assert event.error is None, event.error
+            outputs[event.request_id] += event.token_ids
+            num_left -= event.finish_reason is not None
+    assert len(set(map(tuple, outputs.values()))) == 3, "the adapters matter"
+    recorder = client.core.recorder
+    assert recorder is not None
+    path = Path(save(recorder, config, "asked")["path"])
+    client.close()
+    assert len(load(path).steps) <= 12
+    assert set(load(path).adapters.values()) == set(adapters[:2])
+    assert replay(path, ReplayArgs(threads=1)) == 0
+    assert "equal" in capsys.readouterr().out
 
 
 def test_replay_fails_at_a_planted_difference(

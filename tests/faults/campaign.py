@@ -93,12 +93,13 @@ class Row:
 
 @contextlib.asynccontextmanager
 async def probed(url: str, row: Row) -> AsyncIterator[None]:
-    """Probe /livez from a process of its own while the block runs."""
+    """Probe /livez from a process of its own while the block runs, as one on another machine would."""
     probe = subprocess.Popen(
         [sys.executable, "-m", "tests.faults.probe", url],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        start_new_session=True,  # its turns on the CPU are not those of the clients of the streams
     )
     await asyncio.sleep(0.3)
     try:

@@ -21,6 +21,8 @@ from quire.step import StepPlan, StepResult
 
 IDLE_TICK_S = 0.25  # between two ticks of an engine without work
 SLOW_START_S = 20.0  # that reading an adapter or building a grammar may add to a step
+# Probes tell within a second: what they answer is written ten times a second, and takes its turns on a busy machine.
+HUNG_S = 0.75
 _GAP_S = 0.5  # of a longer time between two looks, no more than this counts
 _SLOTS = 3  # doubles: time of the tick, predicted seconds until the next one, step
 
@@ -83,8 +85,8 @@ class Pulse(NamedTuple):
 
     @property
     def is_hung(self) -> bool:
-        """Whether the tick is overdue: by more than the predicted time once more, and a second."""
-        return not self.is_loading and self.age_s > 2 * self.predicted_s + 1.0
+        """Whether the tick is overdue: by more than the predicted time once more, and `HUNG_S`."""
+        return not self.is_loading and self.age_s > 2 * self.predicted_s + HUNG_S
 
     @property
     def overdue_s(self) -> float:

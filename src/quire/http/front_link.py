@@ -58,6 +58,9 @@ class FrontLink:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=fds,
+                # Linux shares the CPUs out between sessions first (sched_autogroup), so a probe does not wait behind
+                # the threads of the engine.
+                start_new_session=True,
             )
         self._loop.add_reader(self._control, self._take)
         self._ticking = self._loop.create_task(self._tick())
