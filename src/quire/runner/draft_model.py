@@ -26,6 +26,7 @@ from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.processors import LogitsProcessors
 from quire.sampling.sampler import TOKEN_NOISE, Sampler
 from quire.speculate.draft import DraftProposer, Rows
+from quire.speculate.lookahead import LookaheadProposer
 from quire.speculate.medusa import MedusaProposer
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.proposer import Proposer
@@ -234,6 +235,8 @@ def make_proposer(
     speculate = config.speculate
     if speculate is None:
         return None
+    if speculate.method == "lookahead":
+        return LookaheadProposer()
     if speculate.method != "medusa":
         return NgramProposer() if draft_model is None else DraftProposer(draft_model)
     assert speculate.heads is not None
