@@ -64,7 +64,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "layers": 40,
         "metrics": 60,
         "models": 20,
-        "plan": 60,
+        "plan": 90,
         "runner": 180,
         "scheduler": 20,
         "sim": 60,
@@ -175,6 +175,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 285,
         "speculate": 300,
     },
+    "lookahead": {"plan": 16, "runner": 4, "speculate": 115},
+    "bench speculate": {"": 11, "bench": 265, "cli": 11},
     "trees of drafts": {
         "": 20,
         "api": 6,
