@@ -4,8 +4,8 @@
     python benchmarks/parallel.py model /path/to/model [--quantize int8] [--rounds 3]
 
 ``collectives`` prints the time of an all_reduce of [32, 2048] fp32 in shared memory and over Gloo, beside the time that
-one core takes to read 256 KiB which the other has just written. ``model`` prints tokens per second of prefill (one prompt
-of 512 tokens) and decode (batches of 1 and 8), in rounds that alternate, and the ratios of the medians.
+one core takes to read 256 KiB which the other has just written. ``model`` prints tokens per second of prefill (one
+prompt of 512 tokens) and decode (batches of 1 and 8), in rounds that alternate, and the ratios of the medians.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def model(path: str, quantize: str | None, rounds: int) -> None:
             for what, members in (("one process", pipes[:1]), ("two ranks", pipes[1:])):
                 for pipe in members:
                     pipe.send("go")
-                results[what].append(tuple(pipe.recv() for pipe in members)[0])
+                answers = [pipe.recv() for pipe in members]
+                results[what].append(answers[0])
     finally:
         remove(name)
     medians = {
@@ -174,9 +175,8 @@ def _serve(pipe: Connection, config: EngineConfig, name: str, topology: Topology
         group = attach(Segment.attach(name, topology), rank, 300).group("tp")
         assert group is not None
         runner = partial(ModelRunner, tp=TensorParallel(group, mine))
-        worker = Worker(
-            rank_config(config, mine), iter_weights(model, dtype, cuts=mine.cuts), WallClock(), runner
-        )
+        weights = iter_weights(model, dtype, cuts=mine.cuts)
+        worker = Worker(rank_config(config, mine), weights, WallClock(), runner, shard=mine)
     pipe.send("ready")
     step = 0
     while True:

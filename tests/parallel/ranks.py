@@ -41,7 +41,8 @@ def build(config: EngineConfig, segment: Segment, rank: int) -> Worker:
     group = attach(segment, rank, LIMIT_S).group("tp")
     tp = None if group is None else TensorParallel(group, mine)
     weights = iter_weights(model, torch_dtype(model.dtype), cuts=mine.cuts)
-    return Worker(rank_config(config, mine), weights, VirtualClock(), partial(ModelRunner, tp=tp))
+    runner = partial(ModelRunner, tp=tp)
+    return Worker(rank_config(config, mine), weights, VirtualClock(), runner, shard=mine)
 
 
 def _serve(connection: Connection) -> None:

@@ -17,6 +17,7 @@ from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.errors import StepError
 from quire.lora.slots import LoraSlots
+from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.runner.branches import BranchBlocks, Move
 from quire.runner.draft_model import make_draft_model, make_proposer
@@ -58,13 +59,18 @@ class Worker:
         runner: Callable[[EngineConfig, Iterable[tuple[str, Weight]]], Runner] = ModelRunner,
         *,
         answers: bool = True,
+        shard: Shard | None = None,
     ) -> None:
-        """``answers``: whether this rank samples. One that does not is told with `settle`, in place of `finish`."""
+        """``answers``: whether this rank samples. One that does not is told with `settle`, in place of `finish`.
+
+        ``shard``: what this rank has of the model; None: all of it.
+        """
         self._clock = clock
         self.runner = runner(config, weights)
         self._lora: LoraSlots | None = None
         if config.lora is not None:
-            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets())
+            whole = config.model.spec if shard is None else shard.whole
+            self._lora = LoraSlots(whole, self.runner.decoder.lora_targets(), shard)
         scheduler, block_size = config.scheduler, config.cache.block_size
         vocab_size = config.model.spec.vocab_size
         # A block more than the context: the last token sampled may have no row left to be computed in.
