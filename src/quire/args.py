@@ -61,9 +61,22 @@ class EngineArgs:
     spec_accept: Literal["exact", "rejection", "typical"] = "exact"
     device: Literal["auto", "cpu", "cuda", "interpret"] = "auto"
     batch_invariant: bool = False
+    tensor_parallel_size: str | int = 1
+    pipeline_parallel_size: int = 1
+    executor: Literal["auto", "local", "ranks", "ray"] = "auto"
+    nodes: int | None = None
+    ray_address: str | None = None
     threads: int | None = None
     cpu_isa: Literal["auto", "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx"] = "auto"
     step_log: str | None = None
+
+
+def executor_of(args: EngineArgs) -> str:
+    """Return which executor runs ``args``, as `quire.engine.build` names it."""
+    if args.executor != "auto":
+        return args.executor
+    is_one = str(args.tensor_parallel_size) == "1" and args.pipeline_parallel_size == 1
+    return "local" if is_one else "ranks"
 
 
 @dataclass(frozen=True, slots=True)

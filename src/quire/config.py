@@ -33,6 +33,7 @@ class DeviceInfo:
     isa: str = "scalar"  # cpu: scalar | avx2 | avx512_vnni | avx512 (with VNNI and BF16) | amx
     native: bool = False  # the native extension is importable
     capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability
+    num_nodes: int = 1  # memory nodes (NUMA) with cores that this process may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,14 @@ class RecorderConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RayConfig:
+    """Where Ray places the ranks."""
+
+    address: str | None  # of the cluster; None: that of this machine, or a new one
+    nodes: int | None  # that the stages are spread over; None: Ray chooses
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The whole configuration of an engine."""
 
@@ -178,6 +187,7 @@ class EngineConfig:
     lora: LoraConfig | None = None  # None: only the base model
     speculate: SpeculateConfig | None = None  # None: one token per sequence and step
     recorder: RecorderConfig | None = None  # None: steps are not recorded
+    ray: RayConfig | None = None  # None: the ranks run on this machine
     topology: Topology = field(default_factory=Topology)  # how the model is cut over ranks
 
     @property

@@ -59,6 +59,7 @@ def _cpu() -> DeviceInfo:
         memory_available_bytes=available,
         isa=_native.best_isa() if _native is not None else "scalar",
         native=_native is not None,
+        num_nodes=len(numa_nodes()),
     )
 
 

@@ -20,7 +20,9 @@ from quire.config import (
 )
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
-from quire.modelspec import ModelSpec
+from quire.modelspec import KvLayout, ModelSpec
+from quire.parallel.topology import Topology
+from quire.plan.ranks import ray_config, topology_of
 from quire.plan.speculation import (
     DraftCheckpoint,
     Drafting,
@@ -77,6 +79,7 @@ def resolve(
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
+    topology = topology_of(args, device, has_heads=isinstance(draft, HeadCheckpoint))
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
@@ -104,26 +107,42 @@ def resolve(
             remarks=plan.remarks,
         ),
         kv_layout=layout,
-        cache=CacheConfig(
-            num_blocks=num_blocks,
-            block_size=args.block_size,
-            windows=tuple(group.window for group in layout.groups),
-            enable_prefix_caching=args.enable_prefix_caching,
-            model_key=_model_key(args, path, spec, dtype, kv_dtype, plan),
+        cache=_cache_config(
+            args, num_blocks, layout, _model_key(args, path, spec, dtype, kv_dtype, plan, topology)
         ),
         scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
-        runner=_runner(args, device),
+        runner=_runner(args, device, topology),
         device=device,
         lora=lora,
         speculate=speculate_config(args, device, drafts, max_model_len, len(layout.groups)),
+        topology=topology,
+        ray=ray_config(args),
+    )
+
+
+def _cache_config(args: EngineArgs, num_blocks: int, layout: KvLayout, model_key: str) -> CacheConfig:
+    return CacheConfig(
+        num_blocks=num_blocks,
+        block_size=args.block_size,
+        windows=tuple(group.window for group in layout.groups),
+        enable_prefix_caching=args.enable_prefix_caching,
+        model_key=model_key,
     )
 
 
 def _model_key(
-    args: EngineArgs, path: str, spec: ModelSpec, dtype: str, kv_dtype: str, plan: WeightPlan
+    args: EngineArgs,
+    path: str,
+    spec: ModelSpec,
+    dtype: str,
+    kv_dtype: str,
+    plan: WeightPlan,
+    topology: Topology,
 ) -> str:
     formats = sorted(plan.formats.items(), key=itemgetter(0))
     scope = f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{formats!r}"
+    if topology.tp > 1 or topology.cp > 1:  # the sizes that bits depend on
+        scope += f"|tp{topology.tp}|cp{topology.cp}"
     return hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()
 
 
@@ -198,8 +217,9 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
 LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")  # each includes the previous ones
 
 
-def _runner(args: EngineArgs, device: DeviceInfo) -> RunnerConfig:
-    threads, asked = args.threads or device.num_cores, args.cpu_isa
+def _runner(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
+    cores = device.num_cores * (args.nodes or 1)
+    threads, asked = args.threads or max(1, cores // topology.world_size), args.cpu_isa
     if device.kind != "cpu":
         if asked != "auto":
             raise ConfigError(f"cpu_isa = {asked!r} is for a CPU, and the model runs on {device.name}")
@@ -305,7 +325,8 @@ def _blocks_in_memory(
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
     else:
-        available = device.memory_available_bytes - step_bytes(args, spec)
+        nodes = args.nodes or 1  # taken to be alike
+        available = nodes * device.memory_available_bytes - step_bytes(args, spec)
     layout = spec.kv_layout(max_len)
     page = layout.block_bytes(args.block_size, kv_dtype)
     available -= page * branch_blocks(args, len(layout.groups))

@@ -44,7 +44,6 @@ def test_flags_of_other_servers_become_ours(given: str, ours: str) -> None:
     ("given", "note"),
     [
         ("quill --enable-auto-tool-choice", "--enable-auto-tool-choice has no effect"),
-        ("quill --tensor-parallel-size 1", "--tensor-parallel-size 1 has no effect"),
         (
             "quill --quantization=awq",
             "--quantization awq has no effect: the format of a quantized checkpoint",
@@ -63,7 +62,7 @@ def test_a_flag_without_effect_is_named(given: str, note: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("quill -tp 2", "-tp 2 is not known here: a model runs on one device; --replicas N"),
+        ("quill --cpu-offload-gb 2", "weights are not split between devices"),
         ("quill --mmproj x", "models take text alone"),
         ("quill --task transcription", "Quire serves text generation, embeddings and scores"),
         ("quill --kv-cache-memory-bytes", "--kv-cache-memory-bytes needs a value; here it is --kv-memory"),

@@ -232,8 +232,11 @@ class EngineRun:
     ) -> None:
         self.tally = Tally(policies={policy})
         self.ended: dict[tuple[str, int], Ended] = {}
+        self.num_computed_tokens = 0
         self._clock = VirtualClock()
-        self._scheduler = Scheduler(config.scheduler, config.cache, chains_steps=executor.chains_steps)
+        self._scheduler = Scheduler(
+            config.scheduler, config.cache, chains_steps=executor.chains_steps, num_stages=config.topology.pp
+        )
         self._core = EngineCore(
             self._scheduler, WatchedExecutor(executor, self.tally, fail_every), self._clock
         )
@@ -262,6 +265,7 @@ class EngineRun:
         self.tally.num_cached_tokens += stats.num_cached_tokens
         self.tally.num_preemptions += stats.num_preemptions
         self.tally.num_forks += stats.num_forks
+        self.num_computed_tokens = stats.num_computed_tokens
         assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks, "blocks leaked"
 
     def _take(self, events: Iterable[TokenEvent]) -> None:

@@ -186,7 +186,13 @@ def test_two_hundred_kills_under_64_streams(tmp_path: Path) -> None:
                     chosen = number % len(wanted)
                     number += 1
                     path, body = wanted[chosen]
-                    async with live.session.post(live.url + path, json=body) as response:
+                    patience = aiohttp.ClientTimeout(total=None)  # a stream of a busy machine takes minutes
+                    asking = (
+                        live.session.post(  # a kept connection may end while this process waits for its turn
+                            live.url + path, json=body, timeout=patience, headers={"connection": "close"}
+                        )
+                    )
+                    async with asking as response:
                         stream = await response.read()
                     if response.status in (502, 503):  # no replica was left to begin it
                         counts["refused"] += 1

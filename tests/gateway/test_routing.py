@@ -13,12 +13,26 @@ from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.errors import ConfigError
 from quire.gateway.prefix_index import TICKS_TO_LIVE, Holders, PendingIndex, PredictedIndex, ReportedIndex
 from quire.gateway.routing import POLICIES, Demand, Router
+from quire.gateway.ttft import TtftModel
 from quire.scheduler.scheduler import Scheduler
 
 
 def chain(*names: int) -> list[bytes]:
     """A made-up chain: each hash names everything before it."""
     return [bytes(names[: i + 1]) for i in range(len(names))]
+
+
+def test_only_a_pace_that_differs_much_is_a_replicas_own() -> None:
+    model, rng = TtftModel(), random.Random(4)
+    for _ in range(200):
+        for replica, factor in enumerate((0.8, 1.0, 1.0, 1.0, 1.2, 3.2)):
+            tokens = rng.randrange(100, 4000)
+            model.observe(replica, tokens, factor * (0.02 + 1e-4 * tokens) * rng.uniform(0.7, 1.4))
+    same = {model.pace_s(replica) for replica in range(5)}
+    assert len(same) == 1
+    assert 2 * same.pop() <= model.pace_s(5)
+    model.forget(5)
+    assert model.pace_s(5) == model.pace_s(0)
 
 
 def test_depths_against_brute_force() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from tests.exact.alone import AloneDriver
 from tests.exact.engine_run import EngineRun, Policy
-from tests.exact.suite import Case, _check_client, truth_of
+from tests.exact.models import MAX_MODEL_LEN
+from tests.exact.suite import Case, Truth, _check_client, truth_of
 
 import quire
 from quire.config import EngineConfig
-from quire.executor.ranks import RanksExecutor
+from quire.executor.base import Executor
 from quire.parallel.topology import Topology
 
 QUILL = str(Path(quire.__file__).parent / "models" / "quill_data" / "quill")
@@ -25,10 +27,27 @@ def config_of(case: Case, topology: Topology, policy: Policy = FCFS, *, num_thre
     return replace(config, topology=topology)
 
 
-def serve(case: Case, executor: RanksExecutor, config: EngineConfig, policy: Policy) -> EngineRun:
-    """Serve the case's traffic on ``executor``, which may have served before, and compare tokens and ends."""
+def alone_on(case: Case, executor: Executor, config: EngineConfig) -> Truth:
+    """Run every sequence of the case by itself on ``executor``: the truth of a tensor-parallel size."""
+    alone = AloneDriver(executor, config.kv_layout, case.block_size, MAX_MODEL_LEN)
+    jobs = truth_of(case).jobs
+    outputs = {
+        (job.request.request_id, index): alone.run(job.request, index)
+        for job in jobs
+        for index in range(job.request.sampling.n)
+    }
+    return Truth(jobs, {}, outputs)
+
+
+def serve(
+    case: Case, executor: Executor, config: EngineConfig, policy: Policy, truth: Truth | None = None
+) -> EngineRun:
+    """Serve the case's traffic on ``executor``, which may have served before, and compare tokens and ends.
+
+    ``truth``: None is that of one process.
+    """
     scheduler = replace(config.scheduler, gate=policy.gate, order=policy.order)
-    truth = truth_of(case)
+    truth = truth or truth_of(case)
     run = EngineRun(replace(config, scheduler=scheduler), executor, policy)
     run.serve(truth.jobs)
     for (request_id, index), ended in run.ended.items():

@@ -11,6 +11,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire.executor.timed import Taken
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
+from quire.sim.cluster import Cluster
 from quire.sim.latency import Latency, Speculation, Swap
 from quire.sim.replica import Add, ClusterConfig, Kill, Slow, parse_fault
 from quire.sim.run import Simulated, simulate
@@ -48,6 +49,15 @@ MIXED = Synthetic(
 
 def run(config: ClusterConfig = CONFIG, **change: object) -> Simulated:
     return simulate(replace(config, **change), STEP, MIXED.build(seed=5))  # type: ignore[arg-type]
+
+
+def test_the_router_learns_the_pace_of_replicas() -> None:
+    config = replace(CONFIG, num_replicas=2, routing="prefix-predicted")
+    cluster = Cluster(config, STEP, MIXED.build(seed=5))
+    cluster.run()
+    for number in range(2):
+        assert cluster.router.ttft.num_observed(number) > 10
+        assert cluster.router.ttft.predict(number, 100) > STEP.fixed_s
 
 
 def check_whole(result: Simulated, num_requests: int = 120) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from setproctitle import setproctitle
 
 from quire import __version__
-from quire.args import EngineArgs, ServerArgs
+from quire.args import EngineArgs, ServerArgs, executor_of
 from quire.cli.flags import pick
 from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
 from quire.errors import ConfigError
@@ -43,7 +43,7 @@ def serve(settings: dict[str, Any]) -> int:
     if few is not None:
         print(f"quire: {few}", file=sys.stderr)
     takeover = takeover_of(server_args)
-    process = EngineProcess()
+    process = EngineProcess(executor_of(engine_args))
     try:
         return _serve(engine_args, server_args, process, begin, takeover)
     finally:
@@ -112,10 +112,11 @@ def _serve(
     configure_log(server_args.log_level, style=style)
     config, checkpoint = configured(engine_args, takeover)
     config = with_recorder(with_slo(config, server_args), checkpoint, engine_args, server_args)
-    child_log: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
+    child: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
+    child["executor"] = executor_of(engine_args)
     if server_args.gateway_key is not None:
         config = replace(config, cache=replace(config.cache, has_events=True))
-    first = ProcessClient(config, **child_log, process=process)
+    first = ProcessClient(config, **child, process=process)
     if server_args.compare_to is not None:
         return compare_to(first, config, server_args, server_args.compare_to)
 
@@ -130,7 +131,7 @@ def _serve(
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
     clock = WallClock()
     golden = golden_prompt(config, server_args.golden_interval_s, clock)
-    client = supervised(first, lambda: ProcessClient(config, **child_log), config, server_args, golden)
+    client = supervised(first, lambda: ProcessClient(config, **child), config, server_args, golden)
     frontend = Frontend(client, text.tokenizer, text.chat_template, text.model, clock, adapters=text.adapters)
     api = api_settings(server_args, config, __version__)
 

@@ -18,7 +18,7 @@ from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 
-from quire.args import EngineArgs
+from quire.args import EngineArgs, executor_of
 from quire.cli.answer_text import AnswerEnd, WordWrap
 from quire.cli.flags import ChatArgs, RunArgs, pick
 from quire.clock import WallClock
@@ -51,15 +51,15 @@ def open_frontend(
     Raises:
         ConfigError: with ``chats``, the model has no chat template.
     """
-    process = EngineProcess()
+    args = pick(EngineArgs, settings)
+    process = EngineProcess(executor_of(args))
     try:
-        args = pick(EngineArgs, settings)
         if len(args.lora) > 1:
             raise ConfigError(
                 f"the terminal runs one adapter, and lora names {len(args.lora)}: give only one"
             )
         config, checkpoint = configure(args, detect_device(args.device))
-        client = ProcessClient(config, process=process)
+        client = ProcessClient(config, executor=executor_of(args), process=process)
         text = load_text(args, config, checkpoint, chat_template=chat_template)
         if chats and not text.chat_template.names:
             raise ConfigError(

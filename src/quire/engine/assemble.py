@@ -118,6 +118,7 @@ ALIASES = {
     "kv_cache_dtype": "kv_dtype",
     "kv_cache_memory_bytes": "kv_memory",
     "scheduling_policy": "order",
+    "distributed_executor_backend": "executor",
 }
 # vLLM's keywords that have no effect here, and why.
 NO_EFFECT = {
@@ -133,10 +134,8 @@ NO_EFFECT = {
 }
 # Keywords that are accepted at these values, where they ask for nothing, and refused at others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "distributed_executor_backend": (None, "mp", "uni"),
+    "enable_expert_parallel": (False,),
     "cpu_offload_gb": (0,),
     "tokenizer_mode": ("auto", "hf", "fast"),
     "config_format": ("auto", "hf"),
@@ -157,6 +156,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 VALUES = {  # of vLLM → ours
     "load_format": {"dummy": "random"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "bfloat16": "auto"},
+    "distributed_executor_backend": {"mp": "auto", "uni": "local"},
     "dtype": {"half": "float16", "float": "float32"},
 }
 
@@ -172,7 +172,7 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
     known = [field.name for field in fields(EngineArgs)]
     for key, value in given.items():
         name = ALIASES.get(key, key)
-        if key in NO_EFFECT:
+        if key in NO_EFFECT or (key, value) == ("distributed_executor_backend", None):
             continue
         if key in NEUTRAL:
             _check_neutral(key, value)
@@ -193,9 +193,9 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
 def _check_neutral(key: str, value: Any) -> None:
     if value in NEUTRAL[key]:
         return
-    if key.endswith("_parallel_size"):
+    if key == "data_parallel_size":
         raise ConfigError(
-            f"LLM: {key} = {value!r} is not supported yet: a model runs on one device. Leave it out"
+            f"LLM: {key} = {value!r}: several copies are for `quire serve --{key.replace('_', '-')}`"
         )
     allowed = " or ".join(map(repr, NEUTRAL[key]))
     raise ConfigError(f"LLM: {key} = {value!r} is not supported: it may be {allowed}, or be left out")

@@ -2,6 +2,7 @@
 
 "local"    the model, in this process, on the device of the configuration
 "ranks"    the model cut over processes of this machine, as the configuration's topology says
+"ray"      the same, over the machines of a Ray cluster
 "timed"    no model, no KV cache: steps sleep as long as a cost model says ("timed@FILE", from `CostModel.to_json`)
 "M:F"      the result of the function F of the module M for (config, argument), "M:F@argument"
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from quire.engine.core import EngineCore
 from quire.executor.base import Executor, RankLoaded
 from quire.executor.logged import LoggedExecutor
 from quire.executor.recorder import Recorder, RecordingExecutor
+from quire.metrics.engine_stats import RankStats
 from quire.plan.cost_model import CostModel
 from quire.plan.speculation import draft_bytes
 from quire.scheduler.scheduler import Scheduler
@@ -54,6 +56,7 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     """
     chosen = make_executor(config, executor, clock)
     ranks: tuple[RankLoaded, ...] = tuple(getattr(chosen, "loaded", ()))
+    rank_stats: Callable[[], RankStats] | None = getattr(chosen, "rank_stats", None)
     recorder = None
     if config.recorder is not None:
         recorder = Recorder(config.recorder.num_steps)
@@ -64,14 +67,15 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     step_time = None if slo is None else CostModel.from_json(json.loads(slo.cost_model))
     events = EventBuffer(with_tokens=False) if config.cache.has_events else None
     scheduler = Scheduler(
-        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, step_time=step_time
-    )
+        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=config.topology.pp,
+        step_time=step_time,
+    )  # fmt: skip
     controller = None
     if slo is not None and slo.tpot_s is not None:
         controller = SloController(scheduler.predictor, config.scheduler, slo.tpot_s)
     core = EngineCore(scheduler, chosen, clock, controller)
     core.recorder = recorder
-    core.ranks = ranks
+    core.ranks, core.rank_stats = ranks, rank_stats
     return core
 
 
@@ -119,6 +123,11 @@ def make_executor(config: EngineConfig, executor: str, clock: Clock) -> Executor
         from quire.executor.ranks import RanksExecutor
 
         return RanksExecutor(config, clock)
+    if kind == "ray":
+        from quire.executor.ranks import RanksExecutor
+        from quire.executor.ray import start_on_ray
+
+        return RanksExecutor(config, clock, start_on_ray)
     if kind == "timed":
         from quire.executor.timed import TimedExecutor
 

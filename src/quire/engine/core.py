@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.cache.events import EventsLost, pack
@@ -19,7 +19,7 @@ from quire.clock import Clock
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor.base import Executor, RankLoaded
 from quire.executor.recorder import Recorder
-from quire.metrics.engine_stats import EngineStats
+from quire.metrics.engine_stats import EngineStats, RankStats
 from quire.request import Request, TokenEvent
 from quire.scheduler.admission import refused
 from quire.scheduler.scheduler import Scheduler, Sleep, Step, Wait
@@ -45,7 +45,8 @@ class EngineCore:
         # Called with the steps out before the loop may block; see `engine.heartbeat`.
         self.on_tick: Callable[[Sequence[StepPlan | StepResult]], None] | None = None
         self.recorder: Recorder | None = None
-        self.ranks: tuple[RankLoaded, ...] = ()  # where the executor has several processes
+        self.ranks: tuple[RankLoaded, ...] = ()  # where the executor has processes of its own
+        self.rank_stats: Callable[[], RankStats] | None = None
         # Saves what the recorder has, with a reason and a text; may raise OSError. None: there is no recorder.
         self.save: Callable[[str, str], dict[str, Any]] | None = None
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
@@ -109,7 +110,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        return stats if self.rank_stats is None else replace(stats, ranks=self.rank_stats())
 
     def _drain_inbox(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []

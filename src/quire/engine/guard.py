@@ -140,7 +140,7 @@ def setup_of(config: EngineConfig) -> str:
     model = config.model
     return "/".join(
         (config.device.kind, config.runner.kernels, model.dtype, model.kv_dtype, model.quantize or "-")
-    )
+    ) + "".join(f"/{axis}{size}" for axis in ("tp", "cp") if (size := getattr(config.topology, axis)) > 1)
 
 
 def _prompt(config: EngineConfig) -> list[int]:

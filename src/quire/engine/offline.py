@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from tqdm import tqdm
 
+from quire.args import executor_of
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, llm_args, load_text
@@ -53,6 +54,7 @@ class OfflineEngine:
         # The scheduler's queue, which protects servers, would reject more.
         self._max_in_flight = max(1, args.max_queue)
         self._config = config
+        self._executor = executor_of(args)
         self._client: InProcessClient | None = None
         self.wake_up()
 
@@ -77,7 +79,7 @@ class OfflineEngine:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Load the model after `sleep`. ``tags`` of vLLM name parts to load; here the model is loaded as a whole."""
         if self._client is None:
-            self._client = InProcessClient(self._config, self._clock)
+            self._client = InProcessClient(self._config, self._clock, executor=self._executor)
             self.info = self._client.wait_ready()
 
     def reset_prefix_cache(self) -> bool:

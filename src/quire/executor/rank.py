@@ -1,10 +1,11 @@
-"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE``, started by `quire.executor.rank_group`.
+"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE BEFORE AFTER``.
 
 It loads its part of the model and computes every plan that the executor sends. The answering rank samples and answers;
 the others are told with a later plan what it sampled. Whatever is no fault of the plan itself ends the process, and
 with it the group: other ranks may wait for this one in the middle of a step.
 
-CHANNEL and LIFE are descriptors of sockets. The process ends when its end of LIFE closes, whatever it computes.
+Its arguments are descriptors of sockets; BEFORE and AFTER lead to the stages beside it, −1: there is none. The process
+ends when its end of LIFE closes, whatever it computes.
 """
 
 from __future__ import annotations
@@ -18,27 +19,39 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 from setproctitle import setproctitle
 
 from quire.clock import WallClock
-from quire.errors import QuireError, StepError
+from quire.errors import ModelLoadError, QuireError, StepError
 from quire.executor.base import RankLoaded, failed
 from quire.executor.child_process import PrefixedStream, wake_at_parents_end
 from quire.executor.rank_messages import (
     Answer,
     Channel,
     RankBoot,
+    RankCounts,
     RankFailure,
     RankStep,
     Told,
     encode,
 )
+from quire.kernels.collective.native import attach
 from quire.kernels.registry import in_words
 from quire.kernels.threads import choose_threads
+from quire.layers.weights import TensorParallel
 from quire.metrics.log import configure
+from quire.models.checkpoint import describe
+from quire.models.fingerprint import fingerprint
 from quire.models.loader import iter_weights
+from quire.parallel.segment import Segment
+from quire.parallel.shard import shard
 from quire.runner.memory import keep_freed_memory, torch_dtype
+from quire.runner.model_runner import ModelRunner, rank_config
+from quire.runner.stage_links import StageLinks
 from quire.runner.worker import Launched, Worker
 from quire.sampling.draft_tree import NO_DRAFTS
 from quire.step import SeqTold, StepPlan, StepResult
@@ -46,7 +59,7 @@ from quire.step import SeqTold, StepPlan, StepResult
 
 def main(argv: list[str]) -> None:
     """Run until the executor goes away, or a step fails for another reason than its plan."""
-    rank, channel_fd, life_fd = map(int, argv[1:4])
+    rank, channel_fd, life_fd, *links = map(int, argv[1:6])
     setproctitle(f"quire: rank {rank}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # for the server to handle: it drains
@@ -62,8 +75,7 @@ def main(argv: list[str]) -> None:
     assert isinstance(boot, RankBoot)
     configure(boot.log_level, stream=stderr if boot.log_format == "json" else None, style=boot.log_format)
     try:
-        computing = RankLoop(boot, channel)
-        computing.run()
+        RankLoop(boot, channel, [None if fd < 0 else socket.socket(fileno=fd) for fd in links]).run()
     except OSError as error:
         _fail(channel, error)  # of a socket, as a rule: another process has ended
     except Exception as error:
@@ -75,9 +87,10 @@ def main(argv: list[str]) -> None:
 class RankLoop:
     """The worker of a rank, and the steps that it has computed without knowing what was sampled."""
 
-    def __init__(self, boot: RankBoot, channel: Channel) -> None:
+    def __init__(self, boot: RankBoot, channel: Channel, links: Sequence[socket.socket | None]) -> None:
         """Load the rank's part of the model, and say so."""
         config, clock = boot.config, WallClock()
+        self._clock, self._busy_s, self._num_steps = clock, 0.0, 0
         start_s = clock.now()
         if boot.cores and hasattr(os, "sched_setaffinity"):  # Linux
             os.sched_setaffinity(0, boot.cores)
@@ -86,10 +99,22 @@ class RankLoop:
         self._channel = channel
         self._answers = boot.rank == config.topology.answering_rank
         self._is_alone = config.topology.world_size == 1
-        weights = iter_weights(config.model, torch_dtype(config.model.dtype))
-        self.worker = Worker(config, weights, clock, answers=self._answers)
+        model, dtype = config.model, torch_dtype(config.model.dtype)
+        if boot.fingerprint:
+            _check_checkpoint(Path(model.path), boot.fingerprint)
+        mine = shard(model.spec, config.topology, boot.rank, model.formats)
+        max_tokens = config.scheduler.max_num_batched_tokens
+        before, after = links
+        self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
+        tp = None
+        if boot.memory:
+            group = attach(Segment.attach(boot.memory, config.topology), boot.rank).group("tp")
+            tp = None if group is None else TensorParallel(group, mine)
+        runner = partial(ModelRunner, tp=tp, links=self._links, samples=self._answers)
+        weights = iter_weights(model, dtype, cuts=mine.cuts)
+        self.worker = Worker(rank_config(config, mine), weights, clock, runner, answers=self._answers)
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
-        weight_bytes = config.model.spec.weight_bytes(config.model.dtype, config.model.formats)
+        weight_bytes = mine.weight_bytes(model.dtype, model.formats)
         loaded = RankLoaded(
             boot.rank, os.getpid(), in_words(config.runner), weight_bytes, clock.now() - start_s
         )
@@ -99,12 +124,19 @@ class RankLoop:
         """Compute plans until the executor closes its end."""
         while (message := self._channel.receive()) is not None:
             assert isinstance(message, RankStep)
+            start_s, waited_s = self._clock.now(), self._links.waited_s
             if self._answers:
-                self._channel.send(encode(self._answer(message.plan)))
+                answer = self._answer(message.plan)
             else:
                 for told in message.told:
                     self._settle(told)
                 self._out.append(self._launch(message.plan))
+            self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
+            self._num_steps += 1
+            counts = RankCounts(self._busy_s, self._num_steps, self._links.num_bytes_sent)
+            self._channel.send(encode(counts))
+            if self._answers:
+                self._channel.send(encode(answer))
 
     def _answer(self, plan: StepPlan) -> Answer:
         try:
@@ -143,6 +175,15 @@ class RankLoop:
         else:
             assert launched.plan.step == told.step
             self.worker.settle(launched, {each.seq_id: each for each in told.seqs})
+
+
+def _check_checkpoint(path: Path, expected: str) -> None:
+    found = fingerprint(describe(path))
+    if found != expected:
+        raise ModelLoadError(
+            f"the checkpoint {path} on {socket.gethostname()} has the fingerprint {found}, and the engine's has "
+            f"{expected}: copy the same files to every node"
+        )
 
 
 def _fail(channel: Channel, error: Exception) -> None:

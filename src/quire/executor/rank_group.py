@@ -1,79 +1,86 @@
-"""`RankGroup`: the processes of an engine's ranks on this machine, from their start to their end. Torch-free.
+"""`RankGroup`: the running ranks of an engine, wherever they run: what is sent to them and comes back. Torch-free.
 
-They are started all at once with ``python -m``, so a script needs no main guard. One that dies takes the group down.
+One rank that dies takes the group down: the others may wait for it in the middle of a step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import select
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 from quire import errors
 from quire.config import EngineConfig
-from quire.device import core_groups, numa_nodes, usable_cpus
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError, QuireError
 from quire.executor.base import RankLoaded
-from quire.executor.child_process import child_environment
-from quire.executor.rank_messages import Answer, Channel, RankBoot, RankFailure, encode
+from quire.executor.rank_messages import Answer, Channel, RankBoot, RankCounts, RankFailure, encode
 from quire.metrics.log import configured
 
 _FATE_S = 0.5  # how long the group is looked at for the rank that ended first
 _GRACE_S = 2.0
 
 
-@dataclass(slots=True)
-class RankProcess:
-    """One rank, as its parent sees it."""
+class RankHandle(Protocol):
+    """One started rank, as the engine sees it."""
 
     number: int
-    popen: subprocess.Popen[bytes]
     channel: Channel
-    life: socket.socket  # closed to end the process
+    life: socket.socket  # the rank ends when it closes
+    cores: tuple[int, ...]  # that it is to be pinned to; none: it is not
+    memory: str  # name of the shared memory of its stage; empty: none
+
+    @property
+    def name(self) -> str:
+        """Its number and its process, for messages."""
+        ...
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal has ended it, or its machine."""
+        ...
 
     def fate(self) -> str:
-        """Return how the process ended, in words."""
-        status = self.popen.poll()
-        if status is None:
-            return "closed its connection"
-        if status < 0:
-            name = signal.Signals(-status).name
-            return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-        return f"exited with status {status}"
+        """Return how it ended, in words."""
+        ...
+
+    def wait(self, until_s: float) -> None:
+        """Wait for its end until ``until_s`` of `time.monotonic`, then kill it."""
+        ...
 
 
 class RankGroup:
-    """Started by the constructor; `close` ends it in every case."""
+    """Owns its ranks: `close` ends them in every case. ``clean_up`` is called once, after their end."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start the ranks and wait until each has loaded its part.
+    def __init__(
+        self, config: EngineConfig, ranks: Sequence[RankHandle], clean_up: Callable[[], None], *, fingerprint: str = ""
+    ) -> None:  # fmt: skip
+        """Wait until each rank has loaded its part. ``fingerprint``: as of `RankBoot`.
 
         Raises:
             ModelLoadError, ConfigError: of a rank, with its number.
-            EngineDeadError: a rank died while it loaded, or no process can be started.
+            EngineDeadError: a rank died while it loaded.
         """
-        self._ranks: list[RankProcess] = []
+        self._ranks, self._clean_up = ranks, clean_up
         self._answering = config.topology.answering_rank
         self._answers: deque[Answer] = deque()
         self._poll = select.poll()
         self._is_closed = False
+        self.counts = [RankCounts() for _ in ranks]
+        level, style = configured()
         try:
-            self._start(config)
+            for rank in ranks:
+                self._poll.register(rank.channel.sock, select.POLLIN)
+                boot = RankBoot(config, rank.number, rank.cores, level, style, rank.memory, fingerprint)
+                with contextlib.suppress(OSError):  # it is dead already, which is found when it is waited for
+                    rank.channel.send(encode(boot))
             self.loaded = self._wait_loaded()
         except BaseException:
             self.close(grace_s=0.0)
             raise
-
-    @property
-    def pids(self) -> list[int]:
-        return [rank.popen.pid for rank in self._ranks]
 
     def broadcast(self, frame: bytes) -> None:
         """Send a frame to every rank, and take in what the ranks send meanwhile, so that no side waits for the other.
@@ -91,7 +98,7 @@ class RankGroup:
                 except BlockingIOError:
                     continue
                 except OSError:
-                    raise self._lost(rank, None) from None
+                    self._lost(rank, None)
                 left[rank.number] = left[rank.number][sent:]
                 if not left[rank.number]:
                     del left[rank.number]
@@ -118,60 +125,32 @@ class RankGroup:
             rank.channel.sock.close()
         until_s = time.monotonic() + grace_s
         for rank in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.popen.wait(max(0.0, until_s - time.monotonic()))
-                continue
-            rank.popen.kill()
-            rank.popen.wait()
-
-    def _start(self, config: EngineConfig) -> None:
-        world = config.topology.world_size
-        cores, (level, style) = cores_of(world, config.runner.num_threads), configured()
-        for number in range(world):
-            ours, theirs = socket.socketpair()
-            life, their_life = socket.socketpair()
-            with theirs, their_life:
-                fds = (theirs.fileno(), their_life.fileno())
-                try:
-                    popen = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "quire.executor.rank", str(number), *map(str, fds)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=2,  # a library's prints must not mix with this process's output
-                        pass_fds=fds,
-                        env=child_environment(),
-                    )
-                except OSError as error:
-                    ours.close()
-                    life.close()
-                    raise EngineDeadError(f"Rank {number} cannot be started: {error}") from error
-            self._ranks.append(RankProcess(number, popen, Channel(ours), life))
-            self._poll.register(ours, select.POLLIN)
-        for rank in self._ranks:
-            with contextlib.suppress(OSError):  # it is dead already, which is found when it is waited for
-                rank.channel.send(encode(RankBoot(config, rank.number, cores[rank.number], level, style)))
+            rank.wait(until_s)
+        self._clean_up()
 
     def _wait_loaded(self) -> list[RankLoaded]:
         loaded: dict[int, RankLoaded] = {}
         while len(loaded) < len(self._ranks):
             for rank, message in self._ready(None):
                 if isinstance(message, RankFailure):
-                    raise _load_error(rank.number, message)
+                    raise _load_error(rank, message)
                 if message is None:
                     self._await_fate()
-                    raise EngineDeadError(
-                        f"Rank {rank.number} (process {rank.popen.pid}) {rank.fate()} while it loaded."
-                    )
+                    raise EngineDeadError(f"{rank.name} {rank.fate()} while it loaded.")
                 assert isinstance(message, RankLoaded)
                 loaded[rank.number] = message
         return [loaded[number] for number in sorted(loaded)]
 
     def _receive(self, timeout_ms: int | None) -> None:
         for rank, message in self._ready(timeout_ms):
-            if not isinstance(message, Answer):
-                raise self._lost(rank, message)
-            self._answers.append(message)
+            if isinstance(message, RankCounts):
+                self.counts[rank.number] = message
+            elif isinstance(message, Answer):
+                self._answers.append(message)
+            else:
+                self._lost(rank, message)
 
-    def _ready(self, timeout_ms: int | None) -> Sequence[tuple[RankProcess, object]]:
+    def _ready(self, timeout_ms: int | None) -> list[tuple[RankHandle, Any]]:
         """Return the ranks that have said something, and what; None: it is dead. The answering rank comes first."""
         by_fd = {rank.channel.sock.fileno(): rank for rank in self._ranks}
         ready = [by_fd[fd] for fd, _ in self._poll.poll(timeout_ms)]
@@ -180,36 +159,22 @@ class RankGroup:
 
     def _await_fate(self) -> None:
         until_s = time.monotonic() + _FATE_S
-        while time.monotonic() < until_s and all(rank.popen.poll() is None for rank in self._ranks):
+        while time.monotonic() < until_s and not any(rank.is_killed for rank in self._ranks):
             time.sleep(0.01)
 
-    def _lost(self, rank: RankProcess, message: object) -> EngineDeadError:
-        """Close the group, and return what ended it: a rank that was killed, or else what the first one said."""
+    def _lost(self, rank: RankHandle, message: RankFailure | None) -> NoReturn:
+        """Close the group, and raise what ended it: a rank that was killed, or else what the first one said."""
         self._await_fate()
-        killed = [each for each in self._ranks if (each.popen.poll() or 0) < 0]
+        killed = [each for each in self._ranks if each.is_killed]
         if killed:
             rank, message = killed[0], None
-        reason = f": {message.text}" if isinstance(message, RankFailure) else f" {rank.fate()}"
-        text = f"Rank {rank.number} (process {rank.popen.pid}){reason}"
+        text = f"{rank.name} {rank.fate()}" if message is None else f"{rank.name}: {message.text}"
         self.close(grace_s=0.0)
-        return EngineDeadError(text)
+        raise EngineDeadError(text)
 
 
-def cores_of(world: int, num_threads: int) -> list[tuple[int, ...]]:
-    """Return the cores that each rank is pinned to: whole memory nodes where they can be shared out so.
-
-    None where a rank would have more threads than cores.
-    """
-    nodes = numa_nodes()
-    cores = sorted(usable_cpus())
-    groups = nodes if len(nodes) == world else core_groups(cores, world)
-    if len(cores) < world or any(len(group) < num_threads for group in groups):
-        return [()] * world
-    return [tuple(sorted(group)) for group in groups]
-
-
-def _load_error(rank: int, failure: RankFailure) -> QuireError:
-    text = f"Rank {rank}: {failure.text}"
+def _load_error(rank: RankHandle, failure: RankFailure) -> QuireError:
+    text = f"{rank.name}: {failure.text}"
     kind = getattr(errors, failure.error, None)
     if isinstance(kind, type) and issubclass(kind, ModelLoadError | ConfigError):
         return kind(text)

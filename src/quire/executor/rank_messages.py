@@ -1,7 +1,7 @@
 """What the executor and its ranks tell each other, and `Channel`: frames over a stream socket. Torch-free.
 
     executor → rank     RankBoot, then a RankStep per plan
-    rank → executor     RankLoaded or RankFailure; then from the answering rank an Answer per plan
+    rank → executor     RankLoaded or RankFailure; then RankCounts per plan, and from the answering rank an Answer
 
 A frame is the kind and the length of its payload, then the payload as msgpack. A socket sees the death of the other
 side as end of file.
@@ -33,8 +33,8 @@ class RankBoot:
     cores: tuple[int, ...]  # that the rank is pinned to; none: it is not
     log_level: str
     log_format: LogStyle
-    links: tuple[int, int] = (-1, -1)  # descriptors of the sockets to the stages before and after; −1: none
     memory: str = ""  # of the collectives: name of their shared memory; empty: none
+    fingerprint: str = ""  # that the rank's checkpoint must have; empty: it is the same file
 
 
 class Told(NamedTuple):
@@ -59,6 +59,14 @@ class RankFailure(NamedTuple):
     text: str  # one line
 
 
+class RankCounts(NamedTuple):
+    """What a rank has done since its start; sent after each step."""
+
+    busy_s: float = 0.0  # in which it computed, without waiting for another stage
+    num_steps: int = 0
+    bytes_sent: int = 0  # to the next stage
+
+
 class Answer(NamedTuple):
     """The result of the oldest plan that is out, and what the other ranks are told of it."""
 
@@ -66,7 +74,7 @@ class Answer(NamedTuple):
     told: Told
 
 
-KINDS = (RankBoot, RankStep, RankLoaded, RankFailure, Answer)
+KINDS = (RankBoot, RankStep, RankLoaded, RankFailure, RankCounts, Answer)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
 

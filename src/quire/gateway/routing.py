@@ -11,10 +11,9 @@
     prefix-reported     the same, by the reports of the replicas (`quire.cache.events`)
     prefix-hybrid       the same, by the longer of the reported prefix and that of requests in flight
 
-The cost of a replica is the predicted time to first token (`TtftModel`: queued and uncached prompt tokens at that
-replica's own pace), plus the time of the uncached tokens once more, since computing them takes capacity from others.
-The base of the prediction is left out: it is what earlier requests waited for besides prompts, and would keep a replica
-that was full from traffic long after it has room.
+The cost of a replica is the time of its queued and of the request's uncached prompt tokens at its pace (`TtftModel`),
+plus that of the uncached tokens once more, since computing them takes capacity from others. What earlier requests
+waited for besides prompts is left out: it would keep a replica that was full from traffic long after it has room.
 Load is the number of requests in flight. A prefix or a key never overloads a replica: it is followed only where the
 load stays within ``max_load_ratio`` of the mean (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam
 2018). Ties go to the least loaded replica, then to the next in turn.
@@ -178,7 +177,7 @@ class Router:
 
     def explain(self, demand: Demand, among: Iterable[int]) -> dict[int, dict[str, float]]:
         """Return per replica of ``among`` what a choice would be made by, now."""
-        depths, per_token_s = self._depths(demand.chain), self.ttft.per_token_s
+        depths, pace_s = self._depths(demand.chain), self.ttft.pace_s
         return {
             r: {
                 "requests": self.loads[r].requests,
@@ -186,7 +185,7 @@ class Router:
                 "queued_tokens": self.loads[r].queued_tokens,
                 "prefix": depths[r],
                 "cost_ms": round(
-                    1e3 * per_token_s(r) * (self.loads[r].queued_tokens + 2 * _uncached(demand, depths[r])), 3
+                    1e3 * pace_s(r) * (self.loads[r].queued_tokens + 2 * _uncached(demand, depths[r])), 3
                 ),
             }
             for r in among
@@ -213,10 +212,10 @@ class Router:
     def _cheapest(self, replicas: Sequence[int], demand: Demand, depths: Sequence[int]) -> list[int]:
         """Return the replicas with the lowest cost; ``replicas`` is not empty."""
         lowest, found = math.inf, list[int]()
-        loads, per_token_s, whole = self.loads, self.ttft.per_token_s, _uncached(demand, 0)
+        loads, pace_s, whole = self.loads, self.ttft.pace_s, _uncached(demand, 0)
         for r in replicas:
             uncached = _uncached(demand, depths[r]) if depths[r] else whole
-            cost = per_token_s(r) * (loads[r].queued_tokens + 2 * uncached)
+            cost = pace_s(r) * (loads[r].queued_tokens + 2 * uncached)
             if cost < lowest:
                 lowest, found = cost, [r]
             elif cost == lowest:

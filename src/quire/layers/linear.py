@@ -15,7 +15,7 @@ from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty
 from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
 from quire.kernels.pointwise import local_ids, scale_rows, take_rows
 from quire.kernels.workspace import empty
-from quire.layers.weights import Build, WeightLoader, copy_into, write_weight
+from quire.layers.weights import WHOLE, Build, Stage, WeightLoader, copy_into, write_weight
 from quire.weight_format import PLAIN, WeightFormat
 
 
@@ -118,7 +118,17 @@ class Embedding:
     that the sum over the ranks is the embedding.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, build: Build, *, tied: bool, scale: float) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        build: Build,
+        *,
+        tied: bool,
+        scale: float,
+        stage: Stage = WHOLE,
+    ) -> None:
+        """``stage``: the first one has the table, the last one the output matrix."""
         self._tp, self._vocab_size = build.tp, vocab_size
         if build.tp is not None:
             vocab_size = build.tp.shard.max_vocab + 1
@@ -127,29 +137,33 @@ class Embedding:
         self._scale = torch.tensor(scale, dtype=build.dtype).item()  # rounded first, as in training
         held = build.held("embed.weight")
         of_head = held if tied else build.held("lm_head.weight")
-        self._head = Linear(
-            {"head": vocab_size}, hidden_size, replace(build, formats={"head.weight": of_head})
-        )
+        self._head: Linear | None = None
+        if tied or stage.is_last:
+            self._head = Linear(
+                {"head": vocab_size}, hidden_size, replace(build, formats={"head.weight": of_head})
+            )
         self._table: Tensor | None = None
         # Holds the rows where there is no table.
-        self._packed: PackedLinear | None = self._head.packed if tied else None
-        if not tied and held.quantized:
+        self._packed: PackedLinear | None = self._head.packed if tied and self._head is not None else None
+        if not tied and stage.is_first and held.quantized:
             self._packed = pack_empty(
                 vocab_size, hidden_size, build.dtype, bias=False, backend=build.matrix_backend(held), format=held
             )  # fmt: skip
-        elif not tied:
+        elif not tied and stage.is_first:
             self._table = torch.zeros(vocab_size, hidden_size, dtype=build.dtype)
         self._tied = tied
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        head = self._head.weight_loaders()["head.weight"]
-        if self._tied:
-            return {"embed.weight": head}
-        if self._packed is not None:
-            return {"embed.weight": partial(write_weight, self._packed, 0), "lm_head.weight": head}
-        assert self._table is not None
-        table = self._table if self._tp is None else self._table[: len(self._tp.shard.vocab)]
-        return {"embed.weight": copy_into(table), "lm_head.weight": head}
+        found: dict[str, WeightLoader] = {}
+        if not self._tied and self._packed is not None:
+            found["embed.weight"] = partial(write_weight, self._packed, 0)
+        if self._table is not None:
+            table = self._table if self._tp is None else self._table[: len(self._tp.shard.vocab)]
+            found["embed.weight"] = copy_into(table)
+        if self._head is not None:
+            name = "embed.weight" if self._tied else "lm_head.weight"
+            found[name] = self._head.weight_loaders()["head.weight"]
+        return found
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, scaled (Gemma, Granite)."""
@@ -166,6 +180,7 @@ class Embedding:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden [num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``."""
+        assert self._head is not None, "only the last stage gives logits"
         logits = self._head(hidden, out_dtype=torch.float32)
         if self._tp is None:
             return logits

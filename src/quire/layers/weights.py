@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,22 @@ from quire.weight_format import PLAIN, WeightFormat
 WeightLoader = Callable[[Weight], None]
 Formats = Mapping[str, WeightFormat]  # name of a quantized weight → how it is held
 NO_FORMATS: Formats = MappingProxyType({})
+
+
+class Stage(NamedTuple):
+    """Which ends of the model a pipeline stage has: the embedding, the last norm and the output matrix."""
+
+    is_first: bool = True
+    is_last: bool = True
+
+    def has(self, name: str, tied: bool) -> bool:
+        """Whether the weight ``name`` is on this stage, given that it has those of its layers."""
+        if name == "embed.weight":
+            return self.is_first or (self.is_last and tied)
+        return self.is_last or name not in ("norm.weight", "lm_head.weight")
+
+
+WHOLE = Stage()
 
 
 def prefixed(prefix: str, loaders: Mapping[str, WeightLoader]) -> dict[str, WeightLoader]:

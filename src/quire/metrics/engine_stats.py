@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 
 class Histogram:
@@ -66,6 +67,25 @@ class TtftStats:
         return max(seconds * self.ratio, 1e-6)
 
 
+class RankStats(NamedTuple):
+    """The ranks of an engine whose model is cut over several processes."""
+
+    out_s: float = 0.0  # in which at least one step was out
+    busy_s: tuple[float, ...] = ()  # of each rank, in which it computed
+    bytes_sent: tuple[int, ...] = ()  # by each rank to the next pipeline stage
+
+    @property
+    def busy_shares(self) -> tuple[float, ...]:
+        """Share of ``out_s`` in which each rank computed."""
+        return tuple(busy_s / self.out_s if self.out_s else 0.0 for busy_s in self.busy_s)
+
+    @property
+    def bubbles(self) -> float:
+        """Share of the ranks' time in which they had nothing to compute though a step was out."""
+        shares = self.busy_shares
+        return max(0.0, 1.0 - sum(shares) / len(shares)) if shares and self.out_s else 0.0
+
+
 @dataclass(slots=True)
 class EngineStats:
     """A snapshot of scheduler and cache: the scheduler's counters, and gauges. It crosses the process boundary."""
@@ -82,6 +102,7 @@ class EngineStats:
     num_peak_blocks: int = 0  # held by sequences or steps at most, since the start
     ttft: TtftStats = TtftStats()
     draft_gain: float = 1.0  # tokens per second with drafts over those without, as predicted
+    ranks: RankStats = field(default_factory=RankStats)
     # Counters
     num_steps: int = 0
     num_requests: int = 0

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram, cumulative
+from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram, RankStats, cumulative
 from quire.metrics.trace import RequestPhases
 
 _TABLE: dict[str, Any] = tomllib.loads((files("quire.metrics") / "metrics.toml").read_text())
@@ -125,12 +125,35 @@ class ServerMetrics:
         for position, count in enumerate(stats.accepted_at or (0,)):
             accepted.add_metric([*self._values, str(position)], count)
         yield accepted
+        yield from self._of_ranks(stats.ranks)
         config = {name: str(value) for name, value in self._cache_config().items()}
         info = GaugeMetricFamily("vllm:cache_config_info", "What the KV cache was built with.",
                                  labels=[*self._labels, *config])  # fmt: skip
         if config:
             info.add_metric([*self._values, *config.values()], 1.0)
         yield info
+
+    def _of_ranks(self, ranks: RankStats) -> Iterator[Metric]:
+        if not ranks.busy_s:
+            return
+        yield self._counter("quire:ranks_out_seconds", "Time in which a step was out.", ranks.out_s)
+        bubbles = GaugeMetricFamily(
+            "quire:ranks_idle_ratio",
+            "Share of the ranks' time, while a step was out, in which they waited.",
+            labels=self._labels,
+        )
+        bubbles.add_metric(self._values, ranks.bubbles)
+        yield bubbles
+        busy = CounterMetricFamily(
+            "quire:rank_busy_seconds", "Time in which a rank computed.", labels=[*self._labels, "rank"]
+        )
+        sent = CounterMetricFamily(
+            "quire:rank_bytes_sent", "Bytes from a rank to the next stage.", labels=[*self._labels, "rank"]
+        )
+        for rank, (busy_s, num_bytes) in enumerate(zip(ranks.busy_s, ranks.bytes_sent, strict=True)):
+            busy.add_metric([*self._values, str(rank)], busy_s)
+            sent.add_metric([*self._values, str(rank)], num_bytes)
+        yield from (busy, sent)
 
     def _labelled(self) -> Iterator[Metric]:
         success = CounterMetricFamily(

@@ -25,11 +25,23 @@ from quire.layers.linear import Embedding
 from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
-from quire.layers.weights import NO_FORMATS, Build, Formats, TensorParallel, WeightLoader, prefixed
+from quire.layers.weights import (
+    NO_FORMATS,
+    WHOLE,
+    Build,
+    Formats,
+    Stage,
+    TensorParallel,
+    WeightLoader,
+    prefixed,
+)
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
 from quire.weight_plan import adaptable
+
+# (delta, residual), each [num_tokens, hidden_size]; their sum is the residual stream.
+Hidden = tuple[Tensor, Tensor]
 
 
 class HiddenWatcher(Protocol):
@@ -50,18 +62,24 @@ class Decoder:
     def __init__(
         self, spec: ModelSpec, kv_layout: KvLayout, max_model_len: int, dtype: torch.dtype, kernels: KernelChoice, *,
         formats: Formats = NO_FORMATS, lora: LoraConfig | None = None, tp: TensorParallel | None = None,
+        stage: Stage = WHOLE,
     ) -> None:  # fmt: skip
         """``formats``: canonical name → how a quantized weight is held (`weight_plan`).
 
-        ``tp``: the ranks that share the layers; ``spec``, ``kv_layout`` and ``formats`` are then this rank's.
+        ``tp``: the ranks that share the layers; ``stage``: which ends of the model are here. ``spec``, ``kv_layout``
+        and ``formats`` are this rank's.
         """
         self.spec = spec
         self.dtype = dtype
-        self._shapes = weight_shapes(spec) if tp is None else dict(tp.shard.shapes)
+        self.stage = stage
+        shapes = weight_shapes(spec) if tp is None else tp.shard.shapes
+        self._shapes = {n: shape for n, shape in shapes.items() if stage.has(n, spec.tie_word_embeddings)}
         self._missing = set(self._shapes)
         build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp)
         tied, scale = spec.tie_word_embeddings, spec.embedding_scale
-        self._embedding = Embedding(spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale)
+        self._embedding = Embedding(
+            spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale, stage=stage
+        )
         self._layers = [
             DecoderLayer(layer, spec, build.under(f"layers.{index}."), lora)
             for index, layer in enumerate(spec.layers)
@@ -79,7 +97,9 @@ class Decoder:
         self.watcher: HiddenWatcher | None = None
 
     def _collect_loaders(self) -> dict[str, WeightLoader]:
-        loaders = {**self._embedding.weight_loaders(), **prefixed("norm.", self._norm.weight_loaders())}
+        loaders = self._embedding.weight_loaders()
+        if self.stage.is_last:
+            loaders.update(prefixed("norm.", self._norm.weight_loaders()))
         for index, layer in enumerate(self._layers):
             loaders.update(prefixed(f"layers.{index}.", layer.weight_loaders()))
         # Biases that another rank adds are not in the shapes.
@@ -115,18 +135,28 @@ class Decoder:
             some = ", ".join(sorted(self._missing)[:3])
             raise ModelLoadError(f"{len(self._missing)} weights are missing from the checkpoint: {some}, …")
 
-    def forward(self, batch: StepBatch, kv: Sequence[KvView]) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Sequence[KvView], entering: Hidden | None = None) -> Tensor:
         """Compute all tokens of the step, storing their K and V; ``kv`` has one view per layer.
 
-        Returns the hidden states that give logits, after the last norm: ``[num_logits, hidden_size]``.
+        ``entering``: what the stage before returned. Returns the hidden states that give logits, after the last norm:
+        ``[num_logits, hidden_size]``.
         """
+        delta, residual = self.layers(batch, kv, entering)
+        hidden, watcher = self._norm.add(delta, residual)[0], self.watcher
+        if watcher is None or watcher.taps:
+            return hidden
+        watcher.store(batch, [hidden])
+        return self._take_rows(hidden, batch.logits_indices)
+
+    def layers(self, batch: StepBatch, kv: Sequence[KvView], entering: Hidden | None = None) -> Hidden:
+        """As `forward`, up to the last layer of this stage; all tokens, unless it is the last one."""
         cos_sin = {
             rope: (self._take_rows(table.cos, batch.positions), self._take_rows(table.sin, batch.positions))
             for rope, table in self._ropes.items()
         }
-        residual = self._embedding(batch.input_ids)
-        delta: Tensor | None = None
-        last = len(self._layers) - 1
+        delta: Tensor | None
+        delta, residual = entering or (None, self._embedding(batch.input_ids))
+        last = len(self._layers) - 1 if self.stage.is_last else -1
         watcher = self.watcher
         seen: list[Tensor] = []
         for index, layer in enumerate(self._layers):
@@ -139,11 +169,9 @@ class Decoder:
             rows = batch.logits_indices if narrow else None
             delta, residual = layer(delta, residual, angles, group, kv[index], rows, batch.adapters)
         assert delta is not None
-        hidden = self._norm.add(delta, residual)[0]
-        if watcher is None:
-            return hidden
-        watcher.store(batch, seen or [hidden])
-        return hidden if watcher.taps else self._take_rows(hidden, batch.logits_indices)
+        if watcher is not None and watcher.taps:
+            watcher.store(batch, seen)
+        return delta, residual
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, as the first layer reads them."""

@@ -9,7 +9,6 @@ every rank that waits in a collective then fails within 20 ms (csrc/cpu/collecti
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -135,5 +134,5 @@ class Segment:
 
 def remove(name: str) -> None:
     """Remove the name of a segment; processes that map it keep the memory until they end. Twice is no error."""
-    with contextlib.suppress(FileNotFoundError):
-        (_FOLDER / name).unlink()
+    if name:
+        (_FOLDER / name).unlink(missing_ok=True)

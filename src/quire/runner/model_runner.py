@@ -20,14 +20,15 @@ from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.attention import StepBatch
-from quire.layers.weights import TensorParallel
-from quire.models.decoder import Decoder
+from quire.layers.weights import WHOLE, Stage, TensorParallel
+from quire.models.decoder import Decoder, Hidden
 from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
 from quire.runner.sequences import WorkerSeq
+from quire.runner.stage_links import StageLinks
 from quire.runner.verify import verify
 from quire.sampling.grammars import Grammars
 from quire.sampling.sampler import Sampler, SeqSample
@@ -61,10 +62,10 @@ class Runner(Protocol):
         """Begin to compute the step, if not do it; the result is in the order of ``step.sampling``."""
         ...
 
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[PendingResult, Tensor]:
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[PendingResult, Tensor | None]:
         """As `launch`; also return the hidden states of ``tokens`` of it: ``[len(tokens), hidden_size]``.
 
-        They are those after the last norm.
+        They are those after the last norm; None: a later stage has them.
         """
         ...
 
@@ -98,13 +99,19 @@ class ModelRunner:
         weights: Iterable[tuple[str, Weight]],
         *,
         tp: TensorParallel | None = None,
+        links: StageLinks | None = None,
+        samples: bool = True,
     ) -> None:
-        """``tp``: the ranks that share the layers; ``config`` is then this rank's (`rank_config`)."""
+        """``tp``: the ranks that share the layers; ``links``: to the other pipeline stages; ``config`` is then this
+        rank's (`rank_config`). ``samples``: else another rank does, and `launch` gives nothing.
+        """
         model = config.model
+        self._links, self._samples = links, samples
+        stage = WHOLE if links is None else Stage(links.entering is None, links.is_last)
         kernels = registry.choose(config.runner)
         self.decoder = Decoder(
             model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
-            formats=model.formats, lora=config.lora, tp=tp,
+            formats=model.formats, lora=config.lora, tp=tp, stage=stage,
         )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
@@ -121,13 +128,22 @@ class ModelRunner:
         self._hidden = self._taped_hidden = torch.empty(0)
         self.tape: StepTape | None = None
         self._taped: StepBuffers | None = None  # whose steps `tape` computes
+        self._leaving: Hidden | None = None  # of the tape, on a stage that is not the last
 
     @torch.inference_mode()
     def record(self, buffers: StepBuffers) -> None:
         """As `Runner.record`: the step is recorded, so that it is replayed, if the model is native throughout."""
-        whole = buffers.whole
+        whole, links = buffers.whole, self._links
+        entering = None if links is None else links.entering
+
+        def forward() -> Tensor:
+            if self.decoder.stage.is_last:
+                return self._logits(whole, entering)
+            self._leaving = self.decoder.layers(whole, self.kv.views, entering)
+            return self._leaving[0]
+
         try:
-            self.tape = StepTape(lambda: self._logits(whole), buffers.max_tokens, buffers.max_seqs)
+            self.tape = StepTape(forward, buffers.max_tokens, buffers.max_seqs)
         except NotRecordable as reason:
             _log.info("steps run call by call: %s", reason)
         else:
@@ -139,6 +155,9 @@ class ModelRunner:
 
     def launch(self, step: PreparedStep) -> PendingResult:
         """As `Runner.launch`: the step is computed at once."""
+        if not self._samples:
+            self._compute(step)
+            return list
         samples = self.run(step)
         return lambda: samples
 
@@ -155,22 +174,44 @@ class ModelRunner:
 
     def compute(self, step: PreparedStep) -> torch.Tensor:
         """Compute the step; return its logits: fp32 ``[num_logits, vocab_size]``."""
+        logits = self._compute(step)
+        assert logits is not None
+        return logits
+
+    @torch.inference_mode()
+    def _compute(self, step: PreparedStep) -> torch.Tensor | None:
+        """Compute the step; return its logits, or None where the next stage goes on with it."""
+        links, logits, leaving = self._links, None, self._leaving
+        entering = None if links is None else links.receive(step.num_tokens)
         if self.tape is not None and step.buffers is self._taped:
             step.buffers.set_num_seqs(step.num_seqs)
             self._hidden = self._taped_hidden
-            return self.tape.run(step.num_tokens, step.num_logits)
-        return self._logits(step.batch)
+            logits = self.tape.run(step.num_tokens, step.num_logits)
+        elif self.decoder.stage.is_last:
+            logits = self._logits(step.batch, entering)
+        else:
+            leaving = self.decoder.layers(step.batch, self.kv.views, entering)
+        if links is None or links.is_last:
+            return logits
+        assert leaving is not None
+        links.send(leaving, step.num_tokens)
+        return None
 
     @torch.inference_mode()
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[PendingResult, Tensor]:
+    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[PendingResult, Tensor | None]:
         """As `Runner.run_with_hidden`.
 
         Call by call, since a recorded step has no more than the rows that sample after its last layer.
         """
-        hidden = self.decoder.forward(with_hidden_of(step.batch, step, tokens), self.kv.views)
+        if not self.decoder.stage.is_last:
+            self._compute(step)
+            return list, None
+        entering = None if self._links is None else self._links.receive(step.num_tokens)
+        hidden = self.decoder.forward(with_hidden_of(step.batch, step, tokens), self.kv.views, entering)
         sampling, others = hidden[: step.num_logits], hidden[step.num_logits :]
+        logits = self.decoder.logits(sampling) if step.sampling else None
         self._hidden = sampling
-        samples = self._sample(step, self.decoder.logits(sampling)) if step.sampling else []
+        samples = [] if logits is None or not self._samples else self._sample(step, logits)
         return lambda: samples, others
 
     @torch.inference_mode()
@@ -189,9 +230,9 @@ class ModelRunner:
             self.watch_sampled(step, counts, self._hidden[: step.num_logits])
         return samples
 
-    def _logits(self, batch: StepBatch) -> Tensor:
+    def _logits(self, batch: StepBatch, entering: Hidden | None) -> Tensor:
         """``[num_logits, vocab_size]`` fp32."""
-        hidden = self.decoder.forward(batch, self.kv.views)
+        hidden = self.decoder.forward(batch, self.kv.views, entering)
         if self.watch_sampled is not None:
             self._hidden = hidden
         return self.decoder.logits(hidden)

@@ -125,8 +125,7 @@ class Worker:
                 seq.refusal = f"a step before failed: {error}"
             raise
         for _, named_seq in named:
-            reason = None if named_seq is None else named_seq.refusal or named_seq.failure
-            if named_seq is not None and reason is not None:
+            if named_seq is not None and (reason := named_seq.refusal or named_seq.failure):
                 launched.refused[named_seq.seq_id] = reason
         return launched
 
@@ -153,12 +152,12 @@ class Worker:
             samples = []
             for seq in seqs:
                 of_seq = told[seq.seq_id]
-                ids, failed = of_seq.token_ids, of_seq.failed
-                if seq.verifying and not failed and seq.row >= 0:
-                    self.seqs.accept(seq, seq.verifying.along(ids[:-1]))
+                if seq.verifying and not of_seq.failed and seq.row >= 0:
+                    self.seqs.accept(seq, seq.verifying.along(of_seq.token_ids[:-1]))
+                    self.seqs.expect(np.array([seq.row]))  # the token behind them, as after a launch
                 seq.verifying, seq.branches, seq.num_beside = NO_DRAFTS, (), 0
                 seq.drafts = Drafts(of_seq.drafts, of_seq.draft_parents)
-                samples.append(SeqSample(ids, error="sampling failed" if failed else None))
+                samples.append(SeqSample(of_seq.token_ids, error="failed" if of_seq.failed else None))
             self._copy_branches(self.seqs.take_moves())
             self.seqs.settle(seqs, samples)
 
@@ -230,7 +229,8 @@ class Worker:
         if spans:
             tokens = np.concatenate([span.tokens for span in spans])
             pending, hidden = self.runner.run_with_hidden(prepared, tokens)
-            launched.prompts.update(self.scorer.outputs(spans, hidden))
+            if hidden is not None:
+                launched.prompts.update(self.scorer.outputs(spans, hidden))
         else:
             pending = self.runner.launch(prepared)
         self.seqs.expect(prepared.rows)

@@ -23,7 +23,7 @@ class Planner:
         self._state = state
         self._now = now
         self._step = state.next_step
-        self._budget = Budget(state.config)
+        self._budget = Budget(state.config, state.num_stages)
         self._new_seqs: list[NewSeq] = []
         self._seqs: list[SeqPlan] = []
         self._sequences: list[Sequence] = []  # parallel to `_seqs`
@@ -40,7 +40,7 @@ class Planner:
             fork_beams(state)
         decodes, prefills, crossing = self._sort_running()
         decodes = self._choose_decodes(decodes, crossing)
-        self._budget.left -= len(decodes)
+        self._budget.take_decodes(len(decodes))
         drafts: dict[Sequence, int] = {}
         control = state.draft_control
         if control is not None and control.any_held and self._starved is None:
@@ -103,15 +103,15 @@ class Planner:
 
     def _choose_decodes(self, decodes: list[Sequence], crossing: list[Sequence]) -> list[Sequence]:
         """Return the decodes of this step, with a block for each: as many as the budget allows."""
-        if len(decodes) > self._budget.left:
-            return self._choose_in_turn(decodes)
+        if len(decodes) > (limit := self._budget.decode_limit(len(self._state.running))):
+            return self._choose_in_turn(decodes, limit)
         if not crossing:
             return decodes
         crossing.sort(key=lambda seq: seq.key)
         without = [seq for seq in crossing if not self._find_room(seq, seq.num_planned + 1)]
         return [seq for seq in decodes if seq not in without] if without else decodes
 
-    def _choose_in_turn(self, decodes: list[Sequence]) -> list[Sequence]:
+    def _choose_in_turn(self, decodes: list[Sequence], limit: int) -> list[Sequence]:
         """Round robin: the sequence that waited longest for a turn comes first."""
         chosen: list[Sequence] = []
         for seq in sorted(decodes, key=lambda seq: seq.turn):
@@ -120,7 +120,7 @@ class Planner:
                 chosen.append(seq)
                 seq.turn = self._state.next_turn
                 self._state.next_turn += 1
-                if len(chosen) == self._budget.left:
+                if len(chosen) == limit:
                     break
         return chosen
 
@@ -329,12 +329,24 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
 class Budget:
     """Tokens left in the step being planned."""
 
-    __slots__ = ("_limit", "_whole_prompts", "left")
+    __slots__ = ("_limit", "_num_stages", "_whole_prompts", "left")
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, num_stages: int = 1) -> None:
+        """``num_stages``: of a pipeline, whose steps share decodes and prompt tokens evenly, so that none is idle."""
+        self._num_stages = num_stages
         self._limit = config.max_num_batched_tokens
         self._whole_prompts = not config.enable_chunked_prefill
         self.left = self._limit
+
+    def decode_limit(self, num_running: int) -> int:
+        """Return how many decodes the step may have."""
+        return self.left if self._num_stages == 1 else min(self.left, -(-num_running // self._num_stages))
+
+    def take_decodes(self, num_decodes: int) -> None:
+        """Leave what prompts may have beside the decodes."""
+        self.left -= num_decodes
+        if not self._whole_prompts:
+            self.left = -(-self.left // self._num_stages)
 
     def must_be_whole(self, num_tokens: int) -> bool:
         """Tell whether a chunk of ``num_tokens`` may not be cut.

@@ -61,9 +61,10 @@ class Scheduler:
         events: EventBuffer | None = None,
         *,
         chains_steps: bool = True,
+        num_stages: int = 1,
         step_time: StepTime | None = None,
     ) -> None:
-        """``chains_steps``: the executor's; ``step_time``: a model of its steps, for an `SloController`."""
+        """``chains_steps``: the executor's; ``num_stages``: of its pipeline; ``step_time``: a model of its steps."""
         self.predictor = Predictor(config, step_time)
         self.cache = CacheManager(cache_config, events)
         self.cache_events = events  # for a gateway to drain; None: off
@@ -74,6 +75,7 @@ class Scheduler:
             AdapterSlots(config.max_loras),
             self.predictor,
             chains_steps=chains_steps,
+            num_stages=num_stages,
             draft_control=DraftControl(config) if config.max_num_drafts else None,
         )
         self.transfers = Transfers(self._state)

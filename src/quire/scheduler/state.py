@@ -50,6 +50,9 @@ class SchedulerState:
     in_flight: deque[StepRecord] = field(default_factory=deque)
     gone: list[int] = field(default_factory=list)  # sequences that the worker drops with the next plan
     draft_control: DraftControl | None = None  # None: without speculation
+    num_stages: int = (
+        1  # of a pipeline: as many steps are in flight, which share decodes and prompt tokens evenly
+    )
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
     counters: EngineStats = field(default_factory=EngineStats)  # its gauges are not kept here
     deadlines: Deadlines = field(default_factory=Deadlines)

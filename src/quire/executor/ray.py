@@ -1,0 +1,336 @@
+"""Ranks placed by Ray on several machines: the ranks of a stage on one node, the stages across nodes. Torch-free.
+
+Ray starts one `RayRank` per rank, in a placement group with a bundle per stage. Each starts the process of
+`quire.executor.rank` and passes it connected TCP sockets: to the engine, and to the stages beside it. So steps do not
+go through Ray, and a rank is the same as on one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire import __version__
+from quire.config import EngineConfig
+from quire.errors import ConfigError, EngineDeadError
+from quire.executor.rank_group import RankGroup, RankHandle
+from quire.executor.rank_messages import Channel
+from quire.executor.rank_processes import make_memory, start_process
+from quire.metrics.log import Log
+from quire.models.checkpoint import describe
+from quire.models.fingerprint import fingerprint
+from quire.parallel.segment import remove
+from quire.parallel.topology import Topology
+
+_PLACING_S = 60.0  # for the cluster to find room
+_STARTING_S = 60.0  # for every rank to connect
+_REMOVING_S = 2.0
+_TOKEN_BYTES = 16
+log = Log("ray")
+
+
+class Address(NamedTuple):
+    """Where a process listens."""
+
+    host: str
+    port: int
+
+
+class NodeInfo(NamedTuple):
+    """What a `RayRank` tells of its node."""
+
+    address: Address  # where the stage before connects to
+    version: str
+    hostname: str
+
+
+class RayRank:
+    """A Ray actor that starts one rank's process on its node, and ends with it."""
+
+    def __init__(self, number: int, token: bytes) -> None:
+        self._number, self._token, self._memory = number, token, ""
+        self._listener = socket.create_server(("", 0))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def info(self) -> NodeInfo:
+        from ray.util import get_node_ip_address  # type: ignore[import-not-found,unused-ignore]
+
+        address = Address(get_node_ip_address(), self._listener.getsockname()[1])
+        return NodeInfo(address, __version__, socket.gethostname())
+
+    def make_memory(self, topology: Topology) -> str:
+        """Make the shared memory of the stage; see `quire.executor.rank_processes.make_memory`."""
+        self._memory = make_memory(topology)
+        return self._memory
+
+    def remove_memory(self) -> None:
+        """Remove its name: every rank of the stage has mapped it, or never will."""
+        remove(self._memory)
+
+    def start(self, engine: Address, after: Address | None, has_before: bool) -> int:
+        """Connect to the engine and to the next stage, wait for the stage before; return the process's id."""
+        with ExitStack() as ends:
+            mine = [self._connect(engine, kind) for kind in ("channel", "life")]
+            mine_after = None if after is None else self._connect(after, "stage")
+            before = self._accept() if has_before else None
+            sockets = [*mine, before, mine_after]
+            for end in sockets:
+                if end is not None:
+                    ends.enter_context(end)
+            self._listener.close()
+            self._process = start_process(self._number, sockets)
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Wait for the end of the process; return its status."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def _connect(self, to: Address, kind: str) -> socket.socket:
+        end = socket.create_connection(to, timeout=_STARTING_S)
+        end.sendall(self._token + f"{kind} {self._number}".encode().ljust(32))
+        return prepared(end)
+
+    def _accept(self) -> socket.socket:
+        self._listener.settimeout(_STARTING_S)
+        while True:
+            end, _ = self._listener.accept()
+            if greeting_of(end, self._token) is not None:
+                return prepared(end)
+            end.close()
+
+
+def prepared(end: socket.socket) -> socket.socket:
+    """Set a connection up for small messages, and for the death of a whole machine to be seen within seconds."""
+    end.settimeout(None)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", 2),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 5000),
+    ):
+        if hasattr(socket, option):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return end
+
+
+def greeting_of(end: socket.socket, token: bytes) -> tuple[str, int] | None:
+    """Return the kind of a connection and the rank that made it; None: it does not know the token."""
+    end.settimeout(5.0)
+    try:
+        data = end.recv(_TOKEN_BYTES + 32, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    if not secrets.compare_digest(data[:_TOKEN_BYTES], token):
+        return None
+    kind, number = data[_TOKEN_BYTES:].decode().split()
+    return kind, int(number)
+
+
+@dataclass(slots=True)
+class RemoteRank:
+    """A `RankHandle` of a process that a `RayRank` started. ``ended()`` → its status, or None while it runs."""
+
+    number: int
+    channel: Channel
+    life: socket.socket
+    where: str
+    ended: Callable[[], int | None]
+    memory: str
+    cores: tuple[int, ...] = ()  # Ray shares cores out
+
+    @property
+    def name(self) -> str:
+        return f"Rank {self.number} ({self.where})"
+
+    @property
+    def is_killed(self) -> bool:
+        return (self.ended() or 0) < 0
+
+    def fate(self) -> str:
+        status = self.ended()
+        if status is None:
+            return "closed its connection"
+        return (
+            f"was killed by signal {-status}, or its node has left"
+            if status < 0
+            else f"exited with status {status}"
+        )
+
+    def wait(self, until_s: float) -> None:
+        while self.ended() is None and time.monotonic() < until_s:
+            time.sleep(0.02)
+
+
+def start_on_ray(config: EngineConfig) -> RankGroup:
+    """Place and start the ranks of ``config`` on a running Ray cluster, or on one that is started here.
+
+    Raises:
+        ConfigError: Ray is absent, no cluster answers, or it has no room; versions or checkpoints differ.
+        EngineDeadError: a rank died while it started.
+    """
+    ray = _connected(config.ray.address if config.ray is not None else None)
+    topology, token = config.topology, secrets.token_bytes(_TOKEN_BYTES)
+    group = _placed(ray, config)
+    actors: list[Any] = []
+
+    def clean_up() -> None:
+        with contextlib.suppress(Exception):  # of an actor that has died, with its node as a rule
+            ray.get([actor.remove_memory.remote() for actor in actors], timeout=_REMOVING_S)
+        for actor in actors:
+            ray.kill(actor)
+        ray.util.remove_placement_group(group)
+
+    try:
+        kind = ray.remote(num_cpus=config.runner.num_threads, max_concurrency=2)(RayRank)
+        per_stage = topology.world_size // topology.pp
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        for number in range(topology.world_size):
+            where = strategy(group, placement_group_bundle_index=number // per_stage)
+            actors.append(kind.options(scheduling_strategy=where).remote(number, token))
+        ranks = _started(ray, actors, topology, token)
+    except Exception as error:
+        clean_up()
+        if isinstance(error, ray.exceptions.RayError | OSError):
+            raise EngineDeadError(f"A rank cannot be started on Ray: {_line(error)}") from error
+        raise
+    path = Path(config.model.path)
+    digest = "" if config.model.load_format == "random" else fingerprint(describe(path))
+    started = RankGroup(config, ranks, clean_up, fingerprint=digest)
+    ray.get([actor.remove_memory.remote() for actor in actors])
+    return started
+
+
+def _connected(address: str | None) -> Any:
+    """Return the module ``ray``, connected to ``address``, to the cluster of this machine, or to a new one."""
+    try:
+        import ray  # type: ignore[import-not-found,unused-ignore]
+        import ray.util.scheduling_strategies  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise ConfigError("executor = 'ray' needs Ray: pip install 'quire[ray]'") from error
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if ray.is_initialized():
+        return ray
+    quiet: dict[str, Any] = {"configure_logging": False, "log_to_driver": True}
+    address = address or os.environ.get("RAY_ADDRESS")
+    try:
+        try:
+            ray.init(address=address or "auto", **quiet)
+        except ConnectionError:
+            if address is not None:
+                raise
+            ray.init(include_dashboard=False, **quiet)  # none runs here: start one
+    except Exception as error:  # Ray's own kinds are many
+        raise ConfigError(
+            f"ray_address = {address!r}: no Ray cluster answers there: {_line(error)}"
+        ) from error
+    return ray
+
+
+def _placed(ray: Any, config: EngineConfig) -> Any:
+    """Return a placement group with a bundle of cores for each stage."""
+    topology, threads = config.topology, config.runner.num_threads
+    per_stage = topology.world_size // topology.pp * threads
+    nodes = config.ray.nodes if config.ray is not None else None
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    if nodes is not None and nodes > len(alive):
+        raise ConfigError(
+            f"nodes = {nodes}: the Ray cluster has {len(alive)}; start more with `ray start --address …`"
+        )
+    how = "STRICT_SPREAD" if nodes == topology.pp else "STRICT_PACK" if nodes == 1 else "SPREAD"
+    group = ray.util.placement_group([{"CPU": per_stage}] * topology.pp, strategy=how)
+    if not group.wait(_PLACING_S):
+        ray.util.remove_placement_group(group)
+        have = ", ".join(f"{node['Resources'].get('CPU', 0):g}" for node in alive)
+        raise ConfigError(
+            f"{topology} needs {topology.pp} bundles of {per_stage} CPUs, {how.lower()} over nodes, and the Ray "
+            f"cluster has nodes of {have} CPUs: give fewer ranks or threads, or add nodes"
+        )
+    return group
+
+
+def _started(ray: Any, actors: list[Any], topology: Topology, token: bytes) -> list[RankHandle]:
+    infos = _infos(ray, actors)
+    per_stage = topology.world_size // topology.pp
+    memories = ray.get([actor.make_memory.remote(topology) for actor in actors[::per_stage]])
+    host = ray.util.get_node_ip_address()
+    with socket.create_server(("", 0)) as listener:
+        engine = Address(host, listener.getsockname()[1])
+        starting = []
+        for number, actor in enumerate(actors):
+            after, before = (topology.stage_neighbour(number, step) for step in (1, -1))
+            to = None if after is None else infos[after].address
+            starting.append(actor.start.remote(engine, to, before is not None))
+        ends = _connections(ray, listener, starting, token, len(actors))
+    pids = ray.get(starting, timeout=_STARTING_S)
+    return [
+        RemoteRank(
+            number, Channel(ends["channel", number]), ends["life", number],
+            f"process {pids[number]} on {infos[number].hostname}", _follow(ray, actor.wait.remote()),
+            memories[number // per_stage],
+        )
+        for number, actor in enumerate(actors)
+    ]  # fmt: skip
+
+
+def _infos(ray: Any, actors: list[Any]) -> list[NodeInfo]:
+    infos: list[NodeInfo] = ray.get([actor.info.remote() for actor in actors], timeout=_STARTING_S)
+    other = next((info for info in infos if info.version != __version__), None)
+    if other is not None:
+        raise ConfigError(
+            f"Quire is {other.version} on {other.hostname} and {__version__} here: install the same on every node"
+        )
+    return infos
+
+
+def _connections(
+    ray: Any, listener: socket.socket, starting: list[Any], token: bytes, world: int
+) -> Mapping[tuple[str, int], socket.socket]:
+    """Wait for two connections of every rank."""
+    ends: dict[tuple[str, int], socket.socket] = {}
+    listener.settimeout(0.25)
+    until_s = time.monotonic() + _STARTING_S
+    while len(ends) < 2 * world:
+        ray.get(list(ray.wait(starting, num_returns=world, timeout=0)[0]))  # raises what a start raised
+        if time.monotonic() > until_s:
+            raise EngineDeadError(
+                f"Only {len(ends) // 2} of {world} ranks have connected within {_STARTING_S:g} s."
+            )
+        try:
+            end, _ = listener.accept()
+        except TimeoutError:
+            continue
+        greeting = greeting_of(end, token)
+        if greeting is None:
+            end.close()
+        else:
+            ends[greeting] = prepared(end)
+    return ends
+
+
+def _follow(ray: Any, waiting: Any) -> Callable[[], int | None]:
+    """Return what tells the status of a process by the result of `RayRank.wait`; −9 where its node has left."""
+
+    def ended() -> int | None:
+        try:
+            done, _ = ray.wait([waiting], timeout=0)
+            return ray.get(waiting) if done else None
+        except ray.exceptions.RayError:
+            return -9
+
+    return ended
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,105 @@
+"""`StageLinks`: hidden states from one pipeline stage to the next, over a stream socket.
+
+A step sends one message: its number of tokens, then ``delta`` and ``residual``, each ``[num_tokens, hidden_size]`` in
+the model's dtype. Both are sent, since the next norm adds them with one rounding: their sum would have other bits. A
+step sends ``2 · num_tokens · hidden_size · itemsize`` bytes.
+
+A socket is the right channel for a message per step: a stage that waits does not spin, the death of its neighbour is an
+end of file, and the next stage may be on another machine.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import torch
+from torch import Tensor
+
+from quire.clock import Clock
+from quire.errors import EngineDeadError
+from quire.models.decoder import Hidden
+
+_HEAD = struct.Struct("<q")
+
+
+class StageLinks:
+    """The links of one rank. ``before``, ``after``: sockets to the ranks of the stages beside it; None: none there."""
+
+    def __init__(
+        self,
+        before: socket.socket | None,
+        after: socket.socket | None,
+        max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        clock: Clock,
+    ) -> None:
+        self._before, self._after, self._clock = before, after, clock
+        self.num_bytes_sent = 0
+        self.waited_s = 0.0  # for the other stages
+        # Where `receive` leaves the hidden states: a recorded step reads them there.
+        self.entering: Hidden | None = None
+        if before is not None:
+            both = torch.empty(2, max_tokens, hidden_size, dtype=dtype)
+            self.entering = both[0], both[1]
+
+    def receive(self, num_tokens: int) -> Hidden | None:
+        """Wait for the hidden states of the next step, which has ``num_tokens``; None on the first stage.
+
+        Raises:
+            EngineDeadError: the stage before has ended.
+        """
+        if self._before is None:
+            return None
+        assert self.entering is not None
+        if num_tokens > self.entering[0].shape[0]:  # beyond what is recorded
+            delta, residual = (torch.empty(num_tokens, *x.shape[1:], dtype=x.dtype) for x in self.entering)
+        else:
+            delta, residual = (x[:num_tokens] for x in self.entering)
+        head, start_s = bytearray(_HEAD.size), self._clock.now()
+        _read(self._before, memoryview(head))
+        self.waited_s += self._clock.now() - start_s
+        assert _HEAD.unpack(head)[0] == num_tokens, "stages compute the same steps"
+        for x in (delta, residual):
+            _read(self._before, _bytes(x))
+        return delta, residual
+
+    def send(self, hidden: Hidden, num_tokens: int) -> None:
+        """Send the hidden states of a step to the next stage.
+
+        Raises:
+            EngineDeadError: the next stage has ended.
+        """
+        assert self._after is not None
+        delta, residual = (x[:num_tokens].contiguous() for x in hidden)
+        start_s = self._clock.now()
+        try:
+            self._after.sendall(_HEAD.pack(num_tokens))
+            for x in (delta, residual):
+                self._after.sendall(_bytes(x))
+                self.num_bytes_sent += x.nbytes
+        except OSError as error:
+            raise EngineDeadError(f"The next pipeline stage has ended: {error}") from error
+        self.waited_s += self._clock.now() - start_s
+
+    @property
+    def is_last(self) -> bool:
+        return self._after is None
+
+
+def _bytes(x: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return x.view(torch.uint8).numpy().data.cast("B")
+
+
+def _read(sock: socket.socket, into: memoryview) -> None:
+    got = 0
+    while got < len(into):
+        try:
+            count = sock.recv_into(into[got:])
+        except OSError as error:
+            raise EngineDeadError(f"The pipeline stage before has ended: {error}") from error
+        if not count:
+            raise EngineDeadError("The pipeline stage before has ended.")
+        got += count

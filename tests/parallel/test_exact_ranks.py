@@ -1,0 +1,66 @@
+"""Exactness over ranks: within a tensor-parallel size, tokens are those of every sequence by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.engine.test_process import gone
+from tests.exact.engine_run import Policy
+from tests.exact.suite import Case, Truth
+from tests.parallel.serving import FCFS, QUILL, alone_on, config_of, serve
+
+from quire.executor.ranks import RanksExecutor
+from quire.parallel.topology import Topology
+
+# One sequence at a time leaves the stages of a pipeline idle, which its bits must not depend on.
+ALONE = Policy("continuous", "fcfs", 320)
+CASE = Case(QUILL, "bfloat16", 71, num_requests=8, cpu_isa="reference", max_prompt=60, max_output=8)
+SPLIT = Topology(tp=2)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RanksExecutor]:
+    executor = RanksExecutor(config_of(CASE, SPLIT))
+    assert not list(Path("/dev/shm").glob(f"quire-{executor.pids[0]}-*"))
+    yield executor
+    pids = executor.pids
+    executor.close()
+    assert all(map(gone, pids))
+
+
+@pytest.fixture(scope="module")
+def truth(two: RanksExecutor) -> Truth:
+    return alone_on(CASE, two, config_of(CASE, SPLIT, ALONE))
+
+
+@pytest.mark.parametrize("policy", [FCFS])
+def test_two_tensor_parallel_ranks_are_exact(two: RanksExecutor, truth: Truth, policy: Policy) -> None:
+    tally = serve(CASE, two, config_of(CASE, SPLIT), policy, truth).tally
+    assert tally.num_chunked_prompts > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_stages_of_two_ranks_give_the_bits_of_two_ranks(truth: Truth, num_threads: int) -> None:
+    config = config_of(CASE, Topology(tp=2, pp=2), num_threads=num_threads)
+    executor = RanksExecutor(config)
+    try:
+        serve(CASE, executor, config, FCFS, truth)
+    finally:
+        executor.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["ngram", "self"])
+@pytest.mark.parametrize("model", ["llama", "sliding", "moe", "latent"])
+def test_every_family_is_exact_over_two_ranks(model: str, drafts: str) -> None:
+    case = Case(model, "float32", 52, num_requests=24)
+    policy = Policy("continuous", "fcfs", 48, drafts)  # type: ignore[arg-type]
+    config = config_of(case, SPLIT, policy)
+    executor = RanksExecutor(config)
+    try:
+        serve(case, executor, config, policy, alone_on(case, executor, config_of(case, SPLIT, ALONE)))
+    finally:
+        executor.close()

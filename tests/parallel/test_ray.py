@@ -1,0 +1,145 @@
+"""Ranks on a real Ray cluster of two nodes, both on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.engine.test_process import gone, wait_for
+from tests.gateway.services import free_port
+from tests.parallel.serving import CASE, FCFS, config_of, serve
+
+from quire.config import RayConfig
+from quire.errors import ConfigError, EngineDeadError
+from quire.executor import ray as ray_executor
+from quire.executor.ranks import RanksExecutor
+from quire.executor.ray import start_on_ray
+from quire.parallel.topology import Topology
+from quire.step import StepPlan
+
+TWO = Topology(pp=2)
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="the extra Ray is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Start a head and a second node, of one core each; end them by their process ids."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "HOME": folder,
+        }.items():
+            patch.setenv(name, value)
+        port = free_port()
+        common = ["--num-cpus", "1", "--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
+        head = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", folder]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+        address = f"127.0.0.1:{port}"
+        nodes = []
+        for arguments in (head, ["--address", address]):
+            nodes.append(subprocess.Popen([*command, *arguments, *common], start_new_session=True))
+            _wait_for_nodes(address, len(nodes))
+        try:
+            yield address
+        finally:
+            import ray
+
+            ray.shutdown()
+            for pid in [pid for node in nodes for pid in (node.pid, *_descendants(node.pid))]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for node in nodes:
+                node.wait(30)
+
+
+def _descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(each) for each in children.read_text().split()] if children.exists() else []
+    return found + [deeper for each in found for deeper in _descendants(each)]
+
+
+def _wait_for_nodes(address: str, count: int) -> None:
+    import ray
+
+    def are_there() -> bool:
+        try:
+            if not ray.is_initialized():
+                ray.init(address=address, configure_logging=False, log_to_driver=False)
+            return sum(node["Alive"] for node in ray.nodes()) == count
+        except ConnectionError:
+            return False
+
+    wait_for(are_there, seconds=120.0)
+
+
+@pytest.mark.slow
+@needs_ray
+def test_two_stages_on_two_nodes_give_the_tokens_of_one_process(cluster: str) -> None:
+    config = replace(config_of(CASE, TWO), ray=RayConfig(cluster, 2))
+    executor = RanksExecutor(config, start=start_on_ray)
+    pids = executor.pids
+    try:
+        serve(CASE, executor, config, FCFS)
+    finally:
+        executor.close()
+    wait_for(lambda: all(map(gone, pids)))
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_killed_rank_ends_the_group_on_every_node(cluster: str) -> None:
+    config = replace(config_of(CASE, TWO), ray=RayConfig(cluster, 2))
+    executor = RanksExecutor(config, start=start_on_ray)
+    pids = executor.pids
+    os.kill(pids[0], signal.SIGKILL)
+    wait_for(lambda: gone(pids[0]))
+    with pytest.raises(EngineDeadError, match=r"Rank 0 \(process \d+ on .*\) was killed by signal 9"):
+        _steps(executor)
+    wait_for(lambda: all(map(gone, pids)))
+
+
+@pytest.mark.slow
+@needs_ray
+def test_more_nodes_than_the_cluster_has_is_one_line(cluster: str) -> None:
+    config = replace(config_of(CASE, TWO), ray=RayConfig(cluster, 5))
+    with pytest.raises(ConfigError, match="nodes = 5: the Ray cluster has 2"):
+        start_on_ray(config)
+
+
+@pytest.mark.slow
+@needs_ray
+def test_other_weights_on_a_node_are_refused_with_both_hashes(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_executor, "fingerprint", lambda _: "0" * 24)
+    config = replace(config_of(CASE, TWO), ray=RayConfig(cluster, 2))
+    with pytest.raises(Exception, match=r"has the fingerprint [0-9a-f]{24}, and the engine's has 0{24}"):
+        start_on_ray(config)
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    config = replace(config_of(CASE, TWO), ray=RayConfig(None, None))
+    with pytest.raises(ConfigError, match=r"needs Ray: pip install 'quire\[ray\]'"):
+        start_on_ray(config)
+
+
+def _steps(executor: RanksExecutor) -> None:
+    for step in range(100):
+        executor.submit(StepPlan(step))
+        executor.collect()
