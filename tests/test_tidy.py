@@ -54,6 +54,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "parallel": 600,
         "quant": 25,
         "runner": 30,
+        "lora": 20,
+        "executor": 2,
     },
     "processes of ranks": {
         "": 100,

@@ -249,8 +249,6 @@ void collective(const CollectiveArgs& a, ThreadPool& pool) {
     channel.exchange();
     const uint32_t message = channel.next() - 1;
     for (int r = 0; r < channel.size(); ++r) parts[r] = channel.slot(r, message);
-    // The own rows are in this core's cache.
-    if (a.x_stride == a.in) parts[channel.index()] = static_cast<const char*>(a.x) + begin * row_bytes;
     combine(a, parts.data(), begin, end, pool);
   }
 }

@@ -27,8 +27,8 @@ class LoraSlots:
     def __init__(
         self, spec: ModelSpec, targets: Mapping[str, tuple[LoraStack, int]], shard: Shard | None = None
     ) -> None:
-        """``spec``: of the whole model, as adapters have it; ``shard``: what this rank has of it."""
-        self._spec = spec
+        """``shard``: what this rank has of the model that adapters are made for; None: ``spec`` is all of it."""
+        self._spec = spec if shard is None else shard.whole
         self._cuts = {name: Cut(name) if shard is None else shard.cuts[f"{name}.weight"] for name in targets}
         self._targets = {
             self._cuts[name].name.removesuffix(".weight"): (name, *targets[name]) for name in targets

@@ -52,15 +52,10 @@ class Worker:
     """One process's share of an engine: here the whole model. ``proposer`` makes drafts; None: without speculation."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        weights: Iterable[tuple[str, Weight]],
-        clock: Clock,
+        self, config: EngineConfig, weights: Iterable[tuple[str, Weight]], clock: Clock,
         runner: Callable[[EngineConfig, Iterable[tuple[str, Weight]]], Runner] = ModelRunner,
-        *,
-        answers: bool = True,
-        shard: Shard | None = None,
-    ) -> None:
+        *, answers: bool = True, shard: Shard | None = None,
+    ) -> None:  # fmt: skip
         """``answers``: whether this rank samples. One that does not is told with `settle`, in place of `finish`.
 
         ``shard``: what this rank has of the model; None: all of it.
@@ -69,8 +64,7 @@ class Worker:
         self.runner = runner(config, weights)
         self._lora: LoraSlots | None = None
         if config.lora is not None:
-            whole = config.model.spec if shard is None else shard.whole
-            self._lora = LoraSlots(whole, self.runner.decoder.lora_targets(), shard)
+            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets(), shard)
         scheduler, block_size = config.scheduler, config.cache.block_size
         vocab_size = config.model.spec.vocab_size
         # A block more than the context: the last token sampled may have no row left to be computed in.
