@@ -38,7 +38,8 @@ from quire.errors import RequestError
 from quire.models.checkpoint import read_tokenizer
 from quire.models.hub import quill_path
 from quire.request import FinishReason
-from quire.text.grammar_matcher import compile_matcher, encode_forced, ll_tokenizer, token_table
+from quire.text.grammar_matcher import accepts, encode_forced, ll_tokenizer, token_table
+from quire.text.json_watch import Vocabulary
 
 SEED = 20261121
 NUM_SAMPLED = 400
@@ -91,17 +92,16 @@ def params_of(case: dict[str, Any], *, whitespace: bool) -> StructuredOutputsPar
 def feed_instances(cases: list[dict[str, Any]], shares: Shares) -> None:
     tokenizer = read_tokenizer(quill_path("quill"))
     table = token_table(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
-    compiler = ll_tokenizer(table, encode_forced(tokenizer))
+    compiler, vocabulary = ll_tokenizer(table, encode_forced(tokenizer)), Vocabulary(table.tokens)
     for case in cases:
         grammar = shares.compiled.get(case["id"])
         for test in case["tests"] if grammar else ():
-            matcher = compile_matcher(compiler, grammar)
             text = json.dumps(test["data"], ensure_ascii=False, separators=(",", ":"))
             try:
                 ids = compiler.greedy_tokenize(text)
             except UnicodeEncodeError:  # a lone surrogate is no text
                 continue
-            accepted = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            accepted = accepts(compiler, grammar, vocabulary, ids)
             if test["valid"]:
                 shares.valid += 1
                 shares.valid_accepted += accepted

@@ -8,7 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, Setting, defaults, flag_name, settings_of
-from quire.bench.args import LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
+from quire.bench.args import (
+    LatencyArgs,
+    ProfileArgs,
+    ServeBenchArgs,
+    SimulateArgs,
+    SpeculateBenchArgs,
+    ThroughputArgs,
+)
 from quire.cli.flags import AutoscaleArgs, PlanArgs, ReplayArgs
 from quire.gateway.auto_model import AutoArgs, RuleArgs
 from quire.gateway.config import (
@@ -40,6 +47,7 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire bench serve              put load on any OpenAI-compatible server (docs/benchmarking.md)
     quire bench latency [MODEL]    batches of equal requests, without a server
     quire bench throughput [MODEL] all requests at once, without a server
+    quire bench speculate [MODEL]  numbers of drafts beside plain decoding and theory
     quire profile [MODEL]          measure step times for simulate and serve --slo (and every flag of the engine)
     quire simulate                 a workload through the real scheduler on a virtual clock (docs/simulator.md); also
                                    the workload, load and results flags of bench serve, and the engine's scheduling
@@ -108,6 +116,7 @@ def document() -> str:
         ("Load generator: bench serve", ServeBenchArgs),
         ("Offline: bench latency", LatencyArgs),
         ("Offline: bench throughput", ThroughputArgs),
+        ("Offline: bench speculate", SpeculateBenchArgs),
         ("Formulas: plan", PlanArgs),
         ("Flight recorder: replay", ReplayArgs),
         ("Step times: profile", ProfileArgs),

@@ -82,6 +82,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/speculate/test_draft_proposer.py",),
     ),
     Mutant(
+        "hidden-states-not-copied",
+        "a copied block lacks the hidden states that heads read",
+        "src/quire/runner/draft_model.py",
+        "            self.runner.hidden.copy(moves)\n",
+        "            pass\n",
+        ("tests/speculate/test_heads_state.py",),
+    ),
+    Mutant(
         "salt-ignored",
         "requests of different cache salts share blocks",
         "src/quire/cache/manager.py",

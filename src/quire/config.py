@@ -145,7 +145,7 @@ class HeadsConfig:
 class SpeculateConfig:
     """How drafts are proposed (docs/speculation.md)."""
 
-    method: Literal["ngram", "draft", "medusa", "eagle", "mtp"]
+    method: Literal["ngram", "lookahead", "draft", "medusa", "eagle", "mtp"]
     draft: ModelConfig | None = None  # of "draft"
     accept: Literal["exact", "rejection", "typical"] = "exact"  # `quire.sampling.accept`
     heads: HeadsConfig | None = None  # of "medusa", "eagle" and "mtp"

@@ -89,7 +89,11 @@ class Recorder:
             body = json.loads(data)
         except ValueError:
             return
-        if not isinstance(body, dict) or any(body.get(name) for name in STATEFUL):
+        if (
+            not isinstance(body, dict)
+            or any(body.get(name) for name in STATEFUL)
+            or b"item_reference" in data
+        ):
             return
         ignored = answer.headers.get("x-quire-ignored-fields", "")
         entry = {
@@ -113,6 +117,8 @@ def shape(value: Any) -> str:
 
 def environment(name: str) -> Path:
     """Return the interpreter of a client's environment, which is made where its packages changed."""
+    if CLIENTS[name].get("runs_on") == "node":
+        return node_folder(name)
     wanted = json.dumps(CLIENTS[name], sort_keys=True)
     folder = ENVIRONMENTS / name
     python, mark = folder / "bin" / "python", folder / "installed.json"
@@ -126,11 +132,29 @@ def environment(name: str) -> Path:
     return python
 
 
+def node_folder(name: str) -> Path:
+    """Return node, beside a folder of the client's packages; modules are looked for beside the script."""
+    node, client = shutil.which("node"), CLIENTS[name]
+    if node is None:
+        raise SystemExit(f"{name} needs node and npm: install them, or name the other clients")
+    folder = ENVIRONMENTS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted, mark = json.dumps(client, sort_keys=True), folder / "installed.json"
+    if not mark.exists() or mark.read_text() != wanted:
+        npm = ["npm", "install", "--no-fund", "--no-audit", "--loglevel=error", *client["packages"]]
+        subprocess.run(npm, cwd=folder, check=True)
+        mark.write_text(wanted)
+    shutil.copy(HERE / "real" / client["script"], folder)
+    return Path(node)
+
+
 async def run_client(name: str, quill: str, scripted: str, *, record: bool) -> list[dict[str, Any]]:
     """Return the lines of one client's checks; write its bodies where asked to."""
     client = CLIENTS[name]
     recorder = Recorder()
-    command = [str(environment(name)), str(HERE / "real" / client["script"])]
+    interpreter = environment(name)
+    folder = ENVIRONMENTS / name if client.get("runs_on") == "node" else HERE / "real"
+    command = [str(interpreter), str(folder / client["script"])]
     async with recorder.before(quill, "quill") as first, recorder.before(scripted, "scripted") as second:
         env = {**os.environ, "QUILL_URL": first, "SCRIPTED_URL": second, "NO_PROXY": "127.0.0.1"}
         env.pop("PYTHONPATH", None)

@@ -104,6 +104,9 @@ def test_whole_floats_are_integers_everywhere() -> None:
     assert api.complete(prompt=[104.0, 105.0]).status_code == 200
     assert list(api.frontend.submitted[-1].prompt) == [104, 105]
     assert api.post("/detokenize", {"tokens": [104.0, 105.0]}).json() == {"prompt": "hi"}
+    assert api.post("/v1/responses", {"input": "hi", "max_output_tokens": 7.0}).status_code == 200
+    turn = {"role": "user", "content": "hi"}
+    assert api.post("/v1/messages", {"messages": [turn], "max_tokens": 7.0}).status_code == 200
     assert error_of(api.complete(prompt=[104.5]), 400)["param"] == "prompt[0]"
     assert error_of(api.complete(prompt=[104, 1.5]), 400)["param"] == "prompt[1]"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,25 @@ def test_continued_threads_are_refused_as_the_client_expects() -> None:
     assert response.json()["error"]["details"] == {"error_code": "thread_not_found"}
 
 
+def test_references_stand_for_stored_items() -> None:
+    """The AI SDK sends those for its earlier turns."""
+    api = Api(frontend(), tool_format="hermes")
+    tool = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+    asked = {"model": "quill", "tools": [tool]}
+    turn = {"role": "user", "content": "How is the weather?"}
+    first = api.post("/v1/responses", {**asked, "input": [turn]}).json()["output"]
+    call = first[-1]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "12 °C in Zürich"}
+    whole = api.post("/v1/responses", {**asked, "input": [turn, *first, result]})
+    references = [{"type": "item_reference", "id": item["id"]} for item in first]
+    again = api.post("/v1/responses", {**asked, "input": [turn, *references, result]})
+    assert [item["type"] for item in first] == ["reasoning", "function_call"]
+    assert again.json()["output"][-1]["content"] == whole.json()["output"][-1]["content"]
+    assert again.json()["usage"] == whole.json()["usage"]
+    refused = api.post("/v1/responses", {**asked, "input": [{"type": "item_reference", "id": "rs_1"}]})
+    assert refused.json()["error"]["param"] == "input[0]"
+
+
 def test_a_named_tool_is_called_once() -> None:
     api = Api(frontend(), tool_format="hermes")
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
@@ -174,5 +194,5 @@ def test_agents_that_went_round_are_among_the_bodies() -> None:
 def test_the_page_of_clients_names_their_versions() -> None:
     page = (HERE.parents[1] / "docs" / "clients.md").read_text()
     for name, client in CLIENTS.items():
-        version = client["packages"][0].partition("==")[2]
+        version = re.split("==|@", client["packages"][0])[-1]
         assert f"| `{name}` | {version} |" in page, name

@@ -39,7 +39,7 @@ def wide(count: int) -> dict[str, Any]:
 
 SLOW = StructuredOutputsParams(json=wide(3000))
 WRONG = [
-    (StructuredOutputsParams(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+    (StructuredOutputsParams(json={"type": "array", "unevaluatedItems": False}), "unevaluatedItems"),
     (StructuredOutputsParams(regex="(?=a)b"), "look-ahead"),
     (StructuredOutputsParams(regex="[a"), "unclosed"),
     (StructuredOutputsParams(grammar="start: nothing"), "nothing"),

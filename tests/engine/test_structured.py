@@ -28,10 +28,19 @@ SCHEMA = {
     "required": ["name", "age", "likes"],
     "additionalProperties": False,
 }
+SAILS = ["jib", "main", "mizzen", "top"]
+WATCHED = {
+    "type": "array",
+    "items": {"enum": SAILS},
+    "uniqueItems": True,
+    "minItems": 3,
+    "contains": {"const": "top"},
+}
 FORMS: dict[str, StructuredOutputsParams] = {
     "json": StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
     "regex": StructuredOutputsParams(regex=r"[A-Z][a-z]{3,9} [A-Z][a-z]{3,9}, \d{1,3} years"),
     "choice": StructuredOutputsParams(choice=["the captain", "the captain's wife", "nobody"]),
+    "watched": StructuredOutputsParams(json=WATCHED, disable_any_whitespace=True),
     "grammar": StructuredOutputsParams(grammar='root ::= word ("," word){3,12}\nword ::= [a-z]{2,9}'),
 }
 WORD = "[a-z]{2,9}"
@@ -43,6 +52,9 @@ def fits(kind: str, text: str) -> bool:
         return (
             set(value) == {"name", "age", "likes"} and 0 <= value["age"] <= 120 and len(value["name"]) <= 24
         )
+    if kind == "watched":
+        items = json.loads(text)
+        return 3 <= len(items) == len(set(items)) and "top" in items and set(items) <= set(SAILS)
     patterns = {
         "regex": r"[A-Z][a-z]{3,9} [A-Z][a-z]{3,9}, \d{1,3} years",
         "choice": "the captain|the captain's wife|nobody",
@@ -152,9 +164,9 @@ def test_a_limit_hit_in_a_step_fails_that_sequence_alone(monkeypatch: pytest.Mon
 
 def test_refusals_before_anything_runs(llm: LLM) -> None:
     wrong = SamplingParams(
-        structured_outputs=StructuredOutputsParams(json={"not": {"pattern": "a"}, "type": "string"})
+        structured_outputs=StructuredOutputsParams(json={"not": {"type": "array"}, "unevaluatedItems": False})
     )
-    with pytest.raises(RequestError, match="not"):
+    with pytest.raises(RequestError, match="unevaluatedItems"):
         llm.generate(["a", "b"], [SamplingParams(), wrong], use_tqdm=False)
     with pytest.raises(RequestError, match="ignore_eos"):
         SamplingParams(ignore_eos=True, structured_outputs=FORMS["json"])

@@ -31,7 +31,9 @@ from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan, StepResult
 from quire.weight_format import WeightFormat
 
-Drafting = Literal["none", "ngram", "self", "other", "oracle", "medusa", "eagle", "eagle3", "mtp"]
+Drafting = Literal[
+    "none", "ngram", "lookahead", "self", "other", "oracle", "medusa", "eagle", "eagle3", "mtp"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,8 @@ def engine_config(
         method = policy.drafts.removesuffix("3")
         speculate = SpeculateConfig(method, heads=heads)  # type: ignore[arg-type]
     elif policy.drafts != "none":
-        speculate = SpeculateConfig("ngram")
-    paths = 1 if policy.drafts in ("none", "self") else 3
+        speculate = SpeculateConfig("lookahead" if policy.drafts == "lookahead" else "ngram")
+    paths = 1 if policy.drafts in ("none", "self") else 5 if policy.drafts == "lookahead" else 3
     if speculate is not None:
         speculate = replace(speculate, num_branch_blocks=8 * (paths - 1) * len(windows))
     return EngineConfig(
@@ -152,7 +154,7 @@ def engine_config(
             max_num_batched_tokens=policy.budget,
             max_model_len=max_model_len,
             dynamic_max_wait_s=3 * STEP_S,
-            max_num_drafts=0 if policy.drafts == "none" else 4,
+            max_num_drafts=0 if policy.drafts == "none" else 12 if policy.drafts == "lookahead" else 4,
             max_draft_paths=paths,
         ),
         runner=runner_config(cpu_isa, num_threads),

@@ -28,7 +28,17 @@ from quire.weight_format import WeightFormat, parse_format
 from quire.weight_plan import role_of
 
 BUDGETS = (16, 48, 256, 2048)
-DRAFTS: tuple[Drafting, ...] = ("none", "ngram", "self", "other", "oracle", "medusa", "eagle", "eagle3")
+DRAFTS: tuple[Drafting, ...] = (
+    "none",
+    "ngram",
+    "lookahead",
+    "self",
+    "other",
+    "oracle",
+    "medusa",
+    "eagle",
+    "eagle3",
+)
 POLICIES = [
     Policy(*triple, DRAFTS[index // 6 % len(DRAFTS)])
     for index, triple in enumerate(itertools.product(GATES, ORDERS, BUDGETS))

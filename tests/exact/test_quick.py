@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.exact.engine_run import Policy
+from tests.exact.engine_run import Drafting, Policy
 from tests.exact.suite import Case, serve_and_check
 
 from quire.models import loader
@@ -35,9 +35,20 @@ def test_quick_with_the_model_as_its_own_draft(model: str, monkeypatch: pytest.M
     assert tally.num_cached_tokens > 0
 
 
-def test_quick_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("drafts", "accepted"), [("oracle", 50), ("lookahead", 1)])
+def test_quick_with_drafts(drafts: Drafting, accepted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are trees of up to three paths; those of lookahead decoding have five."""
     monkeypatch.setattr(loader, "STD", 0.3)
     case = Case("llama", "float32", 48, num_requests=24)
-    tally = serve_and_check(case, Policy("continuous", "fcfs", 48, "oracle")).tally
-    assert tally.num_accepted > 50
+    tally = serve_and_check(case, Policy("continuous", "fcfs", 48, drafts)).tally
+    assert tally.num_accepted > accepted
     assert tally.num_rejected > 50
+
+
+def test_quick_with_medusa_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE and MTP are in tests/speculate/test_heads_state.py."""
+    monkeypatch.setattr(loader, "STD", 0.3)
+    case = Case("sliding", "float32", 47, num_requests=16)
+    tally = serve_and_check(case, Policy("continuous", "fcfs", 48, "medusa")).tally
+    assert tally.num_rejected > 50
+    assert tally.num_preemptions > 0

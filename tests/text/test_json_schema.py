@@ -5,28 +5,36 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from tests.engine.toy import EOS, VOCAB, byte_tokenizer
 
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.grammar import build_grammar, grammar_source
+from quire.text.grammar import NUM_LEVELS, build_grammar, grammar_source
 from quire.text.grammar_matcher import (
     GrammarConstraint,
+    accepts,
     compile_matcher,
     first_error,
     ll_tokenizer,
     token_table,
+    watch_of,
 )
 from quire.text.json_schema import closed, written_out
+from quire.text.json_watch import Vocabulary
 from quire.text.schema_negation import NoForm, negate
 
 SEED = 20261121
-LLTOKENIZER = ll_tokenizer(token_table(byte_tokenizer(), VOCAB, (EOS,)))
+TABLE = token_table(byte_tokenizer(), VOCAB, (EOS,))
+LLTOKENIZER = ll_tokenizer(TABLE)
+VOCABULARY = Vocabulary(TABLE.tokens)
+REWRITTEN = (0, 3)
 PERSON = {
     "type": "object",
     "additionalProperties": False,
@@ -54,12 +62,12 @@ WRITTEN_OUT: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def grammar_of(schema: Any) -> str | None:
-    """As the helper does: the schema unchanged, else rewritten; None if both are rejected."""
+def grammar_of(schema: Any, levels: Sequence[int] = range(NUM_LEVELS)) -> str | None:
+    """As the helper does: the schema unchanged, else relaxed or rewritten; None if all are rejected."""
     source = grammar_source(StructuredOutputsParams(json=json.dumps(schema), disable_any_whitespace=True))
-    for write_out in (False, True):
+    for level in levels:
         try:
-            grammar = build_grammar(source, write_out=write_out)
+            grammar = build_grammar(source, level)
         except RequestError:
             continue
         if not first_error(compile_matcher(LLTOKENIZER, grammar)):
@@ -69,11 +77,16 @@ def grammar_of(schema: Any) -> str | None:
 
 def walk(grammar: str, rng: random.Random) -> str | None:
     """Return a random text of the grammar, with short strings and numbers; None if it does not end."""
-    constraint = GrammarConstraint(compile_matcher(LLTOKENIZER, grammar), VOCAB)
+    watch = watch_of(LLTOKENIZER, grammar, VOCABULARY)
+    matcher = compile_matcher(LLTOKENIZER, grammar)
+    constraint = GrammarConstraint(matcher, VOCAB, watch=watch, eos_ids=frozenset([EOS]))
     ids: list[int] = []
     while len(ids) < 400:
-        bits = constraint.matcher.compute_bitmask()
-        allowed = [i for i in range(VOCAB) if bits[i // 8] >> (i % 8) & 1]
+        mask = np.ones(VOCAB, np.bool_)
+        constraint.mask(mask)
+        allowed = np.flatnonzero(mask).tolist()
+        if not allowed:
+            return None
         likely = [i for i in allowed if i == EOS or chr(i) in '"}],09'] or allowed
         token_id = rng.choice(likely if rng.random() < 0.6 else [i for i in allowed if i < 128] or allowed)
         if token_id == EOS:
@@ -83,16 +96,16 @@ def walk(grammar: str, rng: random.Random) -> str | None:
     return None
 
 
-def accepts(grammar: str, value: Any) -> bool:
-    matcher = compile_matcher(LLTOKENIZER, grammar)
-    data = list(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass"))
-    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+def takes(grammar: str, value: Any) -> bool:
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return accepts(LLTOKENIZER, grammar, VOCABULARY, list(data))
 
 
+@pytest.mark.parametrize("levels", [REWRITTEN, range(NUM_LEVELS)])
 @pytest.mark.parametrize("case", range(len(WRITTEN_OUT)))
-def test_what_the_grammar_draws_is_valid(case: int) -> None:
+def test_what_the_grammar_draws_is_valid(case: int, levels: Sequence[int]) -> None:
     schema = WRITTEN_OUT[case]
-    grammar = grammar_of(schema)
+    grammar = grammar_of(schema, levels)
     assert grammar is not None, schema
     rng = random.Random(SEED + case)
     texts = {text for _ in range(40) if (text := walk(grammar, rng)) is not None}
@@ -104,9 +117,9 @@ def test_what_the_grammar_draws_is_valid(case: int) -> None:
 def test_nothing_is_lost_where_the_opposite_has_a_form() -> None:
     for case, values in {1: ["c", "abc", "ba"], 2: [0, 4, 9], 5: [{}, {"a": 1}, {"b": "x", "c": True}], 10: [{"a": 1}],
                          7: [{"b": None}, {"a": 1, "b": "x", "c": False}]}.items():  # fmt: skip
-        grammar = grammar_of(WRITTEN_OUT[case])
+        grammar = grammar_of(WRITTEN_OUT[case], REWRITTEN)
         assert grammar is not None
-        assert [value for value in values if not accepts(grammar, value)] == [], WRITTEN_OUT[case]
+        assert [value for value in values if not takes(grammar, value)] == [], WRITTEN_OUT[case]
 
 
 @pytest.mark.parametrize(
@@ -118,8 +131,83 @@ def test_nothing_is_lost_where_the_opposite_has_a_form() -> None:
         {"type": "object", "propertyNames": {"pattern": "^a"}},
     ],
 )
-def test_what_has_no_form_is_refused(schema: dict[str, Any]) -> None:
-    assert grammar_of(schema) is None
+def test_what_has_no_form_is_not_written_out(schema: dict[str, Any]) -> None:
+    assert grammar_of(schema, REWRITTEN) is None
+
+
+# Schema, valid values, invalid values: keywords that no grammar holds, alone and inside of others.
+WATCHED: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, [[], ["a"], ["a", "b", "ab"]],
+     [["a", "a"], ["a", "b", "a"]]),
+    ({"type": "array", "items": {"enum": ["bow", "boat", 3, 33, None]}, "uniqueItems": True},
+     [["boat", "bow", 33, 3, None]], [["bow", "bow"], [3, 3]]),
+    ({"type": "array", "uniqueItems": True, "maxItems": 6}, [[1, True, "1", [1], {"a": 1}, None]],
+     [[1, 1.0], [{"a": 1, "b": 2}, {"b": 2, "a": 1}], [[], []]]),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}, "additionalProperties": {"type": "integer"}},
+     [{}, {"ab": 1}], [{"b": 1}, {"a": 1, "b": 1}]),
+    ({"type": "string", "not": {"pattern": "^a"}}, ["", "ba"], ["a", "ab"]),
+    ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}, "maxContains": 1},
+     [[1], [2, 1]], [[], [1, 1]]),
+    ({**PERSON, "dependentRequired": {"a": ["b"]}}, [{}, {"b": "x", "a": 1}, {"a": 1, "b": "x"}], [{"a": 1}]),
+    ({**PERSON, "required": ["c", "a"]}, [{"a": 1, "c": True}], [{"a": 1}, {"d": 1, "a": 1, "c": True}]),
+    ({**PERSON, "required": ["a"], "not": {"required": ["b"]}}, [{"a": 1}, {"c": True, "a": 1}],
+     [{"a": 1, "b": "x"}, {"a": 1, "a2": 1}]),
+    ({**PERSON, "oneOf": [{"required": ["a"]}, {"required": ["b"]}], "minProperties": 2},
+     [{"a": 1, "c": True}, {"c": True, "b": "y"}], [{"a": 1}, {"b": "x", "a": 1}]),
+    ({"oneOf": [{"type": "number", "multipleOf": 3}, {"type": "number", "multipleOf": 5}]}, [3, 10], [15, 7]),
+    ({"type": "object", "properties": {"kind": {"enum": ["x", "y"]}, "n": {}},
+      "if": {"properties": {"kind": {"const": "x"}}, "required": ["kind"]}, "then": {"required": ["n"]}, "not": {
+          "propertyNames": {"maxLength": 1}, "minProperties": 1}},
+     [{}, {"n": 1, "kind": "x"}, {"kind": "y"}], [{"kind": "x"}, {"n": 1}]),
+    ({"type": "object", "minProperties": 1, "maxProperties": 2, "additionalProperties": {"type": "integer"}},
+     [{"a": 1}, {"a": 1, "b": 2}], [{}, {"a": 1, "b": 2, "c": 3}]),
+    ({"items": {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/n"}}, "type": "array",
+      "$defs": {"n": {"type": "integer", "not": {"const": 5}}}}, [[[1, 2], [1]]], [[[1, 1]], [[5]]]),
+    ({"type": "integer", "not": {"enum": [5, 55]}, "uniqueItems": True}, [4, 555, 56], [5, 55]),
+    ({"type": "string", "format": "uri-reference"}, ["/a/b?c#d", "x:y", ""], ["a b", "#a#b"]),
+    ({"type": "string", "format": "json-pointer"}, ["", "/a~0b/1"], ["a", "/~2"]),
+    ({"type": "string", "format": "regex"}, ["^[a-z]+$", "a.*b"], ["(", "[", "*"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(WATCHED)))
+def test_watched_schema_takes_what_is_valid_and_only_that(case: int) -> None:
+    schema, valid, invalid = WATCHED[case]
+    checker = jsonschema.Draft202012Validator(schema)
+    if "format" not in schema:
+        assert all(map(checker.is_valid, valid))
+        assert not any(map(checker.is_valid, invalid))
+    grammar = grammar_of(schema)
+    assert grammar is not None
+    assert [value for value in valid if not takes(grammar, value)] == []
+    assert [value for value in invalid if takes(grammar, value)] == []
+    rng = random.Random(SEED + case)
+    texts = {text for _ in range(25) if (text := walk(grammar, rng)) is not None}
+    assert all(checker.is_valid(json.loads(text)) for text in texts)
+    assert texts
+
+
+def test_watch_rolls_back_and_is_a_function_of_the_output() -> None:
+    grammar = grammar_of({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True})
+    assert grammar is not None
+
+    def start(ids: list[int]) -> GrammarConstraint:
+        watch = watch_of(LLTOKENIZER, grammar, VOCABULARY)
+        return GrammarConstraint(compile_matcher(LLTOKENIZER, grammar), VOCAB, ids, watch, frozenset([EOS]))
+
+    def allowed(constraint: GrammarConstraint) -> list[int]:
+        mask = np.ones(VOCAB, np.bool_)
+        constraint.mask(mask)
+        return np.flatnonzero(mask).tolist()
+
+    ids = list(b'["a","a')  # can only become the item that is there
+    constraint = start([])
+    for token_id in ids:
+        constraint.advance(token_id)
+    assert allowed(constraint) == allowed(start(ids)) == []
+    constraint.rollback(1)
+    assert allowed(constraint) == allowed(start(ids[:-1])) == list(b"b")
+    assert allowed(start(list(b'["a","b"'))) == list(b"]")
 
 
 def test_the_opposite_of_everything_and_of_nothing() -> None:
@@ -165,7 +253,7 @@ def test_the_official_suite_lets_nothing_invalid_in(shared_data: Path) -> None:
         for test in group["tests"]:
             if not test["valid"]:
                 num_invalid += 1
-                if accepts(grammar, test["data"]):
+                if takes(grammar, test["data"]):
                     let_in.add(group["description"])
     print(f"{num_compiled} of {len(groups)} schemas compile, {num_invalid} invalid instances")
     assert num_invalid > 500

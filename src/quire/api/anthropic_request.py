@@ -14,6 +14,7 @@ from quire.http.refusals import HttpError, Refusal
 from quire.http.wire import (
     INT64_MAX,
     AnyObject,
+    AtLeastOne,
     Boolean,
     JsonSchema,
     Past,
@@ -56,7 +57,7 @@ class CountTokensRequest(AnthropicFields):
 class MessagesRequest(AnthropicFields, SampledFields):
     """Body of ``/v1/messages``."""
 
-    max_tokens: Annotated[int, Field(description="an integer ≥ 1", ge=1)]
+    max_tokens: AtLeastOne
     stop_sequences: Texts | None = None
     metadata: AnyObject | None = None
 

@@ -21,6 +21,7 @@ from quire.api.response_tools import as_arguments, response_tool_use, visible
 from quire.errors import RequestError, clip
 from quire.http.wire import (
     AnyObject,
+    AtLeastOne,
     Boolean,
     Integer,
     JsonSchema,
@@ -60,7 +61,7 @@ class ResponsesRequest(SampledFields):
     parallel_tool_calls: Boolean = True
     text: AnyObject | None = None
     reasoning: AnyObject | None = None
-    max_output_tokens: Annotated[int | None, Field(description="an integer ≥ 1, or null", ge=1)] = None
+    max_output_tokens: AtLeastOne | None = None
     context_management: Annotated[list[Any] | None, Field(description="a list of objects")] = None
     user: Text = ""
     chat_template_kwargs: AnyObject | None = None

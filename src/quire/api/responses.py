@@ -33,7 +33,7 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    request = parse(ResponsesRequest, body, ignored=ignored)
+    request = _without_references(state, parse(ResponsesRequest, body, ignored=ignored))
     if request.background and (request.stream or not request.store):
         other = "stream = true" if request.stream else "store = false"
         raise RequestError(
@@ -90,7 +90,7 @@ async def count_input(state: ApiState, body: Any, ignored: list[str] | None) -> 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    request = parse(ResponsesRequest, body, ignored=ignored)
+    request = _without_references(state, parse(ResponsesRequest, body, ignored=ignored))
     state.check_model(request.model)
     form_of(request, ignored)
     _, conversation = await _conversation(state, request, ignored)
@@ -106,6 +106,29 @@ async def _conversation(
     size = 0 if isinstance(request.input, str) else len(request.input)
     messages = await off_loop(size, _messages, state, request, ignored)
     return messages, conversation_of(request, messages, ignored)
+
+
+def _without_references(state: ApiState, request: ResponsesRequest) -> ResponsesRequest:
+    """Return the request with stored items in place of the references to them.
+
+    Raises:
+        RequestError: an item is not stored.
+    """
+    if isinstance(request.input, str):
+        return request
+    items = list(request.input)
+    for i, item in enumerate(items):
+        if not isinstance(item, dict) or "id" not in item or item.get("type") != "item_reference":
+            continue
+        found = state.responses.item(str(item["id"])) if item["id"] else None
+        if found is None:
+            raise RequestError(
+                f"input[{i}].id = {clip(item['id'])} is not an item of a response stored here (--response-store-mib): "
+                "send the item itself.",
+                param=f"input[{i}]",
+            )
+        items[i] = found
+    return request.model_copy(update={"input": items})
 
 
 def _messages(state: ApiState, request: ResponsesRequest, ignored: list[str] | None) -> list[dict[str, Any]]:

@@ -305,6 +305,16 @@ class ResponseStore:
             self._items.move_to_end(key)
         return stored
 
+    def item(self, item_id: str) -> dict[str, Any] | None:
+        """Return the item of this id in the output of an answer, the newest answers first, or None."""
+        for (tenant, _), stored in reversed(self._items.items()):
+            if tenant == TENANT.get() and item_id.encode() in stored.response:
+                output = msgspec.json.decode(stored.response)["output"]
+                found = next((item for item in output if item.get("id") == item_id), None)
+                if found is not None:
+                    return dict(found)
+        return None
+
     def delete(self, response_id: str) -> bool:
         """Delete an answer; return whether it was stored."""
         stored = self._items.pop((TENANT.get(), response_id), None)

@@ -66,6 +66,20 @@ class LatencyArgs:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculateBenchArgs:
+    """Batches with several numbers of drafts."""
+
+    drafts: str = "2,4,8"
+    batch_sizes: str = "1,4,16"
+    input_len: int = 16
+    output_len: int = 128
+    rounds: int = 5
+    clock: Literal["wall", "cpu"] = "wall"
+    json: str | None = None
+    svg: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ThroughputArgs:
     """Many requests at once."""
 

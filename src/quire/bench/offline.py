@@ -15,10 +15,11 @@ from quire.args import EngineArgs
 from quire.bench.args import LatencyArgs, ThroughputArgs
 from quire.bench.page import console, print_summary, write
 from quire.bench.summary import ERROR, OK, RequestRecord, Timing, summarize
-from quire.clock import WallClock
+from quire.clock import Clock, WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.client import InProcessClient
+from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.scheduler.slo import PolicyChange
@@ -70,14 +71,14 @@ class OfflineRun:
 class OfflineEngine:
     """A loaded model that runs workloads one after the other."""
 
-    def __init__(self, args: EngineArgs, executor: str = "local") -> None:
+    def __init__(self, args: EngineArgs, executor: str = "local", clock: Clock | None = None) -> None:
         """Load the model of ``args``. ``executor`` as `quire.engine.build` names them.
 
         Raises:
             ConfigError, ModelLoadError: the settings or the model are wrong.
         """
         self.config, _ = configure(args, detect_device())
-        self._clock = WallClock()
+        self._clock = clock or WallClock()
         self._client = InProcessClient(self.config, self._clock, executor=executor)
         self.info = self._client.wait_ready()
         self._num_sent = 0
@@ -85,6 +86,13 @@ class OfflineEngine:
     @property
     def max_model_len(self) -> int:
         return self.config.scheduler.max_model_len
+
+    @property
+    def executor(self) -> Executor:
+        return self._client.core.executor
+
+    def stats(self) -> EngineStats:
+        return self._client.stats()
 
     def close(self) -> None:
         self._client.close()

@@ -1,4 +1,4 @@
-"""`quire bench serve | latency | throughput`, `quire profile` and `quire simulate`."""
+"""`quire bench serve | latency | throughput | speculate`, `quire profile` and `quire simulate`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 import typer
 
 from quire.args import EngineArgs, ServerArgs, flag_name, settings_of
-from quire.bench.args import SIMULATED, LatencyArgs, ProfileArgs, ServeBenchArgs, SimulateArgs, ThroughputArgs
+from quire.bench.args import (
+    SIMULATED,
+    LatencyArgs,
+    ProfileArgs,
+    ServeBenchArgs,
+    SimulateArgs,
+    SpeculateBenchArgs,
+    ThroughputArgs,
+)
 from quire.cli.flags import ModelArgument, SettingsCommand, command_with, pick, with_model
 
-bench_app = typer.Typer(help="Measure: serve, latency, throughput.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure: serve, latency, throughput, speculate.", no_args_is_help=True)
 
 
 @bench_app.command("serve", cls=SettingsCommand)
@@ -41,6 +49,16 @@ def bench_throughput(model: ModelArgument = None, *, settings: dict[str, Any]) -
     raise typer.Exit(
         throughput(pick(EngineArgs, with_model(model, settings)), pick(ThroughputArgs, settings))
     )
+
+
+@bench_app.command("speculate", cls=SettingsCommand)
+@command_with(EngineArgs, SpeculateBenchArgs, skip=("model", "spec_tokens"))
+def bench_speculate(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
+    """Compare numbers of drafts with plain decoding and with theory, without a server."""
+    from quire.bench.speculate import speculate
+
+    engine = pick(EngineArgs, with_model(model, settings))
+    raise typer.Exit(speculate(engine, pick(SpeculateBenchArgs, settings)))
 
 
 LIVE = (

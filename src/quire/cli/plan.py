@@ -128,9 +128,14 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     for name, short in ways.items():
         if chosen and (size := getattr(chosen.split, short)) > 1:
             wanted[name] = size
+    if q.hardware.kind != "cpu":
+        known -= set(ways)  # ranks run on CPUs
     flags = [f"{flag_name(name)} {shlex.quote(str(v))}" for name, v in wanted.items() if name in known]
     missing = {name: value for name, value in wanted.items() if name not in known}
-    lacking = [f"this version has no {flag_name(name)} yet (wanted: {v})" for name, v in missing.items()]
+    where = "" if q.hardware.kind == "cpu" else " on a GPU"
+    lacking = [
+        f"this version has no {flag_name(name)}{where} yet (wanted: {v})" for name, v in missing.items()
+    ]
     if q.slo is not None and q.slo.e2el_s is not None:
         lacking.append("the server holds ttft and tpot; e2el is predicted here alone")
     if chosen and chosen.split.dp > 1:

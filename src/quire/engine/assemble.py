@@ -217,7 +217,7 @@ def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | He
         ModelLoadError, UnsupportedModelError: it cannot be found, read or run.
     """
     method, name = args.speculate, args.draft_model
-    if method in ("ngram", "mtp") and name is not None:
+    if method in ("ngram", "lookahead", "mtp") and name is not None:
         raise ConfigError(
             f"draft_model = {name!r} has no use with speculate = {method!r}: leave one of them out"
         )

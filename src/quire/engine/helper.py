@@ -37,7 +37,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, RequestError
 from quire.text.chat_template import ChatTemplate
-from quire.text.grammar import build_grammar
+from quire.text.grammar import NUM_LEVELS, build_grammar
 from quire.text.grammar_matcher import TokenTable, compile_matcher, first_error, ll_tokenizer
 from quire.text.tokenizer import SpecialTokens
 
@@ -87,9 +87,11 @@ def _compile(source: str, tokenizer: Any) -> Answer:
         grammar = build_grammar(source)
         error = first_error(compile_matcher(tokenizer, grammar))
         if error and '"json_schema"' in grammar:
-            simpler = build_grammar(source, write_out=True)
-            if not first_error(compile_matcher(tokenizer, simpler)):
-                grammar, error = simpler, ""  # else the first error stays: it names what the client wrote
+            for level in range(1, NUM_LEVELS):
+                other = _other_grammar(source, level, tokenizer)
+                if other is not None:
+                    grammar, error = other, ""  # else the first error stays: it names what the client wrote
+                    break
         if not error and time.process_time() - start_s > CPU_LIMIT_S:
             error = f"compiling it takes longer than {CPU_LIMIT_S:g} s"
     except RequestError as failure:
@@ -99,6 +101,15 @@ def _compile(source: str, tokenizer: Any) -> Answer:
     except MemoryError:
         error = "compiling it takes too much memory"
     return {"error": _short(error)} if error else {"grammar": grammar}
+
+
+def _other_grammar(source: str, level: int, tokenizer: Any) -> str | None:
+    """Return the grammar of a JSON schema that is rewritten or relaxed, None if that is rejected, too."""
+    try:
+        grammar = build_grammar(source, level)
+    except RequestError:
+        return None
+    return None if first_error(compile_matcher(tokenizer, grammar)) else grammar
 
 
 def _short(error: str) -> str:

@@ -39,6 +39,7 @@ def _whole(value: Any) -> Any:
 # What an error message says is allowed: the description of a field, or the values of its Literal.
 Number = Annotated[float, Strict(), Field(description="a number")]
 Integer = Annotated[int, Strict(), Field(description="an integer"), BeforeValidator(_whole)]
+AtLeastOne = Annotated[int, Strict(), Field(description="an integer ≥ 1", ge=1), BeforeValidator(_whole)]
 Int64 = Annotated[
     int,
     Strict(),

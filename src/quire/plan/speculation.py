@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.args import EngineArgs
-from quire.config import AUTO_DRAFTS, MAX_DRAFTS, DeviceInfo, HeadsConfig, ModelConfig, SpeculateConfig
+from quire.config import (
+    AUTO_DRAFTS,
+    MAX_DRAFT_PATHS,
+    MAX_DRAFTS,
+    DeviceInfo,
+    HeadsConfig,
+    ModelConfig,
+    SpeculateConfig,
+)
 from quire.errors import ConfigError
 from quire.families.heads import HeadSpec
 from quire.modelspec import ModelSpec
@@ -96,7 +104,11 @@ def speculate_config(
         )
     num_blocks = branch_blocks(args, num_groups)
     if draft is None:
-        return SpeculateConfig("ngram", accept=args.spec_accept, num_branch_blocks=num_blocks)
+        return SpeculateConfig(
+            "lookahead" if args.speculate == "lookahead" else "ngram",
+            accept=args.spec_accept,
+            num_branch_blocks=num_blocks,
+        )
     if isinstance(draft, HeadsConfig):
         method = "eagle" if draft.spec.method == "eagle3" else draft.spec.method
         return SpeculateConfig(method, accept=args.spec_accept, heads=draft, num_branch_blocks=num_blocks)
@@ -110,12 +122,19 @@ def branch_blocks(args: EngineArgs, num_groups: int) -> int:
     Where more sequences have trees, those that find no blocks verify the trunks alone.
     """
     per_branch = 1 + -(-spec_tokens(args) // args.block_size)
-    return min(args.max_num_seqs, TREES) * (args.spec_tree - 1) * per_branch * num_groups
+    return min(args.max_num_seqs, TREES) * (draft_paths(args) - 1) * per_branch * num_groups
+
+
+def draft_paths(args: EngineArgs) -> int:
+    """Return the most paths of a tree of drafts; lookahead decoding needs one for each three drafts."""
+    if args.speculate != "lookahead":
+        return args.spec_tree
+    return max(args.spec_tree, min(MAX_DRAFT_PATHS, 1 + spec_tokens(args) // 3))
 
 
 def probability_bytes(args: EngineArgs, vocab_size: int) -> int:
     """Return the bytes of the distributions that drafts were sampled from, kept until they are verified."""
-    if args.spec_accept != "rejection" or args.speculate == "ngram":
+    if args.spec_accept != "rejection" or args.speculate in ("ngram", "lookahead"):
         return 0
     return args.max_num_seqs * spec_tokens(args) * vocab_size * 4
 

@@ -62,7 +62,8 @@ def verify(
         path: list[int] = []
         if seq.verifying:
             path = follow(seq.verifying, token_ids[first : firsts[place + 1]], barred.get(place, set()))
-            seq.sampled = tuple(token_ids[first : firsts[place + 1]])
+            if seq.branches or not seq.num_beside:  # else the tree was cut to its trunk
+                seq.sampled = tuple(token_ids[first : firsts[place + 1]])
             tried[place] = len(path) + ((path[-1] if path else ROOT) in seq.verifying.parents)
             table.accept(seq, path)
         kept.append([] if place in errors else [first, *(first + 1 + node for node in path)])

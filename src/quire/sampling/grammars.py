@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ from quire.text.grammar_matcher import (
     mask_threads,
     token_table,
     unpack,
+    watch_of,
 )
+from quire.text.json_watch import Vocabulary
 
 _MAX_COMPILED = 64  # grammars kept for the requests to come
 _MAX_BYTES = 64 * 2**20  # that they take together, about
@@ -150,11 +153,12 @@ class GrammarState:
         """Take ``draft``, unless it is forbidden or the grammar gives up behind it."""
         if draft in self.eos_token_ids or not self.masks[-1].allows(draft):
             return False
-        before, masks = self.matcher.deep_copy(), self.masks
+        assert self.constraint is not None
+        before, masks, watch = self.matcher.deep_copy(), self.masks, copy(self.constraint.watch)
         self._grammars.advance([(self, draft)])
         if self.error is not None:  # the draft may be rejected: the sequence goes on without it
-            assert self.constraint is not None
             self.constraint.matcher, self.masks, self.error = before, masks, None
+            self.constraint.watch = watch
             return False
         self.masks = [*masks, *self.masks]
         return True
@@ -168,7 +172,7 @@ class Grammars:
         self._tokenizer_path = tokenizer
         self._vocab_size = vocab_size
         self._num_threads = max(1, num_threads // 4)
-        self._tokenizers: dict[tuple[int, ...], Any] = {}  # by EOS ids
+        self._tokenizers: dict[tuple[int, ...], tuple[Any, Vocabulary]] = {}  # by EOS ids
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], CompiledGrammar] = OrderedDict()
         self._builders: ThreadPoolExecutor | None = None
         self._followers: ThreadPoolExecutor | None = None
@@ -232,7 +236,7 @@ class Grammars:
         self._forget()
         compiled = self._compiled.get(key)
         if compiled is None:
-            matcher = compile_matcher(self._tokenizer_for(key[1]), new.grammar)
+            matcher = compile_matcher(self._tokenizer_for(key[1])[0], new.grammar)
             if matcher.is_error():
                 raise RequestError(str(matcher.get_error()))
             compiled = self._compiled[key] = CompiledGrammar(matcher, len(new.grammar))
@@ -240,8 +244,9 @@ class Grammars:
         else:
             self._compiled.move_to_end(key)
         state.compiled = compiled
+        watch = watch_of(*self._watched(new.grammar, key[1])) if "\n" in new.grammar else None
         state.constraint = GrammarConstraint(
-            compiled.matcher.deep_copy(), self._vocab_size, new.output_token_ids
+            compiled.matcher.deep_copy(), self._vocab_size, new.output_token_ids, watch, state.eos_token_ids
         )
         compiled.num_tokens += len(new.output_token_ids)
         self._mask([state])
@@ -255,21 +260,29 @@ class Grammars:
         if len(kept) == 1 and next(iter(kept.values())).grown_bytes > _MAX_BYTES:
             kept.clear()
 
-    def _tokenizer_for(self, eos_token_ids: tuple[int, ...]) -> Any:
+    def _watched(self, grammar: str, eos_token_ids: tuple[int, ...]) -> tuple[Any, str, Vocabulary]:
+        tokenizer, vocabulary = self._tokenizer_for(eos_token_ids)
+        return tokenizer, grammar, vocabulary
+
+    def _tokenizer_for(self, eos_token_ids: tuple[int, ...]) -> tuple[Any, Vocabulary]:
         known = self._tokenizers.get(eos_token_ids)
         if known is None:
             if not self._tokenizer_path:
                 raise RequestError("this worker has no tokenizer, so it cannot follow a grammar.")
             tokenizer = read_tokenizer(Path(self._tokenizer_path))
             table = token_table(tokenizer, self._vocab_size, eos_token_ids)
-            known = self._tokenizers[eos_token_ids] = ll_tokenizer(table, encode_forced(tokenizer))
+            made = ll_tokenizer(table, encode_forced(tokenizer)), Vocabulary(table.tokens)
+            known = self._tokenizers[eos_token_ids] = made
         return known
 
     def _follow(self, moved: Sequence[tuple[GrammarState, int]]) -> None:
         self._masks().consume_token_par([(state.matcher, token_id) for state, token_id in moved])
-        for state, _ in moved:
+        for state, token_id in moved:
             assert state.compiled is not None
+            assert state.constraint is not None
             state.compiled.num_tokens += 1
+            if state.constraint.watch is not None:
+                state.constraint.watch.advance(token_id)
         self._mask([state for state, _ in moved])
 
     def _mask(self, states: Sequence[GrammarState]) -> None:
@@ -280,6 +293,7 @@ class Grammars:
         allowed = unpack(bits, self._vocab_size)
         for row, state in enumerate(states):
             assert state.constraint is not None
+            state.constraint.check(bits[row], allowed[row])
             error = state.constraint.error
             if error is not None:
                 state.error = f"structured_outputs: {error}."

@@ -17,7 +17,9 @@ from typing import Any
 from quire.errors import RequestError, nearest
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar_matcher import as_lark
-from quire.text.json_schema import closed, written_out
+from quire.text.json_schema import closed, relaxed, written_out
+from quire.text.schema_check import SchemaCheck
+from quire.text.schema_negation import NoForm
 
 MAX_SOURCE_BYTES = 1 << 20
 # Between two tokens of JSON: nothing, one space, or a line break with its indentation. JSON itself allows any run of
@@ -51,11 +53,16 @@ def grammar_source(params: StructuredOutputsParams) -> str:
     return text
 
 
-def build_grammar(source: str, *, write_out: bool = False) -> str:
+# How a JSON schema becomes a grammar: as it is; relaxed, with the rest watched (`quire.text.json_watch`); relaxed
+# without alternatives; rewritten (`quire.text.json_schema`). Each is tried where the one before was rejected.
+NUM_LEVELS = 4
+
+
+def build_grammar(source: str, level: int = 0) -> str:
     """Return the grammar of a `grammar_source`, in the text form of llguidance.
 
-    ``write_out``: rewrite a JSON schema in simpler keywords (`quire.text.json_schema`), for one that llguidance
-    rejected.
+    ``level``: of `NUM_LEVELS`, for a JSON schema. Behind the grammar of a relaxed schema, on a line of its own, stands
+    the schema (`quire.text.grammar_matcher.watch_of`).
 
     Raises:
         RequestError: the source cannot be a grammar. Many errors show only when the result is compiled.
@@ -68,7 +75,7 @@ def build_grammar(source: str, *, write_out: bool = False) -> str:
             if not isinstance(schema, dict):
                 raise RequestError(f"the schema is {schema!r:.60}; it must be an object")
             schema = closed(schema) if given["closed"] else schema
-            return _json_grammar(written_out(schema, schema) if write_out else schema, options)
+            return _at_level(schema, level, options)
         case "json_object":
             return _json_grammar({"type": "object"}, options)
         case "choice":
@@ -78,6 +85,17 @@ def build_grammar(source: str, *, write_out: bool = False) -> str:
         case "structural_tag":
             return lark_of_structural_tag(_parsed(value), options)
     return _lark(as_lark(value))
+
+
+def _at_level(schema: dict[str, Any], level: int, options: dict[str, Any]) -> str:
+    if level in (0, 3):
+        return _json_grammar(written_out(schema, schema) if level else schema, options)
+    try:
+        SchemaCheck(schema, lambda keyword, value, text: True)
+        made = relaxed(schema, alternatives=level == 1)
+    except NoForm:
+        raise RequestError("the schema has keywords that cannot be watched") from None
+    return _json_grammar(made, options) + "\n" + json.dumps(schema)
 
 
 def _json_grammar(schema: Any, options: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ limits in the helper process, in the engine and in tests.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 
 from quire.errors import RequestError
 from quire.text.constraint import BoolMask
+from quire.text.json_watch import JsonWatch, Vocabulary
+from quire.text.schema_check import SchemaCheck
+from quire.text.schema_negation import NoForm
 from quire.text.tokenizer import Tokenizer
 
 TOO_COMPLEX = "the grammar became too complex to follow at this point of the answer"
@@ -37,13 +41,24 @@ def bitmask_words(vocab_size: int) -> int:
 class GrammarConstraint:
     """One sequence's position in a grammar. EOS ids are allowed exactly where the grammar is complete."""
 
-    def __init__(self, matcher: Any, vocab_size: int, output_token_ids: Sequence[int] = ()) -> None:
-        """Take over ``matcher``, which is at its start, and advance it over ``output_token_ids``."""
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        output_token_ids: Sequence[int] = (),
+        watch: JsonWatch | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Take over ``matcher`` and ``watch``, at their start, and advance them over ``output_token_ids``."""
         self.matcher = matcher
+        self.watch = watch
+        self._eos_ids = eos_ids
         self._bits = np.zeros(bitmask_words(vocab_size), np.int32)
         self._vocab_size = vocab_size
         if output_token_ids:
             matcher.consume_tokens(list(output_token_ids))
+            if watch is not None:
+                watch.take(output_token_ids)
 
     @property
     def error(self) -> str | None:
@@ -58,15 +73,26 @@ class GrammarConstraint:
     def mask(self, allowed: BoolMask) -> bool:
         """As `TokenConstraint.mask`; nothing is allowed after an error."""
         self.matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        allowed &= unpack(self._bits[None], self._vocab_size)[0] if self.error is None else False
+        here = unpack(self._bits[None], self._vocab_size)[0]
+        self.check(self._bits, here)
+        allowed &= here if self.error is None else False
         return True
+
+    def check(self, bits: NDArray[np.int32], allowed: NDArray[np.bool_]) -> None:
+        """Clear what the watch forbids in a mask of the grammar, given as words and as flags."""
+        if self.watch is not None:
+            self.watch.forbid(bits, allowed, self._eos_ids)
 
     def advance(self, token_id: int) -> None:
         self.matcher.consume_token(token_id)
+        if self.watch is not None:
+            self.watch.advance(token_id)
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens:
             self.matcher.rollback(num_tokens)
+            if self.watch is not None:
+                self.watch.rollback(num_tokens)
 
 
 def unpack(bits: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
@@ -94,7 +120,45 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+    # A second line is for `watch_of`.
+    limits = LLParserLimits(**LIMITS, verbose_errors=False)
+    return LLMatcher(tokenizer, grammar.partition("\n")[0], log_level=0, limits=limits)
+
+
+def watch_of(tokenizer: Any, grammar: str, vocabulary: Vocabulary) -> JsonWatch | None:
+    """Return the watch that a grammar needs, at its start; None if it needs none."""
+    schema = grammar.partition("\n")[2]
+    return JsonWatch(SchemaCheck(json.loads(schema), _Patterns(tokenizer)), vocabulary) if schema else None
+
+
+def accepts(tokenizer: Any, grammar: str, vocabulary: Vocabulary, token_ids: Sequence[int]) -> bool:
+    """Return whether these tokens are a whole answer of the grammar."""
+    matcher, watch = compile_matcher(tokenizer, grammar), watch_of(tokenizer, grammar, vocabulary)
+    if matcher.try_consume_tokens(list(token_ids)) < len(token_ids) or not matcher.is_accepting():
+        return False
+    if watch is not None:
+        watch.take(token_ids)
+    return watch is None or watch.ends()
+
+
+class _Patterns:
+    """Matches patterns and formats as the grammars do: in time linear in the text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._matchers: dict[tuple[str, str], Any] = {}
+
+    def __call__(self, keyword: str, value: str, text: str) -> bool:
+        matcher = self._matchers.get((keyword, value))
+        if matcher is None:
+            schema = {"type": "string", keyword: value, "x-guidance": {"whitespace_flexible": False}}
+            grammar = json.dumps({"grammars": [{"json_schema": schema}]})
+            matcher = self._matchers[keyword, value] = compile_matcher(self._tokenizer, grammar)
+            if matcher.is_error():
+                raise NoForm
+        ids = self._tokenizer.greedy_tokenize(json.dumps(text, ensure_ascii=False))
+        trial = matcher.deep_copy()
+        return bool(trial.try_consume_tokens(ids) == len(ids) and trial.is_accepting())
 
 
 def ll_tokenizer(table: TokenTable, encode: Encode | None = None) -> Any:

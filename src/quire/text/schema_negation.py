@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
+from urllib.parse import unquote
 
 Negate = Callable[[Any], Any]
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -19,7 +20,7 @@ _MAX_DEPTH = 8
 _MAX_OPTIONS = 64
 _MAX_TEXT_CHARS = 400  # in an enum whose opposite is written as a pattern
 # Keywords that constrain nothing.
-_SILENT = frozenset(
+SILENT = frozenset(
     {"$schema", "$id", "id", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
      "example", "deprecated", "readOnly", "writeOnly", "$anchor"}
 )  # fmt: skip
@@ -45,20 +46,30 @@ def without(name: str) -> dict[str, Any]:
     return {"type": "object", "properties": {name: False}}
 
 
+def target(ref: Any, root: Any) -> Any:
+    """Return what a local reference ``#/a/b`` means. Raises `NoForm` for one that is not local or leads nowhere."""
+    if not isinstance(ref, str) or not ref.startswith("#") or ref[1:2] not in ("", "/"):
+        raise NoForm
+    found = root
+    for part in unquote(ref[1:]).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        else:
+            raise NoForm
+    return found
+
+
 def resolved(schema: Any, root: dict[str, Any], limit: int = 8) -> Any:
     """Follow a local ``$ref``; its siblings hold too. Raises `NoForm` for a reference that is not local."""
     if not isinstance(schema, dict) or "$ref" not in schema:
         return schema
-    ref = schema["$ref"]
-    if limit == 0 or not isinstance(ref, str) or not ref.startswith("#"):
+    if limit == 0:
         raise NoForm
-    found: Any = root
-    for part in ref[1:].split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or name not in found:
-            raise NoForm
-        found = found[name]
-    rest = {key: value for key, value in schema.items() if key != "$ref" and key not in _SILENT}
+    found = target(schema["$ref"], root)
+    rest = {key: value for key, value in schema.items() if key != "$ref" and key not in SILENT}
     return all_of([resolved(found, root, limit - 1), rest])
 
 
@@ -77,7 +88,7 @@ def negate(schema: Any, root: dict[str, Any], depth: int = 0) -> Any:
     for key, value in schema.items():
         rule = _RULES.get(key)
         if rule is None:
-            lost = lost or key not in _SILENT
+            lost = lost or key not in SILENT
             continue
         try:
             options += rule(value, lambda inner: negate(inner, root, depth + 1))

@@ -1,0 +1,231 @@
+"""`JsonWatch`: rules of a JSON schema that no grammar can hold, checked while the text is written.
+
+The grammar lets through a little too much (`relaxed` in `quire.text.json_schema`): it has no `uniqueItems`, conditions,
+counts of properties, and takes properties in any order. The watch follows the text and forbids the tokens that would
+complete an item, a name or a value that breaks the schema. So a text that ends is valid. It may happen that no token is
+left; the sequence fails then, as with any grammar that cannot go on.
+
+The state is a function of the output ids: a new watch that is advanced over them equals the old one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.text.schema_check import SchemaCheck, canonical
+from quire.text.schema_negation import NoForm
+
+_SPACE = frozenset(b" \t\r\n")
+_CLOSES = frozenset(b'",]}')
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """An object or array that is open. ``schemas`` hold for it whatever else does."""
+
+    schemas: tuple[Any, ...]
+    value: dict[str, Any] | list[Any]
+    key: str | None = None  # of the property whose value comes
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """``text``: the bytes of the string or the primitive that is being written."""
+
+    frames: tuple[_Frame, ...] = ()
+    text: bytes | None = None
+    is_key: bool = False
+    escaped: bool = False
+    expects_key: bool = False
+
+
+class Vocabulary:
+    """The bytes of tokens, and which of them can complete something."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.tokens = tokens
+        self._ends = np.array([not _CLOSES.isdisjoint(token) for token in tokens])
+        space = np.array([not _SPACE.isdisjoint(token) for token in tokens])
+        self._ends_number = self._ends | space
+
+    def candidates(self, allowed: NDArray[np.bool_], in_string: bool) -> list[int]:
+        """Return the allowed ids of which a token may complete something."""
+        ends = self._ends if in_string else self._ends_number
+        return [int(i) for i in np.flatnonzero(allowed[: len(ends)] & ends[: len(allowed)])]
+
+
+class JsonWatch:
+    """One sequence's position."""
+
+    def __init__(self, check: SchemaCheck, vocabulary: Vocabulary) -> None:
+        self._check = check
+        self._vocabulary = vocabulary
+        self._states: list[_State | None] = [_State()]
+
+    def __copy__(self) -> JsonWatch:
+        made = JsonWatch(self._check, self._vocabulary)
+        made._states = list(self._states)
+        return made
+
+    def advance(self, token_id: int) -> None:
+        """Take the next output token."""
+        tokens = self._vocabulary.tokens
+        state = self._states[-1]
+        data = tokens[token_id] if token_id < len(tokens) else b""
+        self._states.append(None if state is None else self._after(state, data))
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Advance over several tokens."""
+        for token_id in token_ids:
+            self.advance(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last ``num_tokens`` output tokens."""
+        del self._states[len(self._states) - num_tokens :]
+
+    def forbid(self, bits: NDArray[np.int32], allowed: NDArray[np.bool_], eos_ids: frozenset[int]) -> None:
+        """Clear the ids in a mask (both its forms) whose tokens would complete something that breaks the schema."""
+        state, words = self._states[-1], bits.view(np.uint32)
+        tokens = self._vocabulary.tokens
+        if state is not None and self._left(state) is not None:  # few ids are allowed, and each may be wrong
+            ids = [int(i) for i in np.flatnonzero(allowed)]
+        else:
+            ids = self._vocabulary.candidates(allowed, state is not None and (state.text or b"")[:1] == b'"')
+        forbidden = [
+            i for i in ids if i not in eos_ids and (state is None or self._after(state, tokens[i]) is None)
+        ]
+        for i in (*forbidden, *(() if self.ends() else eos_ids)):
+            if i < len(allowed):
+                allowed[i] = False
+                words[i // 32] &= np.uint32(~(1 << i % 32) & 0xFFFFFFFF)
+
+    def ends(self) -> bool:
+        """Return whether the text may end here: a primitive at the top has no closing mark to be forbidden."""
+        state = self._states[-1]
+        if state is None or state.frames:
+            return state is not None
+        return not state.text or self._after(state, b" ") is not None
+
+    def _after(self, state: _State, data: bytes) -> _State | None:
+        """Return the state after more bytes, None if they break the schema."""
+        try:
+            for byte in data:
+                after = self._byte(state, byte)
+                if after is None:
+                    return None
+                state = after
+        except (NoForm, ValueError, ArithmeticError, RecursionError):
+            return None
+        return state
+
+    def _byte(self, state: _State, byte: int) -> _State | None:
+        text = state.text
+        if text is not None and text[:1] == b'"':
+            if state.escaped or byte == 0x5C:
+                return replace(state, text=text + bytes((byte,)), escaped=not state.escaped)
+            state = replace(state, text=text + bytes((byte,)))
+            return self._completed(state) if byte == 0x22 else self._begun(state)
+        if text is not None:
+            if byte not in _SPACE and byte not in b",]}":
+                return self._begun(replace(state, text=text + bytes((byte,))))
+            done = self._completed(state)
+            return None if done is None else self._byte(done, byte)
+        if byte in _SPACE or byte == 0x3A:
+            return state
+        if byte == 0x2C:
+            if self._left(state) == []:
+                return None  # no item is left
+            return replace(state, expects_key=isinstance(state.frames[-1].value, dict))
+        if byte in b"{[":
+            frame = _Frame(self._schemas(state), {} if byte == 0x7B else [])
+            return _State((*state.frames, frame), expects_key=byte == 0x7B)
+        if byte in b"]}":
+            frame = state.frames[-1]
+            outer = _State(state.frames[:-1])
+            return self._placed(outer, frame.value, frame.schemas)
+        return self._begun(replace(state, text=bytes((byte,)), is_key=state.expects_key))
+
+    def _begun(self, state: _State) -> _State | None:
+        """Return the state, None if the item that is being written can only become one that is there already."""
+        left = self._left(state)
+        return state if left is None or any(text.startswith(state.text or b"") for text in left) else None
+
+    def _left(self, state: _State) -> list[bytes] | None:
+        """Return the texts that an item of `uniqueItems` may still have, None if they are not listed."""
+        frame = state.frames[-1] if state.frames and not state.is_key else None
+        if frame is None or not isinstance(frame.value, list) or not self._is_unique(frame):
+            return None
+        listed = [
+            part["enum"] for s in self._schemas(state) for part in self._check.parts(s) if "enum" in part
+        ]
+        if not listed or any(isinstance(option, list | dict) for option in listed[0]):
+            return None
+        used = set(map(canonical, frame.value))
+        return [json.dumps(o, ensure_ascii=False).encode() for o in listed[0] if canonical(o) not in used]
+
+    def _is_unique(self, frame: _Frame) -> bool:
+        return any(part.get("uniqueItems") is True for s in frame.schemas for part in self._check.parts(s))
+
+    def _schemas(self, state: _State) -> tuple[Any, ...]:
+        """Return what holds for the value that comes."""
+        if not state.frames:
+            return (self._check.root,)
+        frame = state.frames[-1]
+        place = frame.key if isinstance(frame.value, dict) else len(frame.value)
+        return self._check.inside(frame.schemas, "" if place is None else place)
+
+    def _completed(self, state: _State) -> _State | None:
+        value = json.loads(state.text or b"")
+        if not state.is_key:
+            return self._placed(replace(state, text=None), value, self._schemas(state))
+        frame = state.frames[-1]
+        assert isinstance(frame.value, dict)
+        if value in frame.value or not all(
+            _name_fits(self._check, s, value, frame.value) for s in frame.schemas
+        ):
+            return None
+        return _State((*state.frames[:-1], replace(frame, key=value)))
+
+    def _placed(self, state: _State, value: Any, schemas: Sequence[Any]) -> _State | None:
+        """Return the state after a value is complete: in its place, if it is valid and new where it has to be."""
+        if not all(self._check.valid(value, schema) for schema in schemas):
+            return None
+        if not state.frames:
+            return _State()
+        frame = state.frames[-1]
+        if isinstance(frame.value, dict):
+            assert frame.key is not None
+            return _State(
+                (*state.frames[:-1], replace(frame, value={**frame.value, frame.key: value}, key=None))
+            )
+        if self._is_unique(frame) and canonical(value) in map(canonical, frame.value):
+            return None
+        return _State((*state.frames[:-1], replace(frame, value=[*frame.value, value])))
+
+
+def _name_fits(check: SchemaCheck, schema: Any, name: str, before: Mapping[str, Any]) -> bool:
+    """Return whether an object may have this name beside those before. Rejects what nothing later can mend."""
+    names = {*before, name}
+    for part in check.parts(schema):
+        if not check.valid(name, part.get("propertyNames", True)):
+            return False
+        if len(names) > part.get("maxProperties", len(names)):
+            return False
+        if _only_requires(part.get("not")) and names >= set(part["not"]["required"]):
+            return False
+        options = part.get("oneOf") or ()
+        if all(map(_only_requires, options)) and sum(names >= set(o["required"]) for o in options) > 1:
+            return False
+    return True
+
+
+def _only_requires(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and isinstance(schema.get("required"), list) and schema.keys() <= {
+        "required", "title", "description", "$comment",
+    }  # fmt: skip
