@@ -22,7 +22,7 @@ from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import KvLayout, ModelSpec
 from quire.parallel.topology import Topology
-from quire.plan.ranks import ray_config, topology_of
+from quire.plan.ranks import RankBytes, ray_config, topology_of
 from quire.plan.speculation import (
     DraftCheckpoint,
     Drafting,
@@ -84,13 +84,14 @@ def resolve(
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
-    weights = spec.weight_bytes(dtype, plan.formats)
+    kv_dtype = _kv_dtype(args, spec, dtype, device)
+    held = RankBytes(spec, topology, plan.formats, dtype, kv_dtype, args.block_size)
+    weights = held.weights
     if lora is not None:
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
-    kv_dtype = _kv_dtype(args, spec, dtype, device)
     drafts = draft_config(args, spec, draft, dtype)
     weights += draft_bytes(drafts, args.block_size)[0]
-    max_model_len, num_blocks = _lengths(args, spec, device, kv_dtype, weights, drafts)
+    max_model_len, num_blocks = _lengths(args, spec, device, held, weights, drafts)
     layout = spec.kv_layout(max_model_len)
     return EngineConfig(
         model=ModelConfig(
@@ -276,7 +277,7 @@ def _lengths(
     args: EngineArgs,
     spec: ModelSpec,
     device: DeviceInfo,
-    kv_dtype: str,
+    held: RankBytes,
     weights: int,
     drafts: Drafting | None,
 ) -> tuple[int, int]:
@@ -287,9 +288,7 @@ def _lengths(
             f"max_model_len = {asked_len} is more than the model's {spec.max_position_embeddings} positions"
         )
     wanted = asked_len or spec.max_position_embeddings
-    num_blocks = args.num_kv_blocks or _blocks_in_memory(
-        args, spec, device, kv_dtype, wanted, weights, drafts
-    )
+    num_blocks = args.num_kv_blocks or _blocks_in_memory(args, spec, device, held, wanted, weights, drafts)
     while wanted > 1:
         need = blocks_for_sequence(spec, wanted, args.block_size, args.max_num_batched_tokens)
         if need <= num_blocks:
@@ -318,7 +317,7 @@ def _blocks_in_memory(
     args: EngineArgs,
     spec: ModelSpec,
     device: DeviceInfo,
-    kv_dtype: str,
+    held: RankBytes,
     max_len: int,
     weights: int,
     drafts: Drafting | None,
@@ -329,7 +328,7 @@ def _blocks_in_memory(
         nodes = args.nodes or 1  # taken to be alike
         available = nodes * device.memory_available_bytes - step_bytes(args, spec)
     layout = spec.kv_layout(max_len)
-    page = layout.block_bytes(args.block_size, kv_dtype)
+    page = held.block(layout)
     available -= page * branch_blocks(args, len(layout.groups))
     page += draft_bytes(drafts, args.block_size)[1]
     if args.kv_memory is not None:

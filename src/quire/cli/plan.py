@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.args import EngineArgs, ServerArgs, flag_name
+from quire.bench.progress import ticking
 from quire.cli.flags import PlanArgs
 from quire.device import detect_device
 from quire.errors import ConfigError
@@ -128,9 +129,14 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     for name, short in ways.items():
         if chosen and (size := getattr(chosen.split, short)) > 1:
             wanted[name] = size
+    if q.hardware.kind != "cpu":
+        known -= set(ways)  # ranks run on CPUs
     flags = [f"{flag_name(name)} {shlex.quote(str(v))}" for name, v in wanted.items() if name in known]
     missing = {name: value for name, value in wanted.items() if name not in known}
-    lacking = [f"this version has no {flag_name(name)} yet (wanted: {v})" for name, v in missing.items()]
+    where = "" if q.hardware.kind == "cpu" else " on a GPU"
+    lacking = [
+        f"this version has no {flag_name(name)}{where} yet (wanted: {v})" for name, v in missing.items()
+    ]
     if q.slo is not None and q.slo.e2el_s is not None:
         lacking.append("the server holds ttft and tpot; e2el is predicted here alone")
     if chosen and chosen.split.dp > 1:
@@ -252,10 +258,15 @@ def search(question: Question, workload: str) -> Found:
         trace = from_trace(
             read_trace(workload), limit=NUM_REQUESTS, max_model_len=question.spec.max_position_embeddings
         )
-        return Search(question, at_rate(trace, rate)).find()
+        return _found(Search(question, at_rate(trace, rate)))
     load = question.load
     synthetic = Synthetic(NUM_REQUESTS, Fixed(load.isl), Fixed(load.osl), Arrivals(rate))
-    return Search(question, synthetic.build(seed=0)).find()
+    return _found(Search(question, synthetic.build(seed=0)))
+
+
+def _found(search: Search) -> Found:
+    with ticking(lambda s: f"… simulating settings for {s:.0f} s"):
+        return search.find()
 
 
 def _search_table(found: Found) -> Table:

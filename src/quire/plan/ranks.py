@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from quire.args import EngineArgs
 from quire.config import DeviceInfo, RayConfig
 from quire.errors import ConfigError
+from quire.modelspec import KvLayout, ModelSpec
+from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
+from quire.weight_format import WeightFormat
 
 
 def topology_of(args: EngineArgs, device: DeviceInfo, *, has_heads: bool = False) -> Topology:
@@ -51,3 +56,21 @@ def topology_of(args: EngineArgs, device: DeviceInfo, *, has_heads: bool = False
 def ray_config(args: EngineArgs) -> RayConfig | None:
     """Return where Ray places the ranks; None: they run on this machine."""
     return RayConfig(args.ray_address, args.nodes) if args.executor == "ray" else None
+
+
+class RankBytes:
+    """The bytes of all ranks together: a KV head that several ranks have counts as often."""
+
+    def __init__(
+        self, spec: ModelSpec, topology: Topology, formats: Mapping[str, WeightFormat], dtype: str, kv_dtype: str,
+        block_size: int,
+    ) -> None:  # fmt: skip
+        """Raises `ConfigError` where a size of ``topology`` is larger than what it cuts."""
+        self._parts = [shard(spec, topology, rank, formats) for rank in range(topology.world_size)]
+        self._kv_dtype, self._block_size = kv_dtype, block_size
+        self.weights = sum(part.weight_bytes(dtype, formats) for part in self._parts)
+
+    def block(self, layout: KvLayout) -> int:
+        """Return the bytes of one block of the model's cache."""
+        layouts = (part.kv_layout(layout) for part in self._parts)
+        return sum(each.block_bytes(self._block_size, self._kv_dtype) for each in layouts)

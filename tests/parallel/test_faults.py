@@ -1,0 +1,114 @@
+"""A rank that is killed or stopped under streams: the server goes on, and no token differs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.engine.test_process import gone, wait_for
+
+from quire.args import EngineArgs, executor_of
+from quire.clock import WallClock
+from quire.config import DeviceInfo
+from quire.device import detect_device
+from quire.engine.assemble import configure, load_text
+from quire.engine.frontend import Frontend
+from quire.engine.output import OutputChunk
+from quire.engine.process import ProcessClient
+from quire.engine.supervisor import RestartPolicy, Supervisor
+from quire.errors import ConfigError
+from quire.request import SamplingParams
+from quire.resolve import resolve
+
+NUM_STREAMS = 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"]
+)
+def test_streams_go_on_after_the_death_of_a_rank(sizes: dict[str, int], fault: signal.Signals) -> None:
+    args = EngineArgs(num_kv_blocks=2048, max_model_len=512, threads=1, **sizes)  # type: ignore[arg-type]
+    config, checkpoint = configure(args, detect_device())
+    text = load_text(args, config, checkpoint)
+    params = [
+        SamplingParams(max_tokens=200, ignore_eos=True, seed=i, temperature=0.9) for i in range(NUM_STREAMS)
+    ]
+
+    async def main() -> None:
+        started: list[ProcessClient] = []
+
+        def start() -> ProcessClient:
+            started.append(ProcessClient(config, executor=executor_of(args)))
+            return started[-1]
+
+        policy = RestartPolicy(backoff_s=0.0, hang_timeout_s=2.0)
+        supervisor = Supervisor(start(), start, WallClock(), policy)
+        frontend = Frontend(supervisor, text.tokenizer, text.chat_template, text.model, WallClock())
+        await frontend.start()
+
+        async def ask(index: int) -> tuple[OutputChunk, ...]:
+            return await (await frontend.submit(f"Story {index}: once", params[index])).collect()
+
+        async def disturb() -> list[int]:
+            while supervisor.stats().num_generated_tokens < 20:
+                await asyncio.sleep(0.02)
+            ranks = _children(started[0].pid)
+            assert len(ranks) == 2
+            os.kill(ranks[0], fault)
+            start_s = time.monotonic()
+            while supervisor.num_restarts == 0 or supervisor.health().status != "ready":
+                await asyncio.sleep(0.02)
+            print(f"{sizes} {fault.name}: ready again after {time.monotonic() - start_s:.1f} s")
+            return ranks
+
+        disturbing = asyncio.ensure_future(disturb())
+        disturbed = await asyncio.gather(*[ask(i) for i in range(NUM_STREAMS)])
+        ranks = await disturbing
+        assert supervisor.num_restarts == 1
+        assert disturbed == await asyncio.gather(*[ask(i) for i in range(NUM_STREAMS)])
+        ranks += _children(started[1].pid)
+        await frontend.close()
+        wait_for(lambda: all(map(gone, ranks)))
+        for client in started:
+            assert not list(Path("/dev/shm").glob(f"quire-{client.pid}-*"))
+
+    asyncio.run(main())
+
+
+def _children(pid: int) -> list[int]:
+    """Return the ranks of an engine, by number."""
+    ids = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    names = {each: Path(f"/proc/{each}/cmdline").read_bytes().rstrip(b"\0") for each in ids}
+    return sorted(
+        (each for each in ids if names[each].startswith(b"quire: rank")), key=lambda each: names[each]
+    )
+
+
+MACHINE = DeviceInfo("cpu", "test", 2, 2**33, 2**33)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 makes 3 ranks, and there are 2 cores"),
+        ({"tensor_parallel_size": "two"}, "tensor_parallel_size = 'two' must be 'auto' or a number"),
+        (
+            {"pipeline_parallel_size": 99, "threads": 1},
+            r"pipeline_parallel_size = 99: the model has \d+ layers",
+        ),
+        ({"tensor_parallel_size": 2, "executor": "local"}, "executor = 'local' is one process"),
+        ({"nodes": 2}, "nodes and ray_address need executor = 'ray'"),
+        ({"tensor_parallel_size": 64, "threads": 1}, "tensor_parallel_size = 64: .* heads"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_numbers(settings: dict[str, object], message: str) -> None:
+    args = EngineArgs(**settings)  # type: ignore[arg-type]
+    _, checkpoint = configure(EngineArgs(), detect_device())
+    with pytest.raises(ConfigError, match=message):
+        resolve(args, checkpoint.spec, MACHINE)
