@@ -251,8 +251,8 @@ def _session() -> PromptSession[str]:
     def _send(event: KeyPressEvent) -> None:
         event.current_buffer.validate_and_handle()
 
+    # Not Ctrl-J: an Enter that is typed during an answer arrives as one, and sends.
     @keys.add("escape", "enter")
-    @keys.add("c-j")
     def _new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
