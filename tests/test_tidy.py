@@ -54,6 +54,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "parallel": 600,
         "quant": 25,
         "runner": 30,
+        "lora": 20,
+        "executor": 2,
     },
     "processes of ranks": {
         "": 100,
@@ -172,7 +174,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "plan": 86,
         "runner": 257,
         "sampling": 170,
-        "scheduler": 285,
+        "scheduler": 315,
         "speculate": 300,
     },
     "lookahead": {"plan": 16, "runner": 4, "speculate": 115},
