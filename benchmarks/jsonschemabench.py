@@ -120,8 +120,8 @@ def keywords(schema: Any) -> set[str]:
     return set(schema) | set().union(*map(keywords, schema.values())) if schema else set()
 
 
-def run_sampled(cases: list[dict[str, Any]], shares: Shares) -> None:
-    chosen = random.Random(SEED).sample([c for c in cases if c["id"] in shares.compiled], NUM_SAMPLED)
+def run_sampled(cases: list[dict[str, Any]], shares: Shares, num: int) -> None:
+    chosen = random.Random(SEED).sample([c for c in cases if c["id"] in shares.compiled], num)
     shares.sampled = len(chosen)
     with LLM("quill", num_kv_blocks=4096, max_num_seqs=32) as llm:
         tokenizer = llm.get_tokenizer()
@@ -187,13 +187,14 @@ def report(shares: Shares) -> str:
     return "\n".join(lines)
 
 
-def run(path: Path) -> Shares:
+def run(path: Path, num_sampled: int) -> Shares:
     with gzip.open(path, "rt") as file:
         cases = [json.loads(line) for line in file]
     shares = Shares(num_schemas=len(cases))
     compile_all(cases, shares)
     feed_instances(cases, shares)
-    run_sampled(cases, shares)
+    if num_sampled:
+        run_sampled(cases, shares, num_sampled)
     return shares
 
 
@@ -203,13 +204,17 @@ def main() -> None:
     )
     parser.add_argument("data", type=Path)
     parser.add_argument("--write", type=Path, help="also write the report to this file")
+    parser.add_argument(
+        "--sampled", type=int, default=NUM_SAMPLED, help="schemas that are run on Quill; 0: none"
+    )
     args = parser.parse_args()
     start = time.perf_counter()
-    text = report(run(args.data))
+    text = report(run(args.data, args.sampled))
     print(text)
     if args.write:
         head = f"# JSONSchemaBench, {time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}\n\n"
-        took = f"`python benchmarks/jsonschemabench.py`, {time.perf_counter() - start:.0f} s.\n\n"
+        command = f"python benchmarks/jsonschemabench.py --sampled {args.sampled}"
+        took = f"`{command}`, {time.perf_counter() - start:.0f} s.\n\n"
         args.write.write_text(f"{head}{took}```\n{text}\n```\n")
 
 

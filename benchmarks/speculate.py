@@ -3,7 +3,8 @@
 Rounds alternate between the settings, so that a busy machine is unfair to none, and the best round of each counts.
 Every answer is compared with plain decoding: a difference ends the benchmark. For a fixed number of drafts γ, the table
 has the tokens per verification that Leviathan et al. 2023 expect from the measured acceptance α:
-(1 − α^(γ+1)) / (1 − α).
+(1 − α^(γ+1)) / (1 − α). "v + γ·c" is what a round of drafts and their verification takes, in steps of plain
+decoding; the bound is the speed-up if it took one.
 
     python benchmarks/speculate.py [MODEL] [--settings draft:4,ngram:auto …] [--tokens 200] [--rounds 5] [--batch 1]
 """
@@ -11,7 +12,9 @@ has the tokens per verification that Leviathan et al. 2023 expect from the measu
 from __future__ import annotations
 
 import argparse
+import gzip
 import time
+from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
@@ -45,9 +48,12 @@ def main() -> None:
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: of this process, with one thread"
     )
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--text", choices=["prose", "edit"], default="prose")
+    parser.add_argument(
+        "--text", default="prose", help="prose, edit, or a file (.gz) whose paragraphs are continued"
+    )
+    parser.add_argument("--passages", type=int, default=4, help="of a file, at even distances")
     args = parser.parse_args()
-    texts = PROSE if args.text == "prose" else (EDIT,)
+    texts = {"prose": PROSE, "edit": (EDIT,)}.get(args.text) or passages(Path(args.text), args.passages)
     prompts = [f"{texts[i % len(texts)]}" for i in range(max(args.batch, len(texts)))]
     params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True)
     names = ["plain", *args.settings.split(",")]
@@ -69,13 +75,22 @@ def main() -> None:
             if answers.setdefault("plain", found) != found:
                 raise SystemExit(f"{name} does not give the tokens of plain decoding")
     print(
-        f"{args.model} on {cpu_name()}: batch {args.batch}, {args.text}, T = {args.temperature:g}, "
+        f"{args.model} on {cpu_name()}: batch {args.batch}, {Path(args.text).name}, T = {args.temperature:g}, "
         f"{args.threads} threads, {args.clock} time"
     )
-    print("| setting | tokens/s | × plain | α | tokens per verification | expected |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| setting | tokens/s | × plain | α | α by position | tokens per verification | expected | v + γ·c | bound |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, llm in engines.items():
         print(row(name, llm, min(times[name]), min(times["plain"]), len(prompts) * args.tokens))
+
+
+def passages(path: Path, count: int) -> tuple[str, ...]:
+    """Return the beginnings of ``count`` long paragraphs of a text."""
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    long = [" ".join(part.split())[:240] for part in text.split("\n\n") if len(part) > 400]
+    return tuple(long[len(long) * i // count].rpartition(" ")[0] for i in range(count))
 
 
 def keywords(name: str) -> dict[str, Any]:
@@ -88,16 +103,20 @@ def keywords(name: str) -> dict[str, Any]:
 
 def row(name: str, llm: LLM, seconds: float, plain_s: float, num_tokens: int) -> str:
     stats = llm.client.core.stats()
-    cells = [f"{num_tokens / seconds:.0f}", f"{plain_s / seconds:.2f}", "", "", ""]
+    cells = [f"{num_tokens / seconds:.0f}", f"{plain_s / seconds:.2f}", "", "", "", "", "", ""]
     if stats.num_verifications:
         accepted, drafted, count = stats.num_accepted_tokens, stats.num_draft_tokens, stats.num_verifications
         most = drafted / count
         # Verifications that end in a rejection tried one draft more than they accepted.
         tried = accepted + sum(a - b for a, b in pairs(count, stats.accepted_at, round(most)))
         alpha = accepted / tried
-        cells[2:4] = [f"{alpha:.3f}", f"{1 + accepted / count:.2f}"]
+        by_position = [b / a for a, b in pairs(count, stats.accepted_at, round(most)) if a]
+        per_round = 1 + accepted / count
+        cells[2:5] = [f"{alpha:.3f}", " ".join(f"{each:.2f}" for each in by_position), f"{per_round:.2f}"]
         if not name.endswith("auto") and alpha < 1.0:
-            cells[4] = f"{(1 - alpha ** (most + 1)) / (1 - alpha):.2f}"
+            cells[5] = f"{(1 - alpha ** (most + 1)) / (1 - alpha):.2f}"
+            # What a round takes, in steps of plain decoding; and the speed-up, were drafts and their rows for nothing.
+            cells[6:] = [f"{per_round * seconds / plain_s:.2f}", f"{per_round:.2f}"]
     return f"| {name} | {' | '.join(cells)} |"
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quire.args import EngineArgs
 from quire.bench.args import ProfileArgs
-from quire.bench.profile import profile
+from quire.bench.profile import profile, report, warnings_of
 from quire.bench.profile_serving import _line
 from quire.bench.profile_steps import REPEATS, StepProfiler, cases
+from quire.bench.progress import ticking
 from quire.clock import VirtualClock
 from quire.config import EngineConfig
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, Curve, StepFeatures, features
-from quire.plan.fit import fit
-from quire.plan.profile import load_profile
+from quire.plan.fit import FitError, fit
+from quire.plan.profile import Profile, Spread, load_profile
 from quire.request import SamplingParams
 from quire.step import StepPlan, StepResult
 
@@ -127,3 +130,26 @@ def test_quill_is_profiled(tmp_path: Path) -> None:
     assert made.settings["max_num_batched_tokens"] == 128
     assert made.step_time.seconds(StepFeatures(1, 1, 1, 10, 0, 0)) > 0.0
     assert json.loads(out.read_text())["points"]
+
+
+def test_machine_that_changes_is_named_in_file_and_report(tmp_path: Path) -> None:
+    steady, changed = Spread.of([(1.0, 1.02, 1.0)]), Spread.of([(1.0, 1.4, 1.0), (0.2, 0.19, 0.2)])
+    assert (changed.fast, changed.slow) == (0.95, 1.4)
+    error = FitError(0.01, 0.1, 0.2, 5)
+    made = Profile("m", {"name": "x"}, {"threads": 1}, CostModel(0.001), error=error, spread=steady)
+    assert warnings_of(made) == []
+    worse = replace(made, error=FitError(0.05, 0.4, 1.14, 5), spread=changed)
+    told = warnings_of(worse)
+    assert len(told) == 2
+    assert "0.95 … 1.40" in told[0]
+    assert "114%" in told[1]
+    worse.save(tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json").spread == changed
+    assert "spread   0.95 … 1.40" in report(worse)
+
+
+def test_long_work_says_so_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    done = threading.Event()
+    with ticking(lambda s: "still" if not done.set() else "", every_s=0.01):
+        assert done.wait(30)
+    assert "still" in capsys.readouterr().err

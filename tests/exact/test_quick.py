@@ -43,3 +43,12 @@ def test_quick_with_drafts(drafts: Drafting, accepted: int, monkeypatch: pytest.
     tally = serve_and_check(case, Policy("continuous", "fcfs", 48, drafts)).tally
     assert tally.num_accepted > accepted
     assert tally.num_rejected > 50
+
+
+def test_quick_with_medusa_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE and MTP are in tests/speculate/test_heads_state.py."""
+    monkeypatch.setattr(loader, "STD", 0.3)
+    case = Case("sliding", "float32", 47, num_requests=16)
+    tally = serve_and_check(case, Policy("continuous", "fcfs", 48, "medusa")).tally
+    assert tally.num_rejected > 50
+    assert tally.num_preemptions > 0

@@ -97,3 +97,11 @@ def test_more_seeds(seed: int, tmp_path: Path) -> None:
     level = LEVELS[seed % len(LEVELS)]
     case = case_of(tmp_path, "llama", seed, ("float32", "bfloat16")[seed % 2], level, max_loras=1 + seed % 3)
     serve_and_check(case, Policy("continuous", ("fcfs", "priority")[seed % 2], (16, 48, 256)[seed % 3]))
+
+
+@pytest.mark.parametrize("drafts", ["eagle", "eagle3"])
+def test_beside_heads_that_read_hidden_states(drafts: str, tmp_path: Path) -> None:
+    """For EAGLE the last layer computes all tokens, also those that give no logits."""
+    case = case_of(tmp_path, "llama", 34, "bfloat16", LEVELS[1 % len(LEVELS)], num_requests=12)
+    tally = serve_and_check(case, Policy("continuous", "fcfs", 48, drafts)).tally  # type: ignore[arg-type]
+    assert tally.num_rejected > 20

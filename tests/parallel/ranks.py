@@ -41,7 +41,8 @@ def build(config: EngineConfig, segment: Segment, rank: int) -> Worker:
     group = attach(segment, rank, LIMIT_S).group("tp")
     tp = None if group is None else TensorParallel(group, mine)
     weights = iter_weights(model, torch_dtype(model.dtype), cuts=mine.cuts)
-    return Worker(rank_config(config, mine), weights, VirtualClock(), partial(ModelRunner, tp=tp))
+    runner = partial(ModelRunner, tp=tp)
+    return Worker(rank_config(config, mine), weights, VirtualClock(), runner, shard=mine)
 
 
 def _serve(connection: Connection) -> None:
@@ -148,3 +149,27 @@ def ranked(
         yield worker
     finally:
         worker.close()
+
+
+class RankedExecutor:
+    """As `LocalExecutor`, over ranks."""
+
+    max_in_flight = 1
+    chains_steps = True
+
+    def __init__(
+        self, config: EngineConfig, topology: Topology, helpers: Helpers, std: float | None = None
+    ) -> None:
+        self.worker = RankedWorker(config, topology, helpers, std)
+        self._pending: StepPlan | None = None
+
+    def submit(self, plan: StepPlan) -> None:
+        self._pending = plan
+
+    def collect(self) -> StepResult:
+        assert self._pending is not None
+        plan, self._pending = self._pending, None
+        return self.worker.execute(plan)
+
+    def close(self) -> None:
+        self.worker.close()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from tests.lora import test_parity as adapters
 from tests.parallel.ranks import Helpers, RankedWorker
 from tests.parity import harness
-from tests.parity.families import CASES, CONTEXT, make
+from tests.parity.families import CASES, CONTEXT, make, save
 from tests.parity.harness import check
 
 from quire.config import EngineConfig
@@ -33,3 +38,52 @@ def over_two_ranks(helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_family_over_two_ranks(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     check(tmp_path, model, CONTEXT)
+
+
+@pytest.mark.usefixtures("over_two_ranks")
+@pytest.mark.parametrize("case", ["llama", pytest.param("deepseek_v2", marks=pytest.mark.slow)])
+def test_adapters_over_two_ranks_are_merged_weights(case: str, tmp_path: Path) -> None:
+    """Five sequences, two adapters: A is cut with the columns of its matrix, B with the rows."""
+    adapters.test_against_merged_weights(case, tmp_path)
+
+
+LOAD = """
+import sys
+from quire.engine.assemble import configure
+from quire.args import EngineArgs
+from quire.device import detect_device
+from quire.models.loader import iter_weights
+from quire.parallel.shard import shard
+from quire.parallel.topology import Topology
+import torch
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+config, _ = configure(EngineArgs(model=sys.argv[1], kv_memory="16MiB"), detect_device())
+mine = shard(config.model.spec, Topology(2), int(sys.argv[2]))
+before, held = peak(), []
+for name, weight in iter_weights(config.model, torch.bfloat16, cuts=mine.cuts):
+    held.append(weight.clone())
+share = sum(each.nbytes for each in held)
+assert share == mine.weight_bytes("bfloat16"), (share, mine.weight_bytes("bfloat16"))
+print(share, peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_reads_its_slices_alone(tmp_path: Path) -> None:
+    """The peak of memory while a rank loads is its share and one matrix, whose pages are dropped after it."""
+    hidden, inter = 1024, 4096
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=hidden, intermediate_size=inter, num_hidden_layers=12, num_attention_heads=16,
+        num_key_value_heads=8, dtype="bfloat16",
+    )  # fmt: skip
+    save(transformers.LlamaForCausalLM(config).to(torch.bfloat16), tmp_path)
+    for rank in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD, str(tmp_path), str(rank)], check=True, capture_output=True, text=True
+        )
+        share, peak = map(int, done.stdout.split())
+        assert share > 150 << 20
+        assert peak <= share * 1.05 + (24 << 20)  # the modules that open files

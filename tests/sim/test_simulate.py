@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from quire.bench.summary import summarize
 from quire.cli import app
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, Curve
-from quire.plan.profile import HostCost, Profile
+from quire.plan.profile import HostCost, Profile, Spread
 from quire.sim.scenario import SCENARIOS, load_scenario, run_one, value_of
 from quire.sim.setup import set_up
 
@@ -76,6 +77,26 @@ def test_a_sweep_finds_a_knee(profile: Path, tmp_path: Path) -> None:
     assert f"knee at {summary['knee_per_s']:.4g} requests/s" in said
     offered = [point["offered_per_s"] for point in summary["sweep"]]
     assert min(offered) < summary["knee_per_s"] < max(offered)
+
+
+def test_spread_of_the_profile_becomes_a_range(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    replace(MADE, spread=Spread.of([(1.0, 1.5, 0.8)])).save(path)
+    far = "--limit", "30", "--rate", "2", "--input-len", "200", "--output-len", "10", "--slo", "ttft=200ms"
+    said = " ".join(quire("--profile", str(path), *far).split())
+    assert "fast … slow state of the machine (0.80 … 1.50 of the step times): TTFT p50" in said
+    assert "warning" not in said
+    near = "--limit", "60", "--rate", "60", "--input-len", "200", "--output-len", "20", "--slo", "ttft=200ms"
+    assert "within this spread of the knee" in " ".join(quire("--profile", str(path), *near).split())
+
+
+def test_scale_out_offers_each_replica_the_same_load() -> None:
+    scenario = load_scenario("scale-out")
+    assert scenario.scaled == ("rate", "limit")
+    small = replace(scenario, base={**scenario.base, "limit": 20})
+    for replicas in (1, 3):
+        found = run_one(small, scenario.variants[0], replicas, {})
+        assert found["num_requests"] == 20 * replicas
 
 
 def test_the_file_that_serve_reads_is_the_engine_s(profile: Path, tmp_path: Path) -> None:

@@ -23,6 +23,11 @@ def compute_bound(rows: int) -> float:
     return 1e-3 + 1e-3 * rows
 
 
+def in_tiles(rows: int) -> float:
+    """Five rows are a tile of the kernel: they take less time than three, and six take much more."""
+    return {1: 10e-3, 2: 10e-3, 3: 10e-3, 4: 9.5e-3, 5: 8.9e-3}.get(rows, 10e-3 + 0.4e-3 * rows)
+
+
 @dataclass
 class Seq:
     acceptance: float | None = None
@@ -92,6 +97,16 @@ def test_auto_is_near_the_best_fixed_number(
     assert found >= 0.93 * max(fixed), f"{found / max(fixed):.3f} of the best"
 
 
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8])
+def test_a_number_that_suits_the_kernels_is_found(alpha: float) -> None:
+    fixed = [Machine(None, count, draft_s=1e-3).run(1, alpha, in_tiles, 2_000) for count in range(MOST + 1)]
+    machine = Machine(control(), draft_s=1e-3)
+    machine.run(1, alpha, in_tiles, 500)
+    found = machine.run(1, alpha, in_tiles, 3_000)
+    print(f"α = {alpha}: {found / max(fixed):.3f} of the best")
+    assert found >= 0.95 * max(fixed)
+
+
 def test_drafts_stop_under_load_and_come_back() -> None:
     machine = Machine(control())
 
@@ -114,6 +129,23 @@ def test_a_better_draft_model_is_noticed() -> None:
     assert machine.control.limit(None) == 0
     machine.run(1, 0.95, memory_bound, 8_000)
     assert machine.control.limit(0.95) > 0
+
+
+def test_probes_take_a_small_share_of_the_time() -> None:
+    """A draft model that is far behind computes a whole sequence before its first draft."""
+    off = control()
+    off.cut = None
+    drafted_s, plain_s, num_probes = 0.0, 0.0, 0
+    seqs = [Seq(), Seq()]
+    for _ in range(20_000):
+        asked = sum(off.ask(seq.acceptance) for seq in seqs)
+        draft_s = 40e-3 * asked
+        off.note_proposed(asked)
+        off.note_step(seqs, 0, 1e-3 + draft_s, draft_s)
+        drafted_s, plain_s, num_probes = drafted_s + draft_s, plain_s + 1e-3, num_probes + asked
+    assert off.cut is None
+    assert num_probes >= 2
+    assert drafted_s < 0.01 * plain_s
 
 
 def test_a_fixed_number_is_always_asked_for() -> None:

@@ -329,3 +329,39 @@ def test_the_methods_of_vllm_are_understood(method: str, ours: str) -> None:
     if ours != "mtp":  # there the model is the target itself
         expected = replace(expected, draft_model="somewhere")
     assert llm_args("quill", {"speculative_config": given}) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "tree", "share"), [("eagle", 1, 0.35), ("eagle", 3, 0.2), ("medusa", 1, 0.1)], ids=str
+)
+def test_the_heads_that_ship_with_quill_are_accepted(method: str, tree: int, share: float) -> None:
+    """``share``: of the drafts that are right at least; on held prose, more than half of EAGLE's first ones are."""
+    settings = {"dtype": "auto", "max_num_batched_tokens": 32}
+    plain, _ = outputs(engine("quill", **settings))
+    llm = engine("quill", **settings, speculate=method, spec_tokens=2 if tree == 1 else 4, spec_tree=tree)
+    core = llm.client.core
+    found, num_accepted = outputs(llm)
+    assert found == plain
+    assert num_accepted > share * core.stats().num_draft_tokens
+
+
+def test_accepted_drafts_are_computed_again() -> None:
+    llm = engine("quill", dtype="auto", speculate="eagle", spec_tokens=3)
+    core = llm.client.core
+    proposer, model = core.executor.worker.proposer, core.executor.worker.draft_model
+    real, compared = proposer.propose, 0
+
+    def propose(wanted: list[Wanted]) -> list[Any]:
+        nonlocal compared
+        found = real(wanted)
+        model.filled[:] = model._written[:] = 0  # as if nothing had been computed
+        assert real(wanted) == found
+        compared += len(found)
+        return found
+
+    proposer.propose = propose
+    llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    num_accepted = core.stats().num_accepted_tokens
+    llm.close()
+    assert compared > 10
+    assert num_accepted > 5

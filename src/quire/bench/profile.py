@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ from typing import Any
 from quire.args import EngineArgs
 from quire.bench.args import ProfileArgs
 from quire.bench.profile_serving import LiveServer, measure_host
-from quire.bench.profile_steps import StepProfiler, cases
+from quire.bench.profile_steps import StepProfiler, anchors, cases
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.device import detect_device
@@ -22,13 +23,16 @@ from quire.engine.build import build_core
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel
 from quire.plan.fit import MeasuredStep, cross_validate, fit
-from quire.plan.profile import HostCost, Profile, fit_steps, read_steps
+from quire.plan.profile import HostCost, Profile, Spread, fit_steps, read_steps
 from quire.request import SamplingParams
 
 MAX_KV_BYTES = 1 << 30  # K and V that the measurement writes to
 FIRST_REPEATS = 3  # of each case, before any case is measured at length
 # Share of the time after which a visit to one case is cut short: many short visits average over a noisy machine.
 SHARE = 1 / 400
+SAY_EVERY_S = 5.0
+BUSY = 0.5  # load per core above which other programs disturb the times
+CHANGED = 1.15  # slowest over fastest time of an anchor above which the machine is no steady one
 
 
 def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[str]) -> int:
@@ -46,11 +50,13 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
     defaults = asdict(checkpoint.generation)
     given = {k: v for k, v in defaults.items() if k in SAMPLING_DEFAULTS and v is not None}
     sampling = SamplingParams(max_tokens=None, seed=1, **given)
+    spread = None
     if args.steps is not None:
         found = fit_steps(read_steps(Path(args.steps)))
         model, points, loop = found.executor, list(found.points), found.host
     else:
-        points = measure_steps(config, sampling, args.seconds, WallClock())
+        _warn_if_busy()
+        points, spread = measure_steps(config, sampling, args.seconds, WallClock())
         model, loop = fit(points), None
     host = _host(config, model, serve_flags) if args.serving else HostCost()
     if loop is not None:  # the log has the engine's own part; only a client sees the time around it
@@ -64,17 +70,23 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
         error=cross_validate(points),
         points=tuple(points),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        spread=spread,
     )
     made.save(out)
     _say(report(made))
+    for warning in warnings_of(made):
+        _say(f"warning: {warning}")
     _say(f"written to {out}")
     return 0
 
 
 def measure_steps(
     config: EngineConfig, sampling: SamplingParams, seconds: float, clock: Clock
-) -> list[MeasuredStep]:
-    """Time the grid on the real executor: once by rising cost, then in random order for about ``seconds``."""
+) -> tuple[list[MeasuredStep], Spread]:
+    """Time the grid on the real executor: once by rising cost, then in random order for about ``seconds``.
+
+    A few cases are timed on their own at the start, in the middle and at the end: the spread of the machine's speed.
+    """
     page = config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype)
     max_blocks = min(config.cache.num_blocks, MAX_KV_BYTES // page)
     executor = build_core(config, "local", clock).executor
@@ -84,16 +96,29 @@ def measure_steps(
         _say(f"measuring {len(todo)} kinds of steps of {config.model.name} for {seconds:.0f} s …")
         profiler.fill()
         end_s = clock.now() + seconds
-        for case in todo:  # all of them, even beyond ``seconds``: a fit must not extrapolate
+        said_s = clock.now()
+        for i, case in enumerate(todo):  # all of them, even beyond ``seconds``: a fit must not extrapolate
             profiler.visit(case, FIRST_REPEATS, limit_s=seconds * SHARE)
-        round_number = 0
+            if clock.now() - said_s >= SAY_EVERY_S:
+                said_s = clock.now()
+                _say(f"… {i + 1} of {len(todo)} kinds of steps")
+        probed = anchors(todo)
+        moments = [[profiler.probe(case) for case in probed]]
+        begin_s, round_number = clock.now(), 0
         while clock.now() < end_s:
             round_number += 1
             for case in Random(round_number).sample(todo, len(todo)):
                 profiler.visit(case, limit_s=seconds * SHARE)
-                if clock.now() >= end_s:
+                now_s = clock.now()
+                if now_s - said_s >= SAY_EVERY_S:
+                    said_s = now_s
+                    _say(f"… round {round_number}, {max(0.0, end_s - now_s):.0f} s left")
+                if len(moments) == 1 and now_s >= (begin_s + end_s) / 2:
+                    moments.append([profiler.probe(case) for case in probed])
+                if now_s >= end_s:
                     break
-        return profiler.measured()
+        moments.append([profiler.probe(case) for case in probed])
+        return profiler.measured(), Spread.of(list(zip(*moments, strict=True)))
     finally:
         executor.close()
 
@@ -141,6 +166,30 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
     }
 
 
+def warnings_of(made: Profile) -> list[str]:
+    """Return what a reader of the profile should know before trusting it."""
+    found, error, spread = [], made.error, made.spread
+    if spread is not None and spread.slow / spread.fast > CHANGED:
+        found.append(
+            f"the machine's speed changed while it was measured: the same steps took {spread.fast:.2f} … "
+            f"{spread.slow:.2f} of their median. simulate prints the range; measure again on a quiet machine."
+        )
+    if error is not None and error.worst > 1.0:
+        found.append(
+            f"the worst step left out of the fit is {error.worst:.0%} off: near saturation, latencies of a "
+            "simulation are off by more than that. Measure for longer (--seconds), on a quiet machine."
+        )
+    return found
+
+
+def _warn_if_busy() -> None:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY * cores:
+        _say(
+            f"warning: other programs use this machine (load {load:.1f} on {cores} cores): the times will be too long"
+        )
+
+
 def report(made: Profile) -> str:
     """Return the figures for a person."""
     m, host, error = made.executor, made.host, made.error
@@ -151,7 +200,7 @@ def report(made: Profile) -> str:
     return (
         f"{made.model} on {made.machine['name']}, {made.settings['threads']} threads\n"
         f"error    median {error.median:.1%}, p90 {error.p90:.1%}, worst {error.worst:.1%}: steps left out of the fit, "
-        f"of {error.num_points}\n"
+        f"of {error.num_points}\n{_spread(made)}"
         f"rows     {rows} ms\n"
         f"logits   {m.logits.values[-1] * 1e3:.3f} ms at {m.logits.knots[-1]:.0f}; "
         f"per sequence {m.per_seq_s * 1e6:.1f} µs\n"
@@ -161,6 +210,12 @@ def report(made: Profile) -> str:
         f"{host.per_row_s * 1e6:.2f} µs per row, "
         f"{host.request_s * 1e3:.2f} ms per request, {host.per_prompt_token_s * 1e6:.2f} µs per prompt token"
     )
+
+
+def _spread(made: Profile) -> str:
+    if made.spread is None:
+        return ""
+    return f"spread   {made.spread.fast:.2f} … {made.spread.slow:.2f} of the median, over the measurement\n"
 
 
 def _with_spill(m: CostModel) -> float:

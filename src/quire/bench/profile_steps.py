@@ -113,6 +113,16 @@ def _all(longest: int) -> Iterator[Case]:
             yield Case(num, contexts[2], 1, chunk, start=longest // 8, samples=False)
 
 
+ANCHOR_DECODES = (1, 8)
+
+
+def anchors(todo: Sequence[Case]) -> list[Case]:
+    """Return the cases whose times tell whether the machine has changed: decodes, and the largest chunk."""
+    decodes = [c for num in ANCHOR_DECODES for c in todo if (c.num_decodes, c.num_chunks) == (num, 0)][::4]
+    chunks = [c for c in todo if (c.num_decodes, c.num_chunks) == (0, 1) and c.num_rows <= 512]
+    return [*decodes, *chunks[-1:]]
+
+
 REPEATS = 5  # of a case in one visit
 WARM = 1  # of these, repetitions that are not counted
 FIRST_TOKEN_ID = 2
@@ -183,6 +193,12 @@ class StepProfiler:
         first = min(WARM, len(times) - 1)  # a step so long that it runs once needs no warm-up
         self._times[case] += list(enumerate(times))[first:]
         self._gone += tuple(seq.seq_id for seq in decodes)
+
+    def probe(self, case: Case) -> float:
+        """Measure one case and return the median of this visit alone."""
+        before = len(self._times[case])
+        self.visit(case, REPEATS + 2)
+        return statistics.median(seconds for _, seconds in self._times[case][before:])
 
     def measured(self) -> list[MeasuredStep]:
         """Return the mean of each case, with the mean context of its decodes, which grew meanwhile."""

@@ -94,7 +94,7 @@ class Measured:
 
 GROWTH = 2.0  # factor of the load from one run to the next, on the way up
 FALLEN = 0.8  # share of the best goodput below which the load is past the knee
-KNEE = 0.95  # share of the best goodput that the knee still has
+FOLLOWS = 0.5  # share of the growth of the load by which goodput grows while it follows
 MAX_RUNS_UP = 14
 Run = Callable[[float], Mapping[str, Any]]  # offered requests/s → summary with ``goodput_per_s``
 
@@ -102,7 +102,7 @@ Run = Callable[[float], Mapping[str, Any]]  # offered requests/s → summary wit
 def sweep(run: Run, start_rate: float, refinements: int = 3) -> list[Mapping[str, Any]]:
     """Run loads from ``start_rate`` up until goodput falls or stops growing, then loads between the runs at the knee.
 
-    Return the summaries in the order of the runs, each with ``offered_per_s``.
+    Return the summaries in the order of the loads, each with ``offered_per_s``.
     """
     points: dict[float, Mapping[str, Any]] = {}
     rate = start_rate
@@ -116,14 +116,24 @@ def sweep(run: Run, start_rate: float, refinements: int = 3) -> list[Mapping[str
         if between is None:
             break
         points[between] = run(between)
-    return list(points.values())
+    return [points[rate] for rate in sorted(points)]
 
 
 def knee(points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the summary of the smallest load whose goodput is at least 95 % of the best."""
-    best = max(p["goodput_per_s"] for p in points)
-    good = [p for p in points if p["goodput_per_s"] >= KNEE * best]
-    return min(good, key=lambda p: float(p["offered_per_s"]))
+    """Return the summary of the last load that goodput follows.
+
+    Up to there, from each load to the next, goodput grows by at least `FOLLOWS` of the growth of the load (both in
+    logarithms).
+    """
+    ordered = sorted(points, key=lambda p: float(p["offered_per_s"]))
+    last = ordered[0]
+    for point in ordered[1:]:
+        before, now = float(last["goodput_per_s"]), float(point["goodput_per_s"])
+        load = math.log(point["offered_per_s"] / last["offered_per_s"])
+        if before > 0 and (now <= 0 or math.log(now / before) < FOLLOWS * load):
+            break
+        last = point
+    return last if last["goodput_per_s"] > 0 else ordered[0]
 
 
 def _is_past(points: Sequence[Mapping[str, Any]]) -> bool:

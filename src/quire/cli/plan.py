@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.args import EngineArgs, ServerArgs, flag_name
+from quire.bench.progress import ticking
 from quire.cli.flags import PlanArgs
 from quire.device import detect_device
 from quire.errors import ConfigError
@@ -257,10 +258,15 @@ def search(question: Question, workload: str) -> Found:
         trace = from_trace(
             read_trace(workload), limit=NUM_REQUESTS, max_model_len=question.spec.max_position_embeddings
         )
-        return Search(question, at_rate(trace, rate)).find()
+        return _found(Search(question, at_rate(trace, rate)))
     load = question.load
     synthetic = Synthetic(NUM_REQUESTS, Fixed(load.isl), Fixed(load.osl), Arrivals(rate))
-    return Search(question, synthetic.build(seed=0)).find()
+    return _found(Search(question, synthetic.build(seed=0)))
+
+
+def _found(search: Search) -> Found:
+    with ticking(lambda s: f"… simulating settings for {s:.0f} s"):
+        return search.find()
 
 
 def _search_table(found: Found) -> Table:

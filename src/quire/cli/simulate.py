@@ -10,9 +10,12 @@ from typing import Any
 
 from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.bench.page import console, show
+from quire.bench.progress import ticking
 from quire.bench.runs import Measured, Outcome, make_workload
 from quire.errors import ConfigError
+from quire.plan.cost_model import Scaled
 from quire.sim.run import both_sweeps, read_sweep, simulate, summary_of, timeline_charts
+from quire.sim.scenario import value_of
 from quire.sim.setup import Setup, set_up
 from quire.workload.request import Workload
 from quire.workload.slo import Slo
@@ -40,8 +43,10 @@ def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) 
 
 def _simulated(setup: Setup, slo: Slo | None, workload: Workload, what: str) -> Outcome:
     start_s = time.process_time()
-    result = simulate(setup.config, setup.step_time, workload, scaling=setup.scaling)
-    cpu_s = time.process_time() - start_s
+    with ticking(lambda s: f"… simulating {workload.source} {what} for {s:.0f} s".replace("  ", " ")):
+        result = simulate(setup.config, setup.step_time, workload, scaling=setup.scaling)
+        cpu_s = time.process_time() - start_s
+        states = [] if what else _states(setup, slo, workload)
     summary = summary_of(result, slo, workload)
     console().print(
         f"{workload.source}: {result.num_steps:,} steps planned by the scheduler, {result.end_s:.1f} s simulated "
@@ -56,8 +61,45 @@ def _simulated(setup: Setup, slo: Slo | None, workload: Workload, what: str) -> 
         result.records,
         partial(timeline_charts, result.points),
         f"KV peak {steps['kv_peak']:.1%}; busy {busy}"
-        + (f"; {steps['replica_hours']:.2f} replica-hours" if setup.scaling else ""),
+        + (f"; {steps['replica_hours']:.2f} replica-hours" if setup.scaling else "")
+        + _range(setup, states),
     )
+
+
+def _states(setup: Setup, slo: Slo | None, workload: Workload) -> list[dict[str, Any]]:
+    """Return the summaries of the same run in the machine's fast and slow state, as its profile saw them."""
+    if setup.spread is None or setup.spread.slow <= setup.spread.fast:
+        return []
+    found = []
+    for factor in (setup.spread.fast, setup.spread.slow):
+        result = simulate(setup.config, Scaled(setup.step_time, factor), workload, scaling=setup.scaling)
+        found.append(summary_of(result, slo, workload))
+    return found
+
+
+NEAR_GOODPUT = 0.95  # share of the fast state's goodput below which the slow one is past the knee
+NEAR_TTFT = 2.0  # times the fast state's TTFT
+
+
+def _range(setup: Setup, states: list[dict[str, Any]]) -> str:
+    """Return the line with the range between the two states, and a warning where they differ by more than a factor."""
+    if not states:
+        return ""
+    fast, slow = states
+    assert setup.spread is not None
+
+    def both(name: str) -> tuple[float, float]:
+        return tuple(value_of(state, name) or 0.0 for state in states)  # type: ignore[return-value]
+
+    ttft, tpot = both("ttft_ms.p50"), both("tpot_ms.p50")
+    text = (
+        f"\nfast … slow state of the machine ({setup.spread.fast:.2f} … {setup.spread.slow:.2f} of the step times): "
+        f"TTFT p50 {show(ttft[0])} … {show(ttft[1])} ms, TPOT p50 {show(tpot[0])} … {show(tpot[1])} ms, goodput "
+        f"{show(fast['goodput_per_s'])} … {show(slow['goodput_per_s'])}/s"
+    )
+    past = slow["goodput_per_s"] < NEAR_GOODPUT * fast["goodput_per_s"] or ttft[1] > NEAR_TTFT * ttft[0]
+    near = "\nwarning: the load is within this spread of the knee: the figures above may be off by the whole range"
+    return text + near if past else text
 
 
 def _facts(setup: Setup, workload: Workload, seed: int, slo: Slo | None) -> dict[str, Any]:

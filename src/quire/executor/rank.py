@@ -112,7 +112,9 @@ class RankLoop:
             tp = None if group is None else TensorParallel(group, mine)
         runner = partial(ModelRunner, tp=tp, links=self._links, samples=self._answers)
         weights = iter_weights(model, dtype, cuts=mine.cuts)
-        self.worker = Worker(rank_config(config, mine), weights, clock, runner, answers=self._answers)
+        self.worker = Worker(
+            rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine
+        )
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
         weight_bytes = mine.weight_bytes(model.dtype, model.formats)
         loaded = RankLoaded(

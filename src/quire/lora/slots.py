@@ -13,6 +13,7 @@ from quire.kernels.lora import LoraStack, LowRank, write_slot
 from quire.lora.adapter import AdapterFile, AdapterPart, read_adapter
 from quire.models.stored_weights import view
 from quire.modelspec import ModelSpec
+from quire.parallel.shard import Cut, Shard
 from quire.request import Adapter
 
 
@@ -23,9 +24,15 @@ class LoraSlots:
     since the file may have come back.
     """
 
-    def __init__(self, spec: ModelSpec, targets: Mapping[str, tuple[LoraStack, int]]) -> None:
-        self._spec = spec
-        self._targets = targets
+    def __init__(
+        self, spec: ModelSpec, targets: Mapping[str, tuple[LoraStack, int]], shard: Shard | None = None
+    ) -> None:
+        """``shard``: what this rank has of the model that adapters are made for; None: ``spec`` is all of it."""
+        self._spec = spec if shard is None else shard.whole
+        self._cuts = {name: Cut(name) if shard is None else shard.cuts[f"{name}.weight"] for name in targets}
+        self._targets = {
+            self._cuts[name].name.removesuffix(".weight"): (name, *targets[name]) for name in targets
+        }
         self._stacks = list({id(stack): stack for stack, _ in targets.values()}.values())
         self._held: dict[int, Adapter] = {}
         self._failed: dict[int, str] = {}
@@ -52,10 +59,12 @@ class LoraSlots:
     def _write(self, slot: int, file: AdapterFile) -> None:
         stacks: dict[int, dict[int, LowRank]] = defaultdict(dict)
         for canonical, part in file.parts.items():
-            stack, index = self._targets[canonical]
+            if canonical not in self._targets:
+                continue  # of another pipeline stage
+            name, stack, index = self._targets[canonical]
             if part.rank > stack.max_rank:
                 raise ModelLoadError(f"its rank is {part.rank} and a slot has room for {stack.max_rank}")
-            stacks[id(stack)][index] = _low_rank(part, stack.dtype)
+            stacks[id(stack)][index] = _low_rank(part, self._cuts[name], stack.dtype)
         for stack in self._stacks:
             write_slot(stack, slot, stacks.get(id(stack), {}))
 
@@ -74,5 +83,11 @@ def _read_again(adapter: Adapter, spec: ModelSpec) -> AdapterFile:
     return file
 
 
-def _low_rank(part: AdapterPart, dtype: torch.dtype) -> LowRank:
-    return LowRank(view(part.a).to(dtype), view(part.b)[part.rows].to(dtype), part.scale)
+def _low_rank(part: AdapterPart, cut: Cut, dtype: torch.dtype) -> LowRank:
+    """Return the part of this rank: A's columns are the matrix's, B's rows its rows."""
+    a, b = view(part.a), view(part.b)[part.rows]
+    if cut.columns is not None:
+        a = a[:, cut.columns.start : cut.columns.stop]
+    if cut.rows is not None:
+        b = b[cut.rows.start : cut.rows.stop]
+    return LowRank(a.to(dtype), b.to(dtype), part.scale)

@@ -19,7 +19,6 @@ from torch.nn.functional import silu
 from quire.errors import ModelLoadError
 from quire.families.heads import LAYER, HeadSpec
 from quire.kernels.kv_blocks import KvView
-from quire.kernels.linear import head_linear, pack_heads
 from quire.kernels.pointwise import add_rows, copy_heads, take_rows
 from quire.kernels.registry import KernelChoice
 from quire.kernels.workspace import empty
@@ -130,7 +129,6 @@ class MedusaHeads:
     def __init__(self, spec: HeadSpec, target: Decoder, kernels: KernelChoice) -> None:
         self.spec, self._target = spec, target
         shape, dtype = (spec.num_heads, spec.hidden_size), target.dtype
-        self._backend = kernels.backend("head_linear")
         self._weights = [torch.zeros(*shape, spec.hidden_size, dtype=dtype) for _ in range(spec.num_blocks)]
         self._biases = [torch.zeros(shape, dtype=dtype) for _ in range(spec.num_blocks)]
         build = Build(dtype, kernels, eps=0.0)
@@ -147,25 +145,18 @@ class MedusaHeads:
         for head, output in enumerate(self._outputs):
             loaders[f"lm_heads.{head}.weight"] = output.weight_loaders()["out.weight"]
         _load(self.spec, loaders, weights)
-        self._blocks = [
-            pack_heads(weight.transpose(1, 2).contiguous(), backend=self._backend) for weight in self._weights
-        ]
-        self._weights = []
 
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
         """``hidden [num_seqs, hidden_size]`` → fp32 ``[num_seqs, num_heads, vocab_size]`` of the first heads."""
-        x = hidden.unsqueeze(1).repeat(1, self.spec.num_heads, 1)
-        for block, bias in zip(self._blocks, self._biases, strict=True):
-            y = head_linear(x, block)
-            x = x + silu(y + bias if self.spec.block_bias else y)
-        x = x[:, :num_heads].contiguous()
+        x = hidden.expand(num_heads, *hidden.shape)  # [num_heads, num_seqs, hidden_size]
+        for weight, bias in zip(self._weights, self._biases, strict=True):
+            y = torch.bmm(x, weight[:num_heads].transpose(1, 2))
+            x = x + silu(y + bias[:num_heads, None] if self.spec.block_bias else y)
         if self._outputs:
-            own = [
-                self._outputs[head](x[:, head].contiguous(), out_dtype=torch.float32)
-                for head in range(num_heads)
-            ]
+            own = [self._outputs[head](x[head], out_dtype=torch.float32) for head in range(num_heads)]
             return torch.stack(own, dim=1)
-        return self._target.logits(x.flatten(0, 1)).view(*x.shape[:2], -1)
+        rows = x.transpose(0, 1).contiguous()
+        return self._target.logits(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
 
 
 def _load(spec: HeadSpec, loaders: dict[str, WeightLoader], weights: Iterable[tuple[str, Tensor]]) -> None:

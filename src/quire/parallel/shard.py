@@ -73,6 +73,7 @@ class Shard:
 
     topology: Topology
     at: Rank
+    whole: ModelSpec
     spec: ModelSpec
     layers: range  # of the whole model
     vocab: range  # rows of the vocabulary; ``spec`` has the whole model's size
@@ -139,7 +140,7 @@ def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = Map
             cuts["lm_head.weight"] = Cut("lm_head.weight", vocab_cut)
     whole = weight_shapes(spec)
     shapes = {local: cut.shape(whole[cut.name]) for local, cut in cuts.items()}
-    return Shard(topology, at, replace(spec, layers=tuple(local)), layers, vocab, padded, cuts, shapes)
+    return Shard(topology, at, spec, replace(spec, layers=tuple(local)), layers, vocab, padded, cuts, shapes)
 
 
 class _Cutter:

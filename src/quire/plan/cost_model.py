@@ -78,6 +78,18 @@ def chunk_pairs(start: int, count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaled:
+    """The step times of another model, times ``factor``."""
+
+    inner: StepTime
+    factor: float
+
+    def seconds(self, step: StepFeatures) -> float:
+        """Return the seconds of ``step``."""
+        return self.factor * self.inner.seconds(step)
+
+
+@dataclass(frozen=True, slots=True)
 class Curve:
     """A rising piecewise linear function through (knots, values): flat before the first, extrapolated at the end."""
 

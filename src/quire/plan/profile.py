@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,20 @@ class HostCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """How much the machine's speed changed while it was measured: anchor steps, timed at the start, middle and end."""
+
+    fast: float  # least seconds of an anchor as a share of its median
+    slow: float
+    anchors: tuple[tuple[float, ...], ...]  # seconds of each anchor at each moment
+
+    @classmethod
+    def of(cls, anchors: Sequence[Sequence[float]]) -> Spread:
+        shares = [seconds / median(times) for times in anchors for seconds in times]
+        return cls(min(shares, default=1.0), max(shares, default=1.0), tuple(map(tuple, anchors)))
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """A fitted model with what is needed to judge it: the machine, the error of the fit, the measured points."""
 
@@ -49,6 +64,7 @@ class Profile:
     error: FitError | None = None  # None: the model was given, not fitted
     points: tuple[MeasuredStep, ...] = ()
     measured_at: str = ""  # UTC, ISO 8601
+    spread: Spread | None = None  # None: it was not measured
     # Executor and host together: the seconds of a step in the engine's loop.
     step_time: CostModel = field(init=False, compare=False)
 
@@ -67,6 +83,7 @@ class Profile:
             "cost_model": self.executor.to_json(),
             "host": asdict(self.host),
             "error": asdict(self.error) if self.error else None,
+            "spread": asdict(self.spread) if self.spread else None,
             "points": [[*point.step, point.seconds] for point in self.points],
         }
 
@@ -103,6 +120,7 @@ def load_profile(path: Path) -> Profile:
             error=FitError(**data["error"]) if data["error"] else None,
             points=tuple(MeasuredStep(StepFeatures(*p[:-1]), p[-1]) for p in data["points"]),
             measured_at=data["measured_at"],
+            spread=Spread.of(data["spread"]["anchors"]) if data.get("spread") else None,
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(f"profile {path}: a field is missing or of the wrong form: {error}") from error

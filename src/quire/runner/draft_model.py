@@ -217,6 +217,7 @@ def make_draft_model(config: EngineConfig, seqs: WorkerSeqs, target: Decoder) ->
         return None
     model, heads = speculate.draft, speculate.heads
     if heads is not None:
+        assert config.topology.world_size == 1, "heads read hidden states of the whole model"
         layer = HeadRunner(config, heads, target)
         vocab_size, max_tokens = heads.spec.vocab_size, config.model.max_model_len
         return DraftModel(config, layer, seqs, own_vocab_size=vocab_size, max_tokens=max_tokens)
@@ -240,6 +241,7 @@ def make_proposer(
         return NgramProposer() if draft_model is None else DraftProposer(draft_model)
     assert speculate.heads is not None
     assert isinstance(runner, ModelRunner)
+    assert config.topology.world_size == 1, "the heads share the output matrix"
     model = MedusaModel(config, speculate.heads, runner.decoder, seqs)
     runner.watch_sampled = model.watch
     return MedusaProposer(model)

@@ -28,7 +28,7 @@ from quire.models.draft_head import DraftHead, MedusaHeads
 from quire.models.loader import iter_heads, read_d2t
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, reserve, torch_dtype
-from quire.runner.sequences import WorkerSeqs
+from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import Sampler, columns_of
 
 
@@ -134,7 +134,7 @@ class HeadRunner:
 
 
 class MedusaModel:
-    """A `quire.speculate.medusa.MedusaForward`: the heads, and the last hidden state of each sequence."""
+    """A `quire.speculate.medusa.MedusaForward`: the heads, and the hidden states of the last step."""
 
     def __init__(self, config: EngineConfig, heads: HeadsConfig, target: Decoder, seqs: WorkerSeqs) -> None:
         kernels = registry.choose(config.runner)
@@ -142,26 +142,30 @@ class MedusaModel:
         self._heads.load(iter_heads(heads, target.spec, torch_dtype(heads.dtype)))
         self.num_heads = heads.spec.num_heads
         self._seqs = seqs
-        self._last = torch.zeros(
-            0, heads.spec.hidden_size, dtype=torch_dtype(heads.dtype)
-        )  # by row of `_seqs`
+        self._seen: tuple[PreparedStep, Sequence[int], Tensor] | None = None  # of `watch`
         self._sampler = Sampler(heads.spec.vocab_size, kernels)
         self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
 
     def watch(self, step: PreparedStep, counts: Sequence[int], hidden: Tensor) -> None:
-        """Keep the rows of ``hidden [num_logits, hidden_size]`` that sampled the sequences' last tokens.
+        """Note what gave the logits of a step: ``hidden [num_logits, hidden_size]``, for `sample` before the next step.
 
         A sequence has ``counts`` rows: of its last known token, and of each draft.
         """
+        self._seen = step, counts, hidden
+
+    def _last(self, seqs: Sequence[WorkerSeq]) -> Tensor:
+        """Return the hidden states that sampled the last tokens of ``seqs``: ``[num_seqs, hidden_size]``.
+
+        Where a step was computed in halves, those of the first half are not there, and another row stands for each.
+        """
+        assert self._seen is not None
+        step, counts, hidden = self._seen
         firsts = np.cumsum([0, *counts[:-1]]).tolist()
-        kept = [
-            first + (1 + seq.accepted[-1] if seq.accepted else 0)
+        rows = {
+            seq.seq_id: first + (1 + seq.accepted[-1] if seq.accepted else 0)
             for first, seq in zip(firsts, step.sampling, strict=True)
-        ]
-        if len(self._last) < len(self._seqs.num_tokens):
-            more = torch.zeros(len(self._seqs.num_tokens) - len(self._last), *self._last.shape[1:])
-            self._last = torch.cat((self._last, more.to(self._last.dtype)))
-        self._last[torch.from_numpy(step.rows)] = hidden[torch.tensor(kept)]
+        }
+        return hidden[torch.tensor([rows.get(seq.seq_id, 0) for seq in seqs])]
 
     @torch.inference_mode()
     def sample(self, seq_ids: Sequence[int], num_drafts: int) -> list[list[int]]:
@@ -169,7 +173,7 @@ class MedusaModel:
         seqs = [seq for seq in map(self._seqs.find, seq_ids) if seq is not None]
         assert len(seqs) == len(seq_ids)
         rows = np.array([seq.row for seq in seqs])
-        logits = self._heads.logits(self._last[torch.from_numpy(rows)], num_drafts).flatten(0, 1)
+        logits = self._heads.logits(self._last(seqs), num_drafts).flatten(0, 1)
         # Head k samples the token k behind the known ones, with the noise of its position.
         positions = self._seqs.num_settled[rows][:, None] - 1 + np.arange(num_drafts)
         columns = columns_of(self._seqs.columns, np.repeat(rows, num_drafts), positions.ravel())

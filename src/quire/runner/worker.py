@@ -17,6 +17,7 @@ from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.errors import StepError
 from quire.lora.slots import LoraSlots
+from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.runner.branches import BranchBlocks, Move
 from quire.runner.draft_model import make_draft_model, make_proposer
@@ -51,20 +52,19 @@ class Worker:
     """One process's share of an engine: here the whole model. ``proposer`` makes drafts; None: without speculation."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        weights: Iterable[tuple[str, Weight]],
-        clock: Clock,
+        self, config: EngineConfig, weights: Iterable[tuple[str, Weight]], clock: Clock,
         runner: Callable[[EngineConfig, Iterable[tuple[str, Weight]]], Runner] = ModelRunner,
-        *,
-        answers: bool = True,
-    ) -> None:
-        """``answers``: whether this rank samples. One that does not is told with `settle`, in place of `finish`."""
+        *, answers: bool = True, shard: Shard | None = None,
+    ) -> None:  # fmt: skip
+        """``answers``: whether this rank samples. One that does not is told with `settle`, in place of `finish`.
+
+        ``shard``: what this rank has of the model; None: all of it.
+        """
         self._clock = clock
         self.runner = runner(config, weights)
         self._lora: LoraSlots | None = None
         if config.lora is not None:
-            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets())
+            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets(), shard)
         scheduler, block_size = config.scheduler, config.cache.block_size
         vocab_size = config.model.spec.vocab_size
         # A block more than the context: the last token sampled may have no row left to be computed in.

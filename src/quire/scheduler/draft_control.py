@@ -6,9 +6,10 @@ gives the most tokens per second,
 
     (B + Σ gains) / (T(B, n) + c · n)        a sequence has its j-th draft if α^j is at least the cut
 
-with B and α of the decodes of the last step. No cut is an answer as well: then sequences decode as without speculation,
-on the scheduler's fast path, and one of them tries drafts at times, so that speculation comes back by itself. A pure
-function of the steps that were applied.
+with B and α of the decodes of the last step. Beside cuts it looks at caps, a number of drafts for every sequence, since
+kernels take rows in tiles and the learned α of one sequence fluctuates; at times a step tries another number. No cut is
+an answer as well: then sequences decode as without speculation, on the scheduler's fast path, and one of them tries
+drafts at times, so that speculation comes back by itself. A pure function of the steps that were applied.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from typing import Protocol
 from quire.config import SchedulerConfig
 
 CUTS = (0.85, 0.7, 0.55, 0.42, 0.32, 0.24, 0.18, 0.12)
+LOW_CUT = 0.03  # beside a cap
 REFRESH = 8  # decode steps after which the cut is chosen again
-PROBE = 96  # without drafts: decode steps after which one sequence tries one
+PROBE = 96  # without drafts: decode steps after which one sequence tries one, or more:
+PROBE_SHARE = (
+    0.004  # of the time may go into such drafts, since a draft model catches up with the sequence first
+)
 # With drafts: decode steps after which a step without is measured, first and later; between them the steps double.
 FIRST_PROBE, PLAIN_PROBE = 4, 200
 BETTER = 1.02  # another cut has to promise that much more
+# With drafts: decode steps after which a step with another number of them is measured, while the control is new, later.
+NEW, FIRST_TRY, TRY = 600, 14, 110
 STALE = 2_000  # steps after which a time that was not measured again is forgotten
 MAX_VAIN = 16  # steps in a row without a proposal, after which a sequence is asked at block boundaries only
 PRIOR = 0.6  # acceptance before the first draft
@@ -93,10 +100,16 @@ def _bucket(num_seqs: int) -> int:
 
 
 def _line(points: Sequence[_Time], drafts: float) -> float:
-    """The piecewise linear function through ``points``, extrapolated, and never below half of the first."""
+    """The piecewise linear function through ``points``, extrapolated, and never below half of the first.
+
+    A step may take less time with more drafts: kernels take rows in tiles. Beyond the points it does not.
+    """
     after = next((i for i, p in enumerate(points) if p.drafts >= drafts), len(points) - 1)
     a, b = points[max(0, after - 1)], points[max(1, after)]
-    slope = max(0.0, (b.seconds - a.seconds) / max(1e-6, b.drafts - a.drafts))
+    slope = (b.seconds - a.seconds) / max(1e-6, b.drafts - a.drafts)
+    if not a.drafts <= drafts <= b.drafts:
+        slope = max(0.0, slope)
+        a = b if drafts > b.drafts else a
     return max(a.seconds + slope * (drafts - a.drafts), points[0].seconds / 2)
 
 
@@ -115,11 +128,13 @@ class DraftControl:
         self.acceptance = PRIOR  # of the engine, which a new sequence begins with
         self.draft_s = 0.0  # of proposing one draft
         self.cut: float | None = CUTS[3]  # None: no drafts
+        self.cap = self._most  # drafts per sequence, whatever the cut says
         self.predicted_gain = 1.0  # tokens per second with this cut, over those without drafts
         self.any_held = False  # whether a worker may hold drafts that no step has verified
         self._step = 0  # decode steps
         self._probe_at = FIRST_PROBE
         self._probed = False
+        self._try_at, self._tried, self._next_try = FIRST_TRY, False, 0
         self._num_proposed = 0  # in the step being applied
 
     def configure(self, config: SchedulerConfig) -> None:
@@ -132,7 +147,7 @@ class DraftControl:
             return self._most
         if self.cut is None:
             return 0
-        return self._drafts(self.acceptance if acceptance is None else acceptance, self.cut)
+        return self._drafts(self.acceptance if acceptance is None else acceptance, self.cut, self.cap)
 
     def ask(self, acceptance: float | None) -> int:
         """As `limit`, for a step that is planned now; at times the other choice, to learn what it does."""
@@ -142,6 +157,9 @@ class DraftControl:
                 return 0
             if first:  # one sequence is enough
                 return 1
+        elif self._adaptive and self.cut is not None and self._step >= self._try_at:
+            self._tried = True
+            return min(self._most, 1 + self._next_try % self._most)
         return self.limit(acceptance)
 
     def note_result(self, acceptance: float | None, num_drafts: int, num_accepted: int) -> float | None:
@@ -174,35 +192,43 @@ class DraftControl:
             return
         self.times.note(len(seqs), num_drafts, max(1e-6, took_s - draft_s), self._step)
         if self._probed:
-            wait = PROBE if self.cut is None else min(PLAIN_PROBE, max(2 * FIRST_PROBE, self._step))
+            wait = min(PLAIN_PROBE, max(2 * FIRST_PROBE, self._step))
+            if self.cut is None:
+                wait = max(PROBE, int(draft_s / (PROBE_SHARE * max(1e-6, took_s - draft_s))))
             self._probed, self._probe_at = False, self._step + wait
+        if self._tried:
+            self._tried, self._next_try = False, self._next_try + 3
+            self._try_at = self._step + (FIRST_TRY if self._step < NEW else TRY)
         if self._step % REFRESH == 0:
             self._choose([self.acceptance if seq.acceptance is None else seq.acceptance for seq in seqs])
 
-    def _drafts(self, acceptance: float, cut: float) -> int:
+    def _drafts(self, acceptance: float, cut: float, cap: int) -> int:
+        most = min(cap, self._most)
         if acceptance >= 0.999:
-            return self._most
-        return min(self._most, int(math.log(cut) / math.log(max(acceptance, 1e-3))))
+            return most
+        return min(most, int(math.log(cut) / math.log(max(acceptance, 1e-3))))
 
     def _choose(self, rates: list[float]) -> None:
-        plain = self._tokens_per_s(rates, None)
-        best, best_rate = None, plain
-        now = self._tokens_per_s(rates, self.cut)
-        for cut in CUTS:
-            rate = self._tokens_per_s(rates, cut)
+        plain = self._tokens_per_s(rates, None, 0)
+        best: tuple[float | None, int] = (None, 0)
+        best_rate = plain
+        now = self._tokens_per_s(rates, self.cut, self.cap)
+        choices = [(cut, self._most) for cut in CUTS] + [(LOW_CUT, cap) for cap in range(1, self._most + 1)]
+        for cut, cap in choices:
+            rate = self._tokens_per_s(rates, cut, cap)
             if rate > best_rate:
-                best, best_rate = cut, rate
+                best, best_rate = (cut, cap), rate
         if best_rate > now * BETTER:
-            self.cut, now = best, best_rate
+            (self.cut, self.cap), now = best, best_rate
         elif plain >= now:
             self.cut, now = None, plain
         self.predicted_gain = now / plain
 
-    def _tokens_per_s(self, rates: list[float], cut: float | None) -> float:
+    def _tokens_per_s(self, rates: list[float], cut: float | None, cap: int) -> float:
         num_seqs, tokens, num_drafts = len(rates), float(len(rates)), 0.0
         if cut is not None:
             for rate in rates:
-                count = self._drafts(rate, cut)
+                count = self._drafts(rate, cut, cap)
                 gain = count if rate >= 0.999 else rate * (1 - rate**count) / (1 - rate)
                 tokens += gain
                 num_drafts += count

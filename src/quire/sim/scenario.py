@@ -17,6 +17,7 @@ from quire.args import EngineArgs, make_args
 from quire.bench.args import SIMULATED, ServeBenchArgs, SimulateArgs
 from quire.bench.figures import Series, chart
 from quire.bench.page import Section, console, finite, html_page, print_table, write
+from quire.bench.progress import ticking
 from quire.bench.runs import make_workload
 from quire.errors import ConfigError, nearest
 from quire.sim.run import simulate, summary_of
@@ -49,6 +50,7 @@ class Scenario:
     charts: tuple[str, ...]  # keys of the summary, such as "ttft_ms.p50"
     base: Mapping[str, Any]
     variants: tuple[Mapping[str, Any], ...]  # each with a name
+    scaled: tuple[str, ...] = ()  # flags of the base that are multiplied by the value of x
     columns: Mapping[str, str] = field(default_factory=dict)  # further ones: heading → key of the summary
 
 
@@ -63,7 +65,7 @@ def load_scenario(name: str) -> Scenario:
             f"scenario {name!r} does not exist{nearest(name, SCENARIOS)}; there are: {', '.join(SCENARIOS)}"
         )
     data = tomllib.loads((files("quire.sim") / "scenarios" / f"{name}.toml").read_text())
-    data |= {key: tuple(data[key]) for key in ("values", "charts", "variants")}
+    data |= {key: tuple(data.get(key, ())) for key in ("values", "charts", "variants", "scaled")}
     return Scenario(name=name, **data)
 
 
@@ -80,11 +82,11 @@ def run_scenario(name: str, settings: Mapping[str, Any]) -> int:
     files_of = {key: settings.get(key) for key in ("json", "html")}
     given = {k: v for k, v in settings.items() if k not in ("scenario", "json", "html", "jsonl")}
     scenario = load_scenario(name)
-    results = {
-        (variant["name"], value): run_one(scenario, variant, value, given)
-        for variant in scenario.variants
-        for value in scenario.values
-    }
+    results: dict[tuple[str, Any], Summary] = {}
+    todo = [(variant, value) for variant in scenario.variants for value in scenario.values]
+    with ticking(lambda s: f"… {len(results)} of {len(todo)} runs after {s:.0f} s"):
+        for variant, value in todo:
+            results[variant["name"], value] = run_one(scenario, variant, value, given)
     _show(scenario, results)
     if files_of["json"]:
         rows = [{"variant": v, scenario.x: x, **summary} for (v, x), summary in results.items()]
@@ -99,6 +101,7 @@ def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, given: M
     """Simulate one variant at one value. A run whose model does not fit gives ``{"error": why}``."""
     flags = {k: v for k, v in variant.items() if k != "name"}
     settings = {**scenario.base, **given, **flags, scenario.x: value}
+    settings |= {name: settings[name] * value for name in scenario.scaled}
     parts = {
         kind: {k: v for k, v in settings.items() if k in kind.__dataclass_fields__}
         for kind in (SimulateArgs, ServeBenchArgs)
@@ -117,6 +120,12 @@ def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, given: M
     return summary_of(simulate(setup.config, setup.step_time, workload, scaling=setup.scaling), slo, workload)
 
 
+def _load_of(scenario: Scenario) -> str:
+    """Return a line on the flags that grow with x, "" if none do."""
+    grown = [f"{name} = {scenario.base[name]:g} × {scenario.x}" for name in scenario.scaled]
+    return f"The offered load grows with the {scenario.x}: {', '.join(grown)}.\n" if grown else ""
+
+
 def value_of(summary: Summary, key: str) -> float | None:
     """Return ``ttft_ms.p50`` of a summary, or None where the run could not be set up."""
     found: Any = summary
@@ -131,7 +140,7 @@ def page_of(scenario: Scenario, results: Mapping[tuple[str, Any], Summary]) -> s
     columns = {**_COLUMNS, **scenario.columns}
     table = (("variant", scenario.x, *columns), _rows(results, columns))
     sections = [
-        Section(text=scenario.question),
+        Section(text=f"{scenario.question} {_load_of(scenario)}".strip()),
         Section(text=scenario.answer, plots=plots),
         Section(tables=[table]),
     ]
@@ -165,7 +174,7 @@ def _rows(results: Mapping[tuple[str, Any], Summary], columns: Mapping[str, str]
 
 def _show(scenario: Scenario, results: Mapping[tuple[str, Any], Summary]) -> None:
     out = console()
-    out.print(f"[bold]{scenario.title}[/bold]\n{scenario.question}\n", highlight=False)
+    out.print(f"[bold]{scenario.title}[/bold]\n{scenario.question}\n{_load_of(scenario)}", highlight=False)
     columns = {**_COLUMNS, **scenario.columns}
     print_table(out, ("variant", scenario.x, *columns), _rows(results, columns))
     steps = sum(s["simulation"]["num_steps"] for s in results.values() if "simulation" in s)

@@ -20,7 +20,7 @@ from quire.gateway.autoscale import Bounds, Engine, PredictedLoad, Utilisation
 from quire.models.checkpoint import spec_of
 from quire.plan.cost_model import StepTime
 from quire.plan.hardware import find_hardware
-from quire.plan.profile import HostCost, load_profile
+from quire.plan.profile import HostCost, Spread, load_profile
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
@@ -43,6 +43,7 @@ class Setup:
     facts: Mapping[str, Any]
     slo: Slo | None
     args: SimulateArgs
+    spread: Spread | None = None  # of the machine's speed, from the profile
 
     @property
     def scaling(self) -> Scaling | None:
@@ -74,6 +75,7 @@ class _Engine:
     host: HostCost
     facts: Mapping[str, Any]
     defaults: Mapping[str, Any]  # engine settings for those that are not given
+    spread: Spread | None = None  # of the profile
 
 
 def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) -> Setup:
@@ -127,7 +129,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
             f"replicas = {args.replicas} must be in {args.min_replicas}…{args.max_replicas} (--min-replicas, "
             "--max-replicas)"
         )
-    return Setup(config, engine.step_time, engine.facts, slo, args)
+    return Setup(config, engine.step_time, engine.facts, slo, args, engine.spread)
 
 
 def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
@@ -152,6 +154,7 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             max_model_len=measured["max_model_len"],
             max_in_flight=measured["max_in_flight"],
             host=profile.host,
+            spread=profile.spread,
             facts={
                 "model": profile.model,
                 "machine": f"{profile.machine.get('name')}, {measured.get('threads')} threads",

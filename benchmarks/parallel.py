@@ -1,0 +1,219 @@
+"""Tensor parallelism on this machine: two ranks with a thread each beside one process with two threads, and all_reduce.
+
+    python benchmarks/parallel.py collectives
+    python benchmarks/parallel.py model /path/to/model [--quantize int8] [--rounds 3]
+
+``collectives`` prints the time of an all_reduce of [32, 2048] fp32 in shared memory and over Gloo, beside the time that
+one core takes to read 256 KiB which the other has just written. ``model`` prints tokens per second of prefill (one
+prompt of 512 tokens) and decode (batches of 1 and 8), in rounds that alternate, and the ratios of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quire.args import EngineArgs
+from quire.clock import WallClock
+from quire.config import EngineConfig
+from quire.device import detect_device
+from quire.engine.assemble import configure
+from quire.kernels.collective.distributed import TorchGroup
+from quire.kernels.collective.native import attach
+from quire.kernels.threads import choose_threads
+from quire.layers.weights import TensorParallel
+from quire.models.loader import iter_weights
+from quire.parallel.segment import Segment, remove
+from quire.parallel.shard import shard
+from quire.parallel.topology import Topology
+from quire.request import Sampling
+from quire.runner.memory import keep_freed_memory, torch_dtype
+from quire.runner.model_runner import ModelRunner, rank_config
+from quire.runner.worker import Worker
+from quire.step import NewSeq, SeqPlan, StepPlan
+
+PROMPT, DECODED = 512, 24
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["collectives", "model"])
+    parser.add_argument("model", nargs="?", default="/tmp/models/llama-1b")
+    parser.add_argument("--quantize")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if args.what == "collectives":
+        collectives()
+    else:
+        model(args.model, args.quantize, args.rounds)
+
+
+def collectives() -> None:
+    """Two processes, pinned to the first two cores."""
+    topology, name = Topology(2), f"quire-bench-{os.getpid()}"
+    Segment.create(name, topology)
+    folder = tempfile.mkdtemp()
+    context = multiprocessing.get_context("spawn")
+    try:
+        other = context.Process(target=_collectives, args=(name, topology, folder, 1))
+        other.start()
+        _collectives(name, topology, folder, 0)
+        other.join()
+    finally:
+        remove(name)
+
+
+def _collectives(name: str, topology: Topology, folder: str, rank: int) -> None:
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    choose_threads(1, torch_is_heavy=False)
+    keep_freed_memory()
+    segment = Segment.attach(name, topology)
+    group = attach(segment, rank).group("tp")
+    assert group is not None
+    x = torch.randn(32, 2048)
+    found = {
+        "all_reduce [32, 2048] fp32, shared memory": _times(lambda: group.all_reduce(x, torch.float32), 2000)
+    }
+    token = torch.zeros(1, 16)
+    written = torch.frombuffer(segment._memory, dtype=torch.float32, count=65536, offset=segment.slot_bytes)
+    read = torch.zeros(65536)
+
+    def hand_over() -> float:
+        """Rank 1 writes 256 KiB, rank 0 reads them; the time of the read alone."""
+        if rank == 1:
+            written.add_(1.0)
+        group.all_reduce(token, torch.float32)
+        start = time.perf_counter()
+        if rank == 0:
+            read.copy_(written)
+        taken = time.perf_counter() - start
+        group.all_reduce(token, torch.float32)
+        return taken
+
+    found["reading 256 KiB that the other core wrote"] = sorted(hand_over() for _ in range(2000))
+    found["all_reduce [1, 16] fp32, shared memory"] = _times(
+        lambda: group.all_reduce(token, torch.float32), 2000
+    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    gloo = TorchGroup()
+    found["all_reduce [32, 2048] fp32, Gloo"] = _times(lambda: gloo.all_reduce(x, torch.float32), 200)
+    dist.destroy_process_group()
+    if rank == 0:
+        for what, times in found.items():
+            p50, p90 = times[len(times) // 2], times[len(times) * 9 // 10]
+            print(f"{what:45}  p50 {p50 * 1e6:8.1f} us   p90 {p90 * 1e6:8.1f} us")
+
+
+def _times(call: Any, count: int) -> list[float]:
+    found = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return sorted(found)
+
+
+def model(path: str, quantize: str | None, rounds: int) -> None:
+    args = EngineArgs(model=path, quantize=quantize, max_model_len=1024, max_num_seqs=8, kv_memory="1GiB")
+    config = configure(args, detect_device())[0]
+    topology, name = Topology(2), f"quire-bench-{os.getpid()}"
+    Segment.create(name, topology)
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    try:
+        for rank in (-1, 0, 1):  # -1: one process with two threads
+            ours, theirs = context.Pipe()
+            context.Process(target=_serve, args=(theirs, config, name, topology, rank), daemon=True).start()
+            pipes.append(ours)
+        for pipe in pipes:
+            pipe.recv()
+        results: dict[str, list[tuple[float, ...]]] = {"one process": [], "two ranks": []}
+        for _ in range(rounds):
+            for what, members in (("one process", pipes[:1]), ("two ranks", pipes[1:])):
+                for pipe in members:
+                    pipe.send("go")
+                answers = [pipe.recv() for pipe in members]
+                results[what].append(answers[0])
+    finally:
+        remove(name)
+    medians = {
+        what: [statistics.median(each) for each in zip(*of, strict=True)] for what, of in results.items()
+    }
+    for index, what in enumerate((f"prefill of {PROMPT}", "decode, batch 1", "decode, batch 8")):
+        one, two = medians["one process"][index], medians["two ranks"][index]
+        print(
+            f"{quantize or config.model.dtype:9} {what:16} {one:9.2f} {two:9.2f} tokens/s   {two / one:.3f}"
+        )
+
+
+def _serve(pipe: Connection, config: EngineConfig, name: str, topology: Topology, rank: int) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if rank >= 0:
+        os.sched_setaffinity(0, {cores[rank]})
+    config = replace(config, runner=replace(config.runner, num_threads=2 if rank < 0 else 1))
+    choose_threads(config.runner.num_threads, torch_is_heavy=False)
+    keep_freed_memory()
+    model, dtype = config.model, torch_dtype(config.model.dtype)
+    if rank < 0:
+        worker = Worker(config, iter_weights(model, dtype), WallClock())
+    else:
+        mine = shard(model.spec, topology, rank, model.formats)
+        group = attach(Segment.attach(name, topology), rank, 300).group("tp")
+        assert group is not None
+        runner = partial(ModelRunner, tp=TensorParallel(group, mine))
+        weights = iter_weights(model, dtype, cuts=mine.cuts)
+        worker = Worker(rank_config(config, mine), weights, WallClock(), runner, shard=mine)
+    pipe.send("ready")
+    step = 0
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        rates = []
+        for count, length in ((1, PROMPT), (1, 32), (8, 32)):
+            prefill, decode, step = _run(worker, count, length, step)
+            rates.append(prefill if length == PROMPT else decode)
+        pipe.send(tuple(rates))
+
+
+def _run(worker: Worker, count: int, length: int, step: int) -> tuple[float, float, int]:
+    """Return tokens per second of the prompts and of decoding, and the next step's number."""
+    size = 16
+    rows = -(-(length + DECODED) // size)
+    seqs = [step * 100 + i for i in range(count)]
+    sampling = Sampling(temperature=0.0, seed=1, max_tokens=DECODED + 1)
+    new = tuple(NewSeq(seq, 0, tuple(range(100, 100 + length)), (), sampling, 0) for seq in seqs)
+    plans = tuple(
+        SeqPlan(seq, 0, 0, length, (0,), (tuple(range(i * rows, (i + 1) * rows)),))
+        for i, seq in enumerate(seqs)
+    )
+    start = time.perf_counter()
+    worker.execute(StepPlan(step, new, plans))
+    prefill_s = time.perf_counter() - start
+    start = time.perf_counter()
+    for done in range(DECODED):
+        step += 1
+        worker.execute(StepPlan(step, seqs=tuple(SeqPlan(seq, 0, length + done, 1) for seq in seqs)))
+    decode_s = time.perf_counter() - start
+    step += 1
+    worker.execute(StepPlan(step, gone=tuple(seqs)))
+    return count * length / prefill_s, count * DECODED / decode_s, step + 1
+
+
+if __name__ == "__main__":
+    main()
