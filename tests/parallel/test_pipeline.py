@@ -29,9 +29,7 @@ def stages() -> Iterator[RanksExecutor]:
     assert all(map(gone, pids))
 
 
-@pytest.mark.parametrize(
-    "policy", [FCFS, Policy("continuous", "priority", 48), Policy("dynamic", "fcfs", 48)]
-)
+@pytest.mark.parametrize("policy", [FCFS, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
 def test_two_stages_give_the_tokens_of_one_process(stages: RanksExecutor, policy: Policy) -> None:
     tally = serve(CASE, stages, config_of(CASE, TWO), policy).tally
     assert tally.num_forks > 0
