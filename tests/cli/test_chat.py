@@ -143,8 +143,10 @@ def test_pasted_lines_are_one_message() -> None:
         terminal.wait_for("Second")
         terminal.type("\r")
         assert "Ctrl-C" not in terminal.wait_for(" s; ")
+        terminal.wait_for("\x1b[?2004h")
         terminal.type("/save /dev/stdout\r")
         assert "First line.\\nSecond line." in terminal.wait_for("written to")
+        terminal.wait_for("\x1b[?2004h")
         terminal.type("\x04")
         assert terminal.process.wait(30) == 0
     finally:

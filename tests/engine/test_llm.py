@@ -242,7 +242,7 @@ def test_keywords_and_aliases() -> None:
     for given, says in (
         ({"max_modle_len": 5}, "did you mean 'max_model_len'"),
         ({"quantisation": "int8"}, "did you mean 'quantization'"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size = 2 is not supported"),
+        ({"data_parallel_size": 2}, "several copies are for"),
         ({"quantization": "int8", "quantize": "int8"}, "set the same thing"),
         ({"max_model_len": "many"}, "max_model_len"),
     ):

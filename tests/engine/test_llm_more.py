@@ -81,7 +81,7 @@ def test_keywords_at_neutral_values_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size = 2 is not supported yet"),
+        ({"data_parallel_size": 2}, "several copies are for `quire serve --data-parallel-size`"),
         (
             {"tokenizer_mode": "mistral"},
             "tokenizer_mode = 'mistral' is not supported: it may be 'auto' or 'hf'",

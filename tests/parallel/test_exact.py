@@ -19,13 +19,12 @@ pytestmark = pytest.mark.skipif(native is None, reason="the native extension is 
 STD = 0.3
 NATIVE = next((level for level in NATIVE_LEVELS if level in backends("linear")), "reference")
 CASES = [
-    pytest.param(Case("llama", "bfloat16", 51, 40, NATIVE, quantize="int8"), 1, id="int8"),
+    pytest.param(Case("llama", "bfloat16", 54, 48, NATIVE, quantize="int8"), 2, id="int8"),
     pytest.param(Case("sliding", "float32", 52, 24), 1, id="reference"),
     *(
         pytest.param(case, threads, id=f"{case.model}-{case.quantize or case.dtype}-{threads}", marks=pytest.mark.slow)
         for case, threads in (
             (Case("llama", "bfloat16", 53, 48, NATIVE), 2),
-            (Case("llama", "bfloat16", 54, 48, NATIVE, quantize="int8"), 2),
             (Case("sliding", "bfloat16", 55, 48, NATIVE, kv_dtype="int8"), 1),
             (Case("moe", "bfloat16", 56, 48, NATIVE), 2),
             (Case("latent", "bfloat16", 57, 48, NATIVE), 1),

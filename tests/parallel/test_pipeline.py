@@ -15,6 +15,7 @@ from quire.parallel.topology import Topology
 from quire.step import StepPlan
 
 TWO = Topology(pp=2)
+OTHERS = (Policy("continuous", "priority", 48), Policy("dynamic", "fcfs", 48))
 
 
 @pytest.fixture(scope="module")

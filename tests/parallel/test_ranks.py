@@ -21,6 +21,8 @@ from quire.executor.ranks import RanksExecutor
 from quire.parallel.topology import Topology
 from quire.step import StepPlan, StepResult
 
+OTHERS = (Policy("continuous", "priority", 48), Policy("static", "fcfs", 48))
+
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[RanksExecutor]:
@@ -31,7 +33,7 @@ def one() -> Iterator[RanksExecutor]:
     assert all(map(gone, pids))
 
 
-@pytest.mark.parametrize("policy", [FCFS, Policy("continuous", "priority", 48), Policy("static", "fcfs", 48)])
+@pytest.mark.parametrize("policy", [FCFS, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
 def test_one_rank_gives_the_tokens_of_this_process(one: RanksExecutor, policy: Policy) -> None:
     tally = serve(CASE, one, config_of(CASE, Topology()), policy).tally
     assert tally.num_forks > 0

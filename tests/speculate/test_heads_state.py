@@ -58,7 +58,12 @@ def rows_of(model: DraftModel | None, seq_id: int, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("model", "drafts"),
-    [("llama", "eagle"), ("sliding", "eagle3"), ("latent", "mtp"), ("post_norm", "eagle3")],
+    [
+        ("llama", "eagle"),
+        ("sliding", "eagle3"),
+        ("latent", "mtp"),
+        pytest.param("post_norm", "eagle3", marks=pytest.mark.slow),
+    ],
 )
 def test_heads_read_what_a_fresh_worker_computes(
     model: str, drafts: str, monkeypatch: pytest.MonkeyPatch

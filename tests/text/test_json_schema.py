@@ -187,6 +187,24 @@ def test_watched_schema_takes_what_is_valid_and_only_that(case: int) -> None:
     assert texts
 
 
+def test_no_name_is_begun_that_can_only_come_twice() -> None:
+    inner = {
+        "type": "object",
+        "properties": {"on": {"type": "null"}, "only": {"type": "null"}},
+        "required": ["only"],
+    }
+    closed_inner = {**inner, "additionalProperties": False}
+    for schema in (closed_inner, {"type": "object", "properties": {"a": {"anyOf": [closed_inner, {"type": "null"}]}},
+                                  "additionalProperties": False, "minProperties": 1}):  # fmt: skip
+        watched = {**schema, "not": {"required": ["zzz"]}}
+        grammar = grammar_of(watched)
+        assert grammar is not None
+        for seed in range(30):
+            text = walk(grammar, random.Random(seed))
+            assert text is not None, "no token was left"
+            jsonschema.validate(json.loads(text), watched)
+
+
 def test_watch_rolls_back_and_is_a_function_of_the_output() -> None:
     grammar = grammar_of({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True})
     assert grammar is not None

@@ -59,13 +59,13 @@ def open_frontend(
                 f"the terminal runs one adapter, and lora names {len(args.lora)}: give only one"
             )
         config, checkpoint = configure(args, detect_device(args.device))
-        client = ProcessClient(config, executor=executor_of(args), process=process)
         text = load_text(args, config, checkpoint, chat_template=chat_template)
         if chats and not text.chat_template.names:
             raise ConfigError(
                 f"{args.model} has no chat template, so it cannot chat: give one with --chat-template FILE, or let it "
                 f"continue a text with quire run {args.model} TEXT."
             )
+        client = ProcessClient(config, executor=executor_of(args), process=process)
         with asyncio.Runner() as runner:
             frontend = Frontend(
                 client, text.tokenizer, text.chat_template, text.model, WallClock(), adapters=text.adapters
@@ -251,8 +251,8 @@ def _session() -> PromptSession[str]:
     def _send(event: KeyPressEvent) -> None:
         event.current_buffer.validate_and_handle()
 
+    # Not Ctrl-J: an Enter that is typed during an answer arrives as one, and sends.
     @keys.add("escape", "enter")
-    @keys.add("c-j")
     def _new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 

@@ -31,6 +31,7 @@ class _Frame:
 
     schemas: tuple[Any, ...]
     value: dict[str, Any] | list[Any]
+    may: tuple[Any, ...] = ()  # schemas of which some hold
     key: str | None = None  # of the property whose value comes
 
 
@@ -139,11 +140,12 @@ class JsonWatch:
         if byte in _SPACE or byte == 0x3A:
             return state
         if byte == 0x2C:
-            if self._left(state) == []:
-                return None  # no item is left
-            return replace(state, expects_key=isinstance(state.frames[-1].value, dict))
+            after = replace(state, expects_key=isinstance(state.frames[-1].value, dict))
+            return None if self._left(after) == [] else after  # no item or name is left
         if byte in b"{[":
-            frame = _Frame(self._schemas(state), {} if byte == 0x7B else [])
+            frame = _Frame(
+                self._schemas(state), {} if byte == 0x7B else [], self._schemas(state, options=True)
+            )
             return _State((*state.frames, frame), expects_key=byte == 0x7B)
         if byte in b"]}":
             frame = state.frames[-1]
@@ -157,9 +159,13 @@ class JsonWatch:
         return state if left is None or any(text.startswith(state.text or b"") for text in left) else None
 
     def _left(self, state: _State) -> list[bytes] | None:
-        """Return the texts that an item of `uniqueItems` may still have, None if they are not listed."""
-        frame = state.frames[-1] if state.frames and not state.is_key else None
-        if frame is None or not isinstance(frame.value, list) or not self._is_unique(frame):
+        """Return the texts that a name, or an item of `uniqueItems`, may still have; None if they are not listed."""
+        frame = state.frames[-1] if state.frames else None
+        if frame is not None and isinstance(frame.value, dict):
+            is_name = state.is_key or (state.text is None and state.expects_key)
+            names = _names_left(self._check, frame) if is_name else None
+            return None if names is None else [json.dumps(n, ensure_ascii=False).encode() for n in names]
+        if frame is None or not self._is_unique(frame):
             return None
         listed = [
             part["enum"] for s in self._schemas(state) for part in self._check.parts(s) if "enum" in part
@@ -172,13 +178,14 @@ class JsonWatch:
     def _is_unique(self, frame: _Frame) -> bool:
         return any(part.get("uniqueItems") is True for s in frame.schemas for part in self._check.parts(s))
 
-    def _schemas(self, state: _State) -> tuple[Any, ...]:
-        """Return what holds for the value that comes."""
+    def _schemas(self, state: _State, *, options: bool = False) -> tuple[Any, ...]:
+        """Return what holds, or with ``options`` may hold, for the value that comes."""
         if not state.frames:
             return (self._check.root,)
         frame = state.frames[-1]
         place = frame.key if isinstance(frame.value, dict) else len(frame.value)
-        return self._check.inside(frame.schemas, "" if place is None else place)
+        schemas = frame.may if options else frame.schemas
+        return self._check.inside(schemas, "" if place is None else place, options=options)
 
     def _completed(self, state: _State) -> _State | None:
         value = json.loads(state.text or b"")
@@ -207,6 +214,27 @@ class JsonWatch:
         if self._is_unique(frame) and canonical(value) in map(canonical, frame.value):
             return None
         return _State((*state.frames[:-1], replace(frame, value=[*frame.value, value])))
+
+
+def _names_left(check: SchemaCheck, frame: _Frame) -> set[str] | None:
+    """Return the names that an object may still take, None if they are not listed."""
+    for schema in frame.schemas:
+        for part in check.parts(schema):
+            if _lists_names(part):
+                return set(part.get("properties", ())) - frame.value.keys()  # type: ignore[union-attr]
+    names: set[str] = set()
+    closed = False
+    for part in (part for schema in frame.may for part in check.options(schema)):
+        if _lists_names(part):
+            closed = True
+            names |= set(part.get("properties", ()))
+        elif "properties" in part or "patternProperties" in part:
+            return None
+    return names - set(frame.value) if closed else None
+
+
+def _lists_names(part: Mapping[str, Any]) -> bool:
+    return part.get("additionalProperties") is False and not part.get("patternProperties")
 
 
 def _name_fits(check: SchemaCheck, schema: Any, name: str, before: Mapping[str, Any]) -> bool:

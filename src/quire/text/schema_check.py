@@ -27,6 +27,7 @@ _UNKNOWN = (
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependencies", "dependentSchemas")
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 _MAX_DEPTH = 64
+_MAX_NESTED = 6  # alternatives within alternatives
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "null": lambda v: v is None,
     "boolean": lambda v: isinstance(v, bool),
@@ -76,11 +77,19 @@ class SchemaCheck:
         for part in schema.get("allOf") or ():
             yield from self.parts(part, depth + 1)
 
-    def inside(self, schemas: Sequence[Any], key: str | int) -> tuple[Any, ...]:
-        """Return the schemas that hold for a property, or for the item at an index."""
+    def options(self, schema: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+        """Return the parts of the schema and of all its alternatives: what may hold."""
+        for part in self.parts(schema, depth):
+            yield part
+            for option in (*(part.get("anyOf") or ()), *(part.get("oneOf") or ())):
+                if depth < _MAX_NESTED:
+                    yield from self.options(option, depth + 1)
+
+    def inside(self, schemas: Sequence[Any], key: str | int, *, options: bool = False) -> tuple[Any, ...]:
+        """Return the schemas that hold, or with ``options`` may hold, for a property, or for the item at an index."""
         found: list[Any] = []
         for schema in schemas:
-            for part in self.parts(schema):
+            for part in self.options(schema) if options else self.parts(schema):
                 found += self._of_property(part, key) if isinstance(key, str) else _of_item(part, key)
         return tuple(found)
 
