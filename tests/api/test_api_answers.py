@@ -244,7 +244,7 @@ def test_tokens_as_ids() -> None:
 
 
 def test_messages_reach_the_template_as_it_expects_them() -> None:
-    api = Api()
+    api = Api(tool_format="hermes")
     messages = [
         {"role": "developer", "content": "be kind"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
@@ -284,9 +284,10 @@ def test_a_refusal_by_the_engine_has_its_own_status(stream: bool) -> None:
     assert error_of(response, 503)["code"] == "queue_full"
     assert response.headers["retry-after"] == "2"
     frontend.refusal = ("Too big for the cache.", "never_fits")
-    assert error_of(api.chat(stream=stream), 400)["code"] == "context_length_exceeded"
+    # The same body would be told to wait.
+    assert error_of(api.chat(stream=stream, seed=1), 400)["code"] == "context_length_exceeded"
     frontend.refusal = ("The engine is gone.", "dead")
-    assert error_of(api.chat(stream=stream), 503)["code"] == "engine_dead"
+    assert error_of(api.chat(stream=stream, seed=2), 503)["code"] == "engine_dead"
 
 
 def test_chunks_are_json_on_one_line_whatever_the_text() -> None:

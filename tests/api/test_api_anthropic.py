@@ -300,15 +300,14 @@ def test_errors_have_anthropics_form() -> None:
     error_of(server.call("GET", "/v1/messages"), 405)
     error_of(server.call("GET", "/v1/messages/nothing"), 404)
     error_of(server.call("POST", "/v1/messages", content=b"{"), 400)
+    server.frontend.fail_at = 3
+    last = events(ask(server, stream=True))[-1]
+    assert last == {"type": "error", "error": {"type": "api_error", "message": last["error"]["message"]}}
     server.frontend.refusal = ("full", "capacity")
     refused = ask(server, stream=True)
     error_of(refused, 503)
     assert refused.json()["error"]["type"] == "overloaded_error"
     assert refused.headers["retry-after"] == "1"
-    server.frontend.refusal = None
-    server.frontend.fail_at = 3
-    last = events(ask(server, stream=True))[-1]
-    assert last == {"type": "error", "error": {"type": "api_error", "message": last["error"]["message"]}}
 
 
 def test_refused_fields_are_named_and_neutral_values_pass() -> None:

@@ -262,9 +262,6 @@ def test_bad_input_names_the_field(fields: dict[str, Any], param: str) -> None:
 
 def test_failures() -> None:
     server = api()
-    server.frontend.refusal = ("full", "capacity")
-    error_of(ask(server, stream=True), 503)
-    server.frontend.refusal = None
     server.frontend.fail_at = 3
     error_of(ask(server), 500)
     last = events(ask(server, stream=True))[-1]
@@ -272,6 +269,8 @@ def test_failures() -> None:
     assert last["response"]["status"] == "failed"
     assert last["response"]["error"]["code"] == "server_error"
     error_of(server.call("GET", f"/v1/responses/{last['response']['id']}"), 404)
+    server.frontend.refusal = ("full", "capacity")
+    error_of(ask(server, stream=True), 503)
 
 
 def test_every_property_of_openai_is_classified(shared_data: Path) -> None:

@@ -120,12 +120,12 @@ def test_tokens_among_others_are_those_alone(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+        ({"guided_json": {"type": "object", "unevaluatedProperties": False}}, "guided_json", "unevaluatedProperties"),
         ({"guided_regex": "(?=a)"}, "guided_regex", "look-ahead"),
         ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
         ({"response_format": {"type": "json_schema", "json_schema": {
-            "name": "a", "strict": True, "schema": {"type": "array", "uniqueItems": True}}}},
-         "response_format.json_schema.schema", "uniqueItems"),
+            "name": "a", "strict": True, "schema": {"type": "object", "unevaluatedProperties": False}}}},
+         "response_format.json_schema.schema", "unevaluatedProperties"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_by_name(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from quire.models.fingerprint import fingerprint
 from quire.request import FinishReason, Request, SamplingParams
 from quire.step import NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
-GRAMMAR = '%llguidance {}\nstart: "[" /[0-9]{2}/ ("," /[0-9]{2}/)* "]"'
+GRAMMAR = json.dumps({"grammars": [{"lark_grammar": 'start: "[" /[0-9]{2}/ ("," /[0-9]{2}/)* "]"'}]})
 
 
 def quill(folder: Path, **settings: Any) -> EngineConfig:

@@ -74,7 +74,8 @@ def check_numbers(stream: bytes) -> None:
 
 
 def test_streams_outlive_kill_9_of_the_server(tmp_path: Path) -> None:
-    random, every = Random(3), asks(48)
+    random = Random(3)
+    every = [ask for ask in asks(60) if not ask[0].startswith("/api/")][:48]  # NDJSON is not in the journal
     with LiveServer(command(tmp_path), tmp_path / "first.log") as first:
         left = [*children(first, "quire: engine"), *children(first, "quire: front")]
         seen = asyncio.run(under_streams(first, every, random))
