@@ -39,7 +39,6 @@ def test_tensor_parallel_ranks_are_next_to_each_other() -> None:
 
 def test_stages_are_neighbours_and_the_last_answers() -> None:
     topology = Topology(tp=2, pp=3)
-    assert topology.stage_ranks(1) == range(2, 4)
     assert topology.stage_neighbour(1, -1) is None
     assert topology.stage_neighbour(1, 1) == 3
     assert topology.stage_neighbour(3, -1) == 1
@@ -87,10 +86,6 @@ def test_heads_of_a_quantization_group_stay_together() -> None:
     assert Topology(tp=2).heads_of(6, 6, 0, unit=2).queries == range(4)
     assert Topology(tp=2).heads_of(6, 3, 0, unit=4).queries == range(4)
     assert Topology(tp=2).heads_of(6, 1, 0, unit=2).queries == range(4)
-
-
-def test_blocks_are_striped() -> None:
-    assert [Topology(cp=3).block_owner(i) for i in range(5)] == [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize(

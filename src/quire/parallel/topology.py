@@ -119,11 +119,6 @@ class Topology:
         """Return every group of ``axis``, each once."""
         return tuple(dict.fromkeys(self.group(rank, axis) for rank in range(self.world_size)))
 
-    def stage_ranks(self, stage: int) -> range:
-        """Return the ranks of a pipeline stage."""
-        size = self.world_size // self.pp
-        return range(stage * size, (stage + 1) * size)
-
     def stage_neighbour(self, rank: int, step: int) -> int | None:
         """Return the rank that sends hidden states to ``rank`` (step −1) or receives its own (1); None at the ends."""
         group = self.group(rank, "pp")
@@ -168,10 +163,6 @@ class Topology:
                 f"heads{groups}; every rank needs one. Give fewer ranks."
             )
         return found[tp]
-
-    def block_owner(self, block_index: int) -> int:
-        """Return the rank on the cp axis that holds a sequence's block."""
-        return block_index % self.cp
 
 
 def _at_most(size: int, axis: Axis, count: int, what: str) -> None:

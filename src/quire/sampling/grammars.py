@@ -98,9 +98,8 @@ class GrammarState:
         self.eos_token_ids = frozenset(new.sampling.eos_token_ids)
         self.constraint: GrammarConstraint | None = None
         self.compiled: CompiledGrammar | None = None  # where the constraint is copied from
-        self.masks: list[
-            GrammarMask
-        ] = []  # of the next token; before it those behind the drafts that led there
+        # Of the next token; before it those behind the drafts that led there.
+        self.masks: list[GrammarMask] = []
         self.error: str | None = None  # why the sequence cannot go on
         self.is_bystander = False  # the error may be another sequence's, with which it was advanced
         self.pending: Future[None] | None = None

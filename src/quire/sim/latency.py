@@ -5,7 +5,7 @@ with probability ``acceptance``, independently, so a verification step gives
 
     E = (1 − αᵞ⁺¹) / (1 − α)         tokens per sequence (γ + 1 for α = 1)
 
-The scheduler plans no drafts, so a simulated decode step is 1/E of a verification step: it gives one token and takes
+The simulated scheduler plans no drafts, so a decode step is 1/E of a verification step: it gives one token and takes
 1/E of the time that γ drafts and the verification of 1 + γ tokens per sequence add to the step. Means are right; the
 gaps between tokens vary less than live.
 """

@@ -52,6 +52,21 @@ class Calls:
             self.reader.take(len(marker))
         return marker is not None
 
+    def opened(self, opening: str, count: int) -> Wait[bool]:
+        """Pass the opening of the next call, behind ``count`` others; return whether there is one.
+
+        Raises:
+            NotCalls: there is none, and none came before.
+        """
+        if (yield from self.reader.starts((opening,))) is None:
+            if count:
+                return False
+            raise NotCalls
+        if count:
+            self.reader.mark()
+        self.reader.take(len(opening))
+        return True
+
 
 def json_calls(calls: Calls, form: JsonCalls) -> Wait[None]:
     """Read one object, several, or a list of them."""
@@ -155,13 +170,8 @@ def named_calls(calls: Calls, form: NamedCalls) -> Wait[None]:
         yield from reader.space()
         if (yield from calls.closed()):
             return
-        if (yield from reader.starts((form.open,))) is None:
-            if count:
-                return
-            raise NotCalls
-        if count:
-            reader.mark()
-        reader.take(len(form.open))
+        if not (yield from calls.opened(form.open, count)):
+            return
         parts: list[str] = []
         stops = (form.args, *calls.closes, *calls.drops, *((form.close,) if form.close else ()))
         stop = yield from reader.until(stops, parts.append)

@@ -23,13 +23,8 @@ def tagged_calls(calls: Calls, form: TaggedCalls, tools: Tools) -> Wait[None]:
         if count and (yield from calls.closed()):
             return
         if form.open:
-            if (yield from reader.starts((form.open,))) is None:
-                if count:
-                    return
-                raise NotCalls
-            if count:
-                reader.mark()
-            reader.take(len(form.open))
+            if not (yield from calls.opened(form.open, count)):
+                return
         elif count:
             return
         name = yield from _tagged_name(calls, form)
@@ -163,13 +158,8 @@ def nested_calls(calls: Calls, form: NestedCalls, tools: Tools) -> Wait[None]:
         yield from reader.space()
         if count and (yield from calls.closed()):
             return
-        if (yield from reader.starts((form.open,))) is None:
-            if count:
-                return
-            raise NotCalls
-        if count:
-            reader.mark()
-        reader.take(len(form.open))
+        if not (yield from calls.opened(form.open, count)):
+            return
         parts: list[str] = []
         if (yield from reader.until((form.name_end, form.prefix), parts.append)) != form.name_end:
             raise NotCalls
