@@ -19,12 +19,14 @@ from quire.errors import ConfigError
 from quire.gateway.autoscale import Bounds, Engine, PredictedLoad, Utilisation
 from quire.models.checkpoint import spec_of
 from quire.plan.cost_model import StepTime
+from quire.plan.draft_cost import DraftCost
 from quire.plan.hardware import find_hardware
 from quire.plan.profile import HostCost, Spread, load_profile
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
-from quire.sim.latency import Speculation, Swap
+from quire.sim.drafts import Speculation
+from quire.sim.latency import Swap
 from quire.sim.replica import ClusterConfig, parse_fault
 from quire.sim.scaling import Scaling
 from quire.workload.slo import Slo
@@ -76,6 +78,7 @@ class _Engine:
     facts: Mapping[str, Any]
     defaults: Mapping[str, Any]  # engine settings for those that are not given
     spread: Spread | None = None  # of the profile
+    draft_cost: DraftCost | None = None  # of the profile
 
 
 def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) -> Setup:
@@ -113,7 +116,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
         routing=args.routing,
         max_load_ratio=args.max_load_ratio,
         max_in_flight=args.max_in_flight or engine.max_in_flight,
-        speculation=_speculation(args),
+        speculation=speculation_of(args.acceptance, args.num_drafts, args.draft_cost, engine.draft_cost),
         swap=_swap(args, engine),
         faults=tuple(parse_fault(text.strip()) for text in (args.fault or "").split(";") if text.strip()),
         request_s=engine.host.request_s,
@@ -155,6 +158,7 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             max_in_flight=measured["max_in_flight"],
             host=profile.host,
             spread=profile.spread,
+            draft_cost=profile.draft,
             facts={
                 "model": profile.model,
                 "machine": f"{profile.machine.get('name')}, {measured.get('threads')} threads",
@@ -216,13 +220,30 @@ def _num_blocks(engine: _Engine, args: EngineArgs, block_size: int) -> int:
     return max(2, engine.num_kv_blocks * engine.block_size // block_size)
 
 
-def _speculation(args: SimulateArgs) -> Speculation | None:
-    if args.acceptance is None:
-        for name in ("num_drafts", "draft_cost"):
-            if getattr(args, name) != getattr(SimulateArgs(), name):
-                raise ConfigError(f"{name} means nothing without --acceptance")
+def speculation_of(
+    acceptance: str | None, num_drafts: str, draft_cost: float | None, measured: DraftCost | None = None
+) -> Speculation | None:
+    """Return what the flags say; ``measured``: what the profile knows of drafts. None: without speculation.
+
+    Raises:
+        ConfigError: a flag is wrong, or means nothing without another one.
+    """
+    known = () if measured is None else measured.acceptance
+    if acceptance is None and not known:
+        if num_drafts != SimulateArgs().num_drafts or draft_cost is not None:
+            name = "num_drafts" if draft_cost is None else "draft_cost"
+            raise ConfigError(f"{name} means nothing without --acceptance")
         return None
-    return Speculation(args.acceptance, args.num_drafts, args.draft_cost)
+    if num_drafts != "auto" and not num_drafts.isdecimal():
+        raise ConfigError(f"num_drafts = {num_drafts!r} must be 'auto' or a number")
+    try:
+        rates = known if acceptance is None else tuple(float(part) for part in acceptance.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"acceptance = {acceptance!r} must be numbers in 0…1, with commas between them"
+        ) from None
+    cost = draft_cost if draft_cost is not None else measured or 0.0
+    return Speculation(rates, None if num_drafts == "auto" else int(num_drafts), cost)
 
 
 def _swap(args: SimulateArgs, engine: _Engine) -> Swap | None:
