@@ -22,7 +22,7 @@ def topology_of(args: EngineArgs, device: DeviceInfo, *, has_heads: bool = False
     tp = device.num_nodes if args.tensor_parallel_size == "auto" else args.tensor_parallel_size
     if not str(tp).isdecimal():
         raise ConfigError(f"tensor_parallel_size = {tp!r} must be 'auto' or a number of at least 1")
-    topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size)
+    topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size, cp=args.context_parallel_size)
     world = topology.world_size
     if args.executor != "ray" and (args.nodes is not None or args.ray_address is not None):
         raise ConfigError("nodes and ray_address need executor = 'ray'")
