@@ -161,7 +161,9 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str = "bf16") -> int:
 
 def with_all_kv_heads(spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with as many KV heads as query heads, as before grouped-query attention (arXiv:2305.13245)."""
-    layers = (replace(x, attention=replace(x.attention, num_kv_heads=x.attention.num_heads)) for x in spec.layers)
+    layers = (
+        replace(x, attention=replace(x.attention, num_kv_heads=x.attention.num_heads)) for x in spec.layers
+    )
     return replace(spec, layers=tuple(layers))
 
 
