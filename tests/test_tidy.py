@@ -190,6 +190,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "lookahead": {"plan": 16, "runner": 4, "speculate": 115},
     "bench speculate": {"": 11, "bench": 265, "cli": 11},
+    "learn": {"bench": 6, "cli": 75, "learn": 2_300, "plan": 190, "sim": 10},
     "trees of drafts": {
         "": 20,
         "api": 6,
@@ -218,6 +219,8 @@ LATE_IMPORTS: dict[str, str] = {
     "engine/helper.py": "each kind imports what it needs: a bare container compiles grammars without msgspec",
     "engine/build.py": "the choice of an executor",
     "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
+    "learn/decode_loop.py": "torch and Quill are loaded when this simulation is drawn, not when it is listed",
+    "learn/speculation.py": "the same",
     "__init__.py": "LLM and friends are resolved lazily",
     "gateway/scalers.py": "ray is optional",
     "executor/ray.py": "ray is optional",
