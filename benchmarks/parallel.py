@@ -88,7 +88,7 @@ def _collectives(name: str, topology: Topology, folder: str, rank: int) -> None:
     choose_threads(1, torch_is_heavy=False)
     keep_freed_memory()
     segment = Segment.attach(name, topology)
-    group = attach(segment, rank).group("tp")
+    group = attach(segment, rank).of_layers
     assert group is not None
     x, token = torch.randn(32, 2048), torch.zeros(1, 16)
     calls = {f"all_reduce [32, 2048] fp32 to {out}": out for out in (torch.float32, torch.bfloat16)}
@@ -191,7 +191,7 @@ def _serve(pipe: Connection, config: EngineConfig, name: str, topology: Topology
         worker = Worker(config, iter_weights(model, dtype), WallClock())
     else:
         mine = shard(model.spec, topology, rank, model.formats)
-        group = attach(Segment.attach(name, topology), rank, 300).group("tp")
+        group = attach(Segment.attach(name, topology), rank, 300).of_layers
         assert group is not None
         runner = partial(ModelRunner, tp=TensorParallel(group, mine))
         weights = iter_weights(model, dtype, cuts=mine.cuts)

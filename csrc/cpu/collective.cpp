@@ -339,6 +339,30 @@ void collective(const CollectiveArgs& a, ThreadPool& pool) {
   }
 }
 
+void gather_parts(Channel& channel, char* y, const int64_t* begins, ThreadPool& pool) {
+  const int members = channel.size(), me = channel.index();
+  int64_t longest = 0;
+  for (int r = 0; r < members; ++r) longest = std::max(longest, begins[r + 1] - begins[r]);
+  const int64_t at_once = channel.slot_bytes();
+  for (int64_t done = 0; done < longest; done += at_once) {
+    auto piece = [&](int r) { return std::clamp<int64_t>(begins[r + 1] - begins[r] - done, 0, at_once); };
+    char* own = channel.slot(me, channel.next());
+    pool.run([&](int thread, int n) {
+      const Range mine = share(piece(me), thread, n);
+      std::memcpy(own + mine.begin, y + begins[me] + done + mine.begin, mine.end - mine.begin);
+    });
+    channel.exchange();
+    const uint32_t message = channel.next() - 1;
+    pool.run([&](int thread, int n) {
+      for (int r = 0; r < members; ++r) {
+        if (r == me) continue;
+        const Range mine = share(piece(r), thread, n);
+        std::memcpy(y + begins[r] + done + mine.begin, channel.slot(r, message) + mine.begin, mine.end - mine.begin);
+      }
+    });
+  }
+}
+
 void local_ids(const LocalIdsArgs& a, ThreadPool&) {
   for (int64_t i = 0; i < a.rows; ++i) {
     const int64_t id = a.ids[i];

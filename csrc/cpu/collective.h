@@ -99,6 +99,10 @@ struct CollectiveArgs {
 
 void collective(const CollectiveArgs& args, ThreadPool& pool);
 
+// Every member's part of y, whatever the sizes: member r has the bytes [begins[r], begins[r + 1]), and its own are there
+// already. All members know `begins`, of size() + 1.
+void gather_parts(Channel& channel, char* y, const int64_t* begins, ThreadPool& pool);
+
 // Rows of a table that has the ids begin <= id < end: y = id - begin, or `other` for ids of other ranks.
 struct LocalIdsArgs {
   const int64_t* ids;
