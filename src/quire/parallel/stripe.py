@@ -1,8 +1,8 @@
 """`Stripe`: the positions of a sequence whose keys and values lie on one rank of the cp axis. Pure maths.
 
-A block of the scheduler has ``count · size`` positions: ``size`` neighbouring ones on each of ``count`` ranks, under one
-block id. So every rank has the same share of every sequence, whatever blocks it gets, and a block table is the same on
-all ranks. With two ranks and blocks of 4 positions on each::
+A block of the scheduler has ``count · size`` positions: ``size`` neighbouring ones on each of ``count`` ranks, under
+one block id. So every rank has the same share of every sequence, whatever blocks it gets, and a block table is the same
+on all ranks. With two ranks and blocks of 4 positions on each::
 
     position   0 1 2 3  4 5 6 7 | 8 9 …          rank = position // size mod count
     rank       0 0 0 0  1 1 1 1 | 0 0 …          row of the block table = position // (count · size)

@@ -104,8 +104,9 @@ class ModelRunner:
         links: StageLinks | None = None,
         samples: bool = True,
     ) -> None:
-        """``tp``: the ranks that share the layers; ``cp``: those that share the caches; ``links``: to the other pipeline stages; ``config`` is then this
-        rank's (`rank_config`). ``samples``: else another rank does, and `launch` gives nothing.
+        """``tp``: the ranks that share the layers; ``cp``: those that share the caches; ``links``: to the other pipeline
+        stages; ``config`` is then this rank's (`rank_config`). ``samples``: else another rank does, and `launch` gives
+        nothing.
         """
         model = config.model
         self._links, self._samples, self._cp = links, samples, cp

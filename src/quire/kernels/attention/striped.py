@@ -1,4 +1,4 @@
-"""Attention where a sequence's keys and values lie on several ranks (`parallel.stripe`): partial results, and their sum.
+"""Attention where a sequence's keys and values lie on several ranks (`parallel.stripe`): parts, and their sum.
 
 With V_r, l_r and m_r the weighted values, the sum of the weights and the maximum of one row on rank r, over the
 positions there (Milakov and Gimelshein 2018; Liu et al. 2023 for sequences over several devices):
