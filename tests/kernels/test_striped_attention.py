@@ -17,7 +17,13 @@ from quire.kernels.attention.striped import merge_attention, partial_attention
 from quire.kernels.registry import Backend
 from quire.parallel.stripe import Stripe
 
-each_backend = pytest.mark.parametrize("backend", registry.backends("partial_attention"))
+LEVELS = registry.backends("partial_attention")
+BEST = next((level for level in registry.NATIVE_LEVELS if level in LEVELS), "reference")
+
+
+def each_backend(*default: Backend) -> pytest.MarkDecorator:
+    levels = [pytest.param(each, marks=() if each in default else pytest.mark.slow) for each in LEVELS]
+    return pytest.mark.parametrize("backend", levels)
 
 
 def seen_by(made: cases.AttentionInputs, rank: int, ranks: int) -> cases.AttentionInputs:
@@ -43,8 +49,8 @@ def merge(made: cases.AttentionInputs, parts: torch.Tensor, backend: Backend) ->
     return merge_attention.on(backend if backend in merges else "avx512")(parts, made.sinks, made.q.dtype)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@each_backend
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
+@each_backend("reference", BEST)
 @each_case
 def test_merged_parts_against_fp64(
     case: cases.AttentionCase, dtype: torch.dtype, backend: Backend, ranks: int
@@ -53,7 +59,7 @@ def test_merged_parts_against_fp64(
     assert_close("attention", merge(made, parts_of(made, ranks, backend), backend), oracle(made))
 
 
-@each_backend
+@each_backend(BEST)
 @each_case
 def test_parts_of_alone_chunked_and_batched_agree(
     case: cases.AttentionCase, dtype: torch.dtype, backend: Backend

@@ -53,7 +53,7 @@ class ContextParallel:
         return self.group.all_gather(x, width * self.group.size).view(-1, width)[:num_tokens]
 
     def exchange(self, x: Tensor) -> Tensor:
-        """``x [num_tokens, size]`` of each rank → this rank's rows of all, side by side: ``[own rows, ranks · size]``."""
+        """``x [num_tokens, size]`` of each rank → this rank's rows of all: ``[own rows, ranks · size]``."""
         ranks, (num_tokens, width) = self.group.size, x.shape
         if missing := -num_tokens % ranks:
             x = torch.cat((x, x[-1:].expand(missing, width)))

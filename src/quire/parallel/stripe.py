@@ -33,7 +33,8 @@ class Stripe:
     def below(self, positions: Any) -> Ints:
         """Return how many of the positions below each of ``positions`` this rank has."""
         rows, rest = np.divmod(positions, self.count * self.size)
-        return rows * self.size + np.clip(rest - self.index * self.size, 0, self.size)
+        own: Ints = rows * self.size + np.clip(rest - self.index * self.size, 0, self.size)
+        return own
 
     def has(self, positions: Ints) -> npt.NDArray[np.bool_]:
         """Return which of ``positions`` this rank has."""

@@ -30,6 +30,10 @@ def topology_of(
         topology = _of_experts(args, spec, topology)
     elif args.enable_eplb or args.num_redundant_experts:
         raise ConfigError("enable_eplb and num_redundant_experts need enable_expert_parallel")
+    if args.enable_eplb and topology.cp > 1:
+        raise ConfigError(
+            f"enable_eplb: with {topology} each rank counts its own rows only: leave one of them out"
+        )
     world = topology.world_size
     if args.executor != "ray" and (args.nodes is not None or args.ray_address is not None):
         raise ConfigError("nodes and ray_address need executor = 'ray'")

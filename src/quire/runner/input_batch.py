@@ -168,8 +168,7 @@ class InputBatch:
         if branches:
             more = np.array([(seq.row, branch.start, branch.num_rows) for seq, branch in branches])
             rows, computed, lengths = np.concatenate((np.array((rows, computed, lengths)), more.T), axis=1)
-        num_seqs, num_tokens = len(rows), int(lengths.sum())
-        to = self.buffers
+        num_seqs, num_tokens, to = len(rows), int(lengths.sum()), self.buffers
         if num_tokens > to.max_tokens or max(num_seqs, total) > to.max_seqs:
             to = StepBuffers(num_tokens, max(num_seqs, total), *self._shape)
         cu_seqlens_q, seq_lens = to.cu_seqlens_q[: num_seqs + 1], to.seq_lens[:num_seqs]
@@ -195,11 +194,7 @@ class InputBatch:
             block_table[:num_seqs, :width] = blocks[rows, :width]
         if branches:
             self._branch_out(to, branches, cu_seqlens_q)
-        if self._stripe is not None:
-            own = self._stripe.has(places)
-            for slot_blocks in to.slot_blocks:
-                slot_blocks[:num_tokens][~own] = -1
-            to.slot_offsets[:num_tokens] %= self._stripe.size
+        _keep_own(to, self._stripe, places)
         ends = cu_seqlens_q[1:][sampling]
         if total > len(samplers):  # the last 1 + num_drafts tokens of each
             num_logits = 1 + np.array([len(seq.verifying) for seq in samplers])
@@ -240,6 +235,16 @@ class InputBatch:
         """Overwrite the last known ids (beams)."""
         known = int(self._seqs.num_tokens[seq.row])
         self._seqs.token_ids[seq.row, known - len(plan.forced_token_ids) : known] = plan.forced_token_ids
+
+
+def _keep_own(to: StepBuffers, stripe: Stripe | None, places: IntArray) -> None:
+    """Leave tokens whose ``places`` lie on other ranks without a slot, and count offsets in this rank's blocks."""
+    if stripe is None:
+        return
+    own = stripe.has(places)
+    for slot_blocks in to.slot_blocks:
+        slot_blocks[: len(places)][~own] = -1
+    to.slot_offsets[: len(places)] %= stripe.size
 
 
 def _index_trees(

@@ -104,7 +104,7 @@ class ModelRunner:
         links: StageLinks | None = None,
         samples: bool = True,
     ) -> None:
-        """``tp``: the ranks that share the layers; ``cp``: those that share the caches; ``links``: to the other pipeline
+        """``tp``: the ranks that share the layers; ``cp``: those that share the caches; ``links``: to other pipeline
         stages; ``config`` is then this rank's (`rank_config`). ``samples``: else another rank does, and `launch` gives
         nothing.
         """
