@@ -47,6 +47,12 @@ class Speculation:
             tokens += share
         return tokens
 
+    @property
+    def speedup(self) -> float:
+        """Tokens/s against plain decoding where verifying costs no more than a decode step (theorem 3.8)."""
+        cost = self.draft_cost if isinstance(self.draft_cost, float) else 0.0
+        return self.tokens_per_round / ((self.num_drafts or AUTO_DRAFTS) * cost + 1.0)
+
     def rate(self, place: int) -> float:
         """Return the acceptance at a position."""
         return self.acceptance[min(place, len(self.acceptance) - 1)]
