@@ -41,7 +41,7 @@ install: $(VENV)/.installed  ## install Quire into .venv
 dev: $(VENV)/.dev  ## install Quire and what the tests need
 
 serve: install  ## serve Quill (MODEL=… PORT=… ARGS="…" change it)
-	$(BIN)/quire serve $(MODEL) --port $(PORT) $(ARGS)
+	$(BIN)/quire serve $(MODEL) --port $(PORT) --cockpit $(ARGS)
 
 gateway-demo: install  ## two Quill replicas behind a gateway, two keys, a replica that is killed
 	$(BIN)/python tools/gateway_demo.py

@@ -145,6 +145,11 @@ def _serve(
         frontend, api, extension=jobs_of_server(server_args, frontend), tracer=tracer, forecast=forecast
     )
     admin = admin_listener(app, server_args, takeover)
+    page = None
+    if server_args.cockpit:
+        from quire.cli.cockpit import page_of
+
+        page = page_of(app, sock, admin, secure=tls is not None)
     try:
         drain_s, ready, leave = server_args.drain_timeout_s, seen.ready, seen.leave
         return run(
@@ -152,6 +157,8 @@ def _serve(
             takeover=takeover, on_leave=leave,
         )  # fmt: skip
     finally:
+        if page is not None:
+            page.close()
         if tracer is not None:
             tracer.close()
 
