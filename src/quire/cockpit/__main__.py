@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from quire.cockpit.app import Listen, serve_page
 
@@ -12,5 +13,7 @@ if __name__ == "__main__":
     parser.add_argument("--admin-url")
     parser.add_argument("--uds")
     parser.add_argument("--life", type=int)
+    parser.add_argument("--commands", type=Path)
     given = parser.parse_args()
-    raise SystemExit(serve_page(given.url, given.admin_url, Listen(uds=given.uds, life_fd=given.life)))
+    listen = Listen(uds=given.uds, life_fd=given.life)
+    raise SystemExit(serve_page(given.url, given.admin_url, listen, given.commands.read_bytes()))

@@ -10,12 +10,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 from nicegui import app as page_app
 from nicegui import ui
 from setproctitle import setproctitle
 
+from quire.cockpit.forms import Commands
 from quire.cockpit.frame import show_frame
 from quire.cockpit.visitors import Visitors
 from quire.cockpit.watched import Watched
@@ -63,10 +65,14 @@ def page_application(watched: Watched) -> FastAPI:
     return application
 
 
-def serve_page(url: str, admin_url: str | None, listen: Listen) -> int:
-    """Serve the page over the server at ``url`` until a signal, or the end of the process that started it."""
+def serve_page(url: str, admin_url: str | None, listen: Listen, commands: bytes) -> int:
+    """Serve the page over the server at ``url`` until a signal, or the end of the process that started it.
+
+    ``commands``: a `Commands` as JSON.
+    """
     setproctitle("quire: cockpit")
-    application = page_application(Watched(url, admin_url, is_own=listen.uds is not None))
+    known = msgspec.json.decode(commands, type=Commands)
+    application = page_application(Watched(url, admin_url, is_own=listen.uds is not None, commands=known))
     config = uvicorn.Config(
         application,
         host=listen.host,

@@ -31,6 +31,7 @@ from quire.metrics.log import Log
 ROOTS = ("/cockpit", "/_nicegui", "/_nicegui_ws", "/favicon.ico")
 _OF_A_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "upgrade", "te", "trailer", "host"}
 _HANDSHAKE = {"sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions", "sec-websocket-protocol"}
+_START_S, _LOOK_S = 30.0, 0.1
 _MAX_MESSAGE_BYTES = 16 << 20
 log = Log("server")
 
@@ -38,14 +39,19 @@ log = Log("server")
 class PageProcess:
     """The page's process. Its socket is in a directory that only this user can enter."""
 
-    def __init__(self, url: str, admin: str | None) -> None:
-        """``url``: of the server that the page watches; ``admin``: of its admin surface, or ``unix:PATH``."""
+    def __init__(self, url: str, admin: str | None, commands: bytes) -> None:
+        """``url``: of the server that the page watches; ``admin``: of its admin surface, or ``unix:PATH``.
+
+        ``commands``: the flags of the forms, see `quire.cockpit.forms`.
+        """
         self._directory = Path(tempfile.mkdtemp(prefix="quire-page-", dir="/tmp"))
         self.socket = str(self._directory / "page.sock")
         self._closing = False
         self._life, theirs = socket.socketpair()
         with theirs:
-            arguments = [url, "--uds", self.socket, "--life", str(theirs.fileno())]
+            path = self._directory / "commands.json"
+            path.write_bytes(commands)
+            arguments = [url, "--commands", str(path), "--uds", self.socket, "--life", str(theirs.fileno())]
             if admin is not None:
                 arguments += ["--admin-url", admin]
             self._popen = subprocess.Popen(
@@ -62,10 +68,15 @@ class PageProcess:
     def pid(self) -> int:
         return self._popen.pid
 
-    @property
-    def is_up(self) -> bool:
-        """Whether the page answers."""
-        return self._popen.poll() is None and Path(self.socket).exists()
+    async def is_up(self) -> bool:
+        """Whether the page answers; while it starts, wait for it up to `_START_S`."""
+        for _ in range(int(_START_S / _LOOK_S)):
+            if self._popen.poll() is not None:
+                return False
+            if Path(self.socket).exists():
+                return True
+            await asyncio.sleep(_LOOK_S)
+        return False
 
     def _watch(self) -> None:
         status = self._popen.wait()
@@ -101,7 +112,7 @@ class PageProxy:
             finally:
                 if self._session is not None:
                     await self._session.close()
-        elif not is_ours or not self._process.is_up:
+        elif not is_ours or not await self._process.is_up():
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await self._socket(scope, receive, send)

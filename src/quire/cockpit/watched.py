@@ -24,14 +24,18 @@ class Failed(Exception):
 class Watched:
     """One server. Every call takes the key of the browser that it is made for."""
 
-    def __init__(self, url: str, admin_url: str | None = None, *, is_own: bool = False) -> None:
+    def __init__(
+        self, url: str, admin_url: str | None = None, *, is_own: bool = False, commands: Any = None
+    ) -> None:
         """``admin_url``: of the admin surface, ``unix:PATH`` for a socket; a gateway has it below its own address.
 
-        ``is_own``: the server has started this process, so its certificate needs no check.
+        ``is_own``: the server has started this process, so its certificate needs no check. ``commands``: what the
+        forms show, see `quire.cockpit.forms`.
         """
         self.url = url.rstrip("/")
         self.admin_url = _base(admin_url)
         self._is_own = is_own
+        self.commands = commands  # `forms.Commands`
         self._sessions: dict[str | None, aiohttp.ClientSession] = {}
 
     async def close(self) -> None:
