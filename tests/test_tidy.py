@@ -179,6 +179,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "lookahead": {"plan": 16, "runner": 4, "speculate": 115},
     "bench speculate": {"": 11, "bench": 265, "cli": 11},
+    "learn": {"cli": 75, "learn": 1_000, "plan": 10},
     "trees of drafts": {
         "": 20,
         "api": 6,

@@ -254,6 +254,20 @@ def replay(
     raise typer.Exit(replay(file, pick(ReplayArgs, settings)))
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def learn(
+    context: typer.Context,
+    name: Annotated[
+        str | None, typer.Argument(help="A simulation (docs/learn.md); without it, the list of all.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the picture as one JSON object.")] = False,
+) -> None:
+    """Simulations for learning how serving works; each takes its controls as --control VALUE."""
+    from quire.cli.learn import learn
+
+    raise typer.Exit(learn(name, context.args, as_json=json))
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -7,7 +7,7 @@ and V of a token come from `ModelSpec.kv_bytes_per_token`, the one formula; a la
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -157,6 +157,14 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str = "bf16") -> int:
     """Return the bytes of K and V of one token in all layers: 2 · layers · kv_heads · head_dim · bytes, or MLA's."""
     groups = spec.kv_layout(spec.max_position_embeddings).groups
     return sum(spec.kv_bytes_per_token(group, KV_DTYPES[kv_dtype]) for group in groups)
+
+
+def with_all_kv_heads(spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` with as many KV heads as query heads, as before grouped-query attention (arXiv:2305.13245)."""
+    layers = (
+        replace(x, attention=replace(x.attention, num_kv_heads=x.attention.num_heads)) for x in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def kv_scale_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
