@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import socket
 import sys
 import tempfile
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import msgspec
 
+from quire.args import EngineArgs, ServerArgs, settings_of
+from quire.bench.args import ServeBenchArgs, SimulateArgs
+from quire.cli.flags import PlanArgs, command_with
+from quire.cli.measure import simulate
 from quire.errors import ConfigError
 from quire.http.listen import bind, is_loopback, url_of
+from quire.plan.hardware import hardware_table
+from quire.plan.presets import presets
 
-FORMS = ("plan", "simulate")
-HIDDEN = {"help", "help_all", "config", "json", "jsonl", "html", "beside"}  # of a terminal, or they write files
+PLANNED_MODEL = "A preset or hub id, a local folder, or 'quill'."
+HIDDEN = {
+    "help",
+    "help_all",
+    "config",
+    "json",
+    "jsonl",
+    "html",
+    "beside",
+}  # of a terminal, or they write files
 
 
 def check_installed() -> None:
@@ -58,35 +73,43 @@ def cockpit(url: str, host: str, port: int, admin_url: str | None) -> int:
 
 def commands_of(*, local: bool) -> bytes:
     """Return the flags of the commands that the page has forms of, as JSON (`quire.cockpit.forms.Commands`)."""
-    import typer
-
-    from quire.args import EngineArgs, ServerArgs, settings_of
-    from quire.bench.args import ServeBenchArgs, SimulateArgs
-    from quire.cli import app
-    from quire.cli.flags import PlanArgs
-    from quire.plan.hardware import hardware_table
-    from quire.plan.presets import presets
-
+    suggested = {
+        "gpu": (*hardware_table(),),
+        "hardware": (*hardware_table(),),
+        "model": ("quill", *presets()),
+    }
     choices: dict[str, tuple[str, ...]] = {}
     for kind in (ServerArgs, EngineArgs, ServeBenchArgs, SimulateArgs, PlanArgs):
-        choices |= {name: each.choices for name, each in settings_of(kind).items()}  # type: ignore[arg-type]
-
-    suggested = {"gpu": (*hardware_table(),), "hardware": (*hardware_table(),), "model": ("quill", *presets())}
-    group: Any = typer.main.get_command(app)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for command in FORMS:
-        found[command] = [
-            {
-                "name": each.name,
-                "flag": each.opts[0] if each.opts[0].startswith("-") else "",
-                "help": each.help or "",
-                "panel": getattr(each, "rich_help_panel", None) or "Model",
-                "kind": "bool" if getattr(each, "is_flag", False) else "choice" if choices.get(each.name) else "text",
-                "choices": choices.get(each.name, ()),
-                "suggested": suggested.get(each.name, ()),
-                "negative": each.secondary_opts[0] if each.secondary_opts and "(on" in each.help else "",
-            }
-            for each in group.commands[command].params
-            if each.name not in HIDDEN
-        ]
+        choices |= {name: each.choices for name, each in settings_of(kind).items()}
+    model = {
+        "name": "model",
+        "flag": "",
+        "help": PLANNED_MODEL,
+        "panel": "Model",
+        "suggested": suggested["model"],
+    }
+    commands = {"plan": command_with(PlanArgs, skip=("model",))(_plan), "simulate": simulate}
+    found: dict[str, list[dict[str, Any]]] = {"plan": [model], "simulate": []}
+    for command, function in commands.items():
+        for each in inspect.signature(function).parameters.values():
+            if each.name not in HIDDEN:
+                python_type, option = get_args(each.annotation)
+                name, _, negative = option.param_decls[0].partition("/")
+                is_bool = bool in get_args(python_type)
+                found[command].append(
+                    {
+                        "name": each.name,
+                        "flag": name,
+                        "help": option.help,
+                        "panel": option.rich_help_panel,
+                        "kind": "bool" if is_bool else "choice" if choices.get(each.name) else "text",
+                        "choices": choices.get(each.name, ()),
+                        "suggested": suggested.get(each.name, ()),
+                        "negative": negative if "(on" in option.help else "",
+                    }
+                )
     return msgspec.json.encode({"flags": found, "local": local})
+
+
+def _plan(*, settings: dict[str, Any]) -> None:
+    """Has the flags of `quire plan`."""

@@ -1,5 +1,4 @@
 // One answer: text, reasoning and calls as they come, tokens by probability, and where the time went.
-const esc = (s) => s.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 const PARTS = [
   ["queue", "--wait"], ["prefill", "--prefill"], ["decode", "--decode"], ["sampling", "--draft"],
   ["detokenize", "--good"], ["network", "--soft"],
@@ -32,12 +31,12 @@ export default {
     <div class="qc-answer" ref="text"></div>
     <div v-for="c in calls" class="qc-call">{{ c.name }}({{ c.arguments }})</div>
     <div v-if="error" class="qc-error">{{ error }}</div>
-    <table v-if="picked" class="qc-probs"><thead><tr><th>token {{ picked.at + 1 }}</th><th>id</th><th>raw</th>
+    <div v-if="parts.length" class="qc-bar" role="img" :aria-label="said"><i v-for="p in parts" :style="{flex: p.ms, background: p.color}" :title="p.name + ' ' + p.ms.toFixed(1) + ' ms'"></i></div>
+    <div v-if="parts.length" class="qc-keys"><span v-for="p in parts"><i :style="{background: p.color}"></i>{{ p.name }} <b>{{ p.ms.toFixed(1) }} ms</b></span><span v-for="f in facts">{{ f[0] }} <b>{{ f[1] }}</b></span></div>
+    <table v-if="picked" class="qc-probs" style="max-width:640px"><thead><tr><th>token {{ picked.at + 1 }}</th><th>id</th><th>raw</th>
       <th v-if="picked.exact">sampled from</th><th v-else>sampled from (of these {{ picked.rows.length }})</th><th class="b"></th></tr></thead>
       <tbody><tr v-for="r in picked.rows" :class="{on: r.on}"><td>{{ r.token }}</td><td>{{ r.id }}</td>
       <td>{{ r.raw }}</td><td>{{ r.after }}</td><td class="b"><i :style="{width: r.width}"></i></td></tr></tbody></table>
-    <div v-if="parts.length" class="qc-bar" role="img" :aria-label="said"><i v-for="p in parts" :style="{flex: p.ms, background: p.color}" :title="p.name + ' ' + p.ms.toFixed(1) + ' ms'"></i></div>
-    <div v-if="parts.length" class="qc-keys"><span v-for="p in parts"><i :style="{background: p.color}"></i>{{ p.name }} <b>{{ p.ms.toFixed(1) }} ms</b></span><span v-for="f in facts">{{ f[0] }} <b>{{ f[1] }}</b></span></div>
   </div>`,
   data: () => ({ think: "", calls: [], error: "", picked: null, parts: [], facts: [], said: "" }),
   methods: {
@@ -59,6 +58,8 @@ export default {
       if (e.tokens && e.tokens.length) e.tokens.forEach((t) => this.token(t));
       else if (e.text) this.$refs.text.append(e.text);
       if (e.timing) this.bar(e.timing);
+      const column = this.$el.closest(".qc-turns"); // follows, unless its reader has scrolled up
+      if (column && column.scrollHeight - column.scrollTop - column.clientHeight < 160) column.scrollTop = column.scrollHeight;
     },
     token(t) {
       const at = this.tokens.push(t) - 1;

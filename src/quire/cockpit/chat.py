@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,10 @@ def body_of(talk: Talk, model: str, messages: list[dict[str, Any]]) -> dict[str,
         "stream": True,
         "stream_options": {"include_usage": True},
         "timing": True,
-        **{name: int(value) if name in ("top_k", "max_tokens") else value for name, value in talk.settings.items()},
+        **{
+            name: int(value) if name in ("top_k", "max_tokens") else value
+            for name, value in talk.settings.items()
+        },
     }
     if talk.seed is not None:
         body["seed"] = int(talk.seed)
@@ -95,7 +99,8 @@ def event_of(chunk: dict[str, Any]) -> dict[str, Any]:
         found["text"] = delta.get("content") or ""
         found["think"] = delta.get("reasoning") or delta.get("reasoning_content") or ""
         found["calls"] = [
-            {"index": call.get("index", 0), **(call.get("function") or {})} for call in delta.get("tool_calls") or ()
+            {"index": call.get("index", 0), **(call.get("function") or {})}
+            for call in delta.get("tool_calls") or ()
         ]
         tokens = (choice.get("logprobs") or {}).get("content") or ()
         if tokens and not found["think"] and not found["calls"]:
@@ -104,7 +109,9 @@ def event_of(chunk: dict[str, Any]) -> dict[str, Any]:
                     "token": one["token"],
                     "text": one["token"],
                     "logprob": one["logprob"],
-                    "top": [{"token": top["token"], "logprob": top["logprob"]} for top in one["top_logprobs"]],
+                    "top": [
+                        {"token": top["token"], "logprob": top["logprob"]} for top in one["top_logprobs"]
+                    ],
                     **({"processed": one["processed"]} if "processed" in one else {}),
                 }
                 for one in tokens
@@ -231,7 +238,7 @@ class Pane:
             waiting.append({"timing": bar_of(timing, 1000 * (time.monotonic() - begin), usage)})
         except Failed as error:
             waiting.append({"error": str(error)})
-        except (OSError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError) as error:
             waiting.append({"error": f"The stream broke: {error}"})
         except asyncio.CancelledError:
             waiting.append({"error": "stopped"})
@@ -263,26 +270,28 @@ def _writing(talk: Talk, panes: list[Pane]) -> None:
         return panes if talk.is_double else panes[:1]
 
     def send() -> None:
-        text = (field.value or "").strip()
+        text = (box.value or "").strip()
         if text:
-            field.value = ""
+            box.value = ""
             for pane in active():
                 pane.ask(text)
 
+    def each(act: Callable[[Pane], None]) -> Callable[[], None]:
+        def run() -> None:
+            for pane in active():
+                act(pane)
+
+        return run
+
     with ui.element("div").classes("qc-panel qc-write").style("margin-top:14px"):
-        field = ui.textarea(placeholder="Write a message: Enter sends, Shift+Enter begins a line").props(
-            'outlined dense autogrow autofocus aria-label="Message"'
-        )
-        field.classes("full-width")
-        field.on("keydown.enter.exact.prevent", send)
-        field.on("keydown.esc", lambda: [pane.stop() for pane in panes])
+        box = ui.textarea(placeholder="Write a message: Enter sends, Shift+Enter begins a line")
+        box.props('outlined dense autogrow autofocus aria-label="Message"').classes("full-width")
+        box.on("keydown.enter.exact.prevent", send)
+        box.on("keydown.esc", each(Pane.stop))
         with ui.row().style("margin-top:8px;gap:8px;align-items:center"):
-            ui.button("Send", on_click=send).props("unelevated dense").style("padding:2px 14px")
-            ui.button("Stop", on_click=lambda: [pane.stop() for pane in panes]).props("outline dense").style("padding:2px 10px")
-            ui.button("Again", on_click=lambda: [pane.again() for pane in active()]).props("outline dense").style(
-                "padding:2px 10px"
-            )
-            ui.button("Clear", on_click=lambda: [pane.clear() for pane in panes]).props("flat dense").style("padding:2px 10px")
+            ui.button("Send", on_click=send).props("unelevated dense").classes("qc-wide")
+            for name, act in (("Stop", Pane.stop), ("Again", Pane.again), ("Clear", Pane.clear)):
+                ui.button(name, on_click=each(act)).props("outline dense").classes("qc-wide")
             ui.switch("Two side by side").bind_value(talk, "is_double").props("dense")
             ui.switch("Token by token").bind_value(talk, "is_by_token").props("dense")
 
@@ -294,15 +303,25 @@ def _controls(talk: Talk) -> None:
             with ui.row().style("width:100%;justify-content:space-between;font-size:13px;gap:0"):
                 ui.label(label)
                 ui.label().classes("qc-mono").bind_text_from(talk.settings, name, backward=lambda v: f"{v:g}")
-            ui.slider(min=low, max=high, step=step).bind_value(talk.settings, name).props(f'dense aria-label="{label}"')
-        ui.number("Seed", format="%d").bind_value(talk, "seed").props("outlined dense clearable").classes("full-width")
+            ui.slider(min=low, max=high, step=step).bind_value(talk.settings, name).props(
+                f'dense aria-label="{label}"'
+            )
+        ui.number("Seed", format="%d").bind_value(talk, "seed").props("outlined dense clearable").classes(
+            "full-width"
+        )
         ui.label("Answer's form").classes("qc-title").style("margin-top:12px")
-        ui.select(FORMS).bind_value(talk, "form").props('outlined dense aria-label="Form"').classes("full-width")
-        text = ui.textarea("Schema or expression").bind_value(talk, "form_text").props("outlined dense autogrow")
+        ui.select(FORMS).bind_value(talk, "form").props('outlined dense aria-label="Form"').classes(
+            "full-width"
+        )
+        text = (
+            ui.textarea("Schema or expression").bind_value(talk, "form_text").props("outlined dense autogrow")
+        )
         text.classes("full-width qc-mono").style("margin-top:6px")
         text.bind_visibility_from(talk, "form", backward=lambda form: form in ("json_schema", "regex"))
         with ui.expansion("System message, tools").props("dense").classes("full-width"):
-            ui.textarea("System").bind_value(talk, "system").props("outlined dense autogrow").classes("full-width")
+            ui.textarea("System").bind_value(talk, "system").props("outlined dense autogrow").classes(
+                "full-width"
+            )
             ui.textarea("Tools, as JSON").bind_value(talk, "tools").props("outlined dense autogrow").classes(
                 "full-width qc-mono"
             )

@@ -25,7 +25,10 @@ from quire.executor.child_process import child_environment
 _COLUMNS = 110
 _MAX_CHARS = 200_000
 _AT_ONCE = asyncio.Semaphore(2)
-_FIRST = {"plan": {"model": "llama-3.1-8b", "gpu": "h100"}, "simulate": {"hardware": "h100", "model": "llama-3.1-8b", "rate": "8"}}
+_FIRST = {
+    "plan": {"model": "llama-3.1-8b", "gpu": "h100"},
+    "simulate": {"hardware": "h100", "model": "llama-3.1-8b", "rate": "8"},
+}
 _ABOUT = {
     "plan": "Does it fit, how fast would it be, what would it cost: from formulas.",
     "simulate": "A workload through the real scheduler, cache and router, on a virtual clock.",
@@ -58,7 +61,9 @@ class Filled:
 
     values: dict[str, Any]
     is_beside: bool = False
-    results: list[tuple[str, str]] = field(default_factory=list)  # (command line, what it printed), newest first
+    results: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # (command line, what it printed), newest first
 
 
 def arguments_of(flags: Sequence[Flag], values: Mapping[str, Any]) -> list[str]:
@@ -83,11 +88,11 @@ def command_line(command: str, arguments: Sequence[str]) -> str:
 
 
 async def printed(command: str, arguments: Sequence[str], *, local: bool) -> str:
-    """Run a command and return what it prints, with the lowest priority. Cancelling ends it."""
+    """Run a command and return what it prints, with low priority. Cancelling ends it."""
     named = [each for each in arguments if os.path.exists(each)]
     if named and not local:
         return f"{named[0]!r} is a file of the server's machine: only a page on 127.0.0.1 may name it."
-    nice = [found, "-n", "19"] if (found := shutil.which("nice")) else []
+    nice = [found, "-n", "10"] if (found := shutil.which("nice")) else []
     async with _AT_ONCE:
         process = await asyncio.create_subprocess_exec(
             *nice, sys.executable, "-P", "-m", "quire.cli", command, *arguments,
@@ -126,7 +131,11 @@ class _Form:
                     panels.setdefault(each.panel, []).append(each)
                 for number, (panel, flags) in enumerate(panels.items()):
                     is_open = number < 2 or any(each.name in self._filled.values for each in flags)
-                    with ui.expansion(panel, value=is_open).props("dense dense-toggle header-class=qc-title").classes("full-width"):
+                    with (
+                        ui.expansion(panel, value=is_open)
+                        .props("dense dense-toggle header-class=qc-title")
+                        .classes("full-width")
+                    ):
                         for each in flags:
                             self._field(each)
             with ui.element("div"):
@@ -162,11 +171,17 @@ class _Form:
             with ui.row().style("gap:8px;align-items:center"):
                 ui.button("Run", on_click=self._run).props("unelevated dense").style("padding:2px 16px")
                 ui.button("Stop", on_click=self._stop).props("outline dense").style("padding:2px 10px")
-                ui.button("Copy the command", on_click=lambda: ui.clipboard.write(self._said())).props("flat dense")
-                ui.switch("Beside the one before", on_change=self._draw).bind_value(self._filled, "is_beside").props("dense")
+                ui.button("Copy the command", on_click=lambda: ui.clipboard.write(self._said())).props(
+                    "flat dense"
+                )
+                ui.switch("Beside the one before", on_change=self._draw).bind_value(
+                    self._filled, "is_beside"
+                ).props("dense")
                 self._busy = ui.spinner(size="20px")
                 self._busy.visible = False
-            self._line = ui.label(self._said()).classes("qc-pre qc-line").style("margin-top:8px;white-space:pre-wrap")
+            self._line = (
+                ui.label(self._said()).classes("qc-pre qc-line").style("margin-top:8px;white-space:pre-wrap")
+            )
 
     def _run(self) -> None:
         self._stop()

@@ -47,7 +47,9 @@ async def show_frame(watched: Watched, visitor: Visitor) -> None:
             ui.label(said).style("display:inline")
         ui.button(icon="contrast", on_click=turn).props('flat dense color=grey aria-label="Light or dark"')
         if visitor.key is not None:
-            ui.button(icon="logout", on_click=lambda: _leave(visitor)).props('flat dense color=grey aria-label="Log out"')
+            ui.button(icon="logout", on_click=lambda: _leave(visitor)).props(
+                'flat dense color=grey aria-label="Log out"'
+            )
 
     def mark(path: str) -> None:
         for link, element in links.items():
@@ -122,9 +124,14 @@ def _show_login(watched: Watched, visitor: Visitor) -> None:
         else:
             ui.navigate.reload()
 
-    with ui.element("main").classes("qc-page"), ui.element("div").classes("qc-panel").style("max-width:420px;margin:8vh auto"):
+    with (
+        ui.element("main").classes("qc-page"),
+        ui.element("div").classes("qc-panel qc-login"),
+    ):
         ui.label("This server asks for a key").style("font-weight:600;font-size:16px")
         field = ui.input("API key", password=True).props("outlined dense autofocus").classes("full-width")
         field.on("keydown.enter", enter)
         ui.button("Log in", on_click=enter).props("unelevated").style("margin-top:8px")
-        ui.label("It is kept in the memory of the page's process and sent to the server alone.").classes("qc-note")
+        ui.label("It is kept in the memory of the page's process and sent to the server alone.").classes(
+            "qc-note"
+        )

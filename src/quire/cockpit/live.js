@@ -1,5 +1,5 @@
 // What an engine does, from the messages of /engine/live (quire/scheduler/live.py says what their columns are).
-const WINDOW_S = 20, KEEP = 480, LANES = 96, HISTOGRAMS = { ttft: "Time to first token", itl: "Inter-token latency", tpot: "Time per output token" };
+const WINDOW_S = 20, KEEP = 480, HISTOGRAMS = { ttft: "Time to first token", itl: "Inter-token latency", tpot: "Time per output token" };
 const PARTS = [["plan_s", "schedule", "--good"], ["compute_s", "compute", "--decode"], ["draft_s", "drafts", "--draft"], ["apply_s", "apply", "--prefill"]];
 const si = (x) => (x >= 1e6 ? (x / 1e6).toFixed(1) + "M" : x >= 1e4 ? (x / 1e3).toFixed(1) + "k" : x >= 100 ? x.toFixed(0) : x >= 10 ? x.toFixed(1) : x.toFixed(x ? 2 : 0));
 const sec = (s) => (s == null ? "–" : s >= 10 ? s.toFixed(0) + " s" : s >= 1 ? s.toFixed(1) + " s" : s >= 0.01 ? (1e3 * s).toFixed(0) + " ms" : (1e3 * s).toFixed(1) + " ms");
@@ -153,8 +153,15 @@ export default {
       const p = this.pen("lanes");
       if (!p) return;
       const { c, w, h, ink } = p, now = performance.now() / 1e3 - this.offset - 0.25, from = now - WINDOW_S;
-      const rows = [...this.rows.values()].filter((r) => (r.end || now) >= from).sort((a, b) => a.id - b.id);
-      const shown = rows.slice(-LANES), room = h - 16, high = Math.min(20, Math.max(3, Math.floor(room / Math.max(1, shown.length)))), names = high >= 12 ? 74 : 0;
+      const rows = [...this.rows.values()].filter((r) => (r.end || now) >= from).sort((a, b) => a.id - b.id), free = [];
+      for (const r of rows) { // the lowest lane that is free by then
+        const start = r.segs.length ? r.segs[0].a : r.seen, end = r.end || Infinity;
+        let lane = free.findIndex((until) => until <= start);
+        if (lane < 0) lane = free.length;
+        free[lane] = end;
+        r.lane = lane;
+      }
+      const room = h - 16, high = Math.min(20, Math.max(3, Math.floor(room / Math.max(1, free.length)))), most = Math.floor(room / high), shown = rows.filter((r) => r.lane < most), names = 0;
       const x = (t) => names + ((w - names) * (t - from)) / WINDOW_S;
       c.strokeStyle = ink("--line");
       c.fillStyle = ink("--soft");
@@ -165,19 +172,19 @@ export default {
         if (at > names + 10) c.fillText(s ? `−${s} s` : "now", at, h - 3);
       }
       const colour = { wait: ink("--wait"), chunk: ink("--prefill"), decode: ink("--decode"), lost: ink("--bad") }, violet = ink("--draft");
-      shown.forEach((r, i) => {
-        const top = i * high, tall = Math.max(2, high - (high > 5 ? 2 : 1));
-        if (names) { c.fillStyle = ink("--soft"); c.textAlign = "left"; c.fillText(r.name.replace(/\/\d+$/, "").slice(-8) + (r.sample ? "." + r.sample : ""), 0, top + high / 2 + 4); }
+      shown.forEach((r) => {
+        const top = r.lane * high, tall = Math.max(2, high - (high > 5 ? 2 : 1));
         for (const s of r.segs) {
           const a = Math.max(names, x(s.a)), b = x(s.b);
           if (b < names) continue;
           c.fillStyle = colour[s.k];
           const slim = s.k === "wait" ? tall / 3 : tall;
           c.fillRect(a, top + (tall - slim) / 2, Math.max(s.k === "lost" ? 3 : 1.2, b - a), slim);
+          if (s.k === "decode" && high >= 14 && b - a > 90 && r.name) { c.fillStyle = "#fff"; c.textAlign = "left"; c.fillText(`${r.name.replace(/\/\d+$/, "").slice(-6)}${r.sample ? "." + r.sample : ""}`, a + 4, top + tall / 2 + 4); }
           if (s.accepted) { c.fillStyle = violet; const part = Math.max(1.5, (tall * s.accepted) / Math.max(1, s.n)); c.fillRect(a, top + tall - part, Math.max(1.2, b - a), part); }
         }
       });
-      if (rows.length > shown.length) { c.fillStyle = ink("--soft"); c.textAlign = "left"; c.fillText(`${rows.length - shown.length} older rows are not drawn`, 4, h - 3); }
+      if (rows.length > shown.length) { c.fillStyle = ink("--soft"); c.textAlign = "left"; c.fillText(`${rows.length - shown.length} more are not drawn`, 4, h - 3); }
       if (!rows.length) { c.fillStyle = ink("--soft"); c.textAlign = "center"; c.fillText("no requests: send one in Chat, or by curl", w / 2, room / 2); }
       this.$el.dataset.rows = rows.length;
     },

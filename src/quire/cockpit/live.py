@@ -46,8 +46,6 @@ async def _follow(picture: LivePicture, watched: Watched, visitor: Visitor) -> N
                     picture.say("This server has no live feed.")
                     return
                 picture.say(str(error))
-            except (OSError, asyncio.TimeoutError):
+            except (TimeoutError, OSError):
                 picture.say("The server does not answer.")
         await asyncio.sleep(_AGAIN_S)
-
-

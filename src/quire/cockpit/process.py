@@ -29,8 +29,22 @@ from quire.http.websocket import is_local_origin
 from quire.metrics.log import Log
 
 ROOTS = ("/cockpit", "/_nicegui", "/_nicegui_ws", "/favicon.ico")
-_OF_A_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "upgrade", "te", "trailer", "host"}
-_HANDSHAKE = {"sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions", "sec-websocket-protocol"}
+_OF_A_HOP = {
+    "connection",
+    "keep-alive",
+    "transfer-encoding",
+    "content-length",
+    "upgrade",
+    "te",
+    "trailer",
+    "host",
+}
+_HANDSHAKE = {
+    "sec-websocket-key",
+    "sec-websocket-version",
+    "sec-websocket-extensions",
+    "sec-websocket-protocol",
+}
 _START_S, _LOOK_S = 30.0, 0.1
 _MAX_MESSAGE_BYTES = 16 << 20
 log = Log("server")
@@ -139,14 +153,20 @@ class PageProxy:
                 break
         try:
             answer = await self._client().request(
-                scope["method"], _target(scope), headers=_headers(scope), data=body or None, allow_redirects=False
+                scope["method"],
+                _target(scope),
+                headers=_headers(scope),
+                data=body or None,
+                allow_redirects=False,
             )
         except aiohttp.ClientError:  # it ended just now
             await self._app(scope, receive, send)
             return
         async with answer:
             headers = [
-                (name.lower(), value) for name, value in answer.raw_headers if name.decode().lower() not in _OF_A_HOP
+                (name.lower(), value)
+                for name, value in answer.raw_headers
+                if name.decode().lower() not in _OF_A_HOP
             ]
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             async for piece in answer.content.iter_any():

@@ -14,7 +14,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Failed(Exception):
-    """The server refused, or did not answer. The text is the server's own message; ``status`` is 0 without an answer."""
+    """The server refused (the text is its own message), or did not answer (``status`` is 0)."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
@@ -50,7 +50,9 @@ class Watched:
         """Return the JSON of a POST. Raises `Failed`."""
         return await self._ask("POST", self.url + path, key, body)
 
-    async def admin(self, method: str, path: str, key: str | None, body: Mapping[str, Any] | None = None) -> Any:
+    async def admin(
+        self, method: str, path: str, key: str | None, body: Mapping[str, Any] | None = None
+    ) -> Any:
         """Call the admin surface. Raises `Failed`."""
         if self.admin_url is None:
             raise Failed("No admin surface is known: start the page with --admin-url.")
@@ -65,7 +67,7 @@ class Watched:
                     yield _decode(data)
 
     async def live(self, key: str | None, *, at: str | None = None) -> AsyncGenerator[str, None]:
-        """Yield the messages of ``/engine/live`` as they are. Raises `Failed`; status 404: the server has no such feed."""
+        """Yield the messages of ``/engine/live`` as they are. Raises `Failed`; status 404: there is no such feed."""
         async with self._open("GET", (at or self.url) + "/engine/live", key, None) as answer:
             await _check(answer)
             async for data in _events(answer):
@@ -73,7 +75,9 @@ class Watched:
 
     async def _ask(self, method: str, url: str, key: str | None, body: Mapping[str, Any] | None) -> Any:
         try:
-            async with self._open(method, url, key, body, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)) as answer:
+            async with self._open(
+                method, url, key, body, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)
+            ) as answer:
                 await _check(answer)
                 raw = await answer.read()
         except TimeoutError:

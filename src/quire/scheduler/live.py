@@ -195,9 +195,7 @@ def _runs(scheduler: Scheduler, hits: Counter[bytes]) -> list[tuple[int, int, in
     if len(nodes) > _MAX_NODES:
         return []
     ids = {block_hash: i for i, block_hash in enumerate(nodes)}
-    ends: list[Node] = [
-        node for node in nodes.values() if node.num_children != 1 or node.block_hash in hits
-    ]
+    ends: list[Node] = [node for node in nodes.values() if node.num_children != 1 or node.block_hash in hits]
     is_end = {node.block_hash for node in ends}
     runs = []
     for node in ends:
