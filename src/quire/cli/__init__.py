@@ -116,7 +116,9 @@ def cockpit(
     port: Annotated[int, typer.Option("--port", help="Port to listen on.", min=1, max=65535)] = 8500,
     admin_url: Annotated[
         str | None,
-        typer.Option("--admin-url", help="URL of the server's admin surface, or unix:PATH.", show_default=False),
+        typer.Option(
+            "--admin-url", help="URL of the server's admin surface, or unix:PATH.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Show a page of a running server or gateway: chat, live view, plans and lessons (extra cockpit)."""

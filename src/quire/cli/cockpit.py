@@ -40,7 +40,7 @@ def check_installed() -> None:
         raise ConfigError("The cockpit needs NiceGUI: pip install 'quire[cockpit]'.", param="cockpit")
 
 
-def page_of(app: Any, sock: socket.socket, admin: Any, *, secure: bool) -> Any:
+def start_page(app: Any, sock: socket.socket, admin: Any, *, secure: bool) -> Any:
     """Start the page's process and put it at ``/`` of ``app``; the caller closes it."""
     check_installed()
     from quire.cockpit.process import PageProcess, PageProxy
@@ -94,7 +94,7 @@ def commands_of(*, local: bool) -> bytes:
         for each in inspect.signature(function).parameters.values():
             if each.name not in HIDDEN:
                 python_type, option = get_args(each.annotation)
-                name, _, negative = option.param_decls[0].partition("/")
+                name, _, negative = str(option.default).partition("/")
                 is_bool = bool in get_args(python_type)
                 found[command].append(
                     {

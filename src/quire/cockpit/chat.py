@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,7 +214,8 @@ class Pane:
     async def _run(self, answer: Answer) -> None:
         turns, said, calls = self._talk.turns[self._index], [], []
         waiting: list[dict[str, Any]] = []
-        begin = flushed = time.monotonic()
+        now = asyncio.get_running_loop().time
+        begin = flushed = now()
         timing: dict[str, Any] = {}
         usage: dict[str, Any] = {}
         try:
@@ -230,12 +230,12 @@ class Pane:
                         said.append(event.get("text", ""))
                         calls += event.get("calls", [])
                         waiting.append(event)
-                    if time.monotonic() - flushed > _FLUSH_S and waiting:
+                    if now() - flushed > _FLUSH_S and waiting:
                         answer.push(waiting)
-                        waiting, flushed = [], time.monotonic()
+                        waiting, flushed = [], now()
             finally:
                 await stream.aclose()
-            waiting.append({"timing": bar_of(timing, 1000 * (time.monotonic() - begin), usage)})
+            waiting.append({"timing": bar_of(timing, 1000 * (now() - begin), usage)})
         except Failed as error:
             waiting.append({"error": str(error)})
         except (TimeoutError, OSError) as error:

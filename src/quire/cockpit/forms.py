@@ -49,7 +49,7 @@ class Flag(msgspec.Struct, frozen=True):
 
 
 class Commands(msgspec.Struct, frozen=True):
-    """The commands that the page has forms of. ``local``: whoever sees the page may name files of this machine."""
+    """The commands that the page has forms of. ``local``: fields may name files of this machine."""
 
     flags: dict[str, tuple[Flag, ...]] = {}
     local: bool = False

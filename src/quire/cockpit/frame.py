@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nicegui import ui
+from nicegui.element import Element
 from nicegui.events import KeyEventArguments
 
 from quire.cockpit.chat import show_chat
@@ -22,6 +23,7 @@ PAGES = {
     "Simulate": "/cockpit/simulate",
     "Learn": "/cockpit/learn",
 }
+Show = Callable[[Watched, Visitor], Awaitable[None] | None]
 KEYS = "1 … 5 pages · / write · Esc stop · d light or dark"
 
 
@@ -36,25 +38,7 @@ async def show_frame(watched: Watched, visitor: Visitor) -> None:
         visitor.is_dark = not dark.value
         dark.value = visitor.is_dark
 
-    with ui.header(elevated=False).classes("qc-head"):
-        with ui.element("div").classes("qc-brand"):
-            ui.element("img").props('src="/cockpit/static/quire.svg" alt=""')
-            ui.html("<span>Quire</span>", sanitize=False)
-        links = {path: ui.link(name, path).classes("qc-nav") for name, path in PAGES.items()}
-        said = problem or ", ".join(names)
-        with ui.element("div").classes("qc-state").tooltip(f"{watched.url} · {KEYS}"):
-            ui.element("span").classes("qc-dot" + (" off" if problem else ""))
-            ui.label(said).style("display:inline")
-        ui.button(icon="contrast", on_click=turn).props('flat dense color=grey aria-label="Light or dark"')
-        if visitor.key is not None:
-            ui.button(icon="logout", on_click=lambda: _leave(visitor)).props(
-                'flat dense color=grey aria-label="Log out"'
-            )
-
-    def mark(path: str) -> None:
-        for link, element in links.items():
-            is_on = path == link or (link != "/" and path.startswith(link))
-            element.classes(add="on" if is_on else "", remove="" if is_on else "on")
+    links = _header(watched, visitor, problem or ", ".join(names), turn, is_up=not problem)
 
     def pressed(event: KeyEventArguments) -> None:
         if not event.action.keydown or event.modifiers.ctrl or event.modifiers.meta or event.modifiers.alt:
@@ -72,29 +56,46 @@ async def show_frame(watched: Watched, visitor: Visitor) -> None:
         _show_login(watched, visitor)
         return
 
-    def page(path: str, show: Callable[..., Awaitable[None] | None]) -> Callable[..., Awaitable[None]]:
-        async def build(name: str = "") -> None:
-            mark(path)
+    def page(path: str, show: Show) -> Callable[[], Awaitable[None]]:
+        async def build() -> None:
+            for link, element in links.items():
+                element.classes(replace="qc-nav on" if link == path else "qc-nav")
             with ui.element("main").classes("qc-page"):
-                found = show(watched, visitor, name) if name else show(watched, visitor)
+                found = show(watched, visitor)
                 if found is not None:
                     await found
 
         return build
 
     async def lesson(name: str) -> None:
-        await page(PAGES["Learn"], show_learn)(name)
+        await page(PAGES["Learn"], lambda watched, visitor: show_learn(watched, visitor, name))()
 
-    ui.sub_pages(
-        {
-            PAGES["Chat"]: page(PAGES["Chat"], show_chat),
-            PAGES["Live"]: page(PAGES["Live"], show_live),
-            PAGES["Plan"]: page(PAGES["Plan"], show_plan),
-            PAGES["Simulate"]: page(PAGES["Simulate"], show_simulate),
-            PAGES["Learn"]: page(PAGES["Learn"], show_lessons),
-            "/cockpit/learn/{name}": lesson,
+    shown = (show_chat, show_live, show_plan, show_simulate, show_lessons)
+    routes: dict[str, Any] = {
+        path: page(path, show) for path, show in zip(PAGES.values(), shown, strict=True)
+    }
+    ui.sub_pages(routes | {f"{PAGES['Learn']}/{{name}}": lesson}).classes("full-width")
+
+
+def _header(
+    watched: Watched, visitor: Visitor, said: str, turn: Callable[[], None], *, is_up: bool
+) -> dict[str, Element]:
+    """Build the header; return the links of the pages by path."""
+    with ui.header(elevated=False).classes("qc-head"):
+        with ui.element("div").classes("qc-brand"):
+            ui.element("img").props('src="/cockpit/static/quire.svg" alt=""')
+            ui.label("Quire")
+        links: dict[str, Element] = {
+            path: ui.link(name, path).classes("qc-nav") for name, path in PAGES.items()
         }
-    ).classes("full-width")
+        with ui.element("div").classes("qc-state").tooltip(f"{watched.url} · {KEYS}"):
+            ui.element("span").classes("qc-dot" if is_up else "qc-dot off")
+            ui.label(said).style("display:inline")
+        ui.button(icon="contrast", on_click=turn).props('flat dense color=grey aria-label="Light or dark"')
+        if visitor.key is not None:
+            leave = ui.button(icon="logout", on_click=lambda: _leave(visitor))
+            leave.props('flat dense color=grey aria-label="Log out"')
+    return links
 
 
 _NEEDS_KEY = "a key is needed"

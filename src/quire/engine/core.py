@@ -79,13 +79,14 @@ class EngineCore:
         if self.on_tick is not None:
             self.on_tick(self.out)
         live = self._live
-        times = () if live is None else (self.scheduler.planned_s, self.clock.now())
+        if live is not None:
+            live.begin(self.scheduler, self.out[0], self.clock.now())
         result = self._collect(self.out[0])
         plan = self.out.popleft()
         now = self.clock.now()
         events = self.scheduler.apply(result, now)
         if live is not None and isinstance(plan, StepPlan):
-            live.note(plan, result, (*times, now, self.clock.now()))
+            live.note(plan, result, now, self.clock.now())
             self._live = None if live.is_idle(now) else live
         self._rest = None  # the result may have made room for a step
         if self.controller is not None and result.error is None:
@@ -166,7 +167,8 @@ class EngineCore:
             case TakeCacheEvents(call_id, snapshot):
                 self.replies.append(Reply(call_id, _cache_events(self.scheduler, snapshot=snapshot)))
             case TakeLive(call_id):
-                self.replies.append(Reply(call_id, self._take_live()))
+                self._live = self._live or LiveLog(self.clock.now())
+                self.replies.append(Reply(call_id, self._live.read(self.scheduler, self.clock)))
             case AskPlaces(call_id, asked):
                 waits_s, why = (
                     ([0.0] * len(asked), "")
@@ -179,11 +181,6 @@ class EngineCore:
             case ResetPrefixCache(call_id):
                 self.replies.append(Reply(call_id, {"num_freed_blocks": self.scheduler.cache.prefix.clear()}))
         return []
-
-    def _take_live(self) -> dict[str, Any]:
-        now = self.clock.now()
-        self._live = self._live or LiveLog(now)
-        return self._live.read(self.scheduler, now) | {"cost_s": self.clock.now() - now}
 
     def _change_policy(self, call: ChangePolicy) -> Reply:
         before, controller = settings(self.scheduler.config), self.controller

@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from quire.cache.block_table import NO_BLOCK, Node
+from quire.clock import Clock
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 from quire.step import StepPlan, StepResult
 
@@ -54,23 +54,34 @@ class LiveLog:
 
     def __init__(self, now_s: float) -> None:
         self._read_s = now_s
+        self._began = (now_s, now_s)
         self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
         self._num_reads = 0
         self._hits: Counter[bytes] = Counter()  # by the last block that an admission found in the prefix tree
-        self._seen: set[int] = set()  # sequences whose hit is counted
         self._prompts: dict[int, int] = {}  # by sequence: tokens that are no decode when they are computed
 
     def is_idle(self, now_s: float) -> bool:
         """Whether no reader has asked for `IDLE_S`."""
         return now_s - self._read_s > IDLE_S
 
-    def note(self, plan: StepPlan, result: StepResult, times_s: tuple[float, ...]) -> None:
-        """Note a step that was applied. ``times_s``: when it was planned, waited for, collected, applied."""
-        self._steps.append(_Step(plan, result, *times_s))
+    def begin(self, scheduler: Scheduler, plan: StepPlan | StepResult, now_s: float) -> None:
+        """Note that the loop waits for ``plan``, the oldest step in flight, from now on."""
+        record = scheduler._state.in_flight[0]
+        self._began = (record.planned_s, now_s)
+        if isinstance(plan, StepPlan) and plan.new_seqs:
+            admitted = {each.seq_id for each in plan.new_seqs if not each.epoch}
+            for seq in record.sequences:
+                row = seq.group.num_cached_tokens // seq.table.block_size - 1
+                if seq.seq_id in admitted and 0 <= row < len(seq.table.chain):
+                    self._hits[seq.table.chain[row]] += 1
 
-    def read(self, scheduler: Scheduler, now_s: float) -> dict[str, Any]:
-        """Return the state as of ``now_s`` and what happened since the last call."""
-        state = scheduler._state
+    def note(self, plan: StepPlan, result: StepResult, end_s: float, applied_s: float) -> None:
+        """Note this step, which has been applied: its result came at ``end_s``."""
+        self._steps.append(_Step(plan, result, *self._began, end_s, applied_s))
+
+    def read(self, scheduler: Scheduler, clock: Clock) -> dict[str, Any]:
+        """Return the state as of now and what happened since the last call."""
+        state, now_s = scheduler._state, clock.now()
         values: dict[str, Any] = {"t": now_s, "since": self._read_s, **self._activity()}
         values["seqs"] = list(self._sequences(state))
         values["blocks"], values["blocks_per_cell"] = _cells(scheduler, state)
@@ -94,6 +105,7 @@ class LiveLog:
             "order": config.order,
         }
         self._read_s, self._num_reads = now_s, self._num_reads + 1
+        values["cost_s"] = clock.now() - now_s
         return values
 
     def _activity(self) -> dict[str, Any]:
@@ -148,7 +160,6 @@ class LiveLog:
 
     def _sequences(self, state: SchedulerState) -> Iterator[tuple[object, ...]]:
         for seq in state.sequences.values():
-            self._count_hit(seq, state)
             group, table = seq.group, seq.table
             adapter = group.request.adapter
             yield (
@@ -156,16 +167,6 @@ class LiveLog:
                 group.num_cached_tokens, seq.num_planned, len(seq.token_ids) - seq.num_prompt, table.num_rows,
                 seq.num_preemptions, "" if adapter is None else adapter.name,
             )  # fmt: skip
-        if len(self._seen) > 4 * len(state.sequences) + _MAX_STEPS:
-            self._seen &= state.sequences.keys()
-
-    def _count_hit(self, seq: Sequence, state: SchedulerState) -> None:
-        if seq.seq_id in self._seen or not seq.group.admitted:
-            return
-        self._seen.add(seq.seq_id)
-        row = seq.group.num_cached_tokens // seq.table.block_size - 1
-        if 0 <= row < len(seq.table.chain):
-            self._hits[seq.table.chain[row]] += 1
 
 
 def _cells(scheduler: Scheduler, state: SchedulerState) -> tuple[bytes, int]:

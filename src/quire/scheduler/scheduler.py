@@ -172,11 +172,6 @@ class Scheduler:
         return sum(expected_s(record.num_prompt_tokens) for record in self._state.in_flight)
 
     @property
-    def planned_s(self) -> float:
-        """When the oldest step in flight was planned."""
-        return self._state.in_flight[0].planned_s
-
-    @property
     def has_work(self) -> bool:
         """Whether any sequence has not ended, or any step or transfer is in flight."""
         state = self._state
