@@ -63,6 +63,10 @@ class EngineArgs:
     batch_invariant: bool = False
     tensor_parallel_size: str | int = 1
     pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    enable_eplb: bool = False
+    num_redundant_experts: int = 0
+    eplb_step_interval: int = 3000
     executor: Literal["auto", "local", "ranks", "ray"] = "auto"
     nodes: int | None = None
     ray_address: str | None = None

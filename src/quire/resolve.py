@@ -22,7 +22,7 @@ from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
 from quire.modelspec import KvLayout, ModelSpec
 from quire.parallel.topology import Topology
-from quire.plan.ranks import RankBytes, ray_config, topology_of
+from quire.plan.ranks import RankBytes, experts_config, ray_config, topology_of
 from quire.plan.speculation import (
     DraftCheckpoint,
     Drafting,
@@ -80,7 +80,7 @@ def resolve(
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
-    topology = topology_of(args, device, has_heads=isinstance(draft, HeadCheckpoint))
+    topology = topology_of(args, spec, device, has_heads=isinstance(draft, HeadCheckpoint))
     dtype = _dtype(args.dtype, spec)
     plan = _weights(args, spec, stored or {}, dtype, device)
     lora = _lora(args, tuple(adapters))
@@ -119,6 +119,7 @@ def resolve(
         speculate=speculate_config(args, device, drafts, max_model_len, len(layout.groups)),
         topology=topology,
         ray=ray_config(args),
+        experts=experts_config(args, topology),
     )
 
 

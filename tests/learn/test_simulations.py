@@ -34,7 +34,16 @@ def ends(control: Control) -> list[Any]:
 
 
 @pytest.mark.parametrize("simulation", SIMULATIONS.values(), ids=SIMULATIONS)
-def test_it_draws_with_defaults_and_at_the_ends_of_controls(simulation: Simulation) -> None:
+@pytest.mark.parametrize("end", [None, "low", "high"])
+def test_it_draws(simulation: Simulation, end: str | None) -> None:
+    """With the defaults, and with all numbers at one end."""
+    numbers = [c for c in simulation.controls if c.kind in ("int", "float")]
+    assert drawn(simulation.run(**({c.name: getattr(c, end) for c in numbers} if end else {})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("simulation", SIMULATIONS.values(), ids=SIMULATIONS)
+def test_it_draws_at_the_ends_of_each_control(simulation: Simulation) -> None:
     first = simulation.run()
     assert simulation.run() == first, "the same controls give the same picture"
     assert drawn(first)

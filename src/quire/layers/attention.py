@@ -23,7 +23,7 @@ from quire.kernels.pointwise import copy_heads
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.rope import QkNorm, apply_rope, rope_store, store_kv
 from quire.kernels.workspace import empty
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, completing
 from quire.layers.norm import RmsNorm
 from quire.layers.weights import Build, WeightLoader, copy_into, prefixed
 from quire.modelspec import AttentionSpec
@@ -46,8 +46,7 @@ class Attention:
         self._qkv = Linear(widths, in_size or hidden_size, build, bias=spec.qkv_bias)
         out = spec.num_heads * spec.v_head_dim
         # A norm over all heads needs them all on every rank (`parallel.shard`).
-        reduce = None if spec.qk_norm == "full" else build.tp_group
-        self._o = Linear({"o": hidden_size}, out, build, bias=spec.o_bias, reduce=reduce)
+        self._o = completing("o", hidden_size, out, build, bias=spec.o_bias, whole=spec.qk_norm == "full")
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._norms: tuple[RmsNorm, RmsNorm] | None = None
         if spec.qk_norm != "none":
@@ -114,7 +113,7 @@ class LatentAttention:
         self._down = Linear(first, hidden_size, build, bias=spec.qkv_bias)
         self._kv_norm = RmsNorm(spec.kv_lora_rank, build)
         out = spec.num_heads * spec.v_head_dim
-        self._o = Linear({"o": hidden_size}, out, build, bias=spec.o_bias, reduce=build.tp_group)
+        self._o = completing("o", hidden_size, out, build, bias=spec.o_bias)
         self._to_latent: HeadMatrices | None = None  # [num_heads, nope, lora]
         self._from_latent: HeadMatrices | None = None  # [num_heads, lora, v_head_dim]
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)

@@ -5,12 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quire.errors import ConfigError, nearest
-from quire.learn import batching, gpu_memory, kv_growth
+from quire.learn import (
+    batching,
+    decode_loop,
+    flash_attention,
+    gpu_memory,
+    kv_growth,
+    latency_metrics,
+    memory_hierarchy,
+    paged_attention,
+    parallelism,
+    prefill_decode,
+    prefix_cache,
+    request_lifecycle,
+    speculation,
+    throughput_latency,
+)
 from quire.learn.simulation import Simulation
 
-SIMULATIONS: Mapping[str, Simulation] = {
-    one.SIMULATION.name: one.SIMULATION for one in (kv_growth, batching, gpu_memory)
-}
+_ALL = (
+    request_lifecycle, decode_loop, prefill_decode, kv_growth, memory_hierarchy, latency_metrics, throughput_latency,
+    batching, flash_attention, paged_attention, speculation, gpu_memory, parallelism, prefix_cache,
+)  # fmt: skip
+SIMULATIONS: Mapping[str, Simulation] = {one.SIMULATION.name: one.SIMULATION for one in _ALL}
 
 
 def find_simulation(name: str) -> Simulation:

@@ -75,7 +75,7 @@ class Decoder:
         shapes = weight_shapes(spec) if tp is None else tp.shard.shapes
         self._shapes = {n: shape for n, shape in shapes.items() if stage.has(n, spec.tie_word_embeddings)}
         self._missing = set(self._shapes)
-        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp)
+        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp, shapes)
         tied, scale = spec.tie_word_embeddings, spec.embedding_scale
         self._embedding = Embedding(
             spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale, stage=stage
@@ -173,6 +173,11 @@ class Decoder:
             watcher.store(batch, seen)
         return delta, residual
 
+    def expert_blocks(self) -> dict[int, MoeBlock]:
+        """Return the mixtures of experts of this stage, by the number of their layer in it."""
+        mlps = enumerate(layer.mlp for layer in self._layers)
+        return {index: mlp for index, mlp in mlps if isinstance(mlp, MoeBlock)}
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, as the first layer reads them."""
         return self._embedding(input_ids)
@@ -194,17 +199,17 @@ class DecoderLayer:
         self._scale = model.residual_scale
         kind = LatentAttention if spec.attention.is_mla else Attention
         self._attention: Attention | LatentAttention = kind(spec.attention, hidden, build.under("attn."))
-        self._mlp: Mlp | MoeBlock
+        self.mlp: Mlp | MoeBlock
         if mlp.moe is None:
-            self._mlp = Mlp(hidden, mlp.intermediate_size, mlp.activation, build.under("mlp."), bias=mlp.bias)
+            self.mlp = Mlp(hidden, mlp.intermediate_size, mlp.activation, build.under("mlp."), bias=mlp.bias)
         else:
-            self._mlp = MoeBlock(hidden, mlp, build.under("moe."))
+            self.mlp = MoeBlock(hidden, mlp, build.under("moe."))
         if lora is not None:
-            for linear in (*self._attention.linears(), *self._mlp.linears()):
+            for linear in (*self._attention.linears(), *self.mlp.linears()):
                 linear.add_slots(lora.max_loras, lora.max_rank)
         names = [] if spec.norms == "post" else ["attn_norm", "mlp_norm"]
         names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
-        readers = {"attn_norm": self._attention.reads, "mlp_norm": self._mlp.reads}
+        readers = {"attn_norm": self._attention.reads, "mlp_norm": self.mlp.reads}
         self._norms = {
             name: RmsNorm(hidden, build, plus_one=build.norm_plus_one, reader=readers.get(name, PLAIN))
             for name in names
@@ -214,16 +219,16 @@ class DecoderLayer:
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = prefixed("attn.", self._attention.weight_loaders())
-        found.update(prefixed("mlp." if isinstance(self._mlp, Mlp) else "moe.", self._mlp.weight_loaders()))
+        found.update(prefixed("mlp." if isinstance(self.mlp, Mlp) else "moe.", self.mlp.weight_loaders()))
         for name, norm in self._norms.items():
             found.update(prefixed(f"{name}.", norm.weight_loaders()))
         return found
 
     def lora_targets(self) -> dict[str, tuple[LoraStack, int]]:
         """Return "attn.q" … → (the adapter slots of its linear, index of the part)."""
-        mlp = "mlp." if isinstance(self._mlp, Mlp) else "moe.shared."
+        mlp = "mlp." if isinstance(self.mlp, Mlp) else "moe.shared."
         linears = [("attn.", each) for each in self._attention.linears()]
-        linears += [(mlp, each) for each in self._mlp.linears()]
+        linears += [(mlp, each) for each in self.mlp.linears()]
         return {
             prefix + name: (linear.lora, part)
             for prefix, linear in linears
@@ -247,7 +252,7 @@ class DecoderLayer:
             delta, residual = self._take_rows(delta, rows), self._take_rows(residual, rows)
             of_rows = None if adapters is None else adapters.logits
         x, residual = self._enter("mlp_norm", delta, residual)
-        return self._leave("mlp_post_norm", self._mlp(x, of_rows)), residual
+        return self._leave("mlp_post_norm", self.mlp(x, of_rows)), residual
 
     def _enter(
         self, name: str, delta: Tensor | None, residual: Tensor

@@ -194,19 +194,24 @@ class Roofline:
         decode_s = work.decode_flops_per_key * step.decode_kv_tokens / ways / rate
         return max(read_s, decode_s) + work.flops_per_pair * step.chunk_pairs / ways / rate
 
-    def _links(self, rows: float) -> float:
-        e, work, split = self.efficiency, self.work, self.work.split
+    def link_uses(self, rows: float) -> dict[str, tuple[int, float, float]]:
+        """Return per axis (collectives in a step of ``rows``, bytes of each, bytes/s of the link)."""
+        work, split = self.work, self.work.split
         size = rows * work.hidden_size * ACTIVATION_BYTES
-        seconds = 0.0
+        found: dict[str, tuple[int, float, float]] = {}
         if split.tp > 1:
             moved = 2 * (split.tp - 1) / split.tp * size
-            seconds += 2 * work.num_layers * (e.link_s + moved / self._link(split.tp))
+            found["tp"] = 2 * work.num_layers, moved, self._link(split.tp)
         if split.ep > 1 and split.attention_dp > 1:
             copies = min(work.top_k, split.ep - 1)
-            seconds += 2 * work.num_moe_layers * (e.link_s + copies * size / self._link(split.ep))
+            found["ep"] = 2 * work.num_moe_layers, copies * size, self._link(split.ep)
         if split.pp > 1:
-            seconds += (split.pp - 1) * (e.link_s + size / self._link(split.tp * split.pp))
-        return seconds
+            found["pp"] = split.pp - 1, size, self._link(split.tp * split.pp)
+        return found
+
+    def _links(self, rows: float) -> float:
+        uses = self.link_uses(rows).values()
+        return sum(count * (self.efficiency.link_s + moved / link) for count, moved, link in uses)
 
     def _link(self, num_devices: int) -> float:
         """Return the bytes/s between ``num_devices``: those of the network where they span several domains."""
