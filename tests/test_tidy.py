@@ -87,6 +87,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "Ollama's API": {"api": 770, "cli": 1, "gateway": 161, "http": 15},
     "command lines and keywords of vLLM and llama.cpp": {"": 3, "cli": 162, "engine": 188},
     "batches of messages": {"jobs": 230},
+    "description that requests can be made from": {"": 6, "api": 470, "jobs": 30},
     "custom tools": {"api": 190},
     "real clients": {"api": 86, "http": 7},
     "comfort of the terminal": {"": 90, "cli": 180, "executor": 2},
