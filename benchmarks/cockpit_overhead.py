@@ -125,7 +125,9 @@ def main(given: Any) -> None:
         if costs:
             share = sum(costs) / len(costs) * 4
             kib = sum(sizes) / len(sizes) / 1024
-            print(f"engine: {250 * share:.2f} ms a message of {kib:.0f} KiB; at four a second {share:.2%} of a core")
+            print(
+                f"engine: {250 * share:.2f} ms a message of {kib:.0f} KiB; at four a second {share:.2%} of a core"
+            )
 
 
 if __name__ == "__main__":
