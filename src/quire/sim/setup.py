@@ -24,11 +24,13 @@ from quire.plan.profile import HostCost, Spread, load_profile
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
+from quire.sim.disaggregated import Pools
 from quire.sim.latency import Speculation, Swap
 from quire.sim.replica import ClusterConfig, parse_fault
 from quire.sim.scaling import Scaling
 from quire.workload.slo import Slo
 
+DEFAULT_NETWORK = 50e9  # bytes/s between replicas where the table has no figure: 400 Gb/s
 ROOFLINE_STEPS_IN_FLIGHT = 2  # as on a GPU
 # Settings that a profile was measured with.
 MEASURED = ("dtype", "kv_dtype", "quantize", "threads", "cpu_isa")
@@ -99,6 +101,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
             f"max_model_len = {max_model_len} is more than the model's {engine.max_model_len} positions"
         )
     block_size = engine_args.block_size if "block_size" in chosen else engine.block_size
+    pools = _pools(args, engine, engine_args, block_size)
     config = ClusterConfig(
         scheduler=scheduler_config(engine_args, max_model_len),
         cache=CacheConfig(
@@ -108,7 +111,8 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
             enable_prefix_caching=engine_args.enable_prefix_caching,
             model_key="simulated",
         ),
-        num_replicas=args.replicas,
+        num_replicas=args.replicas if pools is None else pools.num_prefill + pools.num_decode,
+        pools=pools,
         start_up_s=args.start_up_s,
         routing=args.routing,
         max_load_ratio=args.max_load_ratio,
@@ -223,6 +227,23 @@ def _speculation(args: SimulateArgs) -> Speculation | None:
                 raise ConfigError(f"{name} means nothing without --acceptance")
         return None
     return Speculation(args.acceptance, args.num_drafts, args.draft_cost)
+
+
+def _pools(args: SimulateArgs, engine: _Engine, settings: EngineArgs, block_size: int) -> Pools | None:
+    if args.disaggregate is None:
+        if args.link_gb_s is not None:
+            raise ConfigError("link_gb_s means nothing without --disaggregate")
+        return None
+    for name, wanted in (("replicas", 1), ("autoscale", "off")):
+        if getattr(args, name) != wanted:
+            raise ConfigError(
+                f"{name} = {getattr(args, name)!r}: --disaggregate says how many replicas there are"
+            )
+    if not settings.enable_prefix_caching:
+        raise ConfigError("--disaggregate needs the prefix cache: K and V arrive as blocks of it")
+    network = find_hardware(args.hardware).network_bandwidth if args.hardware is not None else None
+    bandwidth = args.link_gb_s * 1e9 if args.link_gb_s is not None else network or DEFAULT_NETWORK
+    return Pools.parse(args.disaggregate, engine.kv_block_bytes * block_size / engine.block_size, bandwidth)
 
 
 def _swap(args: SimulateArgs, engine: _Engine) -> Swap | None:
