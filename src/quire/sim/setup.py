@@ -7,15 +7,17 @@ hardware that is not at hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.args import EngineArgs, make_args
 from quire.bench.args import SIMULATED, ServeBenchArgs, SimulateArgs
+from quire.bench.runs import make_workload
 from quire.config import CacheConfig
 from quire.errors import ConfigError
+from quire.executor.base import Executor
 from quire.gateway.autoscale import Bounds, Engine, PredictedLoad, Utilisation
 from quire.models.checkpoint import spec_of
 from quire.plan.cost_model import StepTime
@@ -27,7 +29,9 @@ from quire.resolve import parse_bytes, scheduler_config
 from quire.sim.disaggregated import Pools
 from quire.sim.latency import Speculation, Swap
 from quire.sim.replica import ClusterConfig, parse_fault
+from quire.sim.run import Simulated, simulate, summary_of
 from quire.sim.scaling import Scaling
+from quire.workload.request import Workload
 from quire.workload.slo import Slo
 
 DEFAULT_NETWORK = 50e9  # bytes/s between replicas where the table has no figure: 400 Gb/s
@@ -78,6 +82,43 @@ class _Engine:
     facts: Mapping[str, Any]
     defaults: Mapping[str, Any]  # engine settings for those that are not given
     spread: Spread | None = None  # of the profile
+
+
+class ModelDoesNotFit(ConfigError):
+    """The weights leave no room for K and V."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One simulation, ready to run."""
+
+    setup: Setup
+    workload: Workload
+
+    def run(self, watch: Callable[[Executor], Executor] | None = None) -> tuple[Simulated, dict[str, Any]]:
+        """Return the result and its summary."""
+        setup = self.setup
+        result = simulate(setup.config, setup.step_time, self.workload, watch=watch, scaling=setup.scaling)
+        return result, summary_of(result, setup.slo, self.workload)
+
+
+def prepare(settings: Mapping[str, Any], origin: str) -> Prepared:
+    """Return the simulation of ``settings``: flags of `quire simulate` by name; ``origin`` is for errors.
+
+    Raises:
+        ConfigError: a setting is wrong or unknown; `ModelDoesNotFit`, where only devices are too few.
+    """
+    parts = {
+        kind: {k: v for k, v in settings.items() if k in kind.__dataclass_fields__}
+        for kind in (SimulateArgs, ServeBenchArgs)
+    }
+    unknown = set(settings) - set(EngineArgs.__dataclass_fields__).union(*parts.values())
+    if unknown:
+        raise ConfigError(f"scenario {origin}: no flag is called {sorted(unknown)[0]!r}")
+    args = make_args(SimulateArgs, parts[SimulateArgs], origin=origin)
+    flags = make_args(ServeBenchArgs, parts[ServeBenchArgs], origin=origin)
+    setup = set_up(args, flags, {k: v for k, v in settings.items() if k in SIMULATED})
+    return Prepared(setup, make_workload(flags))
 
 
 def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) -> Setup:
@@ -188,7 +229,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
     block_bytes = layout.block_bytes(block_size, "bfloat16")
     num_blocks = int(memory.kv_pool * split.tp // block_bytes)
     if num_blocks < 2:
-        raise ConfigError(
+        raise ModelDoesNotFit(
             f"{args.model} as {args.weights} does not fit {args.tensor_parallel} × {hardware.title}: "
             f"{memory.kv_pool / 2**30:.1f} GiB are left for the KV cache; raise --tensor-parallel"
         )
