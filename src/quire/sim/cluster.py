@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from quire.clock import VirtualClock
-from quire.engine.core import AbortRequest, TransfersDone
+from quire.engine.core import AbortRequest, Message
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.gateway.routing import Demand, Router
@@ -47,13 +47,15 @@ class Cluster:
         self.replicas: list[Replica] = []
         self.retired: list[Replica] = []  # those that died
         self.timeline = Timeline()
-        self._watch = watch
+        self.watch = watch
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self.routable: Collection[int] | None = None  # replicas that get requests; None: all
         pools = config.pools
         self.handover = (
-            None if pools is None else Handover(pools, config.cache.block_size, self.at, self._tell)
+            None
+            if pools is None
+            else Handover(pools, config.cache.block_size, self.at, lambda n, message: _tell(self, n, message))
         )
         self._unplaced: list[Sent] = []  # requests that arrived while no replica was alive
         self._scores = self.router.scores
@@ -112,29 +114,10 @@ class Cluster:
             self.place(self.client.sent[request_id])
 
     def _replica(self, number: int, on_submit: Callable[[float], None]) -> Replica:
-        reports, watch = self.router.needs_events, self._watched(number)
+        reports, watch = self.router.needs_events, _watch_of(self, number)
         return Replica(
             number, self.config, self._step_time, self.clock, on_submit, reports=reports, watch=watch
         )
-
-    def _watched(self, number: int) -> Callable[[Executor], Executor] | None:
-        """Return what wraps the executor of a replica."""
-        watch, handover = self._watch, self.handover
-        if handover is None:
-            return watch
-
-        def wrap(executor: Executor) -> Executor:
-            inner = watch(executor) if watch is not None else executor
-            return Linked(inner, lambda transfer: handover.began(number, transfer, self.clock.now()))
-
-        return wrap
-
-    def _tell(self, number: int, message: TransfersDone) -> None:
-        """Give a message to a replica's core."""
-        replica = self.replicas[number]
-        replica.core.put(message)
-        if not replica.waits:
-            self._wake(replica, self.clock.now())
 
     def _send(self, request: WorkloadRequest, due_s: float | None = None, num_retries: int = 0) -> None:
         """Send a request that is due now, or that was held back or rejected since ``due_s`` and may go now."""
@@ -161,20 +144,18 @@ class Cluster:
         if sent.replica is None:
             self._unplaced.append(sent)
             return
-        replica = self.replicas[sent.replica]
-        replica.core.put(request)
         if self.handover is not None and sent.token_times:
-            replica.core.put(self.handover.load(sent))
-        if not replica.waits:
-            self._wake(replica, self.clock.now())  # after all requests of this very moment are in the inbox
+            _tell(self, sent.replica, request, self.handover.load(sent))
+        else:
+            _tell(self, sent.replica, request)
 
     def _begin(self, replica: Replica) -> None:
         """Run one turn of the replica's loop."""
         self._take(replica, replica.core.begin())
         if isinstance(rest := replica.core.rest, Sleep):
-            self._wake(replica, rest.until_s)
+            self.wake(replica, rest.until_s)
 
-    def _wake(self, replica: Replica, when_s: float) -> None:
+    def wake(self, replica: Replica, when_s: float) -> None:
         """Let an idle replica's loop turn at ``when_s``, unless another event does so earlier."""
 
         def wake() -> None:
@@ -245,3 +226,25 @@ class Cluster:
         assert scheduler.cache_events is not None
         if not self.router.prefixes.report(replica.number, scheduler.cache_events.drain()):
             self.router.prefixes.replace_report(replica.number, scheduler.cache.prefix.snapshot())
+
+
+def _tell(cluster: Cluster, number: int, *messages: Message) -> None:
+    """Put messages into a replica's inbox; an idle one turns after all others of this very moment are there."""
+    replica = cluster.replicas[number]
+    for message in messages:
+        replica.core.put(message)
+    if not replica.waits:
+        cluster.wake(replica, cluster.clock.now())
+
+
+def _watch_of(cluster: Cluster, number: int) -> Callable[[Executor], Executor] | None:
+    """Return what wraps the executor of a replica."""
+    watch, handover = cluster.watch, cluster.handover
+    if handover is None:
+        return watch
+
+    def wrap(executor: Executor) -> Executor:
+        inner = watch(executor) if watch is not None else executor
+        return Linked(inner, lambda transfer: handover.began(number, transfer, cluster.clock.now()))
+
+    return wrap
