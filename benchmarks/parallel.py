@@ -3,19 +3,22 @@
     python benchmarks/parallel.py collectives
     python benchmarks/parallel.py model /path/to/model [--quantize int8] [--rounds 3]
 
-``collectives`` prints the time of an all_reduce of [32, 2048] fp32 in shared memory and over Gloo, beside the time that
-one core takes to read 256 KiB which the other has just written. ``model`` prints tokens per second of prefill (one
+``collectives`` prints the time of an all_reduce of [32, 2048] fp32 in shared memory, as a recorded step runs it, and
+over Gloo, beside the time that one core takes to read 256 KiB which the other has just written. ``model`` prints tokens
+per second of prefill (one
 prompt of 512 tokens) and decode (batches of 1 and 8), in rounds that alternate, and the ratios of the medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -29,12 +32,14 @@ from quire.clock import WallClock
 from quire.config import EngineConfig
 from quire.device import detect_device
 from quire.engine.assemble import configure
+from quire.kernels.collective import Group
 from quire.kernels.collective.distributed import TorchGroup
 from quire.kernels.collective.native import attach
+from quire.kernels.tape import StepTape
 from quire.kernels.threads import choose_threads
 from quire.layers.weights import TensorParallel
 from quire.models.loader import iter_weights
-from quire.parallel.segment import Segment, remove
+from quire.parallel.segment import SLOT_BYTES, Segment, remove
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
 from quire.request import Sampling
@@ -44,6 +49,7 @@ from quire.runner.worker import Worker
 from quire.step import NewSeq, SeqPlan, StepPlan
 
 PROMPT, DECODED = 512, 24
+REPEATED = 8
 
 
 def main() -> None:
@@ -82,49 +88,62 @@ def _collectives(name: str, topology: Topology, folder: str, rank: int) -> None:
     choose_threads(1, torch_is_heavy=False)
     keep_freed_memory()
     segment = Segment.attach(name, topology)
-    group = attach(segment, rank).group("tp")
+    group = attach(segment, rank).of_layers
     assert group is not None
-    x = torch.randn(32, 2048)
-    found = {
-        "all_reduce [32, 2048] fp32, shared memory": _times(lambda: group.all_reduce(x, torch.float32), 2000)
-    }
-    token = torch.zeros(1, 16)
-    written = torch.frombuffer(segment._memory, dtype=torch.float32, count=65536, offset=segment.slot_bytes)
+    x, token = torch.randn(32, 2048), torch.zeros(1, 16)
+    calls = {f"all_reduce [32, 2048] fp32 to {out}": out for out in (torch.float32, torch.bfloat16)}
+    tapes = {what: _recorded(group, x, out) for what, out in calls.items()}
+    last = segment.address + len(segment._memory) - SLOT_BYTES  # no message above needs it
+    written = torch.frombuffer((ctypes.c_char * (1 << 18)).from_address(last), dtype=torch.float32)
     read = torch.zeros(65536)
-
-    def hand_over() -> float:
-        """Rank 1 writes 256 KiB, rank 0 reads them; the time of the read alone."""
+    reading = "reading 256 KiB that the other core wrote"
+    found: dict[str, list[float]] = {
+        what: [] for what in (reading, *tapes, "all_reduce [1, 16], from Python")
+    }
+    for _ in range(2000):  # in turn, so that whatever else runs on the machine disturbs all alike
+        for what, tape in tapes.items():
+            group.all_reduce(token, torch.float32)
+            found[what].append(_seconds(lambda tape=tape: tape.run(32, 1)) / REPEATED)  # type: ignore[misc]
         if rank == 1:
             written.add_(1.0)
         group.all_reduce(token, torch.float32)
-        start = time.perf_counter()
-        if rank == 0:
-            read.copy_(written)
-        taken = time.perf_counter() - start
-        group.all_reduce(token, torch.float32)
-        return taken
-
-    found["reading 256 KiB that the other core wrote"] = sorted(hand_over() for _ in range(2000))
-    found["all_reduce [1, 16] fp32, shared memory"] = _times(
-        lambda: group.all_reduce(token, torch.float32), 2000
-    )
+        found[reading].append(_seconds(lambda: read.copy_(written)) if rank == 0 else 0.0)
+        found["all_reduce [1, 16], from Python"].append(
+            _seconds(lambda: group.all_reduce(token, torch.float32))
+        )
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     gloo = TorchGroup()
-    found["all_reduce [32, 2048] fp32, Gloo"] = _times(lambda: gloo.all_reduce(x, torch.float32), 200)
+    found["all_reduce [32, 2048] fp32, Gloo"] = [
+        _seconds(lambda: gloo.all_reduce(x, torch.float32)) for _ in range(200)
+    ]
     dist.destroy_process_group()
     if rank == 0:
-        for what, times in found.items():
-            p50, p90 = times[len(times) // 2], times[len(times) * 9 // 10]
-            print(f"{what:45}  p50 {p50 * 1e6:8.1f} us   p90 {p90 * 1e6:8.1f} us")
+        base = statistics.median(found[reading])
+        for what, taken in found.items():
+            times = sorted(taken)
+            marks = [times[0], *(times[len(times) * percent // 100] for percent in (10, 50, 90))]
+            text = "   ".join(
+                f"{name} {mark * 1e6:7.1f}"
+                for name, mark in zip(("min", "p10", "p50", "p90"), marks, strict=True)
+            )
+            print(f"{what:44}  {text} us   p50 is {marks[2] / base:.2f} x the read")
 
 
-def _times(call: Any, count: int) -> list[float]:
-    found = []
-    for _ in range(count):
-        start = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start)
-    return sorted(found)
+def _recorded(group: Group, x: torch.Tensor, out: torch.dtype) -> StepTape:
+    """Record a step of ``REPEATED`` sums: Python's part of a call is none of the step's."""
+
+    def forward() -> torch.Tensor:
+        for _ in range(REPEATED):
+            y = group.all_reduce(x, out)
+        return y[:1]
+
+    return StepTape(forward, x.shape[0], 1)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def model(path: str, quantize: str | None, rounds: int) -> None:
@@ -172,7 +191,7 @@ def _serve(pipe: Connection, config: EngineConfig, name: str, topology: Topology
         worker = Worker(config, iter_weights(model, dtype), WallClock())
     else:
         mine = shard(model.spec, topology, rank, model.formats)
-        group = attach(Segment.attach(name, topology), rank, 300).group("tp")
+        group = attach(Segment.attach(name, topology), rank, 300).of_layers
         assert group is not None
         runner = partial(ModelRunner, tp=TensorParallel(group, mine))
         weights = iter_weights(model, dtype, cuts=mine.cuts)

@@ -98,7 +98,10 @@ def test_heads_of_a_quantization_group_stay_together() -> None:
             lambda: Topology(pp=5).layers_of(4, 0),
             "pipeline_parallel_size = 5: the model has 4 layers; at most 4",
         ),
-        (lambda: Topology(ep=9).experts_of(8, 0), "expert_parallel_size = 9: the model has 8 experts"),
+        (
+            lambda: Topology(ep=9).experts_of(8, 0),
+            "tensor_parallel_size = 9 with enable_expert_parallel: the model has 8",
+        ),
         (
             lambda: Topology(tp=5).heads_of(4, 2, 4),
             "tensor_parallel_size = 5: the model has 4 attention heads",
