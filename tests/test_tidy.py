@@ -204,6 +204,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "learn": {"bench": 6, "cli": 75, "learn": 2_300, "plan": 220, "sim": 10},
     "disaggregation in the simulator": {"bench": 2, "cli": 13, "sim": 215},
     "seven experiments with computed answers": {"sim": 115},
+    "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_500, "engine": 25, "scheduler": 240},
     "trees of drafts": {
         "": 20,
         "api": 6,
@@ -228,6 +229,7 @@ LATE_IMPORTS: dict[str, str] = {
     "cli/__init__.py": "each command imports what it needs, so that --help is quick",
     "cli/foreign.py": "a draft model is looked for with the code that reads checkpoints",
     "cli/measure.py": "each command imports what it needs, so that --help is quick",
+    "cli/cockpit.py": "nicegui is the extra `cockpit`, loaded by the page's process alone",
     "cli/serve.py": "the engine process is started before this process imports the web server",
     "engine/helper.py": "each kind imports what it needs: a bare container compiles grammars without msgspec",
     "engine/build.py": "the choice of an executor",
