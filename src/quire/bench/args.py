@@ -127,6 +127,8 @@ class SimulateArgs:
     fault: str | None = None
     preemption: Literal["recompute", "swap"] = "recompute"
     swap_gb_s: float = 20.0
-    acceptance: str | None = None
-    num_drafts: str = "4"
-    draft_cost: float | None = None
+    acceptance: float | None = None
+    num_drafts: int = 4
+    draft_cost: float = 0.0
+    disaggregate: str | None = None
+    link_gb_s: float | None = None

@@ -81,9 +81,9 @@ def fit_drafts(found: Sequence[MeasuredDrafts]) -> DraftCost | None:
     for _ in range(3):  # first by the measured seconds, then by those that the fit predicts
         costs = scaled_nnls(columns / weights[:, None], np.array([each.seconds for each in made]) / weights)
         weights = np.maximum(columns @ costs, weights / 4)
-    return DraftCost(
-        *map(float, costs), acceptance=acceptance_of([v for each in found for v in each.verified])
-    )
+    forward_s, draft_s, missed_s = map(float, costs)
+    verified = [pair for each in found for pair in each.verified]
+    return DraftCost(forward_s, draft_s, missed_s, acceptance_of(verified))
 
 
 def acceptance_of(verified: Sequence[tuple[int, int]]) -> tuple[float, ...]:
