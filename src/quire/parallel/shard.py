@@ -31,6 +31,7 @@ from quire.modelspec import (
     matrix_bytes,
     weight_shapes,
 )
+from quire.parallel.stripe import Stripe
 from quire.parallel.topology import Heads, Rank, Topology, share
 from quire.weight_format import PLAIN, WeightFormat
 
@@ -105,6 +106,15 @@ class Shard:
         return sum(
             matrix_bytes(shape, dtype, held.get(name, PLAIN)) for name, shape in self.shapes.items() if shape
         )
+
+    def stripe(self, block_size: int) -> Stripe | None:
+        """Return the positions that this rank's cache has, with blocks of ``block_size`` positions over all ranks.
+
+        None: all of them.
+        """
+        cp = self.topology.cp
+        assert block_size % cp == 0, (block_size, cp)
+        return None if cp == 1 else Stripe(self.at.cp, cp, block_size // cp)
 
     def kv_layout(self, of_model: KvLayout) -> KvLayout:
         """Return the layout of this rank's cache: the model's groups, each with the layers of this stage alone."""
