@@ -11,7 +11,7 @@ from quire.step import SeqPlan, SeqResult
 
 
 def ask_all(state: SchedulerState, control: DraftControl) -> None:
-    """Let every running sequence ask for drafts in this plan, those on the fast path as well."""
+    """Let every running sequence ask for drafts in the next plan, those on the fast path as well."""
     control.wakes = False
     for seq in state.running:
         seq.next_event_at = 0

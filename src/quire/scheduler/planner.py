@@ -6,7 +6,7 @@ from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
 from quire.scheduler.adapters import AdapterGate
 from quire.scheduler.beam_steps import fork_beams
-from quire.scheduler.drafts import ask_all, choose_drafts, room_for_drafts
+from quire.scheduler.drafts import choose_drafts, room_for_drafts
 from quire.scheduler.sequence import Sequence, SequenceState, SortKey
 from quire.scheduler.state import SchedulerState, StepRecord
 from quire.step import NewSeq, SeqPlan, StepPlan
@@ -38,12 +38,11 @@ class Planner:
         num_preemptions = state.counters.num_preemptions
         if state.forks:
             fork_beams(state)
-        if (control := state.draft_control) is not None and control.wakes:
-            ask_all(state, control)
         decodes, prefills, crossing = self._sort_running()
         decodes = self._choose_decodes(decodes, crossing)
         self._budget.take_decodes(len(decodes))
         drafts: dict[Sequence, int] = {}
+        control = state.draft_control
         if control is not None and control.any_held and self._starved is None:
             control.any_held = False
             drafts = choose_drafts(state, decodes, self._budget.left)
