@@ -24,9 +24,11 @@ from quire.text.output.formats import (
 )
 from quire.text.output.literals import gemma_calls, python_calls
 from quire.text.output.messages import read_messages
-from quire.text.output.reader import Reader, Trimmed, Wait
+from quire.text.output.reader import Reader, Trimmed, Wait, partial_mark
 from quire.text.output.sections import Calls, NotCalls, json_calls, named_calls
 from quire.text.output.tagged import nested_calls, tagged_calls
+
+MIN_PIECE = 2  # characters of a mark; one alone ("<", "[") is more often text
 
 
 class OutputParser:
@@ -69,11 +71,19 @@ class OutputParser:
         self._reader.add(text)
         return self._advance()
 
-    def finish(self) -> list[Delta]:
-        """Return what was held back at the end of the text."""
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """Return what was held back at the end of the text; of a ``cut`` one without the piece of a mark."""
         self._reader.close()
         deltas = self._advance()
         assert self._ended, "the parser waits for text after the end"
+        kind = type(deltas[-1]) if cut and deltas else CallDelta
+        if kind is not CallDelta:  # what was held is one text, in pieces
+            text = "".join([delta.text for delta in deltas if type(delta) is kind])
+            f = self._format
+            at = partial_mark(text, 0, (*self._opens, *f.closes, *(f.reasoning or ()), *self._drops))
+            if len(text) - at >= MIN_PIECE:
+                rest = [delta for delta in deltas if type(delta) is not kind]
+                return [*rest, kind(text[:at])] if text[:at].strip() else rest
         return deltas
 
     def _body(self) -> Wait[None]:
