@@ -26,12 +26,12 @@ NATIVE = next((level for level in NATIVE_LEVELS if level in backends("linear")),
 POLICY = Policy("continuous", "fcfs", 48)
 PLAIN, MORE = Topology(ep=2), Topology(ep=2, redundant_experts=2)
 CASES = [
-    pytest.param(Case("moe", "bfloat16", 56, 32, NATIVE), PLAIN, 0, 1, id="moe"),
+    pytest.param(Case("moe", "float32", 60, 24), MORE, 2, 1, id="reference-moves"),
     pytest.param(Case("latent", "bfloat16", 57, 32, NATIVE, quantize="int8"), MORE, 3, 1, id="latent-int8-moves"),
     *(
         pytest.param(case, topology, interval, threads, marks=pytest.mark.slow, id=f"{case}-{interval}-{threads}")
         for case, topology, interval, threads in (
-            (Case("moe", "float32", 60, 48), MORE, 2, 1),
+            (Case("moe", "bfloat16", 56, 48, NATIVE), PLAIN, 0, 1),
             (Case("moe", "bfloat16", 61, 48, NATIVE, quantize="int4"), MORE, 1, 2),
             (Case("latent", "float32", 62, 48), PLAIN, 5, 2),
             (Case("latent", "bfloat16", 63, 48, NATIVE, quantize="int8"), Topology(ep=3), 2, 1),

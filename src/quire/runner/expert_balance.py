@@ -1,15 +1,14 @@
 """`ExpertBalancer`: moves the experts of a rank between steps, with the other ranks of the ep axis.
 
 All ranks route the same rows, so all have the same counts and come to the same placement without asking each other.
-After every ``step_interval`` steps the layers are looked at, one before each step: a step waits for the experts of one
-layer at most. A move changes no bits: an expert's product does not depend on the rank that computes it.
+After every ``step_interval`` steps the layers are looked at, one after another. Before a step a few experts are sent;
+they take their slots once the last one of their layer has arrived. A move changes no bits: an expert's product does not
+depend on the rank that computes it.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -18,9 +17,13 @@ from quire.config import ExpertsConfig
 from quire.kernels.moe import ExpertPlaces
 from quire.layers.mlp import MoeBlock
 from quire.metrics.engine_stats import LayerLoad
+from quire.metrics.log import Log
 from quire.parallel.balance import Move, balance, imbalance, keep, moves, rank_loads
 
 MIN_GAIN = 0.02  # of the largest rank's share, for which experts are moved
+STEP_BYTES = 16 << 20  # sent before one step, or one expert
+
+log = Log("experts")
 
 
 class ExpertBalancer:
@@ -33,24 +36,24 @@ class ExpertBalancer:
         """``blocks``: by the number of their layer; ``report`` gets the load of each layer once per interval."""
         self._blocks, self._config, self._num_nodes, self._report = blocks, config, num_nodes, report
         self._counted = {layer: _places(block).loads.clone() for layer, block in blocks.items()}
-        self._windows: deque[tuple[int, list[int]]] = (
-            deque()
-        )  # layers still to be looked at, and their tokens
+        self._work: Iterator[None] = iter(())
         self._num_steps = 0
 
     @torch.inference_mode()
     def before_step(self) -> None:
-        """Balance the next layer, if any; every rank must have computed the steps before."""
-        if self._num_steps % self._config.step_interval == 0 and self._num_steps and not self._windows:
+        """Go on with balancing, if it is time; every rank must have computed the steps before."""
+        is_busy = next(self._work, self) is None
+        if not is_busy and self._num_steps and self._num_steps % self._config.step_interval == 0:
+            windows = []
             for layer, block in self._blocks.items():
-                loads = _places(block).loads
-                self._windows.append((layer, (loads - self._counted[layer]).tolist()))
-                self._counted[layer] = loads.clone()
+                loads = _places(block).loads.clone()
+                windows.append((layer, (loads - self._counted[layer]).tolist()))
+                self._counted[layer] = loads
+            self._work = (None for layer, loads in windows for _ in self._balance(layer, loads))
         self._num_steps += 1
-        if self._windows:
-            self._balance(*self._windows.popleft())
 
-    def _balance(self, layer: int, loads: list[int]) -> None:
+    def _balance(self, layer: int, loads: list[int]) -> Iterator[None]:
+        """Balance a layer that had ``loads``; yields wherever a step may be computed."""
         block = self._blocks[layer]
         places = _places(block)
         num_ranks, old = places.group.size, places.slots
@@ -63,28 +66,34 @@ class ExpertBalancer:
             if reached < before * (1 - MIN_GAIN):
                 new = keep(old, wanted, num_ranks, nodes)
                 todo, after = moves(old, new, num_ranks), reached
-                move_experts(block, todo)
+                yield from move_experts(block, todo)
                 places.place(new)
+        log.debug("expert_load", layer=layer, tokens=loads, moved=len(todo))
         self._report(LayerLoad(layer, sum(loads), imbalance(loads), before, after, len(todo)))
+        yield
 
 
-def move_experts(block: MoeBlock, todo: list[Move]) -> None:
-    """Copy experts from slot to slot, on this rank and between ranks; all ranks have the same list."""
+def move_experts(block: MoeBlock, todo: list[Move], step_bytes: int = STEP_BYTES) -> Iterator[None]:
+    """Copy experts from slot to slot, on this rank and between ranks; all ranks have the same list.
+
+    Yields after every ``step_bytes``, before it writes the first slot.
+    """
     places = _places(block)
     group, size = places.group, places.per_rank
-    num_bytes = sum(map(len, map(_bytes, block.expert_tensors(0))))
+    num_bytes = sum(len(_bytes(part)) for part in block.expert_tensors(0))
     arrived: list[tuple[int, Tensor]] = []
-    for source, target in todo:
+    for number, (source, target) in enumerate(todo, 1):
         sender, receiver = source // size, target // size
         buffer = torch.empty(num_bytes, 1, dtype=torch.uint8)
         if sender == group.index:
-            parts = [_bytes(part) for part in block.expert_tensors(source % size)]
-            torch.cat(parts, out=buffer.view(-1))
+            torch.cat([_bytes(part) for part in block.expert_tensors(source % size)], out=buffer.view(-1))
         if sender != receiver:
             group.gather_parts(buffer, [0] * (sender + 1) + [num_bytes] * (group.size - sender))
         if receiver == group.index:
             arrived.append((target % size, buffer.view(-1)))
-    for slot, buffer in arrived:  # after the last one was read
+        if number % max(1, step_bytes // num_bytes) == 0:
+            yield
+    for slot, buffer in arrived:
         start = 0
         for part in block.expert_tensors(slot):
             flat = _bytes(part)
@@ -94,7 +103,7 @@ def move_experts(block: MoeBlock, todo: list[Move]) -> None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     assert tensor.is_contiguous(), tensor.shape
-    return tensor.view(-1).view(torch.uint8) if math.prod(tensor.shape) else tensor.new_empty(0).byte()
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _places(block: MoeBlock) -> ExpertPlaces:
