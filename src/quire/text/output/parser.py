@@ -76,15 +76,20 @@ class OutputParser:
         self._reader.close()
         deltas = self._advance()
         assert self._ended, "the parser waits for text after the end"
-        kind = type(deltas[-1]) if cut and deltas else CallDelta
-        if kind is not CallDelta:  # what was held is one text, in pieces
-            text = "".join([delta.text for delta in deltas if type(delta) is kind])
-            f = self._format
-            at = partial_mark(text, 0, (*self._opens, *f.closes, *(f.reasoning or ()), *self._drops))
-            if len(text) - at >= MIN_PIECE:
-                rest = [delta for delta in deltas if type(delta) is not kind]
-                return [*rest, kind(text[:at])] if text[:at].strip() else rest
-        return deltas
+        return self._without_piece(deltas) if cut and deltas else deltas
+
+    def _without_piece(self, deltas: list[Delta]) -> list[Delta]:
+        """Return the last deltas of a text without the beginning of a mark at its end."""
+        last = deltas[-1]
+        if isinstance(last, CallDelta):
+            return deltas
+        rest = [delta for delta in deltas if type(delta) is not type(last)]
+        text = "".join([d.text for d in deltas if isinstance(d, type(last))])  # what was held, in pieces
+        f = self._format
+        at = partial_mark(text, 0, (*self._opens, *f.closes, *(f.reasoning or ()), *self._drops))
+        if len(text) - at < MIN_PIECE:
+            return deltas
+        return [*rest, type(last)(text[:at])] if text[:at].strip() else rest
 
     def _body(self) -> Wait[None]:
         """Read the calls of a message to a tool, up to the end of their section."""
