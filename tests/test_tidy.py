@@ -209,7 +209,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "lookahead": {"plan": 16, "runner": 4, "speculate": 115},
     "bench speculate": {"": 11, "bench": 265, "cli": 11},
-    "learn": {"bench": 6, "cli": 75, "learn": 2_300, "plan": 220, "sim": 10},
+    "learn": {"bench": 6, "cli": 75, "learn": 2_420, "plan": 220, "sim": 10},
     "disaggregation in the simulator": {"bench": 2, "cli": 13, "sim": 215},
     "seven experiments with computed answers": {"sim": 115},
     "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_500, "engine": 25, "scheduler": 240},
