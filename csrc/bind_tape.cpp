@@ -1,5 +1,8 @@
-// Recording and replaying native calls.
+// Recording and replaying native calls, and chains of replays.
+#include <nanobind/stl/array.h>
+
 #include "bind.h"
+#include "draft_chain.h"
 
 namespace nb = nanobind;
 
@@ -34,6 +37,32 @@ void bind_tape(nb::module_& m) {
           "Run them and return (mangled name of the op's arguments, seconds) of each, for benchmarks.",
           nb::arg("num_threads"), nb::arg("tokens"), nb::arg("logits"))
       .def("__len__", &Tape::size);
+  nb::class_<DraftChain>(m, "DraftChain", "Drafts one after another: recorded steps with sampling between them.")
+      .def(
+          "__init__",
+          [](DraftChain* chain, const Tape& tape, const std::string& isa, std::array<uintptr_t, 9> step,
+             int64_t max_blocks, int64_t block_size, uintptr_t logits, int64_t vocab, int64_t draft_vocab,
+             uintptr_t ids, uintptr_t slots, uintptr_t found, uintptr_t hidden, int64_t row_bytes) {
+            std::array<int64_t*, 9> of{};
+            for (size_t i = 0; i < of.size(); ++i) of[i] = at<int64_t>(step[i]);
+            const DraftChainArgs args{of[0], of[1], of[2], of[3], of[4], of[5], of[6], of[7],
+                                      of[8], max_blocks, block_size, at<const float>(logits), vocab, draft_vocab,
+                                      at<const int64_t>(ids), at<int64_t>(slots), at<const char>(found),
+                                      at<char>(hidden), row_bytes};
+            new (chain) DraftChain(tape, kernels_of<SamplingKernels>(isa), args);
+          },
+          "step: addresses of input_ids, positions, slot_blocks, slot_offsets, cu_seqlens, seq_lens, logits_indices, "
+          "the number of sequences and the block table.",
+          nb::keep_alive<1, 2>())
+      .def(
+          "run",
+          [](const DraftChain& chain, int num_threads, int64_t num_tokens, int64_t num_seqs, uintptr_t counts,
+             uintptr_t columns, uintptr_t spread, uintptr_t drafts) {
+            chain.run(num_threads, num_tokens, num_seqs, at<const int64_t>(counts), at<SampleRow>(columns),
+                      at<float>(spread), at<int64_t>(drafts));
+          },
+          "Run as many steps as the first sequence wants drafts; counts descend.",
+          nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire::cpu

@@ -18,6 +18,7 @@ from quire.kernels import registry
 from quire.kernels.sampling.noise import Streams, gumbel_argmax
 from quire.models.decoder import Decoder
 from quire.models.loader import iter_weights
+from quire.runner.draft_chain import DraftChain, can_chain
 from quire.runner.heads import HeadRunner, MedusaModel
 from quire.runner.input_batch import InputBatch, PreparedStep
 from quire.runner.memory import torch_dtype
@@ -60,6 +61,10 @@ class DraftModel:
         self.runner.record(self._inputs.buffers)
         self._sampler = Sampler(self._vocab_size, registry.choose(config.runner))
         self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
+        self._chain: DraftChain | None = None
+        recorded, backend = runner.recorded, registry.choose(config.runner).backend("sample")
+        if recorded is not None and can_chain(backend) and own_vocab_size == self._vocab_size:
+            self._chain = DraftChain(recorded, self._vocab_size, self._block_size, backend)
         self._last: tuple[PreparedStep, torch.Tensor, Edit, list[int]]  # of `forward`: logits, tokens
         self.filled, self._written = (np.zeros(config.cache.num_blocks, np.int32) for _ in range(2))  # slots
 
@@ -101,16 +106,42 @@ class DraftModel:
     def forward(self, rows: Sequence[Rows]) -> list[int]:
         """As `DraftForward.forward`."""
         seqs = [self._seq(each.seq_id) for each in rows]
-        plans = [
-            SeqPlan(seq.seq_id, seq.epoch, each.start, each.end - each.start)
-            for each, seq in zip(rows, seqs, strict=True)
-        ]
-        step = self._inputs.prepare(plans, seqs)
+        step = self._prepare(rows, seqs)
         ids = self._sample(step)
         for each, seq in zip(rows, seqs, strict=True):
             self._note(seq, each.end)
         found = dict(zip((seq.seq_id for seq in step.sampling), ids, strict=True))
         return [found.get(each.seq_id, -1) for each in rows]
+
+    def _prepare(self, rows: Sequence[Rows], seqs: Sequence[WorkerSeq]) -> PreparedStep:
+        plans = [
+            SeqPlan(seq.seq_id, seq.epoch, each.start, each.end - each.start)
+            for each, seq in zip(rows, seqs, strict=True)
+        ]
+        return self._inputs.prepare(plans, seqs)
+
+    def chains(self, rows: Sequence[Rows], counts: Sequence[int]) -> list[list[int]] | None:
+        """As `DraftForward.chains`: one native call, where nothing but the sampler has to look at the logits."""
+        seqs = [self._seq(each.seq_id) for each in rows]
+        if self._chain is None or self._keeps_probs or any(seq.processors is not None for seq in seqs):
+            return None
+        order = sorted(range(len(rows)), key=lambda place: -counts[place])
+        rows, seqs = [rows[place] for place in order], [seqs[place] for place in order]
+        step = self._prepare(rows, seqs)
+        if step.buffers is not self._chain.recorded.buffers or len(step.sampling) < len(rows):
+            return None
+        ends = [each.end + counts[place] - 1 for each, place in zip(rows, order, strict=True)]  # of rows
+        width = -(-(max(ends) - self._lag) // self._block_size)
+        table = self._seqs.block_tables[self._group]
+        step.buffers.block_tables[0][: len(rows), :width] = table[step.rows, :width]
+        if isinstance(self.runner, HeadRunner):
+            self.runner.place(step)
+        drafts = self._chain.run(step, np.array([counts[place] for place in order])).tolist()
+        found: list[list[int]] = [[]] * len(rows)
+        for place, seq, end, own in zip(order, seqs, ends, drafts, strict=True):
+            self._note(seq, end)
+            found[place] = own[: counts[place]]
+        return found
 
     def append(self, seq_id: int, token_id: int) -> None:
         """As `DraftForward.append`."""

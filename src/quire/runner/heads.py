@@ -26,6 +26,7 @@ from quire.layers.attention import StepBatch
 from quire.models.decoder import Decoder
 from quire.models.draft_head import DraftHead, MedusaHeads
 from quire.models.loader import iter_heads, read_d2t
+from quire.runner.draft_chain import Feedback, Recorded
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, reserve, torch_dtype
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
@@ -100,11 +101,27 @@ class HeadRunner:
             self._tape = StepTape(forward, buffers.max_tokens, buffers.max_seqs)
             self._buffers = buffers
 
+    @property
+    def recorded(self) -> Recorded | None:
+        """The recorded step; None: there is none. `place` comes before its replay."""
+        if self._tape is None or self._buffers is None:
+            return None
+        feedback = Feedback(self._slots, self._found, self.hidden.rows)
+        return Recorded(self._tape, self._buffers, self._ids, feedback)
+
+    def place(self, step: PreparedStep) -> None:
+        """Say to the recorded step where the rows of ``step`` read their hidden states."""
+        self._slots[: step.num_tokens] = self._slots_of(step)
+
+    def _slots_of(self, step: PreparedStep) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        buffers, count = step.buffers, step.num_tokens
+        return buffers.slot_blocks[0][:count] * self._block_size + buffers.slot_offsets[:count]
+
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> Tensor:
         """Compute the step; return its logits: fp32 ``[num_logits, vocab_size]``, −inf for ids it does not know."""
         buffers, count = step.buffers, step.num_tokens
-        slots = buffers.slot_blocks[0][:count] * self._block_size + buffers.slot_offsets[:count]
+        slots = self._slots_of(step)
         self._read_ahead(step, slots)
         if self._tape is not None and buffers is self._buffers:
             self._slots[:count] = slots

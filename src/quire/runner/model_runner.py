@@ -25,6 +25,7 @@ from quire.models.decoder import Decoder, Hidden
 from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
+from quire.runner.draft_chain import Recorded
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
 from quire.runner.sequences import WorkerSeq
@@ -149,6 +150,11 @@ class ModelRunner:
         else:
             self._taped, self._taped_hidden = buffers, self._hidden
             _log.info("a step is %d recorded calls", len(self.tape))
+
+    @property
+    def recorded(self) -> Recorded | None:
+        """The recorded step; None: there is none."""
+        return None if self.tape is None or self._taped is None else Recorded(self.tape, self._taped)
 
     def release(self, seq: WorkerSeq) -> None:
         """As `Runner.release`: nothing is kept elsewhere."""
