@@ -1,7 +1,7 @@
 """Let Quill continue passages of the training novels, for heads that learn from what it writes itself.
 
-Writes ``own.npy`` beside ``text.npy``: uint16 ``[samples, 1 + passage + tokens]``, each row ``<|bos|>``, a passage and its
-continuation. Of ten samples six have T = 0.8, three are greedy and one has T = 1.
+Writes ``own.npy`` beside ``text.npy``: uint16 ``[samples, 1 + passage + tokens]``, each row ``<|bos|>``, a passage and
+its continuation. Of ten samples six have T = 0.8, three are greedy and one has T = 1.
 
 Usage: ``python tools/quill/own_samples.py --data /tmp/quill``
 """

@@ -103,7 +103,9 @@ class HeadSpec:
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in memory."""
         formats = self.formats(dtype)
-        return sum(matrix_bytes(shape, dtype, formats.get(name, PLAIN)) for name, shape in self.shapes().items())
+        return sum(
+            matrix_bytes(shape, dtype, formats.get(name, PLAIN)) for name, shape in self.shapes().items()
+        )
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes beside each block of the model: K and V, and a hidden state of the model per token."""

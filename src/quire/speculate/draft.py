@@ -142,7 +142,11 @@ class DraftProposer:
         chunks = self._catch_up(wanted)
         last = {rows.seq_id: rows.end for rows in chunks}
         ready = [each for each in wanted if last.get(each.seq_id) == len(each.token_ids)]
-        if chunks and len(ready) == len(chunks) and not any(drafts[each.seq_id].takes_second for each in ready):
+        if (
+            chunks
+            and len(ready) == len(chunks)
+            and not any(drafts[each.seq_id].takes_second for each in ready)
+        ):
             limits = [self._limit(each) for each in ready]
             if (chains := self._model.chains(chunks, limits)) is not None:
                 for each, own in zip(ready, chains, strict=True):
