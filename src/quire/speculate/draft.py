@@ -149,8 +149,8 @@ class DraftProposer:
         ):
             limits = [self._limit(each) for each in ready]
             if (chains := self._model.chains(chunks, limits)) is not None:
-                for each, own in zip(ready, chains, strict=True):
-                    for token_id in own:
+                for each, token_ids in zip(ready, chains, strict=True):
+                    for token_id in token_ids:
                         drafts[each.seq_id].add(token_id, None)
                 return
         found = self._forward(chunks)

@@ -91,7 +91,9 @@ def planted(nodes: Sequence[Node], choices: Sequence[Sequence[int]]) -> tuple[Dr
     Where a head has fewer choices than the tree has room for, nodes are left out with all behind them.
     """
     kept: dict[int, int] = {ROOT: ROOT}
-    token_ids, parents, having = [], [], []
+    token_ids: list[int] = []
+    parents: list[int] = []
+    having: list[Node] = []
     for place, node in enumerate(nodes):
         if node.parent in kept and node.rank < len(choices[node.head]):
             kept[place] = len(token_ids)
