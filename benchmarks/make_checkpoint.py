@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -35,6 +35,13 @@ ARCHITECTURES = {
         vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
         head_dim=128, intermediate_size=3072, max_position_embeddings=40960, tie_word_embeddings=True,
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    ),
+    # Layers of Qwen3-30B-A3B, with a quarter of its experts.
+    "qwen3-moe-4x32": Qwen3MoeConfig(
+        vocab_size=32000, hidden_size=2048, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, moe_intermediate_size=768, num_experts=32, num_experts_per_tok=8, norm_topk_prob=True,
+        max_position_embeddings=40960, tie_word_embeddings=False, rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
     ),
     "smol-135m": LlamaConfig(
         vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,

@@ -32,6 +32,14 @@ void bind_collective(nb::module_& m) {
       "0 all_reduce, 1 all_gather, 2 reduce_scatter, 3 all_to_all, 4 send, 5 receive: csrc/cpu/collective.h.",
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
+      "gather_parts",
+      [](int num_threads, Channel& channel, uintptr_t y, const std::vector<int64_t>& begins) {
+        if (static_cast<int>(begins.size()) != channel.size() + 1) throw std::invalid_argument("one begin per member");
+        submit(num_threads, [&](ThreadPool& pool) { gather_parts(channel, at<char>(y), begins.data(), pool); });
+      },
+      "Every member's bytes [begins[r], begins[r + 1]) of y, of which its own are there already.",
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
       "local_ids",
       [](int num_threads, uintptr_t ids, uintptr_t y, int64_t rows, int64_t begin, int64_t end, int64_t other) {
         const LocalIdsArgs args{at<int64_t>(ids), at<int64_t>(y), rows, begin, end, other};

@@ -1,4 +1,5 @@
 // Mixture of experts.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
 #include "bind.h"
@@ -17,10 +18,18 @@ QuantizedFormat format_of(const FormatWords& words) {
   return {std::get<0>(words), std::get<1>(words), std::get<2>(words)};
 }
 
-ExpertsArgs shape_of(const std::string& type, int64_t tokens, int64_t hidden, int64_t inter, int64_t num_experts,
-                     int64_t top_k, const FormatWords& up, const FormatWords& down) {
+// (the ranks, address of the table, its width, address of the loads, number of experts).
+using PlaceWords = std::tuple<Channel*, uintptr_t, int64_t, uintptr_t, int64_t>;
+
+ExpertsArgs shape_of(const std::string& type, int64_t tokens, int64_t hidden, int64_t inter, int64_t slots,
+                     int64_t top_k, const FormatWords& up, const FormatWords& down,
+                     const std::optional<PlaceWords>& places) {
   ExpertsArgs args{};
-  args.tokens = tokens, args.hidden = hidden, args.inter = inter, args.experts = num_experts, args.top_k = top_k;
+  args.tokens = tokens, args.hidden = hidden, args.inter = inter, args.slots = slots, args.top_k = top_k;
+  if (places) {
+    const auto& [channel, table, width, loads, experts] = *places;
+    args.places = {channel, at<int64_t>(table), at<int64_t>(loads), experts, width};
+  }
   args.up_format = format_of(up), args.down_format = format_of(down);
   args.up_stride = std::get<3>(up), args.down_stride = std::get<3>(down);
   args.type = type_of(type);
@@ -54,18 +63,18 @@ void bind_moe(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "experts_scratch_bytes",
-      [](const std::string& type, int64_t tokens, int64_t hidden, int64_t inter, int64_t num_experts, int64_t top_k,
-         const FormatWords& up, const FormatWords& down) {
-        return experts_scratch_bytes(shape_of(type, tokens, hidden, inter, num_experts, top_k, up, down));
+      [](const std::string& type, int64_t tokens, int64_t hidden, int64_t inter, int64_t slots, int64_t top_k,
+         const FormatWords& up, const FormatWords& down, const std::optional<PlaceWords>& places) {
+        return experts_scratch_bytes(shape_of(type, tokens, hidden, inter, slots, top_k, up, down, places));
       },
       "Bytes of scratch memory that `experts` needs for as many tokens or fewer.");
   m.def(
       "experts",
       [](int num_threads, const std::string& isa, const std::string& type, uintptr_t x, int64_t x_stride,
          uintptr_t weights, uintptr_t ids, uintptr_t gate_up, uintptr_t down, int gate, uintptr_t y, uintptr_t scratch,
-         int64_t tokens, int64_t hidden, int64_t inter, int64_t num_experts, int64_t top_k, const FormatWords& up,
-         const FormatWords& down_format) {
-        ExpertsArgs args = shape_of(type, tokens, hidden, inter, num_experts, top_k, up, down_format);
+         int64_t tokens, int64_t hidden, int64_t inter, int64_t slots, int64_t top_k, const FormatWords& up,
+         const FormatWords& down_format, const std::optional<PlaceWords>& places) {
+        ExpertsArgs args = shape_of(type, tokens, hidden, inter, slots, top_k, up, down_format, places);
         args.x = at<void>(x), args.x_stride = x_stride;
         args.weights = at<float>(weights), args.ids = at<int64_t>(ids);
         args.gate_up = at<ExpertMatrix>(gate_up), args.down = at<ExpertMatrix>(down);
@@ -77,7 +86,7 @@ void bind_moe(nb::module_& m) {
         submit(num_threads, args, {&ExpertsArgs::tokens}, experts);
       },
       "y[tokens, hidden] = sum over a token's choices of weight * down(act(gate_up(x))); gate_up and down are tables of "
-      "four addresses an expert.",
+      "four addresses per expert; places None for one process.",
       nb::call_guard<nb::gil_scoped_release>());
 }
 

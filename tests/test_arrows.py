@@ -52,7 +52,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (5, ("lora", "sampling", "speculate", "runner")),
     (6, ("executor",)),
     (7, ("engine",)),
-    (8, ("quantize", "disagg", "jobs", "gateway", "bench", "sim", "api")),
+    (8, ("quantize", "disagg", "jobs", "gateway", "bench", "sim", "learn", "api")),
     (9, ("cockpit", "cli")),
 ]
 PLACE = {name: (line, column) for line, (_, names) in enumerate(LINES) for column, name in enumerate(names)}

@@ -18,6 +18,7 @@ from quire.cli import app
 from quire.cli.foreign import foreign_flags
 from quire.families import SUPPORTED
 from quire.families.gguf import BLOCK_TYPES
+from quire.learn.registry import SIMULATIONS
 from quire.text.output.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,6 +102,9 @@ def flags_by_command() -> dict[str, set[str]]:
             visit(child, f"{name} {word}")
 
     visit(typer.main.get_command(app), "quire")
+    controls = {control.flag for one in SIMULATIONS.values() for control in one.controls}
+    found["quire learn"] |= controls
+    found[""] |= controls
     return found
 
 

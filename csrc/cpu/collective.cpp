@@ -25,7 +25,7 @@ constexpr int kYields = 200;
 constexpr long kSleep_ns = 20'000'000;  // an abort without a wake-up is seen after that long
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define QUIRE_WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
+#define QUIRE_WIDE __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
 #define QUIRE_WIDE
 #endif
@@ -63,43 +63,68 @@ inline float load(uint16_t v) { return bf16_to_float(v); }
 inline void store(float v, float* y) { *y = v; }
 inline void store(float v, uint16_t* y) { *y = float_to_bf16(v); }
 
-// y = x_0 + x_1 + … in this order, in fp32, rounded once. `offset`: elements from the start of each slot.
+// The libraries' copy takes `rep movsb` for large sizes, which does not leave the lines in this core's cache.
+inline __attribute__((always_inline)) void copy_lines(const char* __restrict from, char* __restrict to, int64_t bytes) {
+  int64_t i = 0;
+  for (; i + 64 <= bytes; i += 64) __builtin_memcpy(to + i, from + i, 64);
+  for (; i < bytes; ++i) to[i] = from[i];
+}
+
+QUIRE_WIDE void copy(const char* from, char* to, int64_t bytes) { copy_lines(from, to, bytes); }
+
+// y = x_0 + x_1 + … in this order, in fp32, rounded once; z = y where it is not null, which may lie over what has been
+// added up. `offset`: elements from the start of each slot.
 template <typename In, typename Out>
-inline __attribute__((always_inline)) void sum_into(const char* const* parts, int count, int64_t offset, Out* y,
-                                                    int64_t n) {
-  const In* a = reinterpret_cast<const In*>(parts[0]) + offset;
-  if (count == 2) {
-    const In* b = reinterpret_cast<const In*>(parts[1]) + offset;
-    for (int64_t i = 0; i < n; ++i) store(load(a[i]) + load(b[i]), y + i);
-    return;
-  }
+inline __attribute__((always_inline)) void sum_into(const char* const* parts, int count, int64_t offset,
+                                                    Out* __restrict y, Out* z, int64_t n) {
   constexpr int64_t kAtOnce = 256;
-  float total[kAtOnce];
+  alignas(64) float total[kAtOnce];
   for (int64_t start = 0; start < n; start += kAtOnce) {
     const int64_t m = std::min(kAtOnce, n - start);
-    for (int64_t i = 0; i < m; ++i) total[i] = load(a[start + i]);
-    for (int r = 1; r < count; ++r) {
-      const In* b = reinterpret_cast<const In*>(parts[r]) + offset + start;
-      for (int64_t i = 0; i < m; ++i) total[i] += load(b[i]);
+    const In* a = reinterpret_cast<const In*>(parts[0]) + offset + start;
+    const In* b = reinterpret_cast<const In*>(parts[1]) + offset + start;
+    if constexpr (std::is_same_v<Out, float>) {
+      if (count == 2 && z != nullptr) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < m; ++i) y[start + i] = z[start + i] = load(a[i]) + load(b[i]);
+        continue;
+      }
+    }
+    for (int64_t i = 0; i < m; ++i) total[i] = load(a[i]) + load(b[i]);
+    for (int r = 2; r < count; ++r) {
+      const In* c = reinterpret_cast<const In*>(parts[r]) + offset + start;
+      for (int64_t i = 0; i < m; ++i) total[i] += load(c[i]);
     }
     for (int64_t i = 0; i < m; ++i) store(total[i], y + start + i);
+    if (z != nullptr) {
+      copy_lines(reinterpret_cast<const char*>(y + start), reinterpret_cast<char*>(z + start), m * int64_t(sizeof(Out)));
+    }
   }
 }
 
-QUIRE_WIDE void sum_ff(const char* const* p, int c, int64_t o, float* y, int64_t n) { sum_into<float>(p, c, o, y, n); }
-QUIRE_WIDE void sum_fb(const char* const* p, int c, int64_t o, uint16_t* y, int64_t n) { sum_into<float>(p, c, o, y, n); }
-QUIRE_WIDE void sum_bb(const char* const* p, int c, int64_t o, uint16_t* y, int64_t n) {
-  sum_into<uint16_t>(p, c, o, y, n);
+QUIRE_WIDE void sum_ff(const char* const* p, int c, int64_t o, float* y, float* z, int64_t n) {
+  sum_into<float>(p, c, o, y, z, n);
 }
-QUIRE_WIDE void sum_bf(const char* const* p, int c, int64_t o, float* y, int64_t n) { sum_into<uint16_t>(p, c, o, y, n); }
+QUIRE_WIDE void sum_fb(const char* const* p, int c, int64_t o, uint16_t* y, uint16_t* z, int64_t n) {
+  sum_into<float>(p, c, o, y, z, n);
+}
+QUIRE_WIDE void sum_bb(const char* const* p, int c, int64_t o, uint16_t* y, uint16_t* z, int64_t n) {
+  sum_into<uint16_t>(p, c, o, y, z, n);
+}
+QUIRE_WIDE void sum_bf(const char* const* p, int c, int64_t o, float* y, float* z, int64_t n) {
+  sum_into<uint16_t>(p, c, o, y, z, n);
+}
 
-void sum(const CollectiveArgs& a, const char* const* parts, int count, int64_t offset, int64_t at, int64_t n) {
-  if (a.from == Type::f32) {
-    if (a.to == Type::f32) sum_ff(parts, count, offset, static_cast<float*>(a.y) + at, n);
-    else sum_fb(parts, count, offset, static_cast<uint16_t*>(a.y) + at, n);
+// `y` and `z` are of the type `a.to`.
+void sum(const CollectiveArgs& a, const char* const* parts, int count, int64_t offset, char* y, char* z, int64_t n) {
+  if (a.to == Type::f32) {
+    float *to = reinterpret_cast<float*>(y), *also = reinterpret_cast<float*>(z);
+    if (a.from == Type::f32) sum_ff(parts, count, offset, to, also, n);
+    else sum_bf(parts, count, offset, to, also, n);
   } else {
-    if (a.to == Type::f32) sum_bf(parts, count, offset, static_cast<float*>(a.y) + at, n);
-    else sum_bb(parts, count, offset, static_cast<uint16_t*>(a.y) + at, n);
+    uint16_t *to = reinterpret_cast<uint16_t*>(y), *also = reinterpret_cast<uint16_t*>(z);
+    if (a.from == Type::f32) sum_fb(parts, count, offset, to, also, n);
+    else sum_bb(parts, count, offset, to, also, n);
   }
 }
 
@@ -122,22 +147,22 @@ void fill(const CollectiveArgs& a, char* slot, int64_t begin, int64_t end, Threa
 // What the members' slots make of the rows [begin, end) of y.
 void combine(const CollectiveArgs& a, const char* const* parts, int64_t begin, int64_t end, ThreadPool& pool) {
   const int members = a.channel->size(), me = a.channel->index();
-  const int64_t size = width(a.from);
+  const int64_t size = width(a.from), to = width(a.to);
   pool.run([&](int thread, int n) {
     const Range mine = share(end - begin, thread, n);
+    char* y = static_cast<char*>(a.y) + begin * a.y_stride * to;
     if (a.what == Collective::reduce && a.y_stride == a.out) {
-      sum(a, parts, members, mine.begin * a.in, (begin + mine.begin) * a.out, (mine.end - mine.begin) * a.in);
+      sum(a, parts, members, mine.begin * a.in, y + mine.begin * a.out * to, nullptr, (mine.end - mine.begin) * a.in);
       return;
     }
     for (int64_t i = mine.begin; i < mine.end; ++i) {
-      const int64_t to = (begin + i) * a.y_stride;
-      char* row = static_cast<char*>(a.y) + to * size;
+      char* row = y + i * a.y_stride * to;
       switch (a.what) {
         case Collective::reduce:
-          sum(a, parts, members, i * a.in, to, a.in);
+          sum(a, parts, members, i * a.in, row, nullptr, a.in);
           break;
         case Collective::scatter:
-          sum(a, parts, members, i * a.in + me * a.out, to, a.out);
+          sum(a, parts, members, i * a.in + me * a.out, row, nullptr, a.out);
           break;
         case Collective::gather:
           for (int r = 0; r < members && r * a.in < a.out; ++r) {
@@ -153,6 +178,61 @@ void combine(const CollectiveArgs& a, const char* const* parts, int64_t begin, i
       }
     }
   });
+}
+
+constexpr int64_t kBlock = 256;  // elements; a block's result lies at the start of the block
+
+// Call work(first, count) for the blocks of elements [begin, end).
+template <typename F>
+void over_blocks(int64_t begin, int64_t end, const F& work) {
+  for (int64_t at = begin; at < end; at += kBlock) work(at, std::min(kBlock, end - at));
+}
+
+// The elements that `member` sums: whole blocks.
+Range part_of(int64_t n, int member, int members) {
+  const Range blocks = share((n + kBlock - 1) / kBlock, member, members);
+  return {std::min(n, blocks.begin * kBlock), std::min(n, blocks.end * kBlock)};
+}
+
+// The sum of x [n] into y [n], whose elements are no wider, each member summing a part of it: see the header.
+void reduce_in_parts(const CollectiveArgs& a, const char* x, char* y, int64_t n, ThreadPool& pool) {
+  Channel& channel = *a.channel;
+  const int members = channel.size(), me = channel.index(), next = (me + 1) % members;
+  const int64_t from = width(a.from), to = width(a.to);
+  const uint32_t message = channel.next();
+  const Range mine = part_of(n, me, members);
+  pool.run([&](int thread, int threads) {
+    char* slot = channel.slot(me, message);
+    for (int r = 0; r < members; ++r) {
+      if (r == me) continue;
+      const Range part = part_of(n, r, members);
+      const Range own = part_of(part.end - part.begin, thread, threads);
+      const int64_t at = (part.begin + own.begin) * from;
+      copy(x + at, slot + at, (own.end - own.begin) * from);
+    }
+  });
+  channel.exchange();
+  std::vector<const char*> parts(members);
+  for (int r = 0; r < members; ++r) parts[r] = r == me ? x : channel.slot(r, message);
+  pool.run([&](int thread, int threads) {
+    const Range own = part_of(mine.end - mine.begin, thread, threads);
+    char* slot = channel.slot(next, message);
+    over_blocks(mine.begin + own.begin, mine.begin + own.end, [&](int64_t at, int64_t count) {
+      sum(a, parts.data(), members, at, y + at * to, slot + at * from, count);
+    });
+  });
+  channel.exchange();
+  pool.run([&](int thread, int threads) {
+    for (int r = 0; r < members; ++r) {
+      if (r == me) continue;
+      const Range part = part_of(n, r, members), own = part_of(part.end - part.begin, thread, threads);
+      const char* slot = channel.slot((r + 1) % members, message);
+      over_blocks(part.begin + own.begin, part.begin + own.end, [&](int64_t at, int64_t count) {
+        copy(slot + at * from, y + at * to, count * to);
+      });
+    }
+  });
+  if (members > 2) channel.skip();
 }
 
 }  // namespace
@@ -240,6 +320,12 @@ void collective(const CollectiveArgs& a, ThreadPool& pool) {
       channel.release();
       continue;
     }
+    if (a.what == Collective::reduce && a.x_stride == a.in && a.y_stride == a.out && width(a.to) <= width(a.from) &&
+        (end - begin) * a.in >= channel.size() * kBlock) {
+      reduce_in_parts(a, static_cast<const char*>(a.x) + begin * row_bytes,
+                      static_cast<char*>(a.y) + begin * a.out * width(a.to), (end - begin) * a.in, pool);
+      continue;
+    }
     if (one_way) channel.wait_for_room();
     fill(a, channel.slot(channel.index(), channel.next()), begin, end, pool);
     if (one_way) {
@@ -250,6 +336,30 @@ void collective(const CollectiveArgs& a, ThreadPool& pool) {
     const uint32_t message = channel.next() - 1;
     for (int r = 0; r < channel.size(); ++r) parts[r] = channel.slot(r, message);
     combine(a, parts.data(), begin, end, pool);
+  }
+}
+
+void gather_parts(Channel& channel, char* y, const int64_t* begins, ThreadPool& pool) {
+  const int members = channel.size(), me = channel.index();
+  int64_t longest = 0;
+  for (int r = 0; r < members; ++r) longest = std::max(longest, begins[r + 1] - begins[r]);
+  const int64_t at_once = channel.slot_bytes();
+  for (int64_t done = 0; done < longest; done += at_once) {
+    auto piece = [&](int r) { return std::clamp<int64_t>(begins[r + 1] - begins[r] - done, 0, at_once); };
+    char* own = channel.slot(me, channel.next());
+    pool.run([&](int thread, int n) {
+      const Range mine = share(piece(me), thread, n);
+      std::memcpy(own + mine.begin, y + begins[me] + done + mine.begin, mine.end - mine.begin);
+    });
+    channel.exchange();
+    const uint32_t message = channel.next() - 1;
+    pool.run([&](int thread, int n) {
+      for (int r = 0; r < members; ++r) {
+        if (r == me) continue;
+        const Range mine = share(piece(r), thread, n);
+        std::memcpy(y + begins[r] + done + mine.begin, channel.slot(r, message) + mine.begin, mine.end - mine.begin);
+      }
+    });
   }
 }
 

@@ -9,6 +9,12 @@
 // Bytes per element and rank: one write of the own rows, one read of each member's. The bound is the time that a core
 // takes to read what another core has just written.
 //
+// A sum of contiguous rows is cut into parts, and each member adds up one of them for all. A rank writes the parts of the
+// others, waits, adds up its own part from their slots, and leaves the result in the slot of the next member, over the
+// lines that it has just read; it waits again, and reads the other results. So with two members a line moves between the
+// cores twice per message, once with what is added and once with the result. With more members a rank may still read
+// results when another one begins the next message, so that message takes the other slot (`skip`).
+//
 // A wait spins briefly, then yields its core, then sleeps in the kernel; it ends when the segment's abort word is set or
 // the time limit has passed, with an exception.
 #pragma once
@@ -50,6 +56,9 @@ class Channel {
   // The own slot of message next() is written: tell the members, and wait for theirs.
   void exchange();
 
+  // A number that no message gets.
+  void skip() { ++sent_; }
+
   // One way, to member index + 1 and from member index - 1. A sender is at most two messages ahead. A channel is used
   // either so or for exchanges, since they count and reuse the slots differently.
   void wait_for_room() const;  // in the slot of next()
@@ -89,6 +98,10 @@ struct CollectiveArgs {
 };
 
 void collective(const CollectiveArgs& args, ThreadPool& pool);
+
+// Every member's part of y, whatever the sizes: member r has the bytes [begins[r], begins[r + 1]), and its own are there
+// already. All members know `begins`, of size() + 1.
+void gather_parts(Channel& channel, char* y, const int64_t* begins, ThreadPool& pool);
 
 // Rows of a table that has the ids begin <= id < end: y = id - begin, or `other` for ids of other ranks.
 struct LocalIdsArgs {

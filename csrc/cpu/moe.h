@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cpu/collective.h"
 #include "cpu/gated.h"
 #include "cpu/linear.h"
 #include "cpu/quantized.h"
@@ -38,14 +39,23 @@ struct ExpertMatrix {
   const float *bias, *scale, *offset;
 };
 
+// The experts of a layer over several ranks. Slots are numbered rank by rank, as many on each; an expert may have several
+// slots (replicas), and shares its rows out among them in turn. All ranks have the same rows and the same table.
+struct ExpertPlaces {
+  Channel* channel = nullptr;  // null: one process, where expert e is slot e
+  const int64_t* table;        // [experts, width]: the number of an expert's slots, then their numbers
+  int64_t* loads;              // [experts]: rows that chose an expert are added
+  int64_t experts, width;
+};
+
 struct ExpertsArgs {
   const void* x;         // [tokens, hidden], rows x_stride apart
   const float* weights;  // [tokens, top_k]
   const int64_t* ids;    // [tokens, top_k]
-  const ExpertMatrix *gate_up, *down;  // [experts]
+  const ExpertMatrix *gate_up, *down;  // of the slots on this rank
   void* y;                             // [tokens, hidden]
   char* scratch;                       // experts_scratch_bytes(), aligned to 64
-  int64_t tokens, hidden, inter, experts, top_k, x_stride;
+  int64_t tokens, hidden, inter, slots, top_k, x_stride;  // slots: of all ranks
   int64_t up_stride, down_stride;         // of int8 rows, where the matrix is quantized
   QuantizedFormat up_format, down_format;  // bits 0: not quantized
   Gate gate;
@@ -53,10 +63,12 @@ struct ExpertsArgs {
   const LinearKernels* linear;
   const QuantizedKernels* quantized;
   const GatedKernels* gated;
+  ExpertPlaces places;
 };
 
 // y = sum_j weights[:, j] * down(act(gate_up(x))) with the expert ids[:, j]. Every expert that was chosen multiplies
-// the rows that chose it, and no others.
+// the rows that chose it, and no others. Over several ranks each multiplies with the experts of its own slots, the
+// results are exchanged, and every rank has the whole of y.
 void experts(const ExpertsArgs& args, ThreadPool& pool);
 
 int64_t experts_scratch_bytes(const ExpertsArgs& args);

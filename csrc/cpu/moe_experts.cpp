@@ -3,8 +3,13 @@
 //
 // Bytes: the weights of the experts that are chosen, once each; rows stay in cache. Nothing is padded. Bound: memory
 // bandwidth for few rows per expert, the dot units for many.
+//
+// Over several ranks all sort all pairs, by slot, so the results of a rank are consecutive, and every rank knows where
+// each result lies. Each multiplies its own pairs, and one gather_parts completes the results: tokens * top_k * hidden
+// elements in all ranks together. The weighted sum is then that of one process, in the order of a token's choices.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "cpu/bf16.h"
 #include "cpu/moe.h"
@@ -28,7 +33,8 @@ int64_t whole_lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine;
 struct Layout {
   explicit Layout(const ExpertsArgs& a) {
     const int64_t pairs = a.tokens * a.top_k, size = element_bytes(a.type), rows = a.tokens;
-    starts = take((a.experts + 1) * 8);
+    starts = take((a.slots + 1) * 8);
+    if (a.places.channel != nullptr) slot_of = take(pairs * 8), seen = take(a.places.experts * 8);
     order = take(pairs * 8);
     places = take(pairs * 8);
     if (a.up_format.bits != 0) {
@@ -54,7 +60,7 @@ struct Layout {
     return start;
   }
 
-  int64_t starts = 0, order = 0, places = 0, all_q = 0, all_scale = 0, all_sums = 0, in_q = 0, in_scale = 0, in_sums = 0;
+  int64_t slot_of = 0, seen = 0, starts = 0, order = 0, places = 0, all_q = 0, all_scale = 0, all_sums = 0, in_q = 0, in_scale = 0, in_sums = 0;
   int64_t in = 0, gate_up = 0, act_q = 0, act_scale = 0, act_sums = 0, act = 0, out = 0, total = 0;
 };
 
@@ -83,15 +89,23 @@ class Experts {
                              pool_);
     }
     const int64_t* starts = at<int64_t>(at_.starts);
-    for (int64_t e = 0; e < a_.experts; ++e) {
-      const int64_t count = starts[e + 1] - starts[e];
+    Channel* channel = a_.places.channel;
+    const int64_t each = channel == nullptr ? a_.slots : a_.slots / channel->size();  // slots of a rank
+    const int64_t first = channel == nullptr ? 0 : each * channel->index();
+    for (int64_t e = 0; e < each; ++e) {
+      const int64_t start = starts[first + e], count = starts[first + e + 1] - start;
       if (count == 0) continue;
-      gather(starts[e], count);
+      gather(start, count);
       multiply(a_.gate_up[e], a_.up_format, at_.in, {at_.in_q, at_.in_scale, at_.in_sums}, a_.up_stride, count,
                2 * a_.inter, a_.hidden, at<char>(at_.gate_up));
       activate(count);
       multiply(a_.down[e], a_.down_format, at_.act, {at_.act_q, at_.act_scale, at_.act_sums}, a_.down_stride, count,
-               a_.hidden, a_.inter, at<char>(at_.out) + starts[e] * a_.hidden * element_bytes(a_.type));
+               a_.hidden, a_.inter, at<char>(at_.out) + start * a_.hidden * element_bytes(a_.type));
+    }
+    if (channel != nullptr) {
+      std::vector<int64_t> begins(channel->size() + 1);
+      for (int r = 0; r <= channel->size(); ++r) begins[r] = starts[r * each] * a_.hidden * element_bytes(a_.type);
+      gather_parts(*channel, at<char>(at_.out), begins.data(), pool_);
     }
     if (a_.type == Type::f32) {
       combine<float>();
@@ -114,19 +128,34 @@ class Experts {
     return {at<int8_t>(q), at<float>(scale), at<int32_t>(sums), stride};
   }
 
-  // Counting sort: order[i] is the i-th (token, choice) pair, expert by expert; places is its inverse.
+  // The slot of each pair. The c-th row of an expert goes to its slot c modulo their number.
+  const int64_t* place_pairs(int64_t pairs) {
+    const ExpertPlaces& places = a_.places;
+    if (places.channel == nullptr) return a_.ids;
+    int64_t *slot_of = at<int64_t>(at_.slot_of), *seen = at<int64_t>(at_.seen);
+    std::fill_n(seen, places.experts, 0);
+    for (int64_t p = 0; p < pairs; ++p) {
+      const int64_t* row = places.table + a_.ids[p] * places.width;
+      slot_of[p] = row[1 + seen[a_.ids[p]]++ % row[0]];
+    }
+    for (int64_t e = 0; e < places.experts; ++e) places.loads[e] += seen[e];
+    return slot_of;
+  }
+
+  // Counting sort: order[i] is the i-th (token, choice) pair, slot by slot; places is its inverse.
   void sort_pairs() {
     int64_t *starts = at<int64_t>(at_.starts), *order = at<int64_t>(at_.order), *places = at<int64_t>(at_.places);
     const int64_t pairs = a_.tokens * a_.top_k;
-    std::fill_n(starts, a_.experts + 1, 0);
-    for (int64_t p = 0; p < pairs; ++p) ++starts[a_.ids[p] + 1];
-    for (int64_t e = 0; e < a_.experts; ++e) starts[e + 1] += starts[e];
+    const int64_t* slot_of = place_pairs(pairs);
+    std::fill_n(starts, a_.slots + 1, 0);
+    for (int64_t p = 0; p < pairs; ++p) ++starts[slot_of[p] + 1];
+    for (int64_t e = 0; e < a_.slots; ++e) starts[e + 1] += starts[e];
     for (int64_t p = 0; p < pairs; ++p) {
-      const int64_t place = starts[a_.ids[p]]++;
+      const int64_t place = starts[slot_of[p]]++;
       order[place] = p;
       places[p] = place;
     }
-    std::copy_backward(starts, starts + a_.experts, starts + a_.experts + 1);  // each start has become the next one
+    std::copy_backward(starts, starts + a_.slots, starts + a_.slots + 1);  // each start has become the next one
     starts[0] = 0;
   }
 

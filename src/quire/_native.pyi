@@ -67,7 +67,12 @@ def attention(
     num_threads: int, isa: str, q_bf16: bool, kv_bf16: bool, tiles: bool, int8: bool, q: int, q_stride: int,
     pieces: int, block_stride: int, piece_stride: int, sinks: int, y: int, cu_seqlens_q: int, seq_lens: int,
     block_table: int, extents: int, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int,
-    block_size: int, window: int, scale: float, cap: float, v_in_k: bool, /,
+    block_size: int, window: int, scale: float, cap: float, v_in_k: bool, stripe_index: int, stripe_count: int,
+    partial: bool, /,
+) -> None: ...  # fmt: skip
+def merge_attention(
+    num_threads: int, isa: str, bf16: bool, parts: int, sinks: int, y: int, tokens: int, ranks: int, num_heads: int,
+    v_head_dim: int, /,
 ) -> None: ...  # fmt: skip
 def gather(
     num_threads: int, isa: str, bf16: bool, table: int, stride: int, ids: int, y: int, rows: int, size: int, /,
@@ -104,13 +109,14 @@ def route(
     groups: int, top_groups: int, group_by_two: bool, normalize: bool, scale: float, weights: int, ids: int, /,
 ) -> None: ...  # fmt: skip
 def experts_scratch_bytes(
-    type: str, tokens: int, hidden: int, inter: int, num_experts: int, top_k: int, up: tuple[int, int, bool,
-    int], down: tuple[int, int, bool, int], /,
+    type: str, tokens: int, hidden: int, inter: int, slots: int, top_k: int, up: tuple[int, int, bool,
+    int], down: tuple[int, int, bool, int], places: tuple[Channel, int, int, int, int] | None, /,
 ) -> int: ...  # fmt: skip
 def experts(
     num_threads: int, isa: str, type: str, x: int, x_stride: int, weights: int, ids: int, gate_up: int,
-    down: int, gate: int, y: int, scratch: int, tokens: int, hidden: int, inter: int, num_experts: int,
-    top_k: int, up: tuple[int, int, bool, int], down_format: tuple[int, int, bool, int], /,
+    down: int, gate: int, y: int, scratch: int, tokens: int, hidden: int, inter: int, slots: int, top_k: int,
+    up: tuple[int, int, bool, int], down_format: tuple[int, int, bool, int],
+    places: tuple[Channel, int, int, int, int] | None, /,
 ) -> None: ...  # fmt: skip
 def add_lora(
     num_threads: int, isa: str, bf16: bool, x: int, x_stride: int, y: int, y_stride: int, h: int, a: int,
@@ -135,6 +141,7 @@ def collective(
     num_threads: int, channel: Channel, what: int, x: int, x_stride: int, from_bf16: bool, y: int, y_stride: int,
     to_bf16: bool, rows: int, inputs: int, outputs: int, /,
 ) -> None: ...  # fmt: skip
+def gather_parts(num_threads: int, channel: Channel, y: int, begins: Sequence[int], /) -> None: ...
 def local_ids(
     num_threads: int, ids: int, y: int, rows: int, begin: int, end: int, other: int, /
 ) -> None: ...  # fmt: skip

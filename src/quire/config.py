@@ -41,7 +41,7 @@ class CacheConfig:
     """The block pool, in blocks, never in bytes. ``windows`` has one entry per cache group (None: full)."""
 
     num_blocks: int
-    block_size: int = 16  # tokens
+    block_size: int = 16  # tokens, over all ranks that share a sequence's cache
     windows: tuple[int | None, ...] = (None,)
     enable_prefix_caching: bool = True
     model_key: str = ""  # enters every block hash: model, dtype, quantization
@@ -174,6 +174,14 @@ class RayConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """How whole experts are balanced over the ranks of the ep axis (docs/parallel.md)."""
+
+    moves: bool  # False: their load is measured only
+    step_interval: int  # steps whose tokens are counted together
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The whole configuration of an engine."""
 
@@ -189,6 +197,7 @@ class EngineConfig:
     recorder: RecorderConfig | None = None  # None: steps are not recorded
     ray: RayConfig | None = None  # None: the ranks run on this machine
     topology: Topology = field(default_factory=Topology)  # how the model is cut over ranks
+    experts: ExpertsConfig | None = None  # None: every expert is on one rank, or cut over all
 
     @property
     def determinism(self) -> Determinism:

@@ -150,7 +150,8 @@ class SamplingParams(Sampling):
         return Sampling(**{**values, "eos_token_ids": () if self.ignore_eos else eos_token_ids})
 
 
-_RANGES: dict[str, tuple[float, float, str]] = {
+# What each number may be; None is allowed where the field's type says so.
+RANGES: dict[str, tuple[float, float, str]] = {
     "n": (1, MAX_N, f"an integer in 1…{MAX_N}"),
     "temperature": (0.0, 100.0, "a number in 0…100 (0 is greedy)"),
     "top_p": (math.ulp(0.0), 1.0, "a number in (0, 1]"),
@@ -162,8 +163,13 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "frequency_penalty": (-2.0, 2.0, "a number in -2…2"),
     "repetition_penalty": (1e-6, 1e6, "a number in 0.000001…1000000"),  # smaller ones overflow a logit
     "min_tokens": (0, 2**31, "an integer ≥ 0"),
+    "max_tokens": (1, 2**31, f"an integer in 1…{2**31}, or null"),
+    "seed": (-(2**63), SEED_MAX, f"an integer in {-(2**63)}…{SEED_MAX}, or null"),
+    "logprobs": (0, MAX_LOGPROBS, f"an integer in 0…{MAX_LOGPROBS}, or null"),
+    "prompt_logprobs": (0, MAX_LOGPROBS, f"an integer in 0…{MAX_LOGPROBS}, or null"),
 }
-_INTEGERS = {"n", "top_k", "min_tokens"}
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
+_INTEGERS = {"n", "top_k", "min_tokens", *_OPTIONAL}
 
 
 def _bad(param: str, value: Any, allowed: str) -> RequestError:
@@ -179,20 +185,15 @@ def _is_int(value: Any) -> bool:
 
 
 def _check(params: SamplingParams) -> None:
-    for name, (low, high, allowed) in _RANGES.items():
+    for name, (low, high, allowed) in RANGES.items():
         value = getattr(params, name)
+        if value is None and name in _OPTIONAL:
+            continue
+        if name == "max_tokens" and params.prompt_logprobs is not None:
+            low, allowed = 0, allowed.replace("1", "0", 1)
         number = _is_int(value) if name in _INTEGERS else (_is_int(value) or isinstance(value, float))
         if not number or not low <= value <= high:
             raise _bad(name, value, allowed)
-    for name, low, high in (
-        ("max_tokens", 1 if params.prompt_logprobs is None else 0, 2**31),
-        ("seed", -(2**63), SEED_MAX),
-        ("logprobs", 0, MAX_LOGPROBS),
-        ("prompt_logprobs", 0, MAX_LOGPROBS),
-    ):
-        value = getattr(params, name)
-        if value is not None and not (_is_int(value) and low <= value <= high):
-            raise _bad(name, value, f"an integer in {low}…{high}, or null")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise _bad("min_tokens", params.min_tokens, f"at most max_tokens = {params.max_tokens}")
     for token_id, bias in params.logit_bias.items():
@@ -233,6 +234,12 @@ _NOT_WITH_BEAMS = (
 
 
 _DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
+# The values that beam search accepts of each.
+BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{name: (_DEFAULTS[name],) for name in _NOT_WITH_BEAMS},
+    "temperature": (0.0, _DEFAULTS["temperature"]),
+    "logit_bias": ({},),
+}
 
 
 def _check_choice(params: SamplingParams) -> None:
@@ -250,9 +257,8 @@ def _check_choice(params: SamplingParams) -> None:
             if getattr(params, name) != neutral:
                 raise _bad(name, getattr(params, name), f"{neutral!r} without use_beam_search")
         return
-    for name in _NOT_WITH_BEAMS:
-        value, default = getattr(params, name), {} if name == "logit_bias" else _DEFAULTS[name]
-        neutrals = (0.0, default) if name == "temperature" else (default,)
+    for name, neutrals in BEAM_NEUTRAL.items():
+        value = getattr(params, name)
         if value not in neutrals:
             allowed = " or ".join(repr(neutral) for neutral in neutrals)
             raise _bad(name, value, f"{allowed} with use_beam_search")

@@ -41,8 +41,32 @@ def test_every_used_field_is_described(path: str, described: dict[str, Any]) -> 
     name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
     properties = schemas[name]["properties"]
     for field, rule in table_of(BODIES[path].model).items():
-        if rule.use is not Use.REFUSED:
+        if rule.use is Use.MAPPED:
+            assert field in properties[rule.used_as]["x-other-names"], f"{path}: {field}"
+        elif rule.use is not Use.REFUSED:
             assert field in properties, f"{path}: {field}"
+
+
+def test_lists_and_objects_say_what_they_hold(described: dict[str, Any]) -> None:
+    """A list or an object of anything is one that no table describes."""
+    open_ended = {"chat_template_kwargs", "documents", "metadata", "structures", "triggers"}
+    schemas = described["components"]["schemas"]
+    for model, schema in schemas.items():
+        for field, given in schema.get("properties", {}).items():
+            for branch in given.get("anyOf", [given]):
+                bare = branch.get("items") == {} and "maxItems" not in branch
+                assert not bare or field in open_ended or "Error" in model, f"{model}.{field}"
+
+
+def test_description_follows_the_model() -> None:
+    frontend = FakeFrontend(lambda *_: say("ok"), max_model_len=77)
+    schemas = Api(frontend).call("GET", "/openapi.json").json()["components"]["schemas"]
+    assert schemas["Model"]["enum"] == ["tiny", "alias"]
+    assert schemas["TokenId"]["maximum"] == 256
+    limits = schemas["ChatRequest"]["properties"]["max_tokens"]["anyOf"][0]
+    assert (limits["minimum"], limits["maximum"]) == (1, 76)
+    assert schemas["CompletionRequest"]["properties"]["suffix"]["$ref"].endswith("/Suffix")
+    assert schemas["Suffix"] == {"const": ""}
 
 
 def test_references_lead_somewhere(described: dict[str, Any]) -> None:

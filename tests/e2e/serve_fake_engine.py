@@ -1,6 +1,6 @@
 """A server with a real frontend and engine process over the fake executor: tokens from a hash, over real pages.
 
-``python -m tests.e2e.serve_fake_engine MODEL TEMPLATE STEP_MS BATCH_DIR``
+``python -m tests.e2e.serve_fake_engine MODEL TEMPLATE STEP_MS BATCH_DIR [MAX_MODEL_LEN]``
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from quire.engine.process import ProcessClient
 from quire.metrics.log import configure as configure_log
 
 
-def main(model: str, template: str, step_ms: str, batch_dir: str) -> int:
+def main(model: str, template: str, step_ms: str, batch_dir: str, max_model_len: str = "512") -> int:
     configure_log("info")
-    args = EngineArgs(model=model, num_kv_blocks=512, max_model_len=512)
+    args = EngineArgs(model=model, num_kv_blocks=512, max_model_len=int(max_model_len))
     config, checkpoint = configure(args, detect_device())
     client = ProcessClient(config, executor=f"{FAKE}@{step_ms}")
     text = load_text(args, config, checkpoint, names=("tiny",), chat_template=template)

@@ -23,7 +23,7 @@ from tests.e2e.live import LiveServer
 
 from quire.models.hub import quill_path
 
-schemathesis = pytest.importorskip("schemathesis", reason="not installed: `make fuzz` does it")
+schemathesis = pytest.importorskip("schemathesis", reason="not installed: `make dev` does it")
 
 NUM_REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "20000"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))

@@ -16,14 +16,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from quire.clock import VirtualClock
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ExpertsConfig
 from quire.kernels.collective.native import attach
 from quire.kernels.threads import choose_threads
-from quire.layers.weights import TensorParallel
+from quire.layers.context import context_parallel
+from quire.layers.weights import tensor_parallel
+from quire.metrics.engine_stats import LayerLoad
 from quire.models.loader import iter_weights
 from quire.parallel.segment import Segment, remove
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
+from quire.runner.expert_balance import ExpertBalancer
 from quire.runner.memory import torch_dtype
 from quire.runner.model_runner import ModelRunner, rank_config
 from quire.runner.worker import Worker
@@ -38,11 +41,27 @@ def build(config: EngineConfig, segment: Segment, rank: int) -> Worker:
     choose_threads(config.runner.num_threads, torch_is_heavy=config.runner.backend == "reference")
     model = config.model
     mine = shard(model.spec, segment.topology, rank, model.formats)
-    group = attach(segment, rank, LIMIT_S).group("tp")
-    tp = None if group is None else TensorParallel(group, mine)
+    groups = attach(segment, rank, LIMIT_S)
     weights = iter_weights(model, torch_dtype(model.dtype), cuts=mine.cuts)
-    runner = partial(ModelRunner, tp=tp)
-    return Worker(rank_config(config, mine), weights, VirtualClock(), runner, shard=mine)
+    cp = context_parallel(groups, mine, config.cache.block_size)
+    runner = partial(ModelRunner, tp=tensor_parallel(groups, mine), cp=cp)
+    worker = Worker(rank_config(config, mine), weights, VirtualClock(), runner, shard=mine)
+    if config.experts is not None:
+        _balance(worker, config.experts)
+    return worker
+
+
+def _balance(worker: Worker, config: ExpertsConfig) -> None:
+    """Let ``worker`` balance its experts before its steps, as the process of a rank does."""
+    worker.loads = []  # type: ignore[attr-defined]
+    blocks, execute = worker.runner.decoder.expert_blocks(), worker.execute
+    balancer = ExpertBalancer(blocks, config, 1, worker.loads.append)  # type: ignore[attr-defined]
+
+    def balanced(plan: StepPlan) -> StepResult:
+        balancer.before_step()
+        return execute(plan)
+
+    worker.execute = balanced  # type: ignore[method-assign]
 
 
 def _serve(connection: Connection) -> None:
@@ -123,6 +142,7 @@ class RankedWorker:
         finally:
             remove(self.segment.name)
         self.runner, self.seqs = self._worker.runner, self._worker.seqs
+        self.loads: list[LayerLoad] = getattr(self._worker, "loads", [])
         self.draft_model, self.proposer = self._worker.draft_model, self._worker.proposer
 
     def execute(self, plan: StepPlan) -> StepResult:

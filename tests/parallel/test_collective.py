@@ -45,6 +45,7 @@ def all_ops(group: Group) -> list[torch.Tensor]:
             found += [group.all_reduce(x, torch.float32), group.all_reduce(x, torch.bfloat16)]
             found += [group.all_gather(x, shape[1] * group.size - 3), group.reduce_scatter(x, dtype)]
             found.append(group.all_to_all(x))
+            found += [group.all_reduce(x.contiguous(), out) for out in (torch.bfloat16, torch.float32) * 2]
     return found
 
 
@@ -71,6 +72,7 @@ def expected_of(rank: int, size: int) -> list[torch.Tensor]:
                 reference.reduce_scatter(rows, rank, dtype),
             ]
             found.append(reference.all_to_all(rows, rank))
+            found += [reference.all_reduce(rows, out) for out in (torch.bfloat16, torch.float32) * 2]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from tests.exact.engine_run import Policy
 from tests.exact.suite import Case, Truth
 from tests.parallel.serving import FCFS, QUILL, alone_on, config_of, serve
 
+from quire.config import ExpertsConfig
 from quire.executor.ranks import RanksExecutor
+from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.parallel.topology import Topology
 
 # One sequence at a time leaves the stages of a pipeline idle, which its bits must not depend on.
 ALONE = Policy("continuous", "fcfs", 320)
 CASE = Case(QUILL, "bfloat16", 71, num_requests=8, cpu_isa="reference", max_prompt=60, max_output=8)
 SPLIT = Topology(tp=2)
+NATIVE = next((level for level in NATIVE_LEVELS if level in backends("linear")), "reference")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,26 @@ def truth(two: RanksExecutor) -> Truth:
 def test_two_tensor_parallel_ranks_are_exact(two: RanksExecutor, truth: Truth, policy: Policy) -> None:
     tally = serve(CASE, two, config_of(CASE, SPLIT), policy, truth).tally
     assert tally.num_chunked_prompts > 0
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(ep=2, redundant_experts=2), pytest.param(Topology(ep=2, pp=2), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_experts_over_ranks_give_the_tokens_of_one_process(topology: Topology) -> None:
+    """The processes of the ranks move experts between steps; what they report reaches the engine."""
+    case = Case("moe", "bfloat16", 71, num_requests=8, cpu_isa=NATIVE, max_prompt=60, max_output=8)
+    config = replace(config_of(case, topology), experts=ExpertsConfig(True, 2))
+    executor = RanksExecutor(config)
+    try:
+        tally = serve(case, executor, config, FCFS).tally
+        stats = executor.rank_stats()
+    finally:
+        executor.close()
+    assert tally.num_chunked_prompts > 0
+    assert [load.layer for load in stats.experts] == [0, 1]
+    assert stats.num_moved > 0
 
 
 @pytest.mark.slow

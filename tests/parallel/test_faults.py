@@ -9,7 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from tests.engine.test_process import gone, wait_for
+from tests.parallel.serving import QUILL
+from tests.parity.families import save
 
 from quire.args import EngineArgs, executor_of
 from quire.clock import WallClock
@@ -21,18 +25,43 @@ from quire.engine.output import OutputChunk
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import ConfigError
+from quire.models.checkpoint import describe
 from quire.request import SamplingParams
 from quire.resolve import resolve
 
 NUM_STREAMS = 32
+SIZES: tuple[dict[str, int], ...] = (
+    {"tensor_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+    {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "num_redundant_experts": 2,
+        "eplb_step_interval": 5,
+    },
+)
+
+
+def save_mixtral(folder: Path) -> str:
+    """Write a model with experts that knows Quill's ids; return its folder."""
+    config = transformers.MixtralConfig(
+        vocab_size=describe(Path(QUILL)).spec.vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, max_position_embeddings=512,
+        dtype="bfloat16",
+    )  # fmt: skip
+    save(transformers.MixtralForCausalLM(config).to(torch.bfloat16), folder)
+    return str(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(
-    "sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"]
-)
-def test_streams_go_on_after_the_death_of_a_rank(sizes: dict[str, int], fault: signal.Signals) -> None:
+@pytest.mark.parametrize("sizes", SIZES, ids=["tp", "pp", "ep"])
+def test_streams_go_on_after_the_death_of_a_rank(
+    sizes: dict[str, int], fault: signal.Signals, tmp_path: Path
+) -> None:
+    if "enable_eplb" in sizes:
+        sizes = {**sizes, "model": save_mixtral(tmp_path), "tokenizer": QUILL}  # type: ignore[dict-item]
     args = EngineArgs(num_kv_blocks=2048, max_model_len=512, threads=1, **sizes)  # type: ignore[arg-type]
     config, checkpoint = configure(args, detect_device())
     text = load_text(args, config, checkpoint)
@@ -103,6 +132,11 @@ MACHINE = DeviceInfo("cpu", "test", 2, 2**33, 2**33)
             r"pipeline_parallel_size = 99: the model has \d+ layers",
         ),
         ({"tensor_parallel_size": 2, "executor": "local"}, "executor = 'local' is one process"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "enable_expert_parallel: the model has no experts",
+        ),
+        ({"enable_eplb": True}, "enable_eplb and num_redundant_experts need enable_expert_parallel"),
         ({"nodes": 2}, "nodes and ray_address need executor = 'ray'"),
         ({"tensor_parallel_size": 64, "threads": 1}, "tensor_parallel_size = 64: .* heads"),
     ],

@@ -61,7 +61,7 @@ def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 
 config, _ = configure(EngineArgs(model=sys.argv[1], kv_memory="16MiB"), detect_device())
-mine = shard(config.model.spec, Topology(2), int(sys.argv[2]))
+mine = shard(config.model.spec, Topology(**{sys.argv[3]: 2}), int(sys.argv[2]))
 before, held = peak(), []
 for name, weight in iter_weights(config.model, torch.bfloat16, cuts=mine.cuts):
     held.append(weight.clone())
@@ -72,17 +72,26 @@ print(share, peak() - before)
 
 
 @pytest.mark.slow
-def test_a_rank_reads_its_slices_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+def test_a_rank_reads_its_slices_alone(axis: str, tmp_path: Path) -> None:
     """The peak of memory while a rank loads is its share and one matrix, whose pages are dropped after it."""
-    hidden, inter = 1024, 4096
-    config = transformers.LlamaConfig(
-        vocab_size=4096, hidden_size=hidden, intermediate_size=inter, num_hidden_layers=12, num_attention_heads=16,
-        num_key_value_heads=8, dtype="bfloat16",
-    )  # fmt: skip
-    save(transformers.LlamaForCausalLM(config).to(torch.bfloat16), tmp_path)
+    sizes = {"vocab_size": 4096, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
+    if axis == "tp":
+        config = transformers.LlamaConfig(
+            **sizes, intermediate_size=4096, num_hidden_layers=12, dtype="bfloat16"
+        )
+        save(transformers.LlamaForCausalLM(config).to(torch.bfloat16), tmp_path)
+    else:
+        config = transformers.MixtralConfig(
+            **sizes, intermediate_size=1024, num_hidden_layers=6, num_local_experts=8, dtype="bfloat16"
+        )
+        save(transformers.MixtralForCausalLM(config).to(torch.bfloat16), tmp_path)
     for rank in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", LOAD, str(tmp_path), str(rank)], check=True, capture_output=True, text=True
+            [sys.executable, "-c", LOAD, str(tmp_path), str(rank), axis],
+            check=True,
+            capture_output=True,
+            text=True,
         )
         share, peak = map(int, done.stdout.split())
         assert share > 150 << 20

@@ -15,7 +15,7 @@ from quire.http.wire import AnyObject, Boolean, JsonSchema, Text, Wire, not_allo
 from quire.structured_outputs import StructuredOutputsParams
 
 # Names that mean the same as a field of structured_outputs: vLLM's older ones, then SGLang's.
-_ALIASES = {
+ALIASES = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -84,7 +84,7 @@ def structured_outputs(
     Raises:
         RequestError: a wrong value, or two fields that both set the form; ``param`` is the client's name.
     """
-    given = [name for name in ("response_format", "structured_outputs", *_ALIASES) if _is_set(request, name)]
+    given = [name for name in ("response_format", "structured_outputs", *ALIASES) if _is_set(request, name)]
     if len(given) > 1:
         raise RequestError(
             f"{given[0]} and {given[1]} both say what form the answer has: send one of them.", param=given[1]
@@ -102,7 +102,7 @@ def structured_outputs(
     if name == "structured_outputs":
         outputs = parse(StructuredOutputs, request.structured_outputs, prefix=f"{name}.", ignored=ignored)
         return StructuredOutputsParams(**outputs.model_dump(by_alias=True), param=name)
-    values = {_ALIASES[name]: getattr(request, name)}
+    values = {ALIASES[name]: getattr(request, name)}
     return StructuredOutputsParams(**values, whitespace_pattern=pattern, param=name)
 
 
@@ -181,7 +181,7 @@ def _beside(kind: str, value: Any, where: str) -> StructuredOutputsParams:
 
 TOOL = rules_of(["tools"], ["type", "function"])
 FUNCTION = rules_of([], ["name", "description", "parameters", "strict", "return", "response"])
-_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
+NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ def tool_use(
     names: list[str] = []
     for i, tool in enumerate(tools):
         where, name = f"tools[{i}]{function}.name", tool["function"].get("name")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not NAME.fullmatch(name):
             raise not_allowed(where, name, "1 to 128 letters, digits, '_', '-' or '.'")
         if name in names:
             raise RequestError(f"{where} = {clip(name)} is used twice.", param=f"tools[{i}]")

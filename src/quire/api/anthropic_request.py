@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import BeforeValidator, Field, Strict
 
 from quire.api.answer_form import ToolUse, tool_use
 from quire.api.conversation import Conversation, Thinking, call_message, template_variables
@@ -23,11 +23,12 @@ from quire.http.wire import (
     TypedObject,
     Wire,
     parse,
+    whole,
 )
 from quire.structured_outputs import StructuredOutputsParams
 
 # The blocks that a message of each role may hold.
-_ALLOWED = {
+ALLOWED = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
@@ -106,12 +107,18 @@ class ToolResultBlock(Past):
     content: Content = ""
 
 
+BLOCKS = (TextBlock, ThinkingBlock, ToolUseBlock, ToolResultBlock)
+
+
 class ThinkingSettings(Wire):
     """``thinking``."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[
-        int | None, Strict(), Field(description=f"an integer ≥ 1, at most {INT64_MAX}", ge=1, le=INT64_MAX)
+        int | None,
+        Strict(),
+        Field(description=f"an integer ≥ 1, at most {INT64_MAX}", ge=1, le=INT64_MAX),
+        BeforeValidator(whole),
     ] = None
     display: Literal["summarized", "omitted"] | None = None
 
@@ -251,11 +258,11 @@ def _messages(request: AnthropicFields, ignored: list[str] | None) -> list[dict[
 def _kind(block: Any, where: str, role: str) -> str:
     """Return the block's type, which a message of ``role`` must allow."""
     kind = block.get("type") if isinstance(block, dict) else None
-    if kind in _ALLOWED[role]:
+    if kind in ALLOWED[role]:
         return str(kind)
     raise RequestError(
         f"{where} = {clip(block)} is not allowed: a message of the {role} holds blocks of the types "
-        f"{', '.join(_ALLOWED[role])} (the model is text only).",
+        f"{', '.join(ALLOWED[role])} (the model is text only).",
         param=where,
         code="unsupported_content" if isinstance(kind, str) else "invalid_type",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -19,10 +20,11 @@ from quire.api.finished import FinishedUsage
 from quire.api.full_queue import FullQueue
 from quire.api.health import About, Models, Probes
 from quire.api.journal import Journal
+from quire.api.live_feed import LIVE_PATH, LiveFeed
 from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
 from quire.api.ollama import embeddings_job as ollama_embeddings_job
 from quire.api.ollama_models import OllamaModels, show
-from quire.api.openapi import Description
+from quire.api.openapi import Description, Served
 from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, count_input, responses_job
 from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast
@@ -35,6 +37,7 @@ from quire.http.edge import Edge, Extension, error_handlers, id_source
 from quire.http.websocket import LOCAL_ORIGINS, WebSockets, is_local_origin
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
+from quire.text.infill import infill_of
 
 
 def create_app(
@@ -72,7 +75,7 @@ def create_app(
     )
     extension = extension or Extension()
     app = Starlette(
-        routes=_with_extension(_routes(state), extension, settings.version),
+        routes=_with_extension(_routes(state), extension, settings.version, partial(_served, state)),
         middleware=[
             *_of_pages(settings.cors_origins),
             Middleware(
@@ -98,7 +101,21 @@ def _journal(frontend: Frontend, settings: ApiSettings, now: Callable[[], float]
     return Journal(settings.journal_dir, settings.journal_bytes, now, lambda: frontend.state == "ready")
 
 
-def _with_extension(own: list[Route], extension: Extension, version: str) -> list[Route]:
+def _served(state: ApiState) -> Served:
+    """Return what the description of the API says of the model."""
+    model, config = state.model, state.settings.model
+    return Served(
+        (*model.names, *state.adapter_names),
+        model.vocab_size,
+        model.max_model_len,
+        None if config is None else config.spec.hidden_size,
+        infill_of(state.frontend.tokenizer) is not None,
+    )
+
+
+def _with_extension(
+    own: list[Route], extension: Extension, version: str, served: Callable[[], Served]
+) -> list[Route]:
     """Return all routes, and the one that describes them."""
     if extension.around is not None:
         root, around = extension.around
@@ -106,7 +123,7 @@ def _with_extension(own: list[Route], extension: Extension, version: str) -> lis
             if route.path == root or route.path.startswith(root + "/"):
                 route.app = around(route.app)
     routes = [*own, *extension.routes]
-    description = Description(routes, extension.bodies, version)
+    description = Description(routes, extension.bodies, version, served)
     routes.append(Route("/openapi.json", description.show, methods=["GET"]))
     return routes
 
@@ -151,6 +168,7 @@ def _routes(state: ApiState) -> list[Route]:
         "/props": about.props,
         "/slots": about.slots,
         USAGE_PATH: state.finished.show,
+        LIVE_PATH: LiveFeed(state).show,
         CACHE_PATH: CacheFeed(state.frontend, state.settings.gateway_key).show,
     }
     generate = {

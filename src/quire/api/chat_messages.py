@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-import msgspec
 from pydantic import Field
 
-from quire.api.conversation import MALFORMED, call_message
+from quire.api.conversation import arguments_of, call_message
 from quire.api.protocol import TextContent
 from quire.errors import RequestError, clip
 from quire.http.wire import AnyObject, Past, Text, parse
@@ -28,10 +27,14 @@ class ToolCall(Past):
     function: AnyObject
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+ROLES: tuple[str, ...] = get_args(Role)
+
+
 class Message(Past):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: TextContent | None = None
     name: Text | None = None
     tool_calls: Annotated[list[Any] | None, Field(description="a list of tool calls")] = None
@@ -149,16 +152,9 @@ def _call(raw: Any, call_id: str | None, where: str, ignored: list[str] | None) 
     """OpenAI sends arguments as a string of JSON; HF templates expect the object."""
     function = parse(FunctionCall, raw, prefix=where + ".", ignored=ignored)
     arguments = function.arguments
-    if isinstance(arguments, str):
-        shown = f"{where}.arguments = {clip(arguments)}"
-        try:
-            arguments = msgspec.json.decode(arguments.encode() or b"{}")
-        except MALFORMED as error:
-            message = f"{shown} is not JSON: {error}."
-            raise RequestError(message, param=where + ".arguments") from None
-        if not isinstance(arguments, dict):
-            raise RequestError(f"{shown} must be a JSON object.", param=where + ".arguments")
-    made = call_message(call_id, function.name, arguments)
+    made = call_message(
+        call_id, function.name, arguments_of(arguments) if isinstance(arguments, str) else arguments
+    )
     if call_id is None:
         del made["id"]
     return made

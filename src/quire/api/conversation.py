@@ -28,10 +28,10 @@ from quire.text.output.generic import asked
 from quire.text.output.parser import OutputParser
 
 # Arguments of the template that a client may not replace through chat_template_kwargs.
-_RESERVED = (
+RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
 )  # fmt: skip
-MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
+_MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def template_variables(
     """
     variables = dict(given or {})
     for name in variables:
-        if name in _RESERVED:
+        if name in RESERVED:
             raise RequestError(
                 f"chat_template_kwargs.{name} is not allowed: send {name} as a field of the request.",
                 param=f"chat_template_kwargs.{name}",
@@ -182,7 +182,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     """Return a call's arguments as an object; text that is not one (cut, malformed) stands in it as it is."""
     try:
         value = msgspec.json.decode(text.encode() or b"{}")
-    except MALFORMED:
+    except _MALFORMED:
         value = None
     return value if isinstance(value, dict) else {"malformed_arguments": text}
 

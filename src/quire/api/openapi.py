@@ -6,7 +6,9 @@ Names without effect are described as such; refused names are left out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,75 +17,80 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.api import protocol as wire
-from quire.api.anthropic_request import CountTokensRequest, MessagesRequest, Turn
-from quire.api.chat_messages import Message
+from quire.api.anthropic_request import CountTokensRequest, MessagesRequest
+from quire.api.described import HOLDS, JSON_SCHEMA, ONE_OF, REFUSED, component
 from quire.api.ollama import EmbeddingsRequest, EmbedRequest
 from quire.api.ollama_models import ShowRequest
-from quire.api.ollama_request import OllamaChatRequest, OllamaGenerateRequest, OllamaMessage, Options
+from quire.api.ollama_request import OllamaChatRequest, OllamaGenerateRequest
 from quire.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.api.response_request import ResponsesRequest
 from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
 from quire.http.refusals import ANTHROPIC_ROOT, OLLAMA_ROOT
 from quire.http.wire import Body, Use, Wire, table_of
+from quire.request import RANGES
 
-_REF = "#/components/schemas/{model}"
-
-
-_CHAT_PARTS = {"messages": Message}
-_STREAM = {"stream_options": wire.StreamOptions}
 BODIES: dict[str, Body] = {
-    "/v1/chat/completions": Body("Answer a conversation", wire.ChatRequest, _CHAT_PARTS, _STREAM),
-    "/v1/completions": Body("Continue a text", wire.CompletionRequest, {}, _STREAM, ("prompt",)),
-    "/v1/messages": Body("Answer a conversation (Anthropic's form)", MessagesRequest, {"messages": Turn}),
-    "/v1/messages/count_tokens": Body(
-        "Count the tokens of a conversation", CountTokensRequest, {"messages": Turn}
-    ),
+    "/v1/chat/completions": Body("Answer a conversation", wire.ChatRequest),
+    "/v1/completions": Body("Continue a text", wire.CompletionRequest, ("prompt",)),
+    "/v1/messages": Body("Answer a conversation (Anthropic's form)", MessagesRequest),
+    "/v1/messages/count_tokens": Body("Count the tokens of a conversation", CountTokensRequest),
     "/v1/responses": Body("Answer, and keep the answer", ResponsesRequest),
     "/v1/responses/input_tokens": Body("Count the tokens of a response's input", ResponsesRequest),
-    "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest, required=("input",)),
+    "/v1/embeddings": Body("Vectors of texts", EmbeddingRequest, ("input",)),
     **dict.fromkeys(
         ("/v1/rerank", "/rerank", "/v2/rerank"),
         Body("Documents by how well they answer a query", RerankRequest),
     ),
     **dict.fromkeys(("/v1/score", "/score"), Body("How well texts answer texts", ScoreRequest)),
-    "/v1/chat/completions/render": Body(
-        "The prompt of a conversation, as text and ids", wire.ChatRequest, _CHAT_PARTS, _STREAM
-    ),
-    "/api/chat": Body(
-        "Answer a conversation (Ollama's form)",
-        OllamaChatRequest,
-        {"messages": OllamaMessage},
-        {"options": Options},
-    ),
-    "/api/generate": Body("Continue a text (Ollama's form)", OllamaGenerateRequest, {}, {"options": Options}),
+    "/v1/chat/completions/render": Body("The prompt of a conversation, as text and ids", wire.ChatRequest),
+    "/api/chat": Body("Answer a conversation (Ollama's form)", OllamaChatRequest),
+    "/api/generate": Body("Continue a text (Ollama's form)", OllamaGenerateRequest),
     "/api/embed": Body("Vectors of texts (Ollama's form)", EmbedRequest),
     "/api/embeddings": Body("The vector of a text (Ollama's older form)", EmbeddingsRequest),
     "/api/show": Body("What is known of a model (Ollama's form)", ShowRequest),
-    "/tokenize": Body("Text or messages to token ids", TokenizeRequest, _CHAT_PARTS),
+    "/tokenize": Body("Text or messages to token ids", TokenizeRequest),
     "/detokenize": Body("Token ids to text", DetokenizeRequest),
 }
 
 
-class Description:
-    """``/openapi.json`` of ``routes``; made at the first request for it, so that it does not delay the start."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the description says of the model."""
 
-    def __init__(self, routes: Sequence[Route], bodies: Mapping[str, Body], version: str) -> None:
+    names: tuple[str, ...]  # of it and of its adapters
+    vocab_size: int
+    max_model_len: int
+    hidden_size: int | None = None
+    fills_in: bool = True  # whether it was trained to fill in the middle of a text
+
+
+class Description:
+    """``/openapi.json`` of ``routes``; made at a request for it, so that it does not delay the start."""
+
+    def __init__(
+        self, routes: Sequence[Route], bodies: Mapping[str, Body], version: str, served: Callable[[], Served]
+    ) -> None:
         """``bodies``: those of the routes that are not the API's own."""
         self._routes = routes
         self._bodies = {**BODIES, **bodies}
         self._version = version
-        self._body: bytes | None = None
+        self._served = served
+        self._made: tuple[Served, bytes] | None = None
 
     async def show(self, request: Request) -> Response:
         """The description of this API."""
-        if self._body is None:
-            self._body = msgspec.json.encode(openapi_of(self._routes, self._bodies, self._version))
-        return Response(self._body, media_type="application/json")
+        served = self._served()
+        if self._made is None or self._made[0] != served:  # adapters come and go
+            described = openapi_of(self._routes, self._bodies, self._version, served)
+            self._made = served, msgspec.json.encode(described)
+        return Response(self._made[1], media_type="application/json")
 
 
-def openapi_of(routes: Iterable[Route], bodies: Mapping[str, Body], version: str) -> dict[str, Any]:
+def openapi_of(
+    routes: Iterable[Route], bodies: Mapping[str, Body], version: str, served: Served
+) -> dict[str, Any]:
     """Return the OpenAPI 3.1 description of ``routes``; routes that are not in ``bodies`` by their handlers."""
-    schemas: dict[str, Any] = {
+    schemas = _of_model(served) | {
         "Error": _ERROR,
         "AnthropicError": _ANTHROPIC_ERROR,
         "OllamaError": _OLLAMA_ERROR,
@@ -116,7 +123,7 @@ def _operation(
             "200": {"description": "the answer"},
             "default": {
                 "description": "a refusal, or a failure",
-                "content": {"application/json": {"schema": {"$ref": _REF.format(model=error)}}},
+                "content": {"application/json": {"schema": component(error)}},
             },
         },
     }
@@ -135,30 +142,92 @@ def _schema(body: Body, schemas: dict[str, Any]) -> dict[str, Any]:
     """Add the body's schema and the schemas that it refers to; return the reference to it."""
     reference = _add(body.model, schemas)
     own = schemas[body.model.__name__]
-    properties = own["properties"]
     if body.required:
         own["required"] = sorted({*own.get("required", ()), *body.required})
-    for name, part in body.lists.items():
-        properties[name] = {**properties[name], "items": _add(part, schemas)}
-        if properties[name].pop("anyOf", None) is not None:  # an optional list: null is the same as absent
-            properties[name]["type"] = "array"
-            del properties[name]["default"]
-    for name, part in body.objects.items():
-        properties[name] = {"anyOf": [_add(part, schemas), {"type": "null"}]}
-    for name, rule in table_of(body.model).items():
-        if rule.use is Use.NO_EFFECT:
-            properties.setdefault(name, {"description": "accepted; no effect here"})
-        elif rule.use is Use.MAPPED:
-            properties.setdefault(name, {"description": f"another name of {rule.used_as}"})
+    for name, schema in body.holds.items():
+        own["properties"][name] = _held(own["properties"][name], _resolved(schema, schemas))
     return reference
 
 
 def _add(model: type[Wire], schemas: dict[str, Any]) -> dict[str, Any]:
-    if model.__name__ not in schemas:
-        schema = model.model_json_schema(ref_template=_REF)
-        schemas.update(schema.pop("$defs", {}))
-        schemas[model.__name__] = schema
-    return {"$ref": _REF.format(model=model.__name__)}
+    """Add the schema of a model: its fields, what they hold, and what is refused of them beside each other."""
+    reference = component(model.__name__)
+    if model.__name__ in schemas:
+        return reference
+    own = schemas[model.__name__] = model.model_json_schema(ref_template=component("{model}")["$ref"])
+    properties = own["properties"]
+    context = schemas["MaxTokens"]["maximum"]
+    for name, schema in properties.items():
+        _add_bounds(name, schema, context)
+        held = next((HOLDS[base, name] for base in model.__mro__ if (base, name) in HOLDS), None)
+        if held is not None:
+            properties[name] = _held(schema, _resolved(held, schemas))
+    for name, rule in table_of(model).items():
+        if rule.use is Use.NO_EFFECT:
+            properties.setdefault(name, {"description": "accepted; no effect here"})
+        elif rule.use is Use.MAPPED and rule.used_as in properties:
+            properties[rule.used_as].setdefault("x-other-names", []).append(name)
+    branches = _resolved(ONE_OF.get(model, []), schemas)
+    if branches:
+        own["anyOf"] = branches
+    refused = [_resolved(each, schemas) for base in model.__mro__ for each in REFUSED.get(base, ())]
+    refused = [each for each in refused if set(each["properties"]) <= set(properties)]
+    if refused:
+        own["not"] = {"anyOf": refused}
+    return reference
+
+
+def _held(given: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Return what a field holds with the words of its own schema."""
+    kept = {
+        name: given[name] for name in ("title", "description", "default") if given.get(name) not in (None, "")
+    }
+    return kept | schema
+
+
+def _resolved(value: Any, schemas: dict[str, Any]) -> Any:
+    """Return a schema with references in place of models, which are added."""
+    if isinstance(value, type):
+        return _add(value, schemas)
+    if isinstance(value, dict):
+        return {name: _resolved(each, schemas) for name, each in value.items()}
+    return [_resolved(each, schemas) for each in value] if isinstance(value, list) else value
+
+
+def _add_bounds(name: str, schema: dict[str, Any], context: int) -> None:
+    """Add the range that `SamplingParams` checks, under the field's own name or another one."""
+    low, high, text = RANGES.get(_SAME_RANGE.get(name, name), (None, None, ""))
+    if name in _SMALLEST:
+        low, high, text = _SMALLEST[name], context, ""
+    elif low is None:
+        return
+    if name in _LENGTHS:
+        high = context
+    above = "exclusiveMinimum" if low == math.ulp(0.0) else "minimum"
+    for branch in schema.get("anyOf", [schema]):
+        if branch.get("type") in ("integer", "number"):
+            branch.update({above: 0 if above != "minimum" else low, "maximum": high})
+            if text:
+                branch["description"] = text
+
+
+def _of_model(served: Served) -> dict[str, Any]:
+    """Return the schemas that the model decides."""
+    digits = len(str(served.vocab_size)) - 1
+    fewer = f"^(0|[1-9][0-9]{{0,{max(0, digits - 1)}}})$"
+    return {
+        "Model": {"enum": list(served.names)},
+        "TokenId": {"type": "integer", "minimum": 0, "maximum": served.vocab_size - 1},
+        "MaxTokens": {"type": "integer", "minimum": 1, "maximum": served.max_model_len - 1},
+        "LogitBias": {
+            "type": "object",
+            "propertyNames": {"pattern": fewer},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        "Suffix": {"type": "string"} if served.fills_in else {"const": ""},
+        "Dimensions": {"type": "integer", "minimum": 1, "maximum": served.hidden_size or 2**31},
+        "JsonSchema": _JSON_SCHEMA,
+    }
 
 
 def _error_schema(*names: str) -> dict[str, Any]:
@@ -177,3 +246,28 @@ _ANTHROPIC_ERROR = {
     "properties": {"type": {"const": "error"}, "error": _error_schema("type", "message")},
 }
 _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+# Fields under another name than that of their range.
+_SAME_RANGE = {
+    "top_logprobs": "logprobs",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "best_of": "n",
+}
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict", "min_tokens")
+_SMALLEST = {"repeat_last_n": -1, "truncate_prompt_tokens": 1, "top_n": 1, "max_tokens_per_doc": 1}
+# The keywords that every grammar holds; docs/structured-outputs.md has the others.
+_JSON_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["string", "integer", "number", "boolean", "null", "object", "array"]},
+        "title": {"type": "string"},
+        "description": {"type": "string"},
+        "properties": {"type": "object", "additionalProperties": JSON_SCHEMA},
+        "items": JSON_SCHEMA,
+        "enum": {"type": "array", "minItems": 1},
+    },
+    "additionalProperties": False,
+    "not": {"required": ["type", "enum"]},
+}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import BeforeValidator, Field, Strict
 
 from quire.errors import RequestError, clip
 from quire.http.wire import (
@@ -27,6 +27,7 @@ from quire.http.wire import (
     Wire,
     not_allowed,
     parse,
+    whole,
 )
 from quire.request import TOKEN_ID_MAX, Deadline, SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
@@ -147,11 +148,14 @@ class ChatRequest(GenerationFields, ChatPrompt):
     parallel_tool_calls: Boolean | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     thinking_token_budget: Annotated[
-        int | None, Strict(), Field(description=f"an integer ≥ 0, at most {INT64_MAX}", ge=0, le=INT64_MAX)
+        int | None,
+        Strict(),
+        Field(description=f"an integer ≥ 0, at most {INT64_MAX}", ge=0, le=INT64_MAX),
+        BeforeValidator(whole),
     ] = None
     include_reasoning: Boolean = True
     separate_reasoning: Boolean = True
-    logprobs: Annotated[bool | int, Field(description="true or false")] = False
+    logprobs: Annotated[bool | int, Field(description="true or false"), BeforeValidator(whole)] = False
     top_logprobs: Integer | None = None
     max_completion_tokens: Integer | None = None
 

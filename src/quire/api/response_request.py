@@ -35,8 +35,10 @@ from quire.http.wire import (
 )
 from quire.structured_outputs import StructuredOutputsParams
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
-_THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
+# What ``include`` may hold; reasoning is shown in plain text anyway.
+INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+TEXT_PARTS = ("input_text", "output_text", "text")
+THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
 _ID_PREFIXES = {
     "message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "custom_tool_call": "ctc_",
     "custom_tool_call_output": "ctco_", "reasoning": "rs_",
@@ -209,7 +211,7 @@ def add_input(
 
 def _add_message(messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None) -> None:
     item = parse(MessageItem, raw, prefix=where + ".", ignored=ignored)
-    text = text_of(item.content, where + ".content", _TEXT_PARTS, ignored)
+    text = text_of(item.content, where + ".content", TEXT_PARTS, ignored)
     if item.role == "assistant":
         _assistant(messages, "content")["content"] = text
     else:
@@ -245,7 +247,7 @@ def _add_output(
             f"{where}.call_id = {clip(item.call_id)} does not match any earlier function_call.",
             param=where + ".call_id",
         )
-    text = text_of(item.output, where + ".output", _TEXT_PARTS, ignored)
+    text = text_of(item.output, where + ".output", TEXT_PARTS, ignored)
     messages.append(
         {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": text}
     )
@@ -253,8 +255,8 @@ def _add_output(
 
 def _add_reasoning(messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None) -> None:
     item = parse(ReasoningItem, raw, prefix=where + ".", ignored=ignored)
-    text = text_of(item.content, where + ".content", _THOUGHT_PARTS, ignored)
-    text = text or text_of(item.summary, where + ".summary", _THOUGHT_PARTS, ignored)
+    text = text_of(item.content, where + ".content", THOUGHT_PARTS, ignored)
+    text = text or text_of(item.summary, where + ".summary", THOUGHT_PARTS, ignored)
     if text:
         _assistant(messages, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
 

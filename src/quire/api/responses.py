@@ -14,7 +14,14 @@ from quire.api.job import Answer, Head, Job
 from quire.api.parts import TokenNames
 from quire.api.protocol import given_sampling, sampling_params
 from quire.api.response_answer import ResponseAnswer, TextLogprobs
-from quire.api.response_request import ResponsesRequest, add_input, conversation_of, form_of, input_items
+from quire.api.response_request import (
+    INCLUDED,
+    ResponsesRequest,
+    add_input,
+    conversation_of,
+    form_of,
+    input_items,
+)
 from quire.api.response_tools import ResponseTools
 from quire.api.state import ApiState, Stored
 from quire.engine.large_input import off_loop
@@ -23,8 +30,6 @@ from quire.http.body import json_response, page_of
 from quire.http.edge import TENANT
 from quire.http.wire import parse
 from quire.request import SamplingParams
-
-_LOGPROBS = "message.output_text.logprobs"
 
 
 async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
@@ -175,15 +180,16 @@ def _num_logprobs(request: ResponsesRequest) -> int | None:
     """Check ``include`` and ``top_logprobs``; None if no log-probabilities are asked for."""
     included = request.include or []
     for i, name in enumerate(included):
-        if name not in (_LOGPROBS, "reasoning.encrypted_content"):  # reasoning is shown in plain text
+        if name not in INCLUDED:
             raise RequestError(
-                f"include[{i}] = {clip(name)} is not supported: only {_LOGPROBS!r} is.", param=f"include[{i}]"
+                f"include[{i}] = {clip(name)} is not supported: only {INCLUDED[0]!r} is.",
+                param=f"include[{i}]",
             )
-    if _LOGPROBS in included:
+    if INCLUDED[0] in included:
         return request.top_logprobs or 0
     if request.top_logprobs:
         raise RequestError(
-            f"top_logprobs = {clip(request.top_logprobs)} is only allowed with include = [{_LOGPROBS!r}].",
+            f"top_logprobs = {clip(request.top_logprobs)} is only allowed with include = [{INCLUDED[0]!r}].",
             param="top_logprobs",
         )
     return None

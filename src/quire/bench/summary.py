@@ -155,6 +155,11 @@ def summarize(
     }
 
 
+def tail_ratio(latency: Mapping[str, float | None]) -> float:
+    """Return P99 / P50 of a `distribution`; over 10, a few requests wait far longer than the others. 1: no values."""
+    return (latency["p99"] or 1.0) / (latency["p50"] or latency["p99"] or 1.0)
+
+
 def distribution(seconds: Iterable[float | None]) -> dict[str, float | None]:
     """Return ``mean``, ``p50`` … ``p99`` in milliseconds of the values that are not None; all None where none is."""
     values = [s * 1e3 for s in seconds if s is not None]

@@ -125,13 +125,17 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
         wanted["slo"] = str(served)
     if q.hardware.kind != "cpu":
         wanted["device"] = "cuda"
-    ways = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "expert_parallel_size": "ep"}
+    ways = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "enable_expert_parallel": "ep"}
     for name, short in ways.items():
         if chosen and (size := getattr(chosen.split, short)) > 1:
-            wanted[name] = size
+            wanted[name] = size if short != "ep" else True
     if q.hardware.kind != "cpu":
         known -= set(ways)  # ranks run on CPUs
-    flags = [f"{flag_name(name)} {shlex.quote(str(v))}" for name, v in wanted.items() if name in known]
+    flags = [
+        flag_name(name) if v is True else f"{flag_name(name)} {shlex.quote(str(v))}"
+        for name, v in wanted.items()
+        if name in known
+    ]
     missing = {name: value for name, value in wanted.items() if name not in known}
     where = "" if q.hardware.kind == "cpu" else " on a GPU"
     lacking = [

@@ -135,7 +135,6 @@ NO_EFFECT = {
 # Keywords that are accepted at these values, where they ask for nothing, and refused at others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
-    "enable_expert_parallel": (False,),
     "cpu_offload_gb": (0,),
     "tokenizer_mode": ("auto", "hf", "fast"),
     "config_format": ("auto", "hf"),

@@ -39,16 +39,20 @@ from quire.executor.rank_messages import (
     Told,
     encode,
 )
+from quire.kernels.collective import Collectives
 from quire.kernels.collective.native import attach
 from quire.kernels.registry import in_words
 from quire.kernels.threads import choose_threads
-from quire.layers.weights import TensorParallel
+from quire.layers.context import context_parallel
+from quire.layers.weights import tensor_parallel
+from quire.metrics.engine_stats import LayerLoad
 from quire.metrics.log import configure
 from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
 from quire.models.loader import iter_weights
 from quire.parallel.segment import Segment
 from quire.parallel.shard import shard
+from quire.runner.expert_balance import ExpertBalancer
 from quire.runner.memory import keep_freed_memory, torch_dtype
 from quire.runner.model_runner import ModelRunner, rank_config
 from quire.runner.stage_links import StageLinks
@@ -106,15 +110,23 @@ class RankLoop:
         max_tokens = config.scheduler.max_num_batched_tokens
         before, after = links
         self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
-        tp = None
+        groups = Collectives()
         if boot.memory:
-            group = attach(Segment.attach(boot.memory, config.topology), boot.rank).group("tp")
-            tp = None if group is None else TensorParallel(group, mine)
-        runner = partial(ModelRunner, tp=tp, links=self._links, samples=self._answers)
+            groups = attach(Segment.attach(boot.memory, config.topology), boot.rank)
+        runner = partial(
+            ModelRunner, tp=tensor_parallel(groups, mine), cp=context_parallel(groups, mine, config.cache.block_size),
+            links=self._links, samples=self._answers,
+        )  # fmt: skip
         weights = iter_weights(model, dtype, cuts=mine.cuts)
         self.worker = Worker(
             rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine
         )
+        self._balancer: ExpertBalancer | None = None
+        if config.experts is not None:
+            self._balancer = ExpertBalancer(
+                self.worker.runner.decoder.expert_blocks(), config.experts, config.device.num_nodes,
+                partial(self._report, mine.layers.start, is_first=mine.at.ep == 0),
+            )  # fmt: skip
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
         weight_bytes = mine.weight_bytes(model.dtype, model.formats)
         loaded = RankLoaded(
@@ -127,6 +139,8 @@ class RankLoop:
         while (message := self._channel.receive()) is not None:
             assert isinstance(message, RankStep)
             start_s, waited_s = self._clock.now(), self._links.waited_s
+            if self._balancer is not None:
+                self._balancer.before_step()
             if self._answers:
                 answer = self._answer(message.plan)
             else:
@@ -139,6 +153,10 @@ class RankLoop:
             self._channel.send(encode(counts))
             if self._answers:
                 self._channel.send(encode(answer))
+
+    def _report(self, first_layer: int, load: LayerLoad, *, is_first: bool) -> None:
+        if is_first:
+            self._channel.send(encode(load._replace(layer=first_layer + load.layer)))
 
     def _answer(self, plan: StepPlan) -> Answer:
         try:

@@ -18,6 +18,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError, QuireError
 from quire.executor.base import RankLoaded
 from quire.executor.rank_messages import Answer, Channel, RankBoot, RankCounts, RankFailure, encode
+from quire.metrics.engine_stats import LayerLoad
 from quire.metrics.log import configured
 
 _FATE_S = 0.5  # how long the group is looked at for the rank that ended first
@@ -70,6 +71,8 @@ class RankGroup:
         self._poll = select.poll()
         self._is_closed = False
         self.counts = [RankCounts() for _ in ranks]
+        self.experts: dict[int, LayerLoad] = {}  # the last, by layer
+        self.num_moved = 0  # experts
         level, style = configured()
         try:
             for rank in ranks:
@@ -145,6 +148,9 @@ class RankGroup:
         for rank, message in self._ready(timeout_ms):
             if isinstance(message, RankCounts):
                 self.counts[rank.number] = message
+            elif isinstance(message, LayerLoad):
+                self.experts[message.layer] = message
+                self.num_moved += message.num_moved
             elif isinstance(message, Answer):
                 self._answers.append(message)
             else:

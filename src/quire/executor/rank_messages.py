@@ -1,7 +1,8 @@
 """What the executor and its ranks tell each other, and `Channel`: frames over a stream socket. Torch-free.
 
     executor → rank     RankBoot, then a RankStep per plan
-    rank → executor     RankLoaded or RankFailure; then RankCounts per plan, and from the answering rank an Answer
+    rank → executor     RankLoaded or RankFailure; then RankCounts per plan, and from the answering rank an Answer;
+                        a LayerLoad whenever the experts of a layer were looked at
 
 A frame is the kind and the length of its payload, then the payload as msgpack. A socket sees the death of the other
 side as end of file.
@@ -18,6 +19,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.executor.base import RankLoaded
+from quire.metrics.engine_stats import LayerLoad
 from quire.metrics.log import LogStyle
 from quire.step import SeqTold, StepPlan, StepResult
 
@@ -74,7 +76,7 @@ class Answer(NamedTuple):
     told: Told
 
 
-KINDS = (RankBoot, RankStep, RankLoaded, RankFailure, RankCounts, Answer)
+KINDS = (RankBoot, RankStep, RankLoaded, RankFailure, RankCounts, Answer, LayerLoad)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
 

@@ -88,7 +88,7 @@ def make_memory(topology: Topology) -> str:
     Raises:
         ConfigError: /dev/shm has too little room.
     """
-    if topology.tp == 1:
+    if topology.world_size == topology.pp:
         return ""
     name = f"quire-{os.getpid()}-{secrets.token_hex(4)}"
     Segment.create(name, topology)

@@ -74,6 +74,8 @@ class RanksExecutor:
             self._out_s + now_s,
             tuple(each.busy_s for each in counts),
             tuple(each.bytes_sent for each in counts),
+            tuple(load for _, load in sorted(self._group.experts.items())),
+            self._group.num_moved,
         )
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ class TimedExecutor:
         self._wait = wait
         self._on_submit = on_submit
         self._ledger = StepLedger(restores=restores)
-        self._free_s = 0.0  # when the last plan submitted is over
+        self.free_s = 0.0  # when the last plan submitted is over
         self._out: deque[tuple[StepResult, float]] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -156,11 +156,11 @@ class TimedExecutor:
         assert len(self._out) < self.max_in_flight
         taken = self._ledger.take(plan)
         seconds = self._seconds(taken) * self.slowdown
-        self._free_s = max(self._free_s, self._clock.now()) + seconds
+        self.free_s = max(self.free_s, self._clock.now()) + seconds
         self.num_steps += 1
         self.busy_s += seconds
-        self._out.append((taken.result, self._free_s))
-        self._on_submit(self._free_s)
+        self._out.append((taken.result, self.free_s))
+        self._on_submit(self.free_s)
 
     def collect(self) -> StepResult:
         """Wait until the oldest plan is over and return its result."""

@@ -27,24 +27,24 @@ MAX_PARAM_CHARS = 200  # of an unknown field's name in an error
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """JSON has one type of number: 5.0 is an integer, as in JSON Schema."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list) and float in set(map(type, value)):
-        return [_whole(item) for item in value]
+        return [whole(item) for item in value]
     return value
 
 
 # What an error message says is allowed: the description of a field, or the values of its Literal.
 Number = Annotated[float, Strict(), Field(description="a number")]
-Integer = Annotated[int, Strict(), Field(description="an integer"), BeforeValidator(_whole)]
-AtLeastOne = Annotated[int, Strict(), Field(description="an integer ≥ 1", ge=1), BeforeValidator(_whole)]
+Integer = Annotated[int, Strict(), Field(description="an integer"), BeforeValidator(whole)]
+AtLeastOne = Annotated[int, Strict(), Field(description="an integer ≥ 1", ge=1), BeforeValidator(whole)]
 Int64 = Annotated[
     int,
     Strict(),
     Field(description=f"an integer in {INT64_MIN}…{INT64_MAX}", ge=INT64_MIN, le=INT64_MAX),
-    BeforeValidator(_whole),
+    BeforeValidator(whole),
 ]
 Boolean = Annotated[bool, Strict(), Field(description="true or false")]
 Text = Annotated[str, Strict(), Field(description="a string")]
@@ -52,7 +52,7 @@ Texts = Annotated[list[str], Field(description="a list of strings")]
 TokenIds = Annotated[
     list[Annotated[int, Strict()]],
     Field(description="a list of token ids (integers)"),
-    BeforeValidator(_whole),
+    BeforeValidator(whole),
 ]
 AnyObject = Annotated[dict[str, Any], Field(description="an object")]
 TypedObject = Annotated[dict[str, Any], Field(description="an object with a type")]
@@ -75,16 +75,15 @@ class Past(Wire):
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The body of a POST endpoint. ``lists`` and ``objects`` are the models of fields that are checked on their own.
+    """The body of a POST endpoint. ``required``: fields that the endpoint requires though its model does not.
 
-    ``required``: fields that the endpoint requires though its model does not.
+    ``holds``: JSON schemas of fields whose values are checked on their own; a model in one is a reference to it.
     """
 
     summary: str
     model: type[Wire]
-    lists: Mapping[str, type[Wire]] = field(default_factory=dict)
-    objects: Mapping[str, type[Wire]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    holds: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Use(StrEnum):

@@ -37,6 +37,28 @@ class MessageBatchRequest(Wire):
     ]
 
 
+# For the description of the API.
+HELD = {
+    "requests": {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "required": ["custom_id", "params"],
+            "properties": {
+                "custom_id": {"type": "string", "minLength": 1},
+                "params": {
+                    "allOf": [
+                        {"$ref": "#/components/schemas/MessagesRequest"},
+                        {"properties": {"stream": {"const": False}, "priority": {"const": 0}}},
+                    ]
+                },
+            },
+        },
+    }
+}
+
+
 class _Asked(msgspec.Struct):
     custom_id: str
     params: msgspec.Raw

@@ -25,6 +25,7 @@ from quire.http.wire import Body, Ignored, Metadata, Text, Wire, not_allowed, pa
 from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.disk import within_disk
 from quire.jobs.files import MAX_STORE_BYTES, FileStore, read_form
+from quire.jobs.message_batches import HELD as MESSAGES_HELD
 from quire.jobs.message_batches import MessageBatches, MessageBatchRequest, is_messages
 from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
 
@@ -52,8 +53,20 @@ class BatchRequest(Wire):
 class ExpiresAfter(Wire):
     """``expires_after``."""
 
-    anchor: Text
-    seconds: int
+    anchor: Annotated[str, Field(json_schema_extra={"const": "created_at"})]
+    seconds: Annotated[int, Field(json_schema_extra={"minimum": _EXPIRES_S[0], "maximum": _EXPIRES_S[1]})]
+
+
+# What the fields of a batch hold, for the description of the API.
+_HOLDS = {
+    "endpoint": {"enum": list(ENDPOINTS)},
+    "completion_window": {"type": "string", "pattern": "^([1-9]|[12][0-9])d$"},
+    "output_expires_after": {"anyOf": [ExpiresAfter, {"type": "null"}]},
+}
+_BODIES = {
+    "/v1/batches": Body("Begin a batch of requests", BatchRequest, holds=_HOLDS),
+    "/v1/messages/batches": Body("Begin a batch of messages", MessageBatchRequest, holds=MESSAGES_HELD),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +319,6 @@ def jobs_of(
         JobRoutes(runner, settings).routes(),
         (ROOT, background.around),
         lifespan,
-        {
-            "/v1/batches": Body("Begin a batch of requests", BatchRequest),
-            "/v1/messages/batches": Body("Begin a batch of messages", MessageBatchRequest),
-        },
+        _BODIES,
         Work(start, stop, background.adopt, is_on_disk=root is not None),
     )

@@ -28,10 +28,13 @@ class Linear:
 
     def __init__(
         self, parts: Mapping[str, int], in_features: int, build: Build, *, bias: bool = False,
-        reduce: Group | None = None,
+        reduce: Group | None = None, gather: Group | None = None, gathered: int = 0,
     ) -> None:  # fmt: skip
-        """``reduce``: ranks that have the other inputs of the matrix; their partial sums are added."""
-        self._reduce = reduce
+        """``reduce``: ranks that have the other inputs of the matrix; their partial sums are added.
+
+        ``gather``: ranks that have parts of the input and the other outputs; all get the ``gathered`` outputs.
+        """
+        self._reduce, self._gather, self._gathered = reduce, gather, gathered
         self.parts = dict(parts)
         self._in_features = in_features
         self._dtype = build.dtype
@@ -86,12 +89,17 @@ class Linear:
 
         ``adapters``: which rows have which adapter, for a linear with slots.
         """
+        if self._gather is not None:
+            assert isinstance(x, Tensor)
+            x = self._gather.all_gather(x, self._in_features)
         if self._reduce is not None and self.lora is None:
             return self._reduce.all_reduce(self._base(x, torch.float32), out_dtype or x.dtype)
         y = self._base(x, out_dtype)
         if self.lora is not None and adapters is not None:
             assert isinstance(x, Tensor)
             add_lora(x, y, self.lora, adapters)
+        if self._gather is not None:
+            return self._gather.all_gather(y, self._gathered)
         return y if self._reduce is None else self._reduce.all_reduce(y, y.dtype)
 
     def _base(self, x: Tensor | QuantizedRows, out_dtype: torch.dtype | None) -> Tensor:
@@ -107,6 +115,21 @@ class Linear:
             linear(x, packed, out_dtype=out_dtype, out=y[:, start:stop])
             start = stop
         return y
+
+
+def completing(
+    name: str, out_features: int, in_features: int, build: Build, *, bias: bool = False, whole: bool = False
+) -> Linear:
+    """Return the last matrix of a block, whose inputs may be cut over ranks; the block's output is on all of them.
+
+    ``in_features``: of this rank. ``whole``: they are not cut over the tp axis.
+    """
+    rows, columns = build.shapes.get(f"{name}.weight", (out_features, in_features))
+    if rows < out_features:
+        return Linear({name: rows}, columns, build, bias=bias, gather=build.ep_group, gathered=out_features)
+    return Linear(
+        {name: out_features}, in_features, build, bias=bias, reduce=None if whole else build.tp_group
+    )
 
 
 class Embedding:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from quire.kernels.linear import PackedLinear, pack_many, write_bias
 from quire.kernels.lora import AdapterRows
-from quire.kernels.moe import ExpertStack, experts, route
+from quire.kernels.moe import ExpertPlaces, ExpertStack, experts, route
 from quire.kernels.pointwise import ActivationKind, add_gated_rows, add_rows, gated, gated_to_int8, widen_rows
 from quire.kernels.quantized_rows import QuantizedRows
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, completing
 from quire.layers.weights import NO_FORMATS, Build, WeightLoader, copy_into, prefixed, write_weight
 from quire.modelspec import MlpSpec
 from quire.quant.stored import StoredMatrix, StoredStack, Weight
@@ -28,7 +28,8 @@ class Mlp:
     ) -> None:
         """``inter``: the intermediate size."""
         self._gate_up = Linear({"gate": inter, "up": inter}, hidden_size, build, bias=bias)
-        self._down = Linear({"down": hidden_size}, inter, build, bias=bias, reduce=build.tp_group)
+        self._down = completing("down", hidden_size, inter, build, bias=bias)
+        self._is_gathered = build.ep_group is not None  # rows of other ranks come before int8 rows are made
         self._activation = activation
         self._gated = build.of(gated)
         self._gated_to_int8 = build.of(gated_to_int8)
@@ -47,7 +48,9 @@ class Mlp:
     def __call__(self, x: Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
         gate_up = self._gate_up(x, adapters)
-        if self._down.reads.kind in ("int8", "int4"):  # `linear` itself makes fp8 rows
+        if (
+            self._down.reads.kind in ("int8", "int4") and not self._is_gathered
+        ):  # `linear` itself makes fp8 rows
             group = self._down.reads.group
             return self._down(self._gated_to_int8(gate_up, self._activation, group))
         return self._down(self._gated(gate_up, self._activation), adapters)
@@ -66,10 +69,19 @@ class MoeBlock:
         wide = replace(plain, dtype=torch.float32)
         self._router = Linear({"router": moe.num_experts}, hidden_size, wide, bias=moe.router_bias)
 
+        self.places: ExpertPlaces | None = None  # None: all experts are on this rank
+        num_held = moe.num_experts
+        if build.ep_group is not None:
+            assert build.tp is not None
+            topology = build.tp.shard.topology
+            held_by = [topology.experts_of(num_held, rank) for rank in range(topology.ep)]
+            self.places = ExpertPlaces(build.ep_group, num_held, [e for each in held_by for e in each])
+            num_held = self.places.per_rank
+
         def pack(name: str, out_features: int, in_features: int) -> list[PackedLinear]:
             held = build.held(f"{name}.weight")
             return pack_many(
-                moe.num_experts, out_features, in_features, build.dtype, bias=moe.expert_bias,
+                num_held, out_features, in_features, build.dtype, bias=moe.expert_bias,
                 backend=build.matrix_backend(held), format=held,
             )  # fmt: skip
 
@@ -81,10 +93,24 @@ class MoeBlock:
             size = moe.shared_intermediate_size
             self._shared = Mlp(hidden_size, size, spec.activation, build.under("shared."))
         self._shared_gate = Linear({"shared_gate": 1}, hidden_size, plain) if moe.shared_gate else None
-        self._stack = ExpertStack(self._gate_up, self._down, spec.activation)
+        self._stack = ExpertStack(self._gate_up, self._down, spec.activation, self.places)
         self._route, self._experts = build.of(route), build.of(experts)
         self._widen, self._add = build.of(widen_rows), build.of(add_rows)
         self._add_gated = build.of(add_gated_rows)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of consecutive experts of which the router chooses some (DeepSeek)."""
+        return self._moe.num_groups
+
+    def expert_tensors(self, slot: int) -> list[Tensor]:
+        """Return every tensor of the expert in ``slot`` of this rank."""
+        found = [
+            part
+            for packed in (self._gate_up[slot], self._down[slot])
+            for part in (packed.data, packed.bias, packed.scale, packed.offset)
+        ]
+        return [part for part in found if part is not None]
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         inter = self._moe.intermediate_size

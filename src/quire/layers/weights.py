@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from quire.kernels.collective import Group
+from quire.kernels.collective import Collectives, Group
 from quire.kernels.linear import PackedLinear, op_of, write_rows
 from quire.kernels.registry import Backend, KernelChoice, Op, P, R
+from quire.layers.context import ContextParallel
 from quire.parallel.shard import Shard
 from quire.quant.rtn import quantize
 from quire.quant.stored import StoredMatrix, StoredStack, Weight, row_ranges
 from quire.weight_format import PLAIN, WeightFormat
 
+T = TypeVar("T")
 WeightLoader = Callable[[Weight], None]
 Formats = Mapping[str, WeightFormat]  # name of a quantized weight → how it is held
 NO_FORMATS: Formats = MappingProxyType({})
@@ -45,10 +47,16 @@ def prefixed(prefix: str, loaders: Mapping[str, WeightLoader]) -> dict[str, Weig
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """The ranks that share every layer, and what this one has of the weights."""
+    """The ranks that share every layer, over the tp or the ep axis, and what this one has of the weights."""
 
     group: Group
     shard: Shard
+
+
+def tensor_parallel(groups: Collectives, shard: Shard) -> TensorParallel | None:
+    """Return the ranks that share the layers with this one, if there are others."""
+    group = groups.of_layers
+    return None if group is None else TensorParallel(group, shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +69,23 @@ class Build:
     norm_plus_one: bool = False
     formats: Formats = field(default_factory=dict)
     tp: TensorParallel | None = None  # None: this rank has all heads and whole matrices
+    # Of this rank's weights.
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    cp: ContextParallel | None = None  # None: this rank has every position of a sequence
 
     @property
     def tp_group(self) -> Group | None:
-        return None if self.tp is None else self.tp.group
+        """The ranks whose partial sums are added."""
+        return None if self.tp is None or self.tp.shard.topology.ep > 1 else self.tp.group
+
+    @property
+    def ep_group(self) -> Group | None:
+        """The ranks whose results are gathered."""
+        return None if self.tp is None or self.tp.shard.topology.ep == 1 else self.tp.group
 
     def under(self, prefix: str) -> Build:
         """Return the same for the weights whose names start with ``prefix``, named without it."""
-        inner = {
-            name.removeprefix(prefix): held for name, held in self.formats.items() if name.startswith(prefix)
-        }
-        return replace(self, formats=inner)
+        return replace(self, formats=_within(prefix, self.formats), shapes=_within(prefix, self.shapes))
 
     def held(self, name: str) -> WeightFormat:
         """Return the format of the weight ``name``."""
@@ -87,6 +101,10 @@ class Build:
     def matrix_backend(self, held: WeightFormat) -> Backend:
         """Return the backend that multiplies with matrices of format ``held``."""
         return self.kernels.backend(op_of(held))
+
+
+def _within(prefix: str, items: Mapping[str, T]) -> dict[str, T]:
+    return {name.removeprefix(prefix): item for name, item in items.items() if name.startswith(prefix)}
 
 
 def copy_into(target: torch.Tensor) -> WeightLoader:

@@ -67,12 +67,25 @@ class TtftStats:
         return max(seconds * self.ratio, 1e-6)
 
 
+class LayerLoad(NamedTuple):
+    """What the experts of a layer had in one interval, and what was done about it. Ratios are max / mean."""
+
+    layer: int
+    tokens: int  # times the experts per token
+    of_experts: float
+    of_ranks: float
+    of_ranks_balanced: float  # of the same tokens, with the experts where they are from now on
+    num_moved: int
+
+
 class RankStats(NamedTuple):
     """The ranks of an engine whose model is cut over several processes."""
 
     out_s: float = 0.0  # in which at least one step was out
     busy_s: tuple[float, ...] = ()  # of each rank, in which it computed
     bytes_sent: tuple[int, ...] = ()  # by each rank to the next pipeline stage
+    experts: tuple[LayerLoad, ...] = ()  # of the last interval, where whole experts lie on ranks
+    num_moved: int = 0  # experts, since the start
 
     @property
     def busy_shares(self) -> tuple[float, ...]:

@@ -154,6 +154,16 @@ class ServerMetrics:
             busy.add_metric([*self._values, str(rank)], busy_s)
             sent.add_metric([*self._values, str(rank)], num_bytes)
         yield from (busy, sent)
+        if ranks.experts:
+            yield from self._of_experts(ranks)
+
+    def _of_experts(self, ranks: RankStats) -> Iterator[Metric]:
+        yield self._counter("quire:experts_moved", "Experts moved between ranks.", ranks.num_moved)
+        for name, (text, attribute) in _TABLE["expert_gauges"].items():
+            gauge = GaugeMetricFamily(name, text, labels=[*self._labels, "layer"])
+            for load in ranks.experts:
+                gauge.add_metric([*self._values, str(load.layer)], getattr(load, attribute))
+            yield gauge
 
     def _labelled(self) -> Iterator[Metric]:
         success = CounterMetricFamily(

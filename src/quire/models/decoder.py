@@ -8,6 +8,7 @@ model's dtype; each token is computed from its own row and from the cache alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.attention import AdapterBatch, Attention, CosSin, GroupBatch, LatentAttention, StepBatch
+from quire.layers.context import ContextParallel
 from quire.layers.linear import Embedding
 from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
@@ -62,12 +64,12 @@ class Decoder:
     def __init__(
         self, spec: ModelSpec, kv_layout: KvLayout, max_model_len: int, dtype: torch.dtype, kernels: KernelChoice, *,
         formats: Formats = NO_FORMATS, lora: LoraConfig | None = None, tp: TensorParallel | None = None,
-        stage: Stage = WHOLE,
+        stage: Stage = WHOLE, cp: ContextParallel | None = None,
     ) -> None:  # fmt: skip
         """``formats``: canonical name → how a quantized weight is held (`weight_plan`).
 
-        ``tp``: the ranks that share the layers; ``stage``: which ends of the model are here. ``spec``, ``kv_layout``
-        and ``formats`` are this rank's.
+        ``tp``: the ranks that share the layers; ``cp``: those that share the caches; ``stage``: which ends of the
+        model are here. ``spec``, ``kv_layout`` and ``formats`` are this rank's.
         """
         self.spec = spec
         self.dtype = dtype
@@ -75,7 +77,8 @@ class Decoder:
         shapes = weight_shapes(spec) if tp is None else tp.shard.shapes
         self._shapes = {n: shape for n, shape in shapes.items() if stage.has(n, spec.tie_word_embeddings)}
         self._missing = set(self._shapes)
-        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp)
+        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp, shapes, cp)
+        self._cp = cp
         tied, scale = spec.tie_word_embeddings, spec.embedding_scale
         self._embedding = Embedding(
             spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale, stage=stage
@@ -155,6 +158,9 @@ class Decoder:
             for rope, table in self._ropes.items()
         }
         delta: Tensor | None
+        cp = self._cp if batch.divided else None
+        if cp is not None:
+            batch, entering = _own_rows(cp, batch, entering)
         delta, residual = entering or (None, self._embedding(batch.input_ids))
         last = len(self._layers) - 1 if self.stage.is_last else -1
         watcher = self.watcher
@@ -171,7 +177,14 @@ class Decoder:
         assert delta is not None
         if watcher is not None and watcher.taps:
             watcher.store(batch, seen)
+        if cp is not None and not self.stage.is_last:
+            return _all_rows(cp, len(batch.positions), delta, residual)
         return delta, residual
+
+    def expert_blocks(self) -> dict[int, MoeBlock]:
+        """Return the mixtures of experts of this stage, by the number of their layer in it."""
+        mlps = enumerate(layer.mlp for layer in self._layers)
+        return {index: mlp for index, mlp in mlps if isinstance(mlp, MoeBlock)}
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, as the first layer reads them."""
@@ -183,6 +196,23 @@ class Decoder:
         return logits if scale == 1.0 and cap is None else self._cap_logits(logits, scale, cap)
 
 
+def _own_rows(
+    cp: ContextParallel, batch: StepBatch, entering: Hidden | None
+) -> tuple[StepBatch, Hidden | None]:
+    """Return what a layer reads of each row, for this rank's rows; attention still reads all ``positions``."""
+    if entering is not None:
+        entering = cp.own(entering[0]), cp.own(entering[1])
+    adapters = batch.adapters
+    if adapters is not None:
+        own = cp.own(torch.arange(batch.num_tokens)).numpy()
+        adapters = replace(adapters, tokens=adapters.tokens.take(own))
+    return replace(batch, input_ids=cp.own(batch.input_ids), adapters=adapters), entering
+
+
+def _all_rows(cp: ContextParallel, num_tokens: int, delta: Tensor, residual: Tensor) -> Hidden:
+    return cp.gather(delta, num_tokens), cp.gather(residual, num_tokens)
+
+
 class DecoderLayer:
     """Attention and MLP with their norms: pre (Llama), post (OLMo-2) or both (Gemma 2)."""
 
@@ -191,20 +221,21 @@ class DecoderLayer:
     ) -> None:
         self.spec = spec
         hidden, mlp = model.hidden_size, spec.mlp
+        self._cp = build.cp
         self._scale = model.residual_scale
         kind = LatentAttention if spec.attention.is_mla else Attention
         self._attention: Attention | LatentAttention = kind(spec.attention, hidden, build.under("attn."))
-        self._mlp: Mlp | MoeBlock
+        self.mlp: Mlp | MoeBlock
         if mlp.moe is None:
-            self._mlp = Mlp(hidden, mlp.intermediate_size, mlp.activation, build.under("mlp."), bias=mlp.bias)
+            self.mlp = Mlp(hidden, mlp.intermediate_size, mlp.activation, build.under("mlp."), bias=mlp.bias)
         else:
-            self._mlp = MoeBlock(hidden, mlp, build.under("moe."))
+            self.mlp = MoeBlock(hidden, mlp, build.under("moe."))
         if lora is not None:
-            for linear in (*self._attention.linears(), *self._mlp.linears()):
+            for linear in (*self._attention.linears(), *self.mlp.linears()):
                 linear.add_slots(lora.max_loras, lora.max_rank)
         names = [] if spec.norms == "post" else ["attn_norm", "mlp_norm"]
         names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
-        readers = {"attn_norm": self._attention.reads, "mlp_norm": self._mlp.reads}
+        readers = {"attn_norm": self._attention.reads, "mlp_norm": self.mlp.reads}
         self._norms = {
             name: RmsNorm(hidden, build, plus_one=build.norm_plus_one, reader=readers.get(name, PLAIN))
             for name in names
@@ -214,16 +245,16 @@ class DecoderLayer:
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = prefixed("attn.", self._attention.weight_loaders())
-        found.update(prefixed("mlp." if isinstance(self._mlp, Mlp) else "moe.", self._mlp.weight_loaders()))
+        found.update(prefixed("mlp." if isinstance(self.mlp, Mlp) else "moe.", self.mlp.weight_loaders()))
         for name, norm in self._norms.items():
             found.update(prefixed(f"{name}.", norm.weight_loaders()))
         return found
 
     def lora_targets(self) -> dict[str, tuple[LoraStack, int]]:
         """Return "attn.q" … → (the adapter slots of its linear, index of the part)."""
-        mlp = "mlp." if isinstance(self._mlp, Mlp) else "moe.shared."
+        mlp = "mlp." if isinstance(self.mlp, Mlp) else "moe.shared."
         linears = [("attn.", each) for each in self._attention.linears()]
-        linears += [(mlp, each) for each in self._mlp.linears()]
+        linears += [(mlp, each) for each in self.mlp.linears()]
         return {
             prefix + name: (linear.lora, part)
             for prefix, linear in linears
@@ -243,11 +274,14 @@ class DecoderLayer:
         of_rows = None if adapters is None else adapters.tokens
         x, residual = self._enter("attn_norm", delta, residual)
         delta = self._leave("attn_post_norm", self._attention(x, cos_sin, group, kv, of_rows))
+        if rows is not None and group.divided:
+            assert self._cp is not None
+            delta, residual = _all_rows(self._cp, len(group.slot_blocks), delta, residual)
         if rows is not None:
             delta, residual = self._take_rows(delta, rows), self._take_rows(residual, rows)
             of_rows = None if adapters is None else adapters.logits
         x, residual = self._enter("mlp_norm", delta, residual)
-        return self._leave("mlp_post_norm", self._mlp(x, of_rows)), residual
+        return self._leave("mlp_post_norm", self.mlp(x, of_rows)), residual
 
     def _enter(
         self, name: str, delta: Tensor | None, residual: Tensor

@@ -6,6 +6,10 @@ Attention is cut by heads and the MLP by its intermediate size: the first matrix
 norms, routers, MLA's latent projections and its cache; all of attention where one norm goes over all heads (OLMo-2).
 
 Columns are cut at multiples of a quantization group, so that no group lies on two ranks.
+
+Over the ep axis no matrix is cut by columns: experts are whole, and ``o`` and ``down`` are cut by rows, with their
+inputs gathered before and their outputs after. Each number is then computed as on one rank. What does not divide evenly
+is on every rank.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd, lcm
+from math import gcd, lcm, prod
 from types import MappingProxyType
 
 from quire.errors import ConfigError
@@ -27,6 +31,7 @@ from quire.modelspec import (
     matrix_bytes,
     weight_shapes,
 )
+from quire.parallel.stripe import Stripe
 from quire.parallel.topology import Heads, Rank, Topology, share
 from quire.weight_format import PLAIN, WeightFormat
 
@@ -102,6 +107,15 @@ class Shard:
             matrix_bytes(shape, dtype, held.get(name, PLAIN)) for name, shape in self.shapes.items() if shape
         )
 
+    def stripe(self, block_size: int) -> Stripe | None:
+        """Return the positions that this rank's cache has, with blocks of ``block_size`` positions over all ranks.
+
+        None: all of them.
+        """
+        cp = self.topology.cp
+        assert block_size % cp == 0, (block_size, cp)
+        return None if cp == 1 else Stripe(self.at.cp, cp, block_size // cp)
+
     def kv_layout(self, of_model: KvLayout) -> KvLayout:
         """Return the layout of this rank's cache: the model's groups, each with the layers of this stage alone."""
         groups = tuple(
@@ -122,13 +136,14 @@ def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = Map
         ConfigError: a size of ``topology`` is larger than what it cuts; names the field, the value and what is allowed.
     """
     at = topology.coordinates(rank)
-    layers = topology.layers_of(spec.num_layers, at.pp)
+    layers = topology.layers_of(*_costs(spec), at.pp)
     cutter = _Cutter(spec, topology, at, formats)
     local = [cutter.layer(index, number) for number, index in enumerate(layers)]
-    rows = -(-spec.vocab_size // topology.tp)
+    rows = -(-spec.vocab_size // cutter.ways)
     padded = -(-rows // VOCAB_UNIT) * VOCAB_UNIT
-    vocab = range(min(spec.vocab_size, at.tp * padded), min(spec.vocab_size, (at.tp + 1) * padded))
-    vocab_cut = vocab if topology.tp > 1 else None
+    first_row = cutter.index * padded
+    vocab = range(min(spec.vocab_size, first_row), min(spec.vocab_size, first_row + padded))
+    vocab_cut = vocab if cutter.ways > 1 else None
     cuts: dict[str, Cut] = {}
     first, last = at.pp == 0, at.pp == topology.pp - 1
     if first or (last and spec.tie_word_embeddings):
@@ -143,11 +158,28 @@ def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = Map
     return Shard(topology, at, spec, replace(spec, layers=tuple(local)), layers, vocab, padded, cuts, shapes)
 
 
+def _costs(spec: ModelSpec) -> tuple[list[float], float]:
+    """Return the weights that a token is multiplied with: of each layer, and of the output matrix.
+
+    Of that, half: a prompt is multiplied with it once, so it is a part of decoding alone.
+    """
+    costs = [0.0] * spec.num_layers
+    for name, shape in weight_shapes(spec).items():
+        if name.startswith("layers."):
+            index = int(name.split(".")[1])
+            moe = spec.layers[index].mlp.moe
+            chosen = moe.top_k / moe.num_experts if moe is not None and len(shape) == 3 else 1.0
+            costs[index] += prod(shape) * chosen
+    return costs, spec.vocab_size * spec.hidden_size / 2
+
+
 class _Cutter:
     """Collects ``cuts`` while it goes over the layers of a stage."""
 
     def __init__(self, spec: ModelSpec, topology: Topology, at: Rank, formats: Formats) -> None:
+        assert topology.tp == 1 or topology.ep == 1, topology
         self._spec, self._topology, self._at, self._formats = spec, topology, at, formats
+        self.ways, self.index = topology.tp * topology.ep, at.tp + at.ep  # parts of a layer, and which one
         self.cuts: dict[str, Cut] = {}
 
     def layer(self, index: int, number: int) -> LayerSpec:
@@ -162,7 +194,7 @@ class _Cutter:
             if part == name or self._is_added_elsewhere(part, attention):
                 continue
             rows, columns, experts = cuts.get(part, (None, None, None))
-            if self._topology.tp == 1:
+            if self.ways == 1:
                 rows = columns = None
             self.cuts[f"layers.{number}.{part}"] = Cut(prefix + part, rows, columns, experts)
         return replace(layer, attention=attention, mlp=mlp)
@@ -178,33 +210,57 @@ class _Cutter:
         return self._formats.get(name, PLAIN).group or 1
 
     def _attention(self, a: AttentionSpec, prefix: str) -> tuple[AttentionSpec, dict[str, _Parts]]:
-        if self._topology.tp == 1 or a.qk_norm == "full":
+        if self.ways == 1 or a.qk_norm == "full":
             return a, {}
-        group = self._group(prefix + "attn.o.weight")
-        unit = group // gcd(group, a.v_head_dim)
         kv_heads = a.num_heads if a.is_mla else a.num_kv_heads
-        heads = self._topology.heads_of(a.num_heads, kv_heads, self._at.tp, unit)
+        if self._topology.ep > 1:
+            if not (self._divides(a.num_heads) and (kv_heads % self.ways == 0 or self.ways % kv_heads == 0)):
+                return a, {}
+            heads = Topology(tp=self.ways).heads_of(a.num_heads, kv_heads, self.index)
+            o: _Parts = (share(self._spec.hidden_size, self.ways, self.index), None, None)
+        else:
+            group = self._group(prefix + "attn.o.weight")
+            heads = self._topology.heads_of(
+                a.num_heads, kv_heads, self._at.tp, group // gcd(group, a.v_head_dim)
+            )
+            o = (None, _times(heads.queries, a.v_head_dim), None)
         cuts = _mla_cuts(a, heads) if a.is_mla else _head_cuts(a, heads)
-        cuts["attn.o.weight"] = (None, _times(heads.queries, a.v_head_dim), None)
+        cuts["attn.o.weight"], cuts["attn.o.bias"] = o, (o[0], None, None)
         cuts["attn.sinks"] = (heads.queries, None, None)
         num_kv_heads = min(a.num_kv_heads, len(heads.kv)) if a.is_mla else len(heads.kv)
         return replace(a, num_heads=len(heads.queries), num_kv_heads=num_kv_heads), cuts
 
+    def _divides(self, size: int) -> bool:
+        """Whether a block of inner size ``size`` is cut evenly over the ep axis."""
+        return size % self.ways == 0 and self._spec.hidden_size % self.ways == 0
+
     def _mlp(self, mlp: MlpSpec, prefix: str) -> tuple[MlpSpec, dict[str, _Parts]]:
         if mlp.moe is None:
-            inter = self._inner(mlp.intermediate_size, prefix + "mlp.down.weight")
-            return replace(mlp, intermediate_size=len(inter)), _mlp_cuts("mlp.", inter, None)
-        moe, experts = mlp.moe, None
+            inter, cuts = self._dense("mlp.", mlp.intermediate_size, prefix)
+            return replace(mlp, intermediate_size=inter), cuts
+        moe = mlp.moe
         if self._topology.ep > 1:
-            experts = self._topology.experts_of(moe.num_experts, self._at.ep)
-        inter = self._inner(moe.intermediate_size, prefix + "moe.down.weight")
-        cuts = _mlp_cuts("moe.", inter, experts)
-        moe = replace(moe, intermediate_size=len(inter))
+            cuts = _mlp_cuts("moe.", None, None, self._topology.experts_of(moe.num_experts, self._at.ep))
+        else:
+            inter, cuts = self._dense("moe.", moe.intermediate_size, prefix)
+            moe = replace(moe, intermediate_size=inter)
         if moe.shared_intermediate_size:
-            inter = self._inner(moe.shared_intermediate_size, prefix + "moe.shared.down.weight")
-            cuts.update(_mlp_cuts("moe.shared.", inter, None))
-            moe = replace(moe, shared_intermediate_size=len(inter))
+            inter, more = self._dense("moe.shared.", moe.shared_intermediate_size, prefix)
+            cuts.update(more)
+            moe = replace(moe, shared_intermediate_size=inter)
         return replace(mlp, moe=moe), cuts
+
+    def _dense(self, block: str, size: int, prefix: str) -> tuple[int, dict[str, _Parts]]:
+        """Return this rank's part of the intermediate size ``size`` of a block, and its cuts."""
+        if self._topology.ep == 1:
+            inter = self._inner(size, f"{prefix}{block}down.weight")
+            return len(inter), _mlp_cuts(block, inter, inter, None)
+        if not self._divides(size):
+            return size, {}
+        inter = share(size, self.ways, self.index)
+        return len(inter), _mlp_cuts(
+            block, inter, None, None, share(self._spec.hidden_size, self.ways, self.index)
+        )
 
     def _inner(self, size: int, name: str) -> range:
         """Return this rank's part of an intermediate size."""
@@ -245,12 +301,15 @@ def _mla_cuts(a: AttentionSpec, heads: Heads) -> dict[str, _Parts]:
     }
 
 
-def _mlp_cuts(prefix: str, inter: range, experts: range | None) -> dict[str, _Parts]:
+def _mlp_cuts(
+    prefix: str, inter: range | None, columns: range | None, experts: range | None, rows: range | None = None
+) -> dict[str, _Parts]:
+    """``inter``: rows of gate and up; ``columns``, ``rows``: of down."""
     cuts: dict[str, _Parts] = {
         f"{prefix}{name}.{kind}": (inter, None, experts)
         for name in ("gate", "up")
         for kind in ("weight", "bias")
     }
-    cuts[f"{prefix}down.weight"] = (None, inter, experts)
-    cuts[f"{prefix}down.bias"] = (None, None, experts)
+    cuts[f"{prefix}down.weight"] = (rows, columns, experts)
+    cuts[f"{prefix}down.bias"] = (rows, None, experts)
     return cuts

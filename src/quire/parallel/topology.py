@@ -8,7 +8,7 @@ so that the ranks that exchange the most bytes are next to each other. Along one
 
     tp   attention heads, rows and columns of matrices, rows of the vocabulary    (Megatron-LM, arXiv:1909.08053)
     cp   blocks of a sequence, striped: rank r holds the blocks i with i mod cp = r
-    ep   experts, each whole on one rank; everything else is on every rank of the axis
+    ep   whole experts; heads and rows of all other matrices. Results are gathered, never added: its bits are one rank's
     pp   layers; the first stage has the embedding, the last one the output matrix
 
 Shares are even to within one unit: sizes need not divide.
@@ -16,7 +16,9 @@ Shares are even to within one unit: sizes need not divide.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from quire.errors import ConfigError
@@ -65,12 +67,16 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Sizes of the axes. Raises `ConfigError` where one is below 1 or the ranks are too many."""
+    """Sizes of the axes. Raises `ConfigError` where one is below 1 or the ranks are too many.
+
+    ``redundant_experts``: copies of experts per layer, beyond one of each, that the ranks of the ep axis hold at least.
+    """
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     cp: int = 1
+    redundant_experts: int = 0
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -125,15 +131,39 @@ class Topology:
         at = group.index(rank) + step
         return group[at] if 0 <= at < len(group) else None
 
-    def layers_of(self, num_layers: int, stage: int) -> range:
-        """Return the layers of a stage; raises `ConfigError` where a stage would have none."""
-        _at_most(self.pp, "pp", num_layers, "layers")
-        return share(num_layers, self.pp, stage)
+    def layers_of(self, costs: Sequence[float], head: float, stage: int) -> range:
+        """Return the layers of a stage: each takes about as long as the others, the last one with the output matrix.
+
+        ``costs``: of each layer; ``head``: of the output matrix, in the same unit. Raises `ConfigError` where a stage
+        would have no layer.
+        """
+        _at_most(self.pp, "pp", len(costs), "layers")
+        before = list(accumulate(costs, initial=0.0))
+        total, cuts = before[-1] + head, [0]
+        for index in range(1, self.pp):
+            allowed = range(cuts[-1] + 1, len(costs) - (self.pp - index) + 1)
+            wanted = total * index / self.pp
+            cuts.append(min(allowed, key=[abs(each - wanted) for each in before].__getitem__))
+        return range(*[*cuts, len(costs)][stage : stage + 2])
 
     def experts_of(self, num_experts: int, ep: int) -> range:
-        """Return the experts of a rank; raises `ConfigError` where a rank would have none."""
-        _at_most(self.ep, "ep", num_experts, "experts")
-        return share(num_experts, self.ep, ep)
+        """Return the experts that a rank holds at the start: as many on each, so that some may be on two ranks.
+
+        Raises `ConfigError` where a rank would have none, or one twice.
+        """
+        given = f"tensor_parallel_size = {self.ep} with enable_expert_parallel"
+        if self.ep > num_experts:
+            raise ConfigError(
+                f"{given}: the model has {num_experts} experts; at most {num_experts} ranks are allowed."
+            )
+        each = -(-(num_experts + self.redundant_experts) // self.ep)
+        if each > num_experts:
+            raise ConfigError(
+                f"num_redundant_experts = {self.redundant_experts}: {given} and {num_experts} experts, at most "
+                f"{(self.ep - 1) * num_experts} are allowed."
+            )
+        start = min(ep * num_experts // self.ep, num_experts - each)
+        return range(start, start + each)
 
     def heads_of(self, num_heads: int, num_kv_heads: int, tp: int, unit: int = 1) -> Heads:
         """Return the heads of a rank: whole KV heads with all their queries, or a part of one KV head's queries.

@@ -63,6 +63,11 @@ class Hardware:
     link_bandwidth: float | None = None  # bytes/s in one direction, between devices of a domain
     domain: int = 1  # devices that the link joins
     network_bandwidth: float | None = None  # bytes/s in one direction, between domains
+    sram_bytes: float | None = None  # shared memory and L1 of all processors
+    sram_bandwidth: float | None = None  # bytes/s, of all together
+    l2_bytes: float | None = None
+    l2_bandwidth: float | None = None  # bytes/s read
+    host_bandwidth: float | None = None  # bytes/s from the host's memory, in one direction
     price: Price | None = field(default=None)
 
     def rate(self, precision: str) -> float | None:
@@ -110,8 +115,17 @@ def _read(name: str, row: Mapping[str, Any]) -> Hardware:
         link_bandwidth=link * 1e9 if link is not None else None,
         domain=row.get("domain", 1),
         network_bandwidth=network * 1e9 if network is not None else None,
+        sram_bytes=_scaled(row, "sram_mib", 2**20),
+        sram_bandwidth=_scaled(row, "sram_gb_s", 1e9),
+        l2_bytes=_scaled(row, "l2_mib", 2**20),
+        l2_bandwidth=_scaled(row, "l2_gb_s", 1e9),
+        host_bandwidth=_scaled(row, "pcie_gb_s", 1e9),
         price=Price(**row["price"]) if "price" in row else None,
     )
+
+
+def _scaled(row: Mapping[str, Any], key: str, unit: float) -> float | None:
+    return row[key] * unit if key in row else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from quire.args import EngineArgs
-from quire.config import DeviceInfo, RayConfig
+from quire.config import DeviceInfo, ExpertsConfig, RayConfig
 from quire.errors import ConfigError
 from quire.modelspec import KvLayout, ModelSpec
 from quire.parallel.shard import shard
@@ -13,7 +14,9 @@ from quire.parallel.topology import Topology
 from quire.weight_format import WeightFormat
 
 
-def topology_of(args: EngineArgs, device: DeviceInfo, *, has_heads: bool = False) -> Topology:
+def topology_of(
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, *, has_heads: bool = False
+) -> Topology:
     """Return how the model is cut over ranks. ``has_heads``: drafts come from heads on the model.
 
     Raises:
@@ -22,7 +25,15 @@ def topology_of(args: EngineArgs, device: DeviceInfo, *, has_heads: bool = False
     tp = device.num_nodes if args.tensor_parallel_size == "auto" else args.tensor_parallel_size
     if not str(tp).isdecimal():
         raise ConfigError(f"tensor_parallel_size = {tp!r} must be 'auto' or a number of at least 1")
-    topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size)
+    topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size, cp=args.context_parallel_size)
+    if args.enable_expert_parallel:
+        topology = _of_experts(args, spec, topology)
+    elif args.enable_eplb or args.num_redundant_experts:
+        raise ConfigError("enable_eplb and num_redundant_experts need enable_expert_parallel")
+    if args.enable_eplb and topology.cp > 1:
+        raise ConfigError(
+            f"enable_eplb: with {topology} each rank counts its own rows only: leave one of them out"
+        )
     world = topology.world_size
     if args.executor != "ray" and (args.nodes is not None or args.ray_address is not None):
         raise ConfigError("nodes and ray_address need executor = 'ray'")
@@ -51,6 +62,23 @@ def topology_of(args: EngineArgs, device: DeviceInfo, *, has_heads: bool = False
             "let ranks share a core"
         )
     return topology
+
+
+def _of_experts(args: EngineArgs, spec: ModelSpec, topology: Topology) -> Topology:
+    """Return ``topology`` with whole experts, whose ranks are those of the tp axis."""
+    if not any(layer.mlp.moe for layer in spec.layers):
+        raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
+    if topology.tp == 1:
+        raise ConfigError(
+            "enable_expert_parallel spreads the experts over the ranks of tensor_parallel_size, which is 1: give 2 or "
+            "more, or leave it out"
+        )
+    return replace(topology, tp=1, ep=topology.tp, redundant_experts=args.num_redundant_experts)
+
+
+def experts_config(args: EngineArgs, topology: Topology) -> ExpertsConfig | None:
+    """Return how experts are balanced; None: no rank has whole ones of its own."""
+    return None if topology.ep == 1 else ExpertsConfig(args.enable_eplb, args.eplb_step_interval)
 
 
 def ray_config(args: EngineArgs) -> RayConfig | None:

@@ -5,7 +5,8 @@
     linears     max(2 · weights · rows / (rate · compute), bytes / (bandwidth · memory)); output matrix: sampled rows
     experts     the same for the experts that ``rows`` rows touch: E · (1 − (1 − k/E)^rows)
     attention   K and V read / (bandwidth · memory) + 4 · head_dim · heads · pairs / (bf16 rate · compute)
-    links       2 all-reduces per layer (tp), 2 all-to-alls per layer of experts (ep), 1 send per stage (pp)
+    links       2 all-reduces per layer (tp), 2 all-to-alls per layer of experts (ep), 1 send per stage (pp);
+                on CPUs whole experts have gathers, and one exchange per layer of experts
     launches    a constant per layer, and one per step
 
 The roofline is Williams et al. 2009; all-reduce moves 2 (n − 1)/n of its bytes (a ring, Patarasuk and Yuan 2009). The
@@ -194,19 +195,29 @@ class Roofline:
         decode_s = work.decode_flops_per_key * step.decode_kv_tokens / ways / rate
         return max(read_s, decode_s) + work.flops_per_pair * step.chunk_pairs / ways / rate
 
-    def _links(self, rows: float) -> float:
-        e, work, split = self.efficiency, self.work, self.work.split
+    def link_uses(self, rows: float) -> dict[str, tuple[int, float, float]]:
+        """Return per axis (collectives in a step of ``rows``, bytes of each, bytes/s of the link)."""
+        work, split = self.work, self.work.split
         size = rows * work.hidden_size * ACTIVATION_BYTES
-        seconds = 0.0
+        found: dict[str, tuple[int, float, float]] = {}
         if split.tp > 1:
             moved = 2 * (split.tp - 1) / split.tp * size
-            seconds += 2 * work.num_layers * (e.link_s + moved / self._link(split.tp))
-        if split.ep > 1 and split.attention_dp > 1:
+            found["tp"] = 2 * work.num_layers, moved, self._link(split.tp)
+        if split.ep > 1 and self.hardware.kind == "cpu":  # docs/parallel.md, "Expert parallelism"
+            others = (split.ep - 1) / split.ep * size  # of a row's parts, those that the other ranks have
+            gathers = 2 * work.num_layers + 2 * (work.num_layers - work.num_moe_layers)
+            found["tp"] = gathers, others, self._link(split.tp)
+            found["ep"] = work.num_moe_layers, work.top_k * others, self._link(split.ep)
+        elif split.ep > 1 and split.attention_dp > 1:
             copies = min(work.top_k, split.ep - 1)
-            seconds += 2 * work.num_moe_layers * (e.link_s + copies * size / self._link(split.ep))
+            found["ep"] = 2 * work.num_moe_layers, copies * size, self._link(split.ep)
         if split.pp > 1:
-            seconds += (split.pp - 1) * (e.link_s + size / self._link(split.tp * split.pp))
-        return seconds
+            found["pp"] = split.pp - 1, size, self._link(split.tp * split.pp)
+        return found
+
+    def _links(self, rows: float) -> float:
+        uses = self.link_uses(rows).values()
+        return sum(count * (self.efficiency.link_s + moved / link) for count, moved, link in uses)
 
     def _link(self, num_devices: int) -> float:
         """Return the bytes/s between ``num_devices``: those of the network where they span several domains."""

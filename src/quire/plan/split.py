@@ -7,7 +7,7 @@ and V of a token come from `ModelSpec.kv_bytes_per_token`, the one formula; a la
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,8 +17,8 @@ from quire.weight_format import PLAIN, WeightFormat
 from quire.weight_plan import plan_weights, role_of
 
 # Bytes per weight. fp8: a block of 128 x 128 shares a scale, which is negligible. fp4: NVFP4, 16 weights share a byte.
-_FLOAT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp8": 1.0, "fp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
-PRECISIONS = (*_FLOAT_BYTES, "int8", "int4")
+FLOAT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp8": 1.0, "fp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
+PRECISIONS = (*FLOAT_BYTES, "int8", "int4")
 KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}
 ACTIVATION_BYTES = 2  # bf16 between layers
 
@@ -115,8 +115,8 @@ def _bytes(
     if precision in ("int8", "int4"):
         return matrix_bytes(shape, "bfloat16", formats.get(name, PLAIN))
     if role_of(spec, name) != "linear" and not name.endswith("kv_b.weight"):
-        return prod(shape) * max(2.0, _FLOAT_BYTES[precision])
-    return prod(shape) * _FLOAT_BYTES[precision]
+        return prod(shape) * max(2.0, FLOAT_BYTES[precision])
+    return prod(shape) * FLOAT_BYTES[precision]
 
 
 UTILIZATION = 0.9  # share of a device's memory; the rest is fragmentation, the driver and uncounted buffers
@@ -157,6 +157,14 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str = "bf16") -> int:
     """Return the bytes of K and V of one token in all layers: 2 · layers · kv_heads · head_dim · bytes, or MLA's."""
     groups = spec.kv_layout(spec.max_position_embeddings).groups
     return sum(spec.kv_bytes_per_token(group, KV_DTYPES[kv_dtype]) for group in groups)
+
+
+def with_all_kv_heads(spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` with as many KV heads as query heads, as before grouped-query attention (arXiv:2305.13245)."""
+    layers = (
+        replace(x, attention=replace(x.attention, num_kv_heads=x.attention.num_heads)) for x in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def kv_scale_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:

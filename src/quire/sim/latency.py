@@ -43,6 +43,11 @@ class Speculation:
         a, g = self.acceptance, self.num_drafts
         return float(g + 1) if a == 1.0 else (1.0 - a ** (g + 1)) / (1.0 - a)
 
+    @property
+    def speedup(self) -> float:
+        """Tokens/s against plain decoding where verifying costs no more than a decode step (theorem 3.8)."""
+        return self.tokens_per_step / (self.num_drafts * self.draft_cost + 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Swap:

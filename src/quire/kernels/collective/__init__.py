@@ -6,6 +6,7 @@ With x_r the rows of member r, ``[num_tokens, size]``, n members, and i the call
     all_gather      x_0 | x_1 | …, side by side                    [num_tokens, width], width ≤ n · size
     reduce_scatter  block i of Σ x_r                               [num_tokens, size / n]
     all_to_all      block i of x_0 | block i of x_1 | …            [num_tokens, size]
+    gather_parts    x_0, x_1, …, one after another                 [Σ num_tokens_r, size], num_tokens_r of member r
     send, recv      rows to the next member, from the previous one
 
 Block i of a row is its i-th of n equal parts. Sums are fp32 in the order of the members, rounded once: all ranks have
@@ -18,7 +19,7 @@ native op, and `distributed.TorchGroup` over torch.distributed (Gloo between hos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,6 +47,13 @@ class Group(Protocol):
 
     def all_to_all(self, x: Tensor) -> Tensor: ...
 
+    def gather_parts(self, y: Tensor, begins: Sequence[int]) -> None:
+        """Complete ``y``, where member r has the rows ``begins[r]`` … ``begins[r + 1] − 1`` and writes them before.
+
+        Not recorded by a tape, since the sizes are arguments.
+        """
+        ...
+
     def send(self, x: Tensor) -> None:
         """To the next member, of which there must be one."""
         ...
@@ -63,3 +71,8 @@ class Collectives:
 
     def group(self, axis: Axis) -> Group | None:
         return self.groups.get(axis)
+
+    @property
+    def of_layers(self) -> Group | None:
+        """The ranks that share every layer: those of the tp axis or of the ep axis."""
+        return self.group("tp") or self.group("ep")

@@ -6,6 +6,9 @@ depends on where a row lies in the message. That costs n times the bytes of a ri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +35,13 @@ class TorchGroup:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x), dim=1)
+
+    def gather_parts(self, y: Tensor, begins: Sequence[int]) -> None:
+        counts = [stop - start for start, stop in pairwise(begins)]
+        mine = y.new_zeros(max(counts), y.shape[1])
+        mine[: counts[self.index]] = y[begins[self.index] : begins[self.index + 1]]
+        parts = zip(self._gather(mine), counts, strict=True)
+        y.copy_(reference.gather_parts([part[:count] for part, count in parts]))
 
     def send(self, x: Tensor) -> None:
         dist.send(x.contiguous(), self._rank(self.index + 1), self._group)

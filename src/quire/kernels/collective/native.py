@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,7 @@ class SharedMemoryGroup:
         self.index = index
         self._segment = segment  # the mapping lives as long as the channel
         base = segment.address
-        self._channel = native.Channel(
+        self.channel = native.Channel(
             base + lanes.abort_word, [base + at for at in lanes.lanes], [base + at for at in lanes.slots],
             list(lanes.ranks), index, lanes.slot_bytes, limit_s,
         )  # fmt: skip
@@ -68,12 +70,19 @@ class SharedMemoryGroup:
         assert x.shape[1] % self.size == 0, (x.shape, self.size)
         return self._run(EXCHANGE, x, x.shape[1], x.dtype)
 
+    def gather_parts(self, y: Tensor, begins: Sequence[int]) -> None:
+        assert y.is_contiguous()
+        row_bytes = y.shape[1] * y.dtype.itemsize
+        native.gather_parts(
+            num_native_threads(), self.channel, y.data_ptr(), [row_bytes * at for at in begins]
+        )
+
     def send(self, x: Tensor) -> None:
         assert self.index + 1 < self.size, "the last member has no next one"
         x = unit_stride(x)
         bf16, (num_tokens, size) = _BF16[x.dtype], x.shape
         native.collective(
-            num_native_threads(), self._channel, SEND, x.data_ptr(), x.stride(0), bf16, 0, 0, bf16, num_tokens, size, 0
+            num_native_threads(), self.channel, SEND, x.data_ptr(), x.stride(0), bf16, 0, 0, bf16, num_tokens, size, 0
         )  # fmt: skip
 
     def recv(self, num_tokens: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -82,7 +91,7 @@ class SharedMemoryGroup:
         bf16 = _BF16[dtype]
         native.collective(
             num_native_threads(),
-            self._channel,
+            self.channel,
             RECEIVE,
             0,
             0,
@@ -101,7 +110,7 @@ class SharedMemoryGroup:
         num_tokens, size = x.shape
         y = empty(max(num_tokens, 1), width, dtype=out_dtype)[:num_tokens]
         native.collective(
-            num_native_threads(), self._channel, what, x.data_ptr(), x.stride(0), _BF16[x.dtype], y.data_ptr(), width,
+            num_native_threads(), self.channel, what, x.data_ptr(), x.stride(0), _BF16[x.dtype], y.data_ptr(), width,
             _BF16[out_dtype], num_tokens, size, width,
         )  # fmt: skip
         return y

@@ -31,6 +31,11 @@ def all_to_all(rows: Sequence[Tensor], index: int) -> Tensor:
     return torch.cat([block(each, index, len(rows)) for each in rows], dim=1)
 
 
+def gather_parts(rows: Sequence[Tensor]) -> Tensor:
+    """One after another; members may have different numbers of rows."""
+    return torch.cat(list(rows))
+
+
 def block(x: Tensor, index: int, count: int) -> Tensor:
     """Return the ``index``-th of ``count`` equal parts of each row."""
     size = x.shape[1] // count

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quire.kernels.collective import Group
+from quire.kernels.collective.native import SharedMemoryGroup
 from quire.kernels.linear import PackedLinear, linear
 from quire.kernels.linear.native import STEP, TYPES, format_words
 from quire.kernels.pointwise import GATES, ActivationKind, gated, sigmoid
@@ -26,9 +28,48 @@ from quire.modelspec import MoeSpec
 _TINY = 1e-20  # DeepSeek-V3 keeps the division of a sum of sigmoids safe with it
 
 
+class ExpertPlaces:
+    """Where the experts of a layer lie, on the ranks of ``group``, which have the same rows of the residual stream.
+
+    Slots are numbered rank by rank, ``per_rank`` on each. An expert may have several, which take its rows in turn. The
+    tensors stay where they are: a recorded step reads them.
+    """
+
+    def __init__(self, group: Group, num_experts: int, slots: Sequence[int]) -> None:
+        """``slots``: the expert in each slot of all ranks; every expert has one at least."""
+        self.group = group
+        self.per_rank, rest = divmod(len(slots), group.size)
+        assert rest == 0, (len(slots), group.size)
+        width = 2 + len(slots) - num_experts  # an expert's slots at most, and their number
+        self.table = torch.zeros(num_experts, width, dtype=torch.int64)
+        self.loads = torch.zeros(num_experts, dtype=torch.int64)  # rows that chose each expert so far
+        self.slots: tuple[int, ...] = ()
+        self.place(slots)
+
+    def place(self, slots: Sequence[int]) -> None:
+        """The matrices have been moved: slot s now has the expert ``slots[s]``."""
+        self.slots = tuple(slots)
+        self.table.zero_()
+        for slot, expert in enumerate(slots):
+            self.table[expert, 0] += 1
+            self.table[expert, int(self.table[expert, 0])] = slot
+        assert bool((self.table[:, 0] > 0).all()), slots
+
+    def slots_of(self, ids: Tensor) -> Tensor:
+        """Return the slot of each row of ``ids [rows]``, an expert's c-th row in its slot c mod their number."""
+        order = ids.argsort(stable=True)
+        counts = torch.bincount(ids, minlength=len(self.loads))
+        self.loads += counts
+        starts = counts.cumsum(0) - counts
+        turn = torch.empty_like(ids)
+        turn[order] = torch.arange(len(ids)) - starts[ids[order]]
+        row = self.table[ids]
+        return row.gather(1, (1 + turn % row[:, 0]).unsqueeze(1)).squeeze(1)
+
+
 @dataclass(slots=True)
 class ExpertStack:
-    """The matrices of all experts of a block, equal in shape, format and backend.
+    """The matrices of all experts of a block, or of this rank's slots, equal in shape, format and backend.
 
     ``gate_up[e]`` is ``[2 · intermediate, hidden]``, ``down[e]`` is ``[hidden, intermediate]``.
     """
@@ -36,6 +77,7 @@ class ExpertStack:
     gate_up: Sequence[PackedLinear]
     down: Sequence[PackedLinear]
     activation: ActivationKind
+    places: ExpertPlaces | None = None  # None: all experts are here, expert e in slot e
     # What a backend derived from the matrices at the first call; they stay where they are.
     addresses: tuple[array[int], array[int]] | None = field(default=None, repr=False)
 
@@ -88,18 +130,27 @@ def experts(x: Tensor, weights: Tensor, expert_ids: Tensor, stack: ExpertStack) 
 
     The j-th product of a token is by expert ``expert_ids[:, j]``. The sum is fp32, in order of j, and rounded once to
     the dtype of x. One pass over the experts that are hit; rows are gathered by expert and put back by (token, choice).
+
+    With ``stack.places`` every rank has the same x and ids, multiplies with its own slots, and gets all products from
+    the others: the sum is that of one process, on every rank.
     """
     num_tokens, top_k = expert_ids.shape
-    order = expert_ids.view(-1).argsort(stable=True)  # (token, choice) pairs, expert by expert
-    counts = torch.bincount(expert_ids.view(-1), minlength=len(stack.gate_up)).tolist()
-    taken = x.new_empty(num_tokens * top_k, x.shape[1])
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            pairs = order[start : start + count]
-            rows = linear(x.index_select(0, pairs // top_k), stack.gate_up[expert])
-            taken[pairs] = linear(gated(rows, stack.activation), stack.down[expert])
-            start += count
+    places, slots, first = stack.places, expert_ids.view(-1), 0
+    if places is not None:
+        slots, first = places.slots_of(slots), places.group.index * places.per_rank
+    order = slots.argsort(stable=True)  # (token, choice) pairs, slot by slot
+    num_slots = len(stack.gate_up) if places is None else len(places.slots)
+    starts = [0, *torch.bincount(slots, minlength=num_slots).cumsum(0).tolist()]
+    out = x.new_empty(num_tokens * top_k, x.shape[1])  # in that order
+    for index, matrix in enumerate(stack.gate_up):
+        start, stop = starts[first + index], starts[first + index + 1]
+        if start < stop:
+            rows = linear(x.index_select(0, order[start:stop] // top_k), matrix)
+            out[start:stop] = linear(gated(rows, stack.activation), stack.down[index])
+    if places is not None:
+        places.group.gather_parts(out, starts[:: places.per_rank])
+    taken = torch.empty_like(out)
+    taken[order] = out
     parts = taken.view(num_tokens, top_k, x.shape[1]).float() * weights.unsqueeze(-1)
     total = parts[:, 0].clone()
     for j in range(1, top_k):
@@ -131,11 +182,18 @@ def native_experts(isa: str, x: Tensor, weights: Tensor, expert_ids: Tensor, sta
     up, down = stack.gate_up[0], stack.down[0]
     if any(not m.format.quantized and m.in_features % STEP[x.dtype] for m in (up, down)):
         return experts(x, weights, expert_ids, stack)  # the kernels read whole pairs
+    places, words = stack.places, None
+    if places is not None:
+        if not isinstance(places.group, SharedMemoryGroup):
+            return experts(x, weights, expert_ids, stack)
+        table, loads = places.table, places.loads
+        words = (places.group.channel, table.data_ptr(), table.shape[1], loads.data_ptr(), len(loads))
     if stack.addresses is None:
         stack.addresses = (_addresses(stack.gate_up), _addresses(stack.down))
     num_tokens, top_k = expert_ids.shape
     y = empty(max(num_tokens, 1), x.shape[1], dtype=x.dtype)[:num_tokens]
-    shape = (num_tokens, x.shape[1], down.in_features, len(stack.gate_up), top_k, _words(up), _words(down))
+    num_slots = len(stack.gate_up) if places is None else len(places.slots)
+    shape = (num_tokens, x.shape[1], down.in_features, num_slots, top_k, _words(up), _words(down), words)
     scratch = empty(max(native.experts_scratch_bytes(TYPES[x.dtype], *shape), 1), dtype=torch.uint8)
     native.experts(
         num_native_threads(), isa, TYPES[x.dtype], x.data_ptr(), x.stride(0), weights.data_ptr(),

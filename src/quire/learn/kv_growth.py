@@ -1,0 +1,65 @@
+"""How the bytes of K and V grow with the context, with grouped and with one KV head per query head."""
+
+from __future__ import annotations
+
+from quire.learn.engine import DEVICES, MODELS
+from quire.learn.picture import Axis, Fact, Facts, Line, Lines, Picture
+from quire.learn.simulation import Simulation, choice, number
+from quire.models.checkpoint import spec_of
+from quire.plan.hardware import GIB, find_hardware
+from quire.plan.split import Split, kv_bytes_per_request, kv_bytes_per_token, plan_memory, with_all_kv_heads
+
+_POINTS = 33
+
+
+def draw(model: str, kv_dtype: str, context: int, users: int, device: str, count: int) -> Picture:
+    """Return the curves up to ``context`` tokens."""
+    spec, hardware = spec_of(model), find_hardware(device)
+    full = with_all_kv_heads(spec)
+    contexts = [max(1, context * i // (_POINTS - 1)) for i in range(_POINTS)]
+    grouped = tuple(users * kv_bytes_per_request(spec, c, kv_dtype) / GIB for c in contexts)
+    whole = tuple(users * kv_bytes_per_request(full, c, kv_dtype) / GIB for c in contexts)
+    xs = tuple(float(c) for c in contexts)
+    lines = [Line("as the model is", xs, grouped), Line("a KV head per query head", xs, whole)]
+    memory = plan_memory(
+        spec, hardware, Split(tp=count), precision="bf16", kv_dtype=kv_dtype, context=context,
+        max_num_batched_tokens=2048, max_num_seqs=users,
+    )  # fmt: skip
+    left = max(0, memory.kv_pool * count) / GIB
+    lines.append(
+        Line(f"left beside the weights on {count} × {hardware.name}", xs, (left,) * len(xs), "dashed")
+    )
+    per_token = kv_bytes_per_token(spec, kv_dtype)
+    facts = (
+        Fact("K and V of one token", per_token, "bytes"),
+        Fact(
+            f"of one request of {context:,} tokens",
+            kv_bytes_per_request(spec, context, kv_dtype) / GIB,
+            "GiB",
+        ),
+        Fact(f"of {users} such requests", grouped[-1], "GiB"),
+        Fact(
+            "with a KV head per query head it would be", kv_bytes_per_token(full, kv_dtype) / per_token, "×"
+        ),
+        Fact(f"requests of {context:,} tokens that fit on {count} × {hardware.title}", memory.max_requests),
+    )
+    title = f"{model}: K and V of {users} request{'s' * (users > 1)}"
+    return Picture(
+        title, (Lines("", Axis("context", "tokens"), Axis("K and V", "GiB"), tuple(lines)), Facts("", facts))
+    )
+
+
+SIMULATION = Simulation(
+    "kv-growth",
+    "KV cache growth",
+    "Every token leaves K and V in every layer: memory grows with the context and with the users.",
+    (
+        choice("model", "model", "llama-3.1-70b", MODELS),
+        choice("kv_dtype", "format of K and V", "bf16", ("bf16", "fp8", "int8")),
+        number("context", "context", 4096, 16, 131072, 16, "tokens"),
+        number("users", "requests at once", 1, 1, 1024),
+        choice("device", "device", "h100", DEVICES),
+        number("count", "devices", 4, 1, 8),
+    ),
+    draw,
+)

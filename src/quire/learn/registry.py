@@ -1,0 +1,42 @@
+"""All simulations by name, in teaching order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.errors import ConfigError, nearest
+from quire.learn import (
+    batching,
+    decode_loop,
+    flash_attention,
+    gpu_memory,
+    kv_growth,
+    latency_metrics,
+    memory_hierarchy,
+    paged_attention,
+    parallelism,
+    prefill_decode,
+    prefix_cache,
+    request_lifecycle,
+    speculation,
+    throughput_latency,
+)
+from quire.learn.simulation import Simulation
+
+_ALL = (
+    request_lifecycle, decode_loop, prefill_decode, kv_growth, memory_hierarchy, latency_metrics, throughput_latency,
+    batching, flash_attention, paged_attention, speculation, gpu_memory, parallelism, prefix_cache,
+)  # fmt: skip
+SIMULATIONS: Mapping[str, Simulation] = {one.SIMULATION.name: one.SIMULATION for one in _ALL}
+
+
+def find_simulation(name: str) -> Simulation:
+    """Return the simulation ``name``.
+
+    Raises:
+        ConfigError: there is none of that name; lists those that there are.
+    """
+    if name not in SIMULATIONS:
+        near = nearest(name, SIMULATIONS)
+        raise ConfigError(f"no simulation is called {name!r}{near}; there are {', '.join(SIMULATIONS)}")
+    return SIMULATIONS[name]
