@@ -87,6 +87,7 @@ class HeadRunner:
         self._ahead = torch.zeros(0, spec.hidden_size, dtype=dtype)
         self._tape: StepTape | None = None
         self._buffers: StepBuffers | None = None  # whose steps `_tape` computes
+        self.recorded: Recorded | None = None  # the same for `runner.draft_chain`
         self._found: Tensor  # of the tape: [max_logits, hidden_size]
 
     @torch.inference_mode()
@@ -102,14 +103,8 @@ class HeadRunner:
         with suppress(NotRecordable):
             self._tape = StepTape(forward, buffers.max_tokens, buffers.max_seqs)
             self._buffers = buffers
-
-    @property
-    def recorded(self) -> Recorded | None:
-        """The recorded step; None: there is none."""
-        if self._tape is None or self._buffers is None:
-            return None
-        feedback = Feedback(self._slots, self._found, self.hidden.rows)
-        return Recorded(self._tape, self._buffers, self._ids, feedback)
+            feedback = Feedback(self._slots, self._found, self.hidden.rows)
+            self.recorded = Recorded(self._tape, buffers, self._ids, feedback)
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> Tensor:

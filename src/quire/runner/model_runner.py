@@ -136,6 +136,7 @@ class ModelRunner:
         self._hidden = self._taped_hidden = torch.empty(0)
         self.tape: StepTape | None = None
         self._taped: StepBuffers | None = None  # whose steps `tape` computes
+        self.recorded: Recorded | None = None  # the same for `runner.draft_chain`
         self._leaving: Hidden | None = None  # of the tape, on a stage that is not the last
 
     @torch.inference_mode()
@@ -156,12 +157,8 @@ class ModelRunner:
             _log.info("steps run call by call: %s", reason)
         else:
             self._taped, self._taped_hidden = buffers, self._hidden
+            self.recorded = Recorded(self.tape, buffers)
             _log.info("a step is %d recorded calls", len(self.tape))
-
-    @property
-    def recorded(self) -> Recorded | None:
-        """The recorded step; None: there is none."""
-        return None if self.tape is None or self._taped is None else Recorded(self.tape, self._taped)
 
     def release(self, seq: WorkerSeq) -> None:
         """As `Runner.release`: nothing is kept elsewhere."""
