@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/row_loops.h"
 #include "cpu/vec_math.h"
 
 namespace quire::cpu::QUIRE_ISA {
@@ -23,6 +24,7 @@ constexpr int kWide = kLanes == 16 ? 4 : kTileVectors;
 constexpr float kLowest = -1e30f;  // maximum of a row that has seen nothing: exp(anything - kLowest) is never used
 constexpr float kMasked = -3e38f;  // exp(kMasked - maximum) is exactly 0
 constexpr int64_t kSmallWork = 1 << 18;  // multiply-adds
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
 struct Item {
   int64_t seq, kv_head, first_row, rows, first_tile, tiles;
@@ -185,12 +187,12 @@ class ItemKernel {
  public:
   ItemKernel(const AttentionArgs& args, const Item& item, Scratch& scratch)
       : a(args), it(item), s(scratch), group(a.num_heads / a.num_kv_heads), dim(round_up(a.head_dim, C::kStep)),
-        width(round_up(a.v_head_dim, kLanes)), start(a.seq_lens[it.seq] - length()) {}
+        width(round_up(a.v_head_dim, kLanes)), start(a.seq_lens[it.seq] - length()), stripe(a.stripe()) {}
 
   void run() {
     prepare();
     const int64_t last = it.first_row + it.rows - 1;
-    const int64_t low = lowest(it.first_row), high = position(last) + 1;
+    const int64_t low = lowest(it.first_row), high = end(last);
     for (int64_t t = it.first_tile; t < it.first_tile + it.tiles; ++t) {
       const int64_t base = t * kTile;
       const int64_t begin = std::max<int64_t>(0, low - base), end = std::min(kTile, high - base);
@@ -214,8 +216,11 @@ class ItemKernel {
   using Element = typename C::Element;
 
   int64_t length() const { return a.cu_seqlens_q[it.seq + 1] - a.cu_seqlens_q[it.seq]; }
-  int64_t position(int64_t row) const { return start + row / group; }
-  int64_t lowest(int64_t row) const { return a.window == 0 ? 0 : std::max<int64_t>(0, position(row) - a.window + 1); }
+  // Of the positions in this cache, a row sees [lowest, end). There may be none.
+  int64_t end(int64_t row) const { return stripe.below(start + row / group + 1); }
+  int64_t lowest(int64_t row) const {
+    return a.window == 0 ? 0 : stripe.below(std::max<int64_t>(0, start + row / group - a.window + 1));
+  }
   int64_t token(int64_t row) const { return a.cu_seqlens_q[it.seq] + row / group; }
   int64_t head(int64_t row) const { return it.kv_head * group + row % group; }
   Element* keys() { return reinterpret_cast<Element*>(s.keys.data()); }
@@ -281,13 +286,13 @@ class ItemKernel {
   // Scores -> exp(score - maximum so far); earlier sums are rescaled to the new maximum.
   void soften(int64_t row, int64_t base) {
     float* p = scores(row);
-    const int64_t first = lowest(it.first_row + row) - base, end = position(it.first_row + row) + 1 - base;
+    const int64_t first = lowest(it.first_row + row) - base, last = end(it.first_row + row) - base;
     if (a.cap != 0.0f) {
       const Vec cap = broadcast(a.cap);
       for (int64_t i = 0; i < kTile; i += kLanes) store(p + i, mul(tanh(div(load(p + i), cap)), cap));
     }
     for (int64_t i = 0; i < std::min(first, kTile); ++i) p[i] = kMasked;
-    for (int64_t i = std::max<int64_t>(end, 0); i < kTile; ++i) p[i] = kMasked;
+    for (int64_t i = std::max<int64_t>(last, 0); i < kTile; ++i) p[i] = kMasked;
     Vec most = load(p);
     for (int64_t i = kLanes; i < kTile; i += kLanes) most = max(most, load(p + i));
     const float before = s.top[row], top = std::max(before, largest(most));
@@ -330,6 +335,13 @@ class ItemKernel {
   void finish(int64_t row) {
     float total = sum(load(s.total[row]));
     const int64_t h = head(it.first_row + row);
+    if (a.partial) {
+      float* y = static_cast<float*>(a.y) + (token(it.first_row + row) * a.num_heads + h) * (a.v_head_dim + 2);
+      std::copy_n(acc(row), a.v_head_dim, y);
+      y[a.v_head_dim] = total;
+      y[a.v_head_dim + 1] = s.top[row] * kLog2E;
+      return;
+    }
     Vec factor = broadcast(1.0f);
     if (a.sinks != nullptr) {
       const float top = std::max(s.top[row], a.sinks[h]);
@@ -355,28 +367,31 @@ class ItemKernel {
   const Item& it;
   Scratch& s;
   const int64_t group, dim, width, start;
+  const Stripe stripe;
 };
 
 // Items in the order (sequence, kv head, rows), so that neighbours share keys.
 void cut(const AttentionArgs& a, std::vector<Item>& items) {
   items.clear();
   const int64_t group = a.num_heads / a.num_kv_heads;
+  const Stripe stripe = a.stripe();
   for (int64_t seq = 0; seq < a.num_seqs(); ++seq) {
     const int64_t length = a.cu_seqlens_q[seq + 1] - a.cu_seqlens_q[seq], start = a.seq_lens[seq] - length;
     const int64_t rows = length * group;
     for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
       for (int64_t row = 0; row < rows; row += kItemRows) {
         const int64_t count = std::min(kItemRows, rows - row);
-        const int64_t low = a.window == 0 ? 0 : std::max<int64_t>(0, start + row / group - a.window + 1);
-        const int64_t high = start + (row + count - 1) / group;
-        items.push_back({seq, kv_head, row, count, low / kTile, high / kTile - low / kTile + 1});
+        const int64_t low = a.window == 0 ? 0 : stripe.below(std::max<int64_t>(0, start + row / group - a.window + 1));
+        const int64_t end = stripe.below(start + (row + count - 1) / group + 1);
+        const int64_t tiles = end > low ? (end - 1) / kTile - low / kTile + 1 : 0;
+        items.push_back({seq, kv_head, row, count, low / kTile, tiles});
       }
     }
   }
 }
 
-// The cost of a tile: its transpose, and its rows.
-int64_t cost(const Item& item) { return item.tiles * (item.rows + 4); }
+// The cost of a tile: its transpose, and its rows. An item without tiles still writes its rows.
+int64_t cost(const Item& item) { return std::max<int64_t>(1, item.tiles) * (item.rows + 4); }
 
 template <typename C, typename Q, typename Kv>
 void attention_as(const AttentionArgs& a, ThreadPool& pool) {
@@ -410,9 +425,41 @@ void attention(const AttentionArgs& a, ThreadPool& pool) {
   }
 }
 
+// y = sum of w_r values_r / sum of w_r total_r, w_r = 2^(top_r - the highest of them), in order of r. A rank whose part
+// of a row saw nothing has the weight 0.
+template <typename T>
+void merge_as(const MergeArgs& a, ThreadPool& pool) {
+  const int64_t stride = a.v_head_dim + 2;
+  over_rows(a.tokens * a.num_heads, a.ranks * stride, pool, [&](int64_t row) {
+    static thread_local std::vector<float> weights;
+    weights.resize(a.ranks);
+    const int64_t token = row / a.num_heads, head = row % a.num_heads;
+    const float* first = a.parts + (token * a.ranks * a.num_heads + head) * stride;
+    const auto part = [&](int64_t r) { return first + r * a.num_heads * stride; };
+    const auto power = [](float exponent) { return largest(QUIRE_ISA::exp(broadcast(exponent * kLn2))); };
+    float top = a.sinks == nullptr ? kLowest : a.sinks[head] * kLog2E, total = 0.0f;
+    for (int64_t r = 0; r < a.ranks; ++r) top = std::max(top, part(r)[a.v_head_dim + 1]);
+    for (int64_t r = 0; r < a.ranks; ++r) {
+      weights[r] = power(part(r)[a.v_head_dim + 1] - top);
+      total += weights[r] * part(r)[a.v_head_dim];
+    }
+    if (a.sinks != nullptr) total += power(a.sinks[head] * kLog2E - top);
+    T* y = static_cast<T*>(a.y) + row * a.v_head_dim;
+    over_vectors(a.v_head_dim, [&](int64_t i, int n) {
+      Vec sum = zero();
+      for (int64_t r = 0; r < a.ranks; ++r) sum = fma(load_some(part(r) + i, n), broadcast(weights[r]), sum);
+      store_some(y + i, div(sum, broadcast(total)), n);
+    });
+  });
+}
+
+void merge(const MergeArgs& a, ThreadPool& pool) {
+  (a.type == Type::bf16 ? merge_as<uint16_t> : merge_as<float>)(a, pool);
+}
+
 }  // namespace
 
 extern const AttentionKernels kAttention;
-const AttentionKernels kAttention = {attention};
+const AttentionKernels kAttention = {attention, merge};
 
 }  // namespace quire::cpu::QUIRE_ISA

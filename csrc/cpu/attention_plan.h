@@ -51,14 +51,17 @@ struct SeqRows {
   SeqRows(const AttentionArgs& a, int64_t seq)
       : group(a.num_heads / a.num_kv_heads), first_token(a.cu_seqlens_q[seq]),
         rows((a.cu_seqlens_q[seq + 1] - first_token) * group), start(a.seq_lens[seq] - rows / group),
-        window(a.window) {}
+        window(a.window), stripe(a.stripe()) {}
 
   int64_t token(int64_t row) const { return first_token + row / group; }
-  int64_t position(int64_t row) const { return start + row / group; }
-  // The first position that a row sees.
-  int64_t lowest(int64_t row) const { return window == 0 ? 0 : std::max<int64_t>(0, position(row) - window + 1); }
+  // Of the positions in this cache, a row sees [lowest, end). There may be none.
+  int64_t end(int64_t row) const { return stripe.below(start + row / group + 1); }
+  int64_t lowest(int64_t row) const {
+    return window == 0 ? 0 : stripe.below(std::max<int64_t>(0, start + row / group - window + 1));
+  }
 
   int64_t group, first_token, rows, start, window;
+  Stripe stripe;
 };
 
 struct Unit {
@@ -70,9 +73,9 @@ struct Unit {
   int64_t all_rows() const { return heads * rows; }
 
   int64_t first_step() const { return low / kStep; }
-  int64_t last_step() const { return (high - 1) / kStep; }
-  // The cost of a step: its loads, and its rows.
-  int64_t cost() const { return (last_step() - first_step() + 1) * heads * (rows + 4); }
+  int64_t last_step() const { return high > low ? (high - 1) / kStep : first_step() - 1; }
+  // The cost of a step: its loads, and its rows. A unit without steps still writes its rows.
+  int64_t cost() const { return std::max<int64_t>(1, last_step() - first_step() + 1) * heads * (rows + 4); }
 };
 
 // A unit whose splits are in parts [first_part, first_part + parts).
@@ -133,7 +136,8 @@ struct Plan {
   static bool shares_keys(const AttentionArgs& a) {
     int64_t shared = 0;
     for (int64_t seq = 1; seq < a.num_seqs(); ++seq) {
-      const int64_t* block = a.block_table + seq * a.table_width() + a.seq_lens[seq] / 2 / a.block_size;
+      const int64_t middle = a.stripe().below(a.seq_lens[seq] / 2);
+      const int64_t* block = a.block_table + seq * a.table_width() + middle / a.block_size;
       shared += *block == block[-a.table_width()];
     }
     return 2 * shared > a.num_seqs();
@@ -142,7 +146,7 @@ struct Plan {
   void add_rows(int64_t seq, int64_t kv_head, int64_t heads, const SeqRows& rows, bool split) {
     for (int64_t row = 0; row < rows.rows; row += kUnitRows) {
       const int64_t count = std::min(kUnitRows, rows.rows - row);
-      add({seq, kv_head, heads, row, count, rows.lowest(row), rows.position(row + count - 1) + 1, -1},
+      add({seq, kv_head, heads, row, count, rows.lowest(row), rows.end(row + count - 1), -1},
           split && rows.rows <= kUnitRows);
     }
   }
@@ -150,7 +154,7 @@ struct Plan {
   void add(const Unit& unit, bool split) {
     constexpr int64_t kPositions = kSplitSteps * kStep;
     const int64_t first = unit.low / kPositions, last = (unit.high - 1) / kPositions;
-    if (!split || first == last) {
+    if (!split || first >= last) {
       units.push_back(unit);
       return;
     }
@@ -182,7 +186,8 @@ class Ahead {
     if (unit_ >= units_.end || ++step_ <= plan_.units[unit_].last_step()) return;
     do {
       ++unit_;
-    } while (unit_ < units_.end && plan_.units[unit_].first_row > 0);  // the same keys as the unit before
+    } while (unit_ < units_.end && (plan_.units[unit_].first_row > 0 ||  // the same keys as the unit before
+                                    plan_.units[unit_].high <= plan_.units[unit_].low));
     if (unit_ < units_.end) step_ = plan_.units[unit_].first_step();
   }
 

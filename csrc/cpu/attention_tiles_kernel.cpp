@@ -227,7 +227,7 @@ class TilesKernel {
     Vec excess = broadcast(kMasked);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t r = unit.first_row + (first + i) % unit.rows;
-      const int64_t begin = rows.lowest(r) - base, end = rows.position(r) + 1 - base;
+      const int64_t begin = rows.lowest(r) - base, end = rows.end(r) - base;
       float* x = scores + (first + i) * kStep;
       if (begin > 0 || end < kStep || a.cap != 0.0f) prepare_part(x, begin, end, tiles);
       else if (kInt8 || late != scale) prepare(x, tiles);
@@ -304,6 +304,13 @@ class TilesKernel {
     for (int64_t row = 0; row < unit.all_rows(); ++row) {
       const auto [token, head] = place(unit, rows, row);
       float total = sum(load(sums.total + row * kLanes));
+      if (a.partial) {
+        float* y = static_cast<float*>(a.y) + (token * a.num_heads + head) * (a.v_head_dim + 2);
+        std::copy_n(sums.values + row * width, a.v_head_dim, y);
+        y[a.v_head_dim] = total;
+        y[a.v_head_dim + 1] = sums.top[row];
+        continue;
+      }
       float factor = 1.0f;
       if (a.sinks != nullptr) {
         const float sink = a.sinks[head] * kLog2E, top = std::max(sums.top[row], sink);

@@ -15,7 +15,7 @@ struct RopeStoreArgs {
   const float *q_weight, *k_weight;  // of RMSNorm, of one head or of all; null: none
   void* q;                          // [tokens, num_heads, head_dim]
   void* pieces;                     // see kernels/kv_blocks.py; strides in elements
-  const int64_t *block_ids, *offsets;  // [tokens]
+  const int64_t *block_ids, *offsets;  // [tokens]; a negative block: k and v are not stored
   int64_t tokens, num_heads, num_kv_heads, head_dim, v_head_dim, half, block_size;
   int64_t stride, block_stride, piece_stride;
   float eps;

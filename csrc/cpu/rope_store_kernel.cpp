@@ -41,6 +41,7 @@ class TokenKernel {
     const T* k = x + a.num_heads * a.head_dim;
     const T* v = k + a.num_kv_heads * a.head_dim;
     const int64_t offset = a.offsets[token];
+    if (a.block_ids[token] < 0) return;  // its position lies in another rank's cache
     Kv* block = static_cast<Kv*>(a.pieces) + a.block_ids[token] * a.block_stride;
     heads(token, k, a.num_kv_heads, a.k_weight, [&](int64_t) { return key_.data(); }, [&](int64_t head) {
       Kv* piece = block + head * a.piece_stride;
@@ -62,7 +63,7 @@ class TokenKernel {
   void prefetch(int64_t token) const {
     if constexpr (sizeof(Kv) <= 2) {
       const int64_t block = a.block_ids[token], offset = a.offsets[token];
-      if (!a.tiles || (block == a.block_ids[token - 1] && offset % kTilePositions != 0)) return;
+      if (!a.tiles || block < 0 || (block == a.block_ids[token - 1] && offset % kTilePositions != 0)) return;
       const Kv* pieces = static_cast<const Kv*>(a.pieces) + block * a.block_stride;
       for (int64_t head = 0; head < a.num_kv_heads; ++head) tiles_.prefetch(pieces + head * a.piece_stride, offset);
     }

@@ -54,6 +54,7 @@ inline void copy_row(const T* from, T* to, int64_t size) {
 template <typename From, typename To>
 void store_as(const StoreArgs& a, ThreadPool& pool) {
   over_rows(a.tokens, a.heads * (a.head_dim + a.v_head_dim), pool, [&](int64_t token) {
+    if (a.block_ids[token] < 0) return;  // its position lies in another rank's cache
     To* block = static_cast<To*>(a.pieces) + a.block_ids[token] * a.block_stride;
     const int64_t offset = a.offsets[token];
     for (int64_t head = 0; head < a.heads; ++head) {
@@ -75,6 +76,7 @@ void store_tiles(const StoreArgs& a, ThreadPool& pool) {
     const Range mine = whole_tiles(a.block_ids, a.offsets, a.tokens, thread, num_threads);
     for (int64_t head = 0; head < a.heads; ++head) {
       for (int64_t token = mine.begin; token < mine.end; ++token) {
+        if (a.block_ids[token] < 0) continue;
         Element* piece = static_cast<Element*>(a.pieces) + a.block_ids[token] * a.block_stride + head * a.piece_stride;
         writer.put(piece, a.offsets[token],
                    static_cast<const uint16_t*>(a.k) + token * a.k_token_stride + head * a.k_head_stride,

@@ -67,7 +67,12 @@ def attention(
     num_threads: int, isa: str, q_bf16: bool, kv_bf16: bool, tiles: bool, int8: bool, q: int, q_stride: int,
     pieces: int, block_stride: int, piece_stride: int, sinks: int, y: int, cu_seqlens_q: int, seq_lens: int,
     block_table: int, extents: int, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int,
-    block_size: int, window: int, scale: float, cap: float, v_in_k: bool, /,
+    block_size: int, window: int, scale: float, cap: float, v_in_k: bool, stripe_index: int, stripe_count: int,
+    partial: bool, /,
+) -> None: ...  # fmt: skip
+def merge_attention(
+    num_threads: int, isa: str, bf16: bool, parts: int, sinks: int, y: int, tokens: int, ranks: int, num_heads: int,
+    v_head_dim: int, /,
 ) -> None: ...  # fmt: skip
 def gather(
     num_threads: int, isa: str, bf16: bool, table: int, stride: int, ids: int, y: int, rows: int, size: int, /,

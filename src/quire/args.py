@@ -63,6 +63,7 @@ class EngineArgs:
     batch_invariant: bool = False
     tensor_parallel_size: str | int = 1
     pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
     enable_expert_parallel: bool = False
     enable_eplb: bool = False
     num_redundant_experts: int = 0
@@ -79,8 +80,8 @@ def executor_of(args: EngineArgs) -> str:
     """Return which executor runs ``args``, as `quire.engine.build` names it."""
     if args.executor != "auto":
         return args.executor
-    is_one = str(args.tensor_parallel_size) == "1" and args.pipeline_parallel_size == 1
-    return "local" if is_one else "ranks"
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.context_parallel_size
+    return "local" if all(str(size) == "1" for size in sizes) else "ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,7 @@ class ServerArgs:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     otlp_traces_endpoint: str | None = None
+    cockpit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class CacheConfig:
     """The block pool, in blocks, never in bytes. ``windows`` has one entry per cache group (None: full)."""
 
     num_blocks: int
-    block_size: int = 16  # tokens
+    block_size: int = 16  # tokens, over all ranks that share a sequence's cache
     windows: tuple[int | None, ...] = (None,)
     enable_prefix_caching: bool = True
     model_key: str = ""  # enters every block hash: model, dtype, quantization

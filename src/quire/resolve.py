@@ -90,7 +90,7 @@ def resolve(
     if lora is not None:
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype)
     drafts = draft_config(args, spec, draft, dtype)
-    weights += draft_bytes(drafts, args.block_size)[0]
+    weights += draft_bytes(drafts, args.block_size * topology.cp)[0]
     max_model_len, num_blocks = _lengths(args, spec, device, held, weights, drafts)
     layout = spec.kv_layout(max_model_len)
     return EngineConfig(
@@ -126,7 +126,7 @@ def resolve(
 def _cache_config(args: EngineArgs, num_blocks: int, layout: KvLayout, model_key: str) -> CacheConfig:
     return CacheConfig(
         num_blocks=num_blocks,
-        block_size=args.block_size,
+        block_size=args.block_size * args.context_parallel_size,
         windows=tuple(group.window for group in layout.groups),
         enable_prefix_caching=args.enable_prefix_caching,
         model_key=model_key,
@@ -289,14 +289,15 @@ def _lengths(
             f"max_model_len = {asked_len} is more than the model's {spec.max_position_embeddings} positions"
         )
     wanted = asked_len or spec.max_position_embeddings
+    size = args.block_size * args.context_parallel_size
     num_blocks = args.num_kv_blocks or _blocks_in_memory(args, spec, device, held, wanted, weights, drafts)
     while wanted > 1:
-        need = blocks_for_sequence(spec, wanted, args.block_size, args.max_num_batched_tokens)
+        need = blocks_for_sequence(spec, wanted, size, args.max_num_batched_tokens)
         if need <= num_blocks:
             return wanted, num_blocks
         if asked_len is not None:
             raise ConfigError(
-                f"max_model_len = {wanted} needs {need} KV blocks of {args.block_size} tokens, and there is room for "
+                f"max_model_len = {wanted} needs {need} KV blocks of {size} tokens, and there is room for "
                 f"{num_blocks}: lower it, or raise kv_memory"
             )
         wanted = wanted * 7 // 8 if wanted > 64 else wanted - 1
@@ -331,7 +332,8 @@ def _blocks_in_memory(
     layout = spec.kv_layout(max_len)
     page = held.block(layout)
     available -= page * branch_blocks(args, len(layout.groups))
-    page += draft_bytes(drafts, args.block_size)[1]
+    size = args.block_size * args.context_parallel_size
+    page += draft_bytes(drafts, size)[1]
     if args.kv_memory is not None:
         budget = parse_bytes(args.kv_memory)
         if weights + budget > available:
@@ -345,11 +347,11 @@ def _blocks_in_memory(
     elif args.gpu_memory_utilization is not None:
         budget = int(available * args.gpu_memory_utilization) - weights
     else:
-        num_blocks = blocks_for_sequence(spec, max_len, args.block_size, args.max_num_batched_tokens)
+        num_blocks = blocks_for_sequence(spec, max_len, size, args.max_num_batched_tokens)
         budget = min(int((available - weights) * KV_SHARE), args.max_num_seqs * num_blocks * page)
     if budget < 2 * page and args.kv_memory is not None:
         raise ConfigError(
-            f"kv_memory = {args.kv_memory!r} is less than two blocks of {args.block_size} tokens, {2 * page} bytes: "
+            f"kv_memory = {args.kv_memory!r} is less than two blocks of {size} tokens, {2 * page} bytes: "
             "raise it (4GiB, 512MiB …)"
         )
     if budget < 2 * page:

@@ -19,7 +19,8 @@ from quire.clock import VirtualClock
 from quire.config import EngineConfig, ExpertsConfig
 from quire.kernels.collective.native import attach
 from quire.kernels.threads import choose_threads
-from quire.layers.weights import TensorParallel
+from quire.layers.context import context_parallel
+from quire.layers.weights import tensor_parallel
 from quire.metrics.engine_stats import LayerLoad
 from quire.models.loader import iter_weights
 from quire.parallel.segment import Segment, remove
@@ -40,10 +41,10 @@ def build(config: EngineConfig, segment: Segment, rank: int) -> Worker:
     choose_threads(config.runner.num_threads, torch_is_heavy=config.runner.backend == "reference")
     model = config.model
     mine = shard(model.spec, segment.topology, rank, model.formats)
-    group = attach(segment, rank, LIMIT_S).of_layers
-    tp = None if group is None else TensorParallel(group, mine)
+    groups = attach(segment, rank, LIMIT_S)
     weights = iter_weights(model, torch_dtype(model.dtype), cuts=mine.cuts)
-    runner = partial(ModelRunner, tp=tp)
+    cp = context_parallel(groups, mine, config.cache.block_size)
+    runner = partial(ModelRunner, tp=tensor_parallel(groups, mine), cp=cp)
     worker = Worker(rank_config(config, mine), weights, VirtualClock(), runner, shard=mine)
     if config.experts is not None:
         _balance(worker, config.experts)

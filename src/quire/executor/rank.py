@@ -39,10 +39,12 @@ from quire.executor.rank_messages import (
     Told,
     encode,
 )
+from quire.kernels.collective import Collectives
 from quire.kernels.collective.native import attach
 from quire.kernels.registry import in_words
 from quire.kernels.threads import choose_threads
-from quire.layers.weights import TensorParallel
+from quire.layers.context import context_parallel
+from quire.layers.weights import tensor_parallel
 from quire.metrics.engine_stats import LayerLoad
 from quire.metrics.log import configure
 from quire.models.checkpoint import describe
@@ -108,11 +110,13 @@ class RankLoop:
         max_tokens = config.scheduler.max_num_batched_tokens
         before, after = links
         self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
-        tp = None
+        groups = Collectives()
         if boot.memory:
-            group = attach(Segment.attach(boot.memory, config.topology), boot.rank).of_layers
-            tp = None if group is None else TensorParallel(group, mine)
-        runner = partial(ModelRunner, tp=tp, links=self._links, samples=self._answers)
+            groups = attach(Segment.attach(boot.memory, config.topology), boot.rank)
+        runner = partial(
+            ModelRunner, tp=tensor_parallel(groups, mine), cp=context_parallel(groups, mine, config.cache.block_size),
+            links=self._links, samples=self._answers,
+        )  # fmt: skip
         weights = iter_weights(model, dtype, cuts=mine.cuts)
         self.worker = Worker(
             rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine

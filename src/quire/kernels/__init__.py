@@ -4,6 +4,7 @@ Importing the package registers the native versions; `kernels.triton_ops` regist
 """
 
 import quire.kernels.attention
+import quire.kernels.attention.striped
 import quire.kernels.linear.native
 import quire.kernels.lora
 import quire.kernels.moe

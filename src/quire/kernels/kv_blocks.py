@@ -24,6 +24,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from quire.parallel.stripe import Stripe
+
 Layout = Literal["rows", "tiles"]
 TILE = 16  # positions
 SCALE_BYTES = 8  # per position and head in 8 bits: one fp32 for K, one for V
@@ -31,7 +33,10 @@ SCALE_BYTES = 8  # per position and head in 8 bits: one fp32 for K, one for V
 
 @dataclass(frozen=True, slots=True)
 class KvView:
-    """One layer of the cache. ``pieces [num_blocks, num_kv_heads, piece_elements]`` is a view of the storage."""
+    """One layer of the cache. ``pieces [num_blocks, num_kv_heads, piece_elements]`` is a view of the storage.
+
+    ``stripe``: the positions of a sequence that lie here; None: all.
+    """
 
     pieces: Tensor
     block_size: int
@@ -39,6 +44,7 @@ class KvView:
     v_head_dim: int
     v_in_k: bool = False
     layout: Layout = "rows"
+    stripe: Stripe | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -85,7 +91,14 @@ class KvView:
         return rows[0] * scales[:, :, 0], rows[1] * scales[:, :, 1]
 
     def write(self, k: Tensor, v: Tensor | None, block_ids: Tensor, offsets: Tensor) -> None:
-        """Write row i of ``k`` and ``v [n, num_kv_heads, dim]`` at position ``offsets[i]`` of ``block_ids[i]``."""
+        """Write row i of ``k`` and ``v [n, num_kv_heads, dim]`` at position ``offsets[i]`` of ``block_ids[i]``.
+
+        Rows with a negative block are not written: their positions lie in another rank's cache.
+        """
+        if self.stripe is not None:
+            here = block_ids >= 0
+            k, v = k[here], None if v is None else v[here]
+            block_ids, offsets = block_ids[here], offsets[here]
         dtype = self.pieces.dtype
         if self.layout == "rows" and self.scaled:
             assert v is not None
@@ -161,7 +174,7 @@ def _gather(rows: Tensor, index: Tensor) -> Tensor:
 
 def view_layer(
     storage: Tensor, slot: int, *, num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int,
-    v_in_k: bool = False, layout: Layout = "rows",
+    v_in_k: bool = False, layout: Layout = "rows", stripe: Stripe | None = None,
 ) -> KvView:  # fmt: skip
     """Return the view of layer slot ``slot`` over ``storage [num_blocks, block_elements]``."""
     assert layout == "rows" or can_tile(storage.dtype, block_size, head_dim, v_in_k=v_in_k)
@@ -172,7 +185,7 @@ def view_layer(
     start = slot * num_kv_heads * piece
     assert start + num_kv_heads * piece <= storage.shape[1], "the layer slot lies beyond the block"
     pieces = torch.unflatten(storage[:, start : start + num_kv_heads * piece], 1, (num_kv_heads, piece))
-    return KvView(pieces, block_size, head_dim, v_head_dim, v_in_k, layout)
+    return KvView(pieces, block_size, head_dim, v_head_dim, v_in_k, layout, stripe)
 
 
 def copy_blocks(storage: Tensor, moves: Sequence[tuple[int, int]]) -> None:

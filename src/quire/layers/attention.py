@@ -8,6 +8,7 @@ key or value of its own per head. Prompt chunks take the same path as single tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,7 @@ from quire.kernels.pointwise import copy_heads
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.rope import QkNorm, apply_rope, rope_store, store_kv
 from quire.kernels.workspace import empty
+from quire.layers.context import StripedAttention
 from quire.layers.linear import Linear, completing
 from quire.layers.norm import RmsNorm
 from quire.layers.weights import Build, WeightLoader, copy_into, prefixed
@@ -57,7 +59,8 @@ class Attention:
         if self._norms is not None:
             weights = self._norms[0].weight, self._norms[1].weight
             self._qk_norm = QkNorm(*weights, build.eps, over_all=spec.qk_norm == "full")
-        self._rope_store, self._attend = build.of(rope_store), build.of(attention)
+        self._cp = build.cp
+        self._rope_store, self._attend = build.of(rope_store), _attention(build)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = {**self._qkv.weight_loaders(), **self._o.weight_loaders()}
@@ -80,15 +83,30 @@ class Attention:
         self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView,
         adapters: AdapterRows | None = None,
     ) -> Tensor:  # fmt: skip
-        """``x [num_tokens, hidden_size]`` → the same shape. ``cos_sin`` is None on layers without RoPE."""
+        """``x [num_tokens, hidden_size]`` → the same shape. ``cos_sin`` is None on layers without RoPE.
+
+        Where the rows are divided (`layers.context`), ``x`` and the result have this rank's alone.
+        """
         spec = self._spec
         interleaved = spec.rope is not None and spec.rope.interleaved
+        qkv = self._qkv(x, adapters)
+        if group.divided:
+            assert self._cp is not None
+            qkv = self._cp.gather(qkv, len(group.slot_blocks))
         q = self._rope_store(
-            self._qkv(x, adapters), spec.num_heads, cos_sin, self._qk_norm, kv, group.slot_blocks, group.slot_offsets,
+            qkv, spec.num_heads, cos_sin, self._qk_norm, kv, group.slot_blocks, group.slot_offsets,
             interleaved,
         )  # fmt: skip
-        out = self._attend(q, kv, group.ragged, self._shape, self._sinks)
+        out = self._attend(q, kv, group.ragged, self._shape, self._sinks, divided=group.divided)
         return self._o(out.reshape(x.shape[0], -1), adapters)
+
+
+def _attention(build: Build) -> Callable[..., Tensor]:
+    """Return attention over the cache: the op, or where ranks share a sequence's cache `StripedAttention`."""
+    if build.cp is not None:
+        return StripedAttention(build.cp, build.kernels)
+    whole = build.of(attention)
+    return lambda q, kv, batch, shape, sinks, *, divided: whole(q, kv, batch, shape, sinks)
 
 
 class LatentAttention:
@@ -119,7 +137,8 @@ class LatentAttention:
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._pack_heads = partial(pack_heads, backend=build.backend("head_linear"))
         self._copy, self._rope = build.of(copy_heads), build.of(apply_rope)
-        self._store, self._attend = build.of(store_kv), build.of(attention)
+        self._cp = build.cp
+        self._store, self._attend = build.of(store_kv), _attention(build)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found = {**self._down.weight_loaders(), **self._o.weight_loaders(), "kv_b.weight": self._load_kv_b}
@@ -152,9 +171,12 @@ class LatentAttention:
         self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView,
         adapters: AdapterRows | None = None,
     ) -> Tensor:  # fmt: skip
-        """``x [num_tokens, hidden_size]`` → the same shape."""
+        """As of `Attention`."""
         spec, num_tokens = self._spec, x.shape[0]
         assert cos_sin is not None
+        if group.divided:
+            assert self._cp is not None
+            cos_sin = self._cp.own(cos_sin[0]), self._cp.own(cos_sin[1])
         assert spec.rope is not None
         assert self._to_latent is not None
         assert self._from_latent is not None
@@ -175,21 +197,30 @@ class LatentAttention:
         key = empty(num_tokens, 1, lora + rope_dim, dtype=dtype, device=q.device)
         self._copy(latent.unsqueeze(1), key[..., :lora])
         self._copy(both[:, heads:], key[..., lora:])
-        self._store(key, None, kv, group.slot_blocks, group.slot_offsets)
         query = empty(num_tokens, heads, lora + rope_dim, dtype=dtype, device=q.device)
         head_linear(q[..., :nope], self._to_latent, out=query[..., :lora])
         self._copy(both[:, :heads], query[..., lora:])
-        out = self._attend(query, kv, group.ragged, self._shape, None)  # [num_tokens, num_heads, lora]
+        if group.divided:
+            assert self._cp is not None
+            key = self._cp.gather(key.flatten(1), len(group.slot_blocks)).unsqueeze(1)
+            query = torch.unflatten(self._cp.gather(query.flatten(1), len(group.slot_blocks)), 1, (heads, -1))
+        self._store(key, None, kv, group.slot_blocks, group.slot_offsets)
+        # [num_tokens, num_heads, lora]
+        out = self._attend(query, kv, group.ragged, self._shape, None, divided=group.divided)
         return self._o(head_linear(out, self._from_latent).view(num_tokens, -1), adapters)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBatch:
-    """One cache group. slot_mapping = ``slot_blocks`` · block_size + ``slot_offsets``, both ``[num_tokens]`` int64."""
+    """One cache group. slot_mapping = ``slot_blocks`` · block_size + ``slot_offsets``, both ``[num_tokens]`` int64.
+
+    A negative block: the token's position lies on another rank.
+    """
 
     slot_blocks: Tensor
     slot_offsets: Tensor
     ragged: RaggedBatch  # cu_seqlens_q, seq_lens, block_table
+    divided: bool = False  # whether ranks divide the rows of the step (`layers.context`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +247,7 @@ class StepBatch:
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def divided(self) -> bool:
+        return self.groups[0].divided

@@ -9,9 +9,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from quire.kernels.collective import Group
+from quire.kernels.collective import Collectives, Group
 from quire.kernels.linear import PackedLinear, op_of, write_rows
 from quire.kernels.registry import Backend, KernelChoice, Op, P, R
+from quire.layers.context import ContextParallel
 from quire.parallel.shard import Shard
 from quire.quant.rtn import quantize
 from quire.quant.stored import StoredMatrix, StoredStack, Weight, row_ranges
@@ -52,6 +53,12 @@ class TensorParallel:
     shard: Shard
 
 
+def tensor_parallel(groups: Collectives, shard: Shard) -> TensorParallel | None:
+    """Return the ranks that share the layers with this one, if there are others."""
+    group = groups.of_layers
+    return None if group is None else TensorParallel(group, shard)
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """What the layers of a model are built with. ``formats`` has the names of weights within the layer."""
@@ -64,6 +71,7 @@ class Build:
     tp: TensorParallel | None = None  # None: this rank has all heads and whole matrices
     # Of this rank's weights.
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    cp: ContextParallel | None = None  # None: this rank has every position of a sequence
 
     @property
     def tp_group(self) -> Group | None:

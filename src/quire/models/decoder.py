@@ -8,6 +8,7 @@ model's dtype; each token is computed from its own row and from the cache alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.attention import AdapterBatch, Attention, CosSin, GroupBatch, LatentAttention, StepBatch
+from quire.layers.context import ContextParallel
 from quire.layers.linear import Embedding
 from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
@@ -62,12 +64,12 @@ class Decoder:
     def __init__(
         self, spec: ModelSpec, kv_layout: KvLayout, max_model_len: int, dtype: torch.dtype, kernels: KernelChoice, *,
         formats: Formats = NO_FORMATS, lora: LoraConfig | None = None, tp: TensorParallel | None = None,
-        stage: Stage = WHOLE,
+        stage: Stage = WHOLE, cp: ContextParallel | None = None,
     ) -> None:  # fmt: skip
         """``formats``: canonical name → how a quantized weight is held (`weight_plan`).
 
-        ``tp``: the ranks that share the layers; ``stage``: which ends of the model are here. ``spec``, ``kv_layout``
-        and ``formats`` are this rank's.
+        ``tp``: the ranks that share the layers; ``cp``: those that share the caches; ``stage``: which ends of the
+        model are here. ``spec``, ``kv_layout`` and ``formats`` are this rank's.
         """
         self.spec = spec
         self.dtype = dtype
@@ -75,7 +77,8 @@ class Decoder:
         shapes = weight_shapes(spec) if tp is None else tp.shard.shapes
         self._shapes = {n: shape for n, shape in shapes.items() if stage.has(n, spec.tie_word_embeddings)}
         self._missing = set(self._shapes)
-        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp, shapes)
+        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp, shapes, cp)
+        self._cp = cp
         tied, scale = spec.tie_word_embeddings, spec.embedding_scale
         self._embedding = Embedding(
             spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale, stage=stage
@@ -155,6 +158,9 @@ class Decoder:
             for rope, table in self._ropes.items()
         }
         delta: Tensor | None
+        cp = self._cp if batch.divided else None
+        if cp is not None:
+            batch, entering = _own_rows(cp, batch, entering)
         delta, residual = entering or (None, self._embedding(batch.input_ids))
         last = len(self._layers) - 1 if self.stage.is_last else -1
         watcher = self.watcher
@@ -171,6 +177,8 @@ class Decoder:
         assert delta is not None
         if watcher is not None and watcher.taps:
             watcher.store(batch, seen)
+        if cp is not None and not self.stage.is_last:
+            return _all_rows(cp, len(batch.positions), delta, residual)
         return delta, residual
 
     def expert_blocks(self) -> dict[int, MoeBlock]:
@@ -188,6 +196,23 @@ class Decoder:
         return logits if scale == 1.0 and cap is None else self._cap_logits(logits, scale, cap)
 
 
+def _own_rows(
+    cp: ContextParallel, batch: StepBatch, entering: Hidden | None
+) -> tuple[StepBatch, Hidden | None]:
+    """Return what a layer reads of each row, for this rank's rows; attention still reads all ``positions``."""
+    if entering is not None:
+        entering = cp.own(entering[0]), cp.own(entering[1])
+    adapters = batch.adapters
+    if adapters is not None:
+        own = cp.own(torch.arange(batch.num_tokens)).numpy()
+        adapters = replace(adapters, tokens=adapters.tokens.take(own))
+    return replace(batch, input_ids=cp.own(batch.input_ids), adapters=adapters), entering
+
+
+def _all_rows(cp: ContextParallel, num_tokens: int, delta: Tensor, residual: Tensor) -> Hidden:
+    return cp.gather(delta, num_tokens), cp.gather(residual, num_tokens)
+
+
 class DecoderLayer:
     """Attention and MLP with their norms: pre (Llama), post (OLMo-2) or both (Gemma 2)."""
 
@@ -196,6 +221,7 @@ class DecoderLayer:
     ) -> None:
         self.spec = spec
         hidden, mlp = model.hidden_size, spec.mlp
+        self._cp = build.cp
         self._scale = model.residual_scale
         kind = LatentAttention if spec.attention.is_mla else Attention
         self._attention: Attention | LatentAttention = kind(spec.attention, hidden, build.under("attn."))
@@ -248,6 +274,9 @@ class DecoderLayer:
         of_rows = None if adapters is None else adapters.tokens
         x, residual = self._enter("attn_norm", delta, residual)
         delta = self._leave("attn_post_norm", self._attention(x, cos_sin, group, kv, of_rows))
+        if rows is not None and group.divided:
+            assert self._cp is not None
+            delta, residual = _all_rows(self._cp, len(group.slot_blocks), delta, residual)
         if rows is not None:
             delta, residual = self._take_rows(delta, rows), self._take_rows(residual, rows)
             of_rows = None if adapters is None else adapters.logits

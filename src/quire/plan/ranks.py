@@ -25,11 +25,15 @@ def topology_of(
     tp = device.num_nodes if args.tensor_parallel_size == "auto" else args.tensor_parallel_size
     if not str(tp).isdecimal():
         raise ConfigError(f"tensor_parallel_size = {tp!r} must be 'auto' or a number of at least 1")
-    topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size)
+    topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size, cp=args.context_parallel_size)
     if args.enable_expert_parallel:
         topology = _of_experts(args, spec, topology)
     elif args.enable_eplb or args.num_redundant_experts:
         raise ConfigError("enable_eplb and num_redundant_experts need enable_expert_parallel")
+    if args.enable_eplb and topology.cp > 1:
+        raise ConfigError(
+            f"enable_eplb: with {topology} each rank counts its own rows only: leave one of them out"
+        )
     world = topology.world_size
     if args.executor != "ray" and (args.nodes is not None or args.ray_address is not None):
         raise ConfigError("nodes and ray_address need executor = 'ray'")

@@ -16,6 +16,7 @@ from quire.errors import StepError
 from quire.kernels.attention.batch import RaggedBatch
 from quire.kernels.lora import AdapterRows
 from quire.layers.attention import AdapterBatch, GroupBatch, StepBatch
+from quire.parallel.stripe import Stripe
 from quire.runner.branches import Branch
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import Columns, columns_of
@@ -59,11 +60,11 @@ class StepBuffers:
         cu_seqlens_q, seq_lens = self.cu_seqlens_q[: num_seqs + 1], self.seq_lens[:num_seqs]
         return [RaggedBatch(cu_seqlens_q, seq_lens, table[:num_seqs]) for table in self.block_tables]
 
-    def batch(self, num_tokens: int, num_seqs: int, num_logits: int) -> StepBatch:
-        """Return views of a step's part of the buffers."""
+    def batch(self, num_tokens: int, num_seqs: int, num_logits: int, *, divided: bool = False) -> StepBatch:
+        """Return views of a step's part of the buffers. ``divided``: ranks divide its rows (`layers.context`)."""
         slot_offsets = torch.from_numpy(self.slot_offsets[:num_tokens])
         groups = tuple(
-            GroupBatch(torch.from_numpy(blocks[:num_tokens]), slot_offsets, ragged)
+            GroupBatch(torch.from_numpy(blocks[:num_tokens]), slot_offsets, ragged, divided)
             for blocks, ragged in zip(self.slot_blocks, self.ragged(num_seqs), strict=True)
         )
         return StepBatch(
@@ -105,7 +106,11 @@ class PreparedStep:
     @property
     def batch(self) -> StepBatch:
         """Views of the buffers, made anew."""
-        return self.buffers.batch(self.num_tokens, self.num_seqs, self.num_logits)
+        return self.batch_of()
+
+    def batch_of(self, *, divided: bool = False) -> StepBatch:
+        """As `batch`, possibly with ``divided`` rows."""
+        return self.buffers.batch(self.num_tokens, self.num_seqs, self.num_logits, divided=divided)
 
 
 class InputBatch:
@@ -113,11 +118,13 @@ class InputBatch:
 
     def __init__(
         self, seqs: WorkerSeqs, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_loras: int = 0,
-        only_group: int | None = None, lag: int = 0, max_drafts: int = 0,
+        only_group: int | None = None, lag: int = 0, max_drafts: int = 0, stripe: Stripe | None = None,
     ) -> None:  # fmt: skip
         """``only_group``: the one cache group whose blocks a draft model's layers use. ``lag``: how many slots, and
         rotary positions, a token's row lies before the token (`quire.runner.heads`). ``max_drafts``: per sequence.
+        ``stripe``: of the cache that the tokens are stored to; None: it has all positions.
         """
+        self._stripe = stripe
         self._seqs = seqs
         self._lag = lag
         self._block_size = block_size
@@ -161,8 +168,7 @@ class InputBatch:
         if branches:
             more = np.array([(seq.row, branch.start, branch.num_rows) for seq, branch in branches])
             rows, computed, lengths = np.concatenate((np.array((rows, computed, lengths)), more.T), axis=1)
-        num_seqs, num_tokens = len(rows), int(lengths.sum())
-        to = self.buffers
+        num_seqs, num_tokens, to = len(rows), int(lengths.sum()), self.buffers
         if num_tokens > to.max_tokens or max(num_seqs, total) > to.max_seqs:
             to = StepBuffers(num_tokens, max(num_seqs, total), *self._shape)
         cu_seqlens_q, seq_lens = to.cu_seqlens_q[: num_seqs + 1], to.seq_lens[:num_seqs]
@@ -188,6 +194,7 @@ class InputBatch:
             block_table[:num_seqs, :width] = blocks[rows, :width]
         if branches:
             self._branch_out(to, branches, cu_seqlens_q)
+        _keep_own(to, self._stripe, places)
         ends = cu_seqlens_q[1:][sampling]
         if total > len(samplers):  # the last 1 + num_drafts tokens of each
             num_logits = 1 + np.array([len(seq.verifying) for seq in samplers])
@@ -228,6 +235,16 @@ class InputBatch:
         """Overwrite the last known ids (beams)."""
         known = int(self._seqs.num_tokens[seq.row])
         self._seqs.token_ids[seq.row, known - len(plan.forced_token_ids) : known] = plan.forced_token_ids
+
+
+def _keep_own(to: StepBuffers, stripe: Stripe | None, places: IntArray) -> None:
+    """Leave tokens whose ``places`` lie on other ranks without a slot, and count offsets in this rank's blocks."""
+    if stripe is None:
+        return
+    own = stripe.has(places)
+    for slot_blocks in to.slot_blocks:
+        slot_blocks[: len(places)][~own] = -1
+    to.slot_offsets[: len(places)] %= stripe.size
 
 
 def _index_trees(

@@ -18,6 +18,7 @@ from quire.errors import ConfigError, StepError
 from quire.kernels.kv_blocks import KvView, can_tile, clear_blocks, copy_blocks, view_layer
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
 from quire.modelspec import DTYPE_BYTES, KvLayout, ModelSpec
+from quire.parallel.stripe import Stripe
 from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, Split, row_bytes
 from quire.request import Sampling
 from quire.step import NewSeq, SeqPlan, StepPlan, StepResult
@@ -56,8 +57,9 @@ class KvCache:
 
     def __init__(
         self, spec: ModelSpec, layout: KvLayout, num_blocks: int, block_size: int, dtype: str, kernels: KernelChoice,
-        device: torch.device = _CPU,
+        device: torch.device = _CPU, stripe: Stripe | None = None,
     ) -> None:  # fmt: skip
+        """``stripe``: the positions that ``block_size`` counts; None: all."""
         block_elements = layout.block_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
         kind = _EIGHT_BITS.get(dtype) or torch_dtype(dtype)
         if device.type == "cpu":
@@ -69,7 +71,8 @@ class KvCache:
         masks = attends in GPU_KERNELS
         tiles = attends in NATIVE_LEVELS or (dtype == "int8" and not masks)
         self.views: tuple[KvView, ...] = tuple(
-            _view(self.storage, spec, layout, index, block_size, tiles) for index in range(spec.num_layers)
+            _view(self.storage, spec, layout, index, block_size, tiles, stripe)
+            for index in range(spec.num_layers)
         )
         # Blocks in tiles need no `clear`: storing the first position of a tile clears it.
         self.needs_clear = not masks and any(view.layout == "rows" for view in self.views)
@@ -84,8 +87,9 @@ class KvCache:
 
 
 def _view(
-    storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, block_size: int, tiles: bool
-) -> KvView:
+    storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, block_size: int, tiles: bool,
+    stripe: Stripe | None,
+) -> KvView:  # fmt: skip
     a, (_, slot) = spec.layers[index].attention, layout.group_of_layer(index)
     heads, dim, v_dim = a.num_kv_heads, a.head_dim, a.v_head_dim
     if a.is_mla:
@@ -93,7 +97,7 @@ def _view(
     tiles = tiles and can_tile(storage.dtype, block_size, dim, v_in_k=a.is_mla)
     return view_layer(
         storage, slot, num_kv_heads=heads, block_size=block_size, head_dim=dim, v_head_dim=v_dim, v_in_k=a.is_mla,
-        layout="tiles" if tiles else "rows",
+        layout="tiles" if tiles else "rows", stripe=stripe,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from quire.kernels import registry
 from quire.kernels.sampling import token_logprobs
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.attention import StepBatch
+from quire.layers.context import ContextParallel
 from quire.layers.weights import WHOLE, Stage, TensorParallel
 from quire.models.decoder import Decoder, Hidden
 from quire.parallel.shard import Shard
@@ -99,25 +100,31 @@ class ModelRunner:
         weights: Iterable[tuple[str, Weight]],
         *,
         tp: TensorParallel | None = None,
+        cp: ContextParallel | None = None,
         links: StageLinks | None = None,
         samples: bool = True,
     ) -> None:
-        """``tp``: the ranks that share the layers; ``links``: to the other pipeline stages; ``config`` is then this
-        rank's (`rank_config`). ``samples``: else another rank does, and `launch` gives nothing.
+        """``tp``: the ranks that share the layers; ``cp``: those that share the caches; ``links``: to other pipeline
+        stages; ``config`` is then this rank's (`rank_config`). ``samples``: else another rank does, and `launch` gives
+        nothing.
         """
         model = config.model
-        self._links, self._samples = links, samples
+        self._links, self._samples, self._cp = links, samples, cp
         stage = WHOLE if links is None else Stage(links.entering is None, links.is_last)
         kernels = registry.choose(config.runner)
         self.decoder = Decoder(
             model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
-            formats=model.formats, lora=config.lora, tp=tp, stage=stage,
+            formats=model.formats, lora=config.lora, tp=tp, stage=stage, cp=cp,
         )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
         cache, speculate = config.cache, config.speculate
         num_blocks = cache.num_blocks + (0 if speculate is None else speculate.num_branch_blocks)
-        self.kv = KvCache(model.spec, config.kv_layout, num_blocks, cache.block_size, model.kv_dtype, kernels)
+        stripe = None if cp is None else cp.stripe
+        block_size = cache.block_size if stripe is None else stripe.size
+        self.kv = KvCache(
+            model.spec, config.kv_layout, num_blocks, block_size, model.kv_dtype, kernels, stripe=stripe
+        )
         accept = "exact" if speculate is None else speculate.accept
         self._sampler = Sampler(model.spec.vocab_size, kernels, accept)
         self._token_logprobs = kernels.of(token_logprobs)
@@ -183,14 +190,15 @@ class ModelRunner:
         """Compute the step; return its logits, or None where the next stage goes on with it."""
         links, logits, leaving = self._links, None, self._leaving
         entering = None if links is None else links.receive(step.num_tokens)
-        if self.tape is not None and step.buffers is self._taped:
+        batch = self._batch(step)
+        if self.tape is not None and step.buffers is self._taped and not batch.divided:
             step.buffers.set_num_seqs(step.num_seqs)
             self._hidden = self._taped_hidden
             logits = self.tape.run(step.num_tokens, step.num_logits)
         elif self.decoder.stage.is_last:
-            logits = self._logits(step.batch, entering)
+            logits = self._logits(batch, entering)
         else:
-            leaving = self.decoder.layers(step.batch, self.kv.views, entering)
+            leaving = self.decoder.layers(batch, self.kv.views, entering)
         if links is None or links.is_last:
             return logits
         assert leaving is not None
@@ -207,7 +215,9 @@ class ModelRunner:
             self._compute(step)
             return list, None
         entering = None if self._links is None else self._links.receive(step.num_tokens)
-        hidden = self.decoder.forward(with_hidden_of(step.batch, step, tokens), self.kv.views, entering)
+        hidden = self.decoder.forward(
+            with_hidden_of(self._batch(step), step, tokens), self.kv.views, entering
+        )
         sampling, others = hidden[: step.num_logits], hidden[step.num_logits :]
         logits = self.decoder.logits(sampling) if step.sampling else None
         self._hidden = sampling
@@ -229,6 +239,10 @@ class ModelRunner:
         if self.watch_sampled is not None and counts:
             self.watch_sampled(step, counts, self._hidden[: step.num_logits])
         return samples
+
+    def _batch(self, step: PreparedStep) -> StepBatch:
+        """The step, with divided rows where it is large; it is then not replayed, for which it is large enough."""
+        return step.batch_of(divided=self._cp is not None and self._cp.divides(step.num_tokens))
 
     def _logits(self, batch: StepBatch, entering: Hidden | None) -> Tensor:
         """``[num_logits, vocab_size]`` fp32."""

@@ -81,7 +81,7 @@ class Worker:
         self._branch_blocks = BranchBlocks(config.cache.num_blocks, num_branch_blocks, block_size)
         self._inputs = InputBatch(
             self.seqs, block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_loras,
-            max_drafts=scheduler.max_num_drafts,
+            max_drafts=scheduler.max_num_drafts, stripe=None if shard is None else shard.stripe(block_size),
         )  # fmt: skip
         self.runner.record(self._inputs.buffers)
         self.scorer = PromptScorer(self.runner.logits_of, self.runner.score, vocab_size)

@@ -34,7 +34,7 @@ so that the pairs of one ordinal are a slice, and belong to a prefix of the item
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +47,7 @@ from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import NATIVE_LEVELS, native, op
 from quire.kernels.threads import one_torch_thread
 from quire.kernels.workspace import address, call_of, empty, heads_of
+from quire.parallel.stripe import Stripe
 
 TILE = 64  # positions
 ALIGN = 16  # elements of head_dim and v_head_dim
@@ -89,6 +90,7 @@ class Tiling:
     tile: int  # lanes
     window: int | None
     max_pairs: int  # of a chunk
+    stripe: Stripe | None = None
 
 
 def row_tile_of(group: int) -> int:
@@ -105,25 +107,35 @@ def attention(
     Query head h reads kv head ``h // (num_heads / num_kv_heads)``. ``sinks [num_heads]`` fp32: one more logit in each
     head's denominator, with no value (gpt-oss). MLA is this op with one kv head whose value is a part of the key.
     """
-    num_tokens, num_heads, head_dim = q.shape
+    assert kv.stripe is None
+    num_tokens, num_heads, _ = q.shape
     kv_heads, group = kv.num_kv_heads, num_heads // kv.num_kv_heads
-    row_tile = row_tile_of(group)
     if num_tokens == 0:
         return q.new_empty(0, num_heads, kv.v_head_dim)
-    # Row (token, head in group) of each kv head; a row of zeros at the end stands in for the padding of items.
-    rows = torch.zeros(kv_heads, num_tokens * group + 1, _align(head_dim))
-    grouped = rows[:, :-1].view(kv_heads, num_tokens, group, -1)
-    grouped[..., :head_dim] = q.view(num_tokens, kv_heads, group, head_dim).transpose(0, 1)
-    rows *= shape.scale
     out = torch.empty(kv_heads, num_tokens * group + 1, kv.v_head_dim)
-    for chunk in _chunks(batch, kv, group, row_tile, shape.window):
-        acc, total, top = _attend(rows, kv, chunk, row_tile, shape)
+    for chunk, acc, total, top in attend_chunks(q, kv, batch, shape):
         if sinks is not None:
             acc, total = _add_sinks(acc, total, top, _sinks_of_rows(sinks, chunk, kv_heads, num_tokens))
         acc = acc[..., : kv.v_head_dim] / total.unsqueeze(-1)
         out.index_copy_(1, chunk.row_index, acc.reshape(kv_heads, -1, kv.v_head_dim))
     out = out[:, :-1].view(kv_heads, num_tokens, group, kv.v_head_dim)
     return out.transpose(0, 1).reshape(num_tokens, num_heads, kv.v_head_dim).to(q.dtype)
+
+
+def attend_chunks(
+    q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape
+) -> Iterator[tuple[PairChunk, Tensor, Tensor, Tensor]]:
+    """Yield each chunk of the batch with its sums: values, weights and maxima, as `_attend` returns them."""
+    num_tokens, _, head_dim = q.shape
+    kv_heads, group = kv.num_kv_heads, q.shape[1] // kv.num_kv_heads
+    row_tile = row_tile_of(group)
+    # Row (token, head in group) of each kv head; a row of zeros at the end stands in for the padding of items.
+    rows = torch.zeros(kv_heads, num_tokens * group + 1, _align(head_dim))
+    grouped = rows[:, :-1].view(kv_heads, num_tokens, group, -1)
+    grouped[..., :head_dim] = q.view(num_tokens, kv_heads, group, head_dim).transpose(0, 1)
+    rows *= shape.scale
+    for chunk in _chunks(batch, kv, group, row_tile, shape.window):
+        yield chunk, *_attend(rows, kv, chunk, row_tile, shape)
 
 
 def _align(size: int) -> int:
@@ -137,7 +149,7 @@ def _chunks(batch: RaggedBatch, kv: KvView, group: int, row_tile: int, window: i
     tile = _align(positions)
     floats_per_pair = kv.num_kv_heads * tile * (_align(kv.head_dim) + _align(kv.v_head_dim) + 2 * row_tile)
     max_pairs = max(1, _CHUNK_FLOATS // floats_per_pair)
-    tiling = Tiling(group, row_tile, blocks_per_tile, positions, tile, window, max_pairs)
+    tiling = Tiling(group, row_tile, blocks_per_tile, positions, tile, window, max_pairs, kv.stripe)
     return batch.plan(("reference", tiling), lambda: cut_pairs(batch, tiling))
 
 
@@ -217,12 +229,14 @@ def cut_pairs(batch: RaggedBatch, tiling: Tiling) -> list[PairChunk]:
     """Return the chunks of a batch, as many pairs in each as may be computed at once."""
     group = tiling.group
     items = cut_rows(
-        batch, np.arange(batch.num_seqs), group=group, rows=tiling.row_tile, window=tiling.window
-    )
+        batch, np.arange(batch.num_seqs), group=group, rows=tiling.row_tile, window=tiling.window, stripe=tiling.stripe
+    )  # fmt: skip
     q_lens = np.diff(batch.cu_seqlens_q)
     start = batch.seq_lens - q_lens  # position of the first query
     low = items.low // tiling.positions
-    num_tiles = (items.end - 1) // tiling.positions - low + 1
+    num_tiles = np.maximum(
+        (items.end - 1) // tiling.positions - low + 1, 1
+    )  # all of it masked where it sees nothing
     order = np.argsort(-num_tiles, kind="stable")
     ends = np.cumsum(num_tiles[order])
     chunks = []
@@ -239,17 +253,26 @@ def cut_pairs(batch: RaggedBatch, tiling: Tiling) -> list[PairChunk]:
         row_index = np.where(
             valid, batch.cu_seqlens_q[seq, None] * group + rows, batch.cu_seqlens_q[-1] * group
         )
-        row_position = np.where(valid, start[seq, None] + rows // group, -1)
-        chunks.append(_pair(batch, tiling, seq, low[chosen], num_tiles[chosen], row_index, row_position))
+        seen = _seen(tiling, np.where(valid, start[seq, None] + rows // group, -1))
+        used = int(valid.sum(1).max())
+        chunks.append(_pair(batch, tiling, seq, low[chosen], num_tiles[chosen], row_index, seen, used))
         begin = end
     return chunks
 
 
+def _seen(tiling: Tiling, row_position: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the first position of the cache that each row sees, and the one behind the last; −1 sees none."""
+    first, end = np.zeros_like(row_position), row_position + 1
+    if tiling.window is not None:
+        first = np.maximum(end - tiling.window, 0)
+    return (first, end) if tiling.stripe is None else (tiling.stripe.below(first), tiling.stripe.below(end))
+
+
 def _pair(
     batch: RaggedBatch, tiling: Tiling, seq: IntArray, low: IntArray, num_tiles: IntArray, row_index: IntArray,
-    row_position: IntArray,
+    seen: tuple[IntArray, IntArray], used: int,
 ) -> PairChunk:  # fmt: skip
-    blocks_per_tile, window = tiling.blocks_per_tile, tiling.window
+    blocks_per_tile = tiling.blocks_per_tile
     ordinals = np.arange(int(num_tiles[0]))
     counts = np.searchsorted(-num_tiles, -ordinals, side="left")  # items with more tiles than the ordinal
     ordinal = np.repeat(ordinals, counts)
@@ -261,11 +284,10 @@ def _pair(
     blocks = batch.block_table[seq[item][:, None], columns]
     lane = np.arange(tiling.tile)
     position = tile_index[:, None] * tiling.positions + lane  # [pairs, tile]
-    used = int((row_position >= 0).sum(1).max())
-    limit = row_position[item, :used]
-    masked = (position[:, None, :] > limit[:, :, None]) | (lane >= tiling.positions)
-    if window is not None:
-        masked |= position[:, None, :] <= limit[:, :, None] - window
+    first, end = (bound[item, :used, None] for bound in seen)
+    masked = (position[:, None, :] >= end) | (lane >= tiling.positions)
+    if tiling.window is not None:
+        masked |= position[:, None, :] < first
     bias = np.zeros(masked.shape, np.float32)
     bias[masked] = -np.inf
     return PairChunk(
@@ -308,17 +330,26 @@ def _address(array: npt.NDArray[np.int64]) -> int:
 def native_attention(
     isa: str, q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None
 ) -> Tensor:
-    tokens, num_heads, head_dim = q.shape
+    assert kv.stripe is None
+    assert sinks is None or sinks.dtype == torch.float32
+    y = empty(*q.shape[:2], kv.v_head_dim, dtype=q.dtype)
+    call_native(isa, q, kv, batch, shape, sinks, y)
+    return y
+
+
+def call_native(
+    isa: str, q: Tensor, kv: KvView, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None, y: Tensor,
+    stripe: tuple[int, int] = (0, 1), *, partial: bool = False,
+) -> None:  # fmt: skip
+    """Write attention to ``y``, or with ``partial`` the sums of the ``stripe``: index, count."""
+    _, num_heads, head_dim = q.shape
     pieces = kv.pieces
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()
     assert kv.layout == "rows" or q.dtype == torch.bfloat16, q.dtype
-    assert sinks is None or sinks.dtype == torch.float32
-    y = empty(tokens, num_heads, kv.v_head_dim, dtype=q.dtype)
     native.attention(
         *call_of(isa, q), pieces.dtype == torch.bfloat16, kv.layout == "tiles", pieces.dtype == torch.int8,
         q.data_ptr(), q.stride(0), *heads_of(pieces), address(sinks), y.data_ptr(),
         *batch.plan(_KEY, lambda: addresses(batch)), num_heads, pieces.shape[1], head_dim, kv.v_head_dim, kv.block_size,
-        shape.window or 0, shape.scale, shape.soft_cap or 0.0, kv.v_in_k,
+        shape.window or 0, shape.scale, shape.soft_cap or 0.0, kv.v_in_k, *stripe, partial,
     )  # fmt: skip
-    return y

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from quire.kernels.kv_blocks import KvView
+from quire.parallel.stripe import Stripe
 
 IntArray = npt.NDArray[np.signedinteger]
 T = TypeVar("T")
@@ -112,13 +113,19 @@ class RowTiles:
     seq: npt.NDArray[np.int64]
     first_row: npt.NDArray[np.int64]  # within the sequence
     low: npt.NDArray[np.int64]  # first position that any of its rows sees
-    end: npt.NDArray[np.int64]  # behind the last one: causal, so it ends behind its last row
+    end: npt.NDArray[
+        np.int64
+    ]  # behind the last one: causal, so it ends behind its last row; ≤ low: there are none
 
 
 def cut_rows(
-    batch: RaggedBatch, seqs: npt.NDArray[np.int64], *, group: int, rows: int, window: int | None
-) -> RowTiles:
-    """Cut the rows of the sequences ``seqs``, in numpy, with no loop over tokens or sequences."""
+    batch: RaggedBatch, seqs: npt.NDArray[np.int64], *, group: int, rows: int, window: int | None,
+    stripe: Stripe | None = None,
+) -> RowTiles:  # fmt: skip
+    """Cut the rows of the sequences ``seqs``, in numpy, with no loop over tokens or sequences.
+
+    With a ``stripe``, positions are the rank's own numbers.
+    """
     q_lens = np.diff(batch.cu_seqlens_q)[seqs]
     start = batch.seq_lens[seqs] - q_lens  # position of the first query
     counts = -(-(q_lens * group) // rows)
@@ -128,7 +135,10 @@ def cut_rows(
     low = np.zeros_like(first_row)
     if window is not None:
         low = np.maximum(start[owner] + first_row // group - window + 1, 0)
-    return RowTiles(seqs[owner], first_row, low, start[owner] + last_row // group + 1)
+    end = start[owner] + last_row // group + 1
+    if stripe is not None:
+        low, end = stripe.below(low), stripe.below(end)
+    return RowTiles(seqs[owner], first_row, low, end)
 
 
 def padded(array: IntArray, size: int | None, value: int = 0) -> IntArray:
