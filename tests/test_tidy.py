@@ -188,6 +188,14 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "runner": 236,
         "speculate": 34,
     },
+    "control of drafts, simulated drafts": {
+        "bench": 1,
+        "executor": 25,
+        "plan": 165,
+        "runner": 2,
+        "scheduler": 200,
+        "sim": 75,
+    },
     "speculation": {
         "": 82,
         "api": 14,

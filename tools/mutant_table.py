@@ -703,7 +703,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/parallel/shard.py",
         "o: _Parts = (share(self._spec.hidden_size, self.ways, self.index), None, None)",
         "o: _Parts = (share(self._spec.hidden_size, self.ways, 0), None, None)",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[latent-int8-moves]",
+        ),
     ),
     Mutant(
         "experts-of-another-rank",
@@ -711,7 +713,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/kernels/moe/__init__.py",
         "places.group.index * places.per_rank",
         "0 * places.per_rank",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[reference-moves]",
+        ),
     ),
     Mutant(
         "results-in-order-of-slots",
@@ -719,7 +723,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/kernels/moe/__init__.py",
         "taken[order] = out",
         "taken[:] = out",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[reference-moves]",
+        ),
     ),
     Mutant(
         "experts-moved-without-their-table",
@@ -727,7 +733,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/runner/expert_balance.py",
         "places.place(new)",
         "places.place(old)",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[reference-moves]",
+        ),
     ),
     Mutant(
         "scales-not-moved",
@@ -735,7 +743,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/layers/mlp.py",
         "for part in (packed.data, packed.bias, packed.scale, packed.offset)",
         "for part in (packed.data, packed.bias)",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[latent-int8-moves]",
+        ),
     ),
     Mutant(
         "copies-to-the-busiest",
