@@ -207,6 +207,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 315,
         "speculate": 300,
     },
+    "drafts in one native call": {"families": 16, "models": 4, "runner": 150, "speculate": 20},
+    "trees of Medusa's choices": {"runner": 18, "speculate": 78},
     "lookahead": {"plan": 16, "runner": 4, "speculate": 115},
     "bench speculate": {"": 11, "bench": 265, "cli": 11},
     "learn": {"bench": 6, "cli": 75, "learn": 2_420, "plan": 220, "sim": 10},
