@@ -76,20 +76,9 @@ class OutputParser:
         self._reader.close()
         deltas = self._advance()
         assert self._ended, "the parser waits for text after the end"
-        return self._without_piece(deltas) if cut and deltas else deltas
-
-    def _without_piece(self, deltas: list[Delta]) -> list[Delta]:
-        """Return the last deltas of a text without the beginning of a mark at its end."""
-        last = deltas[-1]
-        if isinstance(last, CallDelta):
-            return deltas
-        rest = [delta for delta in deltas if type(delta) is not type(last)]
-        text = "".join([d.text for d in deltas if isinstance(d, type(last))])  # what was held, in pieces
         f = self._format
-        at = partial_mark(text, 0, (*self._opens, *f.closes, *(f.reasoning or ()), *self._drops))
-        if len(text) - at < MIN_PIECE:
-            return deltas
-        return [*rest, type(last)(text[:at])] if text[:at].strip() else rest
+        marks = (*self._opens, *f.closes, *(f.reasoning or ()), *self._drops)
+        return _without_piece(deltas, marks) if cut and deltas else deltas
 
     def _body(self) -> Wait[None]:
         """Read the calls of a message to a tool, up to the end of their section."""
@@ -194,3 +183,16 @@ class OutputParser:
             yield from python_calls(calls, self._tools)
         elif isinstance(form, GemmaCalls):
             yield from gemma_calls(calls, form)
+
+
+def _without_piece(deltas: list[Delta], marks: tuple[str, ...]) -> list[Delta]:
+    """Return the last deltas of a text without the beginning of a mark at its end."""
+    last = deltas[-1]
+    if isinstance(last, CallDelta):
+        return deltas
+    rest = [delta for delta in deltas if type(delta) is not type(last)]
+    text = "".join([d.text for d in deltas if isinstance(d, type(last))])  # what was held, in pieces
+    at = partial_mark(text, 0, marks)
+    if len(text) - at < MIN_PIECE:
+        return deltas
+    return [*rest, type(last)(text[:at])] if text[:at].strip() else rest
