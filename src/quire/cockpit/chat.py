@@ -218,6 +218,7 @@ class Pane:
         begin = flushed = now()
         timing: dict[str, Any] = {}
         usage: dict[str, Any] = {}
+        route: dict[str, str] = {}
         try:
             body = body_of(self._talk, self._talk.models[self._index], turns)
             stream = self._watched.stream("/v1/chat/completions", body, self._visitor.key)
@@ -225,6 +226,7 @@ class Pane:
                 async for chunk in stream:
                     event = event_of(chunk)
                     timing = chunk.get("timing") or timing
+                    route = chunk.get("route") or route
                     usage = chunk.get("usage") or usage
                     if event:
                         said.append(event.get("text", ""))
@@ -235,11 +237,11 @@ class Pane:
                         waiting, flushed = [], now()
             finally:
                 await stream.aclose()
-            waiting.append({"timing": bar_of(timing, 1000 * (now() - begin), usage)})
+            bar = bar_of(timing, 1000 * (now() - begin), usage)
+            bar["facts"] += [[name.removeprefix("x-quire-"), said] for name, said in route.items()]
+            waiting.append({"timing": bar})
         except Failed as error:
             waiting.append({"error": str(error)})
-        except (TimeoutError, OSError) as error:
-            waiting.append({"error": f"The stream broke: {error}"})
         except asyncio.CancelledError:
             waiting.append({"error": "stopped"})
         turns.append({"role": "assistant", "content": "".join(said)})
