@@ -1,7 +1,6 @@
 // One answer: text, reasoning and calls as they come, tokens by probability, and where the time went.
 const PARTS = [
-  ["queue", "--wait"], ["prefill", "--prefill"], ["decode", "--decode"], ["sampling", "--draft"],
-  ["detokenize", "--good"], ["network", "--soft"],
+  ["queue", "--wait"], ["prefill", "--prefill"], ["decode", "--decode"], ["network", "--soft"],
 ];
 
 // What truncation leaves of candidates with raw log-probabilities `tops`, as the engine does it:
@@ -76,13 +75,13 @@ export default {
     pick(at) {
       const t = this.tokens[at];
       const tops = t.top || [];
-      const after = t.processed || (tops.length ? processed(tops, this.settings) : []);
+      const after = tops.length ? processed(tops, this.settings) : [];
       const rows = tops.map((c, i) => ({
         token: JSON.stringify(c.token), id: c.id ?? "", raw: (100 * Math.exp(c.logprob)).toFixed(2) + " %",
         after: (100 * after[i]).toFixed(2) + " %", width: 100 * after[i] + "%", on: c.token === t.token,
       }));
       const kept = after.filter((x) => x > 0).length;
-      this.picked = { at, rows, exact: !!t.processed || !this.settings.temperature || (this.settings.top_k > 0 && this.settings.top_k <= tops.length) || (kept < tops.length && this.settings.top_p === 1) };
+      this.picked = { at, rows, exact: !this.settings.temperature || (this.settings.top_k > 0 && this.settings.top_k <= tops.length) || (kept < tops.length && this.settings.top_p === 1) };
     },
     bar(t) {
       const style = getComputedStyle(document.body);

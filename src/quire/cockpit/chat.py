@@ -68,7 +68,7 @@ def body_of(talk: Talk, model: str, messages: list[dict[str, Any]]) -> dict[str,
     if talk.seed is not None:
         body["seed"] = int(talk.seed)
     if talk.is_by_token:
-        body |= {"logprobs": True, "top_logprobs": 20, "processed_logprobs": True}
+        body |= {"logprobs": True, "top_logprobs": 20}
     if talk.tools.strip():
         body["tools"] = _json(talk.tools, "Tools")
     if talk.form == "json_object":
@@ -111,7 +111,6 @@ def event_of(chunk: dict[str, Any]) -> dict[str, Any]:
                     "top": [
                         {"token": top["token"], "logprob": top["logprob"]} for top in one["top_logprobs"]
                     ],
-                    **({"processed": one["processed"]} if "processed" in one else {}),
                 }
                 for one in tokens
             ]
@@ -122,7 +121,6 @@ def bar_of(timing: dict[str, Any], seen_ms: float, usage: dict[str, Any]) -> dic
     """Return the parts of a request's time in ms, and facts; ``seen_ms``: as the page's process measured it whole."""
     total, first = timing.get("total_ms") or seen_ms, timing.get("first_token_ms") or 0.0
     queued = timing.get("queued_ms") or 0.0
-    sampling, text = timing.get("sampling_ms") or 0.0, timing.get("detokenize_ms") or 0.0
     num_tokens = timing.get("completion_tokens") or usage.get("completion_tokens") or 0
     decode = max(0.0, total - first)
     facts = [["tokens", str(num_tokens)]]
@@ -137,9 +135,7 @@ def bar_of(timing: dict[str, Any], seen_ms: float, usage: dict[str, Any]) -> dic
     return {
         "queue": queued,
         "prefill": max(0.0, first - queued),
-        "decode": max(0.0, decode - sampling - text),
-        "sampling": sampling,
-        "detokenize": text,
+        "decode": decode,
         "network": max(0.0, seen_ms - total),
         "facts": facts,
     }
