@@ -201,7 +201,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "lookahead": {"plan": 16, "runner": 4, "speculate": 115},
     "bench speculate": {"": 11, "bench": 265, "cli": 11},
-    "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_500, "engine": 25, "scheduler": 240},
+    "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_650, "engine": 25, "scheduler": 240},
     "learn": {"bench": 6, "cli": 75, "learn": 2_300, "plan": 190, "sim": 10},
     "trees of drafts": {
         "": 20,

@@ -93,9 +93,7 @@ async def show_gateway(watched: Watched, visitor: Visitor) -> bool:
         ui.timer(_EVERY_S, fill)
     else:
         with box, ui.element("div").classes("qc-panel"):
-            ui.label("The replicas of a gateway are shown to those who have its admin key.").classes(
-                "qc-note"
-            )
+            ui.label("The replicas of a gateway are shown with its admin key.").classes("qc-note")
             _ask_key(visitor, lambda key: watched.get("/admin/backends", key))
     return True
 
