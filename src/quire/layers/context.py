@@ -79,6 +79,6 @@ class StripedAttention:
     ) -> Tensor:  # fmt: skip
         """As `attention`; where the rows are ``divided``, the result has this rank's alone."""
         ranks, heads = self._cp.group.size, q.shape[1]
-        part = self._partial(q, kv, batch, shape).view(q.shape[0], -1)
+        part = self._partial(q, kv, batch, shape).flatten(1)
         parts = self._cp.exchange(part) if divided else self._cp.group.all_gather(part, ranks * part.shape[1])
         return self._merge(parts.view(parts.shape[0], ranks, heads, -1), sinks, q.dtype)
