@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve gateway-demo services test test-clients test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo services test test-clients test-browser test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,7 +41,7 @@ install: $(VENV)/.installed  ## install Quire into .venv
 dev: $(VENV)/.dev  ## install Quire and what the tests need
 
 serve: install  ## serve Quill (MODEL=… PORT=… ARGS="…" change it)
-	$(BIN)/quire serve $(MODEL) --port $(PORT) $(ARGS)
+	$(BIN)/quire serve $(MODEL) --port $(PORT) --cockpit $(ARGS)
 
 gateway-demo: install  ## two Quill replicas behind a gateway, two keys, a replica that is killed
 	$(BIN)/python tools/gateway_demo.py
@@ -55,6 +55,11 @@ test: dev  ## run the default tests in two processes (under 15 minutes on 2 core
 
 test-clients: dev  ## run the real clients, each in an environment of its own (downloads them; ARGS="openai litellm …")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients.run $(ARGS)
+
+test-browser: dev  ## drive the cockpit in Chromium (installed by apt, as root); screenshots come to build/cockpit
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  (apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends chromium chromium-driver)
+	QUIRE_SCREENSHOTS=build/cockpit $(PYTEST) tests/cockpit $(ARGS)
 
 test-quick: dev  ## run tests/quick.txt, which touches every package (under 2 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu" $$(cat tests/quick.txt) $(ARGS)

@@ -1,12 +1,12 @@
-"""Tensor parallelism on this machine: two ranks with a thread each beside one process with two threads, and all_reduce.
+"""Ranks on this machine: two with a thread each beside one process with two threads, and all_reduce.
 
     python benchmarks/parallel.py collectives
-    python benchmarks/parallel.py model /path/to/model [--quantize int8] [--rounds 3]
+    python benchmarks/parallel.py model /path/to/model [--quantize bf16 int8 int4] [--rounds 3]
 
 ``collectives`` prints the time of an all_reduce of [32, 2048] fp32 in shared memory, as a recorded step runs it, and
 over Gloo, beside the time that one core takes to read 256 KiB which the other has just written. ``model`` prints tokens
-per second of prefill (one
-prompt of 512 tokens) and decode (batches of 1 and 8), in rounds that alternate, and the ratios of the medians.
+per second of a prompt of 512 tokens, of decoding one sequence, and of 32 sequences at once with their prompts, in
+rounds that alternate: medians, and their ratios to one process; the seconds until an engine is ready, and the bubbles.
 """
 
 from __future__ import annotations
@@ -19,36 +19,29 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from quire.args import EngineArgs
-from quire.clock import WallClock
-from quire.config import EngineConfig
-from quire.device import detect_device
-from quire.engine.assemble import configure
+from quire import LLM
 from quire.kernels.collective import Group
 from quire.kernels.collective.distributed import TorchGroup
 from quire.kernels.collective.native import attach
 from quire.kernels.tape import StepTape
 from quire.kernels.threads import choose_threads
-from quire.layers.weights import TensorParallel
-from quire.models.loader import iter_weights
+from quire.metrics.engine_stats import RankStats
 from quire.parallel.segment import SLOT_BYTES, Segment, remove
-from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
-from quire.request import Sampling
-from quire.runner.memory import keep_freed_memory, torch_dtype
-from quire.runner.model_runner import ModelRunner, rank_config
-from quire.runner.worker import Worker
-from quire.step import NewSeq, SeqPlan, StepPlan
+from quire.request import SamplingParams
+from quire.runner.memory import keep_freed_memory
 
-PROMPT, DECODED = 512, 24
+PROMPT, DECODED, BATCH = 512, 32, 32
+ENGINES: dict[str, dict[str, Any]] = {
+    "one process": {"threads": 2},
+    "two tensor ranks": {"threads": 1, "tensor_parallel_size": 2},
+    "two stages": {"threads": 1, "pipeline_parallel_size": 2},
+}
 REPEATED = 8
 
 
@@ -58,14 +51,15 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["collectives", "model"])
     parser.add_argument("model", nargs="?", default="/tmp/models/llama-1b")
-    parser.add_argument("--quantize")
+    parser.add_argument("--quantize", nargs="+", default=["bf16", "int8", "int4"])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     if args.what == "collectives":
         collectives()
     else:
-        model(args.model, args.quantize, args.rounds)
+        for each in args.quantize:
+            model(args.model, None if each == "bf16" else each, args.rounds)
 
 
 def collectives() -> None:
@@ -147,91 +141,59 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def model(path: str, quantize: str | None, rounds: int) -> None:
-    args = EngineArgs(model=path, quantize=quantize, max_model_len=1024, max_num_seqs=8, kv_memory="1GiB")
-    config = configure(args, detect_device())[0]
-    topology, name = Topology(2), f"quire-bench-{os.getpid()}"
-    Segment.create(name, topology)
-    context = multiprocessing.get_context("spawn")
-    pipes = []
-    try:
-        for rank in (-1, 0, 1):  # -1: one process with two threads
-            ours, theirs = context.Pipe()
-            context.Process(target=_serve, args=(theirs, config, name, topology, rank), daemon=True).start()
-            pipes.append(ours)
-        for pipe in pipes:
-            pipe.recv()
-        results: dict[str, list[tuple[float, ...]]] = {"one process": [], "two ranks": []}
-        for _ in range(rounds):
-            for what, members in (("one process", pipes[:1]), ("two ranks", pipes[1:])):
-                for pipe in members:
-                    pipe.send("go")
-                answers = [pipe.recv() for pipe in members]
-                results[what].append(answers[0])
-    finally:
-        remove(name)
-    medians = {
-        what: [statistics.median(each) for each in zip(*of, strict=True)] for what, of in results.items()
-    }
-    for index, what in enumerate((f"prefill of {PROMPT}", "decode, batch 1", "decode, batch 8")):
-        one, two = medians["one process"][index], medians["two ranks"][index]
-        print(
-            f"{quantize or config.model.dtype:9} {what:16} {one:9.2f} {two:9.2f} tokens/s   {two / one:.3f}"
-        )
-
-
-def _serve(pipe: Connection, config: EngineConfig, name: str, topology: Topology, rank: int) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    if rank >= 0:
-        os.sched_setaffinity(0, {cores[rank]})
-    config = replace(config, runner=replace(config.runner, num_threads=2 if rank < 0 else 1))
-    choose_threads(config.runner.num_threads, torch_is_heavy=False)
-    keep_freed_memory()
-    model, dtype = config.model, torch_dtype(config.model.dtype)
-    if rank < 0:
-        worker = Worker(config, iter_weights(model, dtype), WallClock())
-    else:
-        mine = shard(model.spec, topology, rank, model.formats)
-        group = attach(Segment.attach(name, topology), rank, 300).of_layers
-        assert group is not None
-        runner = partial(ModelRunner, tp=TensorParallel(group, mine))
-        weights = iter_weights(model, dtype, cuts=mine.cuts)
-        worker = Worker(rank_config(config, mine), weights, WallClock(), runner, shard=mine)
-    pipe.send("ready")
-    step = 0
-    while True:
-        try:
-            pipe.recv()
-        except EOFError:
-            return
-        rates = []
-        for count, length in ((1, PROMPT), (1, 32), (8, 32)):
-            prefill, decode, step = _run(worker, count, length, step)
-            rates.append(prefill if length == PROMPT else decode)
-        pipe.send(tuple(rates))
-
-
-def _run(worker: Worker, count: int, length: int, step: int) -> tuple[float, float, int]:
-    """Return tokens per second of the prompts and of decoding, and the next step's number."""
-    size = 16
-    rows = -(-(length + DECODED) // size)
-    seqs = [step * 100 + i for i in range(count)]
-    sampling = Sampling(temperature=0.0, seed=1, max_tokens=DECODED + 1)
-    new = tuple(NewSeq(seq, 0, tuple(range(100, 100 + length)), (), sampling, 0) for seq in seqs)
-    plans = tuple(
-        SeqPlan(seq, 0, 0, length, (0,), (tuple(range(i * rows, (i + 1) * rows)),))
-        for i, seq in enumerate(seqs)
+    """Engines as `LLM` starts them, all loaded, each at work in its turn."""
+    engines, loaded_s = {}, {}
+    for what, sizes in ENGINES.items():
+        start = time.perf_counter()
+        engines[what] = LLM(
+            path, quantize=quantize, max_model_len=1024, max_num_seqs=32, kv_memory="512MiB",
+            enable_prefix_caching=False, **sizes,
+        )  # fmt: skip
+        loaded_s[what] = time.perf_counter() - start
+    rates: dict[str, list[list[float]]] = {what: [] for what in ENGINES}
+    ids: dict[str, list[list[int]]] = {}
+    idle = dict.fromkeys(ENGINES, 0.0)
+    for _ in range(rounds):
+        for what, llm in engines.items():
+            prefill_s, _ = _generate(llm, 1, PROMPT, 1)
+            first_s, _ = _generate(llm, 1, 16, 1)
+            decode_s, _ = _generate(llm, 1, 16, 1 + DECODED)
+            before = llm.client.stats().ranks
+            batch_s, ids[what] = _generate(llm, BATCH, 64, DECODED)
+            idle[what] = _idle(before, llm.client.stats().ranks)
+            rates[what].append(
+                [PROMPT / prefill_s, DECODED / (decode_s - first_s), BATCH * DECODED / batch_s]
+            )
+    base = [statistics.median(each) for each in zip(*rates["one process"], strict=True)]
+    print(
+        f"{quantize or 'bf16':22}"
+        + "".join(f"{what:>22}" for what in ("prefill", "decode", f"{BATCH} at once"))
+        + "   start  idle"
     )
+    for what, of in rates.items():
+        found = [statistics.median(each) for each in zip(*of, strict=True)]
+        text = "".join(f"{rate:9.1f}/s ({rate / one:5.3f} x)" for rate, one in zip(found, base, strict=True))
+        print(f"{what:22}{text}   {loaded_s[what]:4.1f} s  {idle[what]:4.0%}")
+    print(f"stages give the tokens of one process: {ids['two stages'] == ids['one process']}")
+    for llm in engines.values():
+        llm.close()
+
+
+def _generate(llm: LLM, count: int, length: int, new: int) -> tuple[float, list[list[int]]]:
+    """Return the seconds of ``count`` prompts with ``new`` tokens after each, and these tokens."""
+    prompts = [[100 + (7 * i + j) % 5000 for j in range(length)] for i in range(count)]
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
     start = time.perf_counter()
-    worker.execute(StepPlan(step, new, plans))
-    prefill_s = time.perf_counter() - start
-    start = time.perf_counter()
-    for done in range(DECODED):
-        step += 1
-        worker.execute(StepPlan(step, seqs=tuple(SeqPlan(seq, 0, length + done, 1) for seq in seqs)))
-    decode_s = time.perf_counter() - start
-    step += 1
-    worker.execute(StepPlan(step, gone=tuple(seqs)))
-    return count * length / prefill_s, count * DECODED / decode_s, step + 1
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start, [list(each.outputs[0].token_ids) for each in outputs]
+
+
+def _idle(before: RankStats, after: RankStats) -> float:
+    """Return the share of the ranks' time in which they waited for another stage though a step was out."""
+    if not after.out_s:
+        return 0.0  # one process
+    busy = sum(after.busy_s) - sum(before.busy_s)
+    return 1.0 - busy / len(after.busy_s) / (after.out_s - before.out_s)
 
 
 if __name__ == "__main__":

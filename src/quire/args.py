@@ -137,6 +137,7 @@ class ServerArgs:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     otlp_traces_endpoint: str | None = None
+    cockpit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,17 @@ def test_shares_cover_all_in_order_and_in_units(total: int, parts: int, unit: in
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_layers_are_balanced_and_may_be_uneven() -> None:
-    assert [Topology(pp=3).layers_of(32, stage) for stage in range(3)] == [
-        range(11), range(11, 22), range(22, 32),
-    ]  # fmt: skip
+def test_stages_take_equally_long() -> None:
+    def sizes(pp: int, costs: list[float], head: float) -> list[int]:
+        stages = [Topology(pp=pp).layers_of(costs, head, stage) for stage in range(pp)]
+        assert [layer for stage in stages for layer in stage] == list(range(len(costs)))
+        return [len(stage) for stage in stages]
+
+    assert sizes(3, [1.0] * 32, 0.0) == [11, 10, 11]
+    assert sizes(2, [60.8] * 16, 262.7) == [10, 6]  # Llama 3.2 1B
+    assert sizes(2, [1.0] * 4, 100.0) == [3, 1]
+    assert sizes(4, [1.0] * 4, 100.0) == [1, 1, 1, 1]
+    assert sizes(2, [1.0, 1.0, 1.0, 5.0], 0.0) == [3, 1]
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (32, 1), (9, 3), (14, 2), (6, 6), (12, 3)])
@@ -95,7 +102,7 @@ def test_heads_of_a_quantization_group_stay_together() -> None:
         (lambda: Topology(pp=2.0), "pipeline_parallel_size = 2.0: it must be"),  # type: ignore[arg-type]
         (lambda: Topology(tp=64, pp=32), "makes 2048 ranks; at most 1024"),
         (
-            lambda: Topology(pp=5).layers_of(4, 0),
+            lambda: Topology(pp=5).layers_of([1.0] * 4, 0.0, 0),
             "pipeline_parallel_size = 5: the model has 4 layers; at most 4",
         ),
         (

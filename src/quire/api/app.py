@@ -20,6 +20,7 @@ from quire.api.finished import FinishedUsage
 from quire.api.full_queue import FullQueue
 from quire.api.health import About, Models, Probes
 from quire.api.journal import Journal
+from quire.api.live_feed import LIVE_PATH, LiveFeed
 from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
 from quire.api.ollama import embeddings_job as ollama_embeddings_job
 from quire.api.ollama_models import OllamaModels, show
@@ -167,6 +168,7 @@ def _routes(state: ApiState) -> list[Route]:
         "/props": about.props,
         "/slots": about.slots,
         USAGE_PATH: state.finished.show,
+        LIVE_PATH: LiveFeed(state).show,
         CACHE_PATH: CacheFeed(state.frontend, state.settings.gateway_key).show,
     }
     generate = {

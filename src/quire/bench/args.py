@@ -130,3 +130,5 @@ class SimulateArgs:
     acceptance: float | None = None
     num_drafts: int = 4
     draft_cost: float = 0.0
+    disaggregate: str | None = None
+    link_gb_s: float | None = None

@@ -109,6 +109,24 @@ def gateway(
     raise typer.Exit(gateway(config, {"host": host, "port": port}, hooks or [], log_level, log_format))
 
 
+@app.command()
+def cockpit(
+    url: Annotated[str, typer.Argument(help="Of a running server or gateway.")] = "http://127.0.0.1:8000",
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on.", min=1, max=65535)] = 8500,
+    admin_url: Annotated[
+        str | None,
+        typer.Option(
+            "--admin-url", help="URL of the server's admin surface, or unix:PATH.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Show a page of a running server or gateway: chat, live view, plans and lessons (extra cockpit)."""
+    from quire.cli.cockpit import cockpit
+
+    raise typer.Exit(cockpit(url, host, port, admin_url))
+
+
 @app.command(cls=SettingsCommand)
 @command_with(AutoscaleArgs)
 def autoscale(*, settings: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,15 +146,13 @@ def _serve(
         frontend, api, extension=jobs_of_server(server_args, frontend), tracer=tracer, forecast=forecast
     )
     admin = admin_listener(app, server_args, takeover)
-    try:
+    ended = nullcontext() if tracer is None else closing(tracer)
+    with ended, page_of(server_args, app, sock, admin):
         drain_s, ready, leave = server_args.drain_timeout_s, seen.ready, seen.leave
         return run(
             app, sock=sock, drain_timeout_s=drain_s, on_ready=ready, admin=admin, tls=tls,
             takeover=takeover, on_leave=leave,
         )  # fmt: skip
-    finally:
-        if tracer is not None:
-            tracer.close()
 
 
 @dataclass(eq=False)
@@ -222,6 +221,15 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
             "cache_dtype": config.model.kv_dtype,
         },
     )
+
+
+def page_of(args: ServerArgs, app: Any, sock: socket.socket, admin: Any) -> Any:
+    """Return what runs the page of ``--cockpit`` while it is entered."""
+    if not args.cockpit:
+        return nullcontext()
+    from quire.cli.cockpit import start_page
+
+    return closing(start_page(app, sock, admin, secure=args.tls_cert is not None))
 
 
 def golden_prompt(config: Any, interval_s: float, clock: Any) -> Any:

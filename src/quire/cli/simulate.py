@@ -61,8 +61,20 @@ def _simulated(setup: Setup, slo: Slo | None, workload: Workload, what: str) -> 
         result.records,
         partial(timeline_charts, result.points),
         f"KV peak {steps['kv_peak']:.1%}; busy {busy}"
+        + _transferred(steps.get("transferred"))
         + (f"; {steps['replica_hours']:.2f} replica-hours" if setup.scaling else "")
         + _range(setup, states),
+    )
+
+
+def _transferred(total: Mapping[str, float] | None) -> str:
+    """Return a text on the transfers between prefill and decode replicas."""
+    if not total or not total["num_transfers"]:
+        return ""
+    wait, move = (total[name] / total["num_transfers"] * 1e3 for name in ("wait_s", "move_s"))
+    return (
+        f"; {total['num_transfers']:,} transfers of {total['num_bytes'] / 1e9:.2f} GB, mean {move:.1f} ms on the link "
+        f"after {wait:.1f} ms for it"
     )
 
 

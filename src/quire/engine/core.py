@@ -22,6 +22,7 @@ from quire.executor.recorder import Recorder
 from quire.metrics.engine_stats import EngineStats, RankStats
 from quire.request import Request, TokenEvent
 from quire.scheduler.admission import refused
+from quire.scheduler.live import LiveLog
 from quire.scheduler.scheduler import Scheduler, Sleep, Step, Wait
 from quire.scheduler.slo import PolicyChange, SloController, settings
 from quire.step import StepPlan, StepResult, TransferDone
@@ -55,6 +56,7 @@ class EngineCore:
         self.out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
         self._draining = False
         self._rest: Sleep | Wait | None = Wait()
+        self._live: LiveLog | None = None  # while a page watches
 
     def put(self, message: Message) -> None:
         """Hand in a message; it takes effect at the start of the next `step`."""
@@ -76,10 +78,16 @@ class EngineCore:
         """The second half: wait for the oldest step out and apply its result. The simulator comes in between."""
         if self.on_tick is not None:
             self.on_tick(self.out)
+        live = self._live
+        if live is not None:
+            live.begin(self.scheduler, self.out[0], self.clock.now())
         result = self._collect(self.out[0])
-        self.out.popleft()
+        plan = self.out.popleft()
         now = self.clock.now()
         events = self.scheduler.apply(result, now)
+        if live is not None and isinstance(plan, StepPlan):
+            live.note(plan, result, now, self.clock.now())
+            self._live = None if live.is_idle(now) else live
         self._rest = None  # the result may have made room for a step
         if self.controller is not None and result.error is None:
             change = self.controller.applied()
@@ -158,6 +166,9 @@ class EngineCore:
                 self.replies.append(self._change_policy(message))
             case TakeCacheEvents(call_id, snapshot):
                 self.replies.append(Reply(call_id, _cache_events(self.scheduler, snapshot=snapshot)))
+            case TakeLive(call_id):
+                self._live = self._live or LiveLog(self.clock.now())
+                self.replies.append(Reply(call_id, self._live.read(self.scheduler, self.clock)))
             case AskPlaces(call_id, asked):
                 waits_s, why = (
                     ([0.0] * len(asked), "")
@@ -199,9 +210,8 @@ class EngineCore:
                 return
             plan = action.plan
             self.out.append(plan)
-            if (
-                self.on_tick is not None and self.executor.max_in_flight > 1
-            ):  # else it is computed when collected
+            # With one step in flight, it is computed when it is collected.
+            if self.on_tick is not None and self.executor.max_in_flight > 1:
                 self.on_tick(self.out)
             try:
                 self.executor.submit(plan)
@@ -315,9 +325,8 @@ class Reply:
     before: dict[str, Any] = field(default_factory=dict)  # as they were, where something was changed
     error: str | None = None  # the text of a ConfigError
     param: str | None = None  # the setting at fault
-    pinned: tuple[str, ...] | None = (
-        None  # of the controller's settings, those that a person set; None: no controller
-    )
+    # Of the controller's settings, those that a person set; None: no controller.
+    pinned: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +374,14 @@ class TakeCacheEvents:
     snapshot: bool = False
 
 
-Call = AskPlaces | ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents
+@dataclass(frozen=True, slots=True)
+class TakeLive:
+    """What a page that watches draws; answered with a `Reply`, see `scheduler.live`."""
+
+    call_id: str
+
+
+Call = AskPlaces | ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents | TakeLive
 Message = (
     Request  # to be queued
     | AbortRequest

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd, lcm
+from math import gcd, lcm, prod
 from types import MappingProxyType
 
 from quire.errors import ConfigError
@@ -136,7 +136,7 @@ def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = Map
         ConfigError: a size of ``topology`` is larger than what it cuts; names the field, the value and what is allowed.
     """
     at = topology.coordinates(rank)
-    layers = topology.layers_of(spec.num_layers, at.pp)
+    layers = topology.layers_of(*_costs(spec), at.pp)
     cutter = _Cutter(spec, topology, at, formats)
     local = [cutter.layer(index, number) for number, index in enumerate(layers)]
     rows = -(-spec.vocab_size // cutter.ways)
@@ -156,6 +156,21 @@ def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = Map
     whole = weight_shapes(spec)
     shapes = {local: cut.shape(whole[cut.name]) for local, cut in cuts.items()}
     return Shard(topology, at, spec, replace(spec, layers=tuple(local)), layers, vocab, padded, cuts, shapes)
+
+
+def _costs(spec: ModelSpec) -> tuple[list[float], float]:
+    """Return the weights that a token is multiplied with: of each layer, and of the output matrix.
+
+    Of that, half: a prompt is multiplied with it once, so it is a part of decoding alone.
+    """
+    costs = [0.0] * spec.num_layers
+    for name, shape in weight_shapes(spec).items():
+        if name.startswith("layers."):
+            index = int(name.split(".")[1])
+            moe = spec.layers[index].mlp.moe
+            chosen = moe.top_k / moe.num_experts if moe is not None and len(shape) == 3 else 1.0
+            costs[index] += prod(shape) * chosen
+    return costs, spec.vocab_size * spec.hidden_size / 2
 
 
 class _Cutter:

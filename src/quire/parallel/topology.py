@@ -16,7 +16,9 @@ Shares are even to within one unit: sizes need not divide.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from quire.errors import ConfigError
@@ -129,10 +131,20 @@ class Topology:
         at = group.index(rank) + step
         return group[at] if 0 <= at < len(group) else None
 
-    def layers_of(self, num_layers: int, stage: int) -> range:
-        """Return the layers of a stage; raises `ConfigError` where a stage would have none."""
-        _at_most(self.pp, "pp", num_layers, "layers")
-        return share(num_layers, self.pp, stage)
+    def layers_of(self, costs: Sequence[float], head: float, stage: int) -> range:
+        """Return the layers of a stage: each takes about as long as the others, the last one with the output matrix.
+
+        ``costs``: of each layer; ``head``: of the output matrix, in the same unit. Raises `ConfigError` where a stage
+        would have no layer.
+        """
+        _at_most(self.pp, "pp", len(costs), "layers")
+        before = list(accumulate(costs, initial=0.0))
+        total, cuts = before[-1] + head, [0]
+        for index in range(1, self.pp):
+            allowed = range(cuts[-1] + 1, len(costs) - (self.pp - index) + 1)
+            wanted = total * index / self.pp
+            cuts.append(min(allowed, key=[abs(each - wanted) for each in before].__getitem__))
+        return range(*[*cuts, len(costs)][stage : stage + 2])
 
     def experts_of(self, num_experts: int, ep: int) -> range:
         """Return the experts that a rank holds at the start: as many on each, so that some may be on two ranks.

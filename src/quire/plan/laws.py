@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, prod
 
+from quire.modelspec import ModelSpec, weight_shapes
 from quire.plan.cost_model import StepFeatures
 from quire.plan.hardware import Hardware
 from quire.plan.roofline import IDEAL, Roofline, Work
@@ -146,3 +148,13 @@ def attention_traffic(
     return AttentionTraffic(
         scores, passes * scores + whole, tiled, whole, 4.0 * num_heads * head_dim * context * context
     )
+
+
+def params_under(spec: ModelSpec, prefix: str) -> int:
+    """Return the number of weights whose canonical names begin with ``prefix``, as ``layers.0.mlp.``."""
+    return sum(prod(shape) for name, shape in weight_shapes(spec).items() if name.startswith(prefix))
+
+
+def fewest_devices(num_bytes: float, hardware: Hardware, share: float = 1.0) -> int:
+    """Return the devices whose memory, of which ``share`` is used, holds ``num_bytes``."""
+    return ceil(num_bytes / (hardware.memory_bytes * share))

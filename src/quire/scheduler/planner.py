@@ -326,6 +326,11 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     return nearest[:count]
 
 
+STAGE_CHUNK = (
+    128  # prompt tokens per step of a pipeline: more would leave stages idle at both ends of a prompt
+)
+
+
 class Budget:
     """Tokens left in the step being planned."""
 
@@ -345,8 +350,8 @@ class Budget:
     def take_decodes(self, num_decodes: int) -> None:
         """Leave what prompts may have beside the decodes."""
         self.left -= num_decodes
-        if not self._whole_prompts:
-            self.left = -(-self.left // self._num_stages)
+        if self._num_stages > 1 and not self._whole_prompts:
+            self.left = min(-(-self.left // self._num_stages), STAGE_CHUNK)
 
     def must_be_whole(self, num_tokens: int) -> bool:
         """Tell whether a chunk of ``num_tokens`` may not be cut.

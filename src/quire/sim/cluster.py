@@ -7,17 +7,18 @@ Events at equal times happen in the order in which they were scheduled, so a see
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from quire.clock import VirtualClock
-from quire.engine.core import AbortRequest
+from quire.engine.core import AbortRequest, Message
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.gateway.routing import Demand, Router
 from quire.plan.cost_model import StepTime
 from quire.request import TokenEvent
 from quire.scheduler.scheduler import Sleep
+from quire.sim.disaggregated import Handover, Linked
 from quire.sim.replica import ClusterConfig, Replica, Timeline
 from quire.sim.requests import Client, Sent
 from quire.workload.request import Workload, WorkloadRequest
@@ -46,10 +47,16 @@ class Cluster:
         self.replicas: list[Replica] = []
         self.retired: list[Replica] = []  # those that died
         self.timeline = Timeline()
-        self._watch = watch
+        self.watch = watch
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
-        self.routable: set[int] | None = None  # replicas that get requests; None: all
+        self.routable: Collection[int] | None = None  # replicas that get requests; None: all
+        pools = config.pools
+        self.handover = (
+            None
+            if pools is None
+            else Handover(pools, config.cache.block_size, self.at, lambda n, message: _tell(self, n, message))
+        )
         self._unplaced: list[Sent] = []  # requests that arrived while no replica was alive
         self._scores = self.router.scores
         self._cancels = any(r.cancel_after_tokens is not None for r in workload.requests)
@@ -107,7 +114,7 @@ class Cluster:
             self.place(self.client.sent[request_id])
 
     def _replica(self, number: int, on_submit: Callable[[float], None]) -> Replica:
-        reports, watch = self.router.needs_events, self._watch
+        reports, watch = self.router.needs_events, _watch_of(self, number)
         return Replica(
             number, self.config, self._step_time, self.clock, on_submit, reports=reports, watch=watch
         )
@@ -130,23 +137,25 @@ class Cluster:
         """Route a request and hand it to the replica, which takes it from its inbox at the next turn of its loop."""
         request_id = sent.request.request_id
         demand = Demand(sent.chain, len(sent.request.prompt_token_ids), sent.request.sampling.max_tokens or 0)
-        sent.replica, sent.placed_s = self.router.route(request_id, demand, self.routable), self.clock.now()
+        request, routable = self.client.resumed(sent) if sent.token_times else sent.request, self.routable
+        if self.handover is not None:
+            request, routable = self.handover.part(sent, request)
+        sent.replica, sent.placed_s = self.router.route(request_id, demand, routable), self.clock.now()
         if sent.replica is None:
             self._unplaced.append(sent)
             return
-        replica = self.replicas[sent.replica]
-        resumed = bool(sent.token_times)
-        replica.core.put(self.client.resumed(sent) if resumed else sent.request)
-        if not replica.waits:
-            self._wake(replica, self.clock.now())  # after all requests of this very moment are in the inbox
+        if self.handover is not None and sent.token_times:
+            _tell(self, sent.replica, request, self.handover.load(sent))
+        else:
+            _tell(self, sent.replica, request)
 
     def _begin(self, replica: Replica) -> None:
         """Run one turn of the replica's loop."""
         self._take(replica, replica.core.begin())
         if isinstance(rest := replica.core.rest, Sleep):
-            self._wake(replica, rest.until_s)
+            self.wake(replica, rest.until_s)
 
-    def _wake(self, replica: Replica, when_s: float) -> None:
+    def wake(self, replica: Replica, when_s: float) -> None:
         """Let an idle replica's loop turn at ``when_s``, unless another event does so earlier."""
 
         def wake() -> None:
@@ -182,6 +191,9 @@ class Cluster:
                 request.token_times += [now] * len(event[2])
             if event[4] is not None:
                 self.router.finished(event.request_id)
+                if self.handover is not None and self.handover.continues(request, event, replica.number):
+                    self.place(request)
+                    continue
                 if event.retry_after_s and request.num_retries < self.config.retries:
                     self.client.take_out(event.request_id)
                     again = partial(self._send, request.source, request.due_s, request.num_retries + 1)
@@ -214,3 +226,25 @@ class Cluster:
         assert scheduler.cache_events is not None
         if not self.router.prefixes.report(replica.number, scheduler.cache_events.drain()):
             self.router.prefixes.replace_report(replica.number, scheduler.cache.prefix.snapshot())
+
+
+def _tell(cluster: Cluster, number: int, *messages: Message) -> None:
+    """Put messages into a replica's inbox; an idle one turns after all others of this very moment are there."""
+    replica = cluster.replicas[number]
+    for message in messages:
+        replica.core.put(message)
+    if not replica.waits:
+        cluster.wake(replica, cluster.clock.now())
+
+
+def _watch_of(cluster: Cluster, number: int) -> Callable[[Executor], Executor] | None:
+    """Return what wraps the executor of a replica."""
+    watch, handover = cluster.watch, cluster.handover
+    if handover is None:
+        return watch
+
+    def wrap(executor: Executor) -> Executor:
+        inner = watch(executor) if watch is not None else executor
+        return Linked(inner, lambda transfer: handover.began(number, transfer, cluster.clock.now()))
+
+    return wrap

@@ -30,6 +30,7 @@ from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import StepTime
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
+from quire.sim.disaggregated import Pools
 from quire.sim.latency import Latency, Speculation, Swap, sim_executor
 
 _HOW = (
@@ -141,6 +142,7 @@ class ClusterConfig:
     max_in_flight: int = 1
     speculation: Speculation | None = None
     swap: Swap | None = None  # None: a preempted sequence is computed again
+    pools: Pools | None = None  # None: every replica computes prompts and decodes
     faults: tuple[Fault, ...] = ()
     tpot_s: float | None = None  # target of each replica's controller, as of ``quire serve --slo``
     request_s: float = 0.0  # from the client to the core and back; all of it is spent on the way in

@@ -31,6 +31,7 @@ class Sent:
     num_cached_tokens: int = 0
     num_retries: int = 0
     placed_s: float = 0.0  # at the last replica
+    handed_over: bool = False  # its prompt was computed by another replica than decodes
 
 
 class Client:
@@ -100,7 +101,7 @@ class Client:
     def ended(self, event: TokenEvent, now: float) -> Iterator[tuple[WorkloadRequest, float]]:
         """Record the end of a request; yield the turn that follows and the time at which it is due."""
         sent = self.take_out(event.request_id)
-        if event.timing is not None:
+        if event.timing is not None and not sent.handed_over:
             sent.num_cached_tokens = event.timing.num_cached_tokens
         failed = event.error is not None
         yield from self._note(sent, ERROR if failed else OK, now, event.error_kind, event.error)

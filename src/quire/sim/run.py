@@ -6,7 +6,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import StepTime
 from quire.sim.cluster import Cluster
+from quire.sim.disaggregated import Transferred
 from quire.sim.replica import Add, ClusterConfig, Fault, Kill, Point, Slow
 from quire.sim.scaling import Scaler, Scaling
 from quire.workload.request import Workload
@@ -42,6 +43,7 @@ class Simulated:
     points: tuple[Point, ...]
     replicas: tuple[ReplicaReport, ...]  # those that died first, then by number
     end_s: float  # virtual time
+    transferred: Transferred | None = None  # between pools
     replica_hours: float = 0.0  # rented, up to the end of the last request
     peak_replicas: int = 0
 
@@ -86,6 +88,7 @@ def simulate(
             ReplicaReport(r.number, r.executor.num_steps, r.executor.busy_s, r.stats()) for r in replicas
         ),
         end_s=cluster.clock.now(),
+        transferred=None if cluster.handover is None else cluster.handover.total,
         replica_hours=(len(cluster.replicas) * last_s if scaler is None else scaler.close(last_s)) / 3600,
         peak_replicas=len(cluster.replicas) if scaler is None else scaler.peak,
     )
@@ -166,6 +169,8 @@ def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[s
         "peak_replicas": result.peak_replicas,
         "replicas": replicas,
     }
+    if result.transferred is not None:
+        steps["transferred"] = asdict(result.transferred)
     return summary | {"simulation": steps}
 
 

@@ -7,15 +7,17 @@ hardware that is not at hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.args import EngineArgs, make_args
 from quire.bench.args import SIMULATED, ServeBenchArgs, SimulateArgs
+from quire.bench.runs import make_workload
 from quire.config import CacheConfig
 from quire.errors import ConfigError
+from quire.executor.base import Executor
 from quire.gateway.autoscale import Bounds, Engine, PredictedLoad, Utilisation
 from quire.models.checkpoint import spec_of
 from quire.plan.cost_model import StepTime
@@ -24,11 +26,15 @@ from quire.plan.profile import HostCost, Spread, load_profile
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
+from quire.sim.disaggregated import Pools
 from quire.sim.latency import Speculation, Swap
 from quire.sim.replica import ClusterConfig, parse_fault
+from quire.sim.run import Simulated, simulate, summary_of
 from quire.sim.scaling import Scaling
+from quire.workload.request import Workload
 from quire.workload.slo import Slo
 
+DEFAULT_NETWORK = 50e9  # bytes/s between replicas where the table has no figure: 400 Gb/s
 ROOFLINE_STEPS_IN_FLIGHT = 2  # as on a GPU
 # Settings that a profile was measured with.
 MEASURED = ("dtype", "kv_dtype", "quantize", "threads", "cpu_isa")
@@ -78,6 +84,43 @@ class _Engine:
     spread: Spread | None = None  # of the profile
 
 
+class ModelDoesNotFit(ConfigError):
+    """The weights leave no room for K and V."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One simulation, ready to run."""
+
+    setup: Setup
+    workload: Workload
+
+    def run(self, watch: Callable[[Executor], Executor] | None = None) -> tuple[Simulated, dict[str, Any]]:
+        """Return the result and its summary."""
+        setup = self.setup
+        result = simulate(setup.config, setup.step_time, self.workload, watch=watch, scaling=setup.scaling)
+        return result, summary_of(result, setup.slo, self.workload)
+
+
+def prepare(settings: Mapping[str, Any], origin: str) -> Prepared:
+    """Return the simulation of ``settings``: flags of `quire simulate` by name; ``origin`` is for errors.
+
+    Raises:
+        ConfigError: a setting is wrong or unknown; `ModelDoesNotFit`, where only devices are too few.
+    """
+    parts = {
+        kind: {k: v for k, v in settings.items() if k in kind.__dataclass_fields__}
+        for kind in (SimulateArgs, ServeBenchArgs)
+    }
+    unknown = set(settings) - set(EngineArgs.__dataclass_fields__).union(*parts.values())
+    if unknown:
+        raise ConfigError(f"scenario {origin}: no flag is called {sorted(unknown)[0]!r}")
+    args = make_args(SimulateArgs, parts[SimulateArgs], origin=origin)
+    flags = make_args(ServeBenchArgs, parts[ServeBenchArgs], origin=origin)
+    setup = set_up(args, flags, {k: v for k, v in settings.items() if k in SIMULATED})
+    return Prepared(setup, make_workload(flags))
+
+
 def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) -> Setup:
     """Return the simulation that ``args`` and the engine's ``settings`` (key → value, only those given) describe.
 
@@ -99,6 +142,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
             f"max_model_len = {max_model_len} is more than the model's {engine.max_model_len} positions"
         )
     block_size = engine_args.block_size if "block_size" in chosen else engine.block_size
+    pools = _pools(args, engine, engine_args, block_size)
     config = ClusterConfig(
         scheduler=scheduler_config(engine_args, max_model_len),
         cache=CacheConfig(
@@ -108,7 +152,8 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
             enable_prefix_caching=engine_args.enable_prefix_caching,
             model_key="simulated",
         ),
-        num_replicas=args.replicas,
+        num_replicas=args.replicas if pools is None else pools.num_prefill + pools.num_decode,
+        pools=pools,
         start_up_s=args.start_up_s,
         routing=args.routing,
         max_load_ratio=args.max_load_ratio,
@@ -184,7 +229,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
     block_bytes = layout.block_bytes(block_size, "bfloat16")
     num_blocks = int(memory.kv_pool * split.tp // block_bytes)
     if num_blocks < 2:
-        raise ConfigError(
+        raise ModelDoesNotFit(
             f"{args.model} as {args.weights} does not fit {args.tensor_parallel} × {hardware.title}: "
             f"{memory.kv_pool / 2**30:.1f} GiB are left for the KV cache; raise --tensor-parallel"
         )
@@ -223,6 +268,23 @@ def _speculation(args: SimulateArgs) -> Speculation | None:
                 raise ConfigError(f"{name} means nothing without --acceptance")
         return None
     return Speculation(args.acceptance, args.num_drafts, args.draft_cost)
+
+
+def _pools(args: SimulateArgs, engine: _Engine, settings: EngineArgs, block_size: int) -> Pools | None:
+    if args.disaggregate is None:
+        if args.link_gb_s is not None:
+            raise ConfigError("link_gb_s means nothing without --disaggregate")
+        return None
+    for name, wanted in (("replicas", 1), ("autoscale", "off")):
+        if getattr(args, name) != wanted:
+            raise ConfigError(
+                f"{name} = {getattr(args, name)!r}: --disaggregate says how many replicas there are"
+            )
+    if not settings.enable_prefix_caching:
+        raise ConfigError("--disaggregate needs the prefix cache: K and V arrive as blocks of it")
+    network = find_hardware(args.hardware).network_bandwidth if args.hardware is not None else None
+    bandwidth = args.link_gb_s * 1e9 if args.link_gb_s is not None else network or DEFAULT_NETWORK
+    return Pools.parse(args.disaggregate, engine.kv_block_bytes * block_size / engine.block_size, bandwidth)
 
 
 def _swap(args: SimulateArgs, engine: _Engine) -> Swap | None:

@@ -1,0 +1,115 @@
+"""`quire cockpit`, and the page of ``quire serve --cockpit``."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import socket
+import sys
+import tempfile
+from typing import Any, get_args
+from urllib.parse import urlsplit
+
+import msgspec
+
+from quire.args import EngineArgs, ServerArgs, settings_of
+from quire.bench.args import ServeBenchArgs, SimulateArgs
+from quire.cli.flags import PlanArgs, command_with
+from quire.cli.measure import simulate
+from quire.errors import ConfigError
+from quire.http.listen import bind, is_loopback, url_of
+from quire.plan.hardware import hardware_table
+from quire.plan.presets import presets
+
+PLANNED_MODEL = "A preset or hub id, a local folder, or 'quill'."
+HIDDEN = {
+    "help",
+    "help_all",
+    "config",
+    "json",
+    "jsonl",
+    "html",
+    "beside",
+}  # of a terminal, or they write files
+
+
+def check_installed() -> None:
+    """Raise ConfigError where the extra `cockpit` is missing."""
+    if importlib.util.find_spec("nicegui") is None:
+        raise ConfigError("The cockpit needs NiceGUI: pip install 'quire[cockpit]'.", param="cockpit")
+
+
+def start_page(app: Any, sock: socket.socket, admin: Any, *, secure: bool) -> Any:
+    """Start the page's process and put it at ``/`` of ``app``; the caller closes it."""
+    check_installed()
+    from quire.cockpit.process import PageProcess, PageProxy
+
+    admin_url = None
+    if admin is not None:
+        admin_url = f"unix:{admin.path}" if admin.path is not None else url_of(admin.sock)
+    commands = commands_of(local=is_loopback(sock.getsockname()[0]))
+    process = PageProcess(url_of(sock, secure=secure), admin_url, commands)
+    app.add_middleware(PageProxy, process=process)
+    return process
+
+
+def cockpit(url: str, host: str, port: int, admin_url: str | None) -> int:
+    """Serve the page over a running server until a signal; return the exit status."""
+    check_installed()
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000.")
+    bind(host, port).close()
+    with tempfile.TemporaryDirectory(prefix="quire-page-") as folder:
+        os.environ["NICEGUI_STORAGE_PATH"] = folder
+        from quire.cockpit.app import Listen, serve_page
+
+        address = parts.geturl().removesuffix("/v1").removesuffix("/v1/")
+        print(f"cockpit  of {address} on http://{host}:{port}", file=sys.stderr, flush=True)
+        listen = Listen(host=host, port=port)
+        return serve_page(address, admin_url, listen, commands_of(local=is_loopback(host)))
+
+
+def commands_of(*, local: bool) -> bytes:
+    """Return the flags of the commands that the page has forms of, as JSON (`quire.cockpit.forms.Commands`)."""
+    suggested = {
+        "gpu": (*hardware_table(),),
+        "hardware": (*hardware_table(),),
+        "model": ("quill", *presets()),
+    }
+    choices: dict[str, tuple[str, ...]] = {}
+    for kind in (ServerArgs, EngineArgs, ServeBenchArgs, SimulateArgs, PlanArgs):
+        choices |= {name: each.choices for name, each in settings_of(kind).items()}
+    model = {
+        "name": "model",
+        "flag": "",
+        "help": PLANNED_MODEL,
+        "panel": "Model",
+        "suggested": suggested["model"],
+    }
+    commands = {"plan": command_with(PlanArgs, skip=("model",))(_plan), "simulate": simulate}
+    found: dict[str, list[dict[str, Any]]] = {"plan": [model], "simulate": []}
+    for command, function in commands.items():
+        for each in inspect.signature(function).parameters.values():
+            if each.name not in HIDDEN:
+                python_type, option = get_args(each.annotation)
+                name, _, negative = str(option.default).partition("/")
+                is_bool = bool in get_args(python_type)
+                found[command].append(
+                    {
+                        "name": each.name,
+                        "flag": name,
+                        "help": option.help,
+                        "panel": option.rich_help_panel,
+                        "kind": "bool" if is_bool else "choice" if choices.get(each.name) else "text",
+                        "choices": choices.get(each.name, ()),
+                        "suggested": suggested.get(each.name, ()),
+                        "negative": negative if "(on" in option.help else "",
+                    }
+                )
+    return msgspec.json.encode({"flags": found, "local": local})
+
+
+def _plan(*, settings: dict[str, Any]) -> None:
+    """Has the flags of `quire plan`."""

@@ -1,0 +1,8 @@
+"""The cockpit: a page over HTTP to a running server or gateway. In a process of its own; the engine is not imported.
+
+process   the server's side: starts the page's process, and hands `/` and the page's paths to it
+app       the page's process: NiceGUI on a socket
+watched   the client of the watched server: models, answers, the live feed, the admin surface
+frame     header, login, navigation
+chat live forms learn     the pages
+"""

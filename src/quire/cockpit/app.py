@@ -1,0 +1,96 @@
+"""`serve_page`: the page's process, NiceGUI under uvicorn. It loads nothing from elsewhere and writes no file."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI
+from nicegui import app as page_app
+from nicegui import ui
+from setproctitle import setproctitle
+
+from quire.cockpit.forms import Commands
+from quire.cockpit.frame import show_frame
+from quire.cockpit.visitors import Visitors
+from quire.cockpit.watched import Watched
+
+STATIC = Path(__file__).parent / "static"
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where the page is served: a unix socket with the life of another process, or an address."""
+
+    uds: str | None = None
+    life_fd: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 8500
+
+
+def page_application(watched: Watched) -> FastAPI:
+    """Return the page over one server or gateway."""
+    visitors = Visitors()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        yield
+        await watched.close()
+
+    application = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    page_app.add_static_files("/cockpit/static", STATIC)
+
+    async def show() -> None:
+        await show_frame(watched, visitors.of(str(page_app.storage.browser["id"])))
+
+    ui.page("/")(show)
+    ui.page("/cockpit/{rest:path}")(show)
+    ui.run_with(
+        application,
+        title="Quire",
+        favicon=STATIC / "quire.svg",
+        dark=None,
+        tailwind=False,
+        storage_secret=secrets.token_hex(),
+        reconnect_timeout=10.0,
+        show_welcome_message=False,
+    )
+    return application
+
+
+def serve_page(url: str, admin_url: str | None, listen: Listen, commands: bytes) -> int:
+    """Serve the page over the server at ``url`` until a signal, or the end of the process that started it.
+
+    ``commands``: a `Commands` as JSON.
+    """
+    setproctitle("quire: cockpit")
+    known = msgspec.json.decode(commands, type=Commands)
+    application = page_application(Watched(url, admin_url, is_own=listen.uds is not None, commands=known))
+    config = uvicorn.Config(
+        application,
+        host=listen.host,
+        port=listen.port,
+        uds=listen.uds,
+        log_level="warning",
+        access_log=False,
+        ws="websockets-sansio",
+        ws_max_size=16 << 20,
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+
+    async def run() -> None:
+        if listen.life_fd is not None:
+            life = socket.socket(fileno=listen.life_fd)
+            asyncio.get_running_loop().add_reader(life, lambda: setattr(server, "should_exit", True))
+        await server.serve()
+
+    asyncio.run(run())
+    return 0 if server.started else 1

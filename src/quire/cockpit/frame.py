@@ -1,0 +1,138 @@
+"""`show_frame`: what all pages share: header, navigation, keys of the keyboard, light and dark, login by key."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from nicegui import ui
+from nicegui.element import Element
+from nicegui.events import KeyEventArguments
+
+from quire.cockpit.chat import show_chat
+from quire.cockpit.forms import show_plan, show_simulate
+from quire.cockpit.learn import show_learn, show_lessons
+from quire.cockpit.live import show_live
+from quire.cockpit.visitors import Visitor
+from quire.cockpit.watched import Failed, Watched
+
+PAGES = {
+    "Chat": "/",
+    "Live": "/cockpit/live",
+    "Plan": "/cockpit/plan",
+    "Simulate": "/cockpit/simulate",
+    "Learn": "/cockpit/learn",
+}
+Show = Callable[[Watched, Visitor], Awaitable[None] | None]
+KEYS = "1 … 5 pages · / write · Esc stop · d light or dark"
+
+
+async def show_frame(watched: Watched, visitor: Visitor) -> None:
+    """Build the page of one browser."""
+    ui.add_head_html('<link rel="stylesheet" href="/cockpit/static/cockpit.css">')
+    ui.colors(primary="#0b7d73")
+    dark = ui.dark_mode(visitor.is_dark)
+    names, problem = await _models(watched, visitor)
+
+    def turn() -> None:
+        visitor.is_dark = not dark.value
+        dark.value = visitor.is_dark
+
+    links = _header(watched, visitor, problem or ", ".join(names), turn, is_up=not problem)
+
+    def pressed(event: KeyEventArguments) -> None:
+        if not event.action.keydown or event.modifiers.ctrl or event.modifiers.meta or event.modifiers.alt:
+            return
+        key = str(event.key)
+        if key.isdigit() and 1 <= int(key) <= len(PAGES):
+            ui.navigate.to(list(PAGES.values())[int(key) - 1])
+        elif key == "d":
+            turn()
+        elif key == "/":
+            ui.run_javascript("document.querySelector('.qc-write textarea')?.focus()")
+
+    ui.keyboard(on_key=pressed)
+    if problem == _NEEDS_KEY:
+        _show_login(watched, visitor)
+        return
+
+    def page(path: str, show: Show) -> Callable[[], Awaitable[None]]:
+        async def build() -> None:
+            for link, element in links.items():
+                element.classes(replace="qc-nav on" if link == path else "qc-nav")
+            with ui.element("main").classes("qc-page"):
+                found = show(watched, visitor)
+                if found is not None:
+                    await found
+
+        return build
+
+    async def lesson(name: str) -> None:
+        await page(PAGES["Learn"], lambda watched, visitor: show_learn(watched, visitor, name))()
+
+    shown = (show_chat, show_live, show_plan, show_simulate, show_lessons)
+    routes: dict[str, Any] = {
+        path: page(path, show) for path, show in zip(PAGES.values(), shown, strict=True)
+    }
+    ui.sub_pages(routes | {f"{PAGES['Learn']}/{{name}}": lesson}).classes("full-width")
+
+
+def _header(
+    watched: Watched, visitor: Visitor, said: str, turn: Callable[[], None], *, is_up: bool
+) -> dict[str, Element]:
+    """Build the header; return the links of the pages by path."""
+    with ui.header(elevated=False).classes("qc-head"):
+        with ui.element("div").classes("qc-brand"):
+            ui.element("img").props('src="/cockpit/static/quire.svg" alt=""')
+            ui.label("Quire")
+        links: dict[str, Element] = {
+            path: ui.link(name, path).classes("qc-nav") for name, path in PAGES.items()
+        }
+        with ui.element("div").classes("qc-state").tooltip(f"{watched.url} · {KEYS}"):
+            ui.element("span").classes("qc-dot" if is_up else "qc-dot off")
+            ui.label(said).style("display:inline")
+        ui.button(icon="contrast", on_click=turn).props('flat dense color=grey aria-label="Light or dark"')
+        if visitor.key is not None:
+            leave = ui.button(icon="logout", on_click=lambda: _leave(visitor))
+            leave.props('flat dense color=grey aria-label="Log out"')
+    return links
+
+
+_NEEDS_KEY = "a key is needed"
+
+
+async def _models(watched: Watched, visitor: Visitor) -> tuple[list[str], str]:
+    """Return the served names, and what is wrong."""
+    try:
+        found: dict[str, Any] = await watched.get("/v1/models", visitor.key)
+    except Failed as error:
+        return [], _NEEDS_KEY if error.status in (401, 403) else str(error)
+    return [card["id"] for card in found.get("data", [])], ""
+
+
+def _leave(visitor: Visitor) -> None:
+    visitor.key = visitor.admin_key = None
+    ui.navigate.reload()
+
+
+def _show_login(watched: Watched, visitor: Visitor) -> None:
+    async def enter() -> None:
+        before, visitor.key = visitor.key, field.value.strip()
+        _, problem = await _models(watched, visitor)
+        if problem:
+            visitor.key = before
+            field.error = "The server does not take this key." if problem == _NEEDS_KEY else problem
+        else:
+            ui.navigate.reload()
+
+    with (
+        ui.element("main").classes("qc-page"),
+        ui.element("div").classes("qc-panel qc-login"),
+    ):
+        ui.label("This server asks for a key").style("font-weight:600;font-size:16px")
+        field = ui.input("API key", password=True).props("outlined dense autofocus").classes("full-width")
+        field.on("keydown.enter", enter)
+        ui.button("Log in", on_click=enter).props("unelevated").style("margin-top:8px")
+        ui.label("It is kept in the memory of the page's process and sent to the server alone.").classes(
+            "qc-note"
+        )

@@ -1,0 +1,141 @@
+"""`Watched`: the server or gateway that the page is about, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+_MAX_EVENT_BYTES = 4 << 20
+_TIMEOUT_S = 10.0
+_decode = msgspec.json.Decoder().decode
+
+
+class Failed(Exception):
+    """The server refused (the text is its own message), or did not answer (``status`` is 0)."""
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Watched:
+    """One server. Every call takes the key of the browser that it is made for."""
+
+    def __init__(
+        self, url: str, admin_url: str | None = None, *, is_own: bool = False, commands: Any = None
+    ) -> None:
+        """``admin_url``: of the admin surface, ``unix:PATH`` for a socket; a gateway has it below its own address.
+
+        ``is_own``: the server has started this process, so its certificate needs no check. ``commands``: what the
+        forms show, see `quire.cockpit.forms`.
+        """
+        self.url = url.rstrip("/")
+        self.admin_url = _base(admin_url)
+        self._is_own = is_own
+        self.commands = commands  # `forms.Commands`
+        self._sessions: dict[str | None, aiohttp.ClientSession] = {}
+
+    async def close(self) -> None:
+        for session in self._sessions.values():
+            await session.close()
+
+    async def get(self, path: str, key: str | None, *, at: str | None = None) -> Any:
+        """Return the JSON (or text) of a GET. Raises `Failed`."""
+        return await self._ask("GET", (at or self.url) + path, key, None)
+
+    async def post(self, path: str, body: Mapping[str, Any], key: str | None) -> Any:
+        """Return the JSON of a POST. Raises `Failed`."""
+        return await self._ask("POST", self.url + path, key, body)
+
+    async def admin(
+        self, method: str, path: str, key: str | None, body: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the admin surface. Raises `Failed`."""
+        if self.admin_url is None:
+            raise Failed("No admin surface is known: start the page with --admin-url.")
+        return await self._ask(method, self.admin_url + path, key, body)
+
+    async def stream(self, path: str, body: Mapping[str, Any], key: str | None) -> AsyncGenerator[Any, None]:
+        """Yield the events of a streamed answer. Raises `Failed`; closing the generator aborts the request."""
+        async with self._open("POST", self.url + path, key, body) as answer:
+            await _check(answer)
+            async for data in _events(answer):
+                if data != b"[DONE]":
+                    yield _decode(data)
+
+    async def live(self, key: str | None, *, at: str | None = None) -> AsyncGenerator[str, None]:
+        """Yield the messages of ``/engine/live`` as they are. Raises `Failed`; status 404: there is no such feed."""
+        async with self._open("GET", (at or self.url) + "/engine/live", key, None) as answer:
+            await _check(answer)
+            async for data in _events(answer):
+                yield data.decode()
+
+    async def _ask(self, method: str, url: str, key: str | None, body: Mapping[str, Any] | None) -> Any:
+        try:
+            async with self._open(
+                method, url, key, body, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)
+            ) as answer:
+                await _check(answer)
+                raw = await answer.read()
+        except TimeoutError:
+            raise Failed(f"{url} has not answered for {_TIMEOUT_S:.0f} s.") from None
+        except aiohttp.ClientError as error:
+            raise Failed(f"{url} does not answer: {error}") from None
+        return _decode(raw) if "json" in answer.content_type else raw.decode(errors="replace")
+
+    def _open(
+        self, method: str, url: str, key: str | None, body: Mapping[str, Any] | None, **more: Any
+    ) -> Any:
+        socket, target = None, url
+        if url.startswith("unix:"):
+            socket, _, rest = url.removeprefix("unix:").partition("//")
+            target = f"http://admin/{rest}"
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return self._session(socket).request(method, target, json=body, headers=headers, **more)
+
+    def _session(self, socket: str | None) -> aiohttp.ClientSession:
+        if socket not in self._sessions:
+            connector = (
+                aiohttp.TCPConnector(limit=0, ssl=not self._is_own)
+                if socket is None
+                else aiohttp.UnixConnector(socket)
+            )
+            self._sessions[socket] = aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+                read_bufsize=_MAX_EVENT_BYTES,
+            )
+        return self._sessions[socket]
+
+
+def _base(url: str | None) -> str | None:
+    """Return a URL that paths are added to; the path of a unix socket ends in ``/``, so that ``//`` parts the two."""
+    return None if url is None else f"{url}/" if url.startswith("unix:") else url.rstrip("/")
+
+
+async def _check(answer: aiohttp.ClientResponse) -> None:
+    if answer.status < 400:
+        return
+    raw = await answer.read()
+    try:
+        said = _decode(raw)
+        error = said.get("error", said)
+        text = error.get("message", str(error)) if isinstance(error, dict) else str(error)
+    except (msgspec.DecodeError, AttributeError):
+        text = raw.decode(errors="replace")[:300] or answer.reason or ""
+    raise Failed(text, answer.status)
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    """Yield the data of server-sent events."""
+    rest = bytearray()
+    async for piece in answer.content.iter_any():
+        rest += piece
+        while (end := rest.find(b"\n\n")) >= 0:
+            frame = bytes(rest[:end])
+            del rest[: end + 2]
+            if frame.startswith(b"data: "):
+                yield frame[6:]
