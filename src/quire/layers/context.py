@@ -25,9 +25,7 @@ from quire.kernels.collective import Collectives, Group
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import KernelChoice
 from quire.parallel.shard import Shard
-from quire.parallel.stripe import Stripe
-
-DIVIDE_FROM = 32  # rows per rank: fewer take as long as one
+from quire.parallel.stripe import DIVIDE_FROM, Stripe
 
 
 @dataclass(frozen=True, slots=True)
