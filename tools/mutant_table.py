@@ -90,6 +90,46 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/speculate/test_heads_state.py",),
     ),
     Mutant(
+        "chains-of-other-sequences",
+        "drafts of chains in one native call go to the sequences in the order of their numbers of drafts",
+        "src/quire/runner/draft_model.py",
+        "zip(order, chains, self._chain.run(chains), strict=True)",
+        "zip(range(len(rows)), chains, self._chain.run(chains), strict=True)",
+        ("tests/speculate/test_chains.py",),
+    ),
+    Mutant(
+        "chain-without-processors",
+        "drafts of a chain are sampled without the penalties of the sequence",
+        "src/quire/runner/draft_model.py",
+        " or any(seq.processors is not None for seq in seqs):",
+        ":",
+        ("tests/speculate/test_chains.py",),
+    ),
+    Mutant(
+        "medusa-choices-repeat",
+        "a Medusa head's second choice is its first one again",
+        "src/quire/runner/heads.py",
+        "                    logits[row, token_id] = -torch.inf\n",
+        "",
+        ("tests/speculate/test_medusa.py", "tests/speculate/test_accept.py"),
+    ),
+    Mutant(
+        "choice-without-its-parent",
+        "a draft of a tree stays where the one before it has no token",
+        "src/quire/speculate/medusa.py",
+        "if node.parent in kept and node.rank",
+        "if node.rank",
+        ("tests/speculate/test_medusa.py",),
+    ),
+    Mutant(
+        "second-from-the-first-distribution",
+        "the distribution kept of a draft beside another one has the other's share",
+        "src/quire/runner/draft_model.py",
+        "        rest[first] = 0.0\n",
+        "",
+        ("tests/speculate/test_accept.py",),
+    ),
+    Mutant(
         "salt-ignored",
         "requests of different cache salts share blocks",
         "src/quire/cache/manager.py",
@@ -663,7 +703,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/parallel/shard.py",
         "o: _Parts = (share(self._spec.hidden_size, self.ways, self.index), None, None)",
         "o: _Parts = (share(self._spec.hidden_size, self.ways, 0), None, None)",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[latent-int8-moves]",
+        ),
     ),
     Mutant(
         "experts-of-another-rank",
@@ -671,7 +713,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/kernels/moe/__init__.py",
         "places.group.index * places.per_rank",
         "0 * places.per_rank",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[reference-moves]",
+        ),
     ),
     Mutant(
         "results-in-order-of-slots",
@@ -679,7 +723,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/kernels/moe/__init__.py",
         "taken[order] = out",
         "taken[:] = out",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[reference-moves]",
+        ),
     ),
     Mutant(
         "experts-moved-without-their-table",
@@ -687,7 +733,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/runner/expert_balance.py",
         "places.place(new)",
         "places.place(old)",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[reference-moves]",
+        ),
     ),
     Mutant(
         "scales-not-moved",
@@ -695,7 +743,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/layers/mlp.py",
         "for part in (packed.data, packed.bias, packed.scale, packed.offset)",
         "for part in (packed.data, packed.bias)",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[latent-int8-moves]",
+        ),
     ),
     Mutant(
         "copies-to-the-busiest",
