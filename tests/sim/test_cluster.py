@@ -9,13 +9,13 @@ import pytest
 from quire.bench.summary import summarize
 from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
-from quire.executor.timed import Taken
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
+from quire.plan.draft_cost import DraftCost
 from quire.sim.cluster import Cluster
-from quire.sim.latency import Latency, Speculation, Swap
+from quire.sim.drafts import Speculation
+from quire.sim.latency import Swap
 from quire.sim.replica import Add, ClusterConfig, Kill, Slow, parse_fault
 from quire.sim.run import Simulated, simulate
-from quire.step import StepResult
 from quire.workload.build import Synthetic, with_cancellations
 from quire.workload.distributions import Arrivals, Uniform
 from quire.workload.request import Workload, WorkloadRequest
@@ -190,21 +190,45 @@ def test_slow_and_added_replicas() -> None:
     assert end_to_end(faults=(Add(at=0.0, count=1),)) < plain
 
 
-def test_speculation_speeds_decodes_up_by_the_expected_tokens() -> None:
-    spec = Speculation(acceptance=0.8, num_drafts=3)
+def test_speculation_gives_the_tokens_that_theory_expects() -> None:
+    spec = Speculation((0.8,), num_drafts=3)
     expected = 1 + 0.8 + 0.8**2 + 0.8**3
-    assert spec.tokens_per_step == pytest.approx(expected)
+    assert spec.tokens_per_round == pytest.approx(expected)
     flat = CostModel(fixed_s=0.010)  # memory-bound: rows cost nothing
-    one = workload((0.0, 1, 101))
-    plain = simulate(CONFIG, flat, one).records[0].tpot_s
-    faster = simulate(replace(CONFIG, speculation=spec), flat, one).records[0].tpot_s
+    long = workload(*[(0.0, 1, 1001)] * 4)
+    plain = simulate(CONFIG, flat, long)
+    drafted = simulate(replace(CONFIG, speculation=spec), flat, long)
+    ratio = summarize(plain.records)["tpot_ms"]["mean"] / summarize(drafted.records)["tpot_ms"]["mean"]
+    assert ratio == pytest.approx(expected, rel=0.03)
+    stats = drafted.replicas[0].stats
+    assert 1 + stats.num_accepted_tokens / stats.num_verifications == pytest.approx(expected, rel=0.03)
+
+
+def test_drafts_take_time_and_their_rows_as_well() -> None:
+    one = workload((0.0, 1, 1001))
+    spec = Speculation((1.0,), num_drafts=4)
+    plain = simulate(CONFIG, STEP, one).records[0].tpot_s
     assert plain is not None
-    assert faster == pytest.approx(plain / expected)
-    # A step with a chunk beside the decode: only what the decode adds to it is divided.
-    taken = Taken(StepResult(0), StepFeatures(51, 2, 2, 10, 50, 1275), num_decodes=1)
-    result = Latency(STEP, spec).seconds(taken)
-    chunk, verify = 0.010 + 0.049, 0.010 + 0.001 * (50 + 4 - 1)
-    assert result == pytest.approx(chunk + (verify - chunk) / expected)
+    verify, decode = (
+        STEP.seconds(StepFeatures(5, 1, 5, 500, 0, 0)),
+        STEP.seconds(StepFeatures(1, 1, 1, 500, 0, 0)),
+    )
+    for cost, draft_s in ((0.25, 4 * 0.25 * decode), (DraftCost(0.001, 0.0002), 4 * 0.0012)):
+        found = (
+            simulate(replace(CONFIG, speculation=replace(spec, draft_cost=cost)), STEP, one).records[0].tpot_s
+        )
+        assert found == pytest.approx((verify + draft_s) / 5, rel=0.03)
+
+
+def test_the_simulated_control_leaves_drafts_out_under_load() -> None:
+    """The scheduler's own control: drafts for one sequence, none where rows are what a step takes."""
+    steep = CostModel(0.010, Curve((1.0, 8.0, 1008.0), (0.0, 0.0, 2.0)))
+    auto = replace(CONFIG, speculation=Speculation((0.8,), None, 0.05))
+    for num, drafts in ((1, True), (24, False)):
+        load = workload(*[(0.0, 1, 900)] * num)
+        plain, chosen = (simulate(config, steep, load) for config in (CONFIG, auto))
+        speedup = plain.end_s / chosen.end_s
+        assert speedup > 2.0 if drafts else speedup > 0.98, (num, speedup)
 
 
 def test_a_full_queue_refuses() -> None:

@@ -32,17 +32,28 @@ def in_tiles(rows: int) -> float:
 class Seq:
     acceptance: float | None = None
     num_drafts: int = 0
+    num_undrafted: int = 0  # tokens that the draft model has not computed
 
 
 class Machine:
     """Sequences whose drafts are right with probability ``alpha``; time passes as ``seconds`` says."""
 
     def __init__(
-        self, control: DraftControl | None, fixed: int = 0, *, draft_s: float = 0.0, seed: int = 33
+        self,
+        control: DraftControl | None,
+        fixed: int = 0,
+        *,
+        draft_s: float = 0.0,
+        round_s: float = 0.0,
+        behind_s: float = 0.0,
+        noise: float = 0.05,
+        seed: int = 33,
     ) -> None:
+        """Proposing takes ``draft_s`` per draft and ``round_s`` per step; ``behind_s`` per token not drafted before."""
         self.control = control
         self.fixed = fixed
         self.draft_s = draft_s
+        self.round_s, self.behind_s, self.noise = round_s, behind_s, noise
         self.random = random.Random(seed)
         self.num_tokens = 0
         self.now_s = 0.0
@@ -57,7 +68,7 @@ class Machine:
 
     def _step(self, seqs: list[Seq], alpha: float, seconds: StepSeconds) -> None:
         num_drafts = sum(seq.num_drafts for seq in seqs)
-        asked = 0
+        asked, behind = 0, 0
         for seq in seqs:
             drafts, accepted = seq.num_drafts, 0
             while accepted < drafts and self.random.random() < alpha:
@@ -65,15 +76,19 @@ class Machine:
             self.num_tokens += 1 + accepted
             limit = self.fixed
             if self.control is not None:
-                limit = self.control.ask(seq.acceptance)
+                limit = self.control.ask(seq)
                 seq.acceptance = self.control.note_result(seq.acceptance, drafts, accepted)
                 self.control.note_proposed(limit)
             seq.num_drafts = limit
             asked += limit
-        took_s = seconds(len(seqs) + num_drafts) * self.random.uniform(0.95, 1.05)
-        self.now_s += took_s + asked * self.draft_s
+            seq.num_undrafted += 1 + accepted
+            if limit:
+                behind, seq.num_undrafted = behind + seq.num_undrafted, 0
+        took_s = seconds(len(seqs) + num_drafts) * self.random.uniform(1.0 - self.noise, 1.0 + self.noise)
+        drafted_s = asked * self.draft_s + (asked > 0) * self.round_s + behind * self.behind_s
+        self.now_s += took_s + drafted_s
         if self.control is not None:
-            self.control.note_step(seqs, num_drafts, took_s + asked * self.draft_s, asked * self.draft_s)
+            self.control.note_step(seqs, num_drafts, took_s + drafted_s, drafted_s)
 
 
 def control(adaptive: bool = True) -> DraftControl:
@@ -94,7 +109,7 @@ def test_auto_is_near_the_best_fixed_number(
     machine.run(num_seqs, alpha, seconds, 300)
     found = machine.run(num_seqs, alpha, seconds)
     assert found >= 0.98 * fixed[0], f"{found / fixed[0]:.3f} of plain"
-    assert found >= 0.93 * max(fixed), f"{found / max(fixed):.3f} of the best"
+    assert found >= 0.95 * max(fixed), f"{found / max(fixed):.3f} of the best"
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8])
@@ -133,21 +148,34 @@ def test_a_better_draft_model_is_noticed() -> None:
 
 def test_probes_take_a_small_share_of_the_time() -> None:
     """A draft model that is far behind computes a whole sequence before its first draft."""
-    off = control()
-    off.cut = None
-    drafted_s, plain_s, num_probes = 0.0, 0.0, 0
-    seqs = [Seq(), Seq()]
-    for _ in range(20_000):
-        asked = sum(off.ask(seq.acceptance) for seq in seqs)
-        draft_s = 40e-3 * asked
-        off.note_proposed(asked)
-        off.note_step(seqs, 0, 1e-3 + draft_s, draft_s)
-        drafted_s, plain_s, num_probes = drafted_s + draft_s, plain_s + 1e-3, num_probes + asked
-    assert off.cut is None
-    assert num_probes >= 2
-    assert drafted_s < 0.01 * plain_s
+    plain = Machine(None).run(2, 0.1, memory_bound, 20_000)
+    machine = Machine(control(), draft_s=5e-3, behind_s=0.3e-3)
+    machine.run(2, 0.1, memory_bound, 300)
+    shares = [machine.run(2, 0.1, memory_bound, 1_000) / plain for _ in range(20)]
+    assert machine.control is not None
+    assert machine.control.limit(0.1) == 0
+    assert sum(shares) / len(shares) > 0.99
+
+
+def test_an_expensive_first_draft_is_reckoned_with() -> None:
+    """Proposing costs something per step, whatever the number of drafts: two or more pay, one does not."""
+    fixed = [
+        Machine(None, count, round_s=5e-3, draft_s=0.2e-3).run(1, 0.7, memory_bound, 2_000)
+        for count in range(MOST + 1)
+    ]
+    machine = Machine(control(), round_s=5e-3, draft_s=0.2e-3)
+    machine.run(1, 0.7, memory_bound, 300)
+    assert machine.run(1, 0.7, memory_bound, 2_000) >= 0.95 * max(fixed)
+
+
+def test_a_slower_machine_does_not_change_the_choice() -> None:
+    machine = Machine(control(), draft_s=1e-3)
+    machine.run(1, 0.8, in_tiles, 1_500)
+    before = machine.run(1, 0.8, in_tiles, 600)
+    machine.draft_s = 2e-3
+    assert machine.run(1, 0.8, lambda rows: 2 * in_tiles(rows), 600) >= 0.97 * before / 2
 
 
 def test_a_fixed_number_is_always_asked_for() -> None:
     fixed = control(adaptive=False)
-    assert {fixed.ask(rate) for rate in (None, 0.0, 0.5, 1.0)} == {MOST}
+    assert {fixed.ask(Seq(rate)) for rate in (None, 0.0, 0.5, 1.0)} == {MOST}

@@ -53,11 +53,11 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
     spread = None
     if args.steps is not None:
         found = fit_steps(read_steps(Path(args.steps)))
-        model, points, loop = found.executor, list(found.points), found.host
+        model, points, loop, draft = found.executor, list(found.points), found.host, found.draft
     else:
         _warn_if_busy()
         points, spread = measure_steps(config, sampling, args.seconds, WallClock())
-        model, loop = fit(points), None
+        model, loop, draft = fit(points), None, None
     host = _host(config, model, serve_flags) if args.serving else HostCost()
     if loop is not None:  # the log has the engine's own part; only a client sees the time around it
         host = replace(loop, request_s=host.request_s, per_prompt_token_s=host.per_prompt_token_s)
@@ -71,6 +71,7 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
         points=tuple(points),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         spread=spread,
+        draft=draft,
     )
     made.save(out)
     _say(report(made))

@@ -91,8 +91,10 @@ def speculate(engine_args: EngineArgs, args: SpeculateBenchArgs) -> int:
     if max(counts) > MAX_DRAFTS:
         raise ConfigError(f"drafts = {args.drafts!r} must be numbers in 1…{MAX_DRAFTS}")
     most = max(AUTO_DRAFTS, *counts)
+    # Without prefix caching: the first setting would compute the prompts of all.
     engine = OfflineEngine(
-        replace(engine_args, spec_tokens=most), clock=CpuClock() if args.clock == "cpu" else None
+        replace(engine_args, spec_tokens=most, enable_prefix_caching=False),
+        clock=CpuClock() if args.clock == "cpu" else None,
     )
     drafting = DraftTime(engine.executor)
     found: list[Setting] = []

@@ -2,7 +2,8 @@
 
     {"at_s": 12.031, "seconds": 0.00312, "after_s": 0.00017, "num_decodes": 7, "num_tokens": 7, "num_seqs": 7, …}
 
-``at_s`` counts from the start of the engine; ``after_s`` is how long nothing was out before the step.
+``at_s`` counts from the start of the engine; ``after_s`` is how long nothing was out before the step. With speculation,
+``drafts`` has what was verified and proposed: the seconds of proposing, which are not in ``seconds``.
 `quire.plan.profile` reads it.
 """
 
@@ -13,12 +14,13 @@ import json
 import logging
 from collections import deque
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from quire.clock import Clock
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.plan.cost_model import features
+from quire.plan.draft_cost import DraftLedger
 from quire.step import StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class LoggedExecutor:
             raise ConfigError(f"step_log = {str(path)!r} cannot be written to: {error.strerror}") from error
         self._out: deque[tuple[StepPlan, float]] = deque()
         self._first_s = self._last_s = clock.now()
+        self._ledger = DraftLedger()
 
     def submit(self, plan: StepPlan) -> None:
         self._out.append((plan, self._clock.now()))
@@ -52,15 +55,23 @@ class LoggedExecutor:
         result = self._inner.collect()
         plan, submitted_s = self._out.popleft()
         start_s, end_s = max(submitted_s, self._last_s), self._clock.now()
+        work = self._ledger.take(plan, result)
         if plan.seqs and result.error is None:
             step = features(plan, {seq.seq_id for seq in result.seqs if seq.token_ids})
-            line = {
+            line: dict[str, Any] = {
                 "at_s": round(start_s - self._first_s, 6),
-                "seconds": round(end_s - start_s, 6),
+                "seconds": round(end_s - start_s - result.draft_s, 6),
                 "after_s": round(start_s - self._last_s, 6),
                 "num_decodes": sum(seq.num_known_tokens == 1 for seq in plan.seqs),
                 **step._asdict(),
             }
+            verified = [
+                (each.num_draft_tokens, len(found.token_ids) - 1)
+                for each, found in zip(plan.seqs, result.seqs, strict=False)
+                if each.num_draft_tokens and found.token_ids
+            ]
+            if verified or work.num_drafts:
+                line["drafts"] = {"seconds": round(result.draft_s, 6), "work": work, "verified": verified}
             self._write(json.dumps(line) + "\n")
         self._last_s = end_s
         return result

@@ -41,11 +41,16 @@ class Taken(NamedTuple):
 
 
 class StepLedger:
-    """What a worker has to remember to answer plans. A sequence always samples `sampled_token`, without drafts."""
+    """What a worker has to remember to answer plans. A sequence always samples `sampled_token`."""
 
-    def __init__(self, *, restores: bool = False) -> None:
-        """``restores``: tokens computed before a preemption are kept elsewhere and not computed again."""
-        self._restores = restores
+    def __init__(
+        self, *, restores: bool = False, add_drafts: Callable[[StepPlan, Taken], Taken] | None = None
+    ) -> None:
+        """``restores``: tokens computed before a preemption are kept elsewhere and not computed again.
+
+        ``add_drafts`` adds what drafts change in the answer to a plan that was taken as if it had none.
+        """
+        self._restores, self._add_drafts = restores, add_drafts
         self._computed: dict[int, int] = {}  # with ``restores``: tokens that a sequence has had computed
         self._restorable: dict[int, int] = {}  # of those admitted again
         # Per sequence: its known tokens at admission, its result where a step samples, and where it does not.
@@ -63,8 +68,11 @@ class StepLedger:
             self._admit(new)
         if self._restores:
             self._computed.update((seq[0], seq[2] + seq[3]) for seq in plan.seqs)
-        if self._chunking:
-            return self._mixed(plan)
+        taken = self._mixed(plan) if self._chunking else self._decoded(plan)
+        return taken if self._add_drafts is None else self._add_drafts(plan, taken)
+
+    def _decoded(self, plan: StepPlan) -> Taken:
+        """`take` where no sequence is in its prompt."""
         # One token each, and each samples: most steps.
         seqs, sampled = plan.seqs, self._sampled
         num = len(seqs)
@@ -136,8 +144,9 @@ class TimedExecutor:
         on_submit: Callable[[float], None] = lambda over_s: None,
         max_in_flight: int = 1,
         restores: bool = False,
+        add_drafts: Callable[[StepPlan, Taken], Taken] | None = None,
     ) -> None:
-        """``restores``: see `StepLedger`."""
+        """``restores``, ``add_drafts``: see `StepLedger`."""
         assert max_in_flight >= 1
         self.max_in_flight = max_in_flight
         self.slowdown = 1.0  # of the steps submitted from now on
@@ -147,7 +156,7 @@ class TimedExecutor:
         self._clock = clock
         self._wait = wait
         self._on_submit = on_submit
-        self._ledger = StepLedger(restores=restores)
+        self._ledger = StepLedger(restores=restores, add_drafts=add_drafts)
         self.free_s = 0.0  # when the last plan submitted is over
         self._out: deque[tuple[StepResult, float]] = deque()
 

@@ -14,7 +14,7 @@ from quire.plan.cost_model import StepTime
 from quire.plan.hardware import find_hardware
 from quire.plan.roofline import IDEAL, Efficiency, Roofline, efficiencies, work_of
 from quire.plan.split import Split
-from quire.sim.latency import Speculation
+from quire.sim.drafts import Speculation
 from quire.sim.replica import ClusterConfig
 from quire.sim.run import Simulated, simulate
 from quire.step import StepPlan, StepResult

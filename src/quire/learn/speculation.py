@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from quire.learn.picture import Axis, Cell, Fact, Facts, Grid, Line, Lines, Picture
 from quire.learn.simulation import Simulation, choice, number, text
 from quire.request import SamplingParams
-from quire.sim.latency import Speculation
+from quire.sim.drafts import Speculation
 
 if TYPE_CHECKING:
     from quire.learn.quill import Round
@@ -25,7 +25,7 @@ def draw(
     answer, rounds = speculate(prompt or " ", sampling, _PROPOSERS[proposer], drafts)
     tried, accepted = _counts(rounds)
     alpha = accepted / tried if tried else 0.0
-    theory = Speculation(alpha, drafts, draft_cost)
+    theory = Speculation((alpha,), drafts, draft_cost)
     verified = [r for r in rounds if r.drafts]
     per_round = tokens / len(rounds)
     facts = (
@@ -35,7 +35,7 @@ def draw(
         Fact("tokens per step", per_round),
         Fact("acceptance of a draft that is reached, α", alpha),
         Fact("tokens per round with drafts", _mean([1 + r.num_accepted for r in verified])),
-        Fact(f"by theory, (1 − α^{drafts + 1}) / (1 − α)", theory.tokens_per_step),
+        Fact(f"by theory, (1 − α^{drafts + 1}) / (1 − α)", theory.tokens_per_round),
         Fact(f"speed-up by theory with drafts that cost {draft_cost:g} of a step each", theory.speedup, "×"),
     )
     counts = tuple(range(1, 17))
@@ -43,7 +43,7 @@ def draw(
         Line(
             f"α = {a:.2g}",
             tuple(map(float, counts)),
-            tuple(Speculation(a, n, draft_cost).speedup for n in counts),
+            tuple(Speculation((a,), n, draft_cost).speedup for n in counts),
         )
         for a in dict.fromkeys((0.5, 0.7, 0.9, round(alpha, 2)))
     )

@@ -18,6 +18,7 @@ import numpy as np
 
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, StepFeatures
+from quire.plan.draft_cost import DraftCost, DraftWork, MeasuredDrafts, fit_drafts
 from quire.plan.fit import FitError, MeasuredStep, fit, scaled_nnls
 
 FORMAT = "quire-profile-1"
@@ -65,6 +66,7 @@ class Profile:
     points: tuple[MeasuredStep, ...] = ()
     measured_at: str = ""  # UTC, ISO 8601
     spread: Spread | None = None  # None: it was not measured
+    draft: DraftCost | None = None  # None: nothing was drafted
     # Executor and host together: the seconds of a step in the engine's loop.
     step_time: CostModel = field(init=False, compare=False)
 
@@ -84,6 +86,7 @@ class Profile:
             "host": asdict(self.host),
             "error": asdict(self.error) if self.error else None,
             "spread": asdict(self.spread) if self.spread else None,
+            "draft_cost": self.draft.to_json() if self.draft else None,
             "points": [[*point.step, point.seconds] for point in self.points],
         }
 
@@ -121,6 +124,7 @@ def load_profile(path: Path) -> Profile:
             points=tuple(MeasuredStep(StepFeatures(*p[:-1]), p[-1]) for p in data["points"]),
             measured_at=data["measured_at"],
             spread=Spread.of(data["spread"]["anchors"]) if data.get("spread") else None,
+            draft=DraftCost.from_json(data["draft_cost"]) if data.get("draft_cost") else None,
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(f"profile {path}: a field is missing or of the wrong form: {error}") from error
@@ -137,6 +141,7 @@ class LoggedStep:
     seconds: float
     after_s: float
     num_decodes: int
+    drafts: MeasuredDrafts | None = None  # their time is not in ``seconds``
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,7 @@ class LogFit:
     executor: CostModel
     host: HostCost
     points: tuple[MeasuredStep, ...]
+    draft: DraftCost | None = None
 
 
 def read_steps(path: Path) -> list[LoggedStep]:
@@ -164,10 +170,16 @@ def read_steps(path: Path) -> list[LoggedStep]:
             data = json.loads(line)
             step = StepFeatures(*(int(data[name]) for name in StepFeatures._fields))
             seconds, after_s = float(data["seconds"]), float(data["after_s"])
-            steps.append(LoggedStep(step, seconds, after_s, int(data["num_decodes"])))
+            drafts = _drafts(data["drafts"]) if "drafts" in data else None
+            steps.append(LoggedStep(step, seconds, after_s, int(data["num_decodes"]), drafts))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"step log {path}, line {number}: not a step: {error!r}") from error
     return steps
+
+
+def _drafts(data: Mapping[str, Any]) -> MeasuredDrafts:
+    verified = tuple((int(drafts), int(accepted)) for drafts, accepted in data["verified"])
+    return MeasuredDrafts(DraftWork(*map(int, data["work"])), float(data["seconds"]), verified)
 
 
 def fit_steps(steps: Sequence[LoggedStep]) -> LogFit:
@@ -180,10 +192,11 @@ def fit_steps(steps: Sequence[LoggedStep]) -> LogFit:
     """
     points = tuple(MeasuredStep(s.step, s.seconds) for s in steps if s.seconds > 0.0)
     executor = fit(points)
+    draft = fit_drafts([s.drafts for s in steps if s.drafts is not None])
     busy = [s for s in steps if s.num_decodes and s.after_s < STRAY_S]
     if not busy:
-        return LogFit(executor, HostCost(), points)
+        return LogFit(executor, HostCost(), points, draft)
     a = np.array([[1.0, float(s.step.num_seqs)] for s in busy])
     b = np.array([s.after_s for s in busy])
     fixed, per_seq = scaled_nnls(a, b).tolist()
-    return LogFit(executor, HostCost(fixed, per_seq), points)
+    return LogFit(executor, HostCost(fixed, per_seq), points, draft)

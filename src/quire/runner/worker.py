@@ -76,8 +76,8 @@ class Worker:
         )  # fmt: skip
         self.draft_model = make_draft_model(config, self.seqs, self.runner.decoder) if answers else None
         self.proposer = make_proposer(config, self.draft_model, self.seqs, self.runner) if answers else None
-        speculate = config.speculate
-        num_branch_blocks = 0 if speculate is None else speculate.num_branch_blocks
+        self._has_drafts = False  # some sequence may have drafts of the last step
+        num_branch_blocks = 0 if config.speculate is None else config.speculate.num_branch_blocks
         self._branch_blocks = BranchBlocks(config.cache.num_blocks, num_branch_blocks, block_size)
         self._inputs = InputBatch(
             self.seqs, block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_loras,
@@ -134,7 +134,7 @@ class Worker:
         plan = launched.plan
         results = tuple(self._result(seq, launched, samples.get(seq.seq_id)) for seq in plan.seqs)
         draft_s = 0.0
-        if self.proposer is not None:
+        if self.proposer is not None and (self._has_drafts or any(seq.max_next_drafts for seq in plan.seqs)):
             before_s = self._clock.now()
             results = self._propose(self.proposer, plan, results, samples)
             draft_s = self._clock.now() - before_s
@@ -283,6 +283,7 @@ class Worker:
                     seq.draft_state = proposer.begin()
                 wanted.append(Wanted(seq.seq_id, ids, limit, seq.draft_state, step.max_draft_paths, sampled))
                 owners.append((place, seq))
+        self._has_drafts = bool(wanted)
         if not wanted:
             return results
         try:

@@ -10,6 +10,13 @@ from quire.scheduler.state import SchedulerState
 from quire.step import SeqPlan, SeqResult
 
 
+def ask_all(state: SchedulerState, control: DraftControl) -> None:
+    """Let every running sequence ask for drafts in the next plan, those on the fast path as well."""
+    control.wakes = False
+    for seq in state.running:
+        seq.next_event_at = 0
+
+
 def choose_drafts(state: SchedulerState, decodes: Iterable[Sequence], budget: int) -> dict[Sequence, int]:
     """Return how many drafts each decode verifies: as many as its worker holds and free blocks allow.
 
@@ -37,7 +44,7 @@ def room_for_drafts(
     There are blocks for them: a draft model writes K and V there before they are verified. Blocks are taken ahead while
     every running sequence would find one in the next step.
     """
-    num_next = min(control.ask(seq.acceptance), max(0, seq.max_planned - end - 1))
+    num_next = min(control.ask(seq), max(0, seq.max_planned - end - 1))
     if not num_next:
         return 0
     start, table, cache = end + num_drafts, seq.table, state.cache
@@ -61,4 +68,6 @@ def note_drafts(
     if plan.max_next_drafts:
         control.note_proposed(result.num_next_drafts)
         seq.num_vain = 0 if result.num_next_drafts else seq.num_vain + 1
+        if result.num_next_drafts:
+            seq.num_drafted = len(seq.token_ids)
     seq.num_drafts = result.num_next_drafts

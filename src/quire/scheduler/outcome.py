@@ -9,7 +9,7 @@ from quire.cache.block_table import Node
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.beam_steps import end_all, take_continuations
 from quire.scheduler.deadline import end_late, is_late
-from quire.scheduler.drafts import note_drafts
+from quire.scheduler.drafts import ask_all, note_drafts
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.slo import shrink_budget
 from quire.scheduler.state import SchedulerState, StepRecord
@@ -60,6 +60,8 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
         control.note_mixed_step()
     elif control is not None and record.sequences:
         control.note_step(record.sequences, record.num_drafts, took_s, result.draft_s)
+        if control.wakes:
+            ask_all(state, control)
     return events
 
 

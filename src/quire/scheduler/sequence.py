@@ -67,6 +67,7 @@ class Sequence:
     num_chunks: int = 0  # of these, steps that computed known tokens
     num_drafts: int = 0  # tokens that its worker proposes for the next step
     num_vain: int = 0  # steps in a row in which it was asked for drafts and had none
+    num_drafted: int = 0  # tokens that were known when it had drafts last
     acceptance: float | None = None  # of its drafts, the last ones weigh most; None: there were none
     # Orders decodes that do not all fit a step: the one that waited longest comes first.
     turn: int = 0
@@ -93,6 +94,11 @@ class Sequence:
         self.min_total = self.num_prompt + sampling.min_tokens
         self.is_beam = sampling.use_beam_search
         self.stop_ids = frozenset(sampling.eos_token_ids) | frozenset(sampling.stop_token_ids)
+
+    @property
+    def num_undrafted(self) -> int:
+        """Known tokens since it last had drafts."""
+        return len(self.token_ids) - self.num_drafted
 
     @property
     def num_total(self) -> int:

@@ -31,7 +31,8 @@ from quire.plan.cost_model import StepTime
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
 from quire.sim.disaggregated import Pools
-from quire.sim.latency import Latency, Speculation, Swap, sim_executor
+from quire.sim.drafts import SimulatedDrafts, Speculation
+from quire.sim.latency import Latency, Swap, sim_executor
 
 _HOW = (
     "write kill:at=SECONDS,replica=N[,restart=no], slow:at=SECONDS,until=SECONDS,replica=N,factor=X or "
@@ -182,14 +183,18 @@ class Replica:
     ) -> None:
         """``reports``: it keeps cache events for a router; ``watch`` wraps the executor."""
         self.number = number
-        latency = Latency(step_time, config.speculation, config.swap)
-        self.executor = sim_executor(latency, clock, on_submit, max_in_flight=config.max_in_flight)
+        latency, scheduler, most_out = Latency(step_time, config.swap), config.scheduler, config.max_in_flight
+        drafts = None
+        if config.speculation is not None:  # a sequence is planned again once its drafts are verified
+            scheduler, most_out = config.speculation.configured(scheduler), 1
+            drafts = SimulatedDrafts(config.speculation, step_time, config.seed + number)
+        self.executor = sim_executor(latency, clock, on_submit, max_in_flight=most_out, drafts=drafts)
         held = config.tpot_s is not None
         events = EventBuffer() if reports else None
-        made = Scheduler(config.scheduler, config.cache, events, step_time=step_time if held else None)
+        made = Scheduler(scheduler, config.cache, events, step_time=step_time if held else None)
         controller = None
         if config.tpot_s is not None:
-            controller = SloController(made.predictor, config.scheduler, config.tpot_s)
+            controller = SloController(made.predictor, scheduler, config.tpot_s)
         self.core = EngineCore(made, watch(self.executor) if watch else self.executor, clock, controller)
 
     @property

@@ -21,13 +21,15 @@ from quire.executor.base import Executor
 from quire.gateway.autoscale import Bounds, Engine, PredictedLoad, Utilisation
 from quire.models.checkpoint import spec_of
 from quire.plan.cost_model import StepTime
+from quire.plan.draft_cost import DraftCost
 from quire.plan.hardware import find_hardware
 from quire.plan.profile import HostCost, Spread, load_profile
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
 from quire.sim.disaggregated import Pools
-from quire.sim.latency import Speculation, Swap
+from quire.sim.drafts import Speculation
+from quire.sim.latency import Swap
 from quire.sim.replica import ClusterConfig, parse_fault
 from quire.sim.run import Simulated, simulate, summary_of
 from quire.sim.scaling import Scaling
@@ -82,6 +84,7 @@ class _Engine:
     facts: Mapping[str, Any]
     defaults: Mapping[str, Any]  # engine settings for those that are not given
     spread: Spread | None = None  # of the profile
+    draft_cost: DraftCost | None = None  # of the profile
 
 
 class ModelDoesNotFit(ConfigError):
@@ -158,7 +161,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
         routing=args.routing,
         max_load_ratio=args.max_load_ratio,
         max_in_flight=args.max_in_flight or engine.max_in_flight,
-        speculation=_speculation(args),
+        speculation=_speculation(args, engine.draft_cost),
         swap=_swap(args, engine),
         faults=tuple(parse_fault(text.strip()) for text in (args.fault or "").split(";") if text.strip()),
         request_s=engine.host.request_s,
@@ -200,6 +203,7 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             max_in_flight=measured["max_in_flight"],
             host=profile.host,
             spread=profile.spread,
+            draft_cost=profile.draft,
             facts={
                 "model": profile.model,
                 "machine": f"{profile.machine.get('name')}, {measured.get('threads')} threads",
@@ -261,13 +265,16 @@ def _num_blocks(engine: _Engine, args: EngineArgs, block_size: int) -> int:
     return max(2, engine.num_kv_blocks * engine.block_size // block_size)
 
 
-def _speculation(args: SimulateArgs) -> Speculation | None:
-    if args.acceptance is None:
+def _speculation(args: SimulateArgs, measured: DraftCost | None) -> Speculation | None:
+    """Return what the flags say; ``measured``: what the profile knows of drafts. None: without speculation."""
+    known = () if measured is None else measured.acceptance
+    if args.acceptance is None and not known:
         for name in ("num_drafts", "draft_cost"):
             if getattr(args, name) != getattr(SimulateArgs(), name):
                 raise ConfigError(f"{name} means nothing without --acceptance")
         return None
-    return Speculation(args.acceptance, args.num_drafts, args.draft_cost)
+    rates = known if args.acceptance is None else (args.acceptance,)
+    return Speculation(rates, args.num_drafts or None, args.draft_cost or measured or 0.0)
 
 
 def _pools(args: SimulateArgs, engine: _Engine, settings: EngineArgs, block_size: int) -> Pools | None:

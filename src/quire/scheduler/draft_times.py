@@ -1,0 +1,132 @@
+"""What `DraftControl` learns: seconds of steps and of proposing, and how many drafts are accepted.
+
+Seconds are kept in units of the machine's pace, a mean that follows the steps that run. What is measured rarely, as a
+step with another number of drafts, is so compared with the steps beside it, and not with those of a minute ago.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.config import MAX_DRAFTS
+
+FEW, OUTLIER = 3, 2.0  # measurements of which the least counts; beyond that much of the mean, one is cut
+# Of the newest observation. The pace follows faster: the times of one number of drafts must not run away from others.
+TIME_WEIGHT, PACE_WEIGHT = 0.02, 0.1
+SLOPE = 0.12  # share of a plain step that one draft per sequence adds, before it was measured
+PRIOR = 0.6  # acceptance before the first draft
+PRIOR_COUNT = 4.0  # observations that the prior, or the position before, counts for
+POSITION_WEIGHT = 0.01  # least weight of the newest verification in the acceptance at a position
+
+
+@dataclass(slots=True)
+class _Time:
+    drafts: float  # per sequence
+    seconds: float
+    count: int = 0  # measured
+
+
+class StepTimes:
+    """Seconds by (sequences, drafts per sequence), learned.
+
+    ``slope``: what an unmeasured draft adds, as a share of a step without; None: drafts alone take time.
+    """
+
+    def __init__(self, slope: float | None = SLOPE) -> None:
+        self._slope = slope
+        self._of: dict[int, dict[int, _Time]] = {}  # by bucket of sequences, by twice the drafts per sequence
+
+    def note(self, num_seqs: int, num_drafts: int, seconds: float) -> float:
+        """A step of ``num_seqs`` with ``num_drafts`` in all took ``seconds``; return the seconds known before, or 0."""
+        ratio, seconds = num_drafts / num_seqs, max(seconds, 1e-9)
+        times = self._of.setdefault(bucket_of(num_seqs), {})
+        known = times.get(round(2 * ratio))
+        if known is None:
+            known = times[round(2 * ratio)] = _Time(ratio, seconds)
+        before = known.seconds if known.count >= FEW else 0.0
+        known.drafts += (ratio - known.drafts) * TIME_WEIGHT
+        known.count += 1
+        if known.count <= FEW:  # one step that other processes held up must not decide
+            known.seconds = min(known.seconds, seconds)
+        else:
+            weight = max(TIME_WEIGHT, 1.0 / known.count)
+            known.seconds += (min(seconds, OUTLIER * known.seconds) - known.seconds) * weight
+        return before
+
+    def count(self, num_seqs: int, ratio: float) -> int:
+        """Return how often a step with ``ratio`` drafts per sequence was measured."""
+        known = self._of.get(bucket_of(num_seqs), {}).get(round(2 * ratio))
+        return 0 if known is None else known.count
+
+    def seconds(self, num_seqs: int, ratio: float) -> float:
+        """Return the seconds with ``ratio`` drafts per sequence, as far as they are known."""
+        if self._slope is None and not ratio:
+            return 0.0
+        own = self._points(bucket_of(num_seqs))
+        if len(own) > 1:
+            return _line(own, ratio)
+        others = [bucket for bucket in self._of if len(self._of[bucket]) > 1]
+        if not own and self._slope is None:
+            known = [point for bucket in self._of for point in self._points(bucket)]
+            return known[0].seconds * ratio / known[0].drafts if known else 0.0
+        base = own[0] if own else _Time(0.0, 1.0)
+        if others:
+            shape = self._points(min(others, key=lambda bucket: abs(bucket - bucket_of(num_seqs))))
+            return base.seconds * _line(shape, ratio) / _line(shape, base.drafts)
+        if self._slope is None:
+            return base.seconds * ratio / base.drafts
+        return base.seconds * (1 + self._slope * ratio) / (1 + self._slope * base.drafts)
+
+    def _points(self, bucket: int) -> list[_Time]:
+        return sorted(self._of.get(bucket, {}).values(), key=lambda t: t.drafts)
+
+
+def bucket_of(num_seqs: int) -> int:
+    """Numbers of sequences in one bucket share their times."""
+    return round(2 * math.log2(num_seqs))
+
+
+def _line(points: Sequence[_Time], drafts: float) -> float:
+    """The piecewise linear function through ``points``, extrapolated, and never below half of the first.
+
+    A step may take less time with more drafts: kernels take rows in tiles. Beyond the points it does not.
+    """
+    after = next((i for i, p in enumerate(points) if p.drafts >= drafts), len(points) - 1)
+    a, b = points[max(0, after - 1)], points[max(1, after)]
+    slope = (b.seconds - a.seconds) / max(1e-6, b.drafts - a.drafts)
+    if not a.drafts <= drafts <= b.drafts:
+        slope = max(0.0, slope)
+        a = b if drafts > b.drafts else a
+    return max(a.seconds + slope * (drafts - a.drafts), points[0].seconds / 2)
+
+
+class Acceptance:
+    """The engine's acceptance: the mean over all drafts that were tried, and by position behind accepted ones."""
+
+    def __init__(self) -> None:
+        self.mean = PRIOR
+        self._at = [0.0] * MAX_DRAFTS
+        self._counts = [0.0] * MAX_DRAFTS
+
+    def note(self, num_drafts: int, num_accepted: int, weight: float) -> None:
+        """Some of ``num_drafts`` were accepted, then one was rejected if any is left. ``weight``: least of each."""
+        self.mean = followed(self.mean, num_drafts, num_accepted, weight)
+        for place in range(min(num_accepted + 1, num_drafts, MAX_DRAFTS)):
+            self._counts[place] = min(self._counts[place] + 1.0, 1.0 / max(weight, POSITION_WEIGHT))
+            self._at[place] += ((place < num_accepted) - self._at[place]) / self._counts[place]
+
+    def by_position(self, most: int) -> list[float]:
+        """Return the probability that a draft is accepted whose predecessors are, for ``most`` positions."""
+        before, rates = PRIOR, []
+        for right, count in zip(self._at[:most], self._counts, strict=False):
+            before = (right * count + before * PRIOR_COUNT) / (count + PRIOR_COUNT)
+            rates.append(before)
+        return rates
+
+
+def followed(rate: float, num_drafts: int, num_accepted: int, weight: float) -> float:
+    """Return the mean acceptance ``rate`` after a verification: some accepted, then one rejected if any is left."""
+    rate = 1.0 - (1.0 - rate) * (1.0 - weight) ** num_accepted
+    return rate * (1.0 - weight) if num_accepted < num_drafts else rate
