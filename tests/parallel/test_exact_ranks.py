@@ -65,6 +65,51 @@ def test_experts_over_ranks_give_the_tokens_of_one_process(topology: Topology) -
     assert stats.num_moved > 0
 
 
+STRIPES = Topology(cp=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "drafts"),
+    [
+        ("latent", "ngram"),
+        *(
+            pytest.param(model, "self", marks=pytest.mark.slow)
+            for model in ("llama", "sliding", "moe", "latent")
+        ),
+    ],
+)
+def test_two_context_parallel_ranks_are_exact(model: str, drafts: str) -> None:
+    """Processes as the engine starts them; drafts, branches and forks have blocks on both ranks."""
+    case = Case(model, "float32", 52, num_requests=16)
+    policy = Policy("continuous", "fcfs", 64, drafts)  # type: ignore[arg-type]
+    config = config_of(case, STRIPES, policy)
+    executor = RanksExecutor(config)
+    try:
+        truth = alone_on(case, executor, config_of(case, STRIPES, ALONE))
+        tally = serve(case, executor, config, policy, truth).tally
+    finally:
+        executor.close()
+    assert tally.num_chunked_prompts > 0
+    assert tally.num_moves > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [Topology(cp=2, pp=2), Topology(cp=2, ep=2)], ids=str)
+def test_stages_and_experts_over_stripes_give_the_bits_of_stripes(more: Topology) -> None:
+    case = Case("moe", "bfloat16", 52, num_requests=16, cpu_isa=NATIVE)
+    found = []
+    for topology in (STRIPES, more):
+        config = config_of(case, topology)
+        executor = RanksExecutor(config)
+        try:
+            truth = alone_on(case, executor, config_of(case, topology, ALONE))
+            serve(case, executor, config, FCFS, truth)
+            found.append(truth.outputs)
+        finally:
+            executor.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_stages_of_two_ranks_give_the_bits_of_two_ranks(truth: Truth, num_threads: int) -> None:
