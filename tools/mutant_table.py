@@ -90,6 +90,46 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/speculate/test_heads_state.py",),
     ),
     Mutant(
+        "chains-of-other-sequences",
+        "drafts of chains in one native call go to the sequences in the order of their numbers of drafts",
+        "src/quire/runner/draft_model.py",
+        "zip(order, chains, self._chain.run(chains), strict=True)",
+        "zip(range(len(rows)), chains, self._chain.run(chains), strict=True)",
+        ("tests/speculate/test_chains.py",),
+    ),
+    Mutant(
+        "chain-without-processors",
+        "drafts of a chain are sampled without the penalties of the sequence",
+        "src/quire/runner/draft_model.py",
+        " or any(seq.processors is not None for seq in seqs):",
+        ":",
+        ("tests/speculate/test_chains.py",),
+    ),
+    Mutant(
+        "medusa-choices-repeat",
+        "a Medusa head's second choice is its first one again",
+        "src/quire/runner/heads.py",
+        "                    logits[row, token_id] = -torch.inf\n",
+        "",
+        ("tests/speculate/test_medusa.py", "tests/speculate/test_accept.py"),
+    ),
+    Mutant(
+        "choice-without-its-parent",
+        "a draft of a tree stays where the one before it has no token",
+        "src/quire/speculate/medusa.py",
+        "if node.parent in kept and node.rank",
+        "if node.rank",
+        ("tests/speculate/test_medusa.py",),
+    ),
+    Mutant(
+        "second-from-the-first-distribution",
+        "the distribution kept of a draft beside another one has the other's share",
+        "src/quire/runner/draft_model.py",
+        "        rest[first] = 0.0\n",
+        "",
+        ("tests/speculate/test_accept.py",),
+    ),
+    Mutant(
         "salt-ignored",
         "requests of different cache salts share blocks",
         "src/quire/cache/manager.py",
@@ -663,7 +703,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/parallel/shard.py",
         "o: _Parts = (share(self._spec.hidden_size, self.ways, self.index), None, None)",
         "o: _Parts = (share(self._spec.hidden_size, self.ways, 0), None, None)",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[latent-int8-moves]",
+        ),
     ),
     Mutant(
         "experts-of-another-rank",
@@ -671,7 +713,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/kernels/moe/__init__.py",
         "places.group.index * places.per_rank",
         "0 * places.per_rank",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[reference-moves]",
+        ),
     ),
     Mutant(
         "results-in-order-of-slots",
@@ -679,7 +723,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/kernels/moe/__init__.py",
         "taken[order] = out",
         "taken[:] = out",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[reference-moves]",
+        ),
     ),
     Mutant(
         "experts-moved-without-their-table",
@@ -687,7 +733,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/runner/expert_balance.py",
         "places.place(new)",
         "places.place(old)",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[reference-moves]",
+        ),
     ),
     Mutant(
         "scales-not-moved",
@@ -695,7 +743,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/layers/mlp.py",
         "for part in (packed.data, packed.bias, packed.scale, packed.offset)",
         "for part in (packed.data, packed.bias)",
-        ("tests/parallel/test_expert_parallel.py",),
+        (
+            "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[latent-int8-moves]",
+        ),
     ),
     Mutant(
         "copies-to-the-busiest",
@@ -736,6 +786,46 @@ MUTANTS: tuple[Mutant, ...] = (
         "(first + each) * 2 * slot_bytes",
         "(first + each) * slot_bytes",
         ("tests/parallel/test_collective.py::test_lanes_and_slots_do_not_overlap",),
+    ),
+    Mutant(
+        "parts-without-their-maxima",
+        "partial results of ranks are added as if their maxima were equal",
+        "src/quire/kernels/attention/striped.py",
+        "parts[..., :-1] * _power(tops - highest.unsqueeze(1)).unsqueeze(-1)",
+        "parts[..., :-1] * torch.ones_like(tops).unsqueeze(-1)",
+        ("tests/kernels/test_striped_attention.py", "tests/parallel/test_context_parallel.py"),
+    ),
+    Mutant(
+        "one-position-of-another-rank",
+        "a rank counts one position of the next rank as its own",
+        "src/quire/parallel/stripe.py",
+        "np.clip(rest - self.index * self.size, 0, self.size)",
+        "np.clip(rest - self.index * self.size, 0, self.size + 1)",
+        ("tests/kernels/test_striped_attention.py::test_every_position_is_on_one_rank",),
+    ),
+    Mutant(
+        "keys-on-every-rank",
+        "a token's keys are stored on ranks that do not have its position",
+        "src/quire/runner/input_batch.py",
+        "[: len(places)][~own] = -1",
+        "[: len(places)][:0] = -1",
+        ("tests/parallel/test_context_parallel.py",),
+    ),
+    Mutant(
+        "all-ranks-compute-the-first-rows",
+        "where rows are divided, every rank computes those of rank 0",
+        "src/quire/layers/context.py",
+        "torch.arange(self.group.index, ",
+        "torch.arange(0, ",
+        ("tests/parallel/test_context_parallel.py",),
+    ),
+    Mutant(
+        "angles-of-all-rows",
+        "latent attention rotates this rank's rows by the positions of the step's first rows",
+        "src/quire/layers/attention.py",
+        "cos_sin = self._cp.own(cos_sin[0]), self._cp.own(cos_sin[1])",
+        "cos_sin = tuple(x[: len(self._cp.own(x))] for x in cos_sin)",
+        ("tests/parallel/test_context_parallel.py",),
     ),
     Mutant(
         "foreign-id-looks-up-own-row",

@@ -62,11 +62,13 @@ def peak():
 
 config, _ = configure(EngineArgs(model=sys.argv[1], kv_memory="16MiB"), detect_device())
 mine = shard(config.model.spec, Topology(**{sys.argv[3]: 2}), int(sys.argv[2]))
-before, held = peak(), []
+share = mine.weight_bytes("bfloat16")
+before, held, start = peak(), torch.empty(share, dtype=torch.uint8), 0
 for name, weight in iter_weights(config.model, torch.bfloat16, cuts=mine.cuts):
-    held.append(weight.clone())
-share = sum(each.nbytes for each in held)
-assert share == mine.weight_bytes("bfloat16"), (share, mine.weight_bytes("bfloat16"))
+    size = weight.nbytes
+    held[start : start + size] = weight.reshape(-1).view(torch.uint8)
+    start += size
+assert start == share, (start, share)
 print(share, peak() - before)
 """
 
