@@ -54,7 +54,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "parallel": 600,
         "quant": 25,
         "runner": 30,
-        "lora": 20,
+        "lora": 32,
         "executor": 2,
     },
     "processes of ranks": {
@@ -100,6 +100,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "batches of messages": {"jobs": 230},
     "description that requests can be made from": {"": 6, "api": 470, "jobs": 30},
     "custom tools": {"api": 190},
+    "grammars of custom tools, cut calls": {"api": 60, "engine": 5, "text": 240},
     "real clients": {"api": 86, "http": 7},
     "comfort of the terminal": {"": 90, "cli": 180, "executor": 2},
     "models on disk": {"cli": 72, "models": 80},
@@ -212,10 +213,10 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "trees of Medusa's choices": {"runner": 18, "speculate": 78},
     "lookahead": {"plan": 16, "runner": 4, "speculate": 115},
     "bench speculate": {"": 11, "bench": 265, "cli": 11},
+    "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_650, "engine": 25, "scheduler": 240},
     "learn": {"bench": 6, "cli": 75, "learn": 2_420, "plan": 220, "sim": 10},
     "disaggregation in the simulator": {"bench": 2, "cli": 13, "sim": 215},
     "seven experiments with computed answers": {"sim": 115},
-    "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_500, "engine": 25, "scheduler": 240},
     "trees of drafts": {
         "": 20,
         "api": 6,

@@ -26,19 +26,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 PAINT_MS = 1000.0
-SERVE = [
-    "-m",
-    "quire.cli",
-    "serve",
-    "quill",
-    "--port",
-    "0",
-    "--threads",
-    "1",
-    "--num-kv-blocks",
-    "1024",
-    "--cockpit",
-]
+SERVE = ["-m", "quire.cli", "serve", "quill", "--port", "0", "--threads", "1", "--num-kv-blocks", "1024", "--cockpit",
+         "--admin-port", "0", "--admin-key", "root", "--slo", "ttft=200ms,tpot=20ms"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +159,42 @@ def change(browser: Browser, name: str) -> None:
         return
     field = browser.one(".qc-form input[type=text]:not([readonly])")
     field.send_keys(",16")
+
+
+def unlock(browser: Browser, selector: str, key: str, button: str) -> None:
+    browser.one(selector).send_keys("\ue009a\ue000" + key)  # Ctrl+A: what is typed replaces what was
+    browser.click(button)
+
+
+def test_a_setting_is_changed_with_the_admin_key(browser: Browser, server: LiveServer) -> None:
+    def limit() -> int:
+        said = httpx.get(server.admin_url + "/runtime", headers={"authorization": "Bearer root"}).json()
+        return int(said["runtime"]["max_num_seqs"])
+
+    browser.open("/cockpit/live", ".qc-operate .q-item")
+    browser.script("arguments[0].click()", browser.one(".qc-operate .q-item"))
+    browser.until(browser.one(".qc-admin-key input").is_displayed)
+    unlock(browser, ".qc-admin-key input", "wrong", "Unlock")
+    browser.until(lambda: "wrong" in browser.one(".qc-admin-key").text)
+    assert not browser.all(".qc-s-max_num_seqs")
+    unlock(browser, ".qc-admin-key input", "root", "Unlock")
+    browser.one(".qc-s-max_num_seqs input")
+    browser.script("arguments[0].click()", browser.one(".qc-operate .q-item"))
+    field = browser.one(".qc-s-max_num_seqs input")
+    browser.until(field.is_displayed)
+    field.send_keys("\ue009a\ue0003\ue007")
+    browser.until(lambda: limit() == 3)
+
+
+@pytest.mark.slow
+def test_a_server_with_keys_asks_for_one_before_all_else(tmp_path: Path) -> None:
+    with LiveServer([*SERVE, "--api-key", "sk-a"], tmp_path / "log") as live:
+        browser = Browser(live.url)
+        browser.open("/cockpit/live", ".qc-login input")
+        assert not browser.all(".ql")
+        unlock(browser, ".qc-login input", "sk-a", "Log in")
+        browser.until(lambda: browser.all(".ql .tile"))
+        browser.close()
 
 
 def test_a_narrow_screen_scrolls_only_down(browser: Browser) -> None:
