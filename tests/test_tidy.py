@@ -54,7 +54,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "parallel": 600,
         "quant": 25,
         "runner": 30,
-        "lora": 20,
+        "lora": 32,
         "executor": 2,
     },
     "processes of ranks": {
@@ -100,6 +100,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "batches of messages": {"jobs": 230},
     "description that requests can be made from": {"": 6, "api": 470, "jobs": 30},
     "custom tools": {"api": 190},
+    "grammars of custom tools, cut calls": {"api": 60, "engine": 5, "text": 240},
     "real clients": {"api": 86, "http": 7},
     "comfort of the terminal": {"": 90, "cli": 180, "executor": 2},
     "models on disk": {"cli": 72, "models": 80},
