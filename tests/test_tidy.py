@@ -54,7 +54,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "parallel": 600,
         "quant": 25,
         "runner": 30,
-        "lora": 20,
+        "lora": 32,
         "executor": 2,
     },
     "processes of ranks": {

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from tests.engine.test_process import gone
 from tests.exact.engine_run import Policy
-from tests.exact.suite import Case, Truth
+from tests.exact.models import MODELS
+from tests.exact.suite import Case, Truth, truth_of
+from tests.lora.peft_files import make_adapters
 from tests.parallel.serving import FCFS, QUILL, alone_on, config_of, serve
 
 from quire.config import ExpertsConfig
@@ -21,6 +23,7 @@ from quire.parallel.topology import Topology
 ALONE = Policy("continuous", "fcfs", 320)
 CASE = Case(QUILL, "bfloat16", 71, num_requests=8, cpu_isa="reference", max_prompt=60, max_output=8)
 SPLIT = Topology(tp=2)
+LEVEL = next((level for level in NATIVE_LEVELS[::-1] if level in backends("linear")), "reference")
 NATIVE = next((level for level in NATIVE_LEVELS if level in backends("linear")), "reference")
 
 
@@ -133,3 +136,28 @@ def test_every_family_is_exact_over_two_ranks(model: str, drafts: str) -> None:
         serve(case, executor, config, policy, alone_on(case, executor, config_of(case, SPLIT, ALONE)))
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        SPLIT,
+        pytest.param(Topology(tp=2, pp=2), marks=pytest.mark.slow),
+        pytest.param(Topology(pp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_adapters_are_exact_over_ranks(topology: Topology, tmp_path: Path) -> None:
+    """Three adapters and the base model over two slots."""
+    adapters = make_adapters(tmp_path, MODELS["llama"]())
+    case = Case("llama", "bfloat16", 31, num_requests=12, cpu_isa=LEVEL, adapters=adapters)
+    config = config_of(case, topology)
+    executor = RanksExecutor(config)
+    try:
+        truth = alone_on(case, executor, config_of(case, topology, ALONE))
+        tally = serve(case, executor, config, FCFS, truth).tally
+        if topology.tp == 1:
+            assert truth.outputs == truth_of(case).outputs
+    finally:
+        executor.close()
+    assert tally.num_adapter_loads > 0

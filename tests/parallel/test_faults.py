@@ -144,6 +144,10 @@ MACHINE = DeviceInfo("cpu", "test", 2, 2**33, 2**33)
             "max_model_len = 512 needs 17 KV blocks of 32 tokens, and there is room for 8",
         ),
         ({"enable_eplb": True}, "enable_eplb and num_redundant_experts need enable_expert_parallel"),
+        (
+            {"tensor_parallel_size": 2, "max_loras": 1, "executor": "ray"},
+            r"adapters \(lora, max_loras\) run over tensor-parallel ranks and stages of one machine only",
+        ),
         ({"nodes": 2}, "nodes and ray_address need executor = 'ray'"),
         ({"tensor_parallel_size": 64, "threads": 1}, "tensor_parallel_size = 64: .* heads"),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.engine.test_process import gone, wait_for
 from tests.gateway.services import free_port
-from tests.parallel.serving import CASE, FCFS, config_of, serve
+from tests.parallel.serving import CASE, FCFS, alone_on, config_of, serve
 
 from quire.config import RayConfig
 from quire.errors import ConfigError, EngineDeadError
@@ -34,7 +34,7 @@ needs_ray = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """Start a head and a second node, of one core each; end them by their process ids."""
+    """Start a head and a second node, of two cores each; end them by their process ids."""
     with (
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder,
         pytest.MonkeyPatch.context() as patch,
@@ -46,7 +46,7 @@ def cluster() -> Iterator[str]:
         }.items():
             patch.setenv(name, value)
         port = free_port()
-        common = ["--num-cpus", "1", "--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
+        common = ["--num-cpus", "2", "--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
         head = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", folder]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start"]
         address = f"127.0.0.1:{port}"
@@ -102,6 +102,27 @@ def test_two_stages_on_two_nodes_give_the_tokens_of_one_process(cluster: str) ->
 
 @pytest.mark.slow
 @needs_ray
+def test_tensor_ranks_on_a_node_give_the_tokens_of_ranks_here(cluster: str) -> None:
+    config, before = config_of(CASE, Topology(tp=2)), _memory_of_the_dead()
+    here = RanksExecutor(config)
+    try:
+        truth = alone_on(CASE, here, config)
+    finally:
+        here.close()
+    for nodes, topology in ((1, Topology(tp=2)), (2, Topology(tp=2, pp=2))):
+        config = replace(config_of(CASE, topology), ray=RayConfig(cluster, nodes))
+        executor = RanksExecutor(config, start=start_on_ray)
+        pids = executor.pids
+        try:
+            serve(CASE, executor, config, FCFS, truth)
+        finally:
+            executor.close()
+        wait_for(lambda pids=pids: all(map(gone, pids)))  # type: ignore[misc]
+        assert not _memory_of_the_dead() - before
+
+
+@pytest.mark.slow
+@needs_ray
 def test_a_killed_rank_ends_the_group_on_every_node(cluster: str) -> None:
     config = replace(config_of(CASE, TWO), ray=RayConfig(cluster, 2))
     executor = RanksExecutor(config, start=start_on_ray)
@@ -137,6 +158,12 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     config = replace(config_of(CASE, TWO), ray=RayConfig(None, None))
     with pytest.raises(ConfigError, match=r"needs Ray: pip install 'quire\[ray\]'"):
         start_on_ray(config)
+
+
+def _memory_of_the_dead() -> set[str]:
+    """Return the segments whose makers, which their names have, are gone."""
+    names = [each.name for each in Path("/dev/shm").glob("quire-*-*") if each.name.split("-")[1].isdecimal()]
+    return {name for name in names if gone(int(name.split("-")[1]))}
 
 
 def _steps(executor: RanksExecutor) -> None:
