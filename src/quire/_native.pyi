@@ -155,3 +155,16 @@ class Tape:
     def run(self, num_threads: int, tokens: int, logits: int) -> None: ...
     def run_timed(self, num_threads: int, tokens: int, logits: int) -> list[tuple[str, float]]: ...
     def __len__(self) -> int: ...
+
+class DraftChain:
+    """Drafts one after another: recorded steps with sampling between them."""
+
+    def __init__(
+        self, tape: Tape, isa: str, step: Sequence[int], max_tokens: int, max_blocks: int, block_size: int,
+        lag: int, logits: int, vocab: int, draft_vocab: int, ids: int, slots: int, found: int, hidden: int,
+        row_bytes: int, /,
+    ) -> None: ...  # fmt: skip
+    def run(
+        self, num_threads: int, token_ids: int, max_tokens: int, block_table: int, max_blocks: int, columns: int,
+        chains: int, num: int, spread: int, drafts: int, /,
+    ) -> None: ...  # fmt: skip

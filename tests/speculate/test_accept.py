@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +17,12 @@ from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.errors import ConfigError
 from quire.kernels.sampling import COLUMNS, MIN_P, RANDOM, TRUNCATED
+from quire.runner.draft_model import DraftModel
+from quire.runner.heads import MedusaModel
 from quire.sampling import accept
 from quire.sampling.accept import Draft, probabilities, sample_with_drafts
+from quire.sampling.sampler import Sampler
+from quire.speculate.medusa import shape_of
 
 VOCAB, NUM_SAMPLES = 12, 200_000
 GENERATOR = 7
@@ -125,6 +131,76 @@ def test_rejection_keeps_the_distribution_over_siblings(right: bool) -> None:
     assert of_drafts > float(torch.minimum(p, q.to(p.dtype)).sum()) + 0.1, "siblings are worth something"
 
 
+class Seqs:
+    """What heads read of the sequences of a worker: each has noise of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.all = [SimpleNamespace(seq_id=i, row=i, processors=None, draft_probs=[]) for i in range(count)]
+        self.columns, self.num_settled = columns_of(count), np.full(count, 5)
+
+    def find(self, seq_id: int) -> SimpleNamespace:
+        return self.all[seq_id]
+
+
+def of_medusa(seqs: Seqs, logits: Tensor) -> None:
+    """Three choices of one head per sequence."""
+    model = object.__new__(MedusaModel)
+    model._seqs, model._sampler, model._keeps_probs = seqs, Sampler(VOCAB), True
+    model._last = lambda of: torch.zeros(len(of), 1)
+    model._heads = SimpleNamespace(logits=lambda hidden, _: logits.repeat(len(hidden), 1, 1))
+    for seq, drafts in zip(
+        seqs.all, model.sample(range(len(seqs.all)), [shape_of(1, 3, 3)] * len(seqs.all)), strict=True
+    ):
+        seq.ids = drafts.token_ids
+
+
+def of_eagle(seqs: Seqs, logits: Tensor) -> None:
+    """A draft of each sequence, and a second one beside it."""
+    model = object.__new__(DraftModel)
+    model._vocab_size = model._own_vocab_size = VOCAB
+    model._sampler, model._keeps_probs = Sampler(VOCAB), True
+    model.runner = SimpleNamespace(compute=lambda step: logits.repeat(step.columns.size, 1))
+    columns = seqs.columns.copy()
+    for start in range(0, len(seqs.all), 5000):
+        part = slice(start, start + 5000)
+        firsts = model._sample(SimpleNamespace(columns=columns[part], sampling=seqs.all[part]))
+        seconds = model.second(range(len(seqs.all)))
+        for seq, first in zip(seqs.all[part], firsts, strict=True):
+            seq.ids = (first, seconds[seq.seq_id])
+
+
+@pytest.mark.parametrize(
+    "count", [NUM_SAMPLES // 10, pytest.param(NUM_SAMPLES, marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize(
+    ("heads", "right"),
+    [(of_medusa, True), (of_medusa, False), (of_eagle, True)],
+    ids=["medusa", "wrong", "eagle"],
+)
+def test_rejection_keeps_the_distribution_with_heads(
+    heads: Callable[[Seqs, Tensor], None], right: bool, count: int
+) -> None:
+    """The drafts are those of the heads, with the distributions that they keep. Wrong: all with that of the first."""
+    seqs = Seqs(count)
+    torch.manual_seed(GENERATOR)
+    logits = 1.5 * torch.randn(VOCAB)
+    heads(seqs, torch.randn(VOCAB))
+    drafts = [
+        [
+            Draft(token_id, probs if right else seq.draft_probs[0])
+            for token_id, probs in zip(seq.ids, seq.draft_probs, strict=True)
+        ]
+        for seq in seqs.all
+    ]
+    p = probabilities(logits[None], seqs.columns[:1])[0]
+    plain = np.zeros(count, np.int64)
+    found = sample_with_drafts(logits.expand(count, -1), seqs.columns, drafts, plain, "rejection")
+    share = np.mean([token_id in seq.ids for token_id, seq in zip(found, seqs.all, strict=True)])
+    value = p_value(found, p)
+    print(f"{heads.__name__}, right: {right}: p = {value:.2g} over {count} samples, {share:.0%} accepted")
+    assert (value > 1e-4) == right
+
+
 def test_a_wrong_rule_fails_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the residual is not taken, tokens that were accepted too often come too often."""
     real = accept.gumbel_argmax
@@ -158,29 +234,31 @@ def test_greedy_rows_have_one_likely_token() -> None:
     assert float(found[0].sum()) == pytest.approx(1.0)
 
 
-def tokens_of(num: int, **settings: object) -> list[tuple[int, ...]]:
-    """Four tokens out of six ids each, for as many seeds."""
-    llm = LLM("quill", kv_memory="16MiB", max_model_len=64, max_num_seqs=64, **settings)
-    allowed = list(range(300, 306))
+def tokens_of(num: int, num_ids: int, prompt: object, **settings: object) -> list[tuple[int, ...]]:
+    """Four tokens out of ``num_ids`` ids each, for as many seeds."""
+    llm = LLM("quill", kv_memory="16MiB", max_model_len=512, max_num_seqs=64, **settings)
+    allowed = list(range(300, 300 + num_ids))
     params = [
         SamplingParams(temperature=1.5, seed=s, max_tokens=4, allowed_token_ids=allowed) for s in range(num)
     ]
-    found = [tuple(a.outputs[0].token_ids) for a in llm.generate(["It was a dark and"] * num, params)]
+    found = [tuple(a.outputs[0].token_ids) for a in llm.generate([prompt] * num, params)]
     num_accepted = llm.client.core.stats().num_accepted_tokens
-    assert (num_accepted > 0) == bool(settings)
+    assert (num_accepted > num // 4) == bool(settings), num_accepted
     llm.close()
     return found
 
 
+# Whatever is sampled of three ids was in this prompt before, and mostly what follows it as well.
+REPEATS = {"prompt_token_ids": np.random.default_rng(3).choice([300, 301, 302], 400).tolist()}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{"speculate": "draft"}, pytest.param({"speculate": "ngram"}, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_an_engine_samples_the_same_distribution(settings: dict[str, object]) -> None:
+    ("method", "num_ids", "prompt"), [("draft", 6, "It was a dark and"), ("ngram", 3, REPEATS)], ids=["draft", "ngram"]
+)  # fmt: skip
+def test_an_engine_samples_the_same_distribution(method: str, num_ids: int, prompt: object) -> None:
     num = 400
-    plain = tokens_of(num)
-    other = tokens_of(num, **settings, spec_tokens=3, spec_accept="rejection")
+    plain = tokens_of(num, num_ids, prompt)
+    other = tokens_of(num, num_ids, prompt, speculate=method, spec_tokens=3, spec_accept="rejection")
     assert plain != other, "the tokens of a seed are others"
     for name, part in (("third token", slice(2, 3)), ("last two tokens", slice(2, 4))):
         one, two = (Counter(ids[part] for ids in found) for found in (plain, other))
@@ -188,7 +266,7 @@ def test_an_engine_samples_the_same_distribution(settings: dict[str, object]) ->
         statistic = sum((one[key] - two[key]) ** 2 / (one[key] + two[key]) for key in seen)
         freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.float64)
         found = float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
-        print(f"{settings}, {name}: p = {found:.3f} over {len(seen)} values")
+        print(f"{method}, {name}: p = {found:.3f} over {len(seen)} values")
         assert found > 1e-4
 
 

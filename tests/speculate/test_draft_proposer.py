@@ -18,12 +18,13 @@ class FakeModel:
     max_tokens = 120
     max_rows = 16
 
-    def __init__(self) -> None:
+    def __init__(self, native: random.Random | None = None) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.cache: dict[int, list[int]] = {}
         self.filled: dict[int, int] = {}  # known tokens with K and V
         self.num_appended = 0
         self.num_rows = 0
+        self.native = native  # whether chains are computed in one call; None: never
 
     def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:
         cached = len(self.cache.setdefault(seq_id, []))
@@ -43,6 +44,20 @@ class FakeModel:
         assert sum(end - start for _, start, end in rows) <= self.max_rows
         return found
 
+    def chains(self, rows: list[Rows], counts: list[int]) -> list[list[int]] | None:
+        if self.native is None or self.native.random() < 0.3:
+            return None
+        found = []
+        for (seq_id, start, end), count in zip(rows, counts, strict=True):
+            assert end == len(self.tokens[seq_id])
+            drafts = self.forward([Rows(seq_id, start, end)])
+            for place in range(count - 1):
+                self.append(seq_id, drafts[-1])
+                drafts += self.forward([Rows(seq_id, end + place, end + place + 1)])
+            self.take_back(seq_id, count - 1)
+            found.append(drafts)
+        return found
+
     def second(self, seq_ids: set[int]) -> dict[int, int]:
         return {seq_id: (self.tokens[seq_id][-1] + 2) % 50 for seq_id in seq_ids if seq_id != 1}
 
@@ -51,14 +66,15 @@ class FakeModel:
         self.num_appended += 1
 
     def take_back(self, seq_id: int, num_drafts: int) -> None:
-        del self.tokens[seq_id][-num_drafts:]
+        if num_drafts:
+            del self.tokens[seq_id][-num_drafts:]
         self.num_appended -= num_drafts
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_row_is_computed_behind_the_right_tokens(seed: int) -> None:
     rng = random.Random(seed)
-    model = FakeModel()
+    model = FakeModel(None if seed % 2 else rng)
     proposer = DraftProposer(model)
     states = {i: proposer.begin() for i in range(3)}
     model.tokens = {i: [rng.randrange(50) for _ in range(rng.randint(1, 30))] for i in range(3)}

@@ -1,7 +1,8 @@
 """Train what drafts for Quill: Medusa heads (Cai et al. 2024) or an EAGLE-3 head (Li et al. 2025), on one CPU core.
 
 Quill is frozen. Both learn its own distribution of the next tokens, not the text: a draft is accepted where it equals
-what Quill samples. With ``ids`` a window of the training novels and p[t] Quill's distribution of token t + 1:
+what Quill samples. With ``ids`` a window of the training novels, or what Quill wrote itself behind a passage of them
+(`own_samples.py`), and p[t] Quill's distribution of token t + 1 at `TEMPERATURE`:
 
 - Medusa head k reads Quill's last hidden state of token t and learns p[t + k];
 - EAGLE: the row of token t + 1 reads its embedding and Quill's hidden states of token t, and learns p[t + 1]. Its own
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,10 +41,11 @@ DEPTHS = 3  # of EAGLE's training-time test
 NUM_MEDUSA = 3  # heads
 MEDUSA_LAYERS = 2
 CHUNK = 512  # tokens whose logits are held at once
+TEMPERATURE = 0.8  # of the distributions that are learnt: drafts are wanted for sharp ones
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of softmax(hidden @ weight.T) against the probabilities ``target``, over the same ids.
+    """Mean cross entropy of softmax(hidden @ weight.T / T) against the probabilities ``target``, over the same ids.
 
     hidden: [num_tokens, hidden_size] bf16, weight: [vocab, hidden_size], target: [num_tokens, vocab] bf16.
     """
@@ -55,7 +58,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         total = torch.zeros(())
         for start in range(0, hidden.shape[0], CHUNK):
             rows = slice(start, start + CHUNK)
-            logits = hidden[rows] @ weight_bf16.T
+            logits = (hidden[rows] @ weight_bf16.T) / TEMPERATURE
             q = torch.softmax(logits, dim=-1, dtype=torch.float32)
             p = target[rows]
             total -= (
@@ -130,7 +133,7 @@ class Medusa(nn.Module):
         """Per head: the loss, and the share of tokens where it and Quill agree on the most likely token."""
         target = self.target[0]
         last, _ = target(ids)
-        wanted = torch.softmax(target.logits(last), dim=-1)
+        wanted = torch.softmax(target.logits(last) / TEMPERATURE, dim=-1)
         found = []
         for head in range(NUM_MEDUSA):
             x = self.hidden(head, last[:, : -head - 1]).flatten(0, 1)
@@ -179,7 +182,7 @@ class Eagle(nn.Module):
         length = ids.shape[1] - DEPTHS  # rows that have a target at every depth
         cos, sin = rope_tables(SHAPE, ids.shape[1], taps.dtype)
         every = target.logits(last)
-        wanted = torch.softmax(every.index_select(-1, self.ids), dim=-1)  # type: ignore[arg-type]
+        wanted = torch.softmax(every.index_select(-1, self.ids) / TEMPERATURE, dim=-1)  # type: ignore[arg-type]
         best = every.argmax(dim=-1)
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -249,8 +252,6 @@ KINDS = {"medusa": Medusa, "eagle": Eagle}
 
 def frequent_ids(data: Path) -> Tensor:
     """The `DRAFT_VOCAB` most frequent ids of the training text, ascending."""
-    import numpy as np
-
     counts = np.bincount(np.load(data / "text.npy"), minlength=SHAPE.vocab_size)
     counts += np.bincount(np.load(data / "chat.npy"), minlength=SHAPE.vocab_size)
     best = np.argsort(-counts, kind="stable")[:DRAFT_VOCAB]
@@ -273,6 +274,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="of CPU time; ends earlier where it is up"
     )
+    parser.add_argument("--own-share", type=float, default=0.6, help="of what Quill wrote itself")
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--muon-lr", type=float, default=0.04)
@@ -293,6 +295,8 @@ def main() -> None:
     if others:
         optimizers.append(torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0))
     batches = Batches(args.data, args.seed, 0.05, 0, 1)
+    own = torch.from_numpy(np.load(args.data / "own.npy").astype(np.int64))
+    num_own = round(args.own_share * args.batch_tokens / args.length)
     began, running = time.process_time(), None
     for step in range(args.steps):
         done = max((step + 1) / args.steps, (time.process_time() - began) / 60 / args.minutes)
@@ -301,7 +305,9 @@ def main() -> None:
         )  # constant, then linear to nearly zero
         for optimizer, base in zip(optimizers, (args.muon_lr, args.adam_lr), strict=False):
             optimizer.param_groups[0]["lr"] = base * factor
-        ids, _ = batches.draw(args.batch_tokens // args.length, args.length)
+        ids, _ = batches.draw(args.batch_tokens // args.length - num_own, args.length)
+        picked = torch.randint(len(own), (num_own,))
+        ids = torch.cat((ids, own[picked, : args.length]))
         losses = heads.losses(ids)
         loss = sum(0.8**place * each for place, (each, _) in enumerate(losses))
         loss.backward()  # type: ignore[union-attr]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Literal, get_args
 
 from quire.errors import ModelLoadError, UnsupportedModelError
@@ -23,7 +22,8 @@ from quire.families import deepseek
 from quire.families.rope import rope_from_config
 from quire.families.shape import Fields, attention, dense, head_dim_of
 from quire.families.weights import COMPUTED, LLAMA_NAMES, Take, WeightMap, expert_rules
-from quire.modelspec import DTYPE_BYTES, LayerSpec, ModelSpec, weight_shapes
+from quire.modelspec import DTYPE_BYTES, LayerSpec, ModelSpec, matrix_bytes, weight_shapes
+from quire.weight_format import PLAIN, TWO_LEVEL_BLOCK, TWO_LEVEL_GROUP, WeightFormat
 
 HeadMethod = Literal["medusa", "eagle", "eagle3", "mtp"]
 HEAD_METHODS: tuple[HeadMethod, ...] = get_args(HeadMethod)
@@ -88,9 +88,24 @@ class HeadSpec:
         shapes["lm_head.weight"] = (self.draft_vocab_size, size)
         return shapes
 
+    def formats(self, dtype: str) -> dict[str, WeightFormat]:
+        """Canonical name → format of every matrix that is quantized on load.
+
+        Drafts are never part of an answer, and a head is read once per draft: EAGLE is held in int4 beside a model in
+        bfloat16.
+        """
+        if dtype != "bfloat16" or self.method not in ("eagle", "eagle3"):
+            return {}
+        matrices = {name: shape for name, shape in self.shapes().items() if len(shape) == 2}
+        int4, int8 = WeightFormat("int4", TWO_LEVEL_GROUP), WeightFormat("int8")
+        return {name: int8 if shape[1] % TWO_LEVEL_BLOCK else int4 for name, shape in matrices.items()}
+
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in memory."""
-        return sum(map(prod, self.shapes().values())) * DTYPE_BYTES[dtype]
+        formats = self.formats(dtype)
+        return sum(
+            matrix_bytes(shape, dtype, formats.get(name, PLAIN)) for name, shape in self.shapes().items()
+        )
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes beside each block of the model: K and V, and a hidden state of the model per token."""

@@ -42,18 +42,18 @@ class StepTape:
         self.max_tokens = max_tokens
         self.max_logits = max_logits
         self._arena = Arena()
-        self._tape = native.Tape()
-        self._tape.start(tokens=max_tokens, logits=max_logits)
+        self.native = native.Tape()
+        self.native.start(tokens=max_tokens, logits=max_logits)
         try:
             with allocating_in(self._arena), _OnlyViews():  # type: ignore[no-untyped-call]
                 self.output = forward()  # [max_logits, ...]: where every replay leaves its result
         except RuntimeError as error:  # from a native call
             raise NotRecordable(str(error)) from error
         finally:
-            self._tape.stop()
+            self.native.stop()
 
     def __len__(self) -> int:
-        return len(self._tape)
+        return len(self.native)
 
     @property
     def num_bytes(self) -> int:
@@ -62,13 +62,13 @@ class StepTape:
 
     def run(self, num_tokens: int, num_logits: int) -> torch.Tensor:
         """Compute a step and return its rows of `output`, which the next replay overwrites."""
-        self._tape.run(num_native_threads(), num_tokens, num_logits)
+        self.native.run(num_native_threads(), num_tokens, num_logits)
         return self.output[:num_logits]
 
     def run_timed(self, num_tokens: int, num_logits: int) -> dict[str, float]:
         """Compute a step and return the seconds of each of its ops, for benchmarks."""
         seconds: dict[str, float] = {}
-        for mangled, taken in self._tape.run_timed(num_native_threads(), num_tokens, num_logits):
+        for mangled, taken in self.native.run_timed(num_native_threads(), num_tokens, num_logits):
             name = mangled.removesuffix("E").rpartition("cpu")[2].lstrip("0123456789").removesuffix("Args")
             seconds[name] = seconds.get(name, 0.0) + taken
         return seconds

@@ -39,16 +39,20 @@ class DraftHead:
         (layer,) = spec.model.layers
         self.spec, self._target = spec, target
         size, attn, mlp = spec.hidden_size, layer.attention, layer.mlp
-        build = Build(target.dtype, kernels, spec.model.norm_eps, spec.model.norm_plus_one)
+        formats = spec.formats(str(target.dtype).removeprefix("torch."))
+        build = Build(target.dtype, kernels, spec.model.norm_eps, spec.model.norm_plus_one, formats)
+        of_attention, of_mlp = build.under(LAYER + "attn."), build.under(LAYER + "mlp.")
         self._wide = bool(spec.taps)  # attention reads embedding and hidden state side by side
         self.fc = Linear({"fc": size}, (len(spec.taps) or 2) * size, build, bias=spec.fc_bias)
         kind = LatentAttention if attn.is_mla else Attention
         self._attention = (
-            Attention(attn, size, build, in_size=2 * size) if self._wide else kind(attn, size, build)
+            Attention(attn, size, of_attention, in_size=2 * size)
+            if self._wide
+            else kind(attn, size, of_attention)
         )
         self._mlp: Mlp | MoeBlock
         if mlp.moe is None:
-            self._mlp = Mlp(size, mlp.intermediate_size, mlp.activation, build, bias=mlp.bias)
+            self._mlp = Mlp(size, mlp.intermediate_size, mlp.activation, of_mlp, bias=mlp.bias)
         else:
             self._mlp = MoeBlock(size, mlp, build)
         self._head = Linear({"lm_head": spec.draft_vocab_size}, size, build) if self._wide else None

@@ -18,6 +18,7 @@ from quire.kernels import registry
 from quire.kernels.sampling.noise import Streams, gumbel_argmax
 from quire.models.decoder import Decoder
 from quire.models.loader import iter_weights
+from quire.runner.draft_chain import DraftChain, can_chain
 from quire.runner.heads import HeadRunner, MedusaModel
 from quire.runner.input_batch import InputBatch, PreparedStep
 from quire.runner.memory import torch_dtype
@@ -60,6 +61,12 @@ class DraftModel:
         self.runner.record(self._inputs.buffers)
         self._sampler = Sampler(self._vocab_size, registry.choose(config.runner))
         self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
+        self._chain: DraftChain | None = None
+        recorded, backend = runner.recorded, registry.choose(config.runner).backend("sample")
+        if recorded is not None and can_chain(backend) and own_vocab_size == self._vocab_size:
+            self._chain = DraftChain(
+                recorded, seqs, self._group, self._lag, self._vocab_size, self._block_size, backend
+            )
         self._last: tuple[PreparedStep, torch.Tensor, Edit, list[int]]  # of `forward`: logits, tokens
         self.filled, self._written = (np.zeros(config.cache.num_blocks, np.int32) for _ in range(2))  # slots
 
@@ -112,6 +119,22 @@ class DraftModel:
         found = dict(zip((seq.seq_id for seq in step.sampling), ids, strict=True))
         return [found.get(each.seq_id, -1) for each in rows]
 
+    def chains(self, rows: Sequence[Rows], counts: Sequence[int]) -> list[list[int]] | None:
+        """As `DraftForward.chains`: one native call, where nothing but the sampler has to look at the logits."""
+        seqs = [self._seq(each.seq_id) for each in rows]
+        if self._chain is None or self._keeps_probs or any(seq.processors is not None for seq in seqs):
+            return None
+        total = sum(each.end - each.start for each in rows)
+        if total > self._chain.max_tokens or len(rows) > self._chain.max_seqs:
+            return None
+        order = sorted(range(len(rows)), key=lambda place: -counts[place])
+        chains = [(seqs[place].row, rows[place].start, rows[place].end, counts[place]) for place in order]
+        found: list[list[int]] = [[]] * len(rows)
+        for place, (_, _, end, count), drafts in zip(order, chains, self._chain.run(chains), strict=True):
+            self._note(seqs[place], end + count - 1)
+            found[place] = drafts
+        return found
+
     def append(self, seq_id: int, token_id: int) -> None:
         """As `DraftForward.append`."""
         seq = self._seq(seq_id)
@@ -161,7 +184,7 @@ class DraftModel:
         """As `DraftForward.second`."""
         step, logits, edit, firsts = self._last
         if self._keeps_probs:
-            return self._second_of_probs(seq_ids)
+            return _second_of_probs(step, firsts, seq_ids)
 
         def edit_and_forbid(row: int, logits: torch.Tensor) -> None:
             edit(row, logits)
@@ -172,24 +195,6 @@ class DraftModel:
         ids, best = self._sampler.sample(logits, step.columns, edit_and_forbid)
         found = zip(step.sampling, ids.tolist(), np.isfinite(best).tolist(), strict=True)
         return {seq.seq_id: token_id for seq, token_id, fine in found if fine and seq.seq_id in seq_ids}
-
-    def _second_of_probs(self, seq_ids: Container[int]) -> dict[int, int]:
-        """As `second`, from the distribution of the first; the second's, in which that token has no share, is kept."""
-        step, _, _, firsts = self._last
-        found = {}
-        for row, (seq, first) in enumerate(zip(step.sampling, firsts, strict=True)):
-            rest = seq.draft_probs[-1].clone()
-            rest[first] = 0.0
-            if seq.seq_id in seq_ids and rest.sum() > 0.0:
-                column = step.columns[row : row + 1]
-                seed, index, position = (
-                    torch.from_numpy(column[name].copy()) for name in ("seed", "sample_index", "position")
-                )
-                rest /= rest.sum()
-                streams = Streams(seed, index, position, TOKEN_NOISE)
-                found[seq.seq_id] = int(gumbel_argmax(rest.log()[None], streams))
-                seq.draft_probs.append(rest)
-        return found
 
     def _note(self, seq: WorkerSeq, end: int) -> None:
         """The tokens below ``end`` have K and V."""
@@ -208,6 +213,27 @@ class DraftModel:
         seq = self._seqs.find(seq_id)
         assert seq is not None
         return seq
+
+
+def _second_of_probs(step: PreparedStep, firsts: Sequence[int], seq_ids: Container[int]) -> dict[int, int]:
+    """As `DraftForward.second`, from the distribution of ``firsts``.
+
+    The second's, in which that token has no share, is kept.
+    """
+    found = {}
+    for row, (seq, first) in enumerate(zip(step.sampling, firsts, strict=True)):
+        rest = seq.draft_probs[-1].clone()
+        rest[first] = 0.0
+        if seq.seq_id in seq_ids and rest.sum() > 0.0:
+            column = step.columns[row : row + 1]
+            seed, index, position = (
+                torch.from_numpy(column[name].copy()) for name in ("seed", "sample_index", "position")
+            )
+            rest /= rest.sum()
+            streams = Streams(seed, index, position, TOKEN_NOISE)
+            found[seq.seq_id] = int(gumbel_argmax(rest.log()[None], streams))
+            seq.draft_probs.append(rest)
+    return found
 
 
 def make_draft_model(config: EngineConfig, seqs: WorkerSeqs, target: Decoder) -> DraftModel | None:

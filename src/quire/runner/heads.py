@@ -26,10 +26,13 @@ from quire.layers.attention import StepBatch
 from quire.models.decoder import Decoder
 from quire.models.draft_head import DraftHead, MedusaHeads
 from quire.models.loader import iter_heads, read_d2t
+from quire.runner.draft_chain import Feedback, Recorded
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, reserve, torch_dtype
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.sampling.draft_tree import Drafts
 from quire.sampling.sampler import Sampler, columns_of
+from quire.speculate.medusa import Node, planted
 
 
 class HiddenStates:
@@ -84,6 +87,7 @@ class HeadRunner:
         self._ahead = torch.zeros(0, spec.hidden_size, dtype=dtype)
         self._tape: StepTape | None = None
         self._buffers: StepBuffers | None = None  # whose steps `_tape` computes
+        self.recorded: Recorded | None = None  # the same for `runner.draft_chain`
         self._found: Tensor  # of the tape: [max_logits, hidden_size]
 
     @torch.inference_mode()
@@ -99,6 +103,8 @@ class HeadRunner:
         with suppress(NotRecordable):
             self._tape = StepTape(forward, buffers.max_tokens, buffers.max_seqs)
             self._buffers = buffers
+            feedback = Feedback(self._slots, self._found, self.hidden.rows)
+            self.recorded = Recorded(self._tape, buffers, self._ids, feedback)
 
     @torch.inference_mode()
     def compute(self, step: PreparedStep) -> Tensor:
@@ -168,28 +174,47 @@ class MedusaModel:
         return hidden[torch.tensor([rows.get(seq.seq_id, 0) for seq in seqs])]
 
     @torch.inference_mode()
-    def sample(self, seq_ids: Sequence[int], num_drafts: int) -> list[list[int]]:
+    def sample(self, seq_ids: Sequence[int], trees: Sequence[Sequence[Node]]) -> list[Drafts]:
         """As `MedusaForward.sample`."""
         seqs = [seq for seq in map(self._seqs.find, seq_ids) if seq is not None]
         assert len(seqs) == len(seq_ids)
+        num_heads, num_ranks = (1 + max(max(node[i] for node in tree) for tree in trees) for i in range(2))
+        logits = self._heads.logits(self._last(seqs), num_heads).flatten(0, 1)
         rows = np.array([seq.row for seq in seqs])
-        logits = self._heads.logits(self._last(seqs), num_drafts).flatten(0, 1)
         # Head k samples the token k behind the known ones, with the noise of its position.
-        positions = self._seqs.num_settled[rows][:, None] - 1 + np.arange(num_drafts)
-        columns = columns_of(self._seqs.columns, np.repeat(rows, num_drafts), positions.ravel())
+        positions = self._seqs.num_settled[rows][:, None] - 1 + np.arange(num_heads)
+        columns = columns_of(self._seqs.columns, np.repeat(rows, num_heads), positions.ravel())
+        choices: list[list[int]] = [[] for _ in range(len(logits))]  # by row: a head of a sequence
+        probs: list[list[Tensor]] = [[] for _ in choices]
 
         def edit(row: int, logits: Tensor) -> None:  # without the drafts before it
-            processors = seqs[row // num_drafts].processors
+            processors = seqs[row // num_heads].processors
             assert processors is not None
             processors.apply(logits)
+            logits[choices[row]] = -torch.inf
 
-        ids, _ = self._sampler.sample(logits, columns, edit)
-        if self._keeps_probs:
-            probs = self._sampler.probabilities(logits, columns, edit)
-            for place, seq in enumerate(seqs):
-                seq.draft_probs.extend(probs[place * num_drafts : (place + 1) * num_drafts])
-        found: list[list[int]] = np.maximum(ids, 0).reshape(-1, num_drafts).tolist()
-        return found
+        for rank in range(
+            num_ranks
+        ):  # each choice is what the head samples where those before it are forbidden
+            ids, best = self._sampler.sample(logits, columns, edit)
+            if self._keeps_probs:
+                found = self._sampler.probabilities(logits, columns, edit)
+            for row, (token_id, fine) in enumerate(
+                zip(ids.tolist(), np.isfinite(best).tolist(), strict=True)
+            ):
+                if fine and len(choices[row]) == rank:
+                    choices[row].append(token_id)
+                    logits[row, token_id] = -torch.inf
+                    if self._keeps_probs:
+                        probs[row].append(found[row])
+        drafts = []
+        for place, (seq, tree) in enumerate(zip(seqs, trees, strict=True)):
+            first = place * num_heads
+            proposed, nodes = planted(tree, choices[first : first + num_heads])
+            if self._keeps_probs:
+                seq.draft_probs.extend(probs[first + node.head][node.rank] for node in nodes)
+            drafts.append(proposed)
+        return drafts
 
 
 def _only(parts: Sequence[Tensor]) -> Tensor:

@@ -26,6 +26,7 @@ from quire.models.decoder import Decoder, Hidden
 from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
+from quire.runner.draft_chain import Recorded
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
 from quire.runner.sequences import WorkerSeq
@@ -135,6 +136,7 @@ class ModelRunner:
         self._hidden = self._taped_hidden = torch.empty(0)
         self.tape: StepTape | None = None
         self._taped: StepBuffers | None = None  # whose steps `tape` computes
+        self.recorded: Recorded | None = None  # the same for `runner.draft_chain`
         self._leaving: Hidden | None = None  # of the tape, on a stage that is not the last
 
     @torch.inference_mode()
@@ -155,6 +157,7 @@ class ModelRunner:
             _log.info("steps run call by call: %s", reason)
         else:
             self._taped, self._taped_hidden = buffers, self._hidden
+            self.recorded = Recorded(self.tape, buffers)
             _log.info("a step is %d recorded calls", len(self.tape))
 
     def release(self, seq: WorkerSeq) -> None:

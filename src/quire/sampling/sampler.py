@@ -141,12 +141,13 @@ class Sampler:
         self, logits: Tensor, columns: Columns, edit: Callable[[int, Tensor], None]
     ) -> list[Tensor]:
         """Return the distribution that each row is sampled from, float32 ``[vocab]``; arguments as of `sample`."""
-        found = []
-        for row in range(columns.size):
-            scores = logits[row].clone()
-            if columns["features"][row] & EDITED:
-                edit(row, scores)
-            found.append(probabilities(scores[None], columns[row : row + 1])[0].to(torch.float32))
+        found: list[Tensor] = []
+        step = max(1, _SCRATCH_ELEMENTS // self._vocab_size)
+        for start in range(0, columns.size, step):
+            part, scores = columns[start : start + step], logits[start : start + step].clone()
+            for row in np.flatnonzero(part["features"] & EDITED).tolist():
+                edit(start + row, scores[row])
+            found += probabilities(scores, part).to(torch.float32)
         return found
 
     def logprobs(

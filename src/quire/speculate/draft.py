@@ -47,6 +47,13 @@ class DraftForward(Protocol):
         """
         ...
 
+    def chains(self, rows: Sequence[Rows], counts: Sequence[int]) -> list[list[int]] | None:
+        """Compute ``rows``, which reach each sequence's last token, and go on to ``counts`` ≥ 1 drafts of each.
+
+        No draft counts as a token afterwards. None: nothing was computed, since these take a step per draft.
+        """
+        ...
+
     def second(self, seq_ids: Container[int]) -> dict[int, int]:
         """Return what the last `forward` would have sampled for ``seq_ids``, had its token been forbidden.
 
@@ -133,9 +140,20 @@ class DraftProposer:
     def _decode(self, wanted: list[Wanted], drafts: dict[int, Growing], appended: dict[int, int]) -> None:
         """Fill ``drafts``; ``appended`` counts those that are behind a sequence's last token at the moment."""
         chunks = self._catch_up(wanted)
-        found = self._forward(chunks)
         last = {rows.seq_id: rows.end for rows in chunks}
         ready = [each for each in wanted if last.get(each.seq_id) == len(each.token_ids)]
+        if (
+            chunks
+            and len(ready) == len(chunks)
+            and not any(drafts[each.seq_id].takes_second for each in ready)
+        ):
+            limits = [self._limit(each) for each in ready]
+            if (chains := self._model.chains(chunks, limits)) is not None:
+                for each, token_ids in zip(ready, chains, strict=True):
+                    for token_id in token_ids:
+                        drafts[each.seq_id].add(token_id, None)
+                return
+        found = self._forward(chunks)
         while ready:
             others: dict[int, int] = {}
             if branching := {each.seq_id for each in ready if drafts[each.seq_id].takes_second}:
