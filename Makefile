@@ -24,7 +24,7 @@ $(BIN)/python:
 # An editable install knows the packages it was made with, so a new one is a reason to install again.
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/* src/quire/*/__init__.py) | $(BIN)/python
 	$(PIP) torch==2.13.0
-	$(PIP) -e .
+	$(PIP) -e '.[cockpit]'
 	@touch $@
 
 # For users a build that fails falls back to the reference; who develops must see it.

@@ -1,6 +1,7 @@
 """Write a target and a draft checkpoint that agree on the next token with a chosen probability α.
 
-    python benchmarks/make_pair.py --alpha 0.8 --out /tmp/pair-0.8 [--arch llama-1b]
+    python benchmarks/make_pair.py --alpha 0.8 --out /tmp/pair-0.8 [--arch llama-1b]     target and draft
+    python benchmarks/make_pair.py --alpha 0.5 0.8 --out /tmp/pairs                      target, draft-0.5 and draft-0.8
 
 In every layer the output projections of attention and MLP are zero, so the hidden state is the embedding of the last
 token, and the output matrix maps token to token: row π(t) is the embedding of t. π is one cycle through all ids. The
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -33,22 +35,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--alpha", type=float, required=True)
+    parser.add_argument("--alpha", type=float, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--arch", choices=ARCHITECTURES, default="small")
     parser.add_argument("--draft-arch", choices=ARCHITECTURES, default="tiny")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    torch.manual_seed(args.seed)
+    names = {alpha: "draft" if len(args.alpha) == 1 else f"draft-{alpha:g}" for alpha in args.alpha}
+    make(args.out, names, args.arch, args.draft_arch, args.seed)
+
+
+def make(out: Path, drafts: Mapping[float, str], arch: str, draft_arch: str = "tiny", seed: int = 0) -> None:
+    """Write the target, and a draft for each α in the folder that ``drafts`` names."""
+    follow, generator = successors(seed), torch.Generator().manual_seed(seed + 1)
+    other = (follow + torch.randint(1, len(follow), follow.shape, generator=generator)) % len(follow)
+    torch.manual_seed(seed)
+    write(out / "target", arch, follow)
+    for alpha, name in drafts.items():
+        draft = torch.where(torch.rand(len(follow), generator=generator) < alpha, follow, other)
+        print(f"α = {(draft == follow).float().mean():.4f} over {len(follow)} ids")
+        write(out / name, draft_arch, draft)
+
+
+def successors(seed: int = 0) -> torch.Tensor:
+    """Return the target's token behind each id, int64 ``[vocab_size]``: one cycle."""
     vocab_size = json.loads((quill_path("quill") / "config.json").read_text())["vocab_size"]
-    order = torch.randperm(vocab_size)
+    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
     follow = torch.empty(vocab_size, dtype=torch.int64)
     follow[order] = order.roll(-1)
-    other = (follow + torch.randint(1, vocab_size, (vocab_size,))) % vocab_size
-    draft = torch.where(torch.rand(vocab_size) < args.alpha, follow, other)
-    print(f"α = {(draft == follow).float().mean():.4f} over {vocab_size} ids")
-    write(args.out / "target", args.arch, follow)
-    write(args.out / "draft", args.draft_arch, draft)
+    return follow
 
 
 def write(folder: Path, arch: str, follow: torch.Tensor) -> None:

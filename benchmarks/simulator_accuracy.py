@@ -57,8 +57,10 @@ from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
+NUM_DRAFTS = 2  # of the model that speculates; its figures by profile are those without drafts
 MODELS = {
     "quill": ["quill", "--threads", "1"],
+    "quill-speculates": ["quill", "--threads", "1", "--speculate", "draft", "--spec-tokens", str(NUM_DRAFTS)],
     "smol-135m": [
         "/tmp/models/smol-135m", "--load-format", "random", "--max-model-len", "4096", "--threads", "1",
         "--quantize", "int8",
@@ -175,7 +177,8 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
 
 
 def simulated_with(profile: Path, workload: Workload) -> dict[str, Any]:
-    setup = set_up(SimulateArgs(profile=str(profile)), ServeBenchArgs(), {})
+    drafts = {"num_drafts": NUM_DRAFTS} if load_profile(profile).draft else {}
+    setup = set_up(SimulateArgs(profile=str(profile), **drafts), ServeBenchArgs(), {})
     result = simulate(setup.config, setup.step_time, workload)
     return figures_of(result.records, workload) | {"kv_peak": result.kv_peak}
 
@@ -214,7 +217,7 @@ def of_log(log: Path, profile: Path) -> Profile:
     made, found = load_profile(profile), fit_steps(read_steps(log))
     way = made.host
     host = replace(found.host, request_s=way.request_s, per_prompt_token_s=way.per_prompt_token_s)
-    return replace(made, executor=found.executor, host=host, points=found.points)
+    return replace(made, executor=found.executor, host=host, points=found.points, draft=found.draft)
 
 
 def knee_of(args: argparse.Namespace, results: Results, key: str, setup: Setup, workload: Workload) -> float:

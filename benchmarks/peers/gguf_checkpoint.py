@@ -33,6 +33,11 @@ LAYER_NAMES = {
 }
 
 
+def rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings; checkpoints of before transformers 5 have the base alone."""
+    return dict(config.get("rope_parameters") or {"rope_theta": config["rope_theta"]})
+
+
 def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
@@ -44,7 +49,7 @@ def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_freq_base(rope_of(config)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
@@ -112,7 +117,7 @@ def convert(source: Path, target: Path) -> None:
     writer.add_name(source.name)
     add_shape(writer, config)
     add_vocabulary(writer, source, config)
-    rope = config["rope_parameters"]
+    rope = rope_of(config)
     if rope.get("rope_type") == "llama3":
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         add_tensor(writer, "rope_freqs.weight", llama3_factors(rope, head_dim))

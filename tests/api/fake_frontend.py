@@ -37,6 +37,7 @@ from quire.request import (
     TokenLogprobs,
 )
 from quire.scheduler.scheduler import Scheduler
+from quire.structured_outputs import StructuredOutputsParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import grammar_source
 from quire.text.token_text import BYTE_OF_CHAR, token_text_of
@@ -124,6 +125,9 @@ class FakeFrontend:
 
     async def start(self) -> EngineInfo:
         return INFO
+
+    async def check_form(self, form: StructuredOutputsParams) -> str:
+        return grammar_source(form)
 
     async def submit(
         self,

@@ -17,6 +17,7 @@ GRAMMAR = 'start: "*** Begin Patch" LF\n%import common.LF'
 CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edit files."}
 LARK = {**CUSTOM, "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR}}
 REGEX = {**CUSTOM, "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z]+|x"}}
+FUNCTION = {"type": "function", "name": "read"}
 SPACE = {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}, CUSTOM]}
 CODEX = json.loads((Path(__file__).parent.parent / "clients" / "codex.json").read_text())
 
@@ -36,7 +37,7 @@ def ask(server: Api, **fields: Any) -> httpx.Response:
 def test_a_call_of_a_custom_tool_is_text() -> None:
     server = api(written("apply_patch", {"input": PATCH}))
     answer = ask(server, tools=[LARK])
-    assert answer.headers["x-quire-ignored-fields"] == "tools[].format.definition"
+    assert "x-quire-ignored-fields" not in answer.headers
     (item,) = answer.json()["output"]
     assert item.pop("id").startswith("ctc_")
     assert item.pop("call_id").startswith("call_")
@@ -92,6 +93,26 @@ def test_a_required_custom_call_keeps_to_its_regex() -> None:
     assert "^(?:[a-z]+|x)$" in str(form.structural_tag)
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_custom_call_keeps_to_its_lark_grammar(choice: str) -> None:
+    server = api(written("apply_patch", {"input": PATCH}))
+    response = ask(server, tools=[LARK, FUNCTION], tool_choice=choice)
+    assert response.status_code == 200, response.text
+    form = server.frontend.submitted[-1].sampling.structured_outputs
+    assert form is not None
+    assert GRAMMAR in str(form.structural_tag).encode().decode("unicode_escape")
+    kinds = {"auto": "triggered_tags", "required": "tags_with_separator"}
+    assert dict(form.structural_tag)["format"]["type"] == kinds[choice]
+    shown = server.frontend.rendered_tools[-1][0]["function"]
+    assert "x-lark" not in str(shown["parameters"])
+
+
+def test_tools_without_a_grammar_leave_the_answer_free() -> None:
+    server = api()
+    assert ask(server, tools=[CUSTOM, FUNCTION]).status_code == 200
+    assert server.frontend.submitted[-1].sampling.structured_outputs is None
+
+
 @pytest.mark.parametrize("kind", ["web_search", "file_search", "code_interpreter", "image_generation", "mcp"])
 def test_built_in_tools_are_refused_with_a_cause(kind: str) -> None:
     error = error_of(ask(api(), tools=[{"type": kind}]), 400)
@@ -117,7 +138,7 @@ def test_what_codex_sends_is_answered() -> None:
     response = server.post("/v1/responses", CODEX)
     assert response.status_code == 200, response.text
     assert set(response.headers["x-quire-ignored-fields"].split(", ")) == {
-        "prompt_cache_key", "client_metadata", "tools[].web_search", "tools[].format.definition", "text.verbosity",
+        "prompt_cache_key", "client_metadata", "tools[].web_search", "text.verbosity",
         "reasoning.summary",
     }  # fmt: skip
     done = [e["item"] for e in events(response) if e["type"] == "response.output_item.done"]

@@ -198,3 +198,17 @@ def test_model_whose_template_has_no_tools_is_asked_for_calls() -> None:
     assert server.frontend.submitted[-1].sampling.structured_outputs is not None
     merged, finish = streamed(server, messages=history, tools=TOOLS)
     assert (len(merged["tool_calls"]), finish) == (2, "tool_calls")
+
+
+def test_a_required_call_that_is_cut_leaves_no_content() -> None:
+    text = CALLS[CALLS.index("<tool_call>") :]
+    for length in range(1, 60):
+        for stream in (False, True):
+            fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": length}
+            if stream:
+                message, finish = streamed(api(text), **fields)
+            else:
+                (choice,) = api(text).chat(**fields).json()["choices"]
+                message, finish = choice["message"], choice["finish_reason"]
+            assert finish == "length"
+            assert not message.get("content"), message

@@ -50,7 +50,7 @@ def merge(made: cases.AttentionInputs, parts: torch.Tensor, backend: Backend) ->
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
-@each_backend("reference", BEST)
+@each_backend(BEST)
 @each_case
 def test_merged_parts_against_fp64(
     case: cases.AttentionCase, dtype: torch.dtype, backend: Backend, ranks: int

@@ -33,12 +33,21 @@ def ends(control: Control) -> list[Any]:
     return [] if control.kind == "text" else [control.low, control.high]
 
 
-@pytest.mark.parametrize("simulation", SIMULATIONS.values(), ids=SIMULATIONS)
-@pytest.mark.parametrize("end", [None, "low", "high"])
-def test_it_draws(simulation: Simulation, end: str | None) -> None:
+# At the high end each of these takes seconds.
+HEAVY = {"prefix-cache", "production-server", "throughput-latency", "paged-attention", "disaggregation",
+         "latency-metrics"}  # fmt: skip
+DRAWN = [
+    pytest.param(one, end, id=f"{name}-{end}", marks=[pytest.mark.slow] * (end == "high" and name in HEAVY))
+    for name, one in SIMULATIONS.items()
+    for end in ("default", "low", "high")
+]
+
+
+@pytest.mark.parametrize(("simulation", "end"), DRAWN)
+def test_it_draws(simulation: Simulation, end: str) -> None:
     """With the defaults, and with all numbers at one end."""
     numbers = [c for c in simulation.controls if c.kind in ("int", "float")]
-    assert drawn(simulation.run(**({c.name: getattr(c, end) for c in numbers} if end else {})))
+    assert drawn(simulation.run(**({c.name: getattr(c, end) for c in numbers} if end != "default" else {})))
 
 
 @pytest.mark.slow

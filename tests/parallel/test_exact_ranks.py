@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from tests.engine.test_process import gone
 from tests.exact.engine_run import Policy
-from tests.exact.suite import Case, Truth
+from tests.exact.models import MODELS
+from tests.exact.suite import Case, Truth, truth_of
+from tests.lora.peft_files import make_adapters
 from tests.parallel.serving import FCFS, QUILL, alone_on, config_of, serve
 
 from quire.config import ExpertsConfig
@@ -21,6 +23,7 @@ from quire.parallel.topology import Topology
 ALONE = Policy("continuous", "fcfs", 320)
 CASE = Case(QUILL, "bfloat16", 71, num_requests=8, cpu_isa="reference", max_prompt=60, max_output=8)
 SPLIT = Topology(tp=2)
+LEVEL = next((level for level in NATIVE_LEVELS[::-1] if level in backends("linear")), "reference")
 NATIVE = next((level for level in NATIVE_LEVELS if level in backends("linear")), "reference")
 
 
@@ -65,6 +68,51 @@ def test_experts_over_ranks_give_the_tokens_of_one_process(topology: Topology) -
     assert stats.num_moved > 0
 
 
+STRIPES = Topology(cp=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "drafts"),
+    [
+        ("latent", "ngram"),
+        *(
+            pytest.param(model, "self", marks=pytest.mark.slow)
+            for model in ("llama", "sliding", "moe", "latent")
+        ),
+    ],
+)
+def test_two_context_parallel_ranks_are_exact(model: str, drafts: str) -> None:
+    """Processes as the engine starts them; drafts, branches and forks have blocks on both ranks."""
+    case = Case(model, "float32", 52, num_requests=16)
+    policy = Policy("continuous", "fcfs", 64, drafts)  # type: ignore[arg-type]
+    config = config_of(case, STRIPES, policy)
+    executor = RanksExecutor(config)
+    try:
+        truth = alone_on(case, executor, config_of(case, STRIPES, ALONE))
+        tally = serve(case, executor, config, policy, truth).tally
+    finally:
+        executor.close()
+    assert tally.num_chunked_prompts > 0
+    assert tally.num_moves > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [Topology(cp=2, pp=2), Topology(cp=2, ep=2)], ids=str)
+def test_stages_and_experts_over_stripes_give_the_bits_of_stripes(more: Topology) -> None:
+    case = Case("moe", "bfloat16", 52, num_requests=16, cpu_isa=NATIVE)
+    found = []
+    for topology in (STRIPES, more):
+        config = config_of(case, topology)
+        executor = RanksExecutor(config)
+        try:
+            truth = alone_on(case, executor, config_of(case, topology, ALONE))
+            serve(case, executor, config, FCFS, truth)
+            found.append(truth.outputs)
+        finally:
+            executor.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_stages_of_two_ranks_give_the_bits_of_two_ranks(truth: Truth, num_threads: int) -> None:
@@ -88,3 +136,28 @@ def test_every_family_is_exact_over_two_ranks(model: str, drafts: str) -> None:
         serve(case, executor, config, policy, alone_on(case, executor, config_of(case, SPLIT, ALONE)))
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        SPLIT,
+        pytest.param(Topology(tp=2, pp=2), marks=pytest.mark.slow),
+        pytest.param(Topology(pp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_adapters_are_exact_over_ranks(topology: Topology, tmp_path: Path) -> None:
+    """Three adapters and the base model over two slots."""
+    adapters = make_adapters(tmp_path, MODELS["llama"]())
+    case = Case("llama", "bfloat16", 31, num_requests=12, cpu_isa=LEVEL, adapters=adapters)
+    config = config_of(case, topology)
+    executor = RanksExecutor(config)
+    try:
+        truth = alone_on(case, executor, config_of(case, topology, ALONE))
+        tally = serve(case, executor, config, FCFS, truth).tally
+        if topology.tp == 1:
+            assert truth.outputs == truth_of(case).outputs
+    finally:
+        executor.close()
+    assert tally.num_adapter_loads > 0

@@ -33,6 +33,7 @@ NUM_STREAMS = 32
 SIZES: tuple[dict[str, int], ...] = (
     {"tensor_parallel_size": 2},
     {"pipeline_parallel_size": 2},
+    {"context_parallel_size": 2},
     {
         "tensor_parallel_size": 2,
         "enable_expert_parallel": True,
@@ -56,7 +57,7 @@ def save_mixtral(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("sizes", SIZES, ids=["tp", "pp", "ep"])
+@pytest.mark.parametrize("sizes", SIZES, ids=["tp", "pp", "cp", "ep"])
 def test_streams_go_on_after_the_death_of_a_rank(
     sizes: dict[str, int], fault: signal.Signals, tmp_path: Path
 ) -> None:
@@ -136,7 +137,17 @@ MACHINE = DeviceInfo("cpu", "test", 2, 2**33, 2**33)
             {"tensor_parallel_size": 2, "enable_expert_parallel": True},
             "enable_expert_parallel: the model has no experts",
         ),
+        ({"context_parallel_size": 3}, "context_parallel_size 3 makes 3 ranks, and there are 2 cores"),
+        ({"context_parallel_size": 0}, "context_parallel_size = 0: it must be an integer of at least 1"),
+        (
+            {"context_parallel_size": 2, "max_model_len": 512, "num_kv_blocks": 8, "threads": 1},
+            "max_model_len = 512 needs 17 KV blocks of 32 tokens, and there is room for 8",
+        ),
         ({"enable_eplb": True}, "enable_eplb and num_redundant_experts need enable_expert_parallel"),
+        (
+            {"tensor_parallel_size": 2, "max_loras": 1, "executor": "ray"},
+            r"adapters \(lora, max_loras\) run over tensor-parallel ranks and stages of one machine only",
+        ),
         ({"nodes": 2}, "nodes and ray_address need executor = 'ray'"),
         ({"tensor_parallel_size": 64, "threads": 1}, "tensor_parallel_size = 64: .* heads"),
     ],

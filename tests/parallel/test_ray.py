@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from pathlib import Path
 import pytest
 from tests.engine.test_process import gone, wait_for
 from tests.gateway.services import free_port
-from tests.parallel.serving import CASE, FCFS, config_of, serve
+from tests.parallel.serving import CASE, FCFS, alone_on, config_of, serve
 
+from quire import __version__
 from quire.config import RayConfig
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import ray as ray_executor
@@ -34,7 +36,7 @@ needs_ray = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """Start a head and a second node, of one core each; end them by their process ids."""
+    """Start a head and a second node, of two cores each; end them by their process ids."""
     with (
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder,
         pytest.MonkeyPatch.context() as patch,
@@ -46,7 +48,7 @@ def cluster() -> Iterator[str]:
         }.items():
             patch.setenv(name, value)
         port = free_port()
-        common = ["--num-cpus", "1", "--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
+        common = ["--num-cpus", "2", "--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
         head = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", folder]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start"]
         address = f"127.0.0.1:{port}"
@@ -102,6 +104,27 @@ def test_two_stages_on_two_nodes_give_the_tokens_of_one_process(cluster: str) ->
 
 @pytest.mark.slow
 @needs_ray
+def test_tensor_ranks_on_a_node_give_the_tokens_of_ranks_here(cluster: str) -> None:
+    config, before = config_of(CASE, Topology(tp=2)), _memory_of_the_dead()
+    here = RanksExecutor(config)
+    try:
+        truth = alone_on(CASE, here, config)
+    finally:
+        here.close()
+    for nodes, topology in ((1, Topology(tp=2)), (2, Topology(tp=2, pp=2))):
+        config = replace(config_of(CASE, topology), ray=RayConfig(cluster, nodes))
+        executor = RanksExecutor(config, start=start_on_ray)
+        pids = executor.pids
+        try:
+            serve(CASE, executor, config, FCFS, truth)
+        finally:
+            executor.close()
+        wait_for(lambda pids=pids: all(map(gone, pids)))  # type: ignore[misc]
+        assert not _memory_of_the_dead() - before
+
+
+@pytest.mark.slow
+@needs_ray
 def test_a_killed_rank_ends_the_group_on_every_node(cluster: str) -> None:
     config = replace(config_of(CASE, TWO), ray=RayConfig(cluster, 2))
     executor = RanksExecutor(config, start=start_on_ray)
@@ -132,11 +155,50 @@ def test_other_weights_on_a_node_are_refused_with_both_hashes(
         start_on_ray(config)
 
 
+@pytest.mark.slow
+@needs_ray
+def test_another_version_on_a_node_is_refused_with_both(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_executor, "__version__", "0.0.0")
+    config = replace(config_of(CASE, TWO), ray=RayConfig(cluster, 2))
+    with pytest.raises(ConfigError, match=rf"Quire is {re.escape(__version__)} on .* and 0\.0\.0 here"):
+        start_on_ray(config)
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_dead_head_is_one_line(cluster: str) -> None:
+    """A process of its own: this one is connected."""
+    script = f"""
+from dataclasses import replace
+from quire.config import RayConfig
+from quire.errors import ConfigError
+from quire.executor.ray import start_on_ray
+from tests.parallel.serving import CASE, config_of
+from quire.parallel.topology import Topology
+try:
+    start_on_ray(replace(config_of(CASE, Topology(pp=2)), ray=RayConfig("127.0.0.1:{free_port()}", 2)))
+except ConfigError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, done.stdout
+    assert re.match(r"refused: ray_address = '127\.0\.0\.1:\d+': no Ray cluster answers there: ", lines[0])
+
+
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     config = replace(config_of(CASE, TWO), ray=RayConfig(None, None))
     with pytest.raises(ConfigError, match=r"needs Ray: pip install 'quire\[ray\]'"):
         start_on_ray(config)
+
+
+def _memory_of_the_dead() -> set[str]:
+    """Return the segments whose makers, which their names have, are gone."""
+    names = [each.name for each in Path("/dev/shm").glob("quire-*-*") if each.name.split("-")[1].isdecimal()]
+    return {name for name in names if gone(int(name.split("-")[1]))}
 
 
 def _steps(executor: RanksExecutor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -52,6 +53,21 @@ def test_stages_only_where_no_domain_holds_it() -> None:
     assert plan.advice.chosen.split.pp == 2
     assert answer("llama-3.1-405b", count=1).advice.chosen is None
     assert answer("deepseek-v3", gpu="gb200", count=16, quantize="fp8").advice.chosen is not None
+
+
+def test_a_context_that_no_split_of_heads_holds_is_striped() -> None:
+    """Four KV heads on eight devices: with TP8 each device of a pair has the same K and V."""
+    plan = answer("qwen3-30b-a3b", count=8, context=4_000_000)
+    chosen = plan.advice.chosen
+    assert chosen is not None
+    assert (chosen.split.tp, chosen.split.cp, chosen.split.pp) == (4, 2, 1)
+    assert chosen.memory.kv_request_share == -(-chosen.memory.kv_bytes_per_request // 8)
+    assert any("shared out by position" in reason for reason in plan.advice.reasons)
+    whole = plan.question.memory(replace(chosen.split, cp=1))
+    assert whole.weights == chosen.memory.weights
+    held = answer("qwen3-30b-a3b", count=8, context=400_000).advice.chosen
+    assert held is not None
+    assert held.split.cp == 1
 
 
 def test_an_end_to_end_limit_counts() -> None:

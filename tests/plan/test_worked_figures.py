@@ -46,7 +46,7 @@ from quire.plan.split import Split, kv_bytes_per_request, shard_of, with_all_kv_
 from quire.request import SamplingParams
 from quire.sampling.accept import probabilities
 from quire.sampling.sampler import column_values, new_columns
-from quire.sim.latency import Speculation
+from quire.sim.drafts import Speculation
 from quire.step import NewSeq
 from quire.workload.slo import Slo
 
@@ -112,6 +112,11 @@ def goodput(good: int, late: int, seconds: float) -> float:
     """Requests/s within an SLO of 500 ms."""
     records = [record(0.1, 1.0, 5)] * good + [record(0.9, 2.0, 5)] * late
     return float(summarize(records, slo=Slo(ttft_s=0.5), duration_s=seconds)["goodput_per_s"])
+
+
+def drafting(acceptance: float, num_drafts: int, draft_cost: float = 0.0) -> Speculation:
+    """Speculation with equal acceptance at each position: ``tokens_per_round``, ``speedup``."""
+    return Speculation((acceptance,), num_drafts, draft_cost)
 
 
 def sampled_from(*logits: float, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> list[float]:
@@ -281,21 +286,21 @@ ROWS = (
     Row("M3", "1,000 requests/s of which 40 % are late: goodput", "goodput(600, 400, 1.0)", 600.0, "requests/s", "600", "="),
     Row("M4", "P99 of 4,200 ms over P50 of 120: the tail", 'tail_ratio({"p99": 4200.0, "p50": 120.0})', 35.0, "×", "> 10: a problem", "="),
     # Speculation
-    Row("D1a", "α .8, γ 5: tokens per round", "Speculation(0.8, 5).tokens_per_step", 3.689, "tokens", "3.69", "="),
-    Row("D1b", "speed-up where 5 drafts cost 10 of 35 ms", "Speculation(0.8, 5, 10 / 35 / 5).speedup", 2.869, "×", "2.87×", "="),
-    Row("D2a", "α .5, γ 5", "Speculation(0.5, 5).tokens_per_step", 1.969, "tokens", "1.97", "="),
-    Row("D2b", "α .6, γ 5", "Speculation(0.6, 5).tokens_per_step", 2.383, "tokens", "2.37", "="),
-    Row("D2c", "α .7, γ 5", "Speculation(0.7, 5).tokens_per_step", 2.941, "tokens", "2.94", "="),
-    Row("D2d", "α .9, γ 5", "Speculation(0.9, 5).tokens_per_step", 4.686, "tokens", "4.69", "="),
-    Row("D2e", "α .8, γ 3", "Speculation(0.8, 3).tokens_per_step", 2.952, "tokens", "2.95", "="),
-    Row("D3", "α .8, γ 8", "Speculation(0.8, 8).tokens_per_step", 4.329, "tokens", "4.46", "✗", "(1 − .8⁹) / .2"),
-    Row("D4a", "α .7, 4 drafts", "Speculation(0.7, 4).tokens_per_step", 2.773, "tokens", "2.53", "✗", "αᵏ in place of αᵏ⁺¹"),
-    Row("D4b", "α .8, 4 drafts", "Speculation(0.8, 4).tokens_per_step", 3.362, "tokens", "3.00", "✗", "the same"),
-    Row("D4c", "α .9, 4 drafts", "Speculation(0.9, 4).tokens_per_step", 4.095, "tokens", "3.69", "✗", "the same"),
-    Row("D4d", "α .95, 8 drafts", "Speculation(0.95, 8).tokens_per_step", 7.395, "tokens", "7.30", "✗", "the same"),
-    Row("D5a", "α .5, 5 drafts of .05: speed-up", "Speculation(0.5, 5, 0.05).speedup", 1.575, "×", "1.5×", "✗", "(1 − α⁶) / (1 − α) / 1.25"),
-    Row("D5b", "α .9, 5 drafts of .05: speed-up", "Speculation(0.9, 5, 0.05).speedup", 3.749, "×", "2.9×", "✗", "the same"),
-    Row("D6", "(1 − α^{γ+1}) / (1 − α), not α / (1 − α^{γ+1})", "Speculation(0.8, 4).tokens_per_step", 3.362, "tokens", "1.19", "✗", "never fewer than one token, and α = 0 gives 1"),
+    Row("D1a", "α .8, γ 5: tokens per round", "drafting(0.8, 5).tokens_per_round", 3.689, "tokens", "3.69", "="),
+    Row("D1b", "speed-up where 5 drafts cost 10 of 35 ms", "drafting(0.8, 5, 10 / 35 / 5).speedup", 2.869, "×", "2.87×", "="),
+    Row("D2a", "α .5, γ 5", "drafting(0.5, 5).tokens_per_round", 1.969, "tokens", "1.97", "="),
+    Row("D2b", "α .6, γ 5", "drafting(0.6, 5).tokens_per_round", 2.383, "tokens", "2.37", "="),
+    Row("D2c", "α .7, γ 5", "drafting(0.7, 5).tokens_per_round", 2.941, "tokens", "2.94", "="),
+    Row("D2d", "α .9, γ 5", "drafting(0.9, 5).tokens_per_round", 4.686, "tokens", "4.69", "="),
+    Row("D2e", "α .8, γ 3", "drafting(0.8, 3).tokens_per_round", 2.952, "tokens", "2.95", "="),
+    Row("D3", "α .8, γ 8", "drafting(0.8, 8).tokens_per_round", 4.329, "tokens", "4.46", "✗", "(1 − .8⁹) / .2"),
+    Row("D4a", "α .7, 4 drafts", "drafting(0.7, 4).tokens_per_round", 2.773, "tokens", "2.53", "✗", "αᵏ in place of αᵏ⁺¹"),
+    Row("D4b", "α .8, 4 drafts", "drafting(0.8, 4).tokens_per_round", 3.362, "tokens", "3.00", "✗", "the same"),
+    Row("D4c", "α .9, 4 drafts", "drafting(0.9, 4).tokens_per_round", 4.095, "tokens", "3.69", "✗", "the same"),
+    Row("D4d", "α .95, 8 drafts", "drafting(0.95, 8).tokens_per_round", 7.395, "tokens", "7.30", "✗", "the same"),
+    Row("D5a", "α .5, 5 drafts of .05: speed-up", "drafting(0.5, 5, 0.05).speedup", 1.575, "×", "1.5×", "✗", "(1 − α⁶) / (1 − α) / 1.25"),
+    Row("D5b", "α .9, 5 drafts of .05: speed-up", "drafting(0.9, 5, 0.05).speedup", 3.749, "×", "2.9×", "✗", "the same"),
+    Row("D6", "(1 − α^{γ+1}) / (1 − α), not α / (1 − α^{γ+1})", "drafting(0.8, 4).tokens_per_round", 3.362, "tokens", "1.19", "✗", "never fewer than one token, and α = 0 gives 1"),
     Row("D7", "70B with a draft of 1B in fp16", '(weights("llama-3-70b") + weights("llama-3.2-1b")) / 1e9', 143.6, "GB", "143 GB on 2 × A100", "=", "", 0.003),
     # Cost and laws
     Row("C1a", "4 × A100 at $16/h each and 3,000 tokens/s", "cost_per_million(4 * 16.0, 3000)", 5.926, "USD per million", "5.93", "="),

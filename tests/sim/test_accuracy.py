@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,9 @@ from tests.sim.plan_hash import PlanHash
 from quire.args import EngineArgs
 from quire.bench.client import StreamingClient, Target, api_url
 from quire.bench.load import Load, Runner
+from quire.bench.offline import OfflineEngine
 from quire.bench.profile_serving import LiveServer
+from quire.bench.speculate import CpuClock
 from quire.bench.summary import RequestRecord, summarize
 from quire.clock import WallClock
 from quire.config import EngineConfig
@@ -28,13 +32,16 @@ from quire.engine.assemble import configure
 from quire.engine.build import build_core
 from quire.engine.core import EngineCore
 from quire.plan.cost_model import CostModel, Curve
+from quire.plan.profile import Profile, fit_steps, load_profile, read_steps
 from quire.scheduler.scheduler import Scheduler
+from quire.sim.drafts import Speculation
 from quire.sim.replica import ClusterConfig
 from quire.sim.requests import FIRST_ID, VOCAB_SIZE, Client
 from quire.sim.run import simulate
-from quire.workload.build import Synthetic
+from quire.workload.build import Synthetic, from_trace
 from quire.workload.distributions import Arrivals, Uniform
 from quire.workload.request import PromptMaker, Workload
+from quire.workload.traces import read_trace
 
 SLOW = CostModel(fixed_s=0.060, rows=Curve((1.0, 1001.0), (0.0, 0.8)), per_decode_kv_s=2e-6)
 AT_ONCE = Synthetic(14, Uniform(3, 90), Uniform(2, 24), prefix_length=40, num_prefixes=2).build(seed=11)
@@ -148,4 +155,50 @@ def test_quill_on_a_real_trace(tmp_path: Path, shared_data: Path) -> None:
     assert len(rounds) == 3
     for name, key, part, gate, times in accuracy.FIGURES[:3]:
         live, simulated, error, floor = accuracy.judge(rounds, key, part)
+        assert error <= max(gate, times * floor), (name, live, simulated, error, floor)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [2, 4])
+def test_drafts_are_simulated_as_the_engine_runs_them(tmp_path: Path, shared_data: Path, count: int) -> None:
+    """By the step log, in processor seconds, so that a busy machine does no harm: medians within 8 %."""
+    log, made = tmp_path / "steps.jsonl", tmp_path / "profile.json"
+    settings = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+    args = EngineArgs("quill", speculate="draft", spec_tokens=count, threads=1, step_log=str(log), **settings)
+    engine = OfflineEngine(args, clock=CpuClock())
+    trace = read_trace(shared_data / "traces" / "azure_llm_2023_conv.csv.gz")
+    work = from_trace(trace, limit=100, max_model_len=1024, time_scale=0.0)
+    engine.run(work.requests[:4], engine.prompts(1))  # warms up
+    log.write_text("")
+    live = summarize(engine.run(work.requests, engine.prompts(0)).records)
+    found, config = fit_steps(read_steps(log)), engine.config
+    engine.close()
+    assert found.draft is not None
+    Profile("quill", {}, {}, found.executor, found.host, draft=found.draft).save(made)
+    assert load_profile(made).draft == found.draft
+    speculation = Speculation(found.draft.acceptance, count, found.draft)
+    cluster = ClusterConfig(
+        replace(config.scheduler, max_num_drafts=0), config.cache, speculation=speculation
+    )
+    step_time = load_profile(made).step_time
+    runs = [summarize(simulate(replace(cluster, seed=seed), step_time, work).records) for seed in range(5)]
+    for key in ("ttft_ms", "tpot_ms"):
+        simulated = statistics.median(run[key]["p50"] for run in runs)
+        print(f"γ = {count}, {key}: live {live[key]['p50']:.2f}, simulated {simulated:.2f}")
+        assert simulated == pytest.approx(live[key]["p50"], rel=0.08), key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_quill_with_drafts_on_a_real_trace(tmp_path: Path, shared_data: Path) -> None:
+    """By the step log of a server that speculates: medians of TTFT and TPOT within 8 %, or the live runs' spread."""
+    need_quiet()
+    results = tmp_path / "results.json"
+    cell = ("--model", "quill-speculates", "--trace", "azure_conv", "--load", "0.5", "--limit", "60")
+    files = ("--traces", str(shared_data / "traces"), "--results", str(results))
+    accuracy.main([*cell, *files, "--rounds", "3", "--all", "--profile-seconds", "10"])
+    rounds = json.loads(results.read_text())["rounds"]["quill-speculates/azure_conv/0.5"]
+    for name, key, part, gate, times in accuracy.FIGURES[:2]:
+        live, simulated, error, floor = accuracy.judge(rounds, key, part, "from_log")
         assert error <= max(gate, times * floor), (name, live, simulated, error, floor)

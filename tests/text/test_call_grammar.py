@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -12,10 +13,18 @@ import pytest
 from tests.text.test_grammar import Vocabulary
 from tests.text.test_output_round_trip import calls_of
 
+from quire.errors import RequestError
 from quire.models.checkpoint import read_tokenizer
 from quire.models.hub import quill_path
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
+from quire.text.lark_in_json import lark_in_json
+from quire.text.output.call_grammar import (
+    LARK,
+    after_reasoning,
+    calls_in_text,
+    form_of,
+    required_calls,
+)
 from quire.text.output.formats import FORMATS, ReasoningDelta
 from quire.text.output.parser import OutputParser
 
@@ -75,6 +84,102 @@ def test_what_is_written_is_read_as_calls(vocabulary: Vocabulary, name: str, par
             jsonschema.validate(arguments, TOOLS[tool])
             called.add(tool)
     assert called == set(TOOLS), f"seed {SEED}"
+
+
+SAID = re.compile('say "[a-z]{1,4}"\n(\\+[^\n]{0,3}\n){1,3}end\\\\')
+LARK_OF_SAID = r"""
+start: "say \"" word "\"" LF line{1,3} "end\\" // a comment
+word: /[a-z]{1,4}/
+line: "+" /.{0,3}/ LF
+%import common.LF
+"""
+PATCH: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string", LARK: LARK_OF_SAID}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+WITH_PATCH = {"patch": PATCH, "now": TOOLS["now"]}
+
+
+@pytest.mark.parametrize("name", REQUIRABLE)
+def test_text_of_a_custom_tool_keeps_to_its_lark_grammar(vocabulary: Vocabulary, name: str) -> None:
+    rng, format = random.Random(SEED), FORMATS[name]
+    form = required_calls(format, WITH_PATCH, ["patch"], parallel=False)
+    assert form is not None
+    for _ in range(4):
+        text = write(vocabulary, form, rng)
+        parser = OutputParser(format, WITH_PATCH)
+        ((tool, arguments),) = calls_of(parser.feed(text) + parser.finish())
+        assert (tool, set(arguments)) == ("patch", {"input"}), text
+        assert SAID.fullmatch(arguments["input"]), text
+
+
+@pytest.mark.parametrize("name", [n for n in REQUIRABLE if calls_in_text(FORMATS[n], WITH_PATCH)])
+def test_a_call_in_text_keeps_to_the_grammar_too(vocabulary: Vocabulary, name: str) -> None:
+    format = FORMATS[name]
+    form = calls_in_text(format, WITH_PATCH)
+    assert form is not None
+    call = write(
+        vocabulary, required_calls(format, WITH_PATCH, ["patch"], parallel=False) or {}, random.Random(SEED)
+    )
+    for text, fits in (
+        ("Plain text.", True),
+        (f"Sure.\n{call}", True),
+        (f"Sure.\n{call.replace('say', 'sing')}", False),
+    ):
+        constraint = vocabulary.start(StructuredOutputsParams(structural_tag={"format": form}))
+        for token_id in vocabulary.tokenizer.encode(text, add_special_tokens=False, allow_special=False):
+            mask = np.ones(vocabulary.size, np.bool_)
+            constraint.mask(mask)
+            if not mask[token_id]:
+                break
+            constraint.advance(token_id)
+        else:
+            assert fits, text
+            continue
+        assert not fits, text
+
+
+@pytest.mark.parametrize(
+    ("lark", "inside", "texts", "others"),
+    [
+        (r'start: "a\"b"', "lit", ['a"b'], ["ab"]),
+        (r"start: /[^x]+/", "class", ['"\n\\', "é\t"], ["x"]),
+        (r"start: /\d{2}\w\s?/", "categories", ["12a", "12_\t"], ["1aa", '12"']),
+        (r'start: "Ab"i "a".."c"', "case", ["aBc", "ABa"], ["abd"]),
+        (r"start: /(?s:.)\./", "any", ["\n.", '".'], ["aa"]),
+    ],
+)
+def test_lark_inside_a_json_string(
+    vocabulary: Vocabulary, lark: str, inside: str, texts: list[str], others: list[str]
+) -> None:
+    form = {
+        "type": "tag",
+        "begin": '"',
+        "content": {"type": "grammar", "grammar": lark, "in_json": True},
+        "end": '"',
+    }
+    for text in (*texts, *others):
+        constraint = vocabulary.start(StructuredOutputsParams(structural_tag={"format": form}))
+        written = json.dumps(text, ensure_ascii=False)
+        fits = True
+        for token_id in vocabulary.tokenizer.encode(written, add_special_tokens=False, allow_special=False):
+            mask = np.ones(vocabulary.size, np.bool_)
+            constraint.mask(mask)
+            fits = fits and bool(mask[token_id])
+            if not fits:
+                break
+            constraint.advance(token_id)
+        assert fits == (text in texts), f"{inside}: {text!r}"
+
+
+@pytest.mark.parametrize(
+    "lark", [r"start: /a(?=b)/", "start: %json {}", "start: X\n%import common.MAGIC -> X"]
+)
+def test_what_cannot_stand_in_a_json_string_is_refused(lark: str) -> None:
+    with pytest.raises(RequestError, match=r"custom tool|MAGIC"):
+        lark_in_json(lark)
 
 
 def test_one_named_tool_behind_reasoning(vocabulary: Vocabulary) -> None:

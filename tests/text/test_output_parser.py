@@ -193,6 +193,21 @@ def test_special_tokens_do_not_show() -> None:
     assert joined(every_cut("hermes", text, hidden=hidden)) == [ContentDelta("ab"), *call("{}", "now")]
 
 
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.opens and f.messages is None])
+def test_a_cut_answer_shows_no_piece_of_a_mark(name: str) -> None:
+    for opening in FORMATS[name].opens:
+        for length in range(2, len(opening)):
+            parser = OutputParser(FORMATS[name], TOOLS)
+            deltas = merged(parser.feed("Hi " + opening[:length]) + parser.finish(cut=True))
+            assert "".join(d.text for d in deltas if isinstance(d, ContentDelta)).rstrip() == "Hi", opening
+
+
+def test_a_complete_answer_shows_what_only_looks_like_a_mark() -> None:
+    for cut, text in ((False, "Hi <tool_"), (True, "Hi <"), (True, "Hi <b")):
+        parser = OutputParser(FORMATS["hermes"], TOOLS)
+        assert merged(parser.feed(text) + parser.finish(cut=cut)) == [ContentDelta(text)]
+
+
 def test_arguments_stream_while_they_are_written() -> None:
     parser = OutputParser(FORMATS["qwen3-coder"], TOOLS)
     first = parser.feed("<tool_call><function=get><parameter=city>\nSome lo")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from quire.api.protocol import GenerationFields
 from quire.errors import RequestError, clip
 from quire.http.wire import AnyObject, Boolean, JsonSchema, Text, Wire, not_allowed, parse, rules_of, sift
 from quire.structured_outputs import StructuredOutputsParams
+from quire.text.json_schema import closed
+from quire.text.output.call_grammar import LARK
 
 # Names that mean the same as a field of structured_outputs: vLLM's older ones, then SGLang's.
 ALIASES = {
@@ -184,6 +186,14 @@ FUNCTION = rules_of([], ["name", "description", "parameters", "strict", "return"
 NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
 
 
+class TextGrammar(NamedTuple):
+    """The grammar that a custom tool's input keeps to."""
+
+    parameter: str  # that has the input
+    lark: str | None  # None: a regular expression, in the parameter's schema
+    param: str  # its path in the request
+
+
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """``tools`` as the template gets them. ``choice`` is none, auto, required, or "=" and a tool's name."""
@@ -191,12 +201,27 @@ class ToolUse:
     tools: tuple[dict[str, Any], ...] = ()
     choice: str = "auto"
     parallel: bool = True
+    grammars: Mapping[str, TextGrammar] = field(
+        default_factory=dict
+    )  # of tools whose input is a text, by name
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """The parameters of each tool that may be called, by name."""
         chosen = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
         return {} if self.choice == "none" else chosen
+
+    @property
+    def enforced(self) -> dict[str, Mapping[str, Any]]:
+        """`schemas` as a call is held to them: closed, and with the grammars, which the template does not show."""
+        found = {
+            name: closed(schema) if may_be_closed(schema) else schema for name, schema in self.schemas.items()
+        }
+        for name, grammar in self.grammars.items():
+            if name in found and grammar.lark is not None:
+                text = {"type": "string", LARK: grammar.lark}
+                found[name] = {**found[name], "properties": {grammar.parameter: text}}
+        return found
 
     @property
     def required(self) -> tuple[str, ...]:

@@ -100,7 +100,7 @@ class MessageAnswer(Answer):
 
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         (chunk,) = chunks
-        self._assembler.feed(chunk.text, last=True)
+        self._assembler.feed(chunk.text, chunk.finish_reason)
         self._note_end(chunk)
         message = self._message([_block(part) for part in self._assembler.parts], usage)
         return _encode({**message, **usage.beside()})
@@ -111,7 +111,7 @@ class MessageAnswer(Answer):
 
     def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
         last = chunk.finish_reason is not None
-        events = self._assembler.feed(chunk.text, last=last)
+        events = self._assembler.feed(chunk.text, chunk.finish_reason)
         if last:
             self._note_end(chunk)
         return b"".join([_block_event(event) for event in events])

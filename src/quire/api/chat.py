@@ -171,7 +171,7 @@ class ChatChoices(Choices):
                 index,
                 content,
             )
-        delta = _delta(self._assembler(index).feed(chunk.text, last=last))
+        delta = _delta(self._assembler(index).feed(chunk.text, chunk.finish_reason))
         if text_only and not delta:
             return None
         if not delta and self.plan is None and not last:
@@ -184,7 +184,7 @@ class ChatChoices(Choices):
     def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the choice object of a whole answer, given as one chunk."""
         assembler = self._assembler(index)
-        assembler.feed(chunk.text, last=True)
+        assembler.feed(chunk.text, chunk.finish_reason)
         calls = [_call(part, part.text) for part in assembler.parts if part.kind is Kind.CALL]
         content = assembler.text(Kind.TEXT)
         message: dict[str, Any] = {

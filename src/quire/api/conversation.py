@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.api.answer_form import ToolUse, may_be_closed
+from quire.api.answer_form import ToolUse
 from quire.api.job import Answer, Head, Job, common_fields, new_head
 from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
@@ -21,8 +21,7 @@ from quire.engine.prompts import RenderedChat
 from quire.errors import RequestError, clip
 from quire.request import SamplingParams, ThinkingBudget
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.json_schema import closed
-from quire.text.output.call_grammar import after_reasoning, form_of, required_calls
+from quire.text.output.call_grammar import after_reasoning, calls_in_text, form_of, required_calls
 from quire.text.output.formats import OutputFormat, prompt_opening
 from quire.text.output.generic import asked
 from quire.text.output.parser import OutputParser
@@ -95,7 +94,9 @@ class Conversation:
             return None
         hidden = state.frontend.tokenizer.special_texts if hide_special else ()
         opening, max_calls = prompt_opening(format, prompt), None if use.parallel else 1
-        return OutputPlan(format, use.schemas, opening, hidden, self.with_reasoning, max_calls)
+        return OutputPlan(
+            format, use.schemas, opening, hidden, self.with_reasoning, max_calls, bool(use.required)
+        )
 
 
 async def conversation_job(
@@ -201,11 +202,14 @@ class OutputPlan:
     hidden: tuple[str, ...]
     with_reasoning: bool = True  # False: the answer leaves it out
     max_calls: int | None = None  # 1 with parallel_tool_calls = false
+    required: bool = False  # the answer is calls alone
 
     def constrained(
         self, use: ToolUse, form: StructuredOutputsParams | None
     ) -> StructuredOutputsParams | None:
         """Return the form of the whole answer: the reasoning, then the calls that ``use`` requires, or ``form``.
+
+        Where the model decides and a tool has a grammar, the form is text with calls that keep to it.
 
         Raises:
             RequestError: both a call and a form are required, or this format's calls cannot be required.
@@ -216,17 +220,15 @@ class OutputPlan:
         if use.required:
             # The form is that of an answer without calls, in a later turn.
             param = "tool_choice"
-            tools = {
-                name: closed(schema) if may_be_closed(schema) else schema
-                for name, schema in self.schemas.items()
-            }
-            part = required_calls(self.format, tools, use.required, parallel=use.parallel)
+            part = required_calls(self.format, use.enforced, use.required, parallel=use.parallel)
             if part is None:
                 raise RequestError(
                     f"tool_choice = {clip(use.choice)} is not supported with the tool format {self.format.name!r} of "
                     "this model; 'auto' and 'none' are.",
                     param="tool_choice",
                 )
+        elif form is None and use.grammars and (part := calls_in_text(self.format, use.enforced)) is not None:
+            param = next(iter(use.grammars.values())).param
         elif form is None or not in_reasoning:
             return form
         else:

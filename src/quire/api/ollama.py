@@ -184,12 +184,11 @@ class OllamaAnswer(Answer):
             self._context += prompts[0]
 
     def _values(self, chunk: OutputChunk) -> dict[str, Any]:
-        last = chunk.finish_reason is not None
         if chunk.finish_reason is not None:
             self._end = "length" if chunk.finish_reason is FinishReason.LENGTH else chunk.finish_reason.value
         if self._context is not None:
             self._context += chunk.token_ids
-        events = self._assembler.feed(chunk.text, last=last)
+        events = self._assembler.feed(chunk.text, chunk.finish_reason)
         calls = [event.part for event in events if event.verb == "close" and event.part.kind is Kind.CALL]
         values = self._content(
             events,

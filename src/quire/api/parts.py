@@ -21,7 +21,7 @@ from quire.api.protocol import StreamOptions
 from quire.engine.output import OutputChunk
 from quire.http.body import STREAM_DONE
 from quire.http.refusals import Refusal
-from quire.request import TokenLogprobs
+from quire.request import FinishReason, TokenLogprobs
 from quire.text.output.formats import CallDelta, ContentDelta, Delta
 from quire.text.tokenizer import Tokenizer
 
@@ -68,12 +68,12 @@ class Assembler:
         self._call_id = call_id
         self._is_open = False
 
-    def feed(self, text: str, *, last: bool) -> list[Event]:
-        """Take more text; ``last`` ends the answer."""
+    def feed(self, text: str, end: FinishReason | None) -> list[Event]:
+        """Take more text; ``end`` says why the answer ends with it."""
         events: list[Event] = []
-        for delta in self._deltas(text, last):
+        for delta in self._deltas(text, end):
             self._add(events, delta)
-        if last:
+        if end is not None:
             self._close(events)
         return events
 
@@ -81,11 +81,17 @@ class Assembler:
         """Return the text of all parts of one kind."""
         return "".join([part.text for part in self.parts if part.kind is kind])
 
-    def _deltas(self, text: str, last: bool) -> list[Delta]:
+    def _deltas(self, text: str, end: FinishReason | None) -> list[Delta]:
         if self._parser is None:
             return [ContentDelta(text)]
         deltas = self._parser.feed(text) if text else []
-        return deltas + self._parser.finish() if last else deltas
+        if end is None:
+            return deltas
+        cut = end is not FinishReason.STOP
+        rest = self._parser.finish(cut=cut)
+        if cut and self._plan is not None and self._plan.required:  # the piece of a call that was cut
+            rest = [delta for delta in rest if not isinstance(delta, ContentDelta)]
+        return deltas + rest
 
     def _add(self, events: list[Event], delta: Delta) -> None:
         plan = self._plan

@@ -61,7 +61,7 @@ class ResponseAnswer(Answer):
         (chunk,) = chunks
         self._note_end(chunk)
         self._logprobs.feed(chunk)
-        for event in self._assembler.feed(chunk.text, last=True):
+        for event in self._assembler.feed(chunk.text, chunk.finish_reason):
             self._name(event)
         return _encode(self._complete(usage))
 
@@ -73,7 +73,7 @@ class ResponseAnswer(Answer):
     def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
         self._note_end(chunk)
         self._logprobs.feed(chunk)
-        events = self._assembler.feed(chunk.text, last=chunk.finish_reason is not None)
+        events = self._assembler.feed(chunk.text, chunk.finish_reason)
         return b"".join([self._part_events(event) for event in events])
 
     def closing(self, usage: Usage) -> bytes:
@@ -243,9 +243,9 @@ class TextLogprobs:
             text = self._detokenizer.feed(token_id)
             self._held.append((entry, text))
             if text:
-                self._settle(self._assembler.feed(text, last=False))
+                self._settle(self._assembler.feed(text, None))
         if chunk.finish_reason is not None:
-            self._settle(self._assembler.feed(self._detokenizer.finish(), last=True))
+            self._settle(self._assembler.feed(self._detokenizer.finish(), chunk.finish_reason))
 
     def _settle(self, events: list[Event]) -> None:
         """Give the tokens of each event's text to its part, and drop the tokens of marks before it."""

@@ -7,12 +7,12 @@ tool of a namespace under both names. `ResponseTools` turns the calls back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.answer_form import ToolUse, tool_use
+from quire.api.answer_form import TextGrammar, ToolUse, tool_use
 from quire.api.conversation import arguments_of
 from quire.api.parts import Part
 from quire.errors import RequestError
@@ -137,26 +137,38 @@ def response_tool_use(
         RequestError: names the tool and what is allowed.
     """
     found: list[dict[str, Any]] = []
+    grammars: dict[str, TextGrammar] = {}
     for i, tool in enumerate(tools):
-        found += _read(tool, f"tools[{i}]", None, ignored)
+        found += _read(tool, f"tools[{i}]", None, ignored, grammars)
     if isinstance(choice, dict):
         named = parse(NamedChoice, choice, prefix="tool_choice.", ignored=ignored)
         choice = {"type": "function", "function": {"name": named.name}}
-    return tool_use(found, choice, parallel, function="")
+    return replace(tool_use(found, choice, parallel, function=""), grammars=grammars)
 
 
-def _read(raw: Any, where: str, namespace: str | None, ignored: list[str] | None) -> list[dict[str, Any]]:
+def _read(
+    raw: Any,
+    where: str,
+    namespace: str | None,
+    ignored: list[str] | None,
+    grammars: dict[str, TextGrammar],
+) -> list[dict[str, Any]]:
+    """Return the functions of one tool, and add the grammars of custom tools to ``grammars``."""
     kind = raw.get("type") if isinstance(raw, dict) else None
     prefix = where + "."
     if kind == "namespace" and namespace is None:
         space = parse(Namespace, raw, prefix=prefix, ignored=ignored)
         inner = [
-            _read(tool, f"{prefix}tools[{i}]", space.name, ignored) for i, tool in enumerate(space.tools)
+            _read(tool, f"{prefix}tools[{i}]", space.name, ignored, grammars)
+            for i, tool in enumerate(space.tools)
         ]
         return [tool for tools in inner for tool in tools]
     if kind == "custom":
         custom = parse(CustomTool, raw, prefix=prefix, ignored=ignored)
-        function: dict[str, Any] = {"name": custom.name, **_of_format(custom, prefix, ignored)}
+        shown, grammar = _of_format(custom, prefix, ignored)
+        function: dict[str, Any] = {"name": custom.name, **shown}
+        if grammar is not None:
+            grammars[visible(custom.name, namespace)] = grammar
     elif kind == "function":
         tool = parse(FunctionTool, raw, prefix=prefix, ignored=ignored)
         function = tool.model_dump(exclude_none=True, exclude={"type"})
@@ -176,14 +188,13 @@ def _read(raw: Any, where: str, namespace: str | None, ignored: list[str] | None
     return [{"type": "function", "function": {**function, "name": visible(function["name"], namespace)}}]
 
 
-def _of_format(tool: CustomTool, prefix: str, ignored: list[str] | None) -> dict[str, Any]:
-    """Return description and parameters of a custom tool.
-
-    The model is shown its grammar. A required call keeps to a regular expression; a Lark grammar is not enforced.
-    """
+def _of_format(
+    tool: CustomTool, prefix: str, ignored: list[str] | None
+) -> tuple[dict[str, Any], TextGrammar | None]:
+    """Return description and parameters of a custom tool, and its grammar, which the description shows."""
     form = parse(CustomFormat, tool.format or {"type": "text"}, prefix=prefix + "format.", ignored=ignored)
     text: dict[str, Any] = {"type": "string", "description": "The text that the tool reads."}
-    description = tool.description
+    description, grammar = tool.description, None
     if form.type == "grammar":
         if form.syntax is None or form.definition is None:
             missing = "syntax" if form.syntax is None else "definition"
@@ -193,9 +204,10 @@ def _of_format(tool: CustomTool, prefix: str, ignored: list[str] | None) -> dict
                 code="missing_required_parameter",
             )
         description += f"\n\nIts {_INPUT} matches this {form.syntax} grammar:\n{form.definition}"
-        if form.syntax == "regex":
+        lark = form.definition if form.syntax == "lark" else None
+        grammar = TextGrammar(_INPUT, lark, f"{prefix}format.definition")
+        if lark is None:
             text["pattern"] = f"^(?:{form.definition})$"
-        elif ignored is not None:
-            ignored.append(f"{prefix}format.definition")
     parameters = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
-    return {"description": description.strip(), "parameters": {**parameters, "additionalProperties": False}}
+    shown = {"description": description.strip(), "parameters": {**parameters, "additionalProperties": False}}
+    return shown, grammar

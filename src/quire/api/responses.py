@@ -30,6 +30,7 @@ from quire.http.body import json_response, page_of
 from quire.http.edge import TENANT
 from quire.http.wire import parse
 from quire.request import SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
 
 
 async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
@@ -49,6 +50,11 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
     state.check_model(request.model)
     num_logprobs = _num_logprobs(request)
     messages, conversation = await _conversation(state, request, ignored)
+    for grammar in conversation.tools.grammars.values():
+        if grammar.lark is not None:  # by itself, so that an error names it
+            await state.frontend.check_form(
+                StructuredOutputsParams(grammar=grammar.lark, param=grammar.param)
+            )
     sampling = sampling_params(
         given_sampling(request),
         state.model.generation_defaults,

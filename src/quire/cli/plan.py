@@ -126,6 +126,7 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     if q.hardware.kind != "cpu":
         wanted["device"] = "cuda"
     ways = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "enable_expert_parallel": "ep"}
+    ways["context_parallel_size"] = "cp"
     for name, short in ways.items():
         if chosen and (size := getattr(chosen.split, short)) > 1:
             wanted[name] = size if short != "ep" else True

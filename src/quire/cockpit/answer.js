@@ -1,7 +1,6 @@
 // One answer: text, reasoning and calls as they come, tokens by probability, and where the time went.
 const PARTS = [
-  ["queue", "--wait"], ["prefill", "--prefill"], ["decode", "--decode"], ["sampling", "--draft"],
-  ["detokenize", "--good"], ["network", "--soft"],
+  ["queue", "--wait"], ["prefill", "--prefill"], ["decode", "--decode"], ["network", "--soft"],
 ];
 
 // What truncation leaves of candidates with raw log-probabilities `tops`, as the engine does it:
@@ -33,9 +32,9 @@ export default {
     <div v-if="error" class="qc-error">{{ error }}</div>
     <div v-if="parts.length" class="qc-bar" role="img" :aria-label="said"><i v-for="p in parts" :style="{flex: p.ms, background: p.color}" :title="p.name + ' ' + p.ms.toFixed(1) + ' ms'"></i></div>
     <div v-if="parts.length" class="qc-keys"><span v-for="p in parts"><i :style="{background: p.color}"></i>{{ p.name }} <b>{{ p.ms.toFixed(1) }} ms</b></span><span v-for="f in facts">{{ f[0] }} <b>{{ f[1] }}</b></span></div>
-    <table v-if="picked" class="qc-probs" style="max-width:640px"><thead><tr><th>token {{ picked.at + 1 }}</th><th>id</th><th>raw</th>
+    <table v-if="picked" class="qc-probs" style="max-width:640px"><thead><tr><th>token {{ picked.at + 1 }}</th><th>raw</th>
       <th v-if="picked.exact">sampled from</th><th v-else>sampled from (of these {{ picked.rows.length }})</th><th class="b"></th></tr></thead>
-      <tbody><tr v-for="r in picked.rows" :class="{on: r.on}"><td>{{ r.token }}</td><td>{{ r.id }}</td>
+      <tbody><tr v-for="r in picked.rows" :class="{on: r.on}"><td>{{ r.token }}</td>
       <td>{{ r.raw }}</td><td>{{ r.after }}</td><td class="b"><i :style="{width: r.width}"></i></td></tr></tbody></table>
   </div>`,
   data: () => ({ think: "", calls: [], error: "", picked: null, parts: [], facts: [], said: "" }),
@@ -76,13 +75,13 @@ export default {
     pick(at) {
       const t = this.tokens[at];
       const tops = t.top || [];
-      const after = t.processed || (tops.length ? processed(tops, this.settings) : []);
+      const after = tops.length ? processed(tops, this.settings) : [];
       const rows = tops.map((c, i) => ({
-        token: JSON.stringify(c.token), id: c.id ?? "", raw: (100 * Math.exp(c.logprob)).toFixed(2) + " %",
+        token: JSON.stringify(c.token), raw: (100 * Math.exp(c.logprob)).toFixed(2) + " %",
         after: (100 * after[i]).toFixed(2) + " %", width: 100 * after[i] + "%", on: c.token === t.token,
       }));
       const kept = after.filter((x) => x > 0).length;
-      this.picked = { at, rows, exact: !!t.processed || !this.settings.temperature || (this.settings.top_k > 0 && this.settings.top_k <= tops.length) || (kept < tops.length && this.settings.top_p === 1) };
+      this.picked = { at, rows, exact: !this.settings.temperature || (this.settings.top_k > 0 && this.settings.top_k <= tops.length) || (kept < tops.length && this.settings.top_p === 1) };
     },
     bar(t) {
       const style = getComputedStyle(document.body);

@@ -68,7 +68,7 @@ def body_of(talk: Talk, model: str, messages: list[dict[str, Any]]) -> dict[str,
     if talk.seed is not None:
         body["seed"] = int(talk.seed)
     if talk.is_by_token:
-        body |= {"logprobs": True, "top_logprobs": 20, "processed_logprobs": True}
+        body |= {"logprobs": True, "top_logprobs": 20}
     if talk.tools.strip():
         body["tools"] = _json(talk.tools, "Tools")
     if talk.form == "json_object":
@@ -111,7 +111,6 @@ def event_of(chunk: dict[str, Any]) -> dict[str, Any]:
                     "top": [
                         {"token": top["token"], "logprob": top["logprob"]} for top in one["top_logprobs"]
                     ],
-                    **({"processed": one["processed"]} if "processed" in one else {}),
                 }
                 for one in tokens
             ]
@@ -122,7 +121,6 @@ def bar_of(timing: dict[str, Any], seen_ms: float, usage: dict[str, Any]) -> dic
     """Return the parts of a request's time in ms, and facts; ``seen_ms``: as the page's process measured it whole."""
     total, first = timing.get("total_ms") or seen_ms, timing.get("first_token_ms") or 0.0
     queued = timing.get("queued_ms") or 0.0
-    sampling, text = timing.get("sampling_ms") or 0.0, timing.get("detokenize_ms") or 0.0
     num_tokens = timing.get("completion_tokens") or usage.get("completion_tokens") or 0
     decode = max(0.0, total - first)
     facts = [["tokens", str(num_tokens)]]
@@ -137,9 +135,7 @@ def bar_of(timing: dict[str, Any], seen_ms: float, usage: dict[str, Any]) -> dic
     return {
         "queue": queued,
         "prefill": max(0.0, first - queued),
-        "decode": max(0.0, decode - sampling - text),
-        "sampling": sampling,
-        "detokenize": text,
+        "decode": decode,
         "network": max(0.0, seen_ms - total),
         "facts": facts,
     }
@@ -218,6 +214,7 @@ class Pane:
         begin = flushed = now()
         timing: dict[str, Any] = {}
         usage: dict[str, Any] = {}
+        route: dict[str, str] = {}
         try:
             body = body_of(self._talk, self._talk.models[self._index], turns)
             stream = self._watched.stream("/v1/chat/completions", body, self._visitor.key)
@@ -225,6 +222,7 @@ class Pane:
                 async for chunk in stream:
                     event = event_of(chunk)
                     timing = chunk.get("timing") or timing
+                    route = chunk.get("route") or route
                     usage = chunk.get("usage") or usage
                     if event:
                         said.append(event.get("text", ""))
@@ -235,11 +233,11 @@ class Pane:
                         waiting, flushed = [], now()
             finally:
                 await stream.aclose()
-            waiting.append({"timing": bar_of(timing, 1000 * (now() - begin), usage)})
+            bar = bar_of(timing, 1000 * (now() - begin), usage)
+            bar["facts"] += [[name.removeprefix("x-quire-"), said] for name, said in route.items()]
+            waiting.append({"timing": bar})
         except Failed as error:
             waiting.append({"error": str(error)})
-        except (TimeoutError, OSError) as error:
-            waiting.append({"error": f"The stream broke: {error}"})
         except asyncio.CancelledError:
             waiting.append({"error": "stopped"})
         turns.append({"role": "assistant", "content": "".join(said)})

@@ -1,7 +1,7 @@
 // What an engine does, from the messages of /engine/live (quire/scheduler/live.py says what their columns are).
 const WINDOW_S = 20, KEEP = 480, HISTOGRAMS = { ttft: "Time to first token", itl: "Inter-token latency", tpot: "Time per output token" };
 const PARTS = [["plan_s", "schedule", "--good"], ["compute_s", "compute", "--decode"], ["draft_s", "drafts", "--draft"], ["apply_s", "apply", "--prefill"]];
-const si = (x) => (x >= 1e6 ? (x / 1e6).toFixed(1) + "M" : x >= 1e4 ? (x / 1e3).toFixed(1) + "k" : x >= 100 ? x.toFixed(0) : x >= 10 ? x.toFixed(1) : x.toFixed(x ? 2 : 0));
+const si = (x) => (Number.isInteger(x) && x < 1e4 ? String(x) : x >= 1e6 ? (x / 1e6).toFixed(1) + "M" : x >= 1e4 ? (x / 1e3).toFixed(1) + "k" : x >= 100 ? x.toFixed(0) : x >= 10 ? x.toFixed(1) : x.toFixed(x ? 2 : 0));
 const sec = (s) => (s == null ? "–" : s >= 10 ? s.toFixed(0) + " s" : s >= 1 ? s.toFixed(1) + " s" : s >= 0.01 ? (1e3 * s).toFixed(0) + " ms" : (1e3 * s).toFixed(1) + " ms");
 const hue = (i) => (i * 137.508) % 360;
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from nicegui import background_tasks
+from nicegui import background_tasks, ui
 from nicegui.element import Element
 
+from quire.cockpit.operate import show_gateway, show_operate
 from quire.cockpit.visitors import Visitor
 from quire.cockpit.watched import Failed, Watched
 
@@ -24,16 +25,42 @@ class LivePicture(Element, component="live.js"):
 
 
 async def show_live(watched: Watched, visitor: Visitor) -> None:
-    """Build the page; it follows the engine while a browser shows it."""
-    picture = LivePicture()
-    background_tasks.create(_follow(picture, watched, visitor))
+    """Build the page; it follows the engine, or one replica of a gateway, while a browser shows it."""
+    if not await show_gateway(watched, visitor):
+        background_tasks.create(_follow(LivePicture(), watched, visitor, None))
+        await show_operate(watched, visitor)
+        return
+    urls = await _replicas(watched, visitor)
+    if not urls:
+        return
+    box = ui.element("div")
+
+    def choose(url: str) -> None:
+        box.clear()
+        with box:
+            background_tasks.create(_follow(LivePicture(), watched, visitor, url))
+
+    ui.select(
+        urls, value=next(iter(urls)), label="Watch a replica", on_change=lambda event: choose(event.value)
+    ).props("outlined dense options-dense").style("max-width:420px;margin-bottom:12px")
+    box.move(target_index=-1)
+    choose(next(iter(urls)))
 
 
-async def _follow(picture: LivePicture, watched: Watched, visitor: Visitor) -> None:
+async def _replicas(watched: Watched, visitor: Visitor) -> dict[str, str]:
+    """Return the replicas of a gateway that are ready, URL → name."""
+    try:
+        found = await watched.get("/admin/backends", visitor.admin_key)
+    except Failed:
+        return {}
+    return {card["url"]: card["name"] for card in found["data"] if card["state"] == "ready"}
+
+
+async def _follow(picture: LivePicture, watched: Watched, visitor: Visitor, url: str | None) -> None:
     while not picture.is_deleted:
         if picture.client.has_socket_connection:
             try:
-                stream = watched.live(visitor.key)
+                stream = watched.live(visitor.key, at=url)
                 try:
                     async for message in stream:
                         if picture.is_deleted or not picture.client.has_socket_connection:
@@ -46,6 +73,4 @@ async def _follow(picture: LivePicture, watched: Watched, visitor: Visitor) -> N
                     picture.say("This server has no live feed.")
                     return
                 picture.say(str(error))
-            except (TimeoutError, OSError):
-                picture.say("The server does not answer.")
         await asyncio.sleep(_AGAIN_S)

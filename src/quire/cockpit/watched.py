@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -10,6 +11,7 @@ import msgspec
 
 _MAX_EVENT_BYTES = 4 << 20
 _TIMEOUT_S = 10.0
+_ROUTE = ("x-quire-backend", "x-quire-route")
 _decode = msgspec.json.Decoder().decode
 
 
@@ -59,17 +61,21 @@ class Watched:
         return await self._ask(method, self.admin_url + path, key, body)
 
     async def stream(self, path: str, body: Mapping[str, Any], key: str | None) -> AsyncGenerator[Any, None]:
-        """Yield the events of a streamed answer. Raises `Failed`; closing the generator aborts the request."""
-        async with self._open("POST", self.url + path, key, body) as answer:
-            await _check(answer)
+        """Yield the events of a streamed answer, and before them what a gateway says of its choice of a replica.
+
+        Closing the generator aborts the request. Raises `Failed`.
+        """
+        async with self._opened("POST", self.url + path, key, body) as answer:
+            route = {name: answer.headers[name] for name in _ROUTE if name in answer.headers}
+            if route:
+                yield {"route": route}
             async for data in _events(answer):
                 if data != b"[DONE]":
                     yield _decode(data)
 
     async def live(self, key: str | None, *, at: str | None = None) -> AsyncGenerator[str, None]:
         """Yield the messages of ``/engine/live`` as they are. Raises `Failed`; status 404: there is no such feed."""
-        async with self._open("GET", (at or self.url) + "/engine/live", key, None) as answer:
-            await _check(answer)
+        async with self._opened("GET", (at or self.url) + "/engine/live", key, None) as answer:
             async for data in _events(answer):
                 yield data.decode()
 
@@ -86,6 +92,17 @@ class Watched:
             raise Failed(f"{url} does not answer: {error}") from None
         return _decode(raw) if "json" in answer.content_type else raw.decode(errors="replace")
 
+    @asynccontextmanager
+    async def _opened(
+        self, method: str, url: str, key: str | None, body: Mapping[str, Any] | None
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        try:
+            async with self._open(method, url, key, body) as answer:
+                await _check(answer)
+                yield answer
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Failed(f"{url} does not answer: {error}") from None
+
     def _open(
         self, method: str, url: str, key: str | None, body: Mapping[str, Any] | None, **more: Any
     ) -> Any:
@@ -93,7 +110,7 @@ class Watched:
         if url.startswith("unix:"):
             socket, _, rest = url.removeprefix("unix:").partition("//")
             target = f"http://admin/{rest}"
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"x-quire-explain": "1"} | ({"authorization": f"Bearer {key}"} if key else {})
         return self._session(socket).request(method, target, json=body, headers=headers, **more)
 
     def _session(self, socket: str | None) -> aiohttp.ClientSession:

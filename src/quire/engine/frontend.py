@@ -37,6 +37,7 @@ from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.request import Adapter, Request, SamplingParams, TokenEvent
+from quire.structured_outputs import StructuredOutputsParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -100,6 +101,10 @@ class Frontend:
         await self.prompts.start()
         return await self._ready
 
+    async def check_form(self, form: StructuredOutputsParams) -> str:
+        """Return the grammar of a form, compiled in a helper and remembered, or raise what is wrong with it."""
+        return await asyncio.wrap_future(self._grammars.submit(form))
+
     async def submit(
         self,
         prompt: str | Sequence[int],
@@ -133,7 +138,7 @@ class Frontend:
         form = sampling.structured_outputs
         grammar: str | None = None
         if form is not None:
-            grammar = await asyncio.wrap_future(self._grammars.submit(form))
+            grammar = await self.check_form(form)
         request = prepare_request(
             # Unique even if a client repeats a name while late events of the earlier request are on their way.
             f"{name}/{self._num_submitted}",

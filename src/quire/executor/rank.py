@@ -113,14 +113,16 @@ class RankLoop:
         groups = Collectives()
         if boot.memory:
             groups = attach(Segment.attach(boot.memory, config.topology), boot.rank)
+        tp = tensor_parallel(groups, mine)
         runner = partial(
-            ModelRunner, tp=tensor_parallel(groups, mine), cp=context_parallel(groups, mine, config.cache.block_size),
+            ModelRunner, tp=tp, cp=context_parallel(groups, mine, config.cache.block_size),
             links=self._links, samples=self._answers,
         )  # fmt: skip
         weights = iter_weights(model, dtype, cuts=mine.cuts)
         self.worker = Worker(
-            rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine
-        )
+            rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine,
+            all_of=bool if tp is None else tp.all_of,
+        )  # fmt: skip
         self._balancer: ExpertBalancer | None = None
         if config.experts is not None:
             self._balancer = ExpertBalancer(

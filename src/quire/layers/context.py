@@ -25,9 +25,7 @@ from quire.kernels.collective import Collectives, Group
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import KernelChoice
 from quire.parallel.shard import Shard
-from quire.parallel.stripe import Stripe
-
-DIVIDE_FROM = 32  # rows per rank: fewer take as long as one
+from quire.parallel.stripe import DIVIDE_FROM, Stripe
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +77,6 @@ class StripedAttention:
     ) -> Tensor:  # fmt: skip
         """As `attention`; where the rows are ``divided``, the result has this rank's alone."""
         ranks, heads = self._cp.group.size, q.shape[1]
-        part = self._partial(q, kv, batch, shape).view(q.shape[0], -1)
+        part = self._partial(q, kv, batch, shape).flatten(1)
         parts = self._cp.exchange(part) if divided else self._cp.group.all_gather(part, ranks * part.shape[1])
         return self._merge(parts.view(parts.shape[0], ranks, heads, -1), sinks, q.dtype)

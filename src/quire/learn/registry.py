@@ -8,6 +8,7 @@ from quire.errors import ConfigError, nearest
 from quire.learn import (
     batching,
     decode_loop,
+    disaggregation,
     flash_attention,
     gpu_memory,
     kv_growth,
@@ -18,6 +19,7 @@ from quire.learn import (
     prefill_decode,
     prefix_cache,
     request_lifecycle,
+    server,
     speculation,
     throughput_latency,
 )
@@ -26,6 +28,7 @@ from quire.learn.simulation import Simulation
 _ALL = (
     request_lifecycle, decode_loop, prefill_decode, kv_growth, memory_hierarchy, latency_metrics, throughput_latency,
     batching, flash_attention, paged_attention, speculation, gpu_memory, parallelism, prefix_cache,
+    disaggregation, server,
 )  # fmt: skip
 SIMULATIONS: Mapping[str, Simulation] = {one.SIMULATION.name: one.SIMULATION for one in _ALL}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -25,9 +25,15 @@ class LoraSlots:
     """
 
     def __init__(
-        self, spec: ModelSpec, targets: Mapping[str, tuple[LoraStack, int]], shard: Shard | None = None
-    ) -> None:
-        """``shard``: what this rank has of the model that adapters are made for; None: ``spec`` is all of it."""
+        self, spec: ModelSpec, targets: Mapping[str, tuple[LoraStack, int]], shard: Shard | None = None,
+        all_of: Callable[[bool], bool] = bool,
+    ) -> None:  # fmt: skip
+        """``shard``: what this rank has of the model that adapters are made for; None: ``spec`` is all of it.
+
+        ``all_of``: whether something is so on every rank that computes the same rows. An adapter that one of them
+        cannot load is one that none has, or they would compute different rows.
+        """
+        self._all_of = all_of
         self._spec = spec if shard is None else shard.whole
         self._cuts = {name: Cut(name) if shard is None else shard.cuts[f"{name}.weight"] for name in targets}
         self._targets = {
@@ -42,11 +48,15 @@ class LoraSlots:
         """Make ``adapter`` the content of ``slot`` (from 1 on)."""
         self._held[slot] = adapter
         self._failed.pop(slot, None)
+        why = None
         try:
             self._write(slot, _read_again(adapter, self._spec))
         except Exception as error:  # whatever it is, sequences of other adapters go on
+            why = str(error)
+        if not self._all_of(why is None):
             self._clear(slot)
-            self._failed[slot] = f"The adapter {adapter.name!r} cannot be loaded: {error}"
+            why = why or "another rank cannot read it"
+            self._failed[slot] = f"The adapter {adapter.name!r} cannot be loaded: {why}"
 
     def failure(self, slot: int) -> str | None:
         """Return why ``slot`` cannot be used, or None."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+DIVIDE_FROM = 32  # rows per rank from which the ranks divide a step's rows: fewer take as long as one
 Ints = npt.NDArray[np.int64]
 
 

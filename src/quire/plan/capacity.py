@@ -4,6 +4,7 @@
 
 - it fits on one device: replicas (dp) of one device, or more devices a replica where that serves more
 - else tensor parallelism within one domain of links
+- the weights fit in a domain, and K and V of one request do not: these are shared out by position (cp)
 - it fits in no domain: pipeline stages over domains
 - experts that are many and small: whole experts on each device (ep) instead of cut ones
 
@@ -70,6 +71,17 @@ def candidates(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
     return sorted(found, key=lambda s: (s.tp * s.pp, s.pp))
 
 
+def striped(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
+    """Return the splits that share out K and V of a request by position, within a domain of links."""
+    most = min(count, hardware.domain)
+    whole = [split for split in candidates(spec, hardware, most // 2) if split.pp == 1]
+    pairs = [(split, 1 << i) for split in whole for i in range(1, most.bit_length())]
+    found = [
+        replace(split, cp=cp, dp=count // (split.tp * cp)) for split, cp in pairs if split.tp * cp <= most
+    ]
+    return sorted(found, key=lambda s: (s.tp * s.cp, s.cp))
+
+
 def _experts(spec: ModelSpec, tp: int) -> int:
     """Whether experts stay whole: each device gets at least 4 of them. Cut experts would be thin matrices."""
     moe = next((layer.mlp.moe for layer in spec.layers if layer.mlp.moe is not None), None)
@@ -88,9 +100,14 @@ def advise(
     one = options[0]
     reasons = [
         f"One {hardware.title} has {one.memory.usable / GIB:.1f} GiB to use; the weights take "
-        f"{one.memory.weights / GIB:.1f} GiB: " + ("they fit." if one.memory.fits else "they do not fit.")
+        f"{one.memory.weights / GIB:.1f} GiB: " + _fits(one.memory)
     ]
     fitting = [o for o in options if o.memory.fits]
+    inside = [o for o in options if o.split.pp == 1]
+    if not any(o.memory.fits for o in inside) and any(o.memory.kv_pool > 0 for o in inside):
+        long = [look(split) for split in striped(spec, hardware, count)]
+        fitting, options = [*(found := [o for o in long if o.memory.fits]), *fitting], (*options, *long)
+        reasons += _stripes(one.memory, found)
     if not fitting:
         most = max(options, key=lambda o: o.split.tp * o.split.pp)
         reasons[0] += (
@@ -98,7 +115,7 @@ def advise(
         )
         return Advice(None, options, _numbered(reasons))
     within = [o for o in fitting if o.split.pp == 1]
-    if within and within[0] is not one:
+    if within and within[0] is not one and within[0].split.cp == 1:
         reasons.append(
             f"Tensor parallelism within a domain of {hardware.domain} ({hardware.link or 'no link known'}): "
             f"TP{within[0].split.tp} is the least that fits."
@@ -110,6 +127,26 @@ def advise(
     chosen = _best(holding or pool)
     reasons += _turns(chosen, pool[0], bool(holding), slo)
     return Advice(chosen, options, _numbered(reasons))
+
+
+def _fits(one: MemoryPlan) -> str:
+    if one.kv_pool <= 0 or one.fits:
+        return "they fit." if one.fits else "they do not fit."
+    return (
+        f"they fit, and a request's {one.kv_bytes_per_request / GIB:.1f} GiB of K and V do not beside them."
+    )
+
+
+def _stripes(one: MemoryPlan, fitting: Sequence[Option]) -> list[str]:
+    if not fitting:
+        return []
+    first = fitting[0]
+    ranks, share = first.split.tp * first.split.cp, first.memory.kv_request_share / GIB
+    return [
+        f"K and V of a request of {one.context:,} tokens take {one.kv_bytes_per_request / GIB:.1f} GiB, and no split "
+        f"of heads has room for them: shared out by position, {ranks} devices have {share:.1f} GiB "
+        f"each, beside {first.memory.weights / GIB:.1f} GiB of weights."
+    ]
 
 
 def _best(options: Sequence[Option]) -> Option:
@@ -143,7 +180,7 @@ def _turns(chosen: Option, first: Option, holds: bool, slo: Slo | None) -> list[
     if chosen.split.ep > 1:
         reasons.append(f"Experts lie whole, on {chosen.split.ep} devices: cut ones would be thin matrices.")
     if chosen.split.dp > 1:
-        per_replica = chosen.split.tp * chosen.split.pp
+        per_replica = chosen.split.tp * chosen.split.pp * chosen.split.cp
         reasons.append(f"{chosen.split.dp} replicas of {per_replica} device{'s' * (per_replica > 1)} each.")
     return reasons
 
@@ -259,7 +296,7 @@ class CapacityPlan:
             "kv_dtype": q.kv_dtype,
             "memory": self.memory.as_dict(),
             "fits": chosen is not None,
-            "split": {n: getattr(split, n) for n in ("tp", "pp", "ep", "dp")} if split else None,
+            "split": {n: getattr(split, n) for n in ("tp", "pp", "ep", "cp", "dp")} if split else None,
             "reasons": list(self.advice.reasons),
             "load": asdict(q.load),
             "slo": q.slo.as_dict() if q.slo else None,
@@ -294,5 +331,5 @@ def _devices_needed(q: Question, advice: Advice) -> int | None:
     needed = []
     for option in advice.options:
         if option.memory.fits and (knee := q.replica(option.split, option.memory).knee(q.load, q.slo)):
-            needed.append(math.ceil(q.load.rate / knee) * option.split.tp * option.split.pp)
+            needed.append(math.ceil(q.load.rate / knee) * replace(option.split, dp=1).num_devices)
     return min(needed, default=None)

@@ -43,9 +43,10 @@ def topology_of(
         raise ConfigError(
             f"{topology}: heads that draft (Medusa, EAGLE) run on one rank only: leave them out"
         )
-    if args.lora or args.max_loras:
+    if (args.lora or args.max_loras) and (topology.cp * topology.ep > 1 or args.executor == "ray"):
         raise ConfigError(
-            f"{topology}: adapters (lora, max_loras) run on one rank only: leave one of them out"
+            f"{topology}: adapters (lora, max_loras) run over tensor-parallel ranks and stages of one machine only: "
+            "leave one of them out"
         )
     if args.executor == "local":
         raise ConfigError(

@@ -6,6 +6,7 @@
     experts     the same for the experts that ``rows`` rows touch: E · (1 − (1 − k/E)^rows)
     attention   K and V read / (bandwidth · memory) + 4 · head_dim · heads · pairs / (bf16 rate · compute)
     links       2 all-reduces per layer (tp), 2 all-to-alls per layer of experts (ep), 1 send per stage (pp);
+                1 exchange of partial attention per layer (cp);
                 on CPUs whole experts have gathers, and one exchange per layer of experts
     launches    a constant per layer, and one per step
 
@@ -24,6 +25,7 @@ from importlib.resources import files
 
 from quire.errors import ConfigError
 from quire.modelspec import DTYPE_BYTES, ModelSpec
+from quire.parallel.stripe import DIVIDE_FROM
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.hardware import Hardware
 from quire.plan.split import ACTIVATION_BYTES, KV_DTYPES, Shard, Split, shard_of
@@ -95,6 +97,7 @@ class Work:
     windows: tuple[tuple[int, float], ...]  # (window, bytes) of the layers with a window
     flops_per_pair: float  # of a chunk's token, over all heads and layers without a window
     decode_flops_per_key: float  # of a decode's token; MLA multiplies with the latent itself
+    part_bytes: float = 0.0  # per token and layer: partial results of attention, which the cp axis exchanges
     num_moe_layers: int = 0
     num_experts: int = 0
     top_k: int = 0
@@ -130,10 +133,17 @@ def work_of(
         windows=tuple(windows.items()),
         flops_per_pair=flops,
         decode_flops_per_key=decode_flops,
+        part_bytes=_part_bytes(spec) / split.tp,
         num_moe_layers=len(moe),
         num_experts=moe[0].num_experts if moe else 0,
         top_k=moe[0].top_k if moe else 0,
     )
+
+
+def _part_bytes(spec: ModelSpec) -> float:
+    attention = [layer.attention for layer in spec.layers]
+    sizes = [4 * a.num_heads * ((a.kv_lora_rank if a.is_mla else a.v_head_dim) + 2) for a in attention]
+    return sum(sizes) / len(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +164,8 @@ class Roofline:
         rows = step.num_tokens / split.attention_dp  # tokens of one device's attention
         rate = (hw.rate(self.work.precision) or 0.0) * e.compute
         bandwidth = hw.bandwidth * e.memory
-        compute_s = 2 * (shard.dense_params * rows) / rate if rate else 0.0
+        divided = rows / split.cp if rows >= DIVIDE_FROM * split.cp else rows
+        compute_s = 2 * (shard.dense_params * divided) / rate if rate else 0.0
         memory_s = shard.dense_bytes / bandwidth
         head_rows = step.num_logits / split.attention_dp
         bf16 = (hw.rate("bf16") or 0.0) * e.compute
@@ -182,14 +193,14 @@ class Roofline:
     def _attention(self, step: StepFeatures, rate: float, bandwidth: float) -> float:
         """Return the seconds of reading K and V, and of the chunks' products. Windows cut the mean context."""
         work, split = self.work, self.work.split
-        ways = split.tp * split.attention_dp
+        ways = split.tp * split.attention_dp * split.cp
         num_decodes = max(1, step.num_seqs if not step.chunk_pairs else step.num_seqs - 1)
         mean = step.decode_kv_tokens / num_decodes
         read = work.kv_bytes * (step.decode_kv_tokens + step.chunk_kv_tokens)
         read += sum(
             size * (min(mean, w) * num_decodes + min(step.chunk_kv_tokens, w)) for w, size in work.windows
         )
-        read_s = read / (work.kv_ways * split.attention_dp) / bandwidth
+        read_s = read / (work.kv_ways * split.attention_dp * split.cp) / bandwidth
         if not rate:
             return read_s
         decode_s = work.decode_flops_per_key * step.decode_kv_tokens / ways / rate
@@ -211,6 +222,9 @@ class Roofline:
         elif split.ep > 1 and split.attention_dp > 1:
             copies = min(work.top_k, split.ep - 1)
             found["ep"] = 2 * work.num_moe_layers, copies * size, self._link(split.ep)
+        if split.cp > 1:
+            moved = (split.cp - 1) * work.part_bytes * rows
+            found["cp"] = work.num_layers, moved, self._link(split.tp * split.cp)
         if split.pp > 1:
             found["pp"] = split.pp - 1, size, self._link(split.tp * split.pp)
         return found

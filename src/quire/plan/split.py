@@ -25,7 +25,9 @@ ACTIVATION_BYTES = 2  # bf16 between layers
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Ways of parallelism. ``tp · pp · attention_dp`` devices make a replica; ``dp`` replicas.
+    """Ways of parallelism. ``tp · pp · cp · attention_dp`` devices make a replica; ``dp`` replicas.
+
+    ``cp``: devices that share K and V of each request by position, and have all of ``tp``'s weights.
 
     ``ep`` > 1: the experts of a layer lie whole on ``ep`` of the replica's devices each, tokens travel to them;
     1: every expert is cut over all. Either way a device holds the same share of their bytes.
@@ -35,14 +37,17 @@ class Split:
     pp: int = 1
     ep: int = 1
     dp: int = 1
+    cp: int = 1
     attention_dp: int = 1  # ranks with their own attention over one shared set of experts
 
     @property
     def num_devices(self) -> int:
-        return self.tp * self.pp * self.dp * self.attention_dp
+        return self.tp * self.pp * self.cp * self.dp * self.attention_dp
 
     def __str__(self) -> str:
-        parts = [f"{name.upper()}{n}" for name in ("tp", "pp", "ep", "dp") if (n := getattr(self, name)) > 1]
+        parts = [
+            f"{name.upper()}{n}" for name in ("tp", "pp", "ep", "cp", "dp") if (n := getattr(self, name)) > 1
+        ]
         return " ".join(parts) or "one device"
 
 
@@ -200,12 +205,12 @@ def plan_memory(
     weights = round(shard_of(spec, precision, split).weight_bytes)
     activations = max_num_batched_tokens * row_bytes(spec, split)
     workspace = max_num_seqs * spec.vocab_size // split.tp * 4 + RUNTIME_BYTES[hardware.kind]
-    graphs = GRAPH_BYTES[hardware.kind] + (COLLECTIVE_BYTES if split.tp * split.pp > 1 else 0)
+    graphs = GRAPH_BYTES[hardware.kind] + (COLLECTIVE_BYTES if split.tp * split.pp * split.cp > 1 else 0)
     usable = int(hardware.memory_bytes * UTILIZATION)
     pool = usable - weights - activations - workspace - graphs
     heads = min(1 if a.is_mla else a.num_kv_heads for a in (layer.attention for layer in spec.layers))
     request = kv_bytes_per_request(spec, context, kv_dtype)
-    share = -(-request // (min(split.tp, heads) * split.pp))
+    share = -(-request // (min(split.tp, heads) * split.pp * split.cp))
     return MemoryPlan(
         kv_bytes_per_token=kv_bytes_per_token(spec, kv_dtype),
         kv_scale_bytes_per_token=kv_scale_bytes_per_token(spec, kv_dtype),

@@ -54,17 +54,17 @@ class Worker:
     def __init__(
         self, config: EngineConfig, weights: Iterable[tuple[str, Weight]], clock: Clock,
         runner: Callable[[EngineConfig, Iterable[tuple[str, Weight]]], Runner] = ModelRunner,
-        *, answers: bool = True, shard: Shard | None = None,
+        *, answers: bool = True, shard: Shard | None = None, all_of: Callable[[bool], bool] = bool,
     ) -> None:  # fmt: skip
         """``answers``: whether this rank samples. One that does not is told with `settle`, in place of `finish`.
 
-        ``shard``: what this rank has of the model; None: all of it.
+        ``shard``: what this rank has of the model; None: all of it. ``all_of``: as of `LoraSlots`.
         """
         self._clock = clock
         self.runner = runner(config, weights)
         self._lora: LoraSlots | None = None
         if config.lora is not None:
-            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets(), shard)
+            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets(), shard, all_of)
         scheduler, block_size = config.scheduler, config.cache.block_size
         vocab_size = config.model.spec.vocab_size
         # A block more than the context: the last token sampled may have no row left to be computed in.

@@ -18,6 +18,7 @@ from quire.errors import RequestError, nearest
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar_matcher import as_lark
 from quire.text.json_schema import closed, relaxed, written_out
+from quire.text.lark_in_json import lark_in_json
 from quire.text.schema_check import SchemaCheck
 from quire.text.schema_negation import NoForm
 
@@ -198,7 +199,10 @@ class _Emitter:
 
     def _grammar(self, form: dict[str, Any], path: str) -> str:
         name = f"g{len(self._inner)}"
-        self._inner.append({"name": name, "lark_grammar": _text(form, "grammar", path)})
+        lark = as_lark(_text(form, "grammar", path))
+        self._inner.append(
+            {"name": name, "lark_grammar": lark_in_json(lark) if form.get("in_json") is True else lark}
+        )
         return f"@{name}"
 
     def _sequence(self, form: dict[str, Any], path: str) -> str:

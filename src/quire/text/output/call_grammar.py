@@ -23,6 +23,7 @@ from quire.text.output.formats import (
 from quire.text.output.value_types import is_text, types_of
 
 Form = dict[str, Any]
+LARK = "x-lark"  # keyword of a string's schema: the Lark grammar of the text
 
 
 def required_calls(
@@ -67,6 +68,19 @@ def _calls(format: OutputFormat, tools: Tools, names: Sequence[str], *, many: bo
         assert isinstance(calls, GemmaCalls)
         each = [_tag(f"call:{name}{{", _bare_keys(calls, tools[name]), "}") for name in names]
     return _in_section(format, each, many=many, separator=separator)
+
+
+def calls_in_text(format: OutputFormat, tools: Tools) -> Form | None:
+    """Return the form of free text in which each call of one of ``tools`` has its form.
+
+    None: calls of this format do not begin with a mark, or have no form.
+    """
+    form = required_calls(format, tools, list(tools), parallel=False)
+    tags = [] if form is None else form["elements"] if form["type"] == "or" else [form]
+    trigger = (format.opens or (getattr(format.calls, "open", ""),))[0]
+    if not (tags and trigger) or not all(tag.get("begin", "").startswith(trigger) for tag in tags):
+        return None
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
 
 
 def after_reasoning(format: OutputFormat, form: Form) -> Form:
@@ -153,6 +167,8 @@ def _text_or_json(kind: Any, root: Mapping[str, Any]) -> Form:
     """Return the form of a value in tags: text without quotes, or JSON."""
     if not is_text(kind, root):
         return _rooted(kind, root)
+    if LARK in kind:
+        return {"type": "grammar", "grammar": kind[LARK]}
     if "enum" in kind:
         return _either([_text(str(item)) for item in kind["enum"]])
     return _text(str(kind["const"])) if "const" in kind else {"type": "any_text"}
@@ -232,12 +248,17 @@ def _rooted(kind: Any, root: Mapping[str, Any]) -> Form:
     """Return the form of JSON by the schema of a part of ``root``, with the definitions that it may refer to."""
     if not isinstance(kind, Mapping):
         return {"type": "json_schema", "json_schema": {}}
+    if LARK in kind:
+        return _tag('"', {"type": "grammar", "grammar": kind[LARK], "in_json": True}, '"')
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     return {"type": "json_schema", "json_schema": {**definitions, **kind}}
 
 
 def _schema(schema: Any) -> Form:
     """Return the form of a tool's arguments, which are an object even for a tool without parameters."""
+    for key, kind in _properties(schema or {}):
+        if isinstance(kind, Mapping) and LARK in kind:  # of a tool whose one argument is a text
+            return _tag("{" + json.dumps(key) + ": ", _rooted(kind, schema), "}")
     return {"type": "json_schema", "json_schema": schema or {"type": "object", "properties": {}}}
 
 

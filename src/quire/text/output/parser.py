@@ -24,9 +24,11 @@ from quire.text.output.formats import (
 )
 from quire.text.output.literals import gemma_calls, python_calls
 from quire.text.output.messages import read_messages
-from quire.text.output.reader import Reader, Trimmed, Wait
+from quire.text.output.reader import Reader, Trimmed, Wait, partial_mark
 from quire.text.output.sections import Calls, NotCalls, json_calls, named_calls
 from quire.text.output.tagged import nested_calls, tagged_calls
+
+MIN_PIECE = 2  # characters of a mark; one alone ("<", "[") is more often text
 
 
 class OutputParser:
@@ -69,12 +71,14 @@ class OutputParser:
         self._reader.add(text)
         return self._advance()
 
-    def finish(self) -> list[Delta]:
-        """Return what was held back at the end of the text."""
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """Return what was held back at the end of the text; of a ``cut`` one without the piece of a mark."""
         self._reader.close()
         deltas = self._advance()
         assert self._ended, "the parser waits for text after the end"
-        return deltas
+        f = self._format
+        marks = (*self._opens, *f.closes, *(f.reasoning or ()), *self._drops)
+        return _without_piece(deltas, marks) if cut and deltas else deltas
 
     def _body(self) -> Wait[None]:
         """Read the calls of a message to a tool, up to the end of their section."""
@@ -179,3 +183,16 @@ class OutputParser:
             yield from python_calls(calls, self._tools)
         elif isinstance(form, GemmaCalls):
             yield from gemma_calls(calls, form)
+
+
+def _without_piece(deltas: list[Delta], marks: tuple[str, ...]) -> list[Delta]:
+    """Return the last deltas of a text without the beginning of a mark at its end."""
+    last = deltas[-1]
+    if isinstance(last, CallDelta):
+        return deltas
+    rest = [delta for delta in deltas if type(delta) is not type(last)]
+    text = "".join([d.text for d in deltas if isinstance(d, type(last))])  # what was held, in pieces
+    at = partial_mark(text, 0, marks)
+    if len(text) - at < MIN_PIECE:
+        return deltas
+    return [*rest, type(last)(text[:at])] if text[:at].strip() else rest

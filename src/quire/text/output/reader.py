@@ -96,7 +96,7 @@ class Reader:
         while True:
             found = search.search(self._text, self._at)
             at, marker = (found.start(), found.group()) if found else (len(self._text), None)
-            open_at = len(self._text) if self._closed else _partial(self._text, self._at, markers)
+            open_at = len(self._text) if self._closed else partial_mark(self._text, self._at, markers)
             if marker is not None and at < open_at:
                 self._emit(at, emit)
                 self._at = at + len(marker)
@@ -162,7 +162,7 @@ def _prefixes(markers: tuple[str, ...]) -> frozenset[str]:
     return frozenset(m[:end] for m in markers for end in range(1, len(m)))
 
 
-def _partial(text: str, start: int, markers: tuple[str, ...]) -> int:
+def partial_mark(text: str, start: int, markers: tuple[str, ...]) -> int:
     """Return the first position from which the rest of the text may be the beginning of a marker."""
     prefixes = _prefixes(markers)
     longest = max(map(len, markers), default=1) - 1
