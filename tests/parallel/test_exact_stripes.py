@@ -34,7 +34,7 @@ class Striped(Case):
 
 LONG = partial(Striped, dtype="bfloat16", num_requests=32, cpu_isa=NATIVE, max_output=40)
 CASES = [
-    pytest.param(LONG("llama", seed=54, num_requests=16, quantize="int8"), 2, id="int8"),
+    pytest.param(LONG("llama", seed=54, num_requests=24, quantize="int8"), 2, id="int8"),
     pytest.param(Striped("sliding", "float32", 52, 24), 1, id="reference"),
     *(
         pytest.param(case, threads, id=f"{case.model}-{case.kv_dtype or case.dtype}-{threads}", marks=pytest.mark.slow)
