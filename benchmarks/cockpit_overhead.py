@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -85,6 +86,14 @@ async def round_of(
     return made / took_s
 
 
+def cpu_s(server_pid: int) -> float:
+    """Return the CPU seconds of the page's process so far."""
+    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
+    pid = next(pid for pid in children if b"cockpit" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def main(given: Any) -> None:
     command = [
         "-m",
@@ -106,6 +115,7 @@ def main(given: Any) -> None:
             browser = Browser(server.url) if watched and given.page else None
             if browser is not None:
                 browser.open("/cockpit/live", ".ql")
+            begin_s, before_s = time.monotonic(), cpu_s(server.process.pid)
             rate = asyncio.run(
                 round_of(
                     server.url,
@@ -117,6 +127,8 @@ def main(given: Any) -> None:
                 )
             )
             if browser is not None:
+                share = (cpu_s(server.process.pid) - before_s) / (time.monotonic() - begin_s)
+                print(f"the page's process took {share:.2%} of a core")
                 browser.close()
             rates[watched].append(rate)
             print(f"{'open  ' if watched else 'closed'} {rate:8.0f} tokens/s", flush=True)

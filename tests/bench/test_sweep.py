@@ -13,6 +13,7 @@ from quire.bench.figures import BOTTOM, HEIGHT, TOP, Series, chart
 from quire.bench.page import sweep_report
 from quire.bench.runs import knee, sweep
 from quire.bench.summary import RequestRecord, summarize
+from quire.workload.slo import Slo
 
 
 def curve(goodput: Callable[[float], float], asked: list[float]) -> Callable[[float], Mapping[str, Any]]:
@@ -43,11 +44,21 @@ def test_the_report_of_a_sweep_is_one_file() -> None:
     records.append(RequestRecord(4, 0.0, 0.0, 1.0, 5, 0, status="error", error="<http 503>"))
     points = [summarize(records) | {"offered_per_s": rate} for rate in (1.0, 2.0)]
     html = sweep_report("a <title>", {"url": "http://x"}, points, knee(points), records)
-    assert html.count("<svg") == 11
+    assert html.count("<svg") == 12
     assert "<http 503>" not in html
     assert "failed: &lt;http 503&gt;" in html
     assert "<script" not in html
     assert html == sweep_report("a <title>", {"url": "http://x"}, points, knee(points), records)
+
+
+def test_the_report_of_a_sweep_shows_its_limits() -> None:
+    records = [RequestRecord(i, 0.1 * i, 0.1 * i, i + 1.0, 5, 3, i + 0.5, (0.2, 0.3)) for i in range(4)]
+    points = [summarize(records) | {"offered_per_s": rate} for rate in (1.0, 2.0)]
+    slo = Slo.parse("ttft=90s,tpot=50ms")
+    html = sweep_report("t", {}, points, knee(points), records, slo)
+    assert html.count("SLO 9e+04 ms") == html.count("SLO 50 ms") == 1
+    heights = [float(y) for y in re.findall(r'd="M58 ([\d.]+)H', html)]
+    assert all(46 <= y <= 380 - 40 for y in heights), "a limit is within the axes"
 
 
 def test_plots_keep_within_the_axes_and_show_no_nan() -> None:

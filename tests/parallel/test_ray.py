@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.engine.test_process import gone, wait_for
 from tests.gateway.services import free_port
 from tests.parallel.serving import CASE, FCFS, alone_on, config_of, serve
 
+from quire import __version__
 from quire.config import RayConfig
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import ray as ray_executor
@@ -151,6 +153,39 @@ def test_other_weights_on_a_node_are_refused_with_both_hashes(
     config = replace(config_of(CASE, TWO), ray=RayConfig(cluster, 2))
     with pytest.raises(Exception, match=r"has the fingerprint [0-9a-f]{24}, and the engine's has 0{24}"):
         start_on_ray(config)
+
+
+@pytest.mark.slow
+@needs_ray
+def test_another_version_on_a_node_is_refused_with_both(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_executor, "__version__", "0.0.0")
+    config = replace(config_of(CASE, TWO), ray=RayConfig(cluster, 2))
+    with pytest.raises(ConfigError, match=rf"Quire is {re.escape(__version__)} on .* and 0\.0\.0 here"):
+        start_on_ray(config)
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_dead_head_is_one_line(cluster: str) -> None:
+    """A process of its own: this one is connected."""
+    script = f"""
+from dataclasses import replace
+from quire.config import RayConfig
+from quire.errors import ConfigError
+from quire.executor.ray import start_on_ray
+from tests.parallel.serving import CASE, config_of
+from quire.parallel.topology import Topology
+try:
+    start_on_ray(replace(config_of(CASE, Topology(pp=2)), ray=RayConfig("127.0.0.1:{free_port()}", 2)))
+except ConfigError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, done.stdout
+    assert re.match(r"refused: ray_address = '127\.0\.0\.1:\d+': no Ray cluster answers there: ", lines[0])
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

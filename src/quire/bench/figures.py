@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+MIN_TICKS = 3  # of a logarithmic axis; one with fewer gets those of a linear one
 MAX_POINTS = 2000  # per line; more cannot be seen
-WIDTH, HEIGHT = 560, 310  # pixels
+WIDTH, HEIGHT = 960, 380  # pixels; a page scales them to its width
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 46, 40  # margins around the axes, pixels
 COLOURS = ("#1f5fa8", "#c8501e", "#3a8f4d", "#8a4fa3", "#b8901a", "#4aa3a8", "#8c564b", "#666666")
 
@@ -56,7 +57,9 @@ class Axis:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             digits = (1, 2, 5) if len(decades) <= 4 else (1,)
             values = [digit * 10.0**decade for decade in decades for digit in digits]
-            return [v for v in values if self.low <= v <= self.high]
+            shown = [v for v in values if self.low <= v <= self.high]
+            if len(shown) >= MIN_TICKS:
+                return shown
         rough = (self.high - self.low) / 5
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(unit * digit for digit in (1, 2, 5, 10) if unit * digit >= rough)
@@ -73,10 +76,14 @@ def chart(
     log_x: bool = False,
     log_y: bool = False,
     marks: Sequence[tuple[float, str]] = (),
+    limits: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Lines over one pair of axes as an ``<svg>`` element. ``marks``: vertical lines (x, label)."""
+    """Lines over one pair of axes as an ``<svg>`` element.
+
+    ``marks``: vertical lines (x, label). ``limits``: horizontal ones (y, label), which the axis always shows.
+    """
     xs = [v for one in series for v in one.x]
-    ys = [v for one in series for v in one.y]
+    ys = [v for one in series for v in one.y] + [value for value, _ in limits]
     across = Axis.over(xs, LEFT, WIDTH - RIGHT, log=log_x, from_zero=False)
     up = Axis.over(ys, HEIGHT - BOTTOM, TOP, log=log_y, from_zero=True)
     drawn = [piece for i, one in enumerate(series) for piece in _line(one, across, up, colour(i))]
@@ -84,6 +91,12 @@ def chart(
         left = across.at(place)
         drawn.append(f'<path d="M{left:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#999" stroke-dasharray="2 3"/>')
         drawn.append(_text(left + 4, TOP + 10, label, 'font-size="10"'))
+    for value, label in limits:
+        height = up.at(value)
+        drawn.append(
+            f'<path d="M{LEFT} {height:.1f}H{WIDTH - RIGHT}" stroke="#b3261e" stroke-dasharray="8 4"/>'
+        )
+        drawn.append(_text(LEFT + 6, height - 4, label, 'font-size="10" style="fill:#b3261e"'))
     return frame(across, up, drawn, title=title, x=x, y=y, names=[one.name for one in series])
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from quire.bench.figures import Series, chart
 from quire.bench.summary import ERROR, OK, RequestRecord
 from quire.errors import ConfigError
+from quire.workload.slo import Slo
 
 # Of the table of latencies that `summary_rows` returns.
 SUMMARY_HEADER = ("", "mean", "p50", "p90", "p95", "p99")
@@ -130,21 +131,19 @@ def sweep_report(
     points: Sequence[Mapping[str, Any]],
     knee: Mapping[str, Any],
     records: Sequence[RequestRecord],
+    slo: Slo | None = None,
 ) -> str:
-    """Return the page of a sweep: goodput and latency by load, and the run at the knee.
+    """Return the page of a sweep: goodput and latency by load with the limits of ``slo``, and the run at the knee.
 
     ``points``: summaries with ``offered_per_s``.
     """
     rate = knee["offered_per_s"]
-    text = (
-        f"Knee: {rate:.4g} requests/s, the smallest load whose goodput ({knee['goodput_per_s']:.4g}/s) is within 5 % "
-        "of the best."
-    )
+    text = f"Knee: {rate:.4g} requests/s, the last load that goodput ({knee['goodput_per_s']:.4g}/s) follows."
     header = ("offered/s", "goodput/s", "requests/s", "output tokens/s", "TTFT p50 ms", "TTFT p95 ms", "TPOT p50 ms",
               "TPOT p95 ms", "failed")  # fmt: skip
     sections = [
         Section(tables=[_facts(facts)]),
-        Section("Load", text, plots=sweep_charts(points, rate)),
+        Section("Load", text, plots=sweep_charts(points, rate, slo)),
         Section(tables=[(header, [_point(p) for p in points])]),
         Section("The run at the knee"),
         Section("Summary", tables=_summary(knee), plots=[*cdfs(records), *timelines(records)]),
@@ -152,8 +151,8 @@ def sweep_report(
     return html_page(title, sections)
 
 
-def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float) -> list[str]:
-    """Return the plots of goodput, latency and tokens by offered load."""
+def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float, slo: Slo | None = None) -> list[str]:
+    """Return the plots of goodput, latency and tokens by offered load, with the limits of ``slo``."""
     ordered = sorted(points, key=lambda p: p["offered_per_s"])
     load = [p["offered_per_s"] for p in ordered]
     marks = [(knee, "knee")]
@@ -163,12 +162,20 @@ def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float) -> list[str]:
         Series("offered", load, load, "dashed"),
     ]
     charts = [chart(goodput, title="Goodput", x="offered requests/s", y="requests/s", marks=marks)]
-    for key, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT")):
+    asked = slo or Slo()
+    for key, name, limit_s in (
+        ("ttft_ms", "TTFT", asked.ttft_s),
+        ("tpot_ms", "TPOT", asked.tpot_s),
+        ("e2el_ms", "E2EL", asked.e2el_s),
+    ):
+        limits = [] if limit_s is None else [(limit_s * 1e3, f"SLO {limit_s * 1e3:.4g} ms")]
         lines = []
         for part in ("p50", "p95", "p99"):
             known = [(p["offered_per_s"], p[key][part]) for p in ordered if p[key][part] is not None]
             lines.append(Series(part, [x for x, _ in known], [y for _, y in known], "points"))
-        charts.append(chart(lines, title=name, x="offered requests/s", y="ms", marks=marks, log_y=True))
+        charts.append(
+            chart(lines, title=name, x="offered requests/s", y="ms", marks=marks, log_y=True, limits=limits)
+        )
     tokens = [Series("", load, [p["output_tokens_per_s"] for p in ordered], "points")]
     charts.append(chart(tokens, title="Output", x="offered requests/s", y="tokens/s", marks=marks))
     return charts

@@ -18,6 +18,7 @@ from quire.errors import ConfigError
 from quire.workload.build import Synthetic, at_rate, from_trace, with_cancellations
 from quire.workload.distributions import Arrivals, parse_lengths
 from quire.workload.request import Workload
+from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
 
 # Returns the page of a sweep, in place of the usual one, from the sweep's points.
@@ -72,7 +73,8 @@ class Measured:
         def page() -> str:
             if self.sweep_page is not None:
                 return self.sweep_page(points)
-            return sweep_report(f"{self.title} --sweep", self.facts, points, best, outcome.records)
+            slo = Slo.parse(self.flags.slo) if self.flags.slo else None
+            return sweep_report(f"{self.title} --sweep", self.facts, points, best, outcome.records, slo)
 
         return self._end(outcome, {**best, "knee_per_s": rate, "sweep": points}, page)
 

@@ -14,7 +14,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 from nicegui import app as page_app
-from nicegui import ui
+from nicegui import binding, ui
 from setproctitle import setproctitle
 
 from quire.cockpit.forms import Commands
@@ -38,6 +38,7 @@ class Listen:
 def page_application(watched: Watched) -> FastAPI:
     """Return the page over one server or gateway."""
     visitors = Visitors()
+    binding.MAX_PROPAGATION_TIME = 1.0  # seconds; it would warn on any busy machine
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
@@ -58,6 +59,7 @@ def page_application(watched: Watched) -> FastAPI:
         favicon=STATIC / "quire.svg",
         dark=None,
         tailwind=False,
+        binding_refresh_interval=0.25,
         storage_secret=secrets.token_hex(),
         reconnect_timeout=10.0,
         show_welcome_message=False,

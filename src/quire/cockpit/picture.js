@@ -1,7 +1,7 @@
 // A `quire.learn.picture.Picture` as SVG and tables.
 const COLOURS = ["--decode", "--prefill", "--good", "--draft", "--bad", "--accent", "--soft"];
 const STATES = { wait: "--wait", idle: "--line", prefill: "--prefill", decode: "--decode", draft: "--draft", cached: "--cached", transfer: "--bad", link: "--bad" };
-const OWNERS = { "": "--faint", waste: "--bad", shared: "--shared" };
+const OWNERS = { "": "--faint", waste: "--bad", shared: "--shared", accepted: "--good", missed: "--bad" };
 const esc = (s) => String(s).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 export const show = (v) => {
   if (v == null) return "–";

@@ -34,6 +34,7 @@ from quire.parallel.topology import Topology
 _PLACING_S = 60.0  # for the cluster to find room
 _STARTING_S = 60.0  # for every rank to connect
 _REMOVING_S = 2.0
+_KNOCKING_S = 5.0  # for the head of a cluster to accept a connection
 _TOKEN_BYTES = 16
 log = Log("ray")
 
@@ -226,6 +227,7 @@ def _connected(address: str | None) -> Any:
     address = address or os.environ.get("RAY_ADDRESS")
     try:
         try:
+            _knock(address)
             ray.init(address=address or "auto", **quiet)
         except ConnectionError:
             if address is not None:
@@ -236,6 +238,13 @@ def _connected(address: str | None) -> Any:
             f"ray_address = {address!r}: no Ray cluster answers there: {_line(error)}"
         ) from error
     return ray
+
+
+def _knock(address: str | None) -> None:
+    """Raise OSError where nothing listens at ``host:port``: Ray itself would try for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCKING_S).close()
 
 
 def _placed(ray: Any, config: EngineConfig) -> Any:
