@@ -11,6 +11,7 @@ The state is a function of the output ids: a new watch that is advanced over the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,8 @@ from quire.text.schema_check import SchemaCheck, canonical
 from quire.text.schema_negation import NoForm
 
 _SPACE = frozenset(b" \t\r\n")
-_CLOSES = frozenset(b'",]}')
+_ENDS = frozenset(b'",]} \t\r\n')
+_PLAIN = re.compile(rb'[^"\\]+')
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,12 @@ class Vocabulary:
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tokens
-        self._ends = np.array([not _CLOSES.isdisjoint(token) for token in tokens])
-        space = np.array([not _SPACE.isdisjoint(token) for token in tokens])
-        self._ends_number = self._ends | space
+        self._quoted = np.array([b'"' in token for token in tokens])
+        self._ends = np.array([not _ENDS.isdisjoint(token) for token in tokens])
 
     def candidates(self, allowed: NDArray[np.bool_], in_string: bool) -> list[int]:
         """Return the allowed ids of which a token may complete something."""
-        ends = self._ends if in_string else self._ends_number
+        ends = self._quoted if in_string else self._ends
         return [int(i) for i in np.flatnonzero(allowed[: len(ends)] & ends[: len(allowed)])]
 
 
@@ -98,9 +99,8 @@ class JsonWatch:
             ids = [int(i) for i in np.flatnonzero(allowed)]
         else:
             ids = self._vocabulary.candidates(allowed, state is not None and (state.text or b"")[:1] == b'"')
-        forbidden = [
-            i for i in ids if i not in eos_ids and (state is None or self._after(state, tokens[i]) is None)
-        ]
+        known = {b"": state}
+        forbidden = [i for i in ids if i not in eos_ids and self._reached(known, tokens[i]) is None]
         for i in (*forbidden, *(() if self.ends() else eos_ids)):
             if i < len(allowed):
                 allowed[i] = False
@@ -113,17 +113,35 @@ class JsonWatch:
             return state is not None
         return not state.text or self._after(state, b" ") is not None
 
+    def _reached(self, known: dict[bytes, _State | None], data: bytes) -> _State | None:
+        """As `_after`, from ``known[b""]``; ``known`` keeps the states after each byte, which tokens share."""
+        num = len(data)
+        while data[:num] not in known:
+            num -= 1
+        state = known[data[:num]]
+        while state is not None and num < len(data):
+            state = known[data[: num + 1]] = self._after(state, data[num : num + 1])
+            num += 1
+        return state
+
     def _after(self, state: _State, data: bytes) -> _State | None:
         """Return the state after more bytes, None if they break the schema."""
+        at, after = 0, state
         try:
-            for byte in data:
-                after = self._byte(state, byte)
-                if after is None:
+            while at < len(data):
+                in_string = after.text is not None and after.text[:1] == b'"' and not after.escaped
+                plain = _PLAIN.match(data, at) if in_string else None
+                if plain is None:
+                    at, moved = at + 1, self._byte(after, data[at])
+                else:
+                    assert after.text is not None
+                    at, moved = plain.end(), self._begun(replace(after, text=after.text + plain.group()))
+                if moved is None:
                     return None
-                state = after
+                after = moved
         except (NoForm, ValueError, ArithmeticError, RecursionError):
             return None
-        return state
+        return after
 
     def _byte(self, state: _State, byte: int) -> _State | None:
         text = state.text
