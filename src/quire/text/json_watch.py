@@ -35,6 +35,7 @@ class _Frame:
     value: dict[str, Any] | list[Any]
     may: tuple[Any, ...] = ()  # schemas of which some hold
     key: str | None = None  # of the property whose value comes
+    seen: frozenset[str] | None = None  # with `uniqueItems`: the items so far, as `canonical` texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +162,11 @@ class JsonWatch:
             after = replace(state, expects_key=isinstance(state.frames[-1].value, dict))
             return None if self._left(after) == [] else after  # no item or name is left
         if byte in b"{[":
-            frame = _Frame(
-                self._schemas(state), {} if byte == 0x7B else [], self._schemas(state, options=True)
-            )
+            schemas, may = self._schemas(state), self._schemas(state, options=True)
+            if byte == 0x7B:
+                frame = _Frame(schemas, {}, may)
+            else:
+                frame = _Frame(schemas, [], may, seen=frozenset() if self._is_unique(schemas) else None)
             return _State((*state.frames, frame), expects_key=byte == 0x7B)
         if byte in b"]}":
             frame = state.frames[-1]
@@ -183,18 +186,17 @@ class JsonWatch:
             is_name = state.is_key or (state.text is None and state.expects_key)
             names = _names_left(self._check, frame) if is_name else None
             return None if names is None else [json.dumps(n, ensure_ascii=False).encode() for n in names]
-        if frame is None or not self._is_unique(frame):
+        if frame is None or frame.seen is None:
             return None
         listed = [
             part["enum"] for s in self._schemas(state) for part in self._check.parts(s) if "enum" in part
         ]
         if not listed or any(isinstance(option, list | dict) for option in listed[0]):
             return None
-        used = set(map(canonical, frame.value))
-        return [json.dumps(o, ensure_ascii=False).encode() for o in listed[0] if canonical(o) not in used]
+        return [json.dumps(o, ensure_ascii=False).encode() for o in listed[0] if canonical(o) not in frame.seen]
 
-    def _is_unique(self, frame: _Frame) -> bool:
-        return any(part.get("uniqueItems") is True for s in frame.schemas for part in self._check.parts(s))
+    def _is_unique(self, schemas: Sequence[Any]) -> bool:
+        return any(part.get("uniqueItems") is True for s in schemas for part in self._check.parts(s))
 
     def _schemas(self, state: _State, *, options: bool = False) -> tuple[Any, ...]:
         """Return what holds, or with ``options`` may hold, for the value that comes."""
@@ -229,9 +231,13 @@ class JsonWatch:
             return _State(
                 (*state.frames[:-1], replace(frame, value={**frame.value, frame.key: value}, key=None))
             )
-        if self._is_unique(frame) and canonical(value) in map(canonical, frame.value):
-            return None
-        return _State((*state.frames[:-1], replace(frame, value=[*frame.value, value])))
+        seen = frame.seen
+        if seen is not None:
+            text = canonical(value)
+            if text in seen:
+                return None
+            seen |= {text}
+        return _State((*state.frames[:-1], replace(frame, value=[*frame.value, value], seen=seen)))
 
 
 def _names_left(check: SchemaCheck, frame: _Frame) -> set[str] | None:
