@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class _Frame:
     may: tuple[Any, ...] = ()  # schemas of which some hold
     key: str | None = None  # of the property whose value comes
     seen: frozenset[str] | None = None  # with `uniqueItems`: the items so far, as `canonical` texts
+    # What follows from ``schemas`` and ``may`` alone; shared by all states of one object or array.
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +184,24 @@ class JsonWatch:
     def _left(self, state: _State) -> list[bytes] | None:
         """Return the texts that a name, or an item of `uniqueItems`, may still have; None if they are not listed."""
         frame = state.frames[-1] if state.frames else None
-        if frame is not None and isinstance(frame.value, dict):
-            is_name = state.is_key or (state.text is None and state.expects_key)
-            names = _names_left(self._check, frame) if is_name else None
-            return None if names is None else [json.dumps(n, ensure_ascii=False).encode() for n in names]
-        if frame is None or frame.seen is None:
+        if frame is None:
             return None
-        listed = [
-            part["enum"] for s in self._schemas(state) for part in self._check.parts(s) if "enum" in part
-        ]
-        if not listed or any(isinstance(option, list | dict) for option in listed[0]):
+        if isinstance(frame.value, dict):
+            if not (state.is_key or (state.text is None and state.expects_key)):
+                return None
+            if None not in frame.known:
+                names = _names(self._check, frame)
+                frame.known[None] = None if names is None else {name: _encoded(name) for name in names}
+            return _but(frame.known[None], frame.value)
+        if frame.seen is None:
             return None
-        return [json.dumps(o, ensure_ascii=False).encode() for o in listed[0] if canonical(o) not in frame.seen]
+        at = -1 - len(frame.value)
+        if at not in frame.known:
+            parts = (part for s in self._schemas(state) for part in self._check.parts(s))
+            listed = next((part["enum"] for part in parts if "enum" in part), [{}])
+            is_flat = listed and not any(isinstance(option, list | dict) for option in listed)
+            frame.known[at] = {canonical(o): _encoded(o) for o in listed} if is_flat else None
+        return _but(frame.known[at], frame.seen)
 
     def _is_unique(self, schemas: Sequence[Any]) -> bool:
         return any(part.get("uniqueItems") is True for s in schemas for part in self._check.parts(s))
@@ -203,9 +211,12 @@ class JsonWatch:
         if not state.frames:
             return (self._check.root,)
         frame = state.frames[-1]
-        place = frame.key if isinstance(frame.value, dict) else len(frame.value)
-        schemas = frame.may if options else frame.schemas
-        return self._check.inside(schemas, "" if place is None else place, options=options)
+        place = (frame.key or "") if isinstance(frame.value, dict) else len(frame.value)
+        found: tuple[Any, ...] | None = frame.known.get((place, options))
+        if found is None:
+            schemas = frame.may if options else frame.schemas
+            found = frame.known[place, options] = self._check.inside(schemas, place, options=options)
+        return found
 
     def _completed(self, state: _State) -> _State | None:
         value = json.loads(state.text or b"")
@@ -240,12 +251,20 @@ class JsonWatch:
         return _State((*state.frames[:-1], replace(frame, value=[*frame.value, value], seen=seen)))
 
 
-def _names_left(check: SchemaCheck, frame: _Frame) -> set[str] | None:
-    """Return the names that an object may still take, None if they are not listed."""
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+def _but(listed: Mapping[str, bytes] | None, used: Container[str]) -> list[bytes] | None:
+    return None if listed is None else [text for key, text in listed.items() if key not in used]
+
+
+def _names(check: SchemaCheck, frame: _Frame) -> set[str] | None:
+    """Return the names that an object may take, None if they are not listed."""
     for schema in frame.schemas:
         for part in check.parts(schema):
             if _lists_names(part):
-                return set(part.get("properties", ())) - frame.value.keys()  # type: ignore[union-attr]
+                return set(part.get("properties", ()))
     names: set[str] = set()
     closed = False
     for part in (part for schema in frame.may for part in check.options(schema)):
@@ -254,7 +273,7 @@ def _names_left(check: SchemaCheck, frame: _Frame) -> set[str] | None:
             names |= set(part.get("properties", ()))
         elif "properties" in part or "patternProperties" in part:
             return None
-    return names - set(frame.value) if closed else None
+    return names if closed else None
 
 
 def _lists_names(part: Mapping[str, Any]) -> bool:
