@@ -195,7 +195,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "executor": 25,
         "plan": 165,
         "runner": 2,
-        "scheduler": 200,
+        "scheduler": 215,
         "sim": 75,
     },
     "speculation": {
