@@ -5,7 +5,7 @@
 
 pairs    each format × α × γ, by `quire bench speculate`: tokens per round against theory, speed-up against tokens per
          round ÷ (γ·c + v)
-lookup   a prompt that the answer copies but for a share of changed tokens, as an edit or a summary does; prompt lookup
+lookup   prompt lookup on a prompt that the answer copies except for a share of changed tokens, as an edit does
 
 With --peer, llama-server runs the same pair as GGUF beside both, plain, with the draft model and with its n-gram
 lookup, each at its best number of drafts; the last column is Quire's speed-up ÷ llama.cpp's. Times are those of

@@ -2,12 +2,14 @@
 
     python benchmarks/parallel.py collectives
     python benchmarks/parallel.py model /path/to/model [--quantize bf16 int8 int4] [--rounds 3] [--prompt 512]
+    python benchmarks/parallel.py experts /tmp/models/qwen3-moe-4x32 [--quantize …] [--rounds 3]
 
 ``collectives`` prints the time of an all_reduce of [32, 2048] fp32 in shared memory, as a recorded step runs it, and
 over Gloo, beside the time that one core takes to read 256 KiB which the other has just written. ``model`` prints tokens
 per second of a prompt, of decoding one sequence (behind the prompt, if that is longer than 512 tokens), and of 32
 sequences at once with their prompts, in rounds that alternate: medians, and their ratios to one process; the seconds
 until an engine is ready, and the bubbles.
+``experts`` does so for a model with experts (benchmarks/make_checkpoint.py), cut and whole.
 """
 
 from __future__ import annotations
@@ -44,6 +46,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "two stages": {"threads": 1, "pipeline_parallel_size": 2},
     "two stripes": {"threads": 1, "context_parallel_size": 2},
 }
+WHOLE = {"threads": 1, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+EXPERTS = {
+    **{what: ENGINES[what] for what in ("one process", "two tensor ranks")},
+    "whole experts": WHOLE,
+    "balanced experts": {**WHOLE, "enable_eplb": True, "num_redundant_experts": 4, "eplb_step_interval": 20},
+}
 REPEATED = 8
 
 
@@ -51,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["collectives", "model"])
+    parser.add_argument("what", choices=["collectives", "model", "experts"])
     parser.add_argument("model", nargs="?", default="/tmp/models/llama-1b")
     parser.add_argument("--quantize", nargs="+", default=["bf16", "int8", "int4"])
     parser.add_argument("--rounds", type=int, default=3)
@@ -62,7 +70,8 @@ def main() -> None:
         collectives()
     else:
         for each in args.quantize:
-            model(args.model, None if each == "bf16" else each, args.rounds, args.prompt)
+            sizes = EXPERTS if args.what == "experts" else ENGINES
+            model(args.model, None if each == "bf16" else each, args.rounds, args.prompt, sizes)
 
 
 def collectives() -> None:
@@ -143,20 +152,22 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def model(path: str, quantize: str | None, rounds: int, prompt: int) -> None:
+def model(
+    path: str, quantize: str | None, rounds: int, prompt: int, wanted: dict[str, dict[str, Any]]
+) -> None:
     """Engines as `LLM` starts them, all loaded, each at work in its turn."""
     engines, loaded_s = {}, {}
     behind = prompt if prompt > 512 else 16  # tokens before those that are decoded
-    for what, sizes in ENGINES.items():
+    for what, sizes in wanted.items():
         start = time.perf_counter()
         engines[what] = LLM(
             path, quantize=quantize, max_model_len=prompt + 512, max_num_seqs=32, kv_memory="512MiB",
             enable_prefix_caching=False, **sizes,
         )  # fmt: skip
         loaded_s[what] = time.perf_counter() - start
-    rates: dict[str, list[list[float]]] = {what: [] for what in ENGINES}
+    rates: dict[str, list[list[float]]] = {what: [] for what in wanted}
     ids: dict[str, list[list[int]]] = {}
-    idle = dict.fromkeys(ENGINES, 0.0)
+    idle = dict.fromkeys(wanted, 0.0)
     for _ in range(rounds):
         for what, llm in engines.items():
             prefill_s, _ = _generate(llm, 1, prompt, 1)
@@ -178,7 +189,14 @@ def model(path: str, quantize: str | None, rounds: int, prompt: int) -> None:
         found = [statistics.median(each) for each in zip(*of, strict=True)]
         text = "".join(f"{rate:9.1f}/s ({rate / one:5.3f} x)" for rate, one in zip(found, base, strict=True))
         print(f"{what:22}{text}   {loaded_s[what]:4.1f} s  {idle[what]:4.0%}")
-    print(f"stages give the tokens of one process: {ids['two stages'] == ids['one process']}")
+    same = [what for what in wanted if ids[what] == ids["one process"]]
+    print(f"the tokens of one process: {', '.join(same)}")
+    for what, llm in engines.items():
+        for load in llm.client.stats().ranks.experts:
+            print(
+                f"{what}, layer {load.layer}: busiest rank / mean {load.of_ranks:.3f}, after moves "
+                f"{load.of_ranks_balanced:.3f}; busiest expert / mean {load.of_experts:.2f}"
+            )
     for llm in engines.values():
         llm.close()
 

@@ -45,8 +45,23 @@ def all_ops(group: Group) -> list[torch.Tensor]:
             found += [group.all_reduce(x, torch.float32), group.all_reduce(x, torch.bfloat16)]
             found += [group.all_gather(x, shape[1] * group.size - 3), group.reduce_scatter(x, dtype)]
             found.append(group.all_to_all(x))
+            found.append(parts_of(group, shape, dtype))
             found += [group.all_reduce(x.contiguous(), out) for out in (torch.bfloat16, torch.float32) * 2]
     return found
+
+
+def count_of(rank: int, shape: tuple[int, int]) -> int:
+    """Rows of a member where these have different numbers; the first one has none."""
+    return shape[0] * rank // 3
+
+
+def parts_of(group: Group, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    begins = [0, *itertools.accumulate(count_of(rank, shape) for rank in range(group.size))]
+    y = torch.full((begins[-1], shape[1]), -1.0, dtype=dtype)
+    start, stop = begins[group.index], begins[group.index + 1]
+    y[start:stop] = rows_of(group.index, shape, dtype)[: stop - start]
+    group.gather_parts(y, begins)
+    return y
 
 
 def pass_on(group: Group) -> bool:
@@ -72,6 +87,7 @@ def expected_of(rank: int, size: int) -> list[torch.Tensor]:
                 reference.reduce_scatter(rows, rank, dtype),
             ]
             found.append(reference.all_to_all(rows, rank))
+            found.append(reference.gather_parts([each[: count_of(r, shape)] for r, each in enumerate(rows)]))
             found += [reference.all_reduce(rows, out) for out in (torch.bfloat16, torch.float32) * 2]
     return found
 

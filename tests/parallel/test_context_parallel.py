@@ -40,7 +40,7 @@ def over_two_ranks(helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("over_two_ranks")
-@pytest.mark.parametrize("chunk", [7, 40], ids=["small", "divided"])
+@pytest.mark.parametrize("chunk", [7, 90], ids=["small", "divided"])
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.slow) for case in CASES]
 )

@@ -160,6 +160,16 @@ def test_the_line_has_only_flags_that_there_are() -> None:
     assert any("of them" in x for x in lacking)
 
 
+def test_whole_experts_are_a_flag_on_cpus() -> None:
+    asked = question_of(PlanArgs("deepseek-v3", "epyc-9755", count=2, quantize="bf16"))
+    plan = plan_capacity(replace(asked, hardware=replace(asked.hardware, domain=2)))  # two sockets
+    assert plan.advice.chosen is not None
+    assert (plan.advice.chosen.split.tp, plan.advice.chosen.split.ep) == (2, 2)
+    line, lacking = serve_command(plan)
+    assert "--tensor-parallel-size 2 --enable-expert-parallel" in line
+    assert not any("expert" in remark for remark in lacking)
+
+
 def test_search_prints_its_trials_and_needs_a_load_and_an_slo() -> None:
     arguments = [
         "plan",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+MIN_TICKS = 3  # of a logarithmic axis; one with fewer gets those of a linear one
 MAX_POINTS = 2000  # per line; more cannot be seen
 WIDTH, HEIGHT = 960, 380  # pixels; a page scales them to its width
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 46, 40  # margins around the axes, pixels
@@ -56,7 +57,9 @@ class Axis:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             digits = (1, 2, 5) if len(decades) <= 4 else (1,)
             values = [digit * 10.0**decade for decade in decades for digit in digits]
-            return [v for v in values if self.low <= v <= self.high]
+            shown = [v for v in values if self.low <= v <= self.high]
+            if len(shown) >= MIN_TICKS:
+                return shown
         rough = (self.high - self.low) / 5
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(unit * digit for digit in (1, 2, 5, 10) if unit * digit >= rough)

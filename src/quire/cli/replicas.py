@@ -29,7 +29,7 @@ from quire.metrics.log import Log, configure
 # Settings that belong to one server. The gateway has its own, or would have to have them.
 REFUSED = (
     "admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "gateway_key", "region", "handover",
-    "journal", "step_log", "tls_cert", "tls_key", "record_requests", "compare_to",
+    "journal", "step_log", "tls_cert", "tls_key", "record_requests", "compare_to", "cockpit",
 )  # fmt: skip
 OWN = (
     "replicas",

@@ -38,6 +38,7 @@ SHARE = 0.006  # of the time, which trials may lose
 GRACE = 3.0  # plain steps that trials may lose before they have saved them
 WAIT, LONGEST_WAIT = 8, 4096  # steps until a number of drafts is tried again: doubles each time
 BEHIND = 64  # tokens: of sequences equally far behind, each tries in turn
+PLAIN_ROUNDS, LONGEST_PLAIN_WAIT = 3, 256  # steps of a trial without drafts; steps until the next
 OFF_WAIT = 24  # while nothing is drafted
 MOST_FAILS = 3  # trials without success in a row that double what the next ones are said to cost
 KNOWN = 3  # measurements of a time that is known
@@ -102,7 +103,7 @@ class DraftControl:
         self._fails = self._num_probes = 0
         # In the step being applied, and whether the one before it had proposals: the draft model is not behind.
         self._num_proposed = self._num_accepted = 0
-        self._warm = False
+        self._warm = self._verified = False
         self._behind_s, self._num_behind = (
             0.0,
             0,
@@ -156,7 +157,9 @@ class DraftControl:
         if not self._adaptive:
             return
         verify_s = max(1e-6, took_s - draft_s)
-        known_s = self.times.note(num_seqs, num_drafts, verify_s / self._pace)
+        # A step behind drafts finds the draft model's weights in the caches: plain decoding is faster than that.
+        is_first, self._verified = self._verified and not num_drafts, num_drafts > 0
+        known_s = 0.0 if is_first else self.times.note(num_seqs, num_drafts, verify_s / self._pace)
         if known_s:
             paced = min(max(verify_s / known_s, self._pace / OUTLIER), self._pace * OUTLIER)
             self._pace += (paced - self._pace) * PACE_WEIGHT
@@ -184,7 +187,7 @@ class DraftControl:
         trial.left -= 1
         trial.num_steps += 1
         trial.num_accepted += num_tokens - len(seqs)
-        if trial.num_steps == OFF_ROUNDS and trial.left > 1 and not trial.num_accepted:
+        if trial.cap and trial.num_steps == OFF_ROUNDS and trial.left > 1 and not trial.num_accepted:
             trial.left = 1
         if trial.left:
             return
@@ -210,6 +213,9 @@ class DraftControl:
             count = self.times.count(num_seqs, cap)
             margin = MARGIN if count >= KNOWN else NEW_MARGIN if count else UNKNOWN_MARGIN
             rate = self._tokens_per_s(num_seqs, groups, NO_CUT if cap else None, cap) * (1.0 + margin)
+            if not cap:  # whatever is known of it: drafts must be faster than this
+                best = 0
+                break
             if rate > best_rate or (off and best is None):
                 best, best_rate = cap, rate
         if best is None:
@@ -228,10 +234,10 @@ class DraftControl:
             self._next_try = self._step + WAIT
             return
         _, wait = self._tried.get((bucket, best), (0, WAIT // 2))
-        self._tried[bucket, best] = self._step, min(2 * wait, LONGEST_WAIT)
+        self._tried[bucket, best] = self._step, min(2 * wait, LONGEST_WAIT if best else LONGEST_PLAIN_WAIT)
         self._num_behind = num_behind
         num_tried = num_seqs if one is None else 1
-        rounds = max(OFF_ROUNDS, OFF_VERIFIED // num_tried) if off else 1
+        rounds = max(OFF_ROUNDS, OFF_VERIFIED // num_tried) if off else 1 if best else PLAIN_ROUNDS
         self._trial = _Trial(best, 1 + rounds, one)
         self.wakes = self.wakes or off
 
