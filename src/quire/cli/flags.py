@@ -219,9 +219,12 @@ class PlanArgs:
     gpu: str | None = None
     count: int = 1
     cpu: bool = False
+    split: str | None = None
+    price: float | None = None
     workload: str = "1024/256"
     rate: float | None = None
     concurrency: int | None = None
+    prefix: int = 0
     slo: str | None = None
     quantize: str | None = None
     kv_dtype: str | None = None
@@ -229,6 +232,9 @@ class PlanArgs:
     engine: str | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 256
+    draft: str | None = None
+    objective: Literal["throughput", "latency", "cost"] = "throughput"
+    compare: str | None = None
     json: bool = False
     explain: bool = False
     search: bool = False
