@@ -71,6 +71,16 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 20,
         "sim": 60,
     },
+    "links between ranks, measured and simulated": {
+        "parallel": 106,
+        "plan": 185,
+        "bench": 195,
+        "sim": 65,
+        "executor": 35,
+        "kernels": 14,
+        "runner": 6,
+        "cli": 75,
+    },
     "expert parallelism": {
         "": 25,
         "executor": 30,
