@@ -85,8 +85,8 @@ def test_the_links_of_this_machine_are_measured_and_saved(tmp_path: Path) -> Non
 def test_a_profile_with_links_simulates_ranks(flag: str, steps_out: int, tmp_path: Path) -> None:
     path, out = tmp_path / "profile.json", tmp_path / "out.json"
     MADE.save(path)
-    given = ["simulate", "--profile", str(path), "--limit", "20", "--rate", "40", "--input-len", "100", "--output-len", "20"]  # fmt: skip
-    done = CliRunner().invoke(app, [*given, flag, "2", "--json", str(out)])
+    work = ["--limit", "20", "--rate", "40", "--input-len", "100", "--output-len", "20"]
+    done = CliRunner().invoke(app, ["simulate", "--profile", str(path), *work, flag, "2", "--json", str(out)])
     assert done.exit_code == 0, done.output
     bubbles = json.loads(out.read_text())["simulation"]["bubbles"]
     assert ("bubbles" in done.output) == (steps_out > 1)

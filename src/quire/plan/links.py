@@ -1,7 +1,7 @@
 """Times of collectives between ranks, α + β · bytes per op and link, and the step times of ranks that pay them.
 
-`quire profile --parallel` measures the links of this machine. `RankedSteps` gives each rank its share of the step of one
-process, by the weights and heads that `parallel.shard` gives it, and adds its collectives.
+`quire profile --parallel` measures the links of this machine. `RankedSteps` gives each rank its share of one process's
+step, by the weights and heads that `parallel.shard` gives it, and adds its collectives.
 """
 
 from __future__ import annotations
