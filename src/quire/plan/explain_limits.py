@@ -154,7 +154,7 @@ def _api(rent: float, capacity: float, api: float | None) -> Line:
         return Line("API break-even", "never", "these devices serve nothing within the SLO")
     full, most = cost_per_million(rent, capacity), capacity * SECONDS_PER_DAY
     if api is None:
-        text = f"a million tokens, in and out, at full load ({most / 1e6:,.0f} million a day): an API above that costs more"
+        text = f"a million tokens, all, at full load ({most / 1e6:,.0f} million a day): an API above that costs more"
         return Line("API break-even", f"${full:.3f}", text)
     tokens = break_even(rent, api)
     text = (
