@@ -66,6 +66,7 @@ MODELS = {
         "--quantize", "int8",
     ],
 }  # fmt: skip
+PUBLISHED = ["quill", "smol-135m"]
 TRACES = {
     "azure_conv": "azure_llm_2023_conv.csv.gz",
     "azure_code": "azure_llm_2023_code.csv.gz",
@@ -367,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     results = Results(args.results)
-    names = cells(args.model or list(MODELS), args.trace or list(TRACES), args.load or LOADS)
+    names = cells(args.model or PUBLISHED, args.trace or list(TRACES), args.load or LOADS)
     if args.status:
         for name in names:
             print(f"{name:32} {len(results.rounds(name))} of {args.rounds} rounds")

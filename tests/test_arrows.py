@@ -52,7 +52,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (5, ("lora", "sampling", "speculate", "runner")),
     (6, ("executor",)),
     (7, ("engine",)),
-    (8, ("quantize", "disagg", "jobs", "gateway", "bench", "sim", "learn", "api")),
+    (8, ("quantize", "disagg", "jobs", "gateway", "bench", "sim", "learn", "diagnose", "api")),
     (9, ("cockpit", "cli")),
 ]
 PLACE = {name: (line, column) for line, (_, names) in enumerate(LINES) for column, name in enumerate(names)}
@@ -137,7 +137,7 @@ TORCH_FREE = modules_of(
     "executor.base",
     "engine.core", "engine.client", "engine.frontend", "engine.heartbeat", "engine.quarantine", "engine.supervisor",
     "engine.process",
-    "api", "jobs", "gateway", "bench.summary", "bench.serve", "bench.report", "sim", "cli",
+    "api", "jobs", "gateway", "diagnose", "bench.summary", "bench.serve", "bench.report", "sim", "cli",
 )  # fmt: skip
 # What a bare PyTorch container lacks.
 BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "starlette", "uvicorn", "pydantic", "quire._native"]

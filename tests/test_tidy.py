@@ -117,7 +117,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "fields that the order does not read": {"api": 22, "metrics": 1, "scheduler": 1},
     "page of the API": {"api": 18, "http": 6},
     "tool formats of newer families": {"text": 640, "cli": 11, "api": 4},
-    "JSON schemas checked while they are written": {"text": 692, "sampling": 20, "engine": 12},
+    "JSON schemas checked while they are written": {"text": 825, "sampling": 20, "engine": 12},
     "spread of the machine, range of a simulation": {"bench": 145, "plan": 35, "sim": 20, "cli": 55},
     "filling in the middle": {"api": 38, "text": 78},
     "the plan's choice of a split": {"plan": 36, "cli": 10},
@@ -225,6 +225,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "bench speculate": {"": 11, "bench": 265, "cli": 11},
     "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_650, "engine": 25, "scheduler": 240},
     "learn": {"bench": 6, "cli": 75, "learn": 2_420, "plan": 220, "sim": 10},
+    "diagnosis": {"cli": 85, "diagnose": 690, "scheduler": 24},
+    "whole planner": {"cli": 245, "plan": 440, "workload": 17},
     "disaggregation in the simulator": {"bench": 2, "cli": 13, "sim": 215},
     "seven experiments with computed answers": {"sim": 115},
     "trees of drafts": {

@@ -55,6 +55,7 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire doctor --check MODEL     read every file: do weights fit config.json, is any NaN; tokenizer; chat template
     quire plan [MODEL]             does it fit, how fast, at what cost: formulas (docs/planner.md)
     quire cockpit [URL]            a page of a running server or gateway (docs/cockpit.md)
+    quire diagnose [URL]           what limits a running server, and what to change (docs/metrics.md)
     quire learn [NAME]             simulations for learning how serving works, each with its controls (docs/learn.md)
     quire keys create NAME         add an API key to a file and print it (docs/tenants.md)
     quire keys list                names, tenants and rights of the keys

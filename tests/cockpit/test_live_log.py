@@ -113,3 +113,14 @@ def test_a_core_without_readers_keeps_no_steps() -> None:
     live.clock.advance_to(live.clock.now() + IDLE_S + 1)
     live.steps(1)
     assert live.core._live is None
+
+
+def test_shared_beginnings_of_prompts_are_counted() -> None:
+    live = Live(block_size=4)
+    live.read()
+    for name in ("a", "b"):
+        live.core.put(request(name, range(18), max_tokens=1))
+    live.steps(4)
+    sums = live.read()["steps"]
+    assert sums["new_tokens"] == 36
+    assert sums["shared_tokens"] == 16

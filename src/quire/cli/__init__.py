@@ -256,6 +256,30 @@ def replay(
     raise typer.Exit(replay(file, pick(ReplayArgs, settings)))
 
 
+@app.command()
+def diagnose(
+    url: Annotated[str, typer.Argument(help="Of a running server.")] = "http://127.0.0.1:8000",
+    seconds: Annotated[float, typer.Option("--seconds", help="How long to watch.", min=0.5, max=600.0)] = 5.0,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help="Key of the server.", show_default=False)
+    ] = None,
+    admin_url: Annotated[
+        str | None,
+        typer.Option(
+            "--admin-url", help="URL of its admin surface, or unix:PATH, for /runtime.", show_default=False
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option("--admin-key", help="Key of the admin surface.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what limits a running server, and what to change, from its metrics under load."""
+    from quire.cli.diagnose import run
+
+    raise typer.Exit(run(url, seconds, api_key, admin_url, admin_key, as_json=json))
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def learn(
     context: typer.Context,

@@ -219,9 +219,15 @@ class PlanArgs:
     gpu: str | None = None
     count: int = 1
     cpu: bool = False
+    split: str | None = None
+    price: float | None = None
+    watts: float | None = None
+    purchase: float | None = None
+    power_price: float = 0.12
     workload: str = "1024/256"
     rate: float | None = None
     concurrency: int | None = None
+    prefix: int = 0
     slo: str | None = None
     quantize: str | None = None
     kv_dtype: str | None = None
@@ -229,6 +235,10 @@ class PlanArgs:
     engine: str | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 256
+    draft: str | None = None
+    objective: Literal["throughput", "latency", "cost"] = "throughput"
+    api_price: float | None = None
+    compare: str | None = None
     json: bool = False
     explain: bool = False
     search: bool = False

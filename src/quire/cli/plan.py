@@ -17,15 +17,21 @@ from rich.table import Table
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.bench.progress import ticking
 from quire.cli.flags import PlanArgs
+from quire.cli.hardware_list import show_hardware
+from quire.cli.plan_compare import compare, comparison_table, read_plan
+from quire.config import MAX_DRAFTS
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
+from quire.plan.candidates import parse_split
 from quire.plan.capacity import CapacityPlan, Question, plan_capacity
+from quire.plan.draft import Draft
 from quire.plan.estimate import Load
 from quire.plan.explain import explain
-from quire.plan.hardware import GIB, Hardware, find_hardware, this_machine
+from quire.plan.explain_line import Line
+from quire.plan.hardware import GIB, Hardware, Price, find_hardware, this_machine
 from quire.plan.presets import preset_of
-from quire.plan.roofline import efficiencies
+from quire.plan.roofline import IDEAL, efficiencies
 from quire.plan.split import PRECISIONS
 from quire.sim.search import SHARE, Found, Search
 from quire.workload.build import Synthetic, at_rate, from_trace
@@ -56,7 +62,11 @@ def question_of(asked: PlanArgs) -> Question:
         raise ConfigError(f"--count {asked.count} must be at least 1")
     if asked.rate is not None and asked.rate <= 0:
         raise ConfigError(f"--rate {asked.rate:g} must be more than 0 requests per second")
-    table = efficiencies()
+    if not 0 <= asked.prefix < isl:
+        raise ConfigError(
+            f"--prefix {asked.prefix} must be in 0…{isl - 1}, less than the prompt's {isl} tokens"
+        )
+    table = {**efficiencies(), "ideal": IDEAL}
     engine = asked.engine or ("cpu" if hardware.kind == "cpu" else "default")
     if engine not in table:
         raise ConfigError(f"--engine {engine!r} has no fitted constants; there are {', '.join(table)}")
@@ -66,7 +76,7 @@ def question_of(asked: PlanArgs) -> Question:
         spec=spec,
         hardware=hardware,
         count=asked.count,
-        load=Load(isl, osl, asked.rate, concurrency if asked.rate or concurrency else 1),
+        load=Load(isl, osl, asked.rate, concurrency if asked.rate or concurrency else 1, asked.prefix),
         efficiency=table[engine],
         slo=Slo.parse(asked.slo) if asked.slo else None,
         precision=precision,
@@ -74,10 +84,39 @@ def question_of(asked: PlanArgs) -> Question:
         context=asked.context,
         max_num_batched_tokens=asked.max_num_batched_tokens or (2048 if hardware.kind == "cpu" else 8192),
         max_num_seqs=asked.max_num_seqs,
+        objective=asked.objective,
+        split=parse_split(asked.split, spec, asked.count) if asked.split else None,
+        draft=draft_of(asked.draft) if asked.draft else None,
     )
 
 
+def draft_of(text: str) -> Draft:
+    """Read ``MODEL,α,γ``: what drafts (``ngram``: no model), its acceptance, and drafts a round."""
+    parts = text.rsplit(",", 2)
+    try:
+        model, acceptance, num_drafts = parts[0], float(parts[1]), int(parts[2])
+    except (IndexError, ValueError):
+        raise ConfigError(
+            f"--draft {text!r} must be MODEL,ACCEPTANCE,DRAFTS, such as llama-3.2-1b,0.7,4 or ngram,0.3,4"
+        ) from None
+    if not 0.0 <= acceptance <= 1.0:
+        raise ConfigError(f"--draft {text!r}: acceptance {acceptance:g} must be in 0…1")
+    if not 1 <= num_drafts <= MAX_DRAFTS:
+        raise ConfigError(f"--draft {text!r}: {num_drafts} drafts a round must be in 1…{MAX_DRAFTS}")
+    return Draft(model, None if model == "ngram" else spec_of(model), acceptance, num_drafts)
+
+
 def hardware_of(asked: PlanArgs) -> Hardware:
+    """Return the requested device, at the price that is given."""
+    if asked.price is not None and asked.price <= 0:
+        raise ConfigError(f"--price {asked.price:g} must be more than 0 USD an hour")
+    found = _device(asked)
+    if asked.price is not None:
+        found = replace(found, price=Price(asked.price, "--price", "as given"))
+    return replace(found, watts=asked.watts or found.watts, purchase_usd=asked.purchase or found.purchase_usd)
+
+
+def _device(asked: PlanArgs) -> Hardware:
     """Return the requested device; ``--cpu`` is this machine, with its bandwidth and peak measured now."""
     if asked.cpu == (asked.gpu is not None):
         raise ConfigError("give either --gpu NAME (any name of the hardware table) or --cpu (this machine)")
@@ -130,8 +169,11 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     for name, short in ways.items():
         if chosen and (size := getattr(chosen.split, short)) > 1:
             wanted[name] = size if short != "ep" else True
+    if q.draft is not None:
+        wanted |= {"speculate": "ngram"} if q.draft.spec is None else {"draft_model": q.draft.model}
+        wanted["spec_tokens"] = q.draft.num_drafts
     if q.hardware.kind != "cpu":
-        known -= set(ways)  # ranks run on CPUs
+        known -= {*ways, "speculate", "draft_model", "spec_tokens"}  # ranks and drafts run on CPUs
     flags = [
         flag_name(name) if v is True else f"{flag_name(name)} {shlex.quote(str(v))}"
         for name, v in wanted.items()
@@ -155,19 +197,28 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
 
 def plan(asked: PlanArgs) -> int:
     """Print the plan; return 0, or 2 where nothing fits."""
+    if asked.gpu == "list":
+        return show_hardware(as_json=asked.json)
     question = question_of(asked)
+    other = read_plan(asked.compare) if asked.compare else None
     found = search(question, asked.workload) if asked.search else None
     answer = plan_capacity(question)
     command, lacking = serve_command(answer)
+    explained = explain(answer, asked.api_price, asked.power_price) if asked.explain else []
     if asked.json:
         said = answer.as_dict() | {"command": command, "remarks": lacking}
         if asked.explain:
-            said["explain"] = [asdict(line) for line in explain(answer)]
+            said["explain"] = [asdict(line) for line in explained]
+        if other is not None:
+            said["compare"] = [asdict(row) for row in compare(other, said)]
         if found is not None:
             said["search"] = asdict(found) | {"share": SHARE}
         print(json.dumps(said, indent=1))
     else:
-        _print(answer, command, lacking, explained=asked.explain)
+        _print(answer, command, lacking, explained)
+        if other is not None:
+            _console().print()
+            _console().print(comparison_table(other, answer.as_dict() | {"command": command}))
         if found is not None:
             held = "the cheapest in bold" if found.best else "[red]none holds the SLO[/red]"
             _console().print(f"\n{len(found.tried)} of {found.grid_size} settings simulated, {held}\n")
@@ -179,7 +230,7 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=130)
 
 
-def _print(answer: CapacityPlan, command: str, lacking: list[str], *, explained: bool) -> None:
+def _print(answer: CapacityPlan, command: str, lacking: list[str], explained: list[Line]) -> None:
     q = answer.question
     console = _console()
     data = answer.as_dict()
@@ -201,7 +252,7 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], *, explained:
         console.print(f"  [dim]# {remark}[/dim]", highlight=False)
     if explained:
         table = Table("figure", "value", "formula", box=None, pad_edge=False)
-        for line in explain(answer):
+        for line in explained:
             table.add_row(line.name, line.value, line.formula)
         console.print()
         console.print(table)
@@ -209,8 +260,9 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], *, explained:
 
 def _memory_table(m: Mapping[str, Any]) -> Table:
     table = Table("memory of one device", "GiB", "", box=None, pad_edge=False)
-    for name in ("weights", "activations", "workspace", "graphs"):
-        table.add_row(name, f"{m[name] / GIB:.2f}", "")
+    for name in ("weights", "draft", "activations", "workspace", "graphs", "prefix"):
+        if m[name] or name not in ("draft", "prefix"):
+            table.add_row(name, f"{m[name] / GIB:.2f}", "")
     requests = f"{m['max_requests']:,} requests of {m['context']:,} tokens" if m["fits"] else "does not fit"
     table.add_row("left for K and V", f"{m['kv_pool'] / GIB:.2f}", requests)
     table.add_row("device", f"{m['capacity'] / GIB:.2f}", f"{m['usable'] / GIB:.2f} used")

@@ -8,8 +8,9 @@
 - it fits in no domain: pipeline stages over domains
 - experts that are many and small: whole experts on each device (ep) instead of cut ones
 
-Of the splits that hold the load and the SLO it takes the one that serves the most requests per second with these
-devices, and of nearly equal ones that with the shortest mean latency.
+Of the splits that hold the load and the SLO it takes the best by the `Objective`: the one that serves the most requests
+per second with these devices (of nearly equal ones that with the shortest mean latency), the one with the shortest
+mean latency, or the one that costs the least, with as few replicas as hold.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from quire.modelspec import ModelSpec
+from quire.plan.candidates import candidates, striped
+from quire.plan.draft import Draft, Drafting
 from quire.plan.estimate import Cost, Estimate, Load, Replica, cost_of
 from quire.plan.hardware import GIB, Hardware
 from quire.plan.roofline import Efficiency, Roofline, work_of
 from quire.plan.split import MemoryPlan, Split, plan_memory
 from quire.workload.slo import Slo
 
+Objective = Literal["throughput", "latency", "cost"]
+BEST = {"throughput": "serves the most", "latency": "answers soonest", "cost": "costs the least"}
 NEAR = 0.95  # of the most requests/s: splits from there on are compared by latency
 
 
@@ -44,6 +49,16 @@ class Option:
             return False
         return slo is None or self.estimate.meets(slo)
 
+    @property
+    def e2el_s(self) -> float:
+        return self.estimate.e2el_s if self.estimate else math.inf
+
+    @property
+    def device_s(self) -> float:
+        """Device-seconds that a served request costs: rent divides by them, whatever it is."""
+        rate = self.estimate.rate * self.split.dp if self.estimate else 0.0
+        return self.split.num_devices / rate if rate else math.inf
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -54,67 +69,43 @@ class Advice:
     reasons: tuple[str, ...]
 
 
-def candidates(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
-    """Return the splits of at most ``count`` devices to consider, those with the fewest devices per replica first.
-
-    ``tp`` is a power of 2 that divides the query heads and stays within a domain of links.
-    """
-    heads = min(layer.attention.num_heads for layer in spec.layers)
-    found = []
-    tp = 1
-    while tp <= min(count, hardware.domain) and heads % tp == 0:
-        stages = 1
-        while tp * stages <= count and stages <= spec.num_layers:
-            found.append(Split(tp=tp, pp=stages, ep=_experts(spec, tp), dp=count // (tp * stages)))
-            stages *= 2
-        tp *= 2
-    return sorted(found, key=lambda s: (s.tp * s.pp, s.pp))
-
-
-def striped(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
-    """Return the splits that share out K and V of a request by position, within a domain of links."""
-    most = min(count, hardware.domain)
-    whole = [split for split in candidates(spec, hardware, most // 2) if split.pp == 1]
-    pairs = [(split, 1 << i) for split in whole for i in range(1, most.bit_length())]
-    found = [
-        replace(split, cp=cp, dp=count // (split.tp * cp)) for split, cp in pairs if split.tp * cp <= most
-    ]
-    return sorted(found, key=lambda s: (s.tp * s.cp, s.cp))
-
-
-def _experts(spec: ModelSpec, tp: int) -> int:
-    """Whether experts stay whole: each device gets at least 4 of them. Cut experts would be thin matrices."""
-    moe = next((layer.mlp.moe for layer in spec.layers if layer.mlp.moe is not None), None)
-    return tp if moe is not None and moe.num_experts % tp == 0 and moe.num_experts // tp >= 4 else 1
-
-
 def advise(
     spec: ModelSpec,
     hardware: Hardware,
     count: int,
     look: Callable[[Split], Option],
     slo: Slo | None,
+    objective: Objective = "throughput",
+    wanted: Split | None = None,
 ) -> Advice:
-    """Walk the tree. ``look`` sizes a split and estimates one of its replicas under its share of the load."""
-    options = tuple(look(split) for split in candidates(spec, hardware, count))
+    """Walk the tree. ``look`` sizes a split and estimates one of its replicas under its share of the load.
+
+    ``wanted``: the only split to consider.
+    """
+    options = tuple(look(split) for split in ([wanted] if wanted else candidates(spec, hardware, count)))
     one = options[0]
+    each = "One" if wanted is None else f"With {wanted}, one"
     reasons = [
-        f"One {hardware.title} has {one.memory.usable / GIB:.1f} GiB to use; the weights take "
+        f"{each} {hardware.title} has {one.memory.usable / GIB:.1f} GiB to use; the weights take "
         f"{one.memory.weights / GIB:.1f} GiB: " + _fits(one.memory)
     ]
     fitting = [o for o in options if o.memory.fits]
     inside = [o for o in options if o.split.pp == 1]
-    if not any(o.memory.fits for o in inside) and any(o.memory.kv_pool > 0 for o in inside):
+    if not wanted and not any(o.memory.fits for o in inside) and any(o.memory.kv_pool > 0 for o in inside):
         long = [look(split) for split in striped(spec, hardware, count)]
         fitting, options = [*(found := [o for o in long if o.memory.fits]), *fitting], (*options, *long)
         reasons += _stripes(one.memory, found)
     if not fitting:
         most = max(options, key=lambda o: o.split.tp * o.split.pp)
-        reasons[0] += (
-            f" Nor do they on {most.split.num_devices}: take more devices, larger ones, or --quantize."
-        )
+        where = f" Nor do they on {most.split.num_devices}: take" if wanted is None else " Take"
+        reasons[0] += f"{where} more devices, larger ones, or --quantize."
         return Advice(None, options, _numbered(reasons))
     within = [o for o in fitting if o.split.pp == 1]
+    if wanted:
+        chosen = fitting[0]
+        does = "holds" if chosen.holds(slo) else "does not hold"
+        reasons.append(f"{chosen.split}, as asked for, {does} {_wish(slo)}.")
+        return Advice(chosen, options, _numbered(reasons))
     if within and within[0] is not one and within[0].split.cp == 1:
         reasons.append(
             f"Tensor parallelism within a domain of {hardware.domain} ({hardware.link or 'no link known'}): "
@@ -124,8 +115,11 @@ def advise(
         reasons.append("No tensor parallelism within one domain fits: pipeline stages over domains.")
     pool = within or fitting
     holding = [o for o in pool if o.holds(slo)]
-    chosen = _best(holding or pool)
-    reasons += _turns(chosen, pool[0], bool(holding), slo)
+    first = pool[0]
+    if objective == "cost":
+        holding = [_fewest(option, look, slo) for option in holding]
+    chosen = _best(holding or pool, objective)
+    reasons += _turns(chosen, first, bool(holding), slo, objective)
     return Advice(chosen, options, _numbered(reasons))
 
 
@@ -149,25 +143,46 @@ def _stripes(one: MemoryPlan, fitting: Sequence[Option]) -> list[str]:
     ]
 
 
-def _best(options: Sequence[Option]) -> Option:
-    """Return the option that serves the most; of those within `NEAR` of it the one with the shortest latency."""
+def _fewest(option: Option, look: Callable[[Split], Option], slo: Slo | None) -> Option:
+    """Return ``option``, which holds, with the fewest replicas that still hold the load and the SLO."""
+    low, best = 0, option
+    while best.split.dp - low > 1:
+        tried = look(replace(option.split, dp=(low + best.split.dp) // 2))
+        low, best = (low, tried) if tried.holds(slo) else (tried.split.dp, best)
+    return best
+
+
+def _best(options: Sequence[Option], objective: Objective) -> Option:
+    """Return the best option. Throughput: of those within `NEAR` of the most, the one with the shortest latency."""
+    if objective == "latency":
+        return min(options, key=lambda o: (o.e2el_s, -o.capacity))
+    if objective == "cost":
+        return min(options, key=lambda o: (o.device_s, o.e2el_s))
     most = max(option.capacity for option in options)
     near = [option for option in options if option.capacity >= most * NEAR]
-    return min(near, key=lambda o: o.estimate.e2el_s if o.estimate else math.inf)
+    return min(near, key=lambda o: o.e2el_s)
 
 
 def _numbered(reasons: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
 
 
-def _turns(chosen: Option, first: Option, holds: bool, slo: Slo | None) -> list[str]:
+def _wish(slo: Slo | None) -> str:
+    return f"the SLO ({slo})" if slo is not None else "the load"
+
+
+def _turns(chosen: Option, first: Option, holds: bool, slo: Slo | None, objective: Objective) -> list[str]:
     reasons = []
-    wish = f"the SLO ({slo})" if slo is not None else "the load"
+    wish = _wish(slo)
     if not holds:
         reasons.append(f"No split of these devices holds {wish}; {chosen.split} comes closest.")
     elif chosen is not first and not first.holds(slo):
         reasons.append(
-            f"{first.split} does not hold {wish}; of those that do {chosen.split} serves the most."
+            f"{first.split} does not hold {wish}; of those that do {chosen.split} {BEST[objective]}."
+        )
+    elif objective != "throughput":
+        reasons.append(
+            f"{chosen.split}, {chosen.split.num_devices} in all, holds {wish} and {BEST[objective]}."
         )
     elif chosen is not first:
         assert chosen.estimate is not None
@@ -201,16 +216,25 @@ class Question:
     context: int | None = None  # tokens per request; None: its prompt and output
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
+    objective: Objective = "throughput"
+    split: Split | None = None  # the only one to consider; None: the best
+    draft: Draft | None = None
 
     def replica(self, split: Split, memory: MemoryPlan) -> Replica:
         """Return one replica of ``split``."""
         work = work_of(self.spec, self.precision, self.kv_dtype, split)
         steps = Roofline(work, self.hardware, self.efficiency)
-        return Replica(steps, self.max_running(split), self.max_num_batched_tokens)
+        return Replica(steps, self.max_running(split), self.max_num_batched_tokens, self._drafting(split))
+
+    def _drafting(self, split: Split) -> Drafting | None:
+        if self.draft is None or self.draft.spec is None:
+            return Drafting(self.draft, None) if self.draft else None
+        work = work_of(self.draft.spec, "bf16", self.kv_dtype, self.draft.split_under(split))
+        return Drafting(self.draft, Roofline(work, self.hardware, self.efficiency))
 
     def memory(self, split: Split, context: int | None = None) -> MemoryPlan:
         """Return the memory of one device of ``split``, with requests of ``context`` tokens."""
-        return plan_memory(
+        memory = plan_memory(
             self.spec,
             self.hardware,
             split,
@@ -219,7 +243,9 @@ class Question:
             context=context or self.context or self.load.isl + self.load.osl,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
+            prefix=self.load.prefix,
         )
+        return self.draft.beside(memory, split, self.kv_dtype) if self.draft else memory
 
     def max_running(self, split: Split) -> int:
         """Return the requests that run at once: as many as fit halfway through their output, since blocks are
@@ -299,10 +325,21 @@ class CapacityPlan:
             "split": {n: getattr(split, n) for n in ("tp", "pp", "ep", "cp", "dp")} if split else None,
             "reasons": list(self.advice.reasons),
             "load": asdict(q.load),
+            "objective": q.objective,
+            "draft": _draft_dict(q.draft) if q.draft else None,
             "slo": q.slo.as_dict() if q.slo else None,
             "predicted": predicted,
             "cost": asdict(self.cost) if self.cost else None,
         }
+
+
+def _draft_dict(draft: Draft) -> dict[str, Any]:
+    return {
+        "model": draft.model,
+        "acceptance": draft.acceptance,
+        "num_drafts": draft.num_drafts,
+        "tokens_per_round": draft.tokens_per_round,
+    }
 
 
 def _number(value: float) -> float | None:
@@ -313,10 +350,10 @@ def _number(value: float) -> float | None:
 def plan_capacity(question: Question) -> CapacityPlan:
     """Answer ``question``."""
     q = question
-    advice = advise(q.spec, q.hardware, q.count, q.look, q.slo)
+    advice = advise(q.spec, q.hardware, q.count, q.look, q.slo, q.objective, q.split)
     chosen = advice.chosen
     if chosen is None or chosen.estimate is None:
-        return CapacityPlan(q, advice, q.memory(Split()), None, None)
+        return CapacityPlan(q, advice, q.memory(q.split or Split()), None, None)
     replica = q.replica(chosen.split, chosen.memory)
     knee = replica.knee(q.load, q.slo) * chosen.split.dp if q.slo is not None else None
     used = chosen.split.num_devices

@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, replace
 
 from quire.plan.cost_model import StepFeatures, StepTime, chunk_pairs
+from quire.plan.draft import Drafting
 from quire.plan.hardware import Hardware
 from quire.plan.roofline import IDEAL, Roofline
 from quire.workload.slo import Slo
@@ -30,6 +31,7 @@ class Load:
     osl: int
     rate: float | None = None  # requests/s, open loop
     concurrency: int | None = None  # closed loop
+    prefix: int = 0  # first tokens of every prompt that are in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +55,54 @@ class Estimate:
 class Replica:
     """Estimates for one replica from its step times, the number of requests that fit, and the chunk size."""
 
-    def __init__(self, steps: StepTime, max_requests: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        steps: StepTime,
+        max_requests: int,
+        max_num_batched_tokens: int,
+        drafting: Drafting | None = None,
+    ) -> None:
         """``steps``: a roofline, or measured step times, to which nothing is added outside of the steps."""
         self.steps = steps
         self._stages = steps.work.split.pp if isinstance(steps, Roofline) else 1
         self._efficiency = steps.efficiency if isinstance(steps, Roofline) else IDEAL
         self.max_requests = max(1, max_requests)
         self.chunk = max_num_batched_tokens
+        self.drafting = drafting
 
     def decode_s(self, b: float, load: Load) -> float:
-        """Return the seconds of a step of ``b`` decodes halfway through their output; each stage holds a part."""
+        """Return the seconds of a step of ``b`` decodes halfway through their output; each stage holds a part.
+
+        With drafts: the seconds of a round by its tokens.
+        """
+        seqs, context = self._decodes(b, load)
+        verify = self.steps.seconds(self._step(seqs, context))
+        if self.drafting is None:
+            return verify
+        return (self.drafting.propose_s(seqs, context) + verify) / self.drafting.draft.tokens_per_round
+
+    def _decodes(self, b: float, load: Load) -> tuple[int, int]:
+        """Return the sequences that decode together, and the keys that they read."""
         seqs = max(1, math.ceil(b / self._stages))
-        context = round(seqs * (load.isl + load.osl / 2))
-        return self.steps.seconds(StepFeatures(seqs, seqs, seqs, context, 0, 0))
+        return seqs, round(seqs * (load.isl + load.osl / 2))
+
+    def _step(self, seqs: int, context: int) -> StepFeatures:
+        rows = seqs * (1 + self.drafting.draft.num_drafts if self.drafting else 1)
+        return StepFeatures(rows, seqs, rows, context, 0, 0)
 
     def prefill_s(self, b: float, load: Load) -> float:
         """Return the seconds that one prompt adds to steps with ``b`` decodes."""
-        seqs = max(1, math.ceil(b / self._stages))
-        context = round(seqs * (load.isl + load.osl / 2))
-        alone = self.decode_s(b, load)
+        decodes = self._step(*self._decodes(b, load))
+        rows, seqs, logits, context = decodes[:4]
+        alone = self.steps.seconds(decodes)
         total = 0.0
-        for start in range(0, load.isl, self.chunk):
+        for start in range(load.prefix, load.isl, self.chunk):
             n = min(self.chunk, load.isl - start)
-            step = StepFeatures(n + seqs, seqs + 1, seqs + 1, context, start + n, chunk_pairs(start, n))
+            keys, pairs = start + n, chunk_pairs(start, n)
+            step = StepFeatures(n + rows, seqs + 1, logits + 1, context, keys, pairs)
             total += self.steps.seconds(step) - alone
+            if self.drafting is not None:
+                total += self.drafting.prompt_s(StepFeatures(n, 1, 1, 0, keys, pairs))
         return total / self._stages
 
     def closed(self, load: Load) -> Estimate:

@@ -149,6 +149,8 @@ class MemoryPlan:
     kv_pool: int  # left for K and V; below 0: the model does not fit
     kv_request_share: int  # of one request's K and V on one device
     max_requests: int  # of ``context`` tokens at once, in a replica
+    draft: int = 0  # weights of the draft model
+    prefix: int = 0  # K and V of a prefix that all requests share
 
     @property
     def fits(self) -> bool:
@@ -179,11 +181,14 @@ def kv_scale_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
     return sum(2 * 4 * layer.attention.num_kv_heads for layer in spec.layers)
 
 
-def kv_bytes_per_request(spec: ModelSpec, context: int, kv_dtype: str = "bf16") -> int:
-    """Return the bytes of K and V of a request of ``context`` tokens, prompt and output."""
+def kv_bytes_per_request(spec: ModelSpec, context: int, kv_dtype: str = "bf16", shared: int = 0) -> int:
+    """Return the bytes of K and V of a request of ``context`` tokens, prompt and output.
+
+    ``shared``: its first tokens, whose K and V other requests have too; a layer with a window keeps its own.
+    """
     total = 0
     for group in spec.kv_layout(spec.max_position_embeddings).groups:
-        kept = context if group.window is None else min(context, group.window)
+        kept = context - shared if group.window is None else min(context, group.window)
         num_heads = sum(spec.layers[i].attention.num_kv_heads for i in group.layers)
         scales = 8 * num_heads if kv_dtype == "int8" else 0
         total += kept * (spec.kv_bytes_per_token(group, KV_DTYPES[kv_dtype]) + scales)
@@ -200,17 +205,19 @@ def plan_memory(
     context: int,
     max_num_batched_tokens: int,
     max_num_seqs: int,
+    prefix: int = 0,
 ) -> MemoryPlan:
-    """Return the bytes that one device of ``split`` holds."""
+    """Return the bytes that one device of ``split`` holds. ``prefix``: first tokens that all requests share."""
     weights = round(shard_of(spec, precision, split).weight_bytes)
     activations = max_num_batched_tokens * row_bytes(spec, split)
     workspace = max_num_seqs * spec.vocab_size // split.tp * 4 + RUNTIME_BYTES[hardware.kind]
     graphs = GRAPH_BYTES[hardware.kind] + (COLLECTIVE_BYTES if split.tp * split.pp * split.cp > 1 else 0)
     usable = int(hardware.memory_bytes * UTILIZATION)
     pool = usable - weights - activations - workspace - graphs
-    heads = min(1 if a.is_mla else a.num_kv_heads for a in (layer.attention for layer in spec.layers))
+    ways = kv_ways(spec, split)
     request = kv_bytes_per_request(spec, context, kv_dtype)
-    share = -(-request // (min(split.tp, heads) * split.pp * split.cp))
+    share = -(-kv_bytes_per_request(spec, context, kv_dtype, prefix) // ways)
+    shared = -(-request // ways) - share
     return MemoryPlan(
         kv_bytes_per_token=kv_bytes_per_token(spec, kv_dtype),
         kv_scale_bytes_per_token=kv_scale_bytes_per_token(spec, kv_dtype),
@@ -224,8 +231,15 @@ def plan_memory(
         usable=usable,
         kv_pool=pool,
         kv_request_share=share,
-        max_requests=max(0, pool // share) * split.attention_dp,
+        max_requests=max(0, (pool - shared) // share) * split.attention_dp,
+        prefix=shared,
     )
+
+
+def kv_ways(spec: ModelSpec, split: Split) -> int:
+    """Return the devices of a replica over which a request's K and V are shared out; MLA's latent has one head."""
+    heads = min(1 if a.is_mla else a.num_kv_heads for a in (layer.attention for layer in spec.layers))
+    return min(split.tp, heads) * split.pp * split.cp
 
 
 def row_bytes(spec: ModelSpec, split: Split) -> int:

@@ -11,7 +11,8 @@ A reply's lists are columns of fixed meaning, to keep the message small:
     new     [seq_id, epoch, prompt tokens, start_s]    admissions since the last reply, of ended sequences too
     chunks  [seq_id, start_s, end_s, tokens]           prompt chunks since the last reply
     decodes [seq_id, start_s, end_s, tokens, drafts, accepted drafts]   per sequence, since the last reply
-    steps   {count, tokens, prompt_tokens, seqs, plan_s, compute_s, draft_s, apply_s}: sums since the last reply
+    steps   {count, tokens, prompt_tokens, seqs, plan_s, compute_s, draft_s, apply_s}: sums since the last reply; and of
+            admitted prompts, {new_tokens, shared_tokens}: in all, and those that began a prompt seen before
     blocks  a byte per cell of ``blocks_per_cell`` blocks, as far as blocks were ever used: `FREE`, `CACHED`, `SHARED`,
             or `OWNED` + seq_id mod 250
     tree    [node, parent node, first row, rows, sequences that hold it, hits]   runs of the prefix tree
@@ -37,6 +38,7 @@ _MAX_RUNS = 160  # of the tree
 _MAX_NODES = 20_000  # a larger tree is not drawn
 _MAX_STEPS = 4096
 _MAX_CHUNKS = 2048
+_MAX_STARTS = 65_536
 _TREE_EVERY = 4  # replies
 
 
@@ -58,6 +60,7 @@ class LiveLog:
         self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
         self._num_reads = 0
         self._hits: Counter[bytes] = Counter()  # by the last block that an admission found in the prefix tree
+        self._starts: set[int] = set()  # hashes of the beginnings of prompts, block by block
         self._prompts: dict[int, int] = {}  # by sequence: tokens that are no decode when they are computed
 
     def is_idle(self, now_s: float) -> bool:
@@ -82,7 +85,8 @@ class LiveLog:
     def read(self, scheduler: Scheduler, clock: Clock) -> dict[str, Any]:
         """Return the state as of now and what happened since the last call."""
         state, now_s = scheduler._state, clock.now()
-        values: dict[str, Any] = {"t": now_s, "since": self._read_s, **self._activity()}
+        activity = self._activity(scheduler.cache.block_size)
+        values: dict[str, Any] = {"t": now_s, "since": self._read_s, **activity}
         values["seqs"] = list(self._sequences(state))
         values["blocks"], values["blocks_per_cell"] = _cells(scheduler, state)
         if self._num_reads % _TREE_EVERY == 0:
@@ -103,17 +107,29 @@ class LiveLog:
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "block_size": scheduler.cache.block_size,
             "order": config.order,
+            "gate": config.gate,
         }
         self._read_s, self._num_reads = now_s, self._num_reads + 1
         values["cost_s"] = clock.now() - now_s
         return values
 
-    def _activity(self) -> dict[str, Any]:
+    def _shared(self, prompt: tuple[int, ...], adapter: int, block_size: int) -> int:
+        """Return how many of the prompt's tokens, in whole blocks, began another prompt that was noted; note it."""
+        chain, num_shared = hash(adapter), 0
+        if len(self._starts) > _MAX_STARTS:
+            self._starts.clear()
+        for start in range(0, len(prompt) - block_size, block_size):
+            chain = hash((chain, prompt[start : start + block_size]))
+            num_shared += block_size if chain in self._starts else 0
+            self._starts.add(chain)
+        return num_shared
+
+    def _activity(self, block_size: int) -> dict[str, Any]:
         """Sum up the noted steps, and forget them."""
         new: list[tuple[int, int, int, float]] = []
         chunks: list[tuple[int, float, float, int]] = []
         decodes: dict[int, list[float]] = {}
-        sums = dict.fromkeys(("count", "tokens", "prompt_tokens", "seqs"), 0)
+        sums = dict.fromkeys(("count", "tokens", "prompt_tokens", "seqs", "new_tokens", "shared_tokens"), 0)
         spent = dict.fromkeys(("plan_s", "compute_s", "draft_s", "apply_s"), 0.0)
         prompts, steps = self._prompts, list(self._steps)
         self._steps.clear()
@@ -125,6 +141,10 @@ class LiveLog:
                 num_known = len(each.prompt_token_ids) + len(each.output_token_ids)
                 new.append((each.seq_id, each.epoch, len(each.prompt_token_ids), step.planned_s))
                 prompts[each.seq_id] = num_known
+                if not each.epoch:
+                    prompt = each.prompt_token_ids
+                    sums["new_tokens"] += len(prompt)
+                    sums["shared_tokens"] += self._shared(prompt, each.adapter_slot, block_size)
             sums["count"] += 1
             sums["seqs"] += len(step.plan.seqs)
             for plan, result in zip(step.plan.seqs, step.result.seqs, strict=False):

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from quire.bench.summary import summarize
 from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
-from quire.plan.capacity import Question, candidates
+from quire.plan.candidates import candidates
+from quire.plan.capacity import Question
 from quire.plan.roofline import Roofline, work_of
 from quire.plan.split import Split
 from quire.sim.replica import ClusterConfig

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from quire.errors import ConfigError, nearest
 
+# Applications by name. Chat is read, a completion has to be there while one types, speech must not run out of text,
+# and of a batch only the whole answer counts.
+APPLICATIONS = {
+    "chat": "ttft=500ms,tpot=50ms",
+    "code": "ttft=200ms,tpot=25ms",
+    "voice": "ttft=300ms,tpot=40ms",
+    "batch": "e2el=60s",
+}
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _TIME = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(us|ms|s)", re.IGNORECASE)
 
@@ -24,21 +32,26 @@ class Slo:
     def parse(cls, text: str) -> Slo:
         """Read ``ttft=500ms,tpot=50ms,e2el=10s``; any of the three, units us, ms or s.
 
+        A name of `APPLICATIONS` may stand first; limits behind it replace its own: ``chat,tpot=30ms``.
+
         Raises:
             ConfigError: names the part, what is wrong with it and what is allowed.
         """
+        parts = [p for p in (p.strip() for p in text.split(",")) if p]
+        preset = cls.parse(APPLICATIONS[parts.pop(0)]) if parts and parts[0] in APPLICATIONS else cls()
         limits: dict[str, float] = {}
-        for part in filter(None, (p.strip() for p in text.split(","))):
+        for part in parts:
             name, equals, value = (p.strip() for p in part.partition("="))
             if not equals or f"{name}_s" not in _NAMES:
-                hint = nearest(name, ("ttft", "tpot", "e2el"))
-                raise ConfigError(f"--slo {text!r}: {part!r} is not ttft=…, tpot=… or e2el=…{hint}")
+                hint = nearest(name, ("ttft", "tpot", "e2el", *APPLICATIONS))
+                known = f"ttft=…, tpot=… or e2el=…, nor, as the first, one of {', '.join(APPLICATIONS)}"
+                raise ConfigError(f"--slo {text!r}: {part!r} is not {known}{hint}")
             if f"{name}_s" in limits:
                 raise ConfigError(f"--slo {text!r}: {name} is given twice")
             limits[f"{name}_s"] = parse_seconds(value, f"--slo {name}")
-        if not limits:
+        if not limits and preset == cls():
             raise ConfigError(f"--slo {text!r} gives no limit; write for example ttft=500ms,tpot=50ms")
-        return cls(**limits)
+        return replace(preset, **limits)
 
     def met(self, ttft_s: float | None, tpot_s: float | None, e2el_s: float | None) -> bool:
         """Whether every limit holds. A TPOT of None (a single token) meets any limit, a TTFT of None none."""
