@@ -226,7 +226,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_650, "engine": 25, "scheduler": 240},
     "learn": {"bench": 6, "cli": 75, "learn": 2_420, "plan": 220, "sim": 10},
     "diagnosis": {"cli": 85, "diagnose": 690, "scheduler": 24},
-    "whole planner": {"cli": 245, "plan": 440, "workload": 17},
+    "whole planner": {"cli": 275, "plan": 570, "workload": 17},
     "disaggregation in the simulator": {"bench": 2, "cli": 13, "sim": 215},
     "seven experiments with computed answers": {"sim": 115},
     "trees of drafts": {
