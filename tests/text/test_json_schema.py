@@ -290,3 +290,66 @@ def suite_groups(suite: Any) -> list[dict[str, Any]]:
         for item in suite.values():
             found += suite_groups(item)
     return found
+
+
+def test_mask_of_the_watch_is_that_of_trying_every_token() -> None:
+    pieces = ['"a', 'a"', '","', '"]', '",', '"}', '":', '": "', 'b","', '"a"', '"b"', '1,', '2]', ', "', '],', '},',
+              '"a":', 'a","b', '\\"', '[["', '"}]', ' ']  # fmt: skip
+    table = TABLE._replace(tokens=[*TABLE.tokens, *(piece.encode() for piece in pieces)])
+    tokenizer, vocabulary, size = ll_tokenizer(table), Vocabulary(table.tokens), len(table.tokens)
+    rng = random.Random(SEED)
+    for schema, *_ in WATCHED:
+        grammar = grammar_of(schema)
+        assert grammar is not None
+        for _ in range(2):
+            matcher, watch = compile_matcher(tokenizer, grammar), watch_of(tokenizer, grammar, vocabulary)
+            if watch is None:
+                continue
+            constraint = GrammarConstraint(matcher, size, watch=watch, eos_ids=frozenset([EOS]))
+            plain = GrammarConstraint(matcher, size)
+            for _ in range(25):
+                mask, allowed = np.ones(size, np.bool_), np.ones(size, np.bool_)
+                constraint.mask(mask)
+                plain.mask(allowed)
+                for token_id in np.flatnonzero(allowed).tolist():
+                    if token_id != EOS:
+                        watch.advance(token_id)
+                        allowed[token_id] = not watch.is_broken
+                        watch.rollback(1)
+                allowed[EOS] &= watch.ends()
+                assert mask.tolist() == allowed.tolist(), f"seed {SEED}, {schema}"
+                next_ids = [i for i in np.flatnonzero(mask).tolist() if i != EOS]
+                likely = [i for i in next_ids if i > EOS or chr(i) in '"}],:a1'] or next_ids
+                if not next_ids:
+                    break
+                constraint.advance(rng.choice(likely))
+    print(f"seed {SEED}")
+
+
+def test_no_value_is_begun_that_the_schema_lists_but_excludes() -> None:
+    lists = {
+        "x": {"enum": [[1], [2, 4], [5]]},
+        "y": {"enum": [[1], [1, 2]]},
+        "z": {"enum": [[1], [2, 4], [4, 6], [5]]},
+    }
+    schemas: list[dict[str, Any]] = [
+        {"oneOf": list(lists.values()), "type": "array", "if": {"minItems": 1}, "then": {"items": {"maximum": 4}}},
+        {"type": "object", "properties": {"a": {"enum": ["x", "xy"], "not": {"const": "x"}}}, "uniqueItems": True},
+        {"enum": [{"a": 1, "b": 2}, {"a": 3}], "not": {"required": ["b"]}},
+    ]  # fmt: skip
+    for schema in schemas:
+        grammar = grammar_of(schema)
+        assert grammar is not None
+        assert "\n" in grammar
+        for seed in range(20):
+            text = walk(grammar, random.Random(seed))
+            assert text is not None, f"seed {seed}: no token was left, {schema}"
+            jsonschema.validate(json.loads(text), schema)
+
+
+def test_only_objects_named_in_one_place_are_closed() -> None:
+    named = {"properties": {"a": {}}}
+    assert closed({"not": named, "if": named}) == {"not": named, "if": named}
+    assert closed({**named, "oneOf": [named]}) == {**named, "oneOf": [named]}
+    assert closed({"allOf": [named, named]}) == {"allOf": [named, named]}
+    assert closed({"oneOf": [named]}) == {"oneOf": [{**named, "additionalProperties": False}]}

@@ -11,39 +11,21 @@ The state is a function of the output ids: a new watch that is advanced over the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.text.json_lookahead import Frame, Lookahead, State, name_fits, narrowed
 from quire.text.schema_check import SchemaCheck, canonical
 from quire.text.schema_negation import NoForm
 
 _SPACE = frozenset(b" \t\r\n")
-_CLOSES = frozenset(b'",]}')
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """An object or array that is open. ``schemas`` hold for it whatever else does."""
-
-    schemas: tuple[Any, ...]
-    value: dict[str, Any] | list[Any]
-    may: tuple[Any, ...] = ()  # schemas of which some hold
-    key: str | None = None  # of the property whose value comes
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """``text``: the bytes of the string or the primitive that is being written."""
-
-    frames: tuple[_Frame, ...] = ()
-    text: bytes | None = None
-    is_key: bool = False
-    escaped: bool = False
-    expects_key: bool = False
+_ENDS = frozenset(b'",]} \t\r\n')
+_PLAIN = re.compile(rb'[^"\\]+')
 
 
 class Vocabulary:
@@ -51,13 +33,12 @@ class Vocabulary:
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tokens
-        self._ends = np.array([not _CLOSES.isdisjoint(token) for token in tokens])
-        space = np.array([not _SPACE.isdisjoint(token) for token in tokens])
-        self._ends_number = self._ends | space
+        self._quoted = np.array([b'"' in token for token in tokens])
+        self._ends = np.array([not _ENDS.isdisjoint(token) for token in tokens])
 
     def candidates(self, allowed: NDArray[np.bool_], in_string: bool) -> list[int]:
         """Return the allowed ids of which a token may complete something."""
-        ends = self._ends if in_string else self._ends_number
+        ends = self._quoted if in_string else self._ends
         return [int(i) for i in np.flatnonzero(allowed[: len(ends)] & ends[: len(allowed)])]
 
 
@@ -67,12 +48,18 @@ class JsonWatch:
     def __init__(self, check: SchemaCheck, vocabulary: Vocabulary) -> None:
         self._check = check
         self._vocabulary = vocabulary
-        self._states: list[_State | None] = [_State()]
+        self._states: list[State | None] = [State()]
+        self._ahead = Lookahead(check)
 
     def __copy__(self) -> JsonWatch:
         made = JsonWatch(self._check, self._vocabulary)
         made._states = list(self._states)
         return made
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the tokens so far have completed something that breaks the schema."""
+        return self._states[-1] is None
 
     def advance(self, token_id: int) -> None:
         """Take the next output token."""
@@ -94,13 +81,14 @@ class JsonWatch:
         """Clear the ids in a mask (both its forms) whose tokens would complete something that breaks the schema."""
         state, words = self._states[-1], bits.view(np.uint32)
         tokens = self._vocabulary.tokens
-        if state is not None and self._left(state) is not None:  # few ids are allowed, and each may be wrong
+        if (
+            state is not None and self._ahead.left(state) is not None
+        ):  # few ids are allowed, and each may be wrong
             ids = [int(i) for i in np.flatnonzero(allowed)]
         else:
             ids = self._vocabulary.candidates(allowed, state is not None and (state.text or b"")[:1] == b'"')
-        forbidden = [
-            i for i in ids if i not in eos_ids and (state is None or self._after(state, tokens[i]) is None)
-        ]
+        known = {b"": state}
+        forbidden = [i for i in ids if i not in eos_ids and self._reached(known, tokens[i]) is None]
         for i in (*forbidden, *(() if self.ends() else eos_ids)):
             if i < len(allowed):
                 allowed[i] = False
@@ -113,19 +101,37 @@ class JsonWatch:
             return state is not None
         return not state.text or self._after(state, b" ") is not None
 
-    def _after(self, state: _State, data: bytes) -> _State | None:
-        """Return the state after more bytes, None if they break the schema."""
-        try:
-            for byte in data:
-                after = self._byte(state, byte)
-                if after is None:
-                    return None
-                state = after
-        except (NoForm, ValueError, ArithmeticError, RecursionError):
-            return None
+    def _reached(self, known: dict[bytes, State | None], data: bytes) -> State | None:
+        """As `_after`, from ``known[b""]``; ``known`` keeps the states after each byte, which tokens share."""
+        num = len(data)
+        while data[:num] not in known:
+            num -= 1
+        state = known[data[:num]]
+        while state is not None and num < len(data):
+            state = known[data[: num + 1]] = self._after(state, data[num : num + 1])
+            num += 1
         return state
 
-    def _byte(self, state: _State, byte: int) -> _State | None:
+    def _after(self, state: State, data: bytes) -> State | None:
+        """Return the state after more bytes, None if they break the schema."""
+        at, after = 0, state
+        try:
+            while at < len(data):
+                in_string = after.text is not None and after.text[:1] == b'"' and not after.escaped
+                plain = _PLAIN.match(data, at) if in_string else None
+                if plain is None:
+                    at, moved = at + 1, self._byte(after, data[at])
+                else:
+                    assert after.text is not None
+                    at, moved = plain.end(), self._begun(replace(after, text=after.text + plain.group()))
+                if moved is None:
+                    return None
+                after = moved
+        except (NoForm, ValueError, ArithmeticError, RecursionError):
+            return None
+        return after
+
+    def _byte(self, state: State, byte: int) -> State | None:
         text = state.text
         if text is not None and text[:1] == b'"':
             if state.escaped or byte == 0x5C:
@@ -141,119 +147,56 @@ class JsonWatch:
             return state
         if byte == 0x2C:
             after = replace(state, expects_key=isinstance(state.frames[-1].value, dict))
-            return None if self._left(after) == [] else after  # no item or name is left
+            return None if self._ahead.left(after) == [] else after  # no item or name is left
         if byte in b"{[":
-            frame = _Frame(
-                self._schemas(state), {} if byte == 0x7B else [], self._schemas(state, options=True)
-            )
-            return _State((*state.frames, frame), expects_key=byte == 0x7B)
+            schemas, may = self._ahead.schemas(state), self._ahead.schemas(state, options=True)
+            frame = Frame(schemas, {} if byte == 0x7B else [], may)
+            if byte == 0x5B and self._ahead.is_unique(schemas):
+                frame = replace(frame, seen=frozenset())
+            listed = self._ahead.listed(state)
+            if listed is not None:
+                frame = replace(frame, options=tuple(v for v in listed if type(v) is type(frame.value)))
+                if not frame.options:
+                    return None
+            return State((*state.frames, frame), expects_key=byte == 0x7B)
         if byte in b"]}":
             frame = state.frames[-1]
-            outer = _State(state.frames[:-1])
+            outer = State(state.frames[:-1])
             return self._placed(outer, frame.value, frame.schemas)
         return self._begun(replace(state, text=bytes((byte,)), is_key=state.expects_key))
 
-    def _begun(self, state: _State) -> _State | None:
+    def _begun(self, state: State) -> State | None:
         """Return the state, None if the item that is being written can only become one that is there already."""
-        left = self._left(state)
+        left = self._ahead.left(state)
         return state if left is None or any(text.startswith(state.text or b"") for text in left) else None
 
-    def _left(self, state: _State) -> list[bytes] | None:
-        """Return the texts that a name, or an item of `uniqueItems`, may still have; None if they are not listed."""
-        frame = state.frames[-1] if state.frames else None
-        if frame is not None and isinstance(frame.value, dict):
-            is_name = state.is_key or (state.text is None and state.expects_key)
-            names = _names_left(self._check, frame) if is_name else None
-            return None if names is None else [json.dumps(n, ensure_ascii=False).encode() for n in names]
-        if frame is None or not self._is_unique(frame):
-            return None
-        listed = [
-            part["enum"] for s in self._schemas(state) for part in self._check.parts(s) if "enum" in part
-        ]
-        if not listed or any(isinstance(option, list | dict) for option in listed[0]):
-            return None
-        used = set(map(canonical, frame.value))
-        return [json.dumps(o, ensure_ascii=False).encode() for o in listed[0] if canonical(o) not in used]
-
-    def _is_unique(self, frame: _Frame) -> bool:
-        return any(part.get("uniqueItems") is True for s in frame.schemas for part in self._check.parts(s))
-
-    def _schemas(self, state: _State, *, options: bool = False) -> tuple[Any, ...]:
-        """Return what holds, or with ``options`` may hold, for the value that comes."""
-        if not state.frames:
-            return (self._check.root,)
-        frame = state.frames[-1]
-        place = frame.key if isinstance(frame.value, dict) else len(frame.value)
-        schemas = frame.may if options else frame.schemas
-        return self._check.inside(schemas, "" if place is None else place, options=options)
-
-    def _completed(self, state: _State) -> _State | None:
+    def _completed(self, state: State) -> State | None:
         value = json.loads(state.text or b"")
         if not state.is_key:
-            return self._placed(replace(state, text=None), value, self._schemas(state))
+            return self._placed(replace(state, text=None), value, self._ahead.schemas(state))
         frame = state.frames[-1]
         assert isinstance(frame.value, dict)
         if value in frame.value or not all(
-            _name_fits(self._check, s, value, frame.value) for s in frame.schemas
+            name_fits(self._check, s, value, frame.value) for s in frame.schemas
         ):
             return None
-        return _State((*state.frames[:-1], replace(frame, key=value)))
+        return State((*state.frames[:-1], replace(frame, key=value)))
 
-    def _placed(self, state: _State, value: Any, schemas: Sequence[Any]) -> _State | None:
+    def _placed(self, state: State, value: Any, schemas: Sequence[Any]) -> State | None:
         """Return the state after a value is complete: in its place, if it is valid and new where it has to be."""
         if not all(self._check.valid(value, schema) for schema in schemas):
             return None
         if not state.frames:
-            return _State()
+            return State()
         frame = state.frames[-1]
         if isinstance(frame.value, dict):
             assert frame.key is not None
-            return _State(
-                (*state.frames[:-1], replace(frame, value={**frame.value, frame.key: value}, key=None))
-            )
-        if self._is_unique(frame) and canonical(value) in map(canonical, frame.value):
-            return None
-        return _State((*state.frames[:-1], replace(frame, value=[*frame.value, value])))
-
-
-def _names_left(check: SchemaCheck, frame: _Frame) -> set[str] | None:
-    """Return the names that an object may still take, None if they are not listed."""
-    for schema in frame.schemas:
-        for part in check.parts(schema):
-            if _lists_names(part):
-                return set(part.get("properties", ())) - frame.value.keys()  # type: ignore[union-attr]
-    names: set[str] = set()
-    closed = False
-    for part in (part for schema in frame.may for part in check.options(schema)):
-        if _lists_names(part):
-            closed = True
-            names |= set(part.get("properties", ()))
-        elif "properties" in part or "patternProperties" in part:
-            return None
-    return names - set(frame.value) if closed else None
-
-
-def _lists_names(part: Mapping[str, Any]) -> bool:
-    return part.get("additionalProperties") is False and not part.get("patternProperties")
-
-
-def _name_fits(check: SchemaCheck, schema: Any, name: str, before: Mapping[str, Any]) -> bool:
-    """Return whether an object may have this name beside those before. Rejects what nothing later can mend."""
-    names = {*before, name}
-    for part in check.parts(schema):
-        if not check.valid(name, part.get("propertyNames", True)):
-            return False
-        if len(names) > part.get("maxProperties", len(names)):
-            return False
-        if _only_requires(part.get("not")) and names >= set(part["not"]["required"]):
-            return False
-        options = part.get("oneOf") or ()
-        if all(map(_only_requires, options)) and sum(names >= set(o["required"]) for o in options) > 1:
-            return False
-    return True
-
-
-def _only_requires(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and isinstance(schema.get("required"), list) and schema.keys() <= {
-        "required", "title", "description", "$comment",
-    }  # fmt: skip
+            frame = replace(frame, value={**frame.value, frame.key: value}, key=None)
+            return narrowed(state.frames[:-1], frame)
+        seen = frame.seen
+        if seen is not None:
+            text = canonical(value)
+            if text in seen:
+                return None
+            seen |= {text}
+        return narrowed(state.frames[:-1], replace(frame, value=[*frame.value, value], seen=seen))

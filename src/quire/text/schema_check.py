@@ -93,6 +93,30 @@ class SchemaCheck:
                 found += self._of_property(part, key) if isinstance(key, str) else _of_item(part, key)
         return tuple(found)
 
+    def listed(self, schemas: Sequence[Any]) -> list[Any] | None:
+        """Return the values that are valid under all of ``schemas``, None if no `enum` or `const` lists them."""
+        try:
+            for values in map(self._values, schemas):
+                if values is not None:
+                    return [v for v in values if all(self.valid(v, schema) for schema in schemas)]
+        except (NoForm, ValueError, ArithmeticError, RecursionError):
+            return None
+        return None
+
+    def _values(self, schema: Any, depth: int = 0) -> list[Any] | None:
+        for part in self.parts(schema, depth):
+            if "const" in part or "enum" in part:
+                return [part["const"]] if "const" in part else list(part["enum"])
+            for options in (part.get("anyOf"), part.get("oneOf")):
+                found = (
+                    [self._values(o, depth + 1) for o in options]
+                    if options and depth < _MAX_NESTED
+                    else [None]
+                )
+                if None not in found:
+                    return [value for values in found for value in values or ()]
+        return None
+
     def valid(self, value: Any, schema: Any, depth: int = 0) -> bool:
         """Return whether ``value`` is valid. Raises `NoForm` for a reference that cannot be followed."""
         if isinstance(schema, bool):
