@@ -218,5 +218,8 @@ def _ollama_routes(state: ApiState) -> list[Route]:
         *(Route(path, OllamaEndpoint(state, path, job), methods=["POST"]) for path, job in generate.items()),
         Route("/api/show", JsonEndpoint(state, "/api/show", show), methods=["POST"]),
         *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
-        *(Route(f"/api/{path}", models.manage, methods=methods) for path, methods in refused.items()),
+        *(
+            Route(f"/api/{path}", models.manage, methods=methods, include_in_schema=False)
+            for path, methods in refused.items()
+        ),
     ]

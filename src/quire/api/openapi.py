@@ -1,6 +1,6 @@
 """``/openapi.json``: the description of this API, made from the wire models and field tables that check its requests.
 
-Names without effect are described as such; refused names are left out.
+Names without effect are described as such; refused names and routes outside of the schema are left out.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def openapi_of(
         "OllamaError": _OLLAMA_ERROR,
     }
     paths: dict[str, Any] = {}
-    for route in routes:
+    for route in (each for each in routes if each.include_in_schema):
         path = route.path.replace(":path}", "}")
         operations = paths.setdefault(path, {})
         for method in sorted((route.methods or set()) - {"HEAD"}):
@@ -130,7 +130,8 @@ def _operation(
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     if names:
         operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            {"name": name, "in": "path", "required": True, "schema": _IDS.get(name, {"type": "string"})}
+            for name in names
         ]
     if body is not None:
         schema = _schema(body, schemas)
@@ -246,6 +247,8 @@ _ANTHROPIC_ERROR = {
     "properties": {"type": {"const": "error"}, "error": _error_schema("type", "message")},
 }
 _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+# What stands in a path, by its name.
+_IDS = {"model_id": component("Model")}
 # Fields under another name than that of their range.
 _SAME_RANGE = {
     "top_logprobs": "logprobs",

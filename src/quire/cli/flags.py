@@ -221,6 +221,9 @@ class PlanArgs:
     cpu: bool = False
     split: str | None = None
     price: float | None = None
+    watts: float | None = None
+    purchase: float | None = None
+    power_price: float = 0.12
     workload: str = "1024/256"
     rate: float | None = None
     concurrency: int | None = None
@@ -234,6 +237,7 @@ class PlanArgs:
     max_num_seqs: int = 256
     draft: str | None = None
     objective: Literal["throughput", "latency", "cost"] = "throughput"
+    api_price: float | None = None
     compare: str | None = None
     json: bool = False
     explain: bool = False

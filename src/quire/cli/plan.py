@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,19 @@ from rich.table import Table
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.bench.progress import ticking
 from quire.cli.flags import PlanArgs
+from quire.cli.hardware_list import show_hardware
 from quire.cli.plan_compare import compare, comparison_table, read_plan
 from quire.config import MAX_DRAFTS
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
+from quire.plan.advice import Step, advice
 from quire.plan.candidates import parse_split
 from quire.plan.capacity import CapacityPlan, Question, plan_capacity
 from quire.plan.draft import Draft
 from quire.plan.estimate import Load
 from quire.plan.explain import explain
+from quire.plan.explain_line import Line
 from quire.plan.hardware import GIB, Hardware, Price, find_hardware, this_machine
 from quire.plan.presets import preset_of
 from quire.plan.roofline import IDEAL, efficiencies
@@ -109,7 +113,9 @@ def hardware_of(asked: PlanArgs) -> Hardware:
     if asked.price is not None and asked.price <= 0:
         raise ConfigError(f"--price {asked.price:g} must be more than 0 USD an hour")
     found = _device(asked)
-    return found if asked.price is None else replace(found, price=Price(asked.price, "--price", "as given"))
+    if asked.price is not None:
+        found = replace(found, price=Price(asked.price, "--price", "as given"))
+    return replace(found, watts=asked.watts or found.watts, purchase_usd=asked.purchase or found.purchase_usd)
 
 
 def _device(asked: PlanArgs) -> Hardware:
@@ -193,22 +199,29 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
 
 def plan(asked: PlanArgs) -> int:
     """Print the plan; return 0, or 2 where nothing fits."""
+    if asked.gpu == "list":
+        return show_hardware(as_json=asked.json)
     question = question_of(asked)
     other = read_plan(asked.compare) if asked.compare else None
     found = search(question, asked.workload) if asked.search else None
     answer = plan_capacity(question)
     command, lacking = serve_command(answer)
+    explained = explain(answer, asked.api_price, asked.power_price) if asked.explain else []
     if asked.json:
         said = answer.as_dict() | {"command": command, "remarks": lacking}
+        said["advice"] = [step.as_dict() for step in advice(answer)]
         if asked.explain:
-            said["explain"] = [asdict(line) for line in explain(answer)]
+            said["explain"] = [asdict(line) for line in explained]
         if other is not None:
             said["compare"] = [asdict(row) for row in compare(other, said)]
         if found is not None:
             said["search"] = asdict(found) | {"share": SHARE}
         print(json.dumps(said, indent=1))
     else:
-        _print(answer, command, lacking, explained=asked.explain)
+        _print(answer, command, lacking, explained)
+        if steps := advice(answer):
+            _console().print()
+            _console().print(_advice_table(steps, answer.question.objective))
         if other is not None:
             _console().print()
             _console().print(comparison_table(other, answer.as_dict() | {"command": command}))
@@ -223,7 +236,7 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=130)
 
 
-def _print(answer: CapacityPlan, command: str, lacking: list[str], *, explained: bool) -> None:
+def _print(answer: CapacityPlan, command: str, lacking: list[str], explained: list[Line]) -> None:
     q = answer.question
     console = _console()
     data = answer.as_dict()
@@ -245,10 +258,29 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], *, explained:
         console.print(f"  [dim]# {remark}[/dim]", highlight=False)
     if explained:
         table = Table("figure", "value", "formula", box=None, pad_edge=False)
-        for line in explain(answer):
+        for line in explained:
             table.add_row(line.name, line.value, line.formula)
         console.print()
         console.print(table)
+
+
+def _advice_table(steps: list[Step], objective: str) -> Table:
+    """Return what to change next, with what each change alone brings."""
+    unit, scale, better = {
+        "throughput": ("requests/s, at most", 1, "more"),
+        "latency": ("E2EL, ms", 1e3, "faster"),
+        "cost": ("device-seconds a request", 1, "cheaper"),
+    }[objective]
+    table = Table("what to turn on next", unit, "what it brings", "", box=None, pad_edge=False)
+    for step in steps:
+        before, after = (
+            "none" if x is None or (x == 0 and objective == "throughput") else f"{x * scale:,.4g}"
+            for x in (step.before, step.after)
+        )
+        brings = f"{step.effect:.2f} × {better}" if isfinite(step.effect) else "it works at all"
+        brings += "" if step.holds else ", and does not hold"
+        table.add_row(step.what, f"{before} → {after}", brings, step.flag)
+    return table
 
 
 def _memory_table(m: Mapping[str, Any]) -> Table:

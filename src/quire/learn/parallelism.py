@@ -10,10 +10,11 @@ from quire.models.checkpoint import spec_of
 from quire.modelspec import ModelSpec
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
+from quire.plan.collectives import collective_bytes
 from quire.plan.hardware import GIB, find_hardware
 from quire.plan.laws import bubble
 from quire.plan.roofline import Roofline, efficiencies, work_of
-from quire.plan.split import Split, plan_memory
+from quire.plan.split import ACTIVATION_BYTES, Split, plan_memory
 
 
 def splits(spec: ModelSpec, count: int) -> list[Split]:
@@ -81,7 +82,7 @@ def draw(
 
 
 def _per_layer(spec: ModelSpec, count: int) -> float:
-    return 2 * 2 * (count - 1) / count * spec.hidden_size * 2
+    return 2 * collective_bytes("all_reduce", count, spec.hidden_size * ACTIVATION_BYTES)
 
 
 def _ranks(spec: ModelSpec, count: int) -> Grid:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from quire.plan.capacity import CapacityPlan
 from quire.plan.cost_model import StepFeatures, chunk_pairs
-from quire.plan.hardware import GIB
+from quire.plan.draft import Draft, Drafting
+from quire.plan.explain_limits import limits, money
+from quire.plan.explain_line import Line, gib, ms
 from quire.plan.roofline import Roofline
 from quire.plan.split import UTILIZATION, Split, row_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """``name`` = ``value``, by ``formula``."""
+def explain(
+    plan: CapacityPlan, api_usd_per_million: float | None = None, usd_per_kwh: float = 0.12
+) -> list[Line]:
+    """Return the figures of ``plan``, each after those from which it follows.
 
-    name: str
-    value: str
-    formula: str
-
-
-def explain(plan: CapacityPlan) -> list[Line]:
-    """Return the figures of ``plan``, each after those from which it follows."""
+    ``api_usd_per_million``: USD per million tokens, in and out, of an API to compare with.
+    """
     return (
         _memory(plan)
-        + (_times(plan) if plan.advice.chosen and plan.advice.chosen.estimate else [])
+        + (_times(plan) + limits(plan) if plan.advice.chosen and plan.advice.chosen.estimate else [])
         + _cost(plan)
+        + money(plan, api_usd_per_million, usd_per_kwh)
     )
 
 
@@ -39,19 +36,19 @@ def _memory(plan: CapacityPlan) -> list[Line]:
         kv = f"2 · {q.spec.num_layers} layers · {a.num_kv_heads} kv heads · {a.head_dim} head_dim · bytes"
     return [
         Line("K and V a token", f"{m.kv_bytes_per_token:,} B", f"{kv} of {q.kv_dtype}"),
-        Line("K and V a request", _gib(m.kv_bytes_per_request),
+        Line("K and V a request", gib(m.kv_bytes_per_request),
              f"{m.context:,} tokens, a window's layers no more than their window"),
-        Line("weights", _gib(m.weights),
+        Line("weights", gib(m.weights),
              f"{q.spec.num_params / 1e9:.2f}e9 weights as {q.precision}, the part of one device of {split}"),
-        Line("activations", _gib(m.activations),
+        Line("activations", gib(m.activations),
              f"{q.max_num_batched_tokens:,} rows · {row_bytes(q.spec, split):,} B (3 hidden + the widest block)"),
-        Line("workspace", _gib(m.workspace),
+        Line("workspace", gib(m.workspace),
              f"{q.max_num_seqs} · {q.spec.vocab_size:,} / tp logits · 4 B + libraries and context"),
-        Line("graphs", _gib(m.graphs), "captured steps, buffers of collectives"),
-        Line("cache", _gib(m.kv_pool),
-             f"{UTILIZATION} · {_gib(m.capacity)} − weights − activations − workspace − graphs"),
+        Line("graphs", gib(m.graphs), "captured steps, buffers of collectives"),
+        Line("cache", gib(m.kv_pool),
+             f"{UTILIZATION} · {gib(m.capacity)} − weights − activations − workspace − graphs"),
         Line("requests at once", f"{m.max_requests:,}",
-             f"{_gib(m.kv_pool)} / {_gib(m.kv_request_share)} of a request on one device"),
+             f"{gib(m.kv_pool)} / {gib(m.kv_request_share)} of a request on one device"),
     ]  # fmt: skip
 
 
@@ -70,26 +67,27 @@ def _times(plan: CapacityPlan) -> list[Line]:
     rate, weights = hw.rate(q.precision) or 0.0, shard.dense_bytes + shard.head_bytes
     params = shard.dense_params / 1e9
     lines = [
-        Line("decode step", _ms(s.decode_s),
-             f"{b} sequences: linears {_ms(decode.linears)} ({decode.bound}: {_gib(weights)} / "
-             f"({hw.bandwidth / 1e9:,.0f} GB/s · {e.memory:.2f})) + experts {_ms(decode.experts)} + attention "
-             f"{_ms(decode.attention)} + links {_ms(decode.links)} + launches {_ms(decode.launches)}"),
-        Line("prompt alone", _ms(chunk.seconds),
-             f"{rows:,} rows: linears {_ms(chunk.linears)} ({chunk.bound}: 2 · {params:.2f}e9 · rows / "
-             f"({rate / 1e12:,.0f}e12 · {e.compute:.2f})) + experts {_ms(chunk.experts)} + attention "
-             f"{_ms(chunk.attention)} + links {_ms(chunk.links)} + launches {_ms(chunk.launches)}"),
-        Line("prompt among others", _ms(s.prefill_s), f"added to steps with {b} decodes: weights are read anyway"),
+        Line("decode step", ms(s.decode_s),
+             f"{b} sequences: linears {ms(decode.linears)} ({decode.bound}: {gib(weights)} / "
+             f"({hw.bandwidth / 1e9:,.0f} GB/s · {e.memory:.2f})) + experts {ms(decode.experts)} + attention "
+             f"{ms(decode.attention)} + links {ms(decode.links)} + launches {ms(decode.launches)}"),
+        Line("prompt alone", ms(chunk.seconds),
+             f"{rows:,} rows: linears {ms(chunk.linears)} ({chunk.bound}: 2 · {params:.2f}e9 · rows / "
+             f"({rate / 1e12:,.0f}e12 · {e.compute:.2f})) + experts {ms(chunk.experts)} + attention "
+             f"{ms(chunk.attention)} + links {ms(chunk.links)} + launches {ms(chunk.launches)}"),
+        *_round(q.draft, replica.drafting, b, context),
+        Line("prompt among others", ms(s.prefill_s), f"added to steps with {b} decodes: weights are read anyway"),
     ]  # fmt: skip
     if q.load.rate is None:
         tpot = "(E2EL − TTFT) / (osl − 1), E2EL = osl · step + clients · prompt"
-        ttft = f"prompt · {e.wave:.2f} · {b} ** {e.wave_growth:.2f} + a step + {_ms(e.first_s)}"
-        lines += [Line("TPOT", _ms(s.tpot_s), tpot), Line("TTFT", _ms(s.ttft_s), ttft)]
+        ttft = f"prompt · {e.wave:.2f} · {b} ** {e.wave_growth:.2f} + a step + {ms(e.first_s)}"
+        lines += [Line("TPOT", ms(s.tpot_s), tpot), Line("TTFT", ms(s.ttft_s), ttft)]
     else:
         r = q.load.rate / chosen.split.dp
-        ttft = f"half a step + r · prompt² / (2 (1 − r · prompt)) + prompt + a step + {_ms(e.first_s)} around"
+        ttft = f"half a step + r · prompt² / (2 (1 − r · prompt)) + prompt + a step + {ms(e.first_s)} around"
         lines += [
-            Line("TPOT", _ms(s.tpot_s), f"step / (1 − {r:.3g}/s · prompt)"),
-            Line("TTFT", _ms(s.ttft_s), ttft),
+            Line("TPOT", ms(s.tpot_s), f"step / (1 − {r:.3g}/s · prompt)"),
+            Line("TTFT", ms(s.ttft_s), ttft),
             Line("running", f"{s.concurrency:.1f}", f"{r:.3g}/s · {q.load.osl} · TPOT, in a replica"),
         ]
     if plan.knee is not None:
@@ -97,6 +95,17 @@ def _times(plan: CapacityPlan) -> list[Line]:
         lines.append(Line("knee", f"{plan.knee:.2f}/s", highest))
     lines.append(Line("constants", "", e.how))
     return lines
+
+
+def _round(draft: Draft | None, drafting: Drafting | None, seqs: int, context: int) -> list[Line]:
+    if draft is None or drafting is None:
+        return []
+    tokens = f"(1 − α^{draft.num_drafts + 1}) / (1 − α), α = {draft.acceptance:g}"
+    steps = f"{draft.num_drafts} steps of {draft.model} for {seqs} sequences; a step above is a round / its tokens"
+    return [
+        Line("tokens of a round", f"{draft.tokens_per_round:.2f}", tokens),
+        Line("drafts of a round", ms(drafting.propose_s(seqs, context)), steps),
+    ]
 
 
 def _cost(plan: CapacityPlan) -> list[Line]:
@@ -110,13 +119,3 @@ def _cost(plan: CapacityPlan) -> list[Line]:
         Line("a million tokens in", f"${cost.usd_per_million_input:.3f}", "rent / requests · prompts' time / isl"),
         Line("a million tokens out", f"${cost.usd_per_million_output:.3f}", "rent / requests · decodes' time / osl"),
     ]  # fmt: skip
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB / 10 else f"{size / 2**20:.1f} MiB"
-
-
-def _ms(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds * 1e3:.3g} ms"
-    return "without bound" if seconds == float("inf") else f"{seconds:.1f} s"

@@ -69,6 +69,9 @@ class Hardware:
     l2_bandwidth: float | None = None  # bytes/s read
     host_bandwidth: float | None = None  # bytes/s from the host's memory, in one direction
     price: Price | None = field(default=None)
+    spot_usd: float | None = None  # per hour, interruptible
+    purchase_usd: float | None = None  # an example: makers of datacenter devices list no prices
+    watts: float | None = None  # at most, of the device alone
 
     def rate(self, precision: str) -> float | None:
         """Return the operations per second at which weights of ``precision`` are multiplied; None: unknown.
@@ -121,6 +124,9 @@ def _read(name: str, row: Mapping[str, Any]) -> Hardware:
         l2_bandwidth=_scaled(row, "l2_gb_s", 1e9),
         host_bandwidth=_scaled(row, "pcie_gb_s", 1e9),
         price=Price(**row["price"]) if "price" in row else None,
+        spot_usd=row.get("spot_usd"),
+        purchase_usd=row.get("purchase_usd"),
+        watts=row.get("watts"),
     )
 
 

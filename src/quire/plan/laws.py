@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil, exp, lgamma, log, log1p, prod, sqrt
 
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.plan.cost_model import StepFeatures
@@ -108,6 +108,29 @@ def amdahl(parallel: float, devices: float) -> float:
 def bubble(stages: int, microbatches: int) -> float:
     """Return the share of time in which a pipeline's stage waits: (p − 1) / (m + p − 1) (GPipe, arXiv:1811.06965)."""
     return (stages - 1) / (microbatches + stages - 1)
+
+
+def imbalance(choices: int, bins: int) -> float:
+    """Return the load of the fullest of ``bins`` over the mean, where ``choices`` fall on them evenly at random.
+
+    The maximum of independent binomials, its deviation widened for their sum, which is fixed: √(n / (n − 1)).
+    """
+    if bins == 1 or choices == 0:
+        return 1.0
+    p = 1.0 / bins
+    mean, sigma = choices * p, sqrt(choices * p * (1 - p))
+    first = max(0, int(mean - 12 * sigma))
+    top, below = float(first), 0.0
+    for x in range(first, min(choices, int(mean + 12 * sigma) + 20)):  # P(maximum > x), summed
+        ways = lgamma(choices + 1) - lgamma(x + 1) - lgamma(choices - x + 1)
+        below += exp(ways + x * log(p) + (choices - x) * log1p(-p))
+        top += 1.0 - min(1.0, below) ** bins
+    return 1.0 + (top - mean) * sqrt(bins / (bins - 1)) / mean
+
+
+def owned_per_hour(purchase_usd: float, watts: float, usd_per_kwh: float, years: float = 3.0) -> float:
+    """Return USD per hour of owned devices: their price over ``years`` of running, and their power."""
+    return purchase_usd / (years * 365 * 24) + watts / 1000 * usd_per_kwh
 
 
 def cost_per_million(usd_per_hour: float, tokens_per_s: float) -> float:

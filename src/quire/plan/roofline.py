@@ -26,6 +26,7 @@ from importlib.resources import files
 from quire.errors import ConfigError
 from quire.modelspec import DTYPE_BYTES, ModelSpec
 from quire.parallel.stripe import DIVIDE_FROM
+from quire.plan.collectives import collective_bytes
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.hardware import Hardware
 from quire.plan.split import ACTIVATION_BYTES, KV_DTYPES, Shard, Split, shard_of
@@ -158,6 +159,11 @@ class Roofline:
         """Return the seconds of ``step`` from its first stage to its last."""
         return self.parts(step).seconds if step.num_tokens else 0.0
 
+    def stage_seconds(self, step: StepFeatures) -> tuple[float, ...]:
+        """Return the seconds of ``step`` on each stage, which take about as long as each other."""
+        stages = self.work.split.pp
+        return (self.seconds(step) / stages,) * stages
+
     def parts(self, step: StepFeatures) -> StepParts:
         """Return the seconds of ``step`` by cause."""
         e, hw, shard, split = self.efficiency, self.hardware, self.work.shard, self.work.split
@@ -212,10 +218,10 @@ class Roofline:
         size = rows * work.hidden_size * ACTIVATION_BYTES
         found: dict[str, tuple[int, float, float]] = {}
         if split.tp > 1:
-            moved = 2 * (split.tp - 1) / split.tp * size
+            moved = collective_bytes("all_reduce", split.tp, size)
             found["tp"] = 2 * work.num_layers, moved, self._link(split.tp)
         if split.ep > 1 and self.hardware.kind == "cpu":  # docs/parallel.md, "Expert parallelism"
-            others = (split.ep - 1) / split.ep * size  # of a row's parts, those that the other ranks have
+            others = collective_bytes("all_gather", split.ep, size)  # parts of a row that other ranks have
             gathers = 2 * work.num_layers + 2 * (work.num_layers - work.num_moe_layers)
             found["tp"] = gathers, others, self._link(split.tp)
             found["ep"] = work.num_moe_layers, work.top_k * others, self._link(split.ep)
@@ -223,10 +229,11 @@ class Roofline:
             copies = min(work.top_k, split.ep - 1)
             found["ep"] = 2 * work.num_moe_layers, copies * size, self._link(split.ep)
         if split.cp > 1:
-            moved = (split.cp - 1) * work.part_bytes * rows
+            moved = collective_bytes("all_gather", split.cp, split.cp * work.part_bytes * rows)
             found["cp"] = work.num_layers, moved, self._link(split.tp * split.cp)
         if split.pp > 1:
-            found["pp"] = split.pp - 1, size, self._link(split.tp * split.pp)
+            moved = collective_bytes("send", split.pp, size)
+            found["pp"] = split.pp - 1, moved, self._link(split.tp * split.pp)
         return found
 
     def _links(self, rows: float) -> float:
