@@ -71,6 +71,16 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 20,
         "sim": 60,
     },
+    "links between ranks, measured and simulated": {
+        "parallel": 106,
+        "plan": 185,
+        "bench": 195,
+        "sim": 65,
+        "executor": 35,
+        "kernels": 14,
+        "runner": 6,
+        "cli": 75,
+    },
     "expert parallelism": {
         "": 25,
         "executor": 30,
@@ -215,8 +225,9 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "bench speculate": {"": 11, "bench": 265, "cli": 11},
     "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_650, "engine": 25, "scheduler": 240},
     "learn": {"bench": 6, "cli": 75, "learn": 2_420, "plan": 220, "sim": 10},
+    "profiles of steps": {"": 12, "api": 32, "engine": 25, "executor": 178, "kernels": 8},
     "diagnosis": {"cli": 85, "diagnose": 690, "scheduler": 24},
-    "whole planner": {"cli": 245, "plan": 440, "workload": 17},
+    "whole planner": {"cli": 275, "plan": 570, "workload": 17},
     "disaggregation in the simulator": {"bench": 2, "cli": 13, "sim": 215},
     "seven experiments with computed answers": {"sim": 115},
     "trees of drafts": {

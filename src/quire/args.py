@@ -74,6 +74,8 @@ class EngineArgs:
     threads: int | None = None
     cpu_isa: Literal["auto", "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx"] = "auto"
     step_log: str | None = None
+    profile_dir: str | None = None
+    profile_steps: int | None = None
 
 
 def executor_of(args: EngineArgs) -> str:

@@ -108,6 +108,8 @@ class RunnerConfig:
     batch_invariant: bool = False  # on a GPU: slower kernels whose bits do not depend on the batch
     graphs: bool = True  # on a GPU: decode steps are captured and replayed
     step_log: str | None = None  # file that gets one line per step
+    profile_dir: str | None = None  # folder of profiles; None: there are none
+    profile_steps: int | None = None  # profiled from the start on
 
     @property
     def kernels(self) -> str:

@@ -221,6 +221,13 @@ LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")  # each includes the
 
 
 def _runner(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
+    if args.profile_steps is not None and args.profile_dir is None:
+        raise ConfigError("profile_steps needs profile_dir, the folder that the trace is written to")
+    chosen = _backend(args, device, topology)
+    return replace(chosen, profile_dir=args.profile_dir, profile_steps=args.profile_steps)
+
+
+def _backend(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
     cores = device.num_cores * (args.nodes or 1)
     threads, asked = args.threads or max(1, cores // topology.world_size), args.cpu_isa
     if device.kind != "cpu":

@@ -13,7 +13,7 @@ from quire.cli import app
 from quire.errors import ConfigError
 from quire.sim.scenario import SCENARIOS, Scenario, Summary, answer_of, figures_of, load_scenario, run_one
 
-LONG = {"speculation", "scale-out", "autoscale", "breaking-point"}  # each takes more than 4 s
+LONG = {"parallel", "speculation", "scale-out", "autoscale", "breaking-point"}  # each takes more than 4 s
 
 
 def needed(scenario: Scenario) -> list[tuple[str, Any]]:

@@ -21,6 +21,7 @@ from quire.config import AUTO_DRAFTS
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.core import ChangePolicy, Reply, ResetPrefixCache, SaveRecording
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError, clip
+from quire.executor.profile_control import TakeProfile
 from quire.http.body import json_response, read_json
 from quire.http.edge import Edge, NoBrowsers, error_handlers
 from quire.http.wire import Boolean, Int64, Integer, Number, Text, Wire, not_allowed, parse
@@ -45,6 +46,12 @@ class RuntimePatch(Wire):
     spec_tree: Int64 | None = None
     # Settings that return to the controller of --slo.
     release: list[Literal["max_num_seqs", "max_num_batched_tokens"]] | None = None
+
+
+class ProfileBody(Wire):
+    """Body of ``POST /start_profile``."""
+
+    num_steps: Int64 | None = None
 
 
 RUNTIME = tuple(name for name in RuntimePatch.model_fields if name != "release")
@@ -75,6 +82,8 @@ def _routes(state: ApiState) -> list[Route]:
         ("POST", "/undrain", admin.undrain),
         ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
         ("POST", "/recording", admin.record),
+        ("POST", "/start_profile", admin.start_profile),
+        ("POST", "/stop_profile", admin.stop_profile),
         ("GET", "/requests", admin.requests),
         ("POST", "/requests/{request_id:path}/cancel", admin.cancel),
         ("GET", "/lora", lora.listed),
@@ -179,6 +188,25 @@ class Admin:
         except ConfigError as error:
             raise RequestError(str(error)) from None
         return json_response({"object": "recording", **reply.values})
+
+    async def start_profile(self, request: Request) -> Response:
+        """Profile the next steps; ``num_steps`` of a JSON body ends it after so many. Raises RequestError."""
+        has_body = request.headers.get("content-length", "0") != "0"
+        asked = parse(ProfileBody, await _body(self._state, request)) if has_body else ProfileBody()
+        if asked.num_steps is not None and not 1 <= asked.num_steps <= 1000:
+            raise not_allowed("num_steps", asked.num_steps, "an integer of 1 to 1000")
+        return await self._profile(start=True, num_steps=asked.num_steps)
+
+    async def stop_profile(self, request: Request) -> Response:
+        """End the profile: the trace's path, and the ops that took longest. Raises RequestError."""
+        return await self._profile(start=False, num_steps=None)
+
+    async def _profile(self, *, start: bool, num_steps: int | None) -> Response:
+        try:
+            reply = await self._state.frontend.call(lambda call_id: TakeProfile(call_id, start, num_steps))
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+        return json_response({"object": "profile", **reply.values})
 
     async def requests(self, request: Request) -> Response:
         """The running requests, in order of arrival."""

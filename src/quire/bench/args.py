@@ -100,6 +100,7 @@ class ProfileArgs:
     seconds: float = 100.0
     steps: str | None = None
     serving: bool = True
+    parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ class SimulateArgs:
     profile: str | None = None
     hardware: str | None = None
     model: str | None = None
-    tensor_parallel: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     weights: str = "bf16"
     max_in_flight: int | None = None
     scenario: str | None = None

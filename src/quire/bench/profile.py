@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.args import EngineArgs
 from quire.bench.args import ProfileArgs
+from quire.bench.profile_links import measure_links
 from quire.bench.profile_serving import LiveServer, measure_host
 from quire.bench.profile_steps import StepProfiler, anchors, cases
 from quire.clock import Clock, WallClock
@@ -23,6 +24,7 @@ from quire.engine.build import build_core
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel
 from quire.plan.fit import MeasuredStep, cross_validate, fit
+from quire.plan.links import LinkCost, Links
 from quire.plan.profile import HostCost, Profile, Spread, fit_steps, read_steps
 from quire.request import SamplingParams
 
@@ -72,6 +74,7 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         spread=spread,
         draft=draft,
+        links=_links() if args.parallel else None,
     )
     made.save(out)
     _say(report(made))
@@ -135,6 +138,11 @@ def _host(config: EngineConfig, model: CostModel, serve_flags: Sequence[str]) ->
             max_model_len=config.scheduler.max_model_len,
             vocab_size=config.model.spec.vocab_size,
         )
+
+
+def _links() -> Links:
+    _say("measuring the links between two ranks …")
+    return measure_links()
 
 
 def machine_of(config: EngineConfig) -> dict[str, Any]:
@@ -210,6 +218,15 @@ def report(made: Profile) -> str:
         f"host     {host.fixed_s * 1e3:.2f} ms per step, {host.per_seq_s * 1e6:.0f} µs per sequence, "
         f"{host.per_row_s * 1e6:.2f} µs per row, "
         f"{host.request_s * 1e3:.2f} ms per request, {host.per_prompt_token_s * 1e6:.2f} µs per prompt token"
+        + "".join(_link(op, cost) for op, cost in (made.links or {}).items())
+    )
+
+
+def _link(op: str, cost: LinkCost) -> str:
+    size, seconds = cost.points[-1]
+    return (
+        f"\nlink     {op}: {cost.alpha_s * 1e6:.1f} µs + {cost.beta_s * 1e9:.3f} ns per byte; {seconds * 1e6:.0f} µs "
+        f"for {size / 1024:.0f} KiB"
     )
 
 

@@ -227,12 +227,21 @@ def doctor(
         str | None,
         typer.Option("--check", help="Read all of this model: weights, tokenizer, chat template."),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="Say where the ranks would run. As quire serve takes it.", min=1)
+    ] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option(help="The same, with stages.", min=1)] = 1,
 ) -> None:
     """Say what this machine has and what to install; with a model, what it is held in and its bytes; or check one."""
     if check is not None:
         from quire.cli.check_model import check_model
 
         raise typer.Exit(check_model(check))
+    if tensor_parallel_size * pipeline_parallel_size > 1:
+        from quire.cli.doctor import ranks
+
+        ranks(tensor_parallel_size, pipeline_parallel_size)
+        return
     if model is not None:
         from quire.cli.check_model import model_report
 

@@ -43,7 +43,7 @@ def policy_of(args: AutoscaleArgs) -> Policy:
         profile=args.profile,
         hardware=args.hardware,
         model=args.model,
-        tensor_parallel=args.tensor_parallel,
+        tensor_parallel_size=args.tensor_parallel,
         weights=args.weights,
         replicas=args.min_replicas,
         start_up_s=args.start_up_s,

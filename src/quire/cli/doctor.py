@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
@@ -17,10 +18,15 @@ from quire.device import (
     find_gpu,
     gpu_problem,
     is_built,
+    numa_nodes,
     slow_kernels,
     unused_levels,
+    usable_cpus,
     withheld_cores,
 )
+from quire.executor.rank_processes import cores_of
+from quire.parallel.segment import segment_bytes
+from quire.parallel.topology import Topology
 
 NEEDED = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2", "tqdm")
 SERVING = (
@@ -93,6 +99,37 @@ def gpu() -> str:
     )
     missing = "" if _version("triton") != "missing" else "; Triton is missing: install torch with CUDA"
     return f"{found.name}, compute capability {capability}, {free}: used with --device auto{fp8}{missing}"
+
+
+def ranks(tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    """Print where the ranks of a server of this size would run, and the shared memory that they need.
+
+    Raises:
+        ConfigError: a size is below 1.
+    """
+    topology = Topology(tp=tensor_parallel_size, pp=pipeline_parallel_size)
+    nodes, world = numa_nodes(), topology.world_size
+    threads = max(1, len(usable_cpus()) // world)
+    table = Table("rank", "stage", "cores", "memory node", "threads", box=None, pad_edge=False)
+    for rank, cores in enumerate(cores_of(world, threads)):
+        at = [str(number) for number, node in enumerate(nodes) if node & set(cores)]
+        table.add_row(
+            str(rank), str(topology.coordinates(rank).pp), " ".join(map(str, cores)) or "not pinned",
+            " ".join(at) or "any", str(threads),
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    needed = segment_bytes(topology) if world > pipeline_parallel_size else 0
+    free = shutil.disk_usage("/dev/shm").free
+    console.print(
+        f"\n• /dev/shm: {needed / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free", highlight=False
+    )
+    if needed > free:
+        console.print("• Free some of it, or mount it larger (docker run --shm-size).")
+    if world > len(usable_cpus()):
+        console.print(
+            f"• {world} ranks share {len(usable_cpus())} cores: quire serve wants --threads 1 for that."
+        )
 
 
 def report() -> None:

@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from quire.config import MAX_DRAFTS
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
+from quire.plan.advice import Step, advice
 from quire.plan.candidates import parse_split
 from quire.plan.capacity import CapacityPlan, Question, plan_capacity
 from quire.plan.draft import Draft
@@ -207,6 +209,7 @@ def plan(asked: PlanArgs) -> int:
     explained = explain(answer, asked.api_price, asked.power_price) if asked.explain else []
     if asked.json:
         said = answer.as_dict() | {"command": command, "remarks": lacking}
+        said["advice"] = [step.as_dict() for step in advice(answer)]
         if asked.explain:
             said["explain"] = [asdict(line) for line in explained]
         if other is not None:
@@ -216,6 +219,9 @@ def plan(asked: PlanArgs) -> int:
         print(json.dumps(said, indent=1))
     else:
         _print(answer, command, lacking, explained)
+        if steps := advice(answer):
+            _console().print()
+            _console().print(_advice_table(steps, answer.question.objective))
         if other is not None:
             _console().print()
             _console().print(comparison_table(other, answer.as_dict() | {"command": command}))
@@ -256,6 +262,25 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], explained: li
             table.add_row(line.name, line.value, line.formula)
         console.print()
         console.print(table)
+
+
+def _advice_table(steps: list[Step], objective: str) -> Table:
+    """Return what to change next, with what each change alone brings."""
+    unit, scale, better = {
+        "throughput": ("requests/s, at most", 1, "more"),
+        "latency": ("E2EL, ms", 1e3, "faster"),
+        "cost": ("device-seconds a request", 1, "cheaper"),
+    }[objective]
+    table = Table("what to turn on next", unit, "what it brings", "", box=None, pad_edge=False)
+    for step in steps:
+        before, after = (
+            "none" if x is None or (x == 0 and objective == "throughput") else f"{x * scale:,.4g}"
+            for x in (step.before, step.after)
+        )
+        brings = f"{step.effect:.2f} × {better}" if isfinite(step.effect) else "it works at all"
+        brings += "" if step.holds else ", and does not hold"
+        table.add_row(step.what, f"{before} → {after}", brings, step.flag)
+    return table
 
 
 def _memory_table(m: Mapping[str, Any]) -> Table:

@@ -61,6 +61,7 @@ def _simulated(setup: Setup, slo: Slo | None, workload: Workload, what: str) -> 
         result.records,
         partial(timeline_charts, result.points),
         f"KV peak {steps['kv_peak']:.1%}; busy {busy}"
+        + (f"; bubbles {steps['bubbles']:.1%}" if setup.config.num_stages > 1 else "")
         + _transferred(steps.get("transferred"))
         + (f"; {steps['replica_hours']:.2f} replica-hours" if setup.scaling else "")
         + _range(setup, states),

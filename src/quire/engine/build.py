@@ -20,8 +20,10 @@ from quire.cache.events import EventBuffer
 from quire.clock import Clock
 from quire.config import Determinism, EngineConfig
 from quire.engine.core import EngineCore
+from quire.errors import ConfigError
 from quire.executor.base import Executor, RankLoaded
 from quire.executor.logged import LoggedExecutor
+from quire.executor.profile_control import Profiles
 from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.metrics.engine_stats import RankStats
 from quire.plan.cost_model import CostModel
@@ -57,6 +59,7 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     chosen = make_executor(config, executor, clock)
     ranks: tuple[RankLoaded, ...] = tuple(getattr(chosen, "loaded", ()))
     rank_stats: Callable[[], RankStats] | None = getattr(chosen, "rank_stats", None)
+    profiler = _profiler(chosen, config, clock)
     recorder = None
     if config.recorder is not None:
         recorder = Recorder(config.recorder.num_steps)
@@ -74,9 +77,24 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     if slo is not None and slo.tpot_s is not None:
         controller = SloController(scheduler.predictor, config.scheduler, slo.tpot_s)
     core = EngineCore(scheduler, chosen, clock, controller)
-    core.recorder = recorder
+    core.recorder, core.profiler = recorder, profiler
     core.ranks, core.rank_stats = ranks, rank_stats
     return core
+
+
+def _profiler(executor: Executor, config: EngineConfig, clock: Clock) -> Profiles | None:
+    """Return what profiles the executor, started where the settings say so; None: profiles have no folder."""
+    if config.runner.profile_dir is None:
+        return None
+    from quire.executor.local import LocalExecutor
+    from quire.executor.profiled import Profiler
+
+    if not isinstance(executor, LocalExecutor):
+        raise ConfigError("--profile-dir is for an engine on a CPU, in one process.", param="profile_dir")
+    profiler = Profiler(executor, config, clock)
+    if config.runner.profile_steps is not None:
+        profiler.start(config.runner.profile_steps)
+    return profiler
 
 
 def describe(

@@ -18,6 +18,7 @@ from quire.cache.events import EventsLost, pack
 from quire.clock import Clock
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor.base import Executor, RankLoaded
+from quire.executor.profile_control import Profiles, TakeProfile
 from quire.executor.recorder import Recorder
 from quire.metrics.engine_stats import EngineStats, RankStats
 from quire.request import Request, TokenEvent
@@ -50,6 +51,7 @@ class EngineCore:
         self.rank_stats: Callable[[], RankStats] | None = None
         # Saves what the recorder has, with a reason and a text; may raise OSError. None: there is no recorder.
         self.save: Callable[[str, str], dict[str, Any]] | None = None
+        self.profiler: Profiles | None = None
         self.rejected: list[str] = []  # texts of policy changes that were not allowed, for the log
         self.replies: list[Reply] = []  # to calls; the caller of `step` takes them out
         self._inbox: deque[Message | ControlPolicy] = deque()  # append and popleft are atomic
@@ -176,6 +178,8 @@ class EngineCore:
                     else self.scheduler.give_places(asked, self.clock.now())
                 )
                 self.replies.append(Reply(call_id, {"waits_s": waits_s, "why": why}))
+            case TakeProfile(call_id):
+                self.replies.append(Reply(call_id, **message.carry_out(self.profiler)))
             case SaveRecording(call_id):
                 self.replies.append(_saved(call_id, self.save))
             case ResetPrefixCache(call_id):
@@ -381,7 +385,7 @@ class TakeLive:
     call_id: str
 
 
-Call = AskPlaces | ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents | TakeLive
+Call = AskPlaces | ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents | TakeLive | TakeProfile
 Message = (
     Request  # to be queued
     | AbortRequest

@@ -113,10 +113,11 @@ class RankLoop:
         groups = Collectives()
         if boot.memory:
             groups = attach(Segment.attach(boot.memory, config.topology), boot.rank)
+        self._sent = groups.sent
         tp = tensor_parallel(groups, mine)
         runner = partial(
             ModelRunner, tp=tp, cp=context_parallel(groups, mine, config.cache.block_size),
-            links=self._links, samples=self._answers,
+            links=self._links, samples=self._answers, sent=groups.sent,
         )  # fmt: skip
         weights = iter_weights(model, dtype, cuts=mine.cuts)
         self.worker = Worker(
@@ -151,7 +152,8 @@ class RankLoop:
                 self._out.append(self._launch(message.plan))
             self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
             self._num_steps += 1
-            counts = RankCounts(self._busy_s, self._num_steps, self._links.num_bytes_sent)
+            sent = self._links.num_bytes_sent + round(self._sent.total)
+            counts = RankCounts(self._busy_s, self._num_steps, sent)
             self._channel.send(encode(counts))
             if self._answers:
                 self._channel.send(encode(answer))

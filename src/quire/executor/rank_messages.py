@@ -66,7 +66,7 @@ class RankCounts(NamedTuple):
 
     busy_s: float = 0.0  # in which it computed, without waiting for another stage
     num_steps: int = 0
-    bytes_sent: int = 0  # to the next stage
+    bytes_sent: int = 0  # to other ranks: collectives, and the next stage
 
 
 class Answer(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -133,8 +133,6 @@ class TimedExecutor:
     until its plan is.
     """
 
-    chains_steps = True
-
     def __init__(
         self,
         seconds: Callable[[Taken], float],
@@ -145,9 +143,17 @@ class TimedExecutor:
         max_in_flight: int = 1,
         restores: bool = False,
         add_drafts: Callable[[StepPlan, Taken], Taken] | None = None,
+        stages: Callable[[Taken], Sequence[float]] | None = None,
     ) -> None:
-        """``restores``, ``add_drafts``: see `StepLedger`."""
+        """``restores``, ``add_drafts``: see `StepLedger`.
+
+        ``stages``: the seconds of each stage of a pipeline, in place of ``seconds``; a stage computes one step at a
+        time, and as many steps are in flight as there are stages.
+        """
         assert max_in_flight >= 1
+        self.chains_steps = stages is None
+        self._stages, self._stage_free_s = stages, [0.0] * max_in_flight
+        self.out_s = 0.0  # in which at least one step was in flight
         self.max_in_flight = max_in_flight
         self.slowdown = 1.0  # of the steps submitted from now on
         self.num_steps = 0
@@ -164,12 +170,32 @@ class TimedExecutor:
         """Take a plan; fewer than ``max_in_flight`` are out."""
         assert len(self._out) < self.max_in_flight
         taken = self._ledger.take(plan)
-        seconds = self._seconds(taken) * self.slowdown
-        self.free_s = max(self.free_s, self._clock.now()) + seconds
+        before_s = max(self.free_s, now_s := self._clock.now())
+        if self._stages is None:
+            seconds = self._seconds(taken) * self.slowdown
+            self.free_s = before_s + seconds
+        else:
+            seconds = self._through_stages(taken, now_s)
         self.num_steps += 1
         self.busy_s += seconds
+        self.out_s += self.free_s - before_s
         self._out.append((taken.result, self.free_s))
         self._on_submit(self.free_s)
+
+    def _through_stages(self, taken: Taken, now_s: float) -> float:
+        """Let a step pass through the stages; return their mean seconds."""
+        assert self._stages is not None
+        at_s, seconds = now_s, [each * self.slowdown for each in self._stages(taken)]
+        for stage, stage_s in enumerate(seconds):
+            at_s = max(at_s, self._stage_free_s[stage]) + stage_s
+            self._stage_free_s[stage] = at_s
+        self.free_s = at_s
+        return sum(seconds) / len(seconds)
+
+    @property
+    def bubbles(self) -> float:
+        """Share of the stages' time in which they waited though a step was in flight."""
+        return max(0.0, 1.0 - self.busy_s / self.out_s) if self._stages is not None and self.out_s else 0.0
 
     def collect(self) -> StepResult:
         """Wait until the oldest plan is over and return its result."""

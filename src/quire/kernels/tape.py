@@ -68,10 +68,16 @@ class StepTape:
     def run_timed(self, num_tokens: int, num_logits: int) -> dict[str, float]:
         """Compute a step and return the seconds of each of its ops, for benchmarks."""
         seconds: dict[str, float] = {}
-        for mangled, taken in self.native.run_timed(num_native_threads(), num_tokens, num_logits):
-            name = mangled.removesuffix("E").rpartition("cpu")[2].lstrip("0123456789").removesuffix("Args")
+        for name, taken in self.run_calls(num_tokens, num_logits):
             seconds[name] = seconds.get(name, 0.0) + taken
         return seconds
+
+    def run_calls(self, num_tokens: int, num_logits: int) -> list[tuple[str, float]]:
+        """Compute a step as `run` and return the op and the seconds of each native call, in order."""
+        return [
+            (mangled.removesuffix("E").rpartition("cpu")[2].lstrip("0123456789").removesuffix("Args"), taken)
+            for mangled, taken in self.native.run_timed(num_native_threads(), num_tokens, num_logits)
+        ]
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ def draw(
     """Return load, latencies, goodput, utilization and cost."""
     Slo.parse(slo)
     settings: dict[str, Any] = {
-        "model": model, "hardware": device, "tensor_parallel": tp, "replicas": replicas, "weights": weights,
+        "model": model, "hardware": device, "tensor_parallel_size": tp, "replicas": replicas, "weights": weights,
         "rate": rate, "limit": 150, "input_len": f"lognormal:{prompt},0.7,3000", "prefix_len": prefix,
         "num_prefixes": 4, "output_len": f"lognormal:{output},0.7,600", "gate": gate, "max_num_seqs": slots,
         "max_num_batched_tokens": chunk, "enable_prefix_caching": cache == "on", "routing": routing, "slo": slo,

@@ -83,7 +83,7 @@ class RankStats(NamedTuple):
 
     out_s: float = 0.0  # in which at least one step was out
     busy_s: tuple[float, ...] = ()  # of each rank, in which it computed
-    bytes_sent: tuple[int, ...] = ()  # by each rank to the next pipeline stage
+    bytes_sent: tuple[int, ...] = ()  # by each rank to the others
     experts: tuple[LayerLoad, ...] = ()  # of the last interval, where whole experts lie on ranks
     num_moved: int = 0  # experts, since the start
 

@@ -148,7 +148,7 @@ class ServerMetrics:
             "quire:rank_busy_seconds", "Time in which a rank computed.", labels=[*self._labels, "rank"]
         )
         sent = CounterMetricFamily(
-            "quire:rank_bytes_sent", "Bytes from a rank to the next stage.", labels=[*self._labels, "rank"]
+            "quire:rank_bytes_sent", "Bytes from a rank to the others.", labels=[*self._labels, "rank"]
         )
         for rank, (busy_s, num_bytes) in enumerate(zip(ranks.busy_s, ranks.bytes_sent, strict=True)):
             busy.add_metric([*self._values, str(rank)], busy_s)

@@ -347,10 +347,15 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def choice(q: Question) -> Advice:
+    """Choose a split for ``q``."""
+    return advise(q.spec, q.hardware, q.count, q.look, q.slo, q.objective, q.split)
+
+
 def plan_capacity(question: Question) -> CapacityPlan:
     """Answer ``question``."""
     q = question
-    advice = advise(q.spec, q.hardware, q.count, q.look, q.slo, q.objective, q.split)
+    advice = choice(q)
     chosen = advice.chosen
     if chosen is None or chosen.estimate is None:
         return CapacityPlan(q, advice, q.memory(q.split or Split()), None, None)

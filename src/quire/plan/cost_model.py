@@ -27,7 +27,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from quire.errors import ConfigError
 from quire.step import StepPlan
@@ -49,6 +49,14 @@ class StepTime(Protocol):
 
     def seconds(self, step: StepFeatures) -> float:
         """Return the seconds of ``step``."""
+        ...
+
+
+class StagedTime(StepTime, Protocol):
+    """Seconds of a step on each stage of a pipeline."""
+
+    def stage_seconds(self, step: StepFeatures) -> tuple[float, ...]:
+        """Return the seconds of ``step`` on each stage, without waiting for another."""
         ...
 
 
@@ -87,6 +95,10 @@ class Scaled:
     def seconds(self, step: StepFeatures) -> float:
         """Return the seconds of ``step``."""
         return self.factor * self.inner.seconds(step)
+
+    def stage_seconds(self, step: StepFeatures) -> tuple[float, ...]:
+        """Return the seconds of ``step`` on each stage of a pipeline."""
+        return tuple(self.factor * each for each in cast(StagedTime, self.inner).stage_seconds(step))
 
 
 @dataclass(frozen=True, slots=True)

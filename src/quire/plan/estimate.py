@@ -69,6 +69,7 @@ class Replica:
         self.max_requests = max(1, max_requests)
         self.chunk = max_num_batched_tokens
         self.drafting = drafting
+        self._known: dict[tuple[str, int, int, int, int], float] = {}  # seconds by (what, decodes, lengths)
 
     def decode_s(self, b: float, load: Load) -> float:
         """Return the seconds of a step of ``b`` decodes halfway through their output; each stage holds a part.
@@ -76,6 +77,12 @@ class Replica:
         With drafts: the seconds of a round by its tokens.
         """
         seqs, context = self._decodes(b, load)
+        key = ("decode", seqs, load.isl, load.osl, load.prefix)
+        if key not in self._known:
+            self._known[key] = self._decode_s(seqs, context)
+        return self._known[key]
+
+    def _decode_s(self, seqs: int, context: int) -> float:
         verify = self.steps.seconds(self._step(seqs, context))
         if self.drafting is None:
             return verify
@@ -92,7 +99,13 @@ class Replica:
 
     def prefill_s(self, b: float, load: Load) -> float:
         """Return the seconds that one prompt adds to steps with ``b`` decodes."""
-        decodes = self._step(*self._decodes(b, load))
+        seqs, context = self._decodes(b, load)
+        key = ("prefill", seqs, load.isl, load.osl, load.prefix)
+        if key not in self._known:
+            self._known[key] = self._prefill_s(self._step(seqs, context), load)
+        return self._known[key]
+
+    def _prefill_s(self, decodes: StepFeatures, load: Load) -> float:
         rows, seqs, logits, context = decodes[:4]
         alone = self.steps.seconds(decodes)
         total = 0.0

@@ -20,6 +20,7 @@ from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, StepFeatures
 from quire.plan.draft_cost import DraftCost, DraftWork, MeasuredDrafts, fit_drafts
 from quire.plan.fit import FitError, MeasuredStep, fit, scaled_nnls
+from quire.plan.links import Links, links_from_json, links_to_json
 
 FORMAT = "quire-profile-1"
 
@@ -67,6 +68,7 @@ class Profile:
     measured_at: str = ""  # UTC, ISO 8601
     spread: Spread | None = None  # None: it was not measured
     draft: DraftCost | None = None  # None: nothing was drafted
+    links: Links | None = None  # None: they were not measured
     # Executor and host together: the seconds of a step in the engine's loop.
     step_time: CostModel = field(init=False, compare=False)
 
@@ -87,6 +89,7 @@ class Profile:
             "error": asdict(self.error) if self.error else None,
             "spread": asdict(self.spread) if self.spread else None,
             "draft_cost": self.draft.to_json() if self.draft else None,
+            "links": links_to_json(self.links) if self.links else None,
             "points": [[*point.step, point.seconds] for point in self.points],
         }
 
@@ -125,6 +128,7 @@ def load_profile(path: Path) -> Profile:
             measured_at=data["measured_at"],
             spread=Spread.of(data["spread"]["anchors"]) if data.get("spread") else None,
             draft=DraftCost.from_json(data["draft_cost"]) if data.get("draft_cost") else None,
+            links=links_from_json(data["links"]) if data.get("links") else None,
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(f"profile {path}: a field is missing or of the wrong form: {error}") from error

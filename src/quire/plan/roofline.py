@@ -159,6 +159,11 @@ class Roofline:
         """Return the seconds of ``step`` from its first stage to its last."""
         return self.parts(step).seconds if step.num_tokens else 0.0
 
+    def stage_seconds(self, step: StepFeatures) -> tuple[float, ...]:
+        """Return the seconds of ``step`` on each stage, which take about as long as each other."""
+        stages = self.work.split.pp
+        return (self.seconds(step) / stages,) * stages
+
     def parts(self, step: StepFeatures) -> StepParts:
         """Return the seconds of ``step`` by cause."""
         e, hw, shard, split = self.efficiency, self.hardware, self.work.shard, self.work.split

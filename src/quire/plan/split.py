@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -68,6 +69,7 @@ class Shard:
         return self.dense_bytes + self.expert_bytes + self.head_bytes + self.table_bytes
 
 
+@lru_cache(maxsize=512)  # every option of a plan asks for its parts several times
 def shard_of(spec: ModelSpec, precision: str, split: Split) -> Shard:
     """Return the part of ``spec``'s weights on one device of ``split``, held in ``precision``.
 

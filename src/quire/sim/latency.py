@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from quire.clock import VirtualClock
 from quire.errors import StepError
 from quire.executor.timed import Taken, TimedExecutor
-from quire.plan.cost_model import StepTime
+from quire.plan.cost_model import StagedTime, StepTime
 from quire.sim.drafts import SimulatedDrafts
 
 
@@ -29,6 +30,7 @@ def sim_executor(
     *,
     max_in_flight: int = 1,
     drafts: SimulatedDrafts | None = None,
+    num_stages: int = 1,
 ) -> TimedExecutor:
     """Return an executor of modelled steps on a virtual clock; ``on_submit`` is told when each will be over."""
 
@@ -38,6 +40,7 @@ def sim_executor(
     return TimedExecutor(
         latency.seconds, clock, wait=wait, on_submit=on_submit, max_in_flight=max_in_flight, restores=latency.swaps,
         add_drafts=None if drafts is None else drafts.add,
+        stages=latency.of_stages if num_stages > 1 else None,
     )  # fmt: skip
 
 
@@ -46,9 +49,14 @@ class Latency:
 
     def __init__(self, step_time: StepTime, swap: Swap | None = None) -> None:
         self.swaps = swap is not None  # tokens computed before a preemption are copied, not recomputed
-        self._plain = step_time.seconds
+        self._step_time, self._plain = step_time, step_time.seconds
         self._restore_s = 2.0 * swap.seconds_per_token if swap else 0.0
 
     def seconds(self, taken: Taken) -> float:
         """Return the time of a step."""
         return self._restore_s * taken.num_restored + self._plain(taken.step) + taken.result.draft_s
+
+    def of_stages(self, taken: Taken) -> tuple[float, ...]:
+        """Return the time of a step on each stage of a pipeline; blocks are copied before the first one."""
+        first, *rest = cast(StagedTime, self._step_time).stage_seconds(taken.step)
+        return (first + self._restore_s * taken.num_restored, *rest)

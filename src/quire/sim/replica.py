@@ -141,6 +141,7 @@ class ClusterConfig:
     routing: str = "least-loaded"
     max_load_ratio: float = 1.25
     max_in_flight: int = 1
+    num_stages: int = 1  # of a pipeline; more than 1: as many steps in flight
     speculation: Speculation | None = None
     swap: Swap | None = None  # None: a preempted sequence is computed again
     pools: Pools | None = None  # None: every replica computes prompts and decodes
@@ -156,6 +157,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         at_least = {
             "num_replicas": 1,
+            "num_stages": 1,
             "max_in_flight": 1,
             "concurrency": 1,
             "start_up_s": 0.0,
@@ -164,6 +166,10 @@ class ClusterConfig:
         for name, low in at_least.items():
             if getattr(self, name) is not None and getattr(self, name) < low:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} must be at least {low}")
+        if self.num_stages > 1 and self.speculation is not None:
+            raise ConfigError(
+                f"num_stages = {self.num_stages}: drafts are not simulated over pipeline stages: leave one out"
+            )
         check_faults(self.faults, self.num_replicas)
 
 
@@ -188,10 +194,17 @@ class Replica:
         if config.speculation is not None:  # a sequence is planned again once its drafts are verified
             scheduler, most_out = config.speculation.configured(scheduler), 1
             drafts = SimulatedDrafts(config.speculation, step_time, config.seed + number)
-        self.executor = sim_executor(latency, clock, on_submit, max_in_flight=most_out, drafts=drafts)
+        stages = config.num_stages
+        most_out = stages if stages > 1 else most_out
+        self.executor = sim_executor(
+            latency, clock, on_submit, max_in_flight=most_out, drafts=drafts, num_stages=stages
+        )
         held = config.tpot_s is not None
         events = EventBuffer() if reports else None
-        made = Scheduler(scheduler, config.cache, events, step_time=step_time if held else None)
+        made = Scheduler(
+            scheduler, config.cache, events, step_time=step_time if held else None,
+            chains_steps=self.executor.chains_steps, num_stages=stages,
+        )  # fmt: skip
         controller = None
         if config.tpot_s is not None:
             controller = SloController(made.predictor, scheduler, config.tpot_s)

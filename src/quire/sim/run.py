@@ -33,6 +33,7 @@ class ReplicaReport:
     num_steps: int
     busy_s: float  # computing steps
     stats: EngineStats  # at the end
+    bubbles: float = 0.0  # share of its stages' time in which they waited though a step was in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ def simulate(
         records=tuple(sorted(cluster.client.records, key=lambda record: record.index)),
         points=tuple(cluster.timeline.points),
         replicas=tuple(
-            ReplicaReport(r.number, r.executor.num_steps, r.executor.busy_s, r.stats()) for r in replicas
+            ReplicaReport(r.number, r.executor.num_steps, r.executor.busy_s, r.stats(), r.executor.bubbles)
+            for r in replicas
         ),
         end_s=cluster.clock.now(),
         transferred=None if cluster.handover is None else cluster.handover.total,
@@ -154,6 +156,7 @@ def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[s
             "replica": r.number,
             "steps": r.num_steps,
             "busy_s": r.busy_s,
+            "bubbles": r.bubbles,
             "kv_peak": r.stats.num_peak_blocks / r.stats.num_blocks,
             "preemptions": r.stats.num_preemptions,
             "cached_tokens": r.stats.num_cached_tokens,
@@ -164,6 +167,7 @@ def summary_of(result: Simulated, slo: Slo | None, workload: Workload) -> dict[s
         "num_steps": result.num_steps,
         "kv_peak": result.kv_peak,
         "end_s": result.end_s,
+        "bubbles": sum(r.bubbles for r in result.replicas) / len(result.replicas),
         "attainment": summary["num_good"] / max(1, summary["num_requests"]),
         "replica_hours": result.replica_hours,
         "peak_replicas": result.peak_replicas,

@@ -24,8 +24,8 @@ from quire.sim.setup import ModelDoesNotFit, prepare
 
 # In teaching order: each scenario answers a question that the previous one leaves open.
 SCENARIOS = (
-    "static-batching", "continuous-batching", "prefix-caching", "speculation", "scale-up", "scale-out", "autoscale",
-    "breaking-point", "model-size-wall", "whole-stack",
+    "static-batching", "continuous-batching", "prefix-caching", "speculation", "scale-up", "scale-out",
+    "parallel", "autoscale", "breaking-point", "model-size-wall", "whole-stack",
 )  # fmt: skip
 _COLUMNS = {
     "requests/s": "requests_per_s", "goodput/s": "goodput_per_s", "tokens/s": "output_tokens_per_s",

@@ -20,10 +20,12 @@ from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.gateway.autoscale import Bounds, Engine, PredictedLoad, Utilisation
 from quire.models.checkpoint import spec_of
+from quire.parallel.topology import Topology
 from quire.plan.cost_model import StepTime
 from quire.plan.draft_cost import DraftCost
 from quire.plan.hardware import find_hardware
-from quire.plan.profile import HostCost, Spread, load_profile
+from quire.plan.links import RankedSteps
+from quire.plan.profile import HostCost, Profile, Spread, load_profile
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
@@ -136,6 +138,8 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
         raise ConfigError(
             "give either --profile FILE (of `quire profile`) or --hardware NAME with --model NAME"
         )
+    if args.pipeline_parallel_size > 1 and args.max_in_flight is not None:
+        raise ConfigError("max_in_flight: a pipeline has as many steps in flight as stages: leave it out")
     engine = _profiled(args, settings) if args.profile is not None else _roofline(args, settings)
     chosen = {**engine.defaults, **{k: v for k, v in settings.items() if k in SIMULATED}}
     engine_args = make_args(EngineArgs, chosen, origin="simulate")
@@ -161,6 +165,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
         routing=args.routing,
         max_load_ratio=args.max_load_ratio,
         max_in_flight=args.max_in_flight or engine.max_in_flight,
+        num_stages=args.pipeline_parallel_size,
         speculation=_speculation(args, engine.draft_cost),
         swap=_swap(args, engine),
         faults=tuple(parse_fault(text.strip()) for text in (args.fault or "").split(";") if text.strip()),
@@ -194,7 +199,7 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             )
     try:
         return _Engine(
-            step_time=profile.step_time,
+            step_time=_ranked(args, profile),
             num_kv_blocks=measured["num_kv_blocks"],
             block_size=measured["block_size"],
             kv_block_bytes=measured["kv_block_bytes"],
@@ -209,11 +214,32 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
                 "machine": f"{profile.machine.get('name')}, {measured.get('threads')} threads",
                 "step times": f"{args.profile}, measured {profile.measured_at}"
                 + (f", median error {profile.error.median:.1%}" if profile.error else ""),
+                **_cut(_topology(args)),
             },
             defaults={k: measured[k] for k in ("max_num_seqs", "max_num_batched_tokens") if k in measured},
         )
     except KeyError as error:
         raise ConfigError(f"profile {args.profile}: settings lack {error}") from error
+
+
+def _topology(args: SimulateArgs) -> Topology:
+    return Topology(tp=args.tensor_parallel_size, pp=args.pipeline_parallel_size)
+
+
+def _cut(topology: Topology) -> dict[str, str]:
+    """Return the line of the report that says how a replica is cut, if it is."""
+    return {} if topology.world_size == 1 else {"ranks": f"{topology.world_size}: {topology}"}
+
+
+def _ranked(args: SimulateArgs, profile: Profile) -> StepTime:
+    """Return the step times of the profile, cut over ranks."""
+    topology, host = _topology(args), profile.host
+    if topology.world_size == 1:
+        return profile.step_time
+    return RankedSteps(
+        profile.executor.plus(per_row_s=host.per_row_s), spec_of(profile.model), topology, profile.links or {},
+        profile.settings["dtype"], host_s=host.fixed_s, host_per_seq_s=host.per_seq_s,
+    )  # fmt: skip
 
 
 def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
@@ -222,7 +248,8 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
         raise ConfigError("--hardware needs --model: a preset of the planner, a folder or a hub id")
     if args.weights not in PRECISIONS:
         raise ConfigError(f"weights = {args.weights!r} must be one of {', '.join(PRECISIONS)}")
-    spec, hardware, split = spec_of(args.model), find_hardware(args.hardware), Split(tp=args.tensor_parallel)
+    spec, hardware, topology = spec_of(args.model), find_hardware(args.hardware), _topology(args)
+    split = Split(tp=topology.tp, pp=topology.pp)
     chunk = int(settings.get("max_num_batched_tokens") or 2048)
     memory = plan_memory(
         spec, hardware, split, precision=args.weights, kv_dtype="bf16", context=spec.max_position_embeddings,
@@ -231,11 +258,11 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
     block_size = 16
     layout = spec.kv_layout(spec.max_position_embeddings)
     block_bytes = layout.block_bytes(block_size, "bfloat16")
-    num_blocks = int(memory.kv_pool * split.tp // block_bytes)
+    num_blocks = int(memory.kv_pool * split.num_devices // block_bytes)
     if num_blocks < 2:
         raise ModelDoesNotFit(
-            f"{args.model} as {args.weights} does not fit {args.tensor_parallel} × {hardware.title}: "
-            f"{memory.kv_pool / 2**30:.1f} GiB are left for the KV cache; raise --tensor-parallel"
+            f"{args.model} as {args.weights} does not fit {split.num_devices} × {hardware.title}: "
+            f"{memory.kv_pool / 2**30:.1f} GiB are left for the KV cache; raise --tensor-parallel-size"
         )
     efficiency = efficiencies()["default"]
     return _Engine(
@@ -249,7 +276,8 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
         host=HostCost(request_s=efficiency.first_s),
         facts={
             "model": f"{args.model} as {args.weights}",
-            "machine": f"{args.tensor_parallel} × {hardware.title}",
+            "machine": f"{split.num_devices} × {hardware.title}",
+            **_cut(topology),
             "step times": "the planner's roofline",
         },
         defaults={},

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from quire.parallel.topology import Axis
+from quire.parallel.traffic import BytesSent
 
 
 class Group(Protocol):
@@ -68,6 +69,7 @@ class Collectives:
     """The groups of one rank, by axis; axes of one rank have none."""
 
     groups: Mapping[Axis, Group] = field(default_factory=dict)
+    sent: BytesSent = field(default_factory=BytesSent)  # by all groups in shared memory
 
     def group(self, axis: Axis) -> Group | None:
         return self.groups.get(axis)
