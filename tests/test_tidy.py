@@ -118,7 +118,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "page of the API": {"api": 18, "http": 6},
     "tool formats of newer families": {"text": 640, "cli": 11, "api": 4},
     "JSON schemas checked while they are written": {"text": 825, "sampling": 20, "engine": 12},
-    "spread of the machine, range of a simulation": {"bench": 145, "plan": 35, "sim": 20, "cli": 55},
+    "spread of the machine, range of a simulation": {"bench": 185, "plan": 35, "sim": 20, "cli": 55},
     "filling in the middle": {"api": 38, "text": 78},
     "the plan's choice of a split": {"plan": 36, "cli": 10},
     "gateway": {"": 6, "cli": 275, "gateway": 2_867, "http": 115, "sim": 10},

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.bench.figures import BOTTOM, HEIGHT, TOP, Series, chart
-from quire.bench.page import sweep_report
+from quire.bench.figures import BOTTOM, HEIGHT, TOP, Axis, Series, chart
+from quire.bench.page import sweep_charts, sweep_report
 from quire.bench.runs import knee, sweep
 from quire.bench.summary import RequestRecord, summarize
 from quire.workload.slo import Slo
@@ -83,3 +83,17 @@ def test_nothing_good_ends_it_too() -> None:
     points = sweep(curve(lambda r: 0.0, asked), 1.0)
     assert len(asked) <= 6
     assert knee(points)["goodput_per_s"] == 0.0
+
+
+def test_several_runs_of_a_load_are_drawn_as_whiskers() -> None:
+    records = [RequestRecord(i, 0.1 * i, 0.1 * i, i + 1.0, 5, 3, i + 0.5, (0.2, 0.3)) for i in range(4)]
+    summary = summarize(records)
+    runs = [summary | {"goodput_per_s": goodput} for goodput in (0.5, 1.0, 4.0)]
+    points = [summary | {"offered_per_s": rate, "goodput_per_s": 1.0, "runs": runs} for rate in (1.0, 2.0)]
+    goodput, *_ = sweep_charts(points, 1.0)
+    ends = re.findall(r'd="M[\d.]+ ([\d.]+)V([\d.]+)m-4 0h8M', goodput)
+    assert len(ends) == 4, "two lines of two loads"
+    up = Axis.over([0.0, 4.0], HEIGHT - BOTTOM, TOP, log=False, from_zero=True)
+    assert ends[0] == (f"{up.at(0.5):.1f}", f"{up.at(4.0):.1f}")
+    plain = [{key: value for key, value in point.items() if key != "runs"} for point in points]
+    assert "m-4 0h8" not in "".join(sweep_charts(plain, 1.0))

@@ -47,6 +47,7 @@ class ServeBenchArgs:
     ramp_to: float | None = None
     concurrency: int | None = None
     sweep: bool = False
+    sweep_runs: int = 1
     slo: str | None = None
     json: str | None = None
     jsonl: str | None = None

@@ -22,6 +22,7 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     style: str = "line"  # line, points (a line with its points), steps or dashed
+    spread: Sequence[tuple[float, float]] = ()  # least and most at each point, drawn as whiskers
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ def chart(
     ``marks``: vertical lines (x, label). ``limits``: horizontal ones (y, label), which the axis always shows.
     """
     xs = [v for one in series for v in one.x]
-    ys = [v for one in series for v in one.y] + [value for value, _ in limits]
+    ys = [v for one in series for v in [*one.y, *(end for ends in one.spread for end in ends)]]
+    ys += [value for value, _ in limits]
     across = Axis.over(xs, LEFT, WIDTH - RIGHT, log=log_x, from_zero=False)
     up = Axis.over(ys, HEIGHT - BOTTOM, TOP, log=log_y, from_zero=True)
     drawn = [piece for i, one in enumerate(series) for piece in _line(one, across, up, colour(i))]
@@ -142,6 +144,11 @@ def _line(one: Series, across: Axis, up: Axis, stroke: str) -> Iterator[str]:
     dashes = ' stroke-dasharray="6 4"' if one.style == "dashed" else ""
     if path:
         yield f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="1.5"{dashes}/>'
+    for x, ends in zip(one.x, one.spread, strict=False):
+        if all(math.isfinite(end) and (end > 0.0 or not up.log) for end in ends):
+            low, high = map(up.at, ends)
+            whisker = f"M{across.at(x):.1f} {low:.1f}V{high:.1f}m-4 0h8M{across.at(x) - 4:.1f} {low:.1f}h8"
+            yield f'<path d="{whisker}" fill="none" stroke="{stroke}"/>'
     if one.style == "points":
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{stroke}"/>' for x, y in points)
 

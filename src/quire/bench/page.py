@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from importlib.resources import files
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,13 +154,16 @@ def sweep_report(
 
 
 def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float, slo: Slo | None = None) -> list[str]:
-    """Return the plots of goodput, latency and tokens by offered load, with the limits of ``slo``."""
+    """Return the plots of goodput, latency and tokens by offered load, with the limits of ``slo``.
+
+    Points with several ``runs`` have whiskers from the least to the most of them.
+    """
     ordered = sorted(points, key=lambda p: p["offered_per_s"])
     load = [p["offered_per_s"] for p in ordered]
     marks = [(knee, "knee")]
     goodput = [
-        Series("goodput", load, [p["goodput_per_s"] for p in ordered], "points"),
-        Series("completed", load, [p["requests_per_s"] for p in ordered], "points"),
+        _by_load("goodput", ordered, "goodput_per_s"),
+        _by_load("completed", ordered, "requests_per_s"),
         Series("offered", load, load, "dashed"),
     ]
     charts = [chart(goodput, title="Goodput", x="offered requests/s", y="requests/s", marks=marks)]
@@ -169,16 +174,25 @@ def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float, slo: Slo | No
         ("e2el_ms", "E2EL", asked.e2el_s),
     ):
         limits = [] if limit_s is None else [(limit_s * 1e3, f"SLO {limit_s * 1e3:.4g} ms")]
-        lines = []
-        for part in ("p50", "p95", "p99"):
-            known = [(p["offered_per_s"], p[key][part]) for p in ordered if p[key][part] is not None]
-            lines.append(Series(part, [x for x, _ in known], [y for _, y in known], "points"))
+        lines = [_by_load(part, ordered, key, part) for part in ("p50", "p95", "p99")]
         charts.append(
             chart(lines, title=name, x="offered requests/s", y="ms", marks=marks, log_y=True, limits=limits)
         )
-    tokens = [Series("", load, [p["output_tokens_per_s"] for p in ordered], "points")]
+    tokens = [_by_load("", ordered, "output_tokens_per_s")]
     charts.append(chart(tokens, title="Output", x="offered requests/s", y="tokens/s", marks=marks))
     return charts
+
+
+def _by_load(name: str, points: Sequence[Mapping[str, Any]], *path: str) -> Series:
+    """Return the line of the value at ``path`` over the load, where it is known, with its spread between runs."""
+
+    def value(summary: Mapping[str, Any]) -> Any:
+        return reduce(getitem, path, summary)
+
+    known = [p for p in points if value(p) is not None]
+    runs = [[v for v in map(value, p.get("runs", ())) if v is not None] or [value(p)] for p in known]
+    spread = [(min(values), max(values)) for values in runs] if any("runs" in p for p in known) else ()
+    return Series(name, [p["offered_per_s"] for p in known], [value(p) for p in known], "points", spread)
 
 
 def cdfs(records: Sequence[RequestRecord]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.bench.args import ServeBenchArgs
@@ -60,8 +60,15 @@ class Measured:
     def _sweep(self, workload: Workload) -> int:
         outcomes: dict[float, Outcome] = {}
 
+        flags = [replace(self.flags, seed=self.flags.seed + i) for i in range(1, self.flags.sweep_runs)]
+        workloads = [workload, *map(make_workload, flags)]
+
         def at(rate: float) -> Mapping[str, Any]:
-            outcome = outcomes[rate] = self.measure(at_rate(workload, rate), f"{rate:.3g}/s")
+            runs = [self.measure(at_rate(each, rate), f"{rate:.3g}/s") for each in workloads]
+            runs.sort(key=lambda run: float(run.summary["goodput_per_s"]))
+            outcome = outcomes[rate] = runs[len(runs) // 2]
+            if len(runs) > 1:
+                outcome.summary["runs"] = [{key: run.summary[key] for key in SPREAD} for run in runs]
             outcome.summary["offered_per_s"] = rate
             return outcome.summary
 
@@ -98,6 +105,8 @@ GROWTH = 2.0  # factor of the load from one run to the next, on the way up
 FALLEN = 0.8  # share of the best goodput below which the load is past the knee
 FOLLOWS = 0.5  # share of the growth of the load by which goodput grows while it follows
 MAX_RUNS_UP = 14
+# Of each run of a load, beside the run of median goodput.
+SPREAD = ("goodput_per_s", "requests_per_s", "output_tokens_per_s", "ttft_ms", "tpot_ms", "e2el_ms")
 Run = Callable[[float], Mapping[str, Any]]  # offered requests/s → summary with ``goodput_per_s``
 
 
