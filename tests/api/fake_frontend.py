@@ -282,6 +282,9 @@ class FakeFrontend:
             return
         assert request.sampling.seed is not None
         scripts = [list(self._script(request.prompt_token_ids, i, request.sampling.seed)) for i in range(n)]
+        if END not in request.sampling.eos_token_ids:  # ignore_eos: a model goes on
+            for ids in scripts:
+                ids += [END] * (request.sampling.max_tokens - len(ids))
         for position in range(max(map(len, scripts))):
             await asyncio.sleep(self._step_s if position > 0 else 0.0)
             if position > 0 and self.gate is not None:

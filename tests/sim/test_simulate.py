@@ -151,7 +151,8 @@ def test_a_scenario_runs(name: str) -> None:
     assert all(variant["name"] for variant in scenario.variants)
     summary = run_one(scenario, scenario.variants[-1], scenario.values[0], {"limit": 6})
     assert all(value_of(summary, key) is not None for key in scenario.charts)
-    assert summary["num_completed"] == 6
+    scale = scenario.values[0] if "limit" in scenario.scaled else 1
+    assert summary["num_completed"] == 6 * scale
 
 
 def test_the_model_size_wall_is_a_wall() -> None:
