@@ -158,6 +158,7 @@ class PageProxy:
                 headers=_headers(scope),
                 data=body or None,
                 allow_redirects=False,
+                skip_auto_headers=("Accept-Encoding",),  # the client's own, or none
             )
         except aiohttp.ClientError:  # it ended just now
             await self._app(scope, receive, send)
