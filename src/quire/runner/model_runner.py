@@ -197,16 +197,16 @@ class ModelRunner:
         """Compute the step; return its logits, or None where the next stage goes on with it."""
         links, logits, leaving = self._links, None, self._leaving
         entering = None if links is None else links.receive(step.num_tokens)
-        batch = self._batch(step)
-        if self.tape is not None and step.buffers is self._taped and not batch.divided:
+        divided = self._divides(step)
+        if self.tape is not None and step.buffers is self._taped and not divided:
             step.buffers.set_num_seqs(step.num_seqs)
             self._hidden = self._taped_hidden
             logits = self.tape.run(step.num_tokens, step.num_logits)
             self._sent.replayed(step.num_tokens, step.num_logits)
         elif self.decoder.stage.is_last:
-            logits = self._logits(batch, entering)
+            logits = self._logits(step.batch_of(divided=divided), entering)
         else:
-            leaving = self.decoder.layers(batch, self.kv.views, entering)
+            leaving = self.decoder.layers(step.batch_of(divided=divided), self.kv.views, entering)
         if links is None or links.is_last:
             return logits
         assert leaving is not None
@@ -223,9 +223,8 @@ class ModelRunner:
             self._compute(step)
             return list, None
         entering = None if self._links is None else self._links.receive(step.num_tokens)
-        hidden = self.decoder.forward(
-            with_hidden_of(self._batch(step), step, tokens), self.kv.views, entering
-        )
+        batch = with_hidden_of(step.batch_of(divided=self._divides(step)), step, tokens)
+        hidden = self.decoder.forward(batch, self.kv.views, entering)
         sampling, others = hidden[: step.num_logits], hidden[step.num_logits :]
         logits = self.decoder.logits(sampling) if step.sampling else None
         self._hidden = sampling
@@ -248,9 +247,9 @@ class ModelRunner:
             self.watch_sampled(step, counts, self._hidden[: step.num_logits])
         return samples
 
-    def _batch(self, step: PreparedStep) -> StepBatch:
-        """The step, with divided rows where it is large; it is then not replayed, for which it is large enough."""
-        return step.batch_of(divided=self._cp is not None and self._cp.divides(step.num_tokens))
+    def _divides(self, step: PreparedStep) -> bool:
+        """Whether ranks divide the rows of the step. It is then not replayed, for which it is large enough."""
+        return self._cp is not None and self._cp.divides(step.num_tokens)
 
     def _logits(self, batch: StepBatch, entering: Hidden | None) -> Tensor:
         """``[num_logits, vocab_size]`` fp32."""

@@ -28,11 +28,8 @@ from quire.scheduler.draft_times import OUTLIER, PACE_WEIGHT, Acceptance, StepTi
 CUTS = (0.7, 0.5, 0.35, 0.25, 0.15)
 NO_CUT = 0.0  # with a cap
 REFRESH = 16  # decode steps after which the choice is made again
-BETTER, ON, OFF = (
-    1.02,
-    1.03,
-    1.01,
-)  # what another choice has to promise; drafts beside none; what keeps drafts on
+# What another choice has to promise; what drafts have to, beside none; what keeps drafts on.
+BETTER, ON, OFF = 1.02, 1.03, 1.01
 FIRST_TRY, FIRST_CAP = 3, 3  # plain steps before the first trial, and its drafts
 SHARE = 0.006  # of the time, which trials may lose
 GRACE = 3.0  # plain steps that trials may lose before they have saved them
@@ -48,11 +45,8 @@ PATIENCE = 12  # steps to wait for a proposal
 # What an unmeasured time may be off by, one measured less than `KNOWN` times, and others.
 UNKNOWN_MARGIN, NEW_MARGIN, MARGIN = 0.25, 0.1, 0.04
 MAX_VAIN = 16  # steps in a row without a proposal, after which a sequence is asked at block boundaries only
-SEQ_WEIGHT, ENGINE_WEIGHT, PROBE_WEIGHT = (
-    0.04,
-    0.01,
-    0.12,
-)  # of the newest verification; probe: while nothing is drafted
+# Of the newest verification: in a sequence's acceptance, in the engine's, and in that while nothing is drafted.
+SEQ_WEIGHT, ENGINE_WEIGHT, PROBE_WEIGHT = 0.04, 0.01, 0.12
 OWN_SHARE = 0.6  # of the difference between a sequence's acceptance and the engine's that counts: it is noisy
 FORGET = 0.02  # per step without drafts: a sequence's acceptance tends to the engine's
 
@@ -104,10 +98,8 @@ class DraftControl:
         # In the step being applied, and whether the one before it had proposals: the draft model is not behind.
         self._num_proposed = self._num_accepted = 0
         self._warm = self._verified = False
-        self._behind_s, self._num_behind = (
-            0.0,
-            0,
-        )  # per token that a draft model missed; tokens that a trial begins with
+        # Seconds per token that a draft model missed, and the tokens that a trial begins with.
+        self._behind_s, self._num_behind = 0.0, 0
 
     def configure(self, config: SchedulerConfig) -> None:
         """Take over the settings of ``config``; what was learned stays."""

@@ -326,9 +326,8 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     return nearest[:count]
 
 
-STAGE_CHUNK = (
-    128  # prompt tokens per step of a pipeline: more would leave stages idle at both ends of a prompt
-)
+# Prompt tokens per step of a pipeline. With more, stages are idle at both ends of a prompt.
+STAGE_CHUNK = 128
 
 
 class Budget:
