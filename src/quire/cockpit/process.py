@@ -47,6 +47,7 @@ _HANDSHAKE = {
 }
 _START_S, _LOOK_S = 30.0, 0.1
 _MAX_MESSAGE_BYTES = 16 << 20
+_MAX_BODY_BYTES = 1 << 20  # the page sends what it has over its WebSocket
 log = Log("server")
 
 
@@ -149,6 +150,10 @@ class PageProxy:
             if message["type"] == "http.disconnect":
                 return
             body += message.get("body", b"")
+            if len(body) > _MAX_BODY_BYTES:
+                await send({"type": "http.response.start", "status": 413, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+                return
             if not message.get("more_body", False):
                 break
         try:
