@@ -21,12 +21,15 @@ NB_MODULE(_native, m) {
         d["amx_int8"] = f.amx_int8;
         d["amx_bf16"] = f.amx_bf16;
         d["neon"] = f.neon;
+        d["neon_dotprod"] = f.neon_dotprod;
+        d["neon_i8mm"] = f.neon_i8mm;
+        d["neon_bf16"] = f.neon_bf16;
         return d;
       },
       "Instruction sets that the CPU has and the operating system supports: dict[str, bool].");
   m.def(
       "best_isa", [] { return std::string(best_isa(detect())); },
-      "The best level the kernels are built for: amx | avx512 | avx512_vnni | avx2 | neon | scalar.");
+      "The best level the kernels are built for: amx | avx512 | avx512_vnni | avx2 | neon_i8mm | neon | scalar.");
 
   m.def(
       "has_isa", [](const std::string& isa) { return kernels_for<LinearKernels>(isa.c_str()) != nullptr; },

@@ -1,6 +1,16 @@
 // CPUID leaves 1 and 7, and XGETBV: an instruction set counts only when the operating system saves its registers
-// (Intel SDM vol. 1, 13.3 and 14.3).
+// (Intel SDM vol. 1, 13.3 and 14.3). On Arm the operating system says what a process may use.
 #include "cpu/cpuid.h"
+
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+
+#include <string>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+
+#include <cstring>
+#endif
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -76,11 +86,37 @@ Features read_features() {
 
 #elif defined(__aarch64__)
 
-static Features read_features() {
+namespace {
+
+#if defined(__APPLE__)
+bool has(const char* feature) {
+  const std::string name = std::string("hw.optional.arm.FEAT_") + feature;
+  int value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(name.c_str(), &value, &size, nullptr, 0) == 0 && value != 0;
+}
+#elif defined(__linux__)
+// The bits of the kernel's interface (Documentation/arch/arm64/elf_hwcaps.rst), which older headers do not name.
+bool has(const char* feature) {
+  const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+  if (std::strcmp(feature, "DotProd") == 0) return (first >> 20) & 1;
+  if (std::strcmp(feature, "I8MM") == 0) return (second >> 13) & 1;
+  return std::strcmp(feature, "BF16") == 0 && ((second >> 14) & 1);
+}
+#else
+bool has(const char*) { return false; }
+#endif
+
+Features read_features() {
   Features f;
   f.neon = true;  // part of the base architecture
+  f.neon_dotprod = has("DotProd");
+  f.neon_i8mm = has("I8MM");
+  f.neon_bf16 = has("BF16");
   return f;
 }
+
+}  // namespace
 
 #else
 
@@ -100,7 +136,10 @@ const char* best_isa(const Features& f) {
   if (has_avx512(f)) return "avx512";
   if (has_avx512_vnni(f)) return "avx512_vnni";
   if (f.avx2) return "avx2";
-  if (f.neon) return "neon";
+#if defined(QUIRE_HAVE_ARM_LEVELS)
+  if (has_neon_i8mm(f)) return "neon_i8mm";
+  if (f.neon_dotprod) return "neon";
+#endif
   return "scalar";
 }
 

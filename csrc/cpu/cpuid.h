@@ -12,7 +12,10 @@ struct Features {
   bool amx_tile = false;     // tile registers, allowed by the operating system
   bool amx_int8 = false;     // tdpb..d
   bool amx_bf16 = false;     // tdpbf16ps
-  bool neon = false;
+  bool neon = false;          // any 64-bit Arm
+  bool neon_dotprod = false;  // sdot: the neon level
+  bool neon_i8mm = false;     // smmla, usdot
+  bool neon_bf16 = false;     // bfdot, bfmmla
 };
 
 // The features that the CPU has *and* that the operating system saves on a context switch. Read once: under a
@@ -23,9 +26,10 @@ const Features& detect();
 inline bool has_avx512_vnni(const Features& f) { return f.avx512 && f.avx512_vnni; }
 inline bool has_avx512(const Features& f) { return has_avx512_vnni(f) && f.avx512_bf16; }
 inline bool has_amx(const Features& f) { return has_avx512(f) && f.amx_tile && f.amx_int8 && f.amx_bf16; }
+inline bool has_neon_i8mm(const Features& f) { return f.neon_dotprod && f.neon_i8mm && f.neon_bf16; }
 
 // The best level that kernels are built for: "amx", "avx512" (with VNNI and BF16), "avx512_vnni" (without
-// BF16), "avx2", "neon" or "scalar".
+// BF16), "avx2", "neon_i8mm" (with BF16), "neon" (with byte dot products) or "scalar".
 const char* best_isa(const Features& features);
 
 }  // namespace quire::cpu

@@ -3,6 +3,7 @@
 //   Codes, Nibbles    kLanes columns of four unsigned bytes; Nibbles are at most 15
 //   Quad              four signed bytes of a row, for every lane
 //   load_ints, store_ints   kLanes integers of 32 bits
+//   kCodesZero        what `Codes` hold for an int8 weight of 0: 128, or 0 where loading them makes them signed
 //   dot(acc, w, x)    acc[i] += w[4i] * x[0] + ... + w[4i+3] * x[3]
 //   fused(a, b, c)    a * b + c with one rounding (isa.h's fma has two at the scalar level)
 //   store_rounded     kLanes floats within +-127 as int8, ties to even; or four vectors of them in a row
@@ -38,6 +39,10 @@ inline float half_to_float(const uint8_t* p) {
                                            : std::ldexp(float(mantissa + 1024), exponent - 25);
   return (h & 0x8000) != 0 ? -magnitude : magnitude;
 }
+
+#if !defined(QUIRE_NEON)
+constexpr int kCodesZero = 128;
+#endif
 
 #if defined(__AVX2__)
 // zero - m * (8 - m mod 2) for the multipliers m = 0 ... 15 of int4 in two levels.
@@ -248,6 +253,10 @@ class Scaler {
   __m256i words_, offset_;
 };
 inline Vec load_half(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+#elif defined(QUIRE_NEON)
+
+#include "cpu/int_vec_neon.h"
 
 #else
 

@@ -25,6 +25,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(QUIRE_NEON)
+#include <arm_neon.h>
 #endif
 
 // Unrolls loops over a tile's accumulators: if one stays a loop, the accumulators live in memory in every loop.
@@ -236,6 +238,10 @@ inline void store(uint16_t* p, Vec a, Vec b) {
   store(p, a);
   store(p + kLanes, b);
 }
+
+#elif defined(QUIRE_NEON)
+
+#include "cpu/isa_neon.h"
 
 #else
 

@@ -17,6 +17,14 @@ inline uint32_t is_nan(Vec a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
 inline uint32_t at_least(Vec a, Vec b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ))); }
 inline uint32_t above(Vec a, Vec b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ))); }
 inline uint32_t is_nan(Vec a) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q))); }
+#elif defined(QUIRE_NEON)
+inline uint32_t bits_of(uint32x4_t mask) {
+  const uint32x4_t bit = {1, 2, 4, 8};
+  return vaddvq_u32(vandq_u32(mask, bit));
+}
+inline uint32_t at_least(Vec a, Vec b) { return bits_of(vcgeq_f32(a, b)); }
+inline uint32_t above(Vec a, Vec b) { return bits_of(vcgtq_f32(a, b)); }
+inline uint32_t is_nan(Vec a) { return bits_of(vmvnq_u32(vceqq_f32(a, a))); }
 #else
 template <typename F>
 inline uint32_t bits_where(const F& f) {

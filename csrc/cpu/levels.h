@@ -9,7 +9,7 @@ namespace quire::cpu {
 
 template <typename Kernels>
 struct Levels {
-  const Kernels *avx512, *avx512_vnni, *avx2, *scalar;
+  const Kernels *avx512, *avx512_vnni, *avx2, *neon_i8mm, *neon, *scalar;
 };
 
 // The table of the amx level: that of avx512, with kernels on tiles where they are faster. A family that has such
@@ -19,7 +19,7 @@ Kernels with_amx(const Kernels& avx512) {
   return avx512;
 }
 
-// isa: "amx", "avx512", "avx512_vnni", "avx2" or "scalar". Returns null for a level that this CPU does not have.
+// isa: "amx", "avx512", "avx512_vnni", "avx2", "neon_i8mm", "neon" or "scalar". Returns null for a level that this CPU does not have.
 template <typename Kernels>
 const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
   const Features& f = detect();
@@ -33,6 +33,8 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
   if (std::strcmp(isa, "avx512") == 0) return has_avx512(f) ? levels.avx512 : nullptr;
   if (std::strcmp(isa, "avx512_vnni") == 0) return has_avx512_vnni(f) ? levels.avx512_vnni : nullptr;
   if (std::strcmp(isa, "avx2") == 0) return f.avx2 ? levels.avx2 : nullptr;
+  if (std::strcmp(isa, "neon_i8mm") == 0) return has_neon_i8mm(f) ? levels.neon_i8mm : nullptr;
+  if (std::strcmp(isa, "neon") == 0) return f.neon_dotprod ? levels.neon : nullptr;
   return std::strcmp(isa, "scalar") == 0 ? levels.scalar : nullptr;
 }
 
@@ -49,12 +51,20 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
   namespace avx2 { extern const Kernels name; }           \
   namespace scalar { extern const Kernels name; }         \
   inline Levels<Kernels> levels_of(const Kernels*) {      \
-    return {&avx512::name, &avx512_vnni::name, &avx2::name, &scalar::name}; \
+    return {&avx512::name, &avx512_vnni::name, &avx2::name, nullptr, nullptr, &scalar::name}; \
+  }
+#elif defined(QUIRE_HAVE_ARM_LEVELS)
+#define QUIRE_LEVELS(Kernels, name)                       \
+  namespace neon_i8mm { extern const Kernels name; }      \
+  namespace neon { extern const Kernels name; }           \
+  namespace scalar { extern const Kernels name; }         \
+  inline Levels<Kernels> levels_of(const Kernels*) {      \
+    return {nullptr, nullptr, nullptr, &neon_i8mm::name, &neon::name, &scalar::name}; \
   }
 #else
 #define QUIRE_LEVELS(Kernels, name)                 \
   namespace scalar { extern const Kernels name; }   \
-  inline Levels<Kernels> levels_of(const Kernels*) { return {nullptr, nullptr, nullptr, &scalar::name}; }
+  inline Levels<Kernels> levels_of(const Kernels*) { return {nullptr, nullptr, nullptr, nullptr, nullptr, &scalar::name}; }
 #endif
 
 // Declares that the family whose table is `Kernels` has kernels of the amx level, where the build has that level.

@@ -105,6 +105,26 @@ inline void philox_group(const Stream& s, uint32_t first_block, uint32_t* words)
   _mm256_storeu_si256(to + 3, _mm256_unpackhi_epi64(c, d));
 }
 
+#elif defined(QUIRE_NEON)
+
+inline void philox_group(const Stream& s, uint32_t first_block, uint32_t* words) {
+  const uint32x4_t lanes = {0, 1, 2, 3};
+  const uint32x2_t m0 = vdup_n_u32(kPhiloxM0), m1 = vdup_n_u32(kPhiloxM1);
+  uint32x4x4_t c = {{vdupq_n_u32(s.position), vaddq_u32(vdupq_n_u32(first_block), lanes), vdupq_n_u32(s.purpose),
+                     vdupq_n_u32(s.sample_index)}};
+  const auto product = [](uint32x4_t x, uint32x2_t m) {  // the low halves, then the high ones
+    return vuzpq_u32(vreinterpretq_u32_u64(vmull_u32(vget_low_u32(x), m)),
+                     vreinterpretq_u32_u64(vmull_u32(vget_high_u32(x), m)));
+  };
+  for (int i = 0; i < kPhiloxRounds; ++i) {
+    const uint32x4x2_t p0 = product(c.val[0], m0), p1 = product(c.val[2], m1);
+    c.val[0] = veorq_u32(veorq_u32(p1.val[1], c.val[1]), vdupq_n_u32(s.key0[i]));
+    c.val[2] = veorq_u32(veorq_u32(p0.val[1], c.val[3]), vdupq_n_u32(s.key1[i]));
+    c.val[1] = p1.val[0], c.val[3] = p0.val[0];
+  }
+  vst4q_u32(words, c);
+}
+
 #else
 
 inline void philox_group(const Stream& s, uint32_t first_block, uint32_t* words) {
@@ -129,6 +149,12 @@ inline Vec noise_bound(const uint32_t* words) {
   const __m256i loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
   const __m256i half = _mm256_srli_epi32(_mm256_xor_si256(loaded, _mm256_set1_epi32(-1)), 1);
   const Vec bits = _mm256_cvtepi32_ps(_mm256_castps_si256(_mm256_cvtepi32_ps(half)));
+  return fma(bits, broadcast(kBoundScale), broadcast(kBoundShift));
+}
+#elif defined(QUIRE_NEON)
+inline Vec noise_bound(const uint32_t* words) {
+  const int32x4_t half = vreinterpretq_s32_u32(vshrq_n_u32(vmvnq_u32(vld1q_u32(words)), 1));
+  const Vec bits = vcvtq_f32_s32(vreinterpretq_s32_f32(vcvtq_f32_s32(half)));
   return fma(bits, broadcast(kBoundScale), broadcast(kBoundShift));
 }
 #else

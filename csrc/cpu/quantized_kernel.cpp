@@ -76,7 +76,7 @@ struct Channel {
     IVec acc[R][V];
     UNROLL for (int r = 0; r < R; ++r) {
       const int32_t sum = row_sum(a, at.row + r);
-      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-128 * sum);
+      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-kCodesZero * sum);
     }
     const int8_t* x = kPacked ? at.quads : a.x.q + at.row * a.x.stride;
     const int64_t stride = kPacked ? 4 : a.x.stride;
@@ -108,7 +108,7 @@ template <int kBits, bool kOffset>
 struct Grouped {
   static constexpr int kTileRows = kGroupRows;
   static constexpr bool kPacks = false;
-  static constexpr int kZero = kBits == 8 ? 128 : 8;
+  static constexpr int kZero = kBits == 8 ? kCodesZero : 8;
 
   template <int R, int V>
   static inline void add_codes(IVec (&acc)[R][V], const int8_t* x, int64_t stride, const uint8_t* w, int64_t group,

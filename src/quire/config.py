@@ -30,7 +30,7 @@ class DeviceInfo:
     num_cores: int  # physical cores this process may use
     memory_total_bytes: int
     memory_available_bytes: int  # the smaller of MemAvailable and the rest of the cgroup's limit
-    isa: str = "scalar"  # cpu: scalar | avx2 | avx512_vnni | avx512 (with VNNI and BF16) | amx
+    isa: str = "scalar"  # cpu: a level of kernels/registry.py that is the best of this CPU
     native: bool = False  # the native extension is importable
     capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability
     num_nodes: int = 1  # memory nodes (NUMA) with cores that this process may use
@@ -104,7 +104,7 @@ class RunnerConfig:
     num_threads: int
     # Torch only; C++ on a CPU; Triton on a GPU.
     backend: Literal["reference", "native", "triton"] = "reference"
-    isa: str = ""  # level of the native kernels: "scalar", "avx2", "avx512_vnni", "avx512" or "amx"
+    isa: str = ""  # level of the native kernels: "scalar", "avx2" … "amx", "neon" or "neon_i8mm"
     batch_invariant: bool = False  # on a GPU: slower kernels whose bits do not depend on the batch
     graphs: bool = True  # on a GPU: decode steps are captured and replayed
     step_log: str | None = None  # file that gets one line per step

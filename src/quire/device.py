@@ -68,19 +68,23 @@ def cpu_features() -> dict[str, bool]:
     return dict(_native.cpu_features()) if _native is not None else {}
 
 
-# The features that each level of the x86 kernels needs, fastest first, and what /proc/cpuinfo calls them.
+# The features that each level of the kernels needs, fastest first, and what /proc/cpuinfo calls them.
 LEVELS = {
     "amx": ("avx512", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
     "avx512": ("avx512", "avx512_vnni", "avx512_bf16"),
     "avx2": ("avx2",),
 }
-_FLAGS = {"avx512": "avx512bw"}
+ARM_LEVELS = {
+    "neon_i8mm": ("neon_dotprod", "neon_i8mm", "neon_bf16"),
+    "neon": ("neon_dotprod",),
+}
+_FLAGS = {"avx512": "avx512bw", "neon_dotprod": "asimddp", "neon_i8mm": "i8mm", "neon_bf16": "bf16"}
 
 
 def unused_levels(
     features: Mapping[str, bool], best: str, is_built: Callable[[str], bool], flags: Set[str]
 ) -> list[str]:
-    """Return why each level faster than ``best`` is not used; empty on another CPU than x86.
+    """Return why each level faster than ``best`` is not used.
 
     Args:
         features: what this process may use, of `cpu_features`.
@@ -88,8 +92,8 @@ def unused_levels(
         flags: those of /proc/cpuinfo; empty where unknown.
     """
     found: list[str] = []
-    for level, needed in LEVELS.items():
-        if level == best or features.get("neon"):
+    for level, needed in (ARM_LEVELS if features.get("neon") else LEVELS).items():
+        if level == best:
             break
         missing = [name for name in needed if not features.get(name)]
         hidden = [name for name in missing if _FLAGS.get(name, name) in flags]
@@ -151,7 +155,11 @@ def slow_kernels(device: DeviceInfo, cpu_isa: str) -> str | None:
             )
         return f"The native extension is not built, so the torch reference runs: exact, and slow. {remedy}."
     if device.isa == "scalar":
-        return "This CPU has no AVX2, so the scalar kernels run: exact, and slow. Use a CPU with AVX2 or AVX-512."
+        if os.uname().machine in ("aarch64", "arm64"):
+            missing, better = "byte dot products (Armv8.2 dotprod)", "Neoverse N1, Apple M1 or newer"
+        else:
+            missing, better = "AVX2", "a CPU with AVX2 or AVX-512"
+        return f"This CPU has no {missing}, so the scalar kernels run: exact, and slow. Use {better}."
     if cpu_isa in ("reference", "scalar"):
         return f"--cpu-isa {cpu_isa} was asked for: exact, and slow. Without it the {device.isa} kernels run."
     return None

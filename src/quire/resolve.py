@@ -217,7 +217,8 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
     return args.kv_dtype
 
 
-LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")  # each includes the previous ones
+LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")  # of x86; each includes the previous ones
+ARM_LEVELS = ("scalar", "neon", "neon_i8mm")
 
 
 def _runner(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
@@ -244,9 +245,10 @@ def _backend(args: EngineArgs, device: DeviceInfo, topology: Topology) -> Runner
         raise ConfigError(
             f"cpu_isa = {asked!r} needs the native extension, which is not built: see `quire doctor`"
         )
-    best = device.isa if device.isa in LEVELS else "scalar"
+    levels = ARM_LEVELS if device.isa in ARM_LEVELS[1:] else LEVELS
+    best = device.isa if device.isa in levels else "scalar"
     level = best if asked == "auto" else asked
-    if LEVELS.index(level) > LEVELS.index(best):
+    if level not in levels[: levels.index(best) + 1]:
         raise ConfigError(f"cpu_isa = {asked!r} is more than this CPU has: at most {best!r}")
     return RunnerConfig(threads, "native", level, step_log=args.step_log)
 

@@ -280,9 +280,9 @@ class ReplayArgs:
     """`quire replay`."""
 
     model: str | None = None
-    cpu_isa: Literal["auto", "recorded", "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx"] = (
-        "recorded"
-    )
+    cpu_isa: Literal[
+        "auto", "recorded", "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm"
+    ] = "recorded"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     json: bool = False
