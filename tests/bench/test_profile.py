@@ -152,7 +152,9 @@ def test_steps_with_drafts_are_measured_apart_from_proposing() -> None:
     assert found.acceptance == ()  # random prompts say nothing of it
     for drafts in profiler.measured_drafts():
         assert found.seconds(drafts.work) == pytest.approx(PROPOSING.seconds(drafts.work), rel=0.02)
-    made = Profile("m", {"name": "x"}, {"threads": 1}, model, error=FitError(0.1, 0.1, 0.2, 5), points=tuple(points))
+    made = Profile(
+        "m", {"name": "x"}, {"threads": 1}, model, error=FitError(0.1, 0.1, 0.2, 5), points=tuple(points)
+    )
     assert "drafts " not in report(made)
     assert f"{len(drafted)} steps that verify some" in report(replace(made, draft=found))
 

@@ -290,7 +290,9 @@ class StepProfiler:
     def _run(self, plan: StepPlan) -> tuple[float, StepResult]:
         """Compute a plan; return its seconds without those of proposing drafts, and its result."""
         gone, self._gone = self._gone, ()
-        plan = StepPlan(plan.step, plan.new_seqs, plan.seqs, gone, plan.kv_moves, max_draft_paths=self._max_paths)
+        plan = StepPlan(
+            plan.step, plan.new_seqs, plan.seqs, gone, plan.kv_moves, max_draft_paths=self._max_paths
+        )
         self._step += 1
         start_s = self._clock.now()
         self._executor.submit(plan)

@@ -99,7 +99,9 @@ class SimulatedDrafts:
         answer = replace(taken.result, seqs=tuple(results))
         draft_s = self._seconds(self._ledger.take(plan, answer), taken)
         if behind := self._ledger.behind:
-            results = [each._replace(num_next_drafts=0) if each.seq_id in behind else each for each in results]
+            results = [
+                each._replace(num_next_drafts=0) if each.seq_id in behind else each for each in results
+            ]
         return taken._replace(result=replace(answer, seqs=tuple(results), draft_s=draft_s), step=step)
 
     def _accepted(self, num_drafts: int) -> int:

@@ -299,7 +299,11 @@ def _speculation(args: SimulateArgs, measured: DraftCost | None) -> Speculation 
     if args.acceptance is None and not known:
         for name in ("num_drafts", "draft_cost"):
             if getattr(args, name) != getattr(SimulateArgs(), name):
-                why = "" if measured is None else ": the profile has the times of drafts, not how many are accepted"
+                why = (
+                    ""
+                    if measured is None
+                    else ": the profile has the times of drafts, not how many are accepted"
+                )
                 raise ConfigError(f"{name} means nothing without --acceptance{why}")
         return None
     rates = known if args.acceptance is None else (args.acceptance,)
