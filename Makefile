@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve gateway-demo services test test-clients test-browser test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo services test test-clients test-browser test-arm test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,9 +46,9 @@ serve: install  ## serve Quill (MODEL=… PORT=… ARGS="…" change it)
 gateway-demo: install  ## two Quill replicas behind a gateway, two keys, a replica that is killed
 	$(BIN)/python tools/gateway_demo.py
 
-services:  ## install Redis, PostgreSQL and qemu by apt, for the tests that start them (as root)
+services:  ## install Redis, PostgreSQL, qemu and a cross compiler for Arm by apt, for the tests that start them (as root)
 	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends \
-	  redis-server postgresql qemu-user
+	  redis-server postgresql qemu-user cmake g++-aarch64-linux-gnu
 
 test: dev  ## run the default tests in two processes (under 15 minutes on 2 cores; WORKERS=N for more)
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS)
@@ -60,6 +60,9 @@ test-browser: dev  ## drive the cockpit in Chromium (installed by apt, as root);
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 	  (apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends chromium chromium-driver)
 	QUIRE_SCREENSHOTS=build/cockpit $(PYTEST) tests/cockpit $(ARGS)
+
+test-arm: dev  ## run the kernels on emulated Arm CPUs (qemu and g++-aarch64-linux-gnu by `make services`; 10 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.arm.run
 
 test-quick: dev  ## run tests/quick.txt, which touches every package (under 2 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu" $$(cat tests/quick.txt) $(ARGS)

@@ -135,7 +135,10 @@ def test_the_isa_level_is_the_best_unless_forced_lower() -> None:
     assert level("avx2") == "avx2"
     assert level("auto", isa="amx") == "amx"
     assert level("avx512", isa="amx") == "avx512"
-    assert level("auto", isa="neon") == "scalar"
+    assert level("auto", isa="neon") == "neon"
+    assert level("neon", isa="neon_i8mm") == "neon"
+    with pytest.raises(ConfigError, match="'avx2' is more than this CPU has: at most 'neon'"):
+        level("avx2", isa="neon")
     assert level("auto", native=False) == "reference"
     assert level("reference") == "reference"
     with pytest.raises(ConfigError, match="more than this CPU has: at most 'avx2'"):

@@ -2,9 +2,9 @@
 // Included by int_vec.h, in the namespace of the level.
 
 using IVec = int32x4_t;
-constexpr int kChannelRows = 6, kGroupRows = 3, kFewRows = 2;
+constexpr int kChannelRows = 12, kGroupRows = 3, kFewRows = 2, kFewTiles = 2;
 template <int R>
-constexpr int kVectors = R <= 2 ? 8 : 4;  // few rows: a whole panel at once, so that it streams
+constexpr int kVectors = R == 1 ? 8 : R <= 5 ? 4 : 2;  // one row: a whole panel at once, so that it streams
 template <int R>
 constexpr int kFewVectors = 4;
 struct Nibbles {

@@ -11,6 +11,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/linear.h"
+#include "cpu/matrix_tile.h"
 #include "cpu/row_loops.h"
 #include "cpu/scratch.h"
 
@@ -30,6 +31,7 @@ struct Bf16 {
     uint16_t x[2];
   };
   static constexpr int kStep = 2;
+  static constexpr bool kIsMatrix = false;
   using W = Weights;
   static W load_weights(const Element* p) { return load_pairs(p); }
   static Pair broadcast_x(const Element* x) { return broadcast_pair(x); }
@@ -55,12 +57,18 @@ struct F32 {
     float x;
   };
   static constexpr int kStep = 1;
+  static constexpr bool kIsMatrix = false;
   using W = Vec;
   static W load_weights(const Element* p) { return load(p); }
   static Vec broadcast_x(const Element* x) { return broadcast(*x); }
   static Vec broadcast_x(const Step& x) { return broadcast(x.x); }
   static Step step_of(Element x, Element) { return {x}; }
   static Vec dot_step(Vec acc, const W& w, const Vec& x) { return fma(w, x, acc); }
+};
+
+// The same by products of two rows and two columns (matrix_tile.h).
+struct MatrixBf16 : Bf16 {
+  static constexpr bool kIsMatrix = true;
 };
 
 // kLanes results, the first at (row, column).
@@ -102,6 +110,28 @@ struct Place {
   int64_t next_lines;
 };
 
+// R rows x V vectors of results.
+template <typename T, int R, int V>
+inline void write_tile(const LinearArgs& a, const Place<T>& at, const float* results) {
+  if (a.bias == nullptr && a.n - at.column >= V * kLanes) return write_whole<R, V>(a, at.row, at.column, results);
+  for (int i = 0; i < R * V; ++i) write(a, at.row + i / V, at.column + i % V * kLanes, load(results + i * kLanes));
+}
+
+#if defined(QUIRE_NEON_I8MM)
+template <typename T, int R, int V>
+void matrix_tile(const LinearArgs& a, const Place<T>& at) {
+  alignas(64) float results[(R + 1) / 2 * 2 * V * kLanes];
+  const auto *x = reinterpret_cast<const uint32_t*>(at.steps), *w = reinterpret_cast<const uint32_t*>(at.panel);
+  multiply_tile<Bf16Matrix, R, V>(x, w, a.k / T::kStep, results, [&](int64_t s) {
+    if (s < at.next_lines) __builtin_prefetch(at.next + s * 64, 0, 2);
+  });
+  write_tile<T, R, V>(a, at, results);
+}
+#else
+template <typename T, int R, int V>
+void matrix_tile(const LinearArgs&, const Place<T>&) {}
+#endif
+
 // R rows x V vectors over all of K.
 template <typename T, int R, int V, bool kPacked>
 void tile(const LinearArgs& a, const Place<T>& at) {
@@ -138,20 +168,22 @@ void tile(const LinearArgs& a, const Place<T>& at) {
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int v = 0; v < V; ++v) store(results + (r * V + v) * kLanes, acc[r][v]);
   }
-  if (a.bias == nullptr && a.n - at.column >= V * kLanes) {
-    write_whole<R, V>(a, at.row, at.column, results);
-  } else {
-    for (int i = 0; i < R * V; ++i) write(a, at.row + i / V, at.column + i % V * kLanes, load(results + i * kLanes));
-  }
+  write_tile<T, R, V>(a, at, results);
+}
+
+// Vectors of the columns that R rows take: few rows have registers left for more than a full tile.
+constexpr int tile_vectors(int rows) {
+  return rows == 1 ? static_cast<int>(kPanel) / kLanes : kLanes == 4 && rows <= 5 ? 4 : kTileVectors;
 }
 
 template <typename T, bool kPacked, int R = kRows>
 void tile_of(int rows, const LinearArgs& a, Place<T> at) {
   if (rows == R) {
-    constexpr int kVectors = R == 1 ? static_cast<int>(kPanel) / kLanes : kTileVectors;  // one row streams through a panel
+    constexpr int kVectors = tile_vectors(R);
     constexpr int64_t kWidth = kVectors * kLanes;
     for (int64_t part = 0; part < kPanel && at.column < a.n; part += kWidth) {
-      tile<T, R, kVectors, kPacked>(a, at);
+      if constexpr (T::kIsMatrix) matrix_tile<T, R, kVectors>(a, at);
+      else tile<T, R, kVectors, kPacked>(a, at);
       at.panel += kWidth * T::kStep;
       at.column += kWidth;
       at.next_lines = 0;
@@ -161,7 +193,7 @@ void tile_of(int rows, const LinearArgs& a, Place<T> at) {
   }
 }
 
-// Rows [first, first + rows) laid out for their tiles, each [k steps][rows of the tile]: the rows of a tile then share
+// Rows [first, first + rows) laid out for their tiles, each [k steps][rows of the tile], kRows * steps apart: the rows of a tile then share
 // cache lines, and not, as those of 4096 bytes do, one set of the L1 cache.
 template <typename T>
 void pack_steps(const LinearArgs& a, int64_t first, int64_t rows, int64_t tiles, typename T::Step* to, ThreadPool& pool) {
@@ -169,12 +201,14 @@ void pack_steps(const LinearArgs& a, int64_t first, int64_t rows, int64_t tiles,
   over_rows(tiles, rows / tiles * a.k, pool, [&](int64_t t) {
     const Range mine = share(rows, static_cast<int>(t), static_cast<int>(tiles));
     const int64_t width = mine.end - mine.begin;
+    const RowLayout layout(width, T::kIsMatrix);
+    typename T::Step* tile = to + t * kRows * steps;
+    if (layout.width > width) std::fill_n(tile, layout.width * steps, typename T::Step{});
     for (int64_t r = 0; r < width; ++r) {
       const auto* x = static_cast<const typename T::Element*>(a.x) + (first + mine.begin + r) * a.x_stride;
-      typename T::Step* step = to + mine.begin * steps + r;
-      for (int64_t s = 0; s < steps; ++s, step += width) {
+      for (int64_t s = 0; s < steps; ++s) {
         const int64_t k = s * T::kStep;
-        *step = T::step_of(x[k], k + 1 < a.k ? x[k + T::kStep - 1] : typename T::Element{});
+        tile[layout.at(s, r)] = T::step_of(x[k], k + 1 < a.k ? x[k + T::kStep - 1] : typename T::Element{});
       }
     }
   });
@@ -192,7 +226,7 @@ void passes(const LinearArgs& args, ThreadPool& pool) {
     const int64_t tiles = (rows + kRows - 1) / kRows;
     typename T::Step* packed = nullptr;
     if constexpr (kPacked) {
-      packed = scratch.get<typename T::Step>(static_cast<std::size_t>(rows * steps));
+      packed = scratch.get<typename T::Step>(static_cast<std::size_t>(tiles * kRows * steps));
       pack_steps<T>(args, first, rows, tiles, packed, pool);
     }
     over_panels(panels, panel_lines * 64, args.rows * args.n * args.k < kSmallWork, pool, [&](const Range& mine) {
@@ -205,7 +239,7 @@ void passes(const LinearArgs& args, ThreadPool& pool) {
           const Range lines = share(panel_lines, static_cast<int>(t), static_cast<int>(tiles));
           const char* next = reinterpret_cast<const char*>(panel + panel_elements) + lines.begin * 64;
           tile_of<T, kPacked>(static_cast<int>(tile_rows.end - tile_rows.begin), args,
-                              {panel, kPacked ? packed + tile_rows.begin * steps : nullptr, first + tile_rows.begin,
+                              {panel, kPacked ? packed + t * kRows * steps : nullptr, first + tile_rows.begin,
                                p * kPanel, streams ? nullptr : next, !streams && more ? lines.end - lines.begin : 0});
         }
       }
@@ -216,6 +250,9 @@ void passes(const LinearArgs& args, ThreadPool& pool) {
 template <typename Direct, typename Packed>
 void linear(const LinearArgs& args, ThreadPool& pool) {
   const bool many = args.rows >= kPackedRows && args.rows * args.n * args.k >= kSmallWork;
+  if constexpr (kMatrix && std::is_same_v<Direct, Bf16>) {
+    if (many && args.k % 2 == 0 && takes_matrix(args.k / 2)) return passes<MatrixBf16, true>(args, pool);
+  }
   (many ? passes<Packed, true> : passes<Direct, false>)(args, pool);
 }
 

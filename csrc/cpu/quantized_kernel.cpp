@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "cpu/int_vec.h"
+#include "cpu/matrix_tile.h"
 #include "cpu/quantize_row.h"
 #include "cpu/quantized_write.h"
 #include "cpu/row_loops.h"
@@ -31,7 +32,7 @@ struct Place {
   int64_t first_lane;   // of the panel's 32
   const char* next;  // null: a single tile, which streams
   int64_t next_lines;
-  const int8_t* quads = nullptr;  // [K/4][rows of the tile][4], where rows are laid out for the tiles
+  const int8_t* quads = nullptr;  // where rows are laid out for the tiles: [K/4][rows of the tile][4], or matrix_tile.h's
 };
 
 inline void prefetch(const Place& at, int64_t line) {
@@ -53,8 +54,12 @@ struct Channel {
   template <int R>
   static void tile(const QuantizedLinearArgs& a, const Place& at) {
     constexpr int V = kVectors<R>;
-    alignas(64) int32_t sums[R * V * kLanes];
-    (at.quads != nullptr ? dots<R, true> : dots<R, false>)(a, at, sums);
+    alignas(64) int32_t sums[(R + 1) / 2 * 2 * V * kLanes];
+    if (at.quads != nullptr && takes_matrix((a.k + 3) / 4)) {
+      products<R>(a, at, sums);
+    } else {
+      (at.quads != nullptr ? dots<R, true> : dots<R, false>)(a, at, sums);
+    }
     for (int v = 0; v < V; ++v) {
       const int64_t column = at.column + v * kLanes;
       const Vec scale = load(a.scale + column);
@@ -69,6 +74,22 @@ struct Channel {
   }
 
  private:
+#if defined(QUIRE_NEON_I8MM)
+  template <int R>
+  static void products(const QuantizedLinearArgs& a, const Place& at, int32_t* sums) {
+    constexpr int V = kVectors<R>;
+    const auto *x = reinterpret_cast<const uint32_t*>(at.quads), *w = reinterpret_cast<const uint32_t*>(at.panel);
+    multiply_tile<Int8Matrix, R, V>(x, w + at.first_lane, (a.k + 3) / 4, sums, [&](int64_t s) { prefetch(at, s); });
+    for (int r = 0; r < R; ++r) {
+      const IVec zero = broadcast(kCodesZero * row_sum(a, at.row + r));
+      for (int v = 0; v < V; ++v, sums += kLanes) store_ints(sums, vsubq_s32(load_ints(sums), zero));
+    }
+  }
+#else
+  template <int R>
+  static void products(const QuantizedLinearArgs&, const Place&, int32_t*) {}
+#endif
+
   // Into memory: with tails of rows beside the loop, gcc 12 keeps half of the accumulators on the stack in it.
   template <int R, bool kPacked>
   static void dots(const QuantizedLinearArgs& a, const Place& at, int32_t* sums) {
@@ -254,19 +275,21 @@ void two_level_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
   });
 }
 
-// Rows [first, first + rows) as Place::quads of their tiles: the rows of a tile then share cache lines, and not, as those
+// Rows [first, first + rows) as Place::quads of their tiles, kChannelRows * K apart: the rows of a tile then share cache lines, and not, as those
 // of 4096 bytes do, one set of the L1 cache.
 const int8_t* pack_quads(const QuantizedLinearArgs& a, int64_t first, int64_t rows, int tiles, ThreadPool& pool) {
   static thread_local Scratch scratch;
   const int64_t quads = (a.k + 3) / 4;
-  auto* packed = scratch.get<int8_t>(static_cast<std::size_t>(rows * quads * 4));
+  auto* packed = scratch.get<int8_t>(static_cast<std::size_t>(tiles * kChannelRows * quads * 4));
   over_rows(tiles, rows / tiles * a.k, pool, [&](int64_t t) {
     const Range mine = share(rows, static_cast<int>(t), tiles);
     const int64_t width = mine.end - mine.begin;
+    const RowLayout layout(width, takes_matrix(quads));
+    int8_t* tile = packed + t * kChannelRows * quads * 4;
+    if (layout.width > width) std::fill_n(tile, layout.width * quads * 4, int8_t{0});
     for (int64_t r = 0; r < width; ++r) {
       const int8_t* x = a.x.q + (first + mine.begin + r) * a.x.stride;
-      int8_t* to = packed + (mine.begin * quads + r) * 4;
-      for (int64_t i = 0; i < quads; ++i) std::memcpy(to + i * width * 4, x + i * 4, 4);
+      for (int64_t i = 0; i < quads; ++i) std::memcpy(tile + layout.at(i, r) * 4, x + i * 4, 4);
     }
   });
   return packed;
@@ -292,7 +315,7 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
           const auto* next = reinterpret_cast<const char*>(a.packed + (p + 1) * panel_bytes) + lines.begin * 64;
           rows_of<F>(tile.end - tile.begin, a,
                      {panel, first + tile.begin, p * kPanel, 0, streams ? nullptr : next, lines.end - lines.begin,
-                      packs ? quads + tile.begin * ((a.k + 3) / 4 * 4) : nullptr});
+                      packs ? quads + t * kChannelRows * ((a.k + 3) / 4 * 4) : nullptr});
         }
       }
     });

@@ -72,7 +72,9 @@ class EngineArgs:
     nodes: int | None = None
     ray_address: str | None = None
     threads: int | None = None
-    cpu_isa: Literal["auto", "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm"] = "auto"
+    cpu_isa: Literal[
+        "auto", "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm"
+    ] = "auto"
     step_log: str | None = None
     profile_dir: str | None = None
     profile_steps: int | None = None

@@ -18,6 +18,9 @@ MAX_DRAFT_PATHS = 16  # of a tree of drafts
 AUTO_DRAFTS = 8  # the most of them where the engine chooses
 GATES: tuple[GateKind, ...] = get_args(GateKind)
 ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
+# Each level includes the previous ones.
+X86_LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")
+ARM_LEVELS = ("scalar", "neon", "neon_i8mm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,14 @@ class DeviceInfo:
     native: bool = False  # the native extension is importable
     capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability
     num_nodes: int = 1  # memory nodes (NUMA) with cores that this process may use
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The levels of the native kernels that this CPU runs, the fastest last."""
+        for ladder in (X86_LEVELS, ARM_LEVELS):
+            if self.isa in ladder:
+                return ladder[: ladder.index(self.isa) + 1]
+        return ("scalar",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,10 +217,6 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
     return args.kv_dtype
 
 
-LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")  # of x86; each includes the previous ones
-ARM_LEVELS = ("scalar", "neon", "neon_i8mm")
-
-
 def _runner(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
     if args.profile_steps is not None and args.profile_dir is None:
         raise ConfigError("profile_steps needs profile_dir, the folder that the trace is written to")
@@ -245,10 +241,9 @@ def _backend(args: EngineArgs, device: DeviceInfo, topology: Topology) -> Runner
         raise ConfigError(
             f"cpu_isa = {asked!r} needs the native extension, which is not built: see `quire doctor`"
         )
-    levels = ARM_LEVELS if device.isa in ARM_LEVELS[1:] else LEVELS
-    best = device.isa if device.isa in levels else "scalar"
+    best = device.levels[-1]
     level = best if asked == "auto" else asked
-    if level not in levels[: levels.index(best) + 1]:
+    if level not in device.levels:
         raise ConfigError(f"cpu_isa = {asked!r} is more than this CPU has: at most {best!r}")
     return RunnerConfig(threads, "native", level, step_log=args.step_log)
 

