@@ -99,11 +99,7 @@ inline Pair broadcast_pair(const uint16_t* x) {
   std::memcpy(&two, x, 4);
   return (__m512bh)_mm512_set1_epi32(two);
 }
-// Not the intrinsic, with which gcc 12 copies accumulators and spills.
-inline Vec dot(Vec acc, const Weights& w, const Pair& x) {
-  __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w.v), "v"(x));
-  return acc;
-}
+inline Vec dot(Vec acc, const Weights& w, const Pair& x) { return _mm512_dpbf16_ps(acc, w.v, x); }
 inline void keep(Weights& w) { __asm__("" : "+v"(w.v)); }
 inline void store(uint16_t* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
