@@ -28,6 +28,8 @@ def topology_of(
     topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size, cp=args.context_parallel_size)
     if args.enable_expert_parallel:
         topology = _of_experts(args, spec, topology)
+    elif _cuts_rows(args, spec):
+        topology = replace(topology, tp=1, ep=topology.tp)
     elif args.enable_eplb or args.num_redundant_experts:
         raise ConfigError("enable_eplb and num_redundant_experts need enable_expert_parallel")
     if args.enable_eplb and topology.cp > 1:
@@ -43,7 +45,9 @@ def topology_of(
         raise ConfigError(
             f"{topology}: heads that draft (Medusa, EAGLE) run on one rank only: leave them out"
         )
-    if (args.lora or args.max_loras) and (topology.cp * topology.ep > 1 or args.executor == "ray"):
+    if (args.lora or args.max_loras) and (
+        topology.cp > 1 or args.enable_expert_parallel or args.executor == "ray"
+    ):
         raise ConfigError(
             f"{topology}: adapters (lora, max_loras) run over tensor-parallel ranks and stages of one machine only: "
             "leave one of them out"
@@ -63,6 +67,13 @@ def topology_of(
             "let ranks share a core"
         )
     return topology
+
+
+def _cuts_rows(args: EngineArgs, spec: ModelSpec) -> bool:
+    has_experts = any(layer.mlp.moe for layer in spec.layers)
+    if args.tensor_parallel_layout == "auto":
+        return not has_experts
+    return args.tensor_parallel_layout == "rows"
 
 
 def _of_experts(args: EngineArgs, spec: ModelSpec, topology: Topology) -> Topology:

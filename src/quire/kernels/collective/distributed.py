@@ -27,8 +27,11 @@ class TorchGroup:
     def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         return reference.all_reduce(self._gather(x), out_dtype)
 
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return reference.all_gather(self._gather(x), width)
+    def all_gather(self, x: Tensor, begins: Sequence[int] | None = None) -> Tensor:
+        sizes = [x.shape[1]] * self.size if begins is None else [b - a for a, b in pairwise(begins)]
+        mine = torch.nn.functional.pad(x, (0, max(sizes) - x.shape[1]))
+        parts = zip(self._gather(mine), sizes, strict=True)
+        return reference.all_gather([part[:, :size] for part, size in parts])
 
     def reduce_scatter(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         return reference.all_reduce(self._exchange(x), out_dtype)
