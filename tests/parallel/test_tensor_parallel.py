@@ -23,9 +23,7 @@ DEFAULT = ("llama_bias_tied", "gemma3")
 
 
 @pytest.fixture(params=[ROWS, SUMS], ids=["rows", "sums"])
-def over_two_ranks(
-    request: pytest.FixtureRequest, helpers: Helpers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def over_two_ranks(request: pytest.FixtureRequest, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness of the parity tests builds its workers over two ranks."""
 
     def make_ranked(config: EngineConfig, weights: object, clock: object) -> RankedWorker:
