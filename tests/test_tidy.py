@@ -82,6 +82,13 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "cli": 75,
     },
     "ranks with the bits of one process": {"": 2, "kernels": 22, "layers": 22, "parallel": 8, "plan": 17},
+    "ranks of a stage on several nodes": {
+        "executor": 75,
+        "kernels": 150,
+        "parallel": 75,
+        "plan": 1,
+        "runner": 20,
+    },
     "expert parallelism": {
         "": 25,
         "executor": 30,
