@@ -73,7 +73,7 @@ class SharedMemoryGroup:
         key = equal_parts(x.shape[1], self.size) if begins is None else tuple(begins)
         assert key[self.index + 1] - key[self.index] == x.shape[1], (key, self.index, x.shape)
         if key not in self._begins:
-            self._begins[key] = torch.tensor(key)
+            self._begins[key] = torch.tensor(key, device="cpu")
         return self._run(GATHER, x, key[-1], x.dtype, self._begins[key].data_ptr())
 
     def reduce_scatter(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
