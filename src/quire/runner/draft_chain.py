@@ -72,7 +72,8 @@ class DraftChain:
         self._drafts = np.empty(0, np.int64)
         # Of `WorkerSeqs`, which makes new arrays when it grows, and where its arrays and these lie.
         self._tables: list[npt.NDArray[np.int32]] = []
-        self._addresses: tuple[int, ...] = ()
+        self._addresses = (0, 0, 0, 0, 0, 0)
+        self._at_drafts = 0
 
     def run(self, chains: Sequence[tuple[int, int, int, int]]) -> list[list[int]]:
         """Return the drafts of each of ``chains``: (row of `WorkerSeqs`, start, end, count), counts descending.
@@ -89,8 +90,7 @@ class DraftChain:
             if len(self._spread) < len(chains):
                 self._spread = torch.full((len(chains), self._spread.shape[1]), -torch.inf)
             spread = self._spread.data_ptr()
-        *tables, drafts = self._addresses
-        self._native.run(num_native_threads(), *tables, len(chains), spread, drafts)
+        self._native.run(num_native_threads(), *self._addresses, len(chains), spread, self._at_drafts)
         found: list[int] = self._drafts[: len(chains) * count].tolist()
         return [found[place * count : place * count + each[3]] for place, each in enumerate(chains)]
 
@@ -98,9 +98,11 @@ class DraftChain:
         """Note where the sequences' arrays lie now, and have room for as many drafts."""
         self._drafts = np.empty(max(num_drafts, self._drafts.size), np.int64)
         self._tables, table, ids = tables, tables[self._group], self._seqs.token_ids
-        arrays = (ids, table, self._seqs.columns, self._chains, self._drafts)
-        at_ids, at_table, *others = (array.ctypes.data for array in arrays)
-        self._addresses = (at_ids, ids.shape[1], at_table, table.shape[1], *others)
+        at_columns, at_chains = self._seqs.columns.ctypes.data, self._chains.ctypes.data
+        self._addresses = (
+            ids.ctypes.data, ids.shape[1], table.ctypes.data, table.shape[1], at_columns, at_chains,
+        )  # fmt: skip
+        self._at_drafts = self._drafts.ctypes.data
 
 
 def can_chain(backend: Backend) -> bool:
