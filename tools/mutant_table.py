@@ -109,7 +109,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "drafts-without-pairs",
-        "the cost model takes a decode with drafts for one without them, but for its rows",
+        "the cost model ignores the pairs of query and key that drafts add to a decode",
         "src/quire/plan/cost_model.py",
         "draft_pairs += chunk_pairs(start + 1, count - 1)",
         "draft_pairs += 0",
