@@ -72,8 +72,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sim": 60,
     },
     "links between ranks, measured and simulated": {
-        "parallel": 106,
-        "plan": 185,
+        "parallel": 166,
+        "plan": 210,
         "bench": 195,
         "sim": 65,
         "executor": 35,

@@ -113,11 +113,11 @@ class RankLoop:
         groups = Collectives()
         if boot.memory:
             groups = attach(Segment.attach(boot.memory, config.topology), boot.rank)
-        self._sent = groups.sent
+        self._groups = groups
         tp = tensor_parallel(groups, mine)
         runner = partial(
             ModelRunner, tp=tp, cp=context_parallel(groups, mine, config.cache.block_size),
-            links=self._links, samples=self._answers, sent=groups.sent,
+            links=self._links, samples=self._answers,
         )  # fmt: skip
         weights = iter_weights(model, dtype, cuts=mine.cuts)
         self.worker = Worker(
@@ -152,7 +152,7 @@ class RankLoop:
                 self._out.append(self._launch(message.plan))
             self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
             self._num_steps += 1
-            sent = self._links.num_bytes_sent + round(self._sent.total)
+            sent = self._links.num_bytes_sent + self._groups.bytes_sent
             counts = RankCounts(self._busy_s, self._num_steps, sent)
             self._channel.send(encode(counts))
             if self._answers:

@@ -223,7 +223,15 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
 
 
 def _topology(args: SimulateArgs) -> Topology:
-    return Topology(tp=args.tensor_parallel_size, pp=args.pipeline_parallel_size)
+    tp, is_whole = args.tensor_parallel_size, args.enable_expert_parallel
+    if is_whole and tp == 1:
+        raise ConfigError(
+            "enable_expert_parallel needs tensor_parallel_size of 2 or more, whose ranks share the experts"
+        )
+    return Topology(
+        tp=1 if is_whole else tp, ep=tp if is_whole else 1, pp=args.pipeline_parallel_size,
+        cp=args.context_parallel_size,
+    )  # fmt: skip
 
 
 def _cut(topology: Topology) -> dict[str, str]:
@@ -249,7 +257,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
     if args.weights not in PRECISIONS:
         raise ConfigError(f"weights = {args.weights!r} must be one of {', '.join(PRECISIONS)}")
     spec, hardware, topology = spec_of(args.model), find_hardware(args.hardware), _topology(args)
-    split = Split(tp=topology.tp, pp=topology.pp)
+    split = Split(tp=topology.tp * topology.ep, pp=topology.pp, ep=topology.ep, cp=topology.cp)
     chunk = int(settings.get("max_num_batched_tokens") or 2048)
     memory = plan_memory(
         spec, hardware, split, precision=args.weights, kv_dtype="bf16", context=spec.max_position_embeddings,

@@ -23,6 +23,7 @@ class TorchGroup:
         self._group = group
         self.size = dist.get_world_size(group)
         self.index = dist.get_rank(group)
+        self.bytes_sent = 0
 
     def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         return reference.all_reduce(self._gather(x), out_dtype)
@@ -44,6 +45,7 @@ class TorchGroup:
         y.copy_(reference.gather_parts([part[:count] for part, count in parts]))
 
     def send(self, x: Tensor) -> None:
+        self.bytes_sent += x.nbytes
         dist.send(x.contiguous(), self._rank(self.index + 1), self._group)
 
     def recv(self, num_tokens: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -56,11 +58,13 @@ class TorchGroup:
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        self.bytes_sent += (self.size - 1) * x.nbytes
         dist.all_gather(parts, x.contiguous(), self._group)
         return parts
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         blocks = [reference.block(x, r, self.size).contiguous() for r in range(self.size)]
         out = [torch.empty_like(block) for block in blocks]
+        self.bytes_sent += (self.size - 1) * x.nbytes // self.size
         dist.all_to_all(out, blocks, self._group)
         return out
