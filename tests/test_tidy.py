@@ -81,6 +81,13 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "runner": 6,
         "cli": 75,
     },
+    "ranks of a stage on several nodes": {
+        "executor": 75,
+        "kernels": 150,
+        "parallel": 75,
+        "plan": 1,
+        "runner": 20,
+    },
     "expert parallelism": {
         "": 25,
         "executor": 30,

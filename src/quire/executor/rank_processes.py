@@ -19,6 +19,7 @@ from quire.errors import EngineDeadError
 from quire.executor.child_process import child_environment
 from quire.executor.rank_group import RankGroup, RankHandle
 from quire.executor.rank_messages import Channel
+from quire.parallel.placement import Meeting
 from quire.parallel.segment import Segment, remove
 from quire.parallel.topology import Topology
 
@@ -33,6 +34,7 @@ class LocalRank:
     cores: tuple[int, ...]
     memory: str
     popen: subprocess.Popen[bytes]
+    meeting: Meeting | None = None
 
     @property
     def name(self) -> str:
@@ -88,7 +90,7 @@ def make_memory(topology: Topology) -> str:
     Raises:
         ConfigError: /dev/shm has too little room.
     """
-    if topology.world_size == topology.pp:
+    if topology.per_stage == 1:
         return ""
     name = f"quire-{os.getpid()}-{secrets.token_hex(4)}"
     Segment.create(name, topology)
@@ -102,7 +104,7 @@ def _start(
     life, their_life = socket.socketpair()
     with theirs, their_life:
         try:
-            popen = start_process(number, [theirs, their_life, *links])
+            popen = start_process(number, [theirs, their_life, *links, None])
         except OSError:
             channel.close()
             life.close()

@@ -91,6 +91,11 @@ class Topology:
         return self.tp * self.pp * self.ep * self.cp
 
     @property
+    def per_stage(self) -> int:
+        """Ranks of a stage."""
+        return self.tp * self.ep * self.cp
+
+    @property
     def answering_rank(self) -> int:
         """The rank that samples and answers: the first of the last stage."""
         return self.rank_of(Rank(pp=self.pp - 1))

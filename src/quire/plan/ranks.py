@@ -9,6 +9,7 @@ from quire.args import EngineArgs
 from quire.config import DeviceInfo, ExpertsConfig, RayConfig
 from quire.errors import ConfigError
 from quire.modelspec import KvLayout, ModelSpec
+from quire.parallel.placement import place
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
 from quire.weight_format import WeightFormat
@@ -37,16 +38,12 @@ def topology_of(
     world = topology.world_size
     if args.executor != "ray" and (args.nodes is not None or args.ray_address is not None):
         raise ConfigError("nodes and ray_address need executor = 'ray'")
+    place(topology, args.nodes)
     if world == 1:
         return topology
     if has_heads:
         raise ConfigError(
             f"{topology}: heads that draft (Medusa, EAGLE) run on one rank only: leave them out"
-        )
-    if (args.lora or args.max_loras) and (topology.cp * topology.ep > 1 or args.executor == "ray"):
-        raise ConfigError(
-            f"{topology}: adapters (lora, max_loras) run over tensor-parallel ranks and stages of one machine only: "
-            "leave one of them out"
         )
     if args.executor == "local":
         raise ConfigError(

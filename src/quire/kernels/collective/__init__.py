@@ -86,3 +86,10 @@ class Collectives:
     def of_layers(self) -> Group | None:
         """The ranks that share every layer: those of the tp axis or of the ep axis."""
         return self.group("tp") or self.group("ep")
+
+    def all_of(self, fine: bool) -> bool:
+        """Return whether ``fine`` is true on every rank of the stage; each of them must ask."""
+        for group in (self.of_layers, self.group("cp")):
+            if group is not None:
+                fine = not group.all_reduce(torch.tensor([[float(not fine)]]), torch.float32).item()
+        return fine

@@ -20,8 +20,12 @@ REDUCE, GATHER, SCATTER, EXCHANGE, SEND, RECEIVE = range(6)  # `Collective` in C
 _BF16 = {torch.float32: False, torch.bfloat16: True}
 
 
-def attach(segment: Segment, rank: int, limit_s: float = LIMIT_S) -> Collectives:
+def attach(
+    segment: Segment, rank: int, limit_s: float = LIMIT_S, *, without: Sequence[Axis] = ()
+) -> Collectives:
     """Return the groups of ``rank``; each rank of the topology must do so once, in a process of its own.
+
+    ``without``: axes whose ranks are on several machines.
 
     Raises:
         ConfigError: the native extension is not built.
@@ -32,7 +36,7 @@ def attach(segment: Segment, rank: int, limit_s: float = LIMIT_S) -> Collectives
         )
     groups: dict[Axis, Group] = {}
     for axis in AXES:
-        if getattr(segment.topology, axis) > 1:
+        if getattr(segment.topology, axis) > 1 and axis not in without:
             lanes = lanes_of(segment.topology, rank, axis, segment.slot_bytes)
             groups[axis] = SharedMemoryGroup(segment, lanes, lanes.ranks.index(rank), limit_s)
     return Collectives(groups)
