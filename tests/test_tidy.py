@@ -81,6 +81,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "runner": 6,
         "cli": 75,
     },
+    "ranks with the bits of one process": {"": 2, "kernels": 22, "layers": 22, "parallel": 8, "plan": 17},
     "ranks of a stage on several nodes": {
         "executor": 75,
         "kernels": 150,

@@ -142,7 +142,7 @@ LANE_BYTES: int
 
 def collective(
     num_threads: int, channel: Channel, what: int, x: int, x_stride: int, from_bf16: bool, y: int, y_stride: int,
-    to_bf16: bool, rows: int, inputs: int, outputs: int, /,
+    to_bf16: bool, rows: int, inputs: int, outputs: int, begins: int = 0, /,
 ) -> None: ...  # fmt: skip
 def gather_parts(num_threads: int, channel: Channel, y: int, begins: Sequence[int], /) -> None: ...
 def local_ids(

@@ -75,8 +75,8 @@ def test_ranks_send_the_bytes_that_are_predicted(case: Case, topology: Topology)
     executor = RanksExecutor(config)
     counting = Counting(executor)
     world = range(topology.world_size)
-    # Which ranks have a token's experts is not known before; all else is.
-    error = 0.05 if case in (EXPERTS, LATENT) and topology.ep > 1 else 1e-6
+    # Which ranks have a token's experts is not known before; all else is, but for some bytes at load.
+    error = 0.05 if case in (EXPERTS, LATENT) and topology.ep > 1 else 1e-3
     found = [uses(shard(config.model.spec, topology, rank), config.model.dtype) for rank in world]
     try:
         run_traffic(case, counting, config)

@@ -66,7 +66,8 @@ def test_the_links_carry_what_a_ring_moves() -> None:
 @pytest.mark.parametrize(
     ("model", "split", "topology"),
     [
-        ("llama-3.2-1b", "TP2", Topology(tp=2)),
+        ("llama-3.2-1b", "TP2", Topology(ep=2)),
+        ("mixtral-8x7b", "TP2", Topology(tp=2)),
         ("qwen3-30b-a3b", "TP2,EP2", Topology(ep=2)),
         ("llama-3.2-1b", "CP2,PP2", Topology(cp=2, pp=2)),
     ],
@@ -89,7 +90,7 @@ def test_measured_links_replace_those_of_the_table(tmp_path: Path) -> None:
     profile.save(tmp_path / "made.json")
     asked = PlanArgs("llama-3.2-1b", "epyc-9654", count=2, split="TP2", profile=str(tmp_path / "made.json"))
     said = {line.name: line.formula for line in explain(plan_capacity(question_of(asked)))}
-    assert "as measured in 34 ms" in said["tp link, batch 1"]
+    assert "as measured in 66 ms" in said["tp link, batch 1"]
     plain = explain(plan_capacity(question_of(replace(asked, profile=None))))
     assert "at 16 GB/s" in {line.name: line.formula for line in plain}["tp link, batch 1"]
     with pytest.raises(ConfigError, match="links between CPU ranks, and h100 is no CPU"):

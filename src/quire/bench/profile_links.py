@@ -109,7 +109,7 @@ def _in_shared_memory(group: Group) -> dict[str, list[list[float]]]:
         return group.all_reduce(x, torch.bfloat16)
 
     def gather() -> torch.Tensor:
-        return group.all_gather(x, 2 * HIDDEN)
+        return group.all_gather(x)
 
     def exchange() -> torch.Tensor:
         return group.all_to_all(x)
@@ -160,7 +160,7 @@ def _over_gloo(group: Group) -> dict[str, list[list[float]]]:
 
     return {
         "all_reduce gloo": points("all_reduce", lambda n: group.all_reduce(x[:n], torch.bfloat16)),
-        "all_gather gloo": points("all_gather", lambda n: group.all_gather(x[:n], 2 * HIDDEN)),
+        "all_gather gloo": points("all_gather", lambda n: group.all_gather(x[:n])),
     }
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.modelspec import DTYPE_BYTES, LayerSpec, ModelSpec
+from quire.modelspec import DTYPE_BYTES, LayerSpec, MlpSpec, ModelSpec
 from quire.parallel.shard import Shard
 from quire.parallel.stripe import DIVIDE_FROM
 from quire.parallel.topology import Axis
@@ -100,12 +100,13 @@ def uses(shard: Shard, dtype: str, *, has_adapters: bool = False) -> tuple[Use, 
         # After its attention the model's last layer goes on with the sampled rows alone.
         is_last = shard.is_last and number == len(shard.layers) - 1
         found.add_stripes(layer)
-        found.add_block(f"layers.{number}.attn.o.weight", "own")
-        found.add_mlp(f"layers.{number}.", layer, "sampled" if is_last else "own")
+        a = layer.attention
+        found.add_block(f"layers.{number}.attn.o.weight", a.num_heads * a.v_head_dim, "own")
+        found.add_mlp(f"layers.{number}.", layer.mlp, "sampled" if is_last else "own")
     hidden = shard.whole.hidden_size
     found.add("cp", "all_gather", hidden, "own", count=2, is_divided=True)
     if shard.is_last:
-        found.add(found.layers_axis, "all_gather", shard.max_vocab, "sampled", taken=4)
+        found.add(found.layers_axis, "all_gather", len(shard.vocab), "sampled", taken=4)
     else:
         found.add("pp", "send", 2 * hidden, "tokens")
     return tuple(Use(count=count, **dict(key)) for key, count in found.counts.items())  # type: ignore[arg-type]
@@ -139,25 +140,24 @@ class _Uses:
     def add_sum(self, taken: int, rows: Rows) -> None:
         self.add(self.layers_axis, "all_reduce", self._hidden, rows, taken=taken)
 
-    def add_block(self, name: str, rows: Rows) -> None:
-        """Add what the last matrix of a block needs."""
+    def add_block(self, name: str, num_inputs: int, rows: Rows) -> None:
+        """Add what the last matrix of a block needs, of whose inputs this rank has ``num_inputs``."""
         cut = self._shard.cuts.get(name)
         if cut is not None and cut.columns is not None:
             self.add_sum(self._partial, rows)
         elif cut is not None and cut.rows is not None:
-            out_features, in_features = self._shard.shapes[name]
-            self.add("ep", "all_gather", in_features / self._shard.topology.ep, rows)
-            self.add("ep", "all_gather", out_features, rows)
+            self.add("ep", "all_gather", num_inputs, rows)
+            self.add("ep", "all_gather", len(cut.rows), rows)
 
-    def add_mlp(self, prefix: str, layer: LayerSpec, rows: Rows) -> None:
-        self.add_block(prefix + "mlp.down.weight", rows)
-        if (moe := layer.mlp.moe) is None:
+    def add_mlp(self, prefix: str, mlp: MlpSpec, rows: Rows) -> None:
+        self.add_block(prefix + "mlp.down.weight", mlp.intermediate_size, rows)
+        if (moe := mlp.moe) is None:
             return
         if self._shard.topology.ep > 1:  # as many (token, expert) pairs on each rank
             self.add("ep", "gather_parts", moe.top_k * self._hidden / self._shard.topology.ep, rows)
         else:
             self.add_sum(self.item, rows)
-        self.add_block(prefix + "moe.shared.down.weight", rows)
+        self.add_block(prefix + "moe.shared.down.weight", moe.shared_intermediate_size, rows)
 
     def add_stripes(self, layer: LayerSpec) -> None:
         """Add what ranks with other positions exchange around attention (`layers.context`)."""

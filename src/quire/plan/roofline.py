@@ -27,11 +27,12 @@ from quire.errors import ConfigError
 from quire.modelspec import DTYPE_BYTES, ModelSpec
 from quire.parallel.shard import shard
 from quire.parallel.stripe import DIVIDE_FROM
-from quire.parallel.topology import Rank, Topology
+from quire.parallel.topology import Axis, Rank, Topology
 from quire.parallel.traffic import Transport, Use, dispatches, uses
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.hardware import Hardware
 from quire.plan.links import Links, seconds_of
+from quire.plan.ranks import cuts_rows
 from quire.plan.split import KV_DTYPES, Shard, Split, shard_of
 
 
@@ -150,12 +151,13 @@ def split_uses(spec: ModelSpec, split: Split, is_cpu: bool) -> tuple[Use, ...]:
     if split.attention_dp > 1:
         return dispatches(spec, split.ep, "bfloat16")
     # On a GPU all ranks of whole experts add up their parts of a token, as with cut ones.
-    rows = is_cpu and split.ep > 1
+    rows = is_cpu and (split.ep > 1 or cuts_rows("auto", spec))
     topology = Topology(tp=1 if rows else split.tp, ep=split.tp if rows else 1, pp=split.pp, cp=split.cp)
     counts: Counter[Use] = Counter()
     for stage in range(split.pp):
         for use in uses(shard(spec, topology, topology.rank_of(Rank(pp=stage))), "bfloat16"):
-            counts[replace(use, count=1)] += use.count
+            axis: Axis = "tp" if use.axis == "ep" and split.ep == 1 else use.axis  # rows of dense models
+            counts[replace(use, count=1, axis=axis)] += use.count
     return tuple(replace(use, count=count) for use, count in counts.items())
 
 
