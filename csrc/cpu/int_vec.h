@@ -14,7 +14,8 @@
 //   load_half         kLanes fp16 numbers; half_to_float: one
 //
 // Tiles: kChannelRows x kVectors<R> accumulators over all of K; kGroupRows x kVectors<R> of integers and as many
-// floats. For two levels up to kFewRows x kFewVectors<R>, twice.
+// floats. For two levels up to kFewRows x kFewVectors<R>, twice, and at most kFewTiles of them: with more rows unpacking
+// to int8 pays.
 #pragma once
 
 #include <cmath>
@@ -50,7 +51,7 @@ inline __m128i offsets_of_multipliers(int zero) {
 #if defined(__AVX512F__)
 
 using IVec = __m512i;
-constexpr int kChannelRows = 12, kGroupRows = 6, kFewRows = 8;
+constexpr int kChannelRows = 12, kGroupRows = 6, kFewRows = 6, kFewTiles = 3;
 template <int R>
 constexpr int kVectors = 2;
 template <int R>
@@ -183,7 +184,7 @@ inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) {
 #endif
 template <int R>
 constexpr int kVectors = R == 1 ? 4 : 2;  // one row: a whole panel at once, so that it streams
-constexpr int kFewRows = 2;
+constexpr int kFewRows = 2, kFewTiles = 1;
 template <int R>
 constexpr int kFewVectors = kVectors<R>;
 inline Nibbles low_nibbles(const Codes& c) { return {_mm256_and_si256(raw(c), _mm256_set1_epi8(15))}; }
@@ -254,7 +255,7 @@ inline Vec load_half(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(
 struct IVec {
   int32_t i[4];
 };
-constexpr int kChannelRows = 2, kGroupRows = 2, kFewRows = 1;
+constexpr int kChannelRows = 2, kGroupRows = 2, kFewRows = 1, kFewTiles = 1;
 template <int R>
 constexpr int kVectors = 8;
 template <int R>

@@ -75,6 +75,22 @@ inline void write(const LinearArgs& a, int64_t row, int64_t column, Vec y) {
   }
 }
 
+// R x V of them, all of which exist.
+template <int R, int V>
+inline void write_whole(const LinearArgs& a, int64_t row, int64_t column, const float* from) {
+  const auto rows_to = [&](auto* y) {
+    y += row * a.y_stride + column;
+    for (int r = 0; r < R; ++r, y += a.y_stride, from += V * kLanes) {
+      UNROLL for (int v = 0; v < V; ++v) store(y + v * kLanes, load(from + v * kLanes));
+    }
+  };
+  if (a.y_type == Type::f32) {
+    rows_to(static_cast<float*>(a.y));
+  } else {
+    rows_to(static_cast<uint16_t*>(a.y));
+  }
+}
+
 // Where a tile reads and writes, and what it prefetches: lines of the next panel, one per step; without them few rows
 // stream through the weights, and fetch ahead what they read.
 template <typename T>
@@ -101,8 +117,9 @@ void tile(const LinearArgs& a, const Place<T>& at) {
   for (int64_t s = 0; s < steps; ++s) {
     typename T::W weights[V];
     UNROLL for (int v = 0; v < V; ++v) {
-      weights[v] = T::load_weights(w + v * kLanes * T::kStep);
-      keep(weights[v]);
+      auto loaded = T::load_weights(w + v * kLanes * T::kStep);
+      keep(loaded);
+      weights[v] = loaded;
     }
     UNROLL for (int r = 0; r < R; ++r) {
       const auto broadcasted = kPacked ? T::broadcast_x(packed[r]) : T::broadcast_x(x + r * a.x_stride + s * T::kStep);
@@ -121,7 +138,11 @@ void tile(const LinearArgs& a, const Place<T>& at) {
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int v = 0; v < V; ++v) store(results + (r * V + v) * kLanes, acc[r][v]);
   }
-  for (int i = 0; i < R * V; ++i) write(a, at.row + i / V, at.column + i % V * kLanes, load(results + i * kLanes));
+  if (a.bias == nullptr && a.n - at.column >= V * kLanes) {
+    write_whole<R, V>(a, at.row, at.column, results);
+  } else {
+    for (int i = 0; i < R * V; ++i) write(a, at.row + i / V, at.column + i % V * kLanes, load(results + i * kLanes));
+  }
 }
 
 template <typename T, bool kPacked, int R = kRows>

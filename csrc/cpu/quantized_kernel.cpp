@@ -215,32 +215,42 @@ const uint8_t* unpacked_panel(const QuantizedLinearArgs& a, const uint8_t* panel
   return unpacked;
 }
 
-// R rows by a panel of two levels as it lies, from vector kFirst on.
+// R rows from `first` on by a panel of two levels as it lies, from vector kFirst on.
 template <int R, int kFirst = 0>
-void two_level_panel(const QuantizedLinearArgs& a, int64_t p, const int32_t (*zeros)[2]) {
+void two_level_panel(const QuantizedLinearArgs& a, int64_t p, int64_t first, const int32_t (*zeros)[2]) {
   if constexpr (kFirst < kPanelVectors) {
     constexpr int V = kFewVectors<R>;
     IVec acc[R][V];
-    dot_panel<kFirst>(a.packed + p * a.format.panel_bytes(a.k), a.x.q, a.x.stride, zeros, a.format.groups(a.k), acc);
+    const int64_t groups = a.format.groups(a.k);
+    const int8_t* x = a.x.q + first * a.x.stride;
+    dot_panel<kFirst>(a.packed + p * a.format.panel_bytes(a.k), x, a.x.stride, zeros + first * groups, groups, acc);
     for (int v = 0; v < V; ++v) {
       const int64_t column = p * kPanel + (kFirst + v) * kLanes;
-      for (int r = 0; r < R; ++r) write(a, r, column, mul(to_float(acc[r][v]), load(a.scale + column)));
+      for (int r = 0; r < R; ++r) write(a, first + r, column, mul(to_float(acc[r][v]), load(a.scale + column)));
     }
-    two_level_panel<R, kFirst + V>(a, p, zeros);
+    two_level_panel<R, kFirst + V>(a, p, first, zeros);
   }
 }
 
 template <int R = kFewRows>
-void two_level_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
+void two_level_tile(const QuantizedLinearArgs& a, int64_t p, const Range& rows, const int32_t (*zeros)[2]) {
   if constexpr (R > 1) {
-    if (a.rows < R) return two_level_rows<R - 1>(a, pool);
+    if (rows.end - rows.begin < R) return two_level_tile<R - 1>(a, p, rows, zeros);
   }
-  const int64_t panels = (a.n + kPanel - 1) / kPanel, sums = R * a.format.groups(a.k);
+  two_level_panel<R>(a, p, rows.begin, zeros);
+}
+
+// Few tiles of rows: the second finds the panel in the cache.
+void two_level_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
+  const int64_t panels = (a.n + kPanel - 1) / kPanel, sums = a.rows * a.format.groups(a.k);
+  const int tiles = static_cast<int>((a.rows + kFewRows - 1) / kFewRows);
   static thread_local Scratch scratch;
   auto* zeros = scratch.get<int32_t[2]>(sums);
   for (int64_t i = 0; i < sums; ++i) zeros[i][0] = -8 * a.x.sums[i], zeros[i][1] = -7 * a.x.sums[i];
-  over_panels(panels, a.format.panel_bytes(a.k), R * a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
-    for (int64_t p = mine.begin; p < mine.end; ++p) two_level_panel<R>(a, p, zeros);
+  over_panels(panels, a.format.panel_bytes(a.k), a.rows * a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
+    for (int64_t p = mine.begin; p < mine.end; ++p) {
+      for (int t = 0; t < tiles; ++t) two_level_tile(a, p, share(a.rows, t, tiles), zeros);
+    }
   });
 }
 
@@ -291,7 +301,7 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
 
 void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const QuantizedFormat& f = a.format;
-  if (f.two_level() && a.rows > 0 && a.rows <= kFewRows) return two_level_rows(a, pool);
+  if (f.two_level() && a.rows > 0 && a.rows <= kFewTiles * kFewRows) return two_level_rows(a, pool);
   if (f.group == 0 || f.two_level()) return linear_as<Channel>(a, pool);
   if (f.bits == 8) return (f.has_offset ? linear_as<Grouped<8, true>> : linear_as<Grouped<8, false>>)(a, pool);
   return (f.has_offset ? linear_as<Grouped<4, true>> : linear_as<Grouped<4, false>>)(a, pool);

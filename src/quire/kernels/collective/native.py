@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels.collective import Collectives, Group
+from quire.kernels.collective import Collectives, Group, equal_parts
 from quire.kernels.registry import native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty, unit_stride
@@ -21,8 +21,12 @@ REDUCE, GATHER, SCATTER, EXCHANGE, SEND, RECEIVE = range(6)  # `Collective` in C
 _BF16 = {torch.float32: False, torch.bfloat16: True}
 
 
-def attach(segment: Segment, rank: int, limit_s: float = LIMIT_S) -> Collectives:
+def attach(
+    segment: Segment, rank: int, limit_s: float = LIMIT_S, *, without: Sequence[Axis] = ()
+) -> Collectives:
     """Return the groups of ``rank``; each rank of the topology must do so once, in a process of its own.
+
+    ``without``: axes whose ranks are on several machines.
 
     Raises:
         ConfigError: the native extension is not built.
@@ -34,7 +38,7 @@ def attach(segment: Segment, rank: int, limit_s: float = LIMIT_S) -> Collectives
     groups: dict[Axis, Group] = {}
     sent = BytesSent()
     for axis in AXES:
-        if getattr(segment.topology, axis) > 1:
+        if getattr(segment.topology, axis) > 1 and axis not in without:
             lanes = lanes_of(segment.topology, rank, axis, segment.slot_bytes)
             groups[axis] = SharedMemoryGroup(segment, lanes, lanes.ranks.index(rank), limit_s, sent)
     return Collectives(groups, sent)
@@ -55,6 +59,7 @@ class SharedMemoryGroup:
         self.index = index
         self.sent = sent or BytesSent()
         self._segment = segment  # the mapping lives as long as the channel
+        self._begins: dict[tuple[int, ...], Tensor] = {}  # of gathers, whose addresses tapes hold
         base = segment.address
         self.channel = native.Channel(
             base + lanes.abort_word, [base + at for at in lanes.lanes], [base + at for at in lanes.slots],
@@ -64,9 +69,12 @@ class SharedMemoryGroup:
     def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         return self._run(REDUCE, x, x.shape[1], out_dtype)
 
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        assert width <= self.size * x.shape[1], (width, x.shape)
-        return self._run(GATHER, x, width, x.dtype)
+    def all_gather(self, x: Tensor, begins: Sequence[int] | None = None) -> Tensor:
+        key = equal_parts(x.shape[1], self.size) if begins is None else tuple(begins)
+        assert key[self.index + 1] - key[self.index] == x.shape[1], (key, self.index, x.shape)
+        if key not in self._begins:
+            self._begins[key] = torch.tensor(key, device="cpu")
+        return self._run(GATHER, x, key[-1], x.dtype, self._begins[key].data_ptr())
 
     def reduce_scatter(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         assert x.shape[1] % self.size == 0, (x.shape, self.size)
@@ -97,22 +105,11 @@ class SharedMemoryGroup:
         y = empty(max(num_tokens, 1), size, dtype=dtype)[:num_tokens]
         bf16 = _BF16[dtype]
         native.collective(
-            num_native_threads(),
-            self.channel,
-            RECEIVE,
-            0,
-            0,
-            bf16,
-            y.data_ptr(),
-            size,
-            bf16,
-            num_tokens,
-            0,
-            size,
-        )
+            num_native_threads(), self.channel, RECEIVE, 0, 0, bf16, y.data_ptr(), size, bf16, num_tokens, 0, size
+        )  # fmt: skip
         return y
 
-    def _run(self, what: int, x: Tensor, width: int, out_dtype: torch.dtype) -> Tensor:
+    def _run(self, what: int, x: Tensor, width: int, out_dtype: torch.dtype, begins: int = 0) -> Tensor:
         x = unit_stride(x)
         num_tokens, size = x.shape
         y = empty(max(num_tokens, 1), width, dtype=out_dtype)[:num_tokens]
@@ -120,6 +117,6 @@ class SharedMemoryGroup:
         self.sent.add(num_tokens, sent_per_row(kind, size, self.size, x.dtype.itemsize, out_dtype.itemsize))
         native.collective(
             num_native_threads(), self.channel, what, x.data_ptr(), x.stride(0), _BF16[x.dtype], y.data_ptr(), width,
-            _BF16[out_dtype], num_tokens, size, width,
+            _BF16[out_dtype], num_tokens, size, width, begins,
         )  # fmt: skip
         return y
