@@ -88,7 +88,7 @@ def resolve(
     held = RankBytes(spec, topology, plan.formats, dtype, kv_dtype, args.block_size)
     weights = held.weights
     if lora is not None:
-        weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype) * topology.tp
+        weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype) * topology.per_stage
     drafts = draft_config(args, spec, draft, dtype)
     weights += draft_bytes(drafts, args.block_size * topology.cp)[0]
     max_model_len, num_blocks = _lengths(args, spec, device, held, weights, drafts)

@@ -144,6 +144,9 @@ def test_every_family_is_exact_over_two_ranks(model: str, drafts: str) -> None:
         SPLIT,
         pytest.param(Topology(tp=2, pp=2), marks=pytest.mark.slow),
         pytest.param(Topology(pp=2), marks=pytest.mark.slow),
+        pytest.param(Topology(cp=2), marks=pytest.mark.slow),
+        pytest.param(Topology(ep=2), marks=pytest.mark.slow),
+        pytest.param(Topology(ep=2, cp=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -156,7 +159,7 @@ def test_adapters_are_exact_over_ranks(topology: Topology, tmp_path: Path) -> No
     try:
         truth = alone_on(case, executor, config_of(case, topology, ALONE))
         tally = serve(case, executor, config, FCFS, truth).tally
-        if topology.tp == 1:
+        if topology.tp * topology.cp == 1:
             assert truth.outputs == truth_of(case).outputs
     finally:
         executor.close()

@@ -137,6 +137,10 @@ MACHINE = DeviceInfo("cpu", "test", 2, 2**33, 2**33)
             {"tensor_parallel_size": 2, "enable_expert_parallel": True},
             "enable_expert_parallel: the model has no experts",
         ),
+        (
+            {"tensor_parallel_size": 64, "threads": 1, "tensor_parallel_layout": "sums"},
+            "tensor_parallel_size = 64: .* heads",
+        ),
         ({"context_parallel_size": 3}, "context_parallel_size 3 makes 3 ranks, and there are 2 cores"),
         ({"context_parallel_size": 0}, "context_parallel_size = 0: it must be an integer of at least 1"),
         (
@@ -145,8 +149,8 @@ MACHINE = DeviceInfo("cpu", "test", 2, 2**33, 2**33)
         ),
         ({"enable_eplb": True}, "enable_eplb and num_redundant_experts need enable_expert_parallel"),
         (
-            {"tensor_parallel_size": 2, "max_loras": 1, "executor": "ray"},
-            r"adapters \(lora, max_loras\) run over tensor-parallel ranks and stages of one machine only",
+            {"pipeline_parallel_size": 2, "executor": "ray", "nodes": 3},
+            "nodes = 3: 2 stages do not divide over",
         ),
         ({"nodes": 2}, "nodes and ray_address need executor = 'ray'"),
         ({"tensor_parallel_size": 64, "threads": 1}, "tensor_parallel_size = 64: .* heads"),

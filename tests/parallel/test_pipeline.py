@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from tests.engine.test_process import gone, wait_for
 from tests.exact.engine_run import Policy
 from tests.exact.suite import Case
 from tests.parallel.serving import CASE, FCFS, config_of, serve
 
+from quire.clock import WallClock
 from quire.executor.ranks import RanksExecutor
 from quire.parallel.topology import Topology
+from quire.runner.stage_links import StageLinks
 from quire.step import StepPlan
 
 TWO = Topology(pp=2)
@@ -74,3 +79,23 @@ def test_two_stages_serve_every_kind_of_step(case: Case, drafts: str) -> None:
         serve(case, executor, config, policy)
     finally:
         executor.close()
+
+
+def test_stages_agree_in_both_directions() -> None:
+    """What one of three stages refuses, none has: an adapter that one node cannot read."""
+    ends = [socket.socketpair() for _ in range(2)]
+    links = [
+        StageLinks(before, after, 4, 8, torch.float32, WallClock())
+        for before, after in ((None, ends[0][0]), (ends[0][1], ends[1][0]), (ends[1][1], None))
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        for said in ((True, True, True), (False, True, True), (True, False, True), (True, True, False)):
+            assert list(pool.map(lambda link, fine: link.all_of(fine), links, said)) == [all(said)] * 3
+    for end in (end for pair in ends for end in pair):
+        end.close()
+
+
+def test_a_rank_without_neighbours_agrees_with_itself() -> None:
+    alone = StageLinks(None, None, 4, 8, torch.float32, WallClock())
+    assert alone.all_of(True)
+    assert not alone.all_of(False)

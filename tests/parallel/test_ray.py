@@ -18,6 +18,7 @@ import pytest
 from tests.engine.test_process import gone, wait_for
 from tests.gateway.services import free_port
 from tests.parallel.serving import CASE, FCFS, alone_on, config_of, serve
+from tests.parallel.test_faults import save_mixtral
 
 from quire import __version__
 from quire.config import RayConfig
@@ -111,7 +112,7 @@ def test_tensor_ranks_on_a_node_give_the_tokens_of_ranks_here(cluster: str) -> N
         truth = alone_on(CASE, here, config)
     finally:
         here.close()
-    for nodes, topology in ((1, Topology(tp=2)), (2, Topology(tp=2, pp=2))):
+    for nodes, topology in ((1, Topology(tp=2)), (2, Topology(tp=2, pp=2)), (2, Topology(tp=2))):
         config = replace(config_of(CASE, topology), ray=RayConfig(cluster, nodes))
         executor = RanksExecutor(config, start=start_on_ray)
         pids = executor.pids
@@ -121,6 +122,31 @@ def test_tensor_ranks_on_a_node_give_the_tokens_of_ranks_here(cluster: str) -> N
             executor.close()
         wait_for(lambda pids=pids: all(map(gone, pids)))  # type: ignore[misc]
         assert not _memory_of_the_dead() - before
+
+
+@pytest.mark.slow
+@needs_ray
+@pytest.mark.parametrize(("nodes", "topology"), [(1, Topology(cp=2)), (2, Topology(ep=2))], ids=str)
+def test_context_and_expert_ranks_over_ray_have_the_bits_of_ranks_here(
+    cluster: str, nodes: int, topology: Topology, tmp_path: Path
+) -> None:
+    """On one node they exchange in shared memory, on two over Gloo."""
+    case = replace(CASE, num_requests=6)
+    if topology.ep > 1:
+        case = replace(case, model=save_mixtral(tmp_path))
+    config = config_of(case, topology)
+    here = RanksExecutor(config)
+    try:
+        truth = alone_on(case, here, config)
+    finally:
+        here.close()
+    executor = RanksExecutor(replace(config, ray=RayConfig(cluster, nodes)), start=start_on_ray)
+    pids = executor.pids
+    try:
+        serve(case, executor, config, FCFS, truth)
+    finally:
+        executor.close()
+    wait_for(lambda: all(map(gone, pids)))
 
 
 @pytest.mark.slow

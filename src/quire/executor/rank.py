@@ -1,11 +1,11 @@
-"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE BEFORE AFTER``.
+"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE BEFORE AFTER STORE``.
 
 It loads its part of the model and computes every plan that the executor sends. The answering rank samples and answers;
 the others are told with a later plan what it sampled. Whatever is no fault of the plan itself ends the process, and
 with it the group: other ranks may wait for this one in the middle of a step.
 
-Its arguments are descriptors of sockets; BEFORE and AFTER lead to the stages beside it, −1: there is none. The process
-ends when its end of LIFE closes, whatever it computes.
+Its arguments are descriptors of sockets; BEFORE and AFTER lead to the stages beside it, and STORE listens for the ranks
+on other nodes; −1: there is none. The process ends when its end of LIFE closes, whatever it computes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from quire.clock import WallClock
+from quire.config import EngineConfig
 from quire.errors import ModelLoadError, QuireError, StepError
 from quire.executor.base import RankLoaded, failed
 from quire.executor.child_process import PrefixedStream, wake_at_parents_end
@@ -40,6 +41,7 @@ from quire.executor.rank_messages import (
     encode,
 )
 from quire.kernels.collective import Collectives
+from quire.kernels.collective.distributed import connect
 from quire.kernels.collective.native import attach
 from quire.kernels.registry import in_words
 from quire.kernels.threads import choose_threads
@@ -50,6 +52,7 @@ from quire.metrics.log import configure
 from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
 from quire.models.loader import iter_weights
+from quire.parallel.placement import place
 from quire.parallel.segment import Segment
 from quire.parallel.shard import shard
 from quire.runner.expert_balance import ExpertBalancer
@@ -63,7 +66,7 @@ from quire.step import SeqTold, StepPlan, StepResult
 
 def main(argv: list[str]) -> None:
     """Run until the executor goes away, or a step fails for another reason than its plan."""
-    rank, channel_fd, life_fd, *links = map(int, argv[1:6])
+    rank, channel_fd, life_fd, *links = map(int, argv[1:7])
     setproctitle(f"quire: rank {rank}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # for the server to handle: it drains
@@ -108,26 +111,24 @@ class RankLoop:
             _check_checkpoint(Path(model.path), boot.fingerprint)
         mine = shard(model.spec, config.topology, boot.rank, model.formats)
         max_tokens = config.scheduler.max_num_batched_tokens
-        before, after = links
+        before, after, store = links
         self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
-        groups = Collectives()
-        if boot.memory:
-            groups = attach(Segment.attach(boot.memory, config.topology), boot.rank)
-        self._sent = groups.sent
+        groups = _groups(boot, store)
+        self._groups = groups
         tp = tensor_parallel(groups, mine)
         runner = partial(
             ModelRunner, tp=tp, cp=context_parallel(groups, mine, config.cache.block_size),
-            links=self._links, samples=self._answers, sent=groups.sent,
+            links=self._links, samples=self._answers,
         )  # fmt: skip
         weights = iter_weights(model, dtype, cuts=mine.cuts)
         self.worker = Worker(
             rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine,
-            all_of=bool if tp is None else tp.all_of,
+            all_of=lambda fine: self._links.all_of(groups.all_of(fine)),
         )  # fmt: skip
         self._balancer: ExpertBalancer | None = None
         if config.experts is not None:
             self._balancer = ExpertBalancer(
-                self.worker.runner.decoder.expert_blocks(), config.experts, config.device.num_nodes,
+                self.worker.runner.decoder.expert_blocks(), config.experts, _num_nodes(config),
                 partial(self._report, mine.layers.start, is_first=mine.at.ep == 0),
             )  # fmt: skip
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
@@ -152,7 +153,7 @@ class RankLoop:
                 self._out.append(self._launch(message.plan))
             self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
             self._num_steps += 1
-            sent = self._links.num_bytes_sent + round(self._sent.total)
+            sent = self._links.num_bytes_sent + self._groups.bytes_sent
             counts = RankCounts(self._busy_s, self._num_steps, sent)
             self._channel.send(encode(counts))
             if self._answers:
@@ -199,6 +200,24 @@ class RankLoop:
         else:
             assert launched.plan.step == told.step
             self.worker.settle(launched, {each.seq_id: each for each in told.seqs})
+
+
+def _num_nodes(config: EngineConfig) -> int:
+    """Return over how many nodes the experts lie: machines, or memory nodes of this one."""
+    machines = 1 if config.ray is None else place(config.topology, config.ray.nodes).num_nodes("ep")
+    return machines if machines > 1 else config.device.num_nodes
+
+
+def _groups(boot: RankBoot, store: socket.socket | None) -> Collectives:
+    """Return the groups that the rank exchanges with: on its node in shared memory, across nodes over Gloo."""
+    topology, meeting, found = boot.config.topology, boot.meeting, Collectives()
+    if boot.memory:
+        crossing = () if meeting is None else meeting.axes
+        found = attach(Segment.attach(boot.memory, topology), boot.rank, without=crossing)
+    if meeting is None:
+        return found
+    across = connect(meeting, topology, boot.rank, store)
+    return Collectives({**found.groups, **across})
 
 
 def _check_checkpoint(path: Path, expected: str) -> None:

@@ -20,6 +20,7 @@ from quire.executor.base import RankLoaded
 from quire.executor.rank_messages import Answer, Channel, RankBoot, RankCounts, RankFailure, encode
 from quire.metrics.engine_stats import LayerLoad
 from quire.metrics.log import configured
+from quire.parallel.placement import Meeting
 
 _FATE_S = 0.5  # how long the group is looked at for the rank that ended first
 _GRACE_S = 2.0
@@ -32,7 +33,8 @@ class RankHandle(Protocol):
     channel: Channel
     life: socket.socket  # the rank ends when it closes
     cores: tuple[int, ...]  # that it is to be pinned to; none: it is not
-    memory: str  # name of the shared memory of its stage; empty: none
+    memory: str  # name of the shared memory of its node; empty: none
+    meeting: Meeting | None  # as of `RankBoot`
 
     @property
     def name(self) -> str:
@@ -77,7 +79,9 @@ class RankGroup:
         try:
             for rank in ranks:
                 self._poll.register(rank.channel.sock, select.POLLIN)
-                boot = RankBoot(config, rank.number, rank.cores, level, style, rank.memory, fingerprint)
+                boot = RankBoot(
+                    config, rank.number, rank.cores, level, style, rank.memory, rank.meeting, fingerprint
+                )
                 with contextlib.suppress(OSError):  # it is dead already, which is found when it is waited for
                     rank.channel.send(encode(boot))
             self.loaded = self._wait_loaded()

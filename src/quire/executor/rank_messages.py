@@ -21,6 +21,7 @@ from quire.config import EngineConfig
 from quire.executor.base import RankLoaded
 from quire.metrics.engine_stats import LayerLoad
 from quire.metrics.log import LogStyle
+from quire.parallel.placement import Meeting
 from quire.step import SeqTold, StepPlan, StepResult
 
 _HEAD = struct.Struct("<BQ")
@@ -36,6 +37,9 @@ class RankBoot:
     log_level: str
     log_format: LogStyle
     memory: str = ""  # of the collectives: name of their shared memory; empty: none
+    meeting: Meeting | None = (
+        None  # with the ranks on other nodes; None: all that it exchanges with are on this one
+    )
     fingerprint: str = ""  # that the rank's checkpoint must have; empty: it is the same file
 
 

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
-from quire.device import core_groups, numa_nodes, usable_cpus
+from quire.cores import core_groups, numa_nodes, usable_cpus
 from quire.errors import EngineDeadError
 from quire.executor.child_process import child_environment
 from quire.executor.rank_group import RankGroup, RankHandle
 from quire.executor.rank_messages import Channel
+from quire.parallel.placement import Meeting
 from quire.parallel.segment import Segment, remove
 from quire.parallel.topology import Topology
 
@@ -33,6 +34,7 @@ class LocalRank:
     cores: tuple[int, ...]
     memory: str
     popen: subprocess.Popen[bytes]
+    meeting: Meeting | None = None
 
     @property
     def name(self) -> str:
@@ -88,7 +90,7 @@ def make_memory(topology: Topology) -> str:
     Raises:
         ConfigError: /dev/shm has too little room.
     """
-    if topology.world_size == topology.pp:
+    if topology.per_stage == 1:
         return ""
     name = f"quire-{os.getpid()}-{secrets.token_hex(4)}"
     Segment.create(name, topology)
@@ -102,7 +104,7 @@ def _start(
     life, their_life = socket.socketpair()
     with theirs, their_life:
         try:
-            popen = start_process(number, [theirs, their_life, *links])
+            popen = start_process(number, [theirs, their_life, *links, None])
         except OSError:
             channel.close()
             life.close()
@@ -140,8 +142,7 @@ def cores_of(world: int, num_threads: int) -> list[tuple[int, ...]]:
     None where a rank would have more threads than cores.
     """
     nodes = numa_nodes()
-    cores = sorted(usable_cpus())
-    groups = nodes if len(nodes) == world else core_groups(cores, world)
-    if len(cores) < world or any(len(group) < num_threads for group in groups):
+    groups = nodes if len(nodes) == world else core_groups(world)
+    if len(usable_cpus()) < world or any(len(group) < num_threads for group in groups):
         return [()] * world
     return [tuple(sorted(group)) for group in groups]

@@ -1,8 +1,8 @@
-"""Ranks placed by Ray on several machines: the ranks of a stage on one node, the stages across nodes. Torch-free.
+"""Ranks placed by Ray on several machines, as `parallel.placement` says. Torch-free.
 
-Ray starts one `RayRank` per rank, in a placement group with a bundle per stage. Each starts the process of
-`quire.executor.rank` and passes it connected TCP sockets: to the engine, and to the stages beside it. So steps do not
-go through Ray, and a rank is the same as on one machine.
+Ray starts one `RayRank` per rank, in a placement group with a bundle per stage, or per node that shares a stage. Each
+starts the process of `quire.executor.rank` and passes it connected TCP sockets: to the engine, and to the stages beside
+it. So steps do not go through Ray, and a rank is the same as on one machine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from quire.executor.rank_processes import make_memory, start_process
 from quire.metrics.log import Log
 from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
+from quire.parallel.placement import Meeting, Placement, place
 from quire.parallel.segment import remove
 from quire.parallel.topology import Topology
 
@@ -60,21 +61,28 @@ class RayRank:
     def __init__(self, number: int, token: bytes) -> None:
         self._number, self._token, self._memory = number, token, ""
         self._listener = socket.create_server(("", 0))
+        self._store: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def info(self) -> NodeInfo:
         from ray.util import get_node_ip_address  # type: ignore[import-not-found,unused-ignore]
 
-        address = Address(get_node_ip_address(), self._listener.getsockname()[1])
+        host = get_node_ip_address()  # type: ignore[no-untyped-call,unused-ignore]
+        address = Address(host, self._listener.getsockname()[1])
         return NodeInfo(address, __version__, socket.gethostname())
 
+    def open_store(self) -> int:
+        """Listen for the ranks of the stage, which meet at this one; return the port."""
+        self._store = socket.create_server(("", 0))
+        return int(self._store.getsockname()[1])
+
     def make_memory(self, topology: Topology) -> str:
-        """Make the shared memory of the stage; see `quire.executor.rank_processes.make_memory`."""
+        """Make the shared memory of the node; see `quire.executor.rank_processes.make_memory`."""
         self._memory = make_memory(topology)
         return self._memory
 
     def remove_memory(self) -> None:
-        """Remove its name: every rank of the stage has mapped it, or never will."""
+        """Remove its name: every rank of the node has mapped it, or never will."""
         remove(self._memory)
 
     def start(self, engine: Address, after: Address | None, has_before: bool) -> int:
@@ -83,7 +91,7 @@ class RayRank:
             mine = [self._connect(engine, kind) for kind in ("channel", "life")]
             mine_after = None if after is None else self._connect(after, "stage")
             before = self._accept() if has_before else None
-            sockets = [*mine, before, mine_after]
+            sockets = [*mine, before, mine_after, self._store]
             for end in sockets:
                 if end is not None:
                     ends.enter_context(end)
@@ -149,6 +157,7 @@ class RemoteRank:
     where: str
     ended: Callable[[], int | None]
     memory: str
+    meeting: Meeting | None
     cores: tuple[int, ...] = ()  # Ray shares cores out
 
     @property
@@ -182,8 +191,10 @@ def start_on_ray(config: EngineConfig) -> RankGroup:
         EngineDeadError: a rank died while it started.
     """
     ray = _connected(config.ray.address if config.ray is not None else None)
+    assert config.ray is not None
     topology, token = config.topology, secrets.token_bytes(_TOKEN_BYTES)
-    group = _placed(ray, config)
+    placement = place(topology, config.ray.nodes)
+    group = _placed(ray, config, placement)
     actors: list[Any] = []
 
     def clean_up() -> None:
@@ -195,12 +206,11 @@ def start_on_ray(config: EngineConfig) -> RankGroup:
 
     try:
         kind = ray.remote(num_cpus=config.runner.num_threads, max_concurrency=2)(RayRank)
-        per_stage = topology.world_size // topology.pp
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for number in range(topology.world_size):
-            where = strategy(group, placement_group_bundle_index=number // per_stage)
+            where = strategy(group, placement_group_bundle_index=placement.bundle_of(number))
             actors.append(kind.options(scheduling_strategy=where).remote(number, token))
-        ranks = _started(ray, actors, topology, token)
+        ranks = _started(ray, actors, placement, token)
     except Exception as error:
         clean_up()
         if isinstance(error, ray.exceptions.RayError | OSError):
@@ -247,32 +257,35 @@ def _knock(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCKING_S).close()
 
 
-def _placed(ray: Any, config: EngineConfig) -> Any:
-    """Return a placement group with a bundle of cores for each stage."""
-    topology, threads = config.topology, config.runner.num_threads
-    per_stage = topology.world_size // topology.pp * threads
-    nodes = config.ray.nodes if config.ray is not None else None
+def _placed(ray: Any, config: EngineConfig, placement: Placement) -> Any:
+    """Return a placement group with a bundle of cores for the ranks that share a node."""
+    assert config.ray is not None
+    nodes, count = config.ray.nodes, placement.num_bundles
+    each = placement.per_bundle * config.runner.num_threads
     alive = [node for node in ray.nodes() if node["Alive"]]
     if nodes is not None and nodes > len(alive):
         raise ConfigError(
             f"nodes = {nodes}: the Ray cluster has {len(alive)}; start more with `ray start --address …`"
         )
-    how = "STRICT_SPREAD" if nodes == topology.pp else "STRICT_PACK" if nodes == 1 else "SPREAD"
-    group = ray.util.placement_group([{"CPU": per_stage}] * topology.pp, strategy=how)
+    how = "STRICT_SPREAD" if nodes == count else "STRICT_PACK" if nodes == 1 else "SPREAD"
+    group = ray.util.placement_group([{"CPU": each}] * count, strategy=how)
     if not group.wait(_PLACING_S):
         ray.util.remove_placement_group(group)
         have = ", ".join(f"{node['Resources'].get('CPU', 0):g}" for node in alive)
         raise ConfigError(
-            f"{topology} needs {topology.pp} bundles of {per_stage} CPUs, {how.lower()} over nodes, and the Ray "
-            f"cluster has nodes of {have} CPUs: give fewer ranks or threads, or add nodes"
+            f"{placement.topology} needs {count} bundles of {each} CPUs, {how.lower()} over nodes, and the Ray "
+            f"cluster has nodes of {have} CPUs: give fewer ranks or threads, add nodes, or give more of them as nodes"
         )
     return group
 
 
-def _started(ray: Any, actors: list[Any], topology: Topology, token: bytes) -> list[RankHandle]:
-    infos = _infos(ray, actors)
-    per_stage = topology.world_size // topology.pp
-    memories = ray.get([actor.make_memory.remote(topology) for actor in actors[::per_stage]])
+def _started(ray: Any, actors: list[Any], placement: Placement, token: bytes) -> list[RankHandle]:
+    infos, topology = _infos(ray, actors), placement.topology
+    memories = [""] * placement.num_bundles
+    if placement.shares_memory:
+        firsts = actors[:: placement.per_bundle]
+        memories = ray.get([actor.make_memory.remote(topology) for actor in firsts])
+    meetings = _meetings(ray, actors, infos, placement)
     host = ray.util.get_node_ip_address()
     with socket.create_server(("", 0)) as listener:
         engine = Address(host, listener.getsockname()[1])
@@ -287,9 +300,26 @@ def _started(ray: Any, actors: list[Any], topology: Topology, token: bytes) -> l
         RemoteRank(
             number, Channel(ends["channel", number]), ends["life", number],
             f"process {pids[number]} on {infos[number].hostname}", _follow(ray, actor.wait.remote()),
-            memories[number // per_stage],
+            memories[placement.bundle_of(number)], meetings[number],
         )
         for number, actor in enumerate(actors)
+    ]  # fmt: skip
+
+
+def _meetings(
+    ray: Any, actors: list[Any], infos: list[NodeInfo], placement: Placement
+) -> list[Meeting | None]:
+    """Return where each rank meets those of its stage on other nodes: at the stage's first rank."""
+    if not placement.crossing:
+        return [None] * len(actors)
+    per_stage = placement.topology.per_stage
+    ports = ray.get([actor.open_store.remote() for actor in actors[::per_stage]])
+    return [
+        Meeting(
+            infos[number - number % per_stage].address.host, ports[number // per_stage], info.address.host,
+            placement.crossing,
+        )
+        for number, info in enumerate(infos)
     ]  # fmt: skip
 
 

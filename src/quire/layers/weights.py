@@ -52,10 +52,6 @@ class TensorParallel:
     group: Group
     shard: Shard
 
-    def all_of(self, fine: bool) -> bool:
-        """Return whether ``fine`` is true on every rank; each of them must ask."""
-        return not self.group.all_reduce(torch.tensor([[float(not fine)]]), torch.float32).item()
-
 
 def tensor_parallel(groups: Collectives, shard: Shard) -> TensorParallel | None:
     """Return the ranks that share the layers with this one, if there are others."""

@@ -30,8 +30,8 @@ class LoraSlots:
     ) -> None:  # fmt: skip
         """``shard``: what this rank has of the model that adapters are made for; None: ``spec`` is all of it.
 
-        ``all_of``: whether something is so on every rank that computes the same rows. An adapter that one of them
-        cannot load is one that none has, or they would compute different rows.
+        ``all_of``: whether something is so on every rank. An adapter that one of them cannot load is one that none has,
+        or they would compute different rows.
         """
         self._all_of = all_of
         self._spec = spec if shard is None else shard.whole

@@ -74,14 +74,28 @@ class StageLinks:
         assert self._after is not None
         delta, residual = (x[:num_tokens].contiguous() for x in hidden)
         start_s = self._clock.now()
-        try:
-            self._after.sendall(_HEAD.pack(num_tokens))
-            for x in (delta, residual):
-                self._after.sendall(_bytes(x))
-                self.num_bytes_sent += x.nbytes
-        except OSError as error:
-            raise EngineDeadError(f"The next pipeline stage has ended: {error}") from error
+        _write(self._after, _HEAD.pack(num_tokens))
+        for x in (delta, residual):
+            _write(self._after, _bytes(x))
+            self.num_bytes_sent += x.nbytes
         self.waited_s += self._clock.now() - start_s
+
+    def all_of(self, fine: bool) -> bool:
+        """Return whether ``fine`` is true on every stage; each of them must ask, at the same place among its steps.
+
+        Raises:
+            EngineDeadError: a stage has ended.
+        """
+        said = bytearray([fine])
+        if self._before is not None:
+            _read(self._before, memoryview(said))
+            said[0] &= fine
+        if self._after is not None:
+            _write(self._after, said)
+            _read(self._after, memoryview(said))
+        if self._before is not None:
+            _write(self._before, said)
+        return bool(said[0])
 
     @property
     def is_last(self) -> bool:
@@ -93,13 +107,20 @@ def _bytes(x: Tensor) -> memoryview:
     return x.view(torch.uint8).numpy().data.cast("B")
 
 
+def _write(sock: socket.socket, data: bytes | bytearray | memoryview) -> None:
+    try:
+        sock.sendall(data)
+    except OSError as error:
+        raise EngineDeadError(f"A pipeline stage beside this one has ended: {error}") from error
+
+
 def _read(sock: socket.socket, into: memoryview) -> None:
     got = 0
     while got < len(into):
         try:
             count = sock.recv_into(into[got:])
         except OSError as error:
-            raise EngineDeadError(f"The pipeline stage before has ended: {error}") from error
+            raise EngineDeadError(f"A pipeline stage beside this one has ended: {error}") from error
         if not count:
-            raise EngineDeadError("The pipeline stage before has ended.")
+            raise EngineDeadError("A pipeline stage beside this one has ended.")
         got += count
