@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -49,13 +50,11 @@ def cluster() -> Iterator[str]:
         }.items():
             patch.setenv(name, value)
         port = free_port()
-        common = ["--num-cpus", "2", "--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
         head = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", folder]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start"]
         address = f"127.0.0.1:{port}"
         nodes = []
         for arguments in (head, ["--address", address]):
-            nodes.append(subprocess.Popen([*command, *arguments, *common], start_new_session=True))
+            nodes.append(_start_node(arguments))
             _wait_for_nodes(address, len(nodes))
         try:
             yield address
@@ -63,11 +62,27 @@ def cluster() -> Iterator[str]:
             import ray
 
             ray.shutdown()
-            for pid in [pid for node in nodes for pid in (node.pid, *_descendants(node.pid))]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
             for node in nodes:
-                node.wait(30)
+                _end(node)
+
+
+def _start_node(arguments: list[str]) -> subprocess.Popen[bytes]:
+    common = ["--num-cpus", "2", "--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, *common]
+    return subprocess.Popen(command, start_new_session=True)
+
+
+def _end(node: subprocess.Popen[bytes]) -> None:
+    for pid in (node.pid, *_descendants(node.pid)):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    node.wait(30)
+
+
+def _num_nodes() -> int:
+    import ray
+
+    return sum(node["Alive"] for node in ray.nodes())
 
 
 def _descendants(pid: int) -> list[int]:
@@ -83,7 +98,7 @@ def _wait_for_nodes(address: str, count: int) -> None:
         try:
             if not ray.is_initialized():
                 ray.init(address=address, configure_logging=False, log_to_driver=False)
-            return sum(node["Alive"] for node in ray.nodes()) == count
+            return _num_nodes() == count
         except ConnectionError:
             return False
 
@@ -164,6 +179,27 @@ def test_a_killed_rank_ends_the_group_on_every_node(cluster: str) -> None:
 
 @pytest.mark.slow
 @needs_ray
+def test_a_node_that_leaves_ends_the_group_and_its_processes(cluster: str) -> None:
+    """The other nodes go on: the engine starts again on them."""
+    third = _start_node(["--address", cluster])
+    wait_for(lambda: _num_nodes() == 3, seconds=120.0)
+    executor = RanksExecutor(
+        replace(config_of(CASE, Topology(pp=3)), ray=RayConfig(cluster, 3)), start=start_on_ray
+    )
+    pids = executor.pids
+    _end(third)
+    with pytest.raises(EngineDeadError, match=r"Rank \d \(process \d+ on .*\)"):
+        _steps(executor)
+    wait_for(lambda: all(map(gone, pids)))
+    wait_for(lambda: _num_nodes() == 2, seconds=120.0)
+    again = RanksExecutor(replace(config_of(CASE, TWO), ray=RayConfig(cluster, 2)), start=start_on_ray)
+    again.submit(StepPlan(0))
+    assert again.collect().error is None
+    again.close()
+
+
+@pytest.mark.slow
+@needs_ray
 def test_more_nodes_than_the_cluster_has_is_one_line(cluster: str) -> None:
     config = replace(config_of(CASE, TWO), ray=RayConfig(cluster, 5))
     with pytest.raises(ConfigError, match="nodes = 5: the Ray cluster has 2"):
@@ -228,6 +264,7 @@ def _memory_of_the_dead() -> set[str]:
 
 
 def _steps(executor: RanksExecutor) -> None:
-    for step in range(100):
+    for step in range(3000):  # its sockets close a moment after a signal
         executor.submit(StepPlan(step))
         executor.collect()
+        time.sleep(0.005)

@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -121,10 +121,12 @@ class RankLoop:
             links=self._links, samples=self._answers, sent=groups.sent,
         )  # fmt: skip
         weights = iter_weights(model, dtype, cuts=mine.cuts)
-        self.worker = Worker(
-            rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine,
-            all_of=lambda fine: self._links.all_of(groups.all_of(fine)),
-        )  # fmt: skip
+        weight_bytes = mine.weight_bytes(model.dtype, model.formats)
+        with _in_memory(weight_bytes):
+            self.worker = Worker(
+                rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine,
+                all_of=lambda fine: self._links.all_of(groups.all_of(fine)),
+            )  # fmt: skip
         self._balancer: ExpertBalancer | None = None
         if config.experts is not None:
             self._balancer = ExpertBalancer(
@@ -132,7 +134,6 @@ class RankLoop:
                 partial(self._report, mine.layers.start, is_first=mine.at.ep == 0),
             )  # fmt: skip
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
-        weight_bytes = mine.weight_bytes(model.dtype, model.formats)
         loaded = RankLoaded(
             boot.rank, os.getpid(), in_words(config.runner), weight_bytes, clock.now() - start_s
         )
@@ -218,6 +219,20 @@ def _groups(boot: RankBoot, store: socket.socket | None) -> Collectives:
         return found
     across = connect(meeting, topology, boot.rank, store, found.sent)
     return Collectives({**found.groups, **across}, found.sent)
+
+
+@contextlib.contextmanager
+def _in_memory(weight_bytes: int) -> Iterator[None]:
+    """Make one line of what Python, torch and the system raise where memory does not suffice."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+            raise
+        raise ModelLoadError(
+            f"it ran out of memory on {socket.gethostname()} while it loaded its {weight_bytes / 2**30:.2f} GiB of "
+            "weights: give more ranks or nodes, or hold them in a smaller format (--quantize)"
+        ) from error
 
 
 def _check_checkpoint(path: Path, expected: str) -> None:
