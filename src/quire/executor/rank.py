@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import resource
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from setproctitle import setproctitle
 
 from quire.clock import WallClock
 from quire.config import EngineConfig
+from quire.device import usable_cpus
 from quire.errors import ModelLoadError, QuireError, StepError
 from quire.executor.base import RankLoaded, failed
 from quire.executor.child_process import PrefixedStream, wake_at_parents_end
@@ -135,8 +137,9 @@ class RankLoop:
             )  # fmt: skip
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
         loaded = RankLoaded(
-            boot.rank, os.getpid(), in_words(config.runner), weight_bytes, clock.now() - start_s
-        )
+            boot.rank, os.getpid(), in_words(config.runner), weight_bytes, clock.now() - start_s,
+            socket.gethostname(), len(usable_cpus()),
+        )  # fmt: skip
         channel.send(encode(loaded))
 
     def run(self) -> None:
@@ -155,7 +158,7 @@ class RankLoop:
             self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
             self._num_steps += 1
             sent = self._links.num_bytes_sent + round(self._sent.total)
-            counts = RankCounts(self._busy_s, self._num_steps, sent)
+            counts = RankCounts(self._busy_s, self._num_steps, sent, _peak_bytes())
             self._channel.send(encode(counts))
             if self._answers:
                 self._channel.send(encode(answer))
@@ -201,6 +204,11 @@ class RankLoop:
         else:
             assert launched.plan.step == told.step
             self.worker.settle(launched, {each.seq_id: each for each in told.seqs})
+
+
+def _peak_bytes() -> int:
+    """Return the resident memory of this process at its largest."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _num_nodes(config: EngineConfig) -> int:
