@@ -28,8 +28,8 @@ def start_apart(nodes: int, config: EngineConfig) -> RankGroup:
             (channel, theirs), (life, their_life) = socket.socketpair(), socket.socketpair()
             with theirs, their_life:
                 ends = [theirs, their_life, None, None, None if number else store]
-                popen = start_process(number, ends)
-            memory = memories[placement.bundle_of(number)]
+                memory = memories[placement.bundle_of(number)]
+                popen = start_process(number, memory, ends)
             ranks.append(LocalRank(number, Channel(channel), life, (), memory, popen, meeting))
 
     def clean_up() -> None:

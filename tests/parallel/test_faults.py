@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -123,9 +124,13 @@ def test_streams_go_on_after_the_death_of_a_rank(
     asyncio.run(main())
 
 
+def _children_of(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def _children(pid: int) -> list[int]:
     """Return the ranks of an engine, by number."""
-    ids = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    ids = _children_of(pid)
     names = {each: Path(f"/proc/{each}/cmdline").read_bytes().rstrip(b"\0") for each in ids}
     return sorted(
         (each for each in ids if names[each].startswith(b"quire: rank")), key=lambda each: names[each]
@@ -136,8 +141,8 @@ def test_a_rank_out_of_memory_at_load_is_one_line(monkeypatch: pytest.MonkeyPatc
     """Each rank may map 4 GiB, and its half of the embedding alone has more."""
     start, pids = rank_processes.start_process, []
 
-    def limited(number: int, sockets: Sequence[socket.socket | None]) -> subprocess.Popen[bytes]:
-        process = start(number, sockets)
+    def limited(number: int, memory: str, sockets: Sequence[socket.socket | None]) -> subprocess.Popen[bytes]:
+        process = start(number, memory, sockets)
         resource.prlimit(process.pid, resource.RLIMIT_AS, (4 << 30, 4 << 30))
         pids.append(process.pid)
         return process
@@ -152,6 +157,20 @@ def test_a_rank_out_of_memory_at_load_is_one_line(monkeypatch: pytest.MonkeyPatc
     assert "\n" not in str(raised.value)
     wait_for(lambda: all(map(gone, pids)))
     assert not list(Path("/dev/shm").glob(f"quire-{os.getpid()}-*"))
+
+
+@pytest.mark.slow
+def test_an_engine_killed_while_it_loads_leaves_nothing() -> None:
+    """Its ranks remove the memory when they see that it has gone."""
+    script = "from quire import LLM; LLM('quill', tensor_parallel_size=2, threads=1, num_kv_blocks=64)"
+    with subprocess.Popen([sys.executable, "-c", script]) as engine:
+        pattern = f"quire-{engine.pid}-*"
+        wait_for(lambda: list(Path("/dev/shm").glob(pattern)), seconds=120.0)
+        wait_for(lambda: len(_children_of(engine.pid)) == 2)
+        ranks = _children_of(engine.pid)
+        engine.kill()
+    wait_for(lambda: all(map(gone, ranks)), seconds=120.0)
+    assert not list(Path("/dev/shm").glob(pattern))
 
 
 def test_too_small_dev_shm_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -86,9 +87,15 @@ def _num_nodes() -> int:
 
 
 def _descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(each) for each in children.read_text().split()] if children.exists() else []
-    return found + [deeper for each in found for deeper in _descendants(each)]
+    """Return the processes below ``pid``, whichever of their parents' threads started them."""
+    below = defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            below[int(stat.read_text().rpartition(")")[2].split()[1])].append(int(stat.parent.name))
+    found = [pid]
+    for each in found:
+        found += below[each]
+    return found[1:]
 
 
 def _wait_for_nodes(address: str, count: int) -> None:

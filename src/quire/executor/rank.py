@@ -1,10 +1,10 @@
-"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE BEFORE AFTER STORE``.
+"""A rank's process: ``python -m quire.executor.rank RANK MEMORY CHANNEL LIFE BEFORE AFTER STORE``.
 
 It loads its part of the model and computes every plan that the executor sends. The answering rank samples and answers;
 the others are told with a later plan what it sampled. Whatever is no fault of the plan itself ends the process, and
 with it the group: other ranks may wait for this one in the middle of a step.
 
-Its arguments are descriptors of sockets; BEFORE and AFTER lead to the stages beside it, and STORE listens for the ranks
+MEMORY is the name of the node's shared memory, or empty. The others are descriptors of sockets; BEFORE and AFTER lead to the stages beside it, and STORE listens for the ranks
 on other nodes; −1: there is none. The process ends when its end of LIFE closes, whatever it computes.
 """
 
@@ -55,7 +55,7 @@ from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
 from quire.models.loader import iter_weights
 from quire.parallel.placement import place
-from quire.parallel.segment import Segment
+from quire.parallel.segment import Segment, remove
 from quire.parallel.shard import shard
 from quire.runner.expert_balance import ExpertBalancer
 from quire.runner.memory import keep_freed_memory, torch_dtype
@@ -68,12 +68,13 @@ from quire.step import SeqTold, StepPlan, StepResult
 
 def main(argv: list[str]) -> None:
     """Run until the executor goes away, or a step fails for another reason than its plan."""
-    rank, channel_fd, life_fd, *links = map(int, argv[1:7])
+    rank, memory = int(argv[1]), argv[2]
+    channel_fd, life_fd, *links = map(int, argv[3:8])
     setproctitle(f"quire: rank {rank}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # for the server to handle: it drains
     wake_at_parents_end()
-    threading.Thread(target=_end_with_parent, args=(life_fd,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(life_fd, memory), daemon=True).start()
     stderr = sys.stderr
     faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True)
     sys.stderr = sys.stdout = PrefixedStream(stderr, f"rank {rank}")
@@ -260,8 +261,10 @@ def _fail(channel: Channel, error: Exception) -> None:
     raise SystemExit(1)
 
 
-def _end_with_parent(life_fd: int) -> None:
-    socket.socket(fileno=life_fd).recv(1)
+def _end_with_parent(life_fd: int, memory: str) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket(fileno=life_fd).recv(1)
+    remove(memory)  # the parent may have been killed before it could
     os._exit(0)
 
 

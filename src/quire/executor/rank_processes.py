@@ -106,7 +106,7 @@ def _start(
     life, their_life = socket.socketpair()
     with theirs, their_life:
         try:
-            popen = start_process(number, [theirs, their_life, *links, None])
+            popen = start_process(number, memory, [theirs, their_life, *links, None])
         except OSError:
             channel.close()
             life.close()
@@ -114,11 +114,13 @@ def _start(
     return LocalRank(number, Channel(channel), life, cores, memory, popen)
 
 
-def start_process(number: int, sockets: Sequence[socket.socket | None]) -> subprocess.Popen[bytes]:
+def start_process(
+    number: int, memory: str, sockets: Sequence[socket.socket | None]
+) -> subprocess.Popen[bytes]:
     """Start a rank's process with the sockets that `quire.executor.rank` names, in its order; None: there is none."""
     fds = [-1 if end is None else end.fileno() for end in sockets]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "quire.executor.rank", str(number), *map(str, fds)],
+        [sys.executable, "-P", "-m", "quire.executor.rank", str(number), memory, *map(str, fds)],
         stdin=subprocess.DEVNULL,
         stdout=2,  # a library's prints must not mix with this process's output
         pass_fds=[fd for fd in fds if fd >= 0],

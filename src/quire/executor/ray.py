@@ -96,7 +96,7 @@ class RayRank:
                 if end is not None:
                     ends.enter_context(end)
             self._listener.close()
-            self._process = start_process(self._number, sockets)
+            self._process = start_process(self._number, self._memory, sockets)
         return self._process.pid
 
     def wait(self) -> int:
