@@ -57,7 +57,7 @@ from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_DRAFTS = 2  # of the model that speculates; its figures by profile are those without drafts
+NUM_DRAFTS = 2  # of the model that speculates
 MODELS = {
     "quill": ["quill", "--threads", "1"],
     "quill-speculates": ["quill", "--threads", "1", "--speculate", "draft", "--spec-tokens", str(NUM_DRAFTS)],
@@ -123,7 +123,7 @@ def next_cell(results: Results, names: Sequence[str], rounds: int) -> str | None
 def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
     """One round of one cell: profile if the round has none, live, simulated."""
     model, trace, load = cell.split("/")
-    while (busy := busy_share()) > BUSY:
+    while (busy := busy_share()) > BUSY and not args.any_load:
         say(f"other processes keep {busy:.0%} of the CPUs busy, which would spoil the measurement: waiting")
         time.sleep(PAUSE_S)
     number = len(results.rounds(cell))
@@ -146,13 +146,12 @@ def run_cell(args: argparse.Namespace, results: Results, cell: str) -> None:
         wall_s = time.monotonic() - start_s
     after = before.with_suffix(".after.json")
     measure_profile(args, model, after, serving=False)
-    around = before.with_suffix(".around.json")
-    merged(before, after).save(around)
+    around, logged = before.with_suffix(".around.json"), before.with_suffix(".log.json")
+    by_log = of_log(log, before)
+    by_log.save(logged)
+    accepting(merged(before, after), by_log).save(around)
     merged(after, host_of=before).save(before)
-    simulated = simulated_with(around, workload)
-    logged = before.with_suffix(".log.json")
-    of_log(log, before).save(logged)
-    from_log = simulated_with(logged, workload)
+    simulated, from_log = simulated_with(around, workload), simulated_with(logged, workload)
     results.add(
         cell,
         {
@@ -211,6 +210,13 @@ def merged(*paths: Path, host_of: Path | None = None) -> Profile:
     points = [*first.points, *(point for other in others for point in other.points)]
     host = load_profile(host_of).host if host_of else first.host
     return replace(first, executor=fit(points), host=host, points=tuple(points))
+
+
+def accepting(profile: Profile, by_log: Profile) -> Profile:
+    """``profile`` with the acceptance of drafts in the live run: it depends on the texts of the requests."""
+    if profile.draft is None or by_log.draft is None:
+        return profile
+    return replace(profile, draft=replace(profile.draft, acceptance=by_log.draft.acceptance))
 
 
 def of_log(log: Path, profile: Path) -> Profile:
@@ -362,6 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=300, help="requests of a run")
     parser.add_argument("--slo", default="ttft=4s,tpot=200ms", help="that the knee is found under")
     parser.add_argument("--profile-seconds", type=float, default=20.0)
+    parser.add_argument("--any-load", action="store_true", help="do not wait until other processes are idle")
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "data" / "traces")
     parser.add_argument(
         "--results", type=Path, default=ROOT / "benchmarks" / "results" / "simulator-accuracy.json"

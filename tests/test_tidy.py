@@ -81,6 +81,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "runner": 6,
         "cli": 75,
     },
+    "ranks with the bits of one process": {"": 2, "kernels": 22, "layers": 22, "parallel": 8, "plan": 17},
     "ranks of a stage on several nodes": {
         "executor": 75,
         "kernels": 150,
@@ -231,6 +232,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "trees of Medusa's choices": {"runner": 18, "speculate": 78},
     "lookahead": {"plan": 16, "runner": 4, "speculate": 115},
     "bench speculate": {"": 11, "bench": 265, "cli": 11},
+    "measured steps with drafts": {"bench": 70, "cli": 3, "engine": 3, "executor": 4, "plan": 45, "sim": 24},
     "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_650, "engine": 25, "scheduler": 240},
     "learn": {"bench": 6, "cli": 75, "learn": 2_420, "plan": 220, "sim": 10},
     "profiles of steps": {"": 12, "api": 32, "engine": 25, "executor": 178, "kernels": 8},

@@ -20,19 +20,25 @@ from quire.config import EngineConfig
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.errors import ConfigError
-from quire.plan.cost_model import CostModel, Curve, StepFeatures, features
+from quire.plan.cost_model import CostModel, Curve, StepFeatures, chunk_pairs, features
+from quire.plan.draft_cost import DraftCost, DraftLedger, fit_drafts
 from quire.plan.fit import FitError, fit
 from quire.plan.profile import Profile, Spread, load_profile
 from quire.request import SamplingParams
-from quire.step import StepPlan, StepResult
+from quire.step import SeqResult, StepPlan, StepResult
 
 TRUTH = CostModel(
-    0.002, Curve((1.0, 32.0, 512.0), (0.0, 0.0, 0.05)), Curve((1.0, 64.0), (0.0, 0.003)), 1e-6, 4e-8, 1e-8
-)
+    0.002, Curve((1.0, 32.0, 512.0), (0.0, 0.0, 0.05)), Curve((1.0, 64.0), (0.0, 0.003)), 1e-6, 4e-8, 1e-8,
+    per_draft_pair_s=2e-8,
+)  # fmt: skip
+PROPOSING = DraftCost(0.0004, 0.00002, 0.000003, per_pair_s=5e-9, per_key_s=4e-9)
 
 
 class Stopwatch:
-    """An executor whose steps take what `TRUTH` says, on a virtual clock; keeps what each had to do."""
+    """An executor whose steps take what `TRUTH` says, on a virtual clock; keeps what each had to do.
+
+    It proposes as many drafts as it may, which take what `PROPOSING` says, and accepts the first of them.
+    """
 
     max_in_flight = 1
 
@@ -40,23 +46,30 @@ class Stopwatch:
         self.steps: list[StepFeatures] = []
         self._clock = clock
         self._known: dict[int, int] = {}
+        self._drafts: dict[int, int] = {}
+        self._ledger = DraftLedger(cached_prefix=False)
         self._out: StepResult | None = None
 
     def submit(self, plan: StepPlan) -> None:
         for new in plan.new_seqs:
             self._known[new.seq_id] = len(new.prompt_token_ids)
-        sampled = set()
+        results = []
         for seq in plan.seqs:
-            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            end = seq.num_computed_tokens + seq.num_known_tokens
             assert end <= self._known[seq.seq_id]  # as the worker demands
-            if end == self._known[seq.seq_id]:
-                self._known[seq.seq_id] += 1
-                sampled.add(seq.seq_id)
-        step = features(plan, sampled)
+            assert seq.num_draft_tokens == self._drafts.pop(seq.seq_id, 0)
+            token_ids = (7,) * (end == self._known[seq.seq_id]) * (1 + min(1, seq.num_draft_tokens))
+            self._known[seq.seq_id] += len(token_ids)
+            if seq.max_next_drafts:
+                self._drafts[seq.seq_id] = seq.max_next_drafts
+            results.append(SeqResult(seq.seq_id, 0, token_ids, seq.max_next_drafts))
+        step = features(plan, {each.seq_id for each in results if each.token_ids})
         if plan.seqs:
             self.steps.append(step)
-        self._clock.advance(TRUTH.seconds(step))
-        self._out = StepResult(plan.step)
+        result = StepResult(plan.step, tuple(results))
+        draft_s = PROPOSING.seconds(self._ledger.take(plan, result))
+        self._clock.advance(TRUTH.seconds(step) + draft_s)
+        self._out = replace(result, draft_s=draft_s)
 
     def collect(self) -> StepResult:
         assert self._out is not None
@@ -106,6 +119,46 @@ def test_steps_follow_their_cases_and_the_fit_finds_the_times() -> None:
         assert model.seconds(point.step) == pytest.approx(TRUTH.seconds(point.step), rel=0.03)
 
 
+def test_steps_with_drafts_are_measured_apart_from_proposing() -> None:
+    """Each verification has the drafts of its case; contexts grow by what was accepted."""
+    config = config_of(speculate="draft", spec_tokens="4", max_num_batched_tokens=4096)
+    executor = Stopwatch(clock := VirtualClock())
+    profiler = StepProfiler(executor, config, clock, SamplingParams(max_tokens=None, seed=1), max_blocks=500)
+    profiler.fill()
+    drafted = [case for case in cases(config, 500) if case.num_drafts]
+    assert {case.num_drafts for case in drafted} == {1, 2, 4}
+    assert {case.num_decodes for case in drafted} == {1, 2, 4, 8, 16}
+    assert not [case for case in cases(config_of(), 500) if case.num_drafts]
+    for case in cases(config, 500):
+        executor.steps.clear()
+        profiler.visit(case)
+        if not case.num_drafts:
+            continue
+        first, *verified = executor.steps
+        assert first[:3] == (case.num_decodes,) * 3  # nothing to verify yet
+        assert len(verified) == REPEATS - 1
+        for place, step in enumerate(verified):
+            keys = case.context + 1 + 2 * place
+            assert step.num_tokens == step.num_logits == case.num_rows
+            assert step.decode_kv_tokens == case.num_decodes * (keys + case.num_drafts)
+            assert step.draft_pairs == case.num_decodes * chunk_pairs(keys, case.num_drafts)
+    points = profiler.measured()
+    model = fit(points)
+    assert model.per_draft_pair_s == pytest.approx(TRUTH.per_draft_pair_s, rel=0.2)
+    for point in points:
+        assert model.seconds(point.step) == pytest.approx(TRUTH.seconds(point.step), rel=0.04)
+    found = fit_drafts(profiler.measured_drafts())
+    assert found is not None
+    assert found.acceptance == ()  # random prompts say nothing of it
+    for drafts in profiler.measured_drafts():
+        assert found.seconds(drafts.work) == pytest.approx(PROPOSING.seconds(drafts.work), rel=0.02)
+    made = Profile(
+        "m", {"name": "x"}, {"threads": 1}, model, error=FitError(0.1, 0.1, 0.2, 5), points=tuple(points)
+    )
+    assert "drafts " not in report(made)
+    assert f"{len(drafted)} steps that verify some" in report(replace(made, draft=found))
+
+
 def test_a_line_of_two_costs() -> None:
     points = [(x, 0.001 + 0.0002 * x, 0.01 + 0.001 * x) for x in (1, 4, 16, 32)]
     assert _line(points) == pytest.approx((0.001, 0.0002))
@@ -122,7 +175,9 @@ def test_it_says_where_the_file_cannot_go() -> None:
 def test_quill_is_profiled(tmp_path: Path) -> None:
     """The real executor and a real server, briefly: a file that loads, positive times, all terms finite."""
     out = tmp_path / "quill.json"
-    settings = EngineArgs(max_model_len=512, num_kv_blocks=200, max_num_seqs=8, max_num_batched_tokens=128)
+    settings = EngineArgs(
+        max_model_len=512, num_kv_blocks=200, max_num_seqs=8, max_num_batched_tokens=128, speculate="draft"
+    )
     flags = ["--max-model-len", "512", "--num-kv-blocks", "200", "--max-num-seqs", "8"]
     assert profile(settings, ProfileArgs(out=str(out), seconds=2.0), flags) == 0
     made = load_profile(out)
@@ -130,6 +185,9 @@ def test_quill_is_profiled(tmp_path: Path) -> None:
     assert made.settings["max_num_batched_tokens"] == 128
     assert made.step_time.seconds(StepFeatures(1, 1, 1, 10, 0, 0)) > 0.0
     assert json.loads(out.read_text())["points"]
+    assert made.draft is not None
+    assert made.draft.per_forward_s + made.draft.per_draft_s > 0.0
+    assert made.settings["speculate"] == "draft"
 
 
 def test_machine_that_changes_is_named_in_file_and_report(tmp_path: Path) -> None:

@@ -212,6 +212,10 @@ MACHINE = DeviceInfo("cpu", "test", 2, 2**33, 2**33)
             {"tensor_parallel_size": 2, "enable_expert_parallel": True},
             "enable_expert_parallel: the model has no experts",
         ),
+        (
+            {"tensor_parallel_size": 64, "threads": 1, "tensor_parallel_layout": "sums"},
+            "tensor_parallel_size = 64: .* heads",
+        ),
         ({"context_parallel_size": 3}, "context_parallel_size 3 makes 3 ranks, and there are 2 cores"),
         ({"context_parallel_size": 0}, "context_parallel_size = 0: it must be an integer of at least 1"),
         (

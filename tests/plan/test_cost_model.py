@@ -97,7 +97,7 @@ def test_features_of_a_plan() -> None:
 
 def test_a_decode_with_drafts_reads_its_keys_once() -> None:
     plan = StepPlan(0, seqs=(SeqPlan(1, 0, 99, 3, num_draft_tokens=2), SeqPlan(3, 0, 16, 4)))
-    assert features(plan, {1}) == StepFeatures(7, 2, 3, 102, 20, 17 + 18 + 19 + 20)
+    assert features(plan, {1}) == StepFeatures(7, 2, 3, 102, 20, 17 + 18 + 19 + 20, 101 + 102)
 
 
 def test_terms_add_up() -> None:

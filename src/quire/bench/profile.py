@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 from quire.args import EngineArgs
@@ -23,6 +24,7 @@ from quire.engine.assemble import SAMPLING_DEFAULTS, configure
 from quire.engine.build import build_core
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel
+from quire.plan.draft_cost import DraftCost, MeasuredDrafts, fit_drafts
 from quire.plan.fit import MeasuredStep, cross_validate, fit
 from quire.plan.links import LinkCost, Links
 from quire.plan.profile import HostCost, Profile, Spread, fit_steps, read_steps
@@ -58,8 +60,8 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
         model, points, loop, draft = found.executor, list(found.points), found.host, found.draft
     else:
         _warn_if_busy()
-        points, spread = measure_steps(config, sampling, args.seconds, WallClock())
-        model, loop, draft = fit(points), None, None
+        points, drafts, spread = measure_steps(config, sampling, args.seconds, WallClock())
+        model, loop, draft = fit(points), None, fit_drafts(drafts)
     host = _host(config, model, serve_flags) if args.serving else HostCost()
     if loop is not None:  # the log has the engine's own part; only a client sees the time around it
         host = replace(loop, request_s=host.request_s, per_prompt_token_s=host.per_prompt_token_s)
@@ -86,7 +88,7 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
 
 def measure_steps(
     config: EngineConfig, sampling: SamplingParams, seconds: float, clock: Clock
-) -> tuple[list[MeasuredStep], Spread]:
+) -> tuple[list[MeasuredStep], list[MeasuredDrafts], Spread]:
     """Time the grid on the real executor: once by rising cost, then in random order for about ``seconds``.
 
     A few cases are timed on their own at the start, in the middle and at the end: the spread of the machine's speed.
@@ -122,7 +124,8 @@ def measure_steps(
                 if now_s >= end_s:
                     break
         moments.append([profiler.probe(case) for case in probed])
-        return profiler.measured(), Spread.of(list(zip(*moments, strict=True)))
+        spread = Spread.of(list(zip(*moments, strict=True)))
+        return profiler.measured(), profiler.measured_drafts(), spread
     finally:
         executor.close()
 
@@ -172,7 +175,7 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
         "max_num_seqs": config.scheduler.max_num_seqs,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "max_in_flight": 1,
-    }
+    } | ({"speculate": config.speculate.method} if config.speculate else {})
 
 
 def warnings_of(made: Profile) -> list[str]:
@@ -218,6 +221,7 @@ def report(made: Profile) -> str:
         f"host     {host.fixed_s * 1e3:.2f} ms per step, {host.per_seq_s * 1e6:.0f} µs per sequence, "
         f"{host.per_row_s * 1e6:.2f} µs per row, "
         f"{host.request_s * 1e3:.2f} ms per request, {host.per_prompt_token_s * 1e6:.2f} µs per prompt token"
+        + (_drafts(made, made.draft) if made.draft else "")
         + "".join(_link(op, cost) for op, cost in (made.links or {}).items())
     )
 
@@ -227,6 +231,17 @@ def _link(op: str, cost: LinkCost) -> str:
     return (
         f"\nlink     {op}: {cost.alpha_s * 1e6:.1f} µs + {cost.beta_s * 1e9:.3f} ns per byte; {seconds * 1e6:.0f} µs "
         f"for {size / 1024:.0f} KiB"
+    )
+
+
+def _drafts(made: Profile, draft: DraftCost) -> str:
+    """Say what drafts cost, and how well the model predicts the steps that verify some."""
+    steps = [p for p in made.points if p.step.num_logits > p.step.num_seqs]
+    errors = [abs(made.executor.seconds(p.step) / p.seconds - 1.0) for p in steps]
+    verified = f"; {len(steps)} steps that verify some: median error {median(errors):.1%}" if errors else ""
+    return (
+        f"\ndrafts   {draft.per_forward_s * 1e3:.3f} ms per forward pass, {draft.per_draft_s * 1e6:.1f} µs per draft, "
+        f"{draft.per_missed_s * 1e6:.2f} µs per token missed{verified}"
     )
 
 

@@ -109,7 +109,7 @@ def _in_shared_memory(group: Group) -> dict[str, list[list[float]]]:
         return group.all_reduce(x, torch.bfloat16)
 
     def gather() -> torch.Tensor:
-        return group.all_gather(x, 2 * HIDDEN)
+        return group.all_gather(x)
 
     found: dict[str, list[list[float]]] = {}
     calls: dict[Kind, Callable[[], torch.Tensor]] = {"all_reduce": reduce, "all_gather": gather}
@@ -151,7 +151,7 @@ def _over_gloo(group: Group) -> dict[str, list[list[float]]]:
             _point("all_reduce", n, lambda n=n: group.all_reduce(x[:n], torch.bfloat16)) for n in ROWS  # type: ignore[misc]
         ],
         "all_gather gloo": [
-            _point("all_gather", n, lambda n=n: group.all_gather(x[:n], 2 * HIDDEN)) for n in ROWS  # type: ignore[misc]
+            _point("all_gather", n, lambda n=n: group.all_gather(x[:n])) for n in ROWS  # type: ignore[misc]
         ],
     }  # fmt: skip
 

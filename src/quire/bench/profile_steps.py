@@ -4,6 +4,7 @@
     chunks      2 … max_num_batched_tokens rows of one prompt, from its start and from the middle; some do not sample
     several     chunks of several prompts in one step
     mixed       decodes beside a chunk
+    drafted     decodes with 1 … 8 drafts each, with speculation: verifying them, and proposing the next ones
 
 Counts lie on the knots of `quire.plan.fit` and between them. The profiler makes plans without a scheduler. A sequence
 enters at the context that the case asks for, its blocks filled beforehand by copies: the executor is told that the
@@ -24,15 +25,20 @@ from quire.config import EngineConfig
 from quire.errors import StepError
 from quire.executor.base import Executor
 from quire.plan.cost_model import StepFeatures, chunk_pairs
+from quire.plan.draft_cost import DraftLedger, DraftWork, MeasuredDrafts
 from quire.plan.fit import MeasuredStep, cut_mean
 from quire.request import SamplingParams
-from quire.step import KvMove, NewSeq, SeqPlan, StepPlan
+from quire.step import KvMove, NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
 DECODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CHUNKS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
 SEVERAL = ((2, 8), (4, 16), (8, 4), (3, 64), (6, 100), (16, 16))
 MIXED_DECODES = (1, 4, 16, 48, 96)
 MIXED_CHUNKS = (12, 64, 200, 512, 1400)
+DRAFTED = (1, 2, 4, 8, 16, 32, 64)
+DRAFTS = (1, 2, 4, 8)
+# Most sequences with drafts at the second and the third context: a draft model has to compute it first.
+DRAFTED_AT = (DRAFTED[-1], 16, 2)
 # Most sequences that are measured at the longest context: together more keys than a step of any trace.
 LONG_DECODES = 16
 REPEATS_OF_A_STEP = 64  # tokens that a sequence grows by at most while it is measured
@@ -48,10 +54,11 @@ class Case:
     chunk: int = 0  # rows of each
     start: int = 0  # tokens computed before the chunk
     samples: bool = True  # the chunks end at the last known token
+    num_drafts: int = 0  # of each decode, from the second repetition on: the first has nothing to verify
 
     @property
     def num_rows(self) -> int:
-        return self.num_decodes + self.num_chunks * self.chunk
+        return self.num_decodes * (1 + self.num_drafts) + self.num_chunks * self.chunk
 
     @property
     def num_seqs(self) -> int:
@@ -59,14 +66,15 @@ class Case:
 
     @property
     def features(self) -> StepFeatures:
-        """Return the features of the first repetition."""
+        """Return the features of the first repetition, as if it had drafts."""
         return StepFeatures(
             self.num_rows,
             self.num_seqs,
-            self.num_decodes + self.num_chunks * self.samples,
-            self.num_decodes * self.context,
+            self.num_decodes * (1 + self.num_drafts) + self.num_chunks * self.samples,
+            self.num_decodes * (self.context + self.num_drafts),
             self.num_chunks * (self.start + self.chunk),
             self.num_chunks * chunk_pairs(self.start, self.chunk),
+            self.num_decodes * chunk_pairs(self.context, self.num_drafts),
         )
 
     def num_blocks(self, block_size: int) -> int:
@@ -90,7 +98,8 @@ def cases(config: EngineConfig, max_blocks: int) -> list[Case]:
             and case.num_blocks(block_size) <= max_blocks
         )
 
-    found = dict.fromkeys(case for case in _all(longest) if fits(case))
+    most = scheduler.max_num_drafts
+    found = dict.fromkeys(case for case in _all(longest) if fits(case) and case.num_drafts <= most)
     return sorted(found, key=lambda c: (c.num_rows, c.features.chunk_pairs, c.features.decode_kv_tokens))
 
 
@@ -111,6 +120,10 @@ def _all(longest: int) -> Iterator[Case]:
         for chunk in MIXED_CHUNKS:
             yield Case(num, contexts[1], 1, chunk)
             yield Case(num, contexts[2], 1, chunk, start=longest // 8, samples=False)
+    for most, context in zip(DRAFTED_AT, contexts, strict=False):
+        for num in (n for n in DRAFTED if n <= most):
+            for drafts in DRAFTS:
+                yield Case(num, context, num_drafts=drafts)
 
 
 ANCHOR_DECODES = (1, 8)
@@ -118,7 +131,8 @@ ANCHOR_DECODES = (1, 8)
 
 def anchors(todo: Sequence[Case]) -> list[Case]:
     """Return the cases whose times tell whether the machine has changed: decodes, and the largest chunk."""
-    decodes = [c for num in ANCHOR_DECODES for c in todo if (c.num_decodes, c.num_chunks) == (num, 0)][::4]
+    plain = [c for c in todo if not c.num_drafts]
+    decodes = [c for num in ANCHOR_DECODES for c in plain if (c.num_decodes, c.num_chunks) == (num, 0)][::4]
     chunks = [c for c in todo if (c.num_decodes, c.num_chunks) == (0, 1) and c.num_rows <= 512]
     return [*decodes, *chunks[-1:]]
 
@@ -157,7 +171,11 @@ class StepProfiler:
         self._next_block = 0  # first block of the next chunk
         self._gone: tuple[int, ...] = ()
         self._stirring: tuple[SeqPlan, ...] = ()
-        self._times: dict[Case, list[tuple[int, float]]] = defaultdict(list)  # (repetition, seconds)
+        self._max_paths = config.scheduler.max_draft_paths
+        # The sequences enter without a draft model's K and V of their contexts.
+        self._ledger = DraftLedger(config.scheduler.max_num_batched_tokens, cached_prefix=False)
+        self._times: dict[Case, list[tuple[StepFeatures, float]]] = defaultdict(list)
+        self._drafts: dict[DraftWork, list[float]] = defaultdict(list)  # seconds
 
     def fill(self) -> None:
         """Write one block and copy it to the others: reads of memory never written all hit the same zero page."""
@@ -175,23 +193,21 @@ class StepProfiler:
         assert WARM < repeats <= REPEATS_OF_A_STEP
         spans = [(case.context - 1, 1)] * case.num_decodes
         decodes = self._new(spans)
-        plans = self._placed(decodes, spans, 0)
+        plans = [p._replace(max_next_drafts=case.num_drafts) for p in self._placed(decodes, spans, 0)]
         entering = tuple(decodes)
-        times: list[float] = []
+        times: list[tuple[StepFeatures, float]] = []
         for _ in range(repeats):
             chunks = self._chunks(case)
             new = (*entering, *(seq for seq, _ in chunks))
-            times.append(self._run(StepPlan(self._step, new, (*plans, *(plan for _, plan in chunks)))))
+            seconds, result = self._run(StepPlan(self._step, new, (*plans, *(plan for _, plan in chunks))))
+            times.append((_with_decodes(case, plans), seconds))
             entering = ()
-            plans = [
-                p._replace(num_computed_tokens=p.num_computed_tokens + 1, block_start=(), new_block_ids=())
-                for p in plans
-            ]
+            plans = [_next(plan, found) for plan, found in zip(plans, result.seqs, strict=False)]
             self._gone = tuple(seq.seq_id for seq, _ in chunks)
-            if sum(times) > limit_s:
+            if sum(seconds for _, seconds in times[bool(case.num_drafts) :]) > limit_s:
                 break
         first = min(WARM, len(times) - 1)  # a step so long that it runs once needs no warm-up
-        self._times[case] += list(enumerate(times))[first:]
+        self._times[case] += times[first:]
         self._gone += tuple(seq.seq_id for seq in decodes)
 
     def probe(self, case: Case) -> float:
@@ -201,14 +217,16 @@ class StepProfiler:
         return statistics.median(seconds for _, seconds in self._times[case][before:])
 
     def measured(self) -> list[MeasuredStep]:
-        """Return the mean of each case, with the mean context of its decodes, which grew meanwhile."""
+        """Return the mean of each case: its seconds, and its features, since the contexts of decodes grew."""
         steps = []
-        for case, times in self._times.items():
-            grown = statistics.fmean(repeat for repeat, _ in times)
-            keys = case.features.decode_kv_tokens + round(case.num_decodes * grown)
-            step = case.features._replace(decode_kv_tokens=keys)
-            steps.append(MeasuredStep(step, cut_mean([seconds for _, seconds in times])))
+        for times in self._times.values():
+            mean = (round(statistics.fmean(each)) for each in zip(*(step for step, _ in times), strict=True))
+            steps.append(MeasuredStep(StepFeatures(*mean), cut_mean([seconds for _, seconds in times])))
         return steps
+
+    def measured_drafts(self) -> list[MeasuredDrafts]:
+        """Return the mean seconds of proposing, by its work. How many are accepted depends on the text of requests."""
+        return [MeasuredDrafts(work, cut_mean(times), ()) for work, times in self._drafts.items()]
 
     def _chunks(self, case: Case) -> list[tuple[NewSeq, SeqPlan]]:
         """Return the chunks of one repetition: new sequences in blocks that no recent step has read.
@@ -269,10 +287,12 @@ class StepProfiler:
     def _blocks_of(self, span: tuple[int, int]) -> int:
         return -(-(sum(span) + REPEATS_OF_A_STEP) // self._block_size)
 
-    def _run(self, plan: StepPlan) -> float:
-        """Compute a plan and return its seconds."""
+    def _run(self, plan: StepPlan) -> tuple[float, StepResult]:
+        """Compute a plan; return its seconds without those of proposing drafts, and its result."""
         gone, self._gone = self._gone, ()
-        plan = StepPlan(plan.step, plan.new_seqs, plan.seqs, gone, plan.kv_moves)
+        plan = StepPlan(
+            plan.step, plan.new_seqs, plan.seqs, gone, plan.kv_moves, max_draft_paths=self._max_paths
+        )
         self._step += 1
         start_s = self._clock.now()
         self._executor.submit(plan)
@@ -281,4 +301,30 @@ class StepProfiler:
         error = result.error or next((seq.error for seq in result.seqs if seq.error), None)
         if error:
             raise StepError(f"a measured step failed: {error}")
-        return seconds
+        work = self._ledger.take(plan, result)
+        if work.num_forwards:
+            self._drafts[work].append(result.draft_s)
+        return seconds - result.draft_s, result
+
+
+def _with_decodes(case: Case, plans: Sequence[SeqPlan]) -> StepFeatures:
+    """Return the features of ``case`` where its decodes are ``plans``."""
+    drafts = sum(plan.num_draft_tokens for plan in plans)
+    step, more = case.features, drafts - case.num_decodes * case.num_drafts
+    return step._replace(
+        num_tokens=step.num_tokens + more,
+        num_logits=step.num_logits + more,
+        decode_kv_tokens=sum(plan.num_computed_tokens + plan.num_scheduled_tokens for plan in plans),
+        draft_pairs=sum(chunk_pairs(plan.num_computed_tokens + 1, plan.num_draft_tokens) for plan in plans),
+    )
+
+
+def _next(plan: SeqPlan, found: SeqResult) -> SeqPlan:
+    """Return the next step of a decode: with the drafts that the executor has for it."""
+    return plan._replace(
+        num_computed_tokens=plan.num_computed_tokens + len(found.token_ids),
+        num_scheduled_tokens=1 + found.num_next_drafts,
+        num_draft_tokens=found.num_next_drafts,
+        block_start=(),
+        new_block_ids=(),
+    )

@@ -76,6 +76,8 @@ def _names(kind: type[Any]) -> set[str]:
 
 
 _SHOWN = _names(SimulateArgs) | (_names(ServeBenchArgs) - set(LIVE)) | set(SIMULATED)
+# The server around the steps is measured without drafts: a gap between two tokens is then one step.
+SPECULATION = ("speculate", "draft_model", "spec_tokens", "spec_tree", "spec_accept")
 _PROFILED = (_names(EngineArgs) - {"model"}) | _names(ProfileArgs)
 
 
@@ -85,7 +87,7 @@ def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     from quire.bench.profile import profile
 
     given = with_model(model, settings)
-    flags = as_flags({k: v for k, v in given.items() if k != "model"})
+    flags = as_flags({k: v for k, v in given.items() if k != "model" and k not in SPECULATION})
     raise typer.Exit(profile(pick(EngineArgs, given), pick(ProfileArgs, given), flags))
 
 

@@ -65,7 +65,9 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         recorder = Recorder(config.recorder.num_steps)
         chosen = RecordingExecutor(chosen, recorder, clock)
     if config.runner.step_log is not None:
-        chosen = LoggedExecutor(chosen, Path(config.runner.step_log), clock)
+        chosen = LoggedExecutor(
+            chosen, Path(config.runner.step_log), clock, config.scheduler.max_num_batched_tokens
+        )
     slo = config.slo
     step_time = None if slo is None else CostModel.from_json(json.loads(slo.cost_model))
     events = EventBuffer(with_tokens=False) if config.cache.has_events else None

@@ -33,7 +33,8 @@ class LoggedExecutor:
         ConfigError: the file cannot be written to.
     """
 
-    def __init__(self, inner: Executor, path: Path, clock: Clock) -> None:
+    def __init__(self, inner: Executor, path: Path, clock: Clock, max_rows: int | None = None) -> None:
+        """``max_rows``: of a draft model's forward pass."""
         self.max_in_flight, self.chains_steps = inner.max_in_flight, inner.chains_steps
         self._inner = inner
         self._clock = clock
@@ -45,7 +46,7 @@ class LoggedExecutor:
             raise ConfigError(f"step_log = {str(path)!r} cannot be written to: {error.strerror}") from error
         self._out: deque[tuple[StepPlan, float]] = deque()
         self._first_s = self._last_s = clock.now()
-        self._ledger = DraftLedger()
+        self._ledger = DraftLedger(max_rows)
 
     def submit(self, plan: StepPlan) -> None:
         self._out.append((plan, self._clock.now()))
@@ -70,7 +71,7 @@ class LoggedExecutor:
                 for each, found in zip(plan.seqs, result.seqs, strict=False)
                 if each.num_draft_tokens and found.token_ids
             ]
-            if verified or work.num_drafts:
+            if verified or work.num_forwards:
                 line["drafts"] = {"seconds": round(result.draft_s, 6), "work": work, "verified": verified}
             self._write(json.dumps(line) + "\n")
         self._last_s = end_s

@@ -4,8 +4,9 @@ It loads its part of the model and computes every plan that the executor sends. 
 the others are told with a later plan what it sampled. Whatever is no fault of the plan itself ends the process, and
 with it the group: other ranks may wait for this one in the middle of a step.
 
-MEMORY is the name of the node's shared memory, or empty. The others are descriptors of sockets; BEFORE and AFTER lead to the stages beside it, and STORE listens for the ranks
-on other nodes; −1: there is none. The process ends when its end of LIFE closes, whatever it computes.
+MEMORY is the name of the node's shared memory, or empty. The others are descriptors of sockets: BEFORE and AFTER lead to
+the stages beside it, and STORE listens for the ranks on other nodes; −1: there is none. The process ends when its end
+of LIFE closes, whatever it computes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
-from quire.device import core_groups, numa_nodes, usable_cpus
+from quire.cores import core_groups, numa_nodes, usable_cpus
 from quire.errors import EngineDeadError
 from quire.executor.child_process import child_environment
 from quire.executor.rank_group import RankGroup, RankHandle
@@ -146,8 +146,7 @@ def cores_of(world: int, num_threads: int) -> list[tuple[int, ...]]:
     None where a rank would have more threads than cores.
     """
     nodes = numa_nodes()
-    cores = sorted(usable_cpus())
-    groups = nodes if len(nodes) == world else core_groups(cores, world)
-    if len(cores) < world or any(len(group) < num_threads for group in groups):
+    groups = nodes if len(nodes) == world else core_groups(world)
+    if len(usable_cpus()) < world or any(len(group) < num_threads for group in groups):
         return [()] * world
     return [tuple(sorted(group)) for group in groups]

@@ -2,7 +2,7 @@
 
     seconds = fixed_s + rows(num_tokens) + logits(num_logits) + per_seq_s · num_seqs
               + per_decode_kv_s · decode_kv_tokens + spill(decode_kv_tokens)
-              + per_chunk_kv_s · chunk_kv_tokens + per_pair_s · chunk_pairs
+              + per_chunk_kv_s · chunk_kv_tokens + per_pair_s · chunk_pairs + per_draft_pair_s · draft_pairs
 
 What each term measures, in bytes and operations:
 
@@ -16,6 +16,7 @@ What each term measures, in bytes and operations:
                  from the last-level cache (Quill on an Emerald Rapids)
     chunk_kv     reading K and V of a longer chunk once per tile of rows: bytes
     pairs        multiplying each (query, key) pair of a longer chunk: operations
+    draft pairs  the same for the drafts behind a decode, whose keys are read once for all of its rows
 
 `quire.plan.fit` finds the numbers from measured steps.
 """
@@ -42,6 +43,7 @@ class StepFeatures(NamedTuple):
     decode_kv_tokens: int  # keys that all decodes read together
     chunk_kv_tokens: int  # keys that the chunks read, each once per chunk
     chunk_pairs: int  # (query, key) pairs of the chunks
+    draft_pairs: int = 0  # (query, key) pairs of the drafts that decodes verify
 
 
 class StepTime(Protocol):
@@ -66,7 +68,7 @@ def features(plan: StepPlan, sampled: Collection[int]) -> StepFeatures:
     The plan alone does not say that: a chunk samples if it ends at the sequence's last known token. A decode with
     drafts samples at each of its tokens, and reads its keys once.
     """
-    rows = num_logits = decode_kv = chunk_kv = pairs = 0
+    rows = num_logits = decode_kv = chunk_kv = pairs = draft_pairs = 0
     for seq in plan.seqs:
         start, count = seq.num_computed_tokens, seq.num_scheduled_tokens
         rows += count
@@ -74,10 +76,12 @@ def features(plan: StepPlan, sampled: Collection[int]) -> StepFeatures:
             num_logits += 1 + seq.num_draft_tokens
         if seq.num_known_tokens == 1:
             decode_kv += start + count
+            if count > 1:
+                draft_pairs += chunk_pairs(start + 1, count - 1)
         else:
             chunk_kv += start + count
             pairs += chunk_pairs(start, count)
-    return StepFeatures(rows, len(plan.seqs), num_logits, decode_kv, chunk_kv, pairs)
+    return StepFeatures(rows, len(plan.seqs), num_logits, decode_kv, chunk_kv, pairs, draft_pairs)
 
 
 def chunk_pairs(start: int, count: int) -> int:
@@ -143,6 +147,7 @@ class CostModel:
     per_chunk_kv_s: float = 0.0
     per_pair_s: float = 0.0
     spill: Curve = FLAT
+    per_draft_pair_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _RATES:
@@ -152,7 +157,7 @@ class CostModel:
 
     def seconds(self, step: StepFeatures) -> float:
         """Return the seconds of ``step``. A step without tokens (only moves) takes no time."""
-        num_tokens, num_seqs, num_logits, decode_kv, chunk_kv, pairs = step
+        num_tokens, num_seqs, num_logits, decode_kv, chunk_kv, pairs, draft_pairs = step
         if num_tokens == 0:
             return 0.0
         seconds = (
@@ -163,6 +168,7 @@ class CostModel:
             + self.spill.at(decode_kv)
             + self.per_chunk_kv_s * chunk_kv
             + self.per_pair_s * pairs
+            + self.per_draft_pair_s * draft_pairs
         )
         return seconds + self.logits.at(num_logits) if num_logits else seconds
 
@@ -200,7 +206,7 @@ class CostModel:
         return cls(**fields)
 
 
-_RATES = ("fixed_s", "per_seq_s", "per_decode_kv_s", "per_chunk_kv_s", "per_pair_s")
+_RATES = ("fixed_s", "per_seq_s", "per_decode_kv_s", "per_chunk_kv_s", "per_pair_s", "per_draft_pair_s")
 _CURVES = ("rows", "logits", "spill")
 
 

@@ -1,9 +1,10 @@
 """What proposing drafts takes: its work, read from plans and results, and a fitted `DraftCost`.
 
-    seconds = a · forwards + b · drafts + c · tokens missed
+    seconds = a · forwards + b · drafts + c · tokens missed + d · pairs + e · keys
 
 A forward pass of a draft model gives one draft to each sequence that still wants one. Tokens missed are those that it
-computes beside the last known one: a prompt, or what was decoded while the sequence had no drafts.
+computes beside the last known one: a prompt, or what was decoded while the sequence had no drafts. Pairs are the
+(query, key) pairs of tokens missed; keys are those that the other rows read.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quire.errors import ConfigError
+from quire.plan.cost_model import chunk_pairs
 from quire.plan.fit import scaled_nnls
 from quire.step import StepPlan, StepResult
 
@@ -25,9 +27,8 @@ class DraftWork(NamedTuple):
     num_forwards: int = 0  # the most drafts of a sequence
     num_drafts: int = 0
     num_missed: int = 0
-
-
-NO_WORK = DraftWork()
+    num_pairs: int = 0
+    num_keys: int = 0
 
 
 class MeasuredDrafts(NamedTuple):
@@ -46,6 +47,8 @@ class DraftCost:
     per_draft_s: float = 0.0
     per_missed_s: float = 0.0
     acceptance: tuple[float, ...] = ()
+    per_pair_s: float = 0.0
+    per_key_s: float = 0.0
 
     def seconds(self, work: DraftWork) -> float:
         """Return the seconds of ``work``."""
@@ -53,6 +56,8 @@ class DraftCost:
             self.per_forward_s * work.num_forwards
             + self.per_draft_s * work.num_drafts
             + self.per_missed_s * work.num_missed
+            + self.per_pair_s * work.num_pairs
+            + self.per_key_s * work.num_keys
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -81,9 +86,9 @@ def fit_drafts(found: Sequence[MeasuredDrafts]) -> DraftCost | None:
     for _ in range(3):  # first by the measured seconds, then by those that the fit predicts
         costs = scaled_nnls(columns / weights[:, None], np.array([each.seconds for each in made]) / weights)
         weights = np.maximum(columns @ costs, weights / 4)
-    forward_s, draft_s, missed_s = map(float, costs)
+    forward_s, draft_s, missed_s, pair_s, key_s = map(float, costs)
     verified = [pair for each in found for pair in each.verified]
-    return DraftCost(forward_s, draft_s, missed_s, acceptance_of(verified))
+    return DraftCost(forward_s, draft_s, missed_s, acceptance_of(verified), pair_s, key_s)
 
 
 def acceptance_of(verified: Sequence[tuple[int, int]]) -> tuple[float, ...]:
@@ -102,10 +107,18 @@ class _Seq:
 
 
 class DraftLedger:
-    """Follows the sequences of an executor, and says what proposing had to do in each step."""
+    """Follows the sequences of an executor, and says what proposing had to do in each step.
 
-    def __init__(self) -> None:
+    A step's drafts are made in the order of its sequences. A draft model computes at most ``max_rows`` tokens in a
+    forward pass: a sequence of which it missed more gets no drafts until later steps have computed the rest.
+    """
+
+    def __init__(self, max_rows: int | None = None, *, cached_prefix: bool = True) -> None:
+        """``cached_prefix``: the blocks in which sequences enter have K and V of the draft model, too."""
         self._seqs: dict[int, _Seq] = {}
+        self._max_rows = max_rows
+        self._cached_prefix = cached_prefix
+        self.behind: set[int] = set()  # sequences that wanted drafts in the last step and could not have any
 
     def take(self, plan: StepPlan, result: StepResult) -> DraftWork:
         """Return the work of proposing in this step."""
@@ -114,22 +127,32 @@ class DraftLedger:
         fresh = {new.seq_id for new in plan.new_seqs}
         for new in plan.new_seqs:
             self._seqs[new.seq_id] = _Seq(len(new.prompt_token_ids) + len(new.output_token_ids), 0)
-        num_forwards = num_drafts = num_missed = 0
+        left = self._max_rows
+        forwards = drafts = missed = pairs = keys = 0
+        self.behind.clear()
         for each, found in zip(plan.seqs, result.seqs, strict=False):
             seq = self._seqs.get(each.seq_id)
             if seq is None:
                 continue
-            if each.seq_id in fresh:
-                seq.num_drafted = (
-                    each.num_computed_tokens
-                )  # blocks of a cached prefix have those of the draft model
-            num_accepted = max(0, len(found.token_ids) - 1)
+            if each.seq_id in fresh and self._cached_prefix:
+                seq.num_drafted = each.num_computed_tokens
             if each.num_draft_tokens:
-                seq.num_drafted += min(num_accepted, seq.num_ahead)
+                seq.num_drafted += min(max(0, len(found.token_ids) - 1), seq.num_ahead)
             seq.num_ahead = 0
             seq.num_known += len(found.token_ids)
-            if count := found.num_next_drafts:
-                num_forwards, num_drafts = max(num_forwards, count), num_drafts + count
-                num_missed += max(0, seq.num_known - seq.num_drafted - 1)
-                seq.num_drafted, seq.num_ahead = seq.num_known, count - 1
-        return DraftWork(num_forwards, num_drafts, num_missed)
+            if not (each.max_next_drafts and found.token_ids):
+                continue
+            start, rows = seq.num_drafted, seq.num_known - seq.num_drafted
+            if left is not None:
+                rows = min(rows, left)
+                left -= rows
+            seq.num_drafted += rows
+            if seq.num_drafted < seq.num_known:
+                self.behind.add(each.seq_id)
+            elif count := found.num_next_drafts:
+                seq.num_ahead, rows = count - 1, rows - 1
+                forwards, drafts = max(forwards, count), drafts + count
+                keys += chunk_pairs(seq.num_known - 1, count)
+            if rows:
+                forwards, missed, pairs = max(forwards, 1), missed + rows, pairs + chunk_pairs(start, rows)
+        return DraftWork(forwards, drafts, missed, pairs, keys)

@@ -94,8 +94,9 @@ class Replica:
         return seqs, round(seqs * (load.isl + load.osl / 2))
 
     def _step(self, seqs: int, context: int) -> StepFeatures:
-        rows = seqs * (1 + self.drafting.draft.num_drafts if self.drafting else 1)
-        return StepFeatures(rows, seqs, rows, context, 0, 0)
+        drafts = self.drafting.draft.num_drafts if self.drafting else 0
+        rows = seqs * (1 + drafts)
+        return StepFeatures(rows, seqs, rows, context, 0, 0, drafts * context)
 
     def prefill_s(self, b: float, load: Load) -> float:
         """Return the seconds that one prompt adds to steps with ``b`` decodes."""
@@ -106,13 +107,13 @@ class Replica:
         return self._known[key]
 
     def _prefill_s(self, decodes: StepFeatures, load: Load) -> float:
-        rows, seqs, logits, context = decodes[:4]
+        rows, seqs, logits, context, *_, draft_pairs = decodes
         alone = self.steps.seconds(decodes)
         total = 0.0
         for start in range(load.prefix, load.isl, self.chunk):
             n = min(self.chunk, load.isl - start)
             keys, pairs = start + n, chunk_pairs(start, n)
-            step = StepFeatures(n + rows, seqs + 1, logits + 1, context, keys, pairs)
+            step = StepFeatures(n + rows, seqs + 1, logits + 1, context, keys, pairs, draft_pairs)
             total += self.steps.seconds(step) - alone
             if self.drafting is not None:
                 total += self.drafting.prompt_s(StepFeatures(n, 1, 1, 0, keys, pairs))

@@ -78,8 +78,10 @@ def fit(
     for _ in range(REWEIGHTED):
         x = scaled_nnls(columns / weights[:, None], seconds / weights)
         weights = np.maximum(columns @ x, seconds / MOST_TOO_FAST)
-    parts = np.split(x[5:], np.cumsum([len(rows) - 1, len(logits) - 1]))
-    fixed_s, per_seq_s, per_decode_kv_s, per_chunk_kv_s, per_pair_s = map(float, x[:5])
+    parts = np.split(x[6:], np.cumsum([len(rows) - 1, len(logits) - 1]))
+    fixed_s, per_seq_s, per_decode_kv_s, per_chunk_kv_s, per_pair_s, per_draft_pair_s = map(float, x[:6])
+    if not any(point.step.draft_pairs for point in points):  # nothing was drafted: as pairs of chunks
+        per_draft_pair_s = per_pair_s
     return CostModel(
         fixed_s,
         _sum_of_ramps(rows, parts[0]),
@@ -89,6 +91,7 @@ def fit(
         per_chunk_kv_s,
         per_pair_s,
         spill=_sum_of_hinges([*spill, most_keys], parts[2]) if spill else FLAT,
+        per_draft_pair_s=per_draft_pair_s,
     )
 
 
@@ -135,6 +138,7 @@ def _columns(
         step.decode_kv_tokens,
         step.chunk_kv_tokens,
         step.chunk_pairs,
+        step.draft_pairs,
         *_ramps(step.num_tokens, rows),
         *_ramps(step.num_logits, logits),
         *(max(0, step.decode_kv_tokens - k) for k in spill),

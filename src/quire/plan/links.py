@@ -137,6 +137,7 @@ class RankedSteps:
             + m.spill.at(step.decode_kv_tokens)
             + m.per_chunk_kv_s * step.chunk_kv_tokens
             + m.per_pair_s * step.chunk_pairs
+            + m.per_draft_pair_s * step.draft_pairs
         )
         if step.num_logits and share.head:
             seconds += share.head * m.logits.at(step.num_logits)

@@ -209,7 +209,7 @@ class Roofline:
         read_s = read / (work.kv_ways * split.attention_dp * split.cp) / bandwidth
         if not rate:
             return read_s
-        decode_s = work.decode_flops_per_key * step.decode_kv_tokens / ways / rate
+        decode_s = work.decode_flops_per_key * (step.decode_kv_tokens + step.draft_pairs) / ways / rate
         return max(read_s, decode_s) + work.flops_per_pair * step.chunk_pairs / ways / rate
 
     def link_uses(self, rows: float) -> dict[str, tuple[int, float, float]]:

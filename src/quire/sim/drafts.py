@@ -14,7 +14,7 @@ from random import Random
 from quire.config import AUTO_DRAFTS, MAX_DRAFTS, SchedulerConfig
 from quire.errors import ConfigError
 from quire.executor.timed import Taken
-from quire.plan.cost_model import StepFeatures, StepTime
+from quire.plan.cost_model import StepFeatures, StepTime, chunk_pairs
 from quire.plan.draft_cost import DraftCost, DraftLedger, DraftWork
 from quire.step import StepPlan
 
@@ -66,20 +66,24 @@ class Speculation:
 class SimulatedDrafts:
     """The drafts of one worker; `add` is `quire.executor.timed.StepLedger`'s ``add_drafts``."""
 
-    def __init__(self, speculation: Speculation, step_time: StepTime, seed: int = 0) -> None:
+    def __init__(
+        self, speculation: Speculation, step_time: StepTime, seed: int = 0, *, max_rows: int | None = None
+    ) -> None:
+        """``max_rows``: of a draft model's forward pass; drafts that cost nothing have no limit."""
         self._speculation, self._step_time = speculation, step_time
-        self._ledger = DraftLedger()
+        self._ledger = DraftLedger(max_rows if speculation.draft_cost else None)
         self._random = Random(f"drafts {seed}")
 
     def add(self, plan: StepPlan, taken: Taken) -> Taken:
         """Return the answer to ``plan`` with accepted drafts, drafts for the next step, and the time of proposing."""
         step, results = taken.step, list(taken.result.seqs)
-        num_drafts = 0
+        num_drafts = draft_pairs = 0
         for place, seq in enumerate(plan.seqs):
             result, drafts = results[place], seq.num_draft_tokens
             if not result.token_ids or not (drafts or seq.max_next_drafts):
                 continue
             num_drafts += drafts
+            draft_pairs += chunk_pairs(seq.num_computed_tokens + seq.num_known_tokens, drafts)
             accepted = self._accepted(drafts)
             results[place] = result._replace(
                 token_ids=result.token_ids * (1 + accepted),
@@ -90,10 +94,15 @@ class SimulatedDrafts:
             num_tokens=step.num_tokens + num_drafts,
             num_logits=step.num_logits + num_drafts,
             decode_kv_tokens=step.decode_kv_tokens + num_drafts,
+            draft_pairs=draft_pairs,
         )
         answer = replace(taken.result, seqs=tuple(results))
         draft_s = self._seconds(self._ledger.take(plan, answer), taken)
-        return taken._replace(result=replace(answer, draft_s=draft_s), step=step)
+        if behind := self._ledger.behind:
+            results = [
+                each._replace(num_next_drafts=0) if each.seq_id in behind else each for each in results
+            ]
+        return taken._replace(result=replace(answer, seqs=tuple(results), draft_s=draft_s), step=step)
 
     def _accepted(self, num_drafts: int) -> int:
         count = 0
@@ -112,6 +121,6 @@ class SimulatedDrafts:
         decode = StepFeatures(num_seqs, num_seqs, num_seqs, keys, 0, 0)
         seconds = work.num_forwards * self._step_time.seconds(decode)
         if work.num_missed:  # they lengthen the first forward pass
-            longer = decode._replace(num_tokens=num_seqs + work.num_missed)
+            longer = decode._replace(num_tokens=num_seqs + work.num_missed, chunk_pairs=work.num_pairs)
             seconds += self._step_time.seconds(longer) - self._step_time.seconds(decode)
         return cost * seconds

@@ -193,7 +193,9 @@ class Replica:
         drafts = None
         if config.speculation is not None:  # a sequence is planned again once its drafts are verified
             scheduler, most_out = config.speculation.configured(scheduler), 1
-            drafts = SimulatedDrafts(config.speculation, step_time, config.seed + number)
+            drafts = SimulatedDrafts(
+                config.speculation, step_time, config.seed + number, max_rows=scheduler.max_num_batched_tokens
+            )
         stages = config.num_stages
         most_out = stages if stages > 1 else most_out
         self.executor = sim_executor(

@@ -299,7 +299,12 @@ def _speculation(args: SimulateArgs, measured: DraftCost | None) -> Speculation 
     if args.acceptance is None and not known:
         for name in ("num_drafts", "draft_cost"):
             if getattr(args, name) != getattr(SimulateArgs(), name):
-                raise ConfigError(f"{name} means nothing without --acceptance")
+                why = (
+                    ""
+                    if measured is None
+                    else ": the profile has the times of drafts, not how many are accepted"
+                )
+                raise ConfigError(f"{name} means nothing without --acceptance{why}")
         return None
     rates = known if args.acceptance is None else (args.acceptance,)
     return Speculation(rates, args.num_drafts or None, args.draft_cost or measured or 0.0)

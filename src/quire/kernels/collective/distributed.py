@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.errors import EngineDeadError
-from quire.kernels.collective import Group, reference
+from quire.kernels.collective import Group, equal_parts, reference
 from quire.kernels.tape import between_segments
 from quire.kernels.workspace import empty, unit_stride
 from quire.parallel.placement import Meeting
@@ -47,8 +47,9 @@ class TorchGroup:
     def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         return self._run(x, x.shape[1], out_dtype, partial(self._sum, parts=self._gather))
 
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return self._run(x, width, x.dtype, self._side_by_side)
+    def all_gather(self, x: Tensor, begins: Sequence[int] | None = None) -> Tensor:
+        begins = begins or equal_parts(x.shape[1], self.size)
+        return self._run(x, begins[-1], x.dtype, partial(self._side_by_side, begins=begins))
 
     def reduce_scatter(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         sums = partial(self._sum, parts=self._exchange)
@@ -85,8 +86,11 @@ class TorchGroup:
     def _sum(self, x: Tensor, y: Tensor, parts: Callable[[Tensor], list[Tensor]]) -> None:
         y.copy_(reference.all_reduce(parts(x), y.dtype))
 
-    def _side_by_side(self, x: Tensor, y: Tensor) -> None:
-        y.copy_(reference.all_gather(self._gather(x), y.shape[1]))
+    def _side_by_side(self, x: Tensor, y: Tensor, begins: Sequence[int]) -> None:
+        sizes = [stop - start for start, stop in pairwise(begins)]
+        same = torch.nn.functional.pad(x, (0, max(sizes) - x.shape[1]))
+        parts = zip(self._gather(same), sizes, strict=True)
+        y.copy_(reference.all_gather([part[:, :size] for part, size in parts]))
 
     def _swap(self, x: Tensor, y: Tensor) -> None:
         y.copy_(torch.cat(self._exchange(x), dim=1))

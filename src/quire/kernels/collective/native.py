@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels.collective import Collectives, Group
+from quire.kernels.collective import Collectives, Group, equal_parts
 from quire.kernels.registry import native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty, unit_stride
@@ -59,6 +59,7 @@ class SharedMemoryGroup:
         self.index = index
         self.sent = sent or BytesSent()
         self._segment = segment  # the mapping lives as long as the channel
+        self._begins: dict[tuple[int, ...], Tensor] = {}  # of gathers, whose addresses tapes hold
         base = segment.address
         self.channel = native.Channel(
             base + lanes.abort_word, [base + at for at in lanes.lanes], [base + at for at in lanes.slots],
@@ -68,9 +69,12 @@ class SharedMemoryGroup:
     def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         return self._run(REDUCE, x, x.shape[1], out_dtype)
 
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        assert width <= self.size * x.shape[1], (width, x.shape)
-        return self._run(GATHER, x, width, x.dtype)
+    def all_gather(self, x: Tensor, begins: Sequence[int] | None = None) -> Tensor:
+        key = equal_parts(x.shape[1], self.size) if begins is None else tuple(begins)
+        assert key[self.index + 1] - key[self.index] == x.shape[1], (key, self.index, x.shape)
+        if key not in self._begins:
+            self._begins[key] = torch.tensor(key, device="cpu")
+        return self._run(GATHER, x, key[-1], x.dtype, self._begins[key].data_ptr())
 
     def reduce_scatter(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         assert x.shape[1] % self.size == 0, (x.shape, self.size)
@@ -101,22 +105,11 @@ class SharedMemoryGroup:
         y = empty(max(num_tokens, 1), size, dtype=dtype)[:num_tokens]
         bf16 = _BF16[dtype]
         native.collective(
-            num_native_threads(),
-            self.channel,
-            RECEIVE,
-            0,
-            0,
-            bf16,
-            y.data_ptr(),
-            size,
-            bf16,
-            num_tokens,
-            0,
-            size,
-        )
+            num_native_threads(), self.channel, RECEIVE, 0, 0, bf16, y.data_ptr(), size, bf16, num_tokens, 0, size
+        )  # fmt: skip
         return y
 
-    def _run(self, what: int, x: Tensor, width: int, out_dtype: torch.dtype) -> Tensor:
+    def _run(self, what: int, x: Tensor, width: int, out_dtype: torch.dtype, begins: int = 0) -> Tensor:
         x = unit_stride(x)
         num_tokens, size = x.shape
         y = empty(max(num_tokens, 1), width, dtype=out_dtype)[:num_tokens]
@@ -124,6 +117,6 @@ class SharedMemoryGroup:
         self.sent.add(num_tokens, sent_per_row(kind, size, self.size, x.dtype.itemsize, out_dtype.itemsize))
         native.collective(
             num_native_threads(), self.channel, what, x.data_ptr(), x.stride(0), _BF16[x.dtype], y.data_ptr(), width,
-            _BF16[out_dtype], num_tokens, size, width,
+            _BF16[out_dtype], num_tokens, size, width, begins,
         )  # fmt: skip
         return y
