@@ -4,9 +4,9 @@ It loads its part of the model and computes every plan that the executor sends. 
 the others are told with a later plan what it sampled. Whatever is no fault of the plan itself ends the process, and
 with it the group: other ranks may wait for this one in the middle of a step.
 
-MEMORY is the name of the node's shared memory, or empty. The others are descriptors of sockets: BEFORE and AFTER lead to
-the stages beside it, and STORE listens for the ranks on other nodes; −1: there is none. The process ends when its end
-of LIFE closes, whatever it computes.
+MEMORY is the name of the node's shared memory, or empty. The others are descriptors of sockets: BEFORE and AFTER lead
+to the stages beside it, and STORE listens for the ranks on other nodes; −1: there is none. The process ends when its
+end of LIFE closes, whatever it computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from setproctitle import setproctitle
 
 from quire.clock import WallClock
 from quire.config import EngineConfig
-from quire.device import usable_cpus
+from quire.cores import usable_cpus
 from quire.errors import ModelLoadError, QuireError, StepError
 from quire.executor.base import RankLoaded, failed
 from quire.executor.child_process import PrefixedStream, wake_at_parents_end
