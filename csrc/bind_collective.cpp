@@ -14,7 +14,8 @@ void bind_collective(nb::module_& m) {
   nb::class_<Channel>(m, "Channel", "A group of ranks that share a segment of memory.")
       .def(nb::init<uintptr_t, std::vector<uintptr_t>, std::vector<uintptr_t>, std::vector<int>, int, int64_t, double>(),
            nb::arg("abort_word"), nb::arg("lanes"), nb::arg("slots"), nb::arg("ranks"), nb::arg("index"),
-           nb::arg("slot_bytes"), nb::arg("limit_s"));
+           nb::arg("slot_bytes"), nb::arg("limit_s"))
+      .def_ro("bytes_sent", &Channel::bytes_sent, "That this rank has written for the others, so far.");
   m.def(
       "collective",
       [](int num_threads, Channel& channel, int what, uintptr_t x, int64_t x_stride, bool from_bf16, uintptr_t y,

@@ -134,6 +134,7 @@ inline int64_t width(Type type) { return type == Type::f32 ? 4 : 2; }
 void fill(const CollectiveArgs& a, char* slot, int64_t begin, int64_t end, ThreadPool& pool) {
   const int64_t size = width(a.from), bytes = a.in * size;
   const char* x = static_cast<const char*>(a.x) + begin * a.x_stride * size;
+  a.channel->bytes_sent += (end - begin) * bytes;
   pool.run([&](int thread, int n) {
     const Range mine = share(end - begin, thread, n);
     if (a.x_stride == a.in) {
@@ -201,6 +202,7 @@ void gather(const CollectiveArgs& a, ThreadPool& pool) {
     const char* x = static_cast<const char*>(a.x) + begin * x_stride;
     char* y = static_cast<char*>(a.y) + begin * y_stride;
     const uint32_t message = channel.next();
+    channel.bytes_sent += count * bytes;
     copy_rows(x, x_stride, channel.slot(me, message), bytes, bytes, count, pool);
     channel.post();
     copy_rows(x, x_stride, y + a.begins[me] * size, y_stride, bytes, count, pool);
@@ -233,6 +235,8 @@ void reduce_in_parts(const CollectiveArgs& a, const char* x, char* y, int64_t n,
   const int64_t from = width(a.from), to = width(a.to);
   const uint32_t message = channel.next();
   const Range mine = part_of(n, me, members);
+  const int64_t num_mine = mine.end - mine.begin;
+  channel.bytes_sent += (n - num_mine) * from + num_mine * to;
   pool.run([&](int thread, int threads) {
     char* slot = channel.slot(me, message);
     for (int r = 0; r < members; ++r) {
@@ -375,6 +379,7 @@ void gather_parts(Channel& channel, char* y, const int64_t* begins, ThreadPool& 
   const int members = channel.size(), me = channel.index();
   int64_t longest = 0;
   for (int r = 0; r < members; ++r) longest = std::max(longest, begins[r + 1] - begins[r]);
+  channel.bytes_sent += begins[me + 1] - begins[me];
   const int64_t at_once = channel.slot_bytes();
   for (int64_t done = 0; done < longest; done += at_once) {
     auto piece = [&](int r) { return std::clamp<int64_t>(begins[r + 1] - begins[r] - done, 0, at_once); };

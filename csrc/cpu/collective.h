@@ -51,6 +51,8 @@ class Channel {
 
   char* slot(int member, uint32_t message) const { return slots_[member] + (message & 1) * slot_bytes_; }
 
+  int64_t bytes_sent = 0;  // that this rank has written for the others, so far
+
   // The number of the message that this rank writes next.
   uint32_t next() const { return sent_ + 1; }
   // The own slot of message next() is written: tell the members, and wait for theirs.

@@ -135,6 +135,8 @@ class Channel:
         self, abort_word: int, lanes: Sequence[int], slots: Sequence[int], ranks: Sequence[int], index: int,
         slot_bytes: int, limit_s: float,
     ) -> None: ...  # fmt: skip
+    @property
+    def bytes_sent(self) -> int: ...
 
 LANE_BYTES: int
 

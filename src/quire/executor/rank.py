@@ -114,11 +114,11 @@ class RankLoop:
         before, after, store = links
         self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
         groups = _groups(boot, store)
-        self._sent = groups.sent
+        self._groups = groups
         tp = tensor_parallel(groups, mine)
         runner = partial(
             ModelRunner, tp=tp, cp=context_parallel(groups, mine, config.cache.block_size),
-            links=self._links, samples=self._answers, sent=groups.sent,
+            links=self._links, samples=self._answers,
         )  # fmt: skip
         weights = iter_weights(model, dtype, cuts=mine.cuts)
         self.worker = Worker(
@@ -153,7 +153,7 @@ class RankLoop:
                 self._out.append(self._launch(message.plan))
             self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
             self._num_steps += 1
-            sent = self._links.num_bytes_sent + round(self._sent.total)
+            sent = self._links.num_bytes_sent + self._groups.bytes_sent
             counts = RankCounts(self._busy_s, self._num_steps, sent)
             self._channel.send(encode(counts))
             if self._answers:
@@ -216,8 +216,8 @@ def _groups(boot: RankBoot, store: socket.socket | None) -> Collectives:
         found = attach(Segment.attach(boot.memory, topology), boot.rank, without=crossing)
     if meeting is None:
         return found
-    across = connect(meeting, topology, boot.rank, store, found.sent)
-    return Collectives({**found.groups, **across}, found.sent)
+    across = connect(meeting, topology, boot.rank, store)
+    return Collectives({**found.groups, **across})
 
 
 def _check_checkpoint(path: Path, expected: str) -> None:

@@ -114,7 +114,9 @@ class EngineStats:
     num_idle_blocks: int = 0  # in the prefix tree and nowhere else: available on demand
     num_peak_blocks: int = 0  # held by sequences or steps at most, since the start
     ttft: TtftStats = TtftStats()
+    num_chosen_drafts: int = 0  # per sequence and step, of mean acceptance
     draft_gain: float = 1.0  # tokens per second with drafts over those without, as predicted
+    measured_draft_gain: float = 0.0  # the same as measured; 0: not known
     ranks: RankStats = field(default_factory=RankStats)
     # Counters
     num_steps: int = 0

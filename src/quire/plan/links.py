@@ -16,12 +16,15 @@ import numpy as np
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.parallel.shard import Shard, shard
+from quire.parallel.stripe import DIVIDE_FROM
 from quire.parallel.topology import Topology
 from quire.parallel.traffic import Use, uses
 from quire.plan.cost_model import CostModel, StepFeatures
 from quire.plan.fit import scaled_nnls
 
-LINK_OPS = ("all_reduce", "all_gather", "send", "all_reduce gloo", "all_gather gloo")
+LINK_OPS = (
+    "all_reduce", "all_gather", "all_to_all", "gather_parts", "send", "all_reduce gloo", "all_gather gloo",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class RankShare:
     layers: float  # multiplications of the layers
     head: float  # of the output matrix
     attention: float  # K and V read, pairs multiplied
+    cp: int = 1  # ranks that divide the rows of large steps
     uses: tuple[Use, ...] = field(default=())
 
     @classmethod
@@ -85,7 +89,8 @@ class RankShare:
         return cls(
             layers=_matrices(mine) / _matrices(whole),
             head=len(part.vocab) / part.whole.vocab_size if part.is_last else 0.0,
-            attention=sum(kv) / sum(layer.attention.num_kv_heads for layer in part.whole.layers),
+            attention=sum(kv) / sum(a.attention.num_kv_heads for a in part.whole.layers) / part.topology.cp,
+            cp=part.topology.cp,
             uses=uses(part, dtype),
         )
 
@@ -115,8 +120,8 @@ class RankedSteps:
                 f"{topology}: the profile has no times of {', '.join(missing)}; `quire profile --parallel` "
                 "measures them"
             )
-        stages = topology.groups("tp")  # in the order of the stages
-        self._stages = [[shares[rank] for rank in group] for group in stages]
+        per_stage = topology.world_size // topology.pp
+        self._stages = [shares[start : start + per_stage] for start in range(0, len(shares), per_stage)]
 
     def seconds(self, step: StepFeatures) -> float:
         """Return the seconds of ``step`` from its first stage to its last."""
@@ -130,8 +135,10 @@ class RankedSteps:
         return (first + self._host_s + self._host_per_seq_s * step.num_seqs, *rest)
 
     def _rank(self, share: RankShare, step: StepFeatures) -> float:
-        m = self._whole
-        seconds = share.layers * (m.fixed_s + m.rows.at(step.num_tokens)) + m.per_seq_s * step.num_seqs
+        m, rows = self._whole, step.num_tokens
+        if rows >= DIVIDE_FROM * share.cp:
+            rows = -(-rows // share.cp)
+        seconds = share.layers * (m.fixed_s + m.rows.at(rows)) + m.per_seq_s * step.num_seqs
         seconds += share.attention * (
             m.per_decode_kv_s * step.decode_kv_tokens
             + m.spill.at(step.decode_kv_tokens)
@@ -144,8 +151,13 @@ class RankedSteps:
         return seconds + self._collectives(share.uses, step)
 
     def _collectives(self, found: Iterable[Use], step: StepFeatures) -> float:
-        total = 0.0
-        for use in found:
-            rows = step.num_logits if use.of_logits else step.num_tokens
-            total += use.count * self._links[use.kind].seconds(use.row_bytes * rows) if rows else 0.0
-        return total
+        return sum(
+            use.count * seconds_of(use, self._links, step.num_tokens, step.num_logits) for use in found
+        )
+
+
+def seconds_of(use: Use, links: Links, num_tokens: int, num_logits: int) -> float:
+    """Return the seconds of one of the collectives ``use``, of which a step may have none."""
+    if not use.num_rows(num_tokens, num_logits):
+        return 0.0
+    return links[use.kind].seconds(use.sent(num_tokens, num_logits))

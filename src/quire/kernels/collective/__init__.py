@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from quire.parallel.topology import Axis
-from quire.parallel.traffic import BytesSent
 
 
 class Group(Protocol):
@@ -36,6 +35,11 @@ class Group(Protocol):
 
     size: int
     index: int  # of the caller
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that the caller has sent to the others so far."""
+        ...
 
     def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         """``x`` float32 or bfloat16; the result is of ``out_dtype``."""
@@ -81,7 +85,11 @@ class Collectives:
     """The groups of one rank, by axis; axes of one rank have none."""
 
     groups: Mapping[Axis, Group] = field(default_factory=dict)
-    sent: BytesSent = field(default_factory=BytesSent)  # by all groups in shared memory
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent in all of its groups."""
+        return sum(group.bytes_sent for group in self.groups.values())
 
     def group(self, axis: Axis) -> Group | None:
         return self.groups.get(axis)
