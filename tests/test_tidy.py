@@ -85,10 +85,11 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "ranks of a stage on several nodes": {
         "executor": 75,
         "kernels": 150,
-        "parallel": 75,
+        "parallel": 80,
         "plan": 1,
         "runner": 20,
     },
+    "faults of ranks, ranks of a running server": {"cli": 75, "executor": 45, "metrics": 22, "parallel": 18},
     "expert parallelism": {
         "": 25,
         "executor": 30,
@@ -232,6 +233,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "lookahead": {"plan": 16, "runner": 4, "speculate": 115},
     "bench speculate": {"": 11, "bench": 273, "cli": 11},
     "measured steps with drafts": {"bench": 70, "cli": 3, "engine": 3, "executor": 4, "plan": 45, "sim": 24},
+    "measured gain of drafts": {"api": 18, "engine": 15, "metrics": 5, "scheduler": 48},
     "cockpit": {"": 4, "api": 105, "cli": 150, "cockpit": 1_650, "engine": 25, "scheduler": 240},
     "learn": {"bench": 6, "cli": 75, "learn": 2_420, "plan": 220, "sim": 10},
     "profiles of steps": {"": 12, "api": 32, "engine": 25, "executor": 178, "kernels": 8},
