@@ -85,10 +85,11 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     "ranks of a stage on several nodes": {
         "executor": 75,
         "kernels": 150,
-        "parallel": 75,
+        "parallel": 80,
         "plan": 1,
         "runner": 20,
     },
+    "faults of ranks, ranks of a running server": {"cli": 75, "executor": 45, "metrics": 22, "parallel": 18},
     "expert parallelism": {
         "": 25,
         "executor": 30,

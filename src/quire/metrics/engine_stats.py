@@ -78,6 +78,16 @@ class LayerLoad(NamedTuple):
     num_moved: int
 
 
+class RankAbout(NamedTuple):
+    """Where a rank runs, and what it holds."""
+
+    host: str
+    pid: int
+    stage: int
+    num_cores: int  # that it may use
+    weight_bytes: int
+
+
 class RankStats(NamedTuple):
     """The ranks of an engine whose model is cut over several processes."""
 
@@ -86,6 +96,8 @@ class RankStats(NamedTuple):
     bytes_sent: tuple[int, ...] = ()  # by each rank to the others
     experts: tuple[LayerLoad, ...] = ()  # of the last interval, where whole experts lie on ranks
     num_moved: int = 0  # experts, since the start
+    about: tuple[RankAbout, ...] = ()
+    peak_bytes: tuple[int, ...] = ()  # resident memory of each rank at its largest
 
     @property
     def busy_shares(self) -> tuple[float, ...]:

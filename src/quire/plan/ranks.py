@@ -29,10 +29,10 @@ def topology_of(
     topology = Topology(tp=int(tp), pp=args.pipeline_parallel_size, cp=args.context_parallel_size)
     if args.enable_expert_parallel:
         topology = _of_experts(args, spec, topology)
-    elif cuts_rows(args.tensor_parallel_layout, spec):
-        topology = replace(topology, tp=1, ep=topology.tp)
     elif args.enable_eplb or args.num_redundant_experts:
         raise ConfigError("enable_eplb and num_redundant_experts need enable_expert_parallel")
+    elif cuts_rows(args.tensor_parallel_layout, spec):
+        topology = replace(topology, tp=1, ep=topology.tp)
     if args.enable_eplb and topology.cp > 1:
         raise ConfigError(
             f"enable_eplb: with {topology} each rank counts its own rows only: leave one of them out"
