@@ -42,13 +42,14 @@ from quire.runner.memory import keep_freed_memory
 DECODED, BATCH = 32, 32
 ENGINES: dict[str, dict[str, Any]] = {
     "one process": {"threads": 2},
-    "two tensor ranks": {"threads": 1, "tensor_parallel_size": 2},
+    "two ranks by rows": {"threads": 1, "tensor_parallel_size": 2, "tensor_parallel_layout": "rows"},
+    "two ranks by sums": {"threads": 1, "tensor_parallel_size": 2, "tensor_parallel_layout": "sums"},
     "two stages": {"threads": 1, "pipeline_parallel_size": 2},
     "two stripes": {"threads": 1, "context_parallel_size": 2},
 }
 WHOLE = {"threads": 1, "tensor_parallel_size": 2, "enable_expert_parallel": True}
 EXPERTS = {
-    **{what: ENGINES[what] for what in ("one process", "two tensor ranks")},
+    **{what: ENGINES[what] for what in ("one process", "two ranks by sums")},
     "whole experts": WHOLE,
     "balanced experts": {**WHOLE, "enable_eplb": True, "num_redundant_experts": 4, "eplb_step_interval": 20},
 }
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="/tmp/models/llama-1b")
     parser.add_argument("--quantize", nargs="+", default=["bf16", "int8", "int4"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", help="beside one process: words of the engines' names")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     args = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
@@ -71,6 +73,9 @@ def main() -> None:
     else:
         for each in args.quantize:
             sizes = EXPERTS if args.what == "experts" else ENGINES
+            if args.only:
+                wanted = ("one process", *args.only)
+                sizes = {what: of for what, of in sizes.items() if any(word in what for word in wanted)}
             model(args.model, None if each == "bf16" else each, args.rounds, args.prompt, sizes)
 
 

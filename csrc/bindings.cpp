@@ -1,4 +1,6 @@
 // The Python face of the native extension: raw pointers and plain values, no torch headers.
+#include <nanobind/stl/vector.h>
+
 #include "bind.h"
 #include "cpu/cpuid.h"
 
@@ -34,6 +36,9 @@ NB_MODULE(_native, m) {
   m.def(
       "has_isa", [](const std::string& isa) { return kernels_for<LinearKernels>(isa.c_str()) != nullptr; },
       "Whether this build and CPU can run a level.");
+
+  m.def("place_threads", &place_threads,
+        "The CPUs that the threads of pools made from now on are pinned to, the caller's first.");
 
   bind_linear(m);
   bind_quantized(m);

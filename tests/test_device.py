@@ -40,15 +40,3 @@ def test_cgroup_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.memory_bytes() == (2**30, 2**29)  # page cache is given back under pressure
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert device.memory_bytes() == (8 * 2**30, 4 * 2**30)
-
-
-def test_cpu_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    files = {
-        f"/sys/devices/system/cpu/cpu{c}/topology/thread_siblings_list": f"{c % 2},{c % 2 + 2}"
-        for c in range(4)
-    }
-    monkeypatch.setattr(device, "_read", lambda path: files.get(path, ""))
-    assert device.num_physical_cores() == 2  # four threads of two cores
-    files["/sys/fs/cgroup/cpu.max"] = "100000 100000"
-    assert device.num_physical_cores() == 1

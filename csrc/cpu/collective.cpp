@@ -134,6 +134,7 @@ inline int64_t width(Type type) { return type == Type::f32 ? 4 : 2; }
 void fill(const CollectiveArgs& a, char* slot, int64_t begin, int64_t end, ThreadPool& pool) {
   const int64_t size = width(a.from), bytes = a.in * size;
   const char* x = static_cast<const char*>(a.x) + begin * a.x_stride * size;
+  a.channel->bytes_sent += (end - begin) * bytes;
   pool.run([&](int thread, int n) {
     const Range mine = share(end - begin, thread, n);
     if (a.x_stride == a.in) {
@@ -164,11 +165,6 @@ void combine(const CollectiveArgs& a, const char* const* parts, int64_t begin, i
         case Collective::scatter:
           sum(a, parts, members, i * a.in + me * a.out, row, nullptr, a.out);
           break;
-        case Collective::gather:
-          for (int r = 0; r < members && r * a.in < a.out; ++r) {
-            std::memcpy(row + r * a.in * size, parts[r] + i * a.in * size, std::min(a.in, a.out - r * a.in) * size);
-          }
-          break;
         default: {  // exchange
           const int64_t block = a.in / members;
           for (int r = 0; r < members; ++r) {
@@ -178,6 +174,44 @@ void combine(const CollectiveArgs& a, const char* const* parts, int64_t begin, i
       }
     }
   });
+}
+
+// `count` rows of `bytes` each, `from_stride` and `to_stride` bytes apart.
+void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t bytes, int64_t count,
+               ThreadPool& pool) {
+  pool.run([&](int thread, int n) {
+    const Range mine = share(count, thread, n);
+    if (from_stride == bytes && to_stride == bytes) {
+      copy(from + mine.begin * bytes, to + mine.begin * bytes, (mine.end - mine.begin) * bytes);
+    } else {
+      for (int64_t i = mine.begin; i < mine.end; ++i) copy(from + i * from_stride, to + i * to_stride, bytes);
+    }
+  });
+}
+
+// A rank copies its own columns to their place while it would wait for the others.
+void gather(const CollectiveArgs& a, ThreadPool& pool) {
+  Channel& channel = *a.channel;
+  const int members = channel.size(), me = channel.index();
+  const int64_t size = width(a.from), x_stride = a.x_stride * size, y_stride = a.y_stride * size;
+  int64_t widest = 1;
+  for (int r = 0; r < members; ++r) widest = std::max(widest, a.begins[r + 1] - a.begins[r]);
+  const int64_t at_once = channel.slot_bytes() / (widest * size);
+  for (int64_t begin = 0; begin < a.rows; begin += at_once) {
+    const int64_t count = std::min(at_once, a.rows - begin), bytes = a.in * size;
+    const char* x = static_cast<const char*>(a.x) + begin * x_stride;
+    char* y = static_cast<char*>(a.y) + begin * y_stride;
+    const uint32_t message = channel.next();
+    channel.bytes_sent += count * bytes;
+    copy_rows(x, x_stride, channel.slot(me, message), bytes, bytes, count, pool);
+    channel.post();
+    copy_rows(x, x_stride, y + a.begins[me] * size, y_stride, bytes, count, pool);
+    channel.wait_for_all();
+    for (int r = 0; r < members; ++r) {
+      const int64_t part = (a.begins[r + 1] - a.begins[r]) * size;
+      if (r != me) copy_rows(channel.slot(r, message), part, y + a.begins[r] * size, y_stride, part, count, pool);
+    }
+  }
 }
 
 constexpr int64_t kBlock = 256;  // elements; a block's result lies at the start of the block
@@ -201,6 +235,8 @@ void reduce_in_parts(const CollectiveArgs& a, const char* x, char* y, int64_t n,
   const int64_t from = width(a.from), to = width(a.to);
   const uint32_t message = channel.next();
   const Range mine = part_of(n, me, members);
+  const int64_t num_mine = mine.end - mine.begin;
+  channel.bytes_sent += (n - num_mine) * from + num_mine * to;
   pool.run([&](int thread, int threads) {
     char* slot = channel.slot(me, message);
     for (int r = 0; r < members; ++r) {
@@ -284,8 +320,7 @@ void Channel::wait(const Flag& flag, uint32_t wanted, int member) const {
   }
 }
 
-void Channel::exchange() {
-  raise(lanes_[index_]->sent, ++sent_);
+void Channel::wait_for_all() const {
   for (int r = 0; r < size(); ++r) {
     if (r != index_) wait(lanes_[r]->sent, sent_, r);
   }
@@ -303,6 +338,7 @@ uint32_t Channel::receive() {
 void Channel::release() { raise(lanes_[index_]->taken, ++received_); }
 
 void collective(const CollectiveArgs& a, ThreadPool& pool) {
+  if (a.what == Collective::gather) return gather(a, pool);
   Channel& channel = *a.channel;
   const bool one_way = a.what == Collective::send || a.what == Collective::receive;
   const int64_t row_bytes = (a.what == Collective::receive ? a.out : a.in) * width(a.from);
@@ -343,6 +379,7 @@ void gather_parts(Channel& channel, char* y, const int64_t* begins, ThreadPool& 
   const int members = channel.size(), me = channel.index();
   int64_t longest = 0;
   for (int r = 0; r < members; ++r) longest = std::max(longest, begins[r + 1] - begins[r]);
+  channel.bytes_sent += begins[me + 1] - begins[me];
   const int64_t at_once = channel.slot_bytes();
   for (int64_t done = 0; done < longest; done += at_once) {
     auto piece = [&](int r) { return std::clamp<int64_t>(begins[r + 1] - begins[r] - done, 0, at_once); };

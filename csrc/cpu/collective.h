@@ -51,10 +51,14 @@ class Channel {
 
   char* slot(int member, uint32_t message) const { return slots_[member] + (message & 1) * slot_bytes_; }
 
+  int64_t bytes_sent = 0;  // that this rank has written for the others, so far
+
   // The number of the message that this rank writes next.
   uint32_t next() const { return sent_ + 1; }
   // The own slot of message next() is written: tell the members, and wait for theirs.
-  void exchange();
+  void exchange() { post(), wait_for_all(); }
+  void post();
+  void wait_for_all() const;  // until all have posted as many messages as this rank
 
   // A number that no message gets.
   void skip() { ++sent_; }
@@ -62,7 +66,6 @@ class Channel {
   // One way, to member index + 1 and from member index - 1. A sender is at most two messages ahead. A channel is used
   // either so or for exchanges, since they count and reuse the slots differently.
   void wait_for_room() const;  // in the slot of next()
-  void post();
   uint32_t receive();  // wait for the next message of member index - 1; returns its number
   void release();      // the slot of the message received last
 
@@ -84,7 +87,7 @@ enum class Collective : int { reduce, gather, scatter, exchange, send, receive }
 
 // x [rows, in], y [rows, out], rows `x_stride` and `y_stride` elements apart. With n members, and s the columns of a block:
 //   reduce    y = sum of x_r                          out = in
-//   gather    y[:, r s : r s + s] = x_r               s = in; only the first `out` columns
+//   gather    y[:, begins[r] : begins[r + 1]] = x_r    in is the own width, out = begins[n]
 //   scatter   y = sum of x_r[:, i s : i s + s]        s = out = in / n, i the own index
 //   exchange  y[:, r s : r s + s] = x_r[:, i s : i s + s]
 //   send, receive: x to the next member, y from the previous one
@@ -94,7 +97,8 @@ struct CollectiveArgs {
   const void* x;
   void* y;
   int64_t rows, in, out, x_stride, y_stride;
-  Type from, to;  // of x and of y; they differ only for sums
+  Type from, to;          // of x and of y; they differ only for sums
+  const int64_t* begins;  // of a gather, else null
 };
 
 void collective(const CollectiveArgs& args, ThreadPool& pool);

@@ -1,6 +1,7 @@
 #include "cpu/thread_pool.h"
 
 #include <algorithm>
+#include <mutex>
 
 #if defined(__linux__)
 #include <pthread.h>
@@ -36,6 +37,20 @@ std::vector<int> allowed_cores() {
   return cores;
 }
 
+std::mutex placed_mutex;
+std::vector<int> placed;  // empty: allowed_cores
+
+std::vector<int> cores_to_take() {
+  std::vector<int> allowed = allowed_cores();
+  const std::lock_guard<std::mutex> lock(placed_mutex);
+  if (placed.empty()) return allowed;
+  std::vector<int> cores;
+  for (int core : placed) {
+    if (std::find(allowed.begin(), allowed.end(), core) != allowed.end()) cores.push_back(core);
+  }
+  return cores;
+}
+
 void pin_to(int core) {
 #if defined(__linux__)
   cpu_set_t set;
@@ -49,8 +64,13 @@ void pin_to(int core) {
 
 }  // namespace
 
+void place_threads(const std::vector<int>& cpus) {
+  const std::lock_guard<std::mutex> lock(placed_mutex);
+  placed = cpus;
+}
+
 ThreadPool::ThreadPool(int num_threads, bool pin) : shares_(new Share[num_threads]) {
-  const std::vector<int> cores = allowed_cores();
+  const std::vector<int> cores = cores_to_take();
   for (int i = 1; i < num_threads; ++i) {
     // Two threads on one core would wait for each other, so more threads than cores are not pinned.
     const bool fits = pin && num_threads <= static_cast<int>(cores.size());

@@ -22,11 +22,15 @@ inline Range share(int64_t n, int thread, int num_threads) {
   return {n * thread / num_threads, n * (thread + 1) / num_threads};
 }
 
+// The CPUs that worker 1, 2, ... of pools made from now on are pinned to, from the second on (the caller's is the first);
+// those that the process may not use are left out. Until it is called: all that it may use, ascending.
+void place_threads(const std::vector<int>& cpus);
+
 class ThreadPool {
  public:
   using Body = void (*)(void* context, int thread, int num_threads);
 
-  // num_threads counts the caller. With `pin`, worker i runs on the i-th core that the process may use; the caller
+  // num_threads counts the caller. With `pin`, worker i runs on the i-th CPU of `place_threads`; the caller
   // is not pinned, since it belongs to Python.
   ThreadPool(int num_threads, bool pin);
   ~ThreadPool();

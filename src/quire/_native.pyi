@@ -10,6 +10,7 @@ sample_row_bytes: int
 def cpu_features() -> dict[str, bool]: ...
 def best_isa() -> str: ...
 def has_isa(isa: str, /) -> bool: ...
+def place_threads(cpus: list[int], /) -> None: ...
 def packed_elements(type: str, n: int, k: int, /) -> int: ...
 def pack(num_threads: int, type: str, w: int, count: int, k: int, first: int, packed: int, /) -> None: ...
 def linear(
@@ -97,8 +98,8 @@ def add_gated_rows(
     gate_stride: int, y: int, rows: int, size: int, /,
 ) -> None: ...  # fmt: skip
 def sample(
-    num_threads: int, isa: str, logits: int, columns: int, rows: int, vocab: int, purpose: int, ids: int,
-    best: int, /,
+    num_threads: int, isa: str, logits: int, stride: int, edited: Sequence[tuple[int, int]], columns: int, rows: int,
+    vocab: int, purpose: int, ids: int, best: int, /,
 ) -> None: ...  # fmt: skip
 def logprobs(
     num_threads: int, isa: str, logits: int, chosen: int, num_top: int, rows: int, vocab: int, width: int,
@@ -134,12 +135,14 @@ class Channel:
         self, abort_word: int, lanes: Sequence[int], slots: Sequence[int], ranks: Sequence[int], index: int,
         slot_bytes: int, limit_s: float,
     ) -> None: ...  # fmt: skip
+    @property
+    def bytes_sent(self) -> int: ...
 
 LANE_BYTES: int
 
 def collective(
     num_threads: int, channel: Channel, what: int, x: int, x_stride: int, from_bf16: bool, y: int, y_stride: int,
-    to_bf16: bool, rows: int, inputs: int, outputs: int, /,
+    to_bf16: bool, rows: int, inputs: int, outputs: int, begins: int = 0, /,
 ) -> None: ...  # fmt: skip
 def gather_parts(num_threads: int, channel: Channel, y: int, begins: Sequence[int], /) -> None: ...
 def local_ids(

@@ -62,6 +62,7 @@ class EngineArgs:
     device: Literal["auto", "cpu", "cuda", "interpret"] = "auto"
     batch_invariant: bool = False
     tensor_parallel_size: str | int = 1
+    tensor_parallel_layout: Literal["auto", "rows", "sums"] = "auto"
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     enable_expert_parallel: bool = False

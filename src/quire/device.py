@@ -1,4 +1,4 @@
-"""The machine: cores, memory, instruction sets, and the first NVIDIA GPU. Read once at start-up, before `resolve`.
+"""The machine: memory, instruction sets, and the first NVIDIA GPU. Read once at start-up, before `resolve`.
 
 The GPU is found through the driver's own libraries, without torch and without creating a context: libcuda respects
 CUDA_VISIBLE_DEVICES and reports capability and total memory; libnvidia-ml reports free memory.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from quire.config import DeviceInfo
+from quire.cores import num_physical_cores, numa_nodes
 from quire.errors import ConfigError
 
 try:
@@ -120,24 +120,6 @@ def cpu_flags() -> set[str]:
     return set(next(lines, "").partition(":")[2].split())
 
 
-def withheld_cores() -> str | None:
-    """Return why this process has fewer cores than the machine; None: it has all."""
-    allowed, present = len(usable_cpus()), os.cpu_count() or 1
-    if allowed < present:
-        return f"The affinity of this process (taskset, a container) leaves {allowed} of {present} CPUs."
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and period.strip().isdigit() and int(quota) < present * int(period):
-        return f"The cgroup's quota (cpu.max) leaves {int(quota) / int(period):.1f} of {present} CPUs."
-    return None
-
-
-def usable_cpus() -> set[int]:
-    """Return the CPUs that this process may run on. Only Linux says which; elsewhere all are assumed."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def slow_kernels(device: DeviceInfo, cpu_isa: str) -> str | None:
     """Return why the kernels of an engine at ``cpu_isa`` are slow on ``device``, and what to do; None: they are not."""
     if device.kind == "cuda":
@@ -170,40 +152,6 @@ def cpu_name() -> str:
         if line.startswith(("model name", "Model", "Hardware")):
             return line.split(":", 1)[1].strip()
     return os.uname().machine
-
-
-def num_physical_cores() -> int:
-    """Count the physical cores that this process may run on, at most the cgroup's quota."""
-    allowed = usable_cpus()
-    siblings = {
-        _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-        for cpu in allowed
-    }
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    limit = len(siblings)
-    if quota.isdigit() and period.strip().isdigit():
-        limit = min(limit, max(1, int(quota) // int(period)))
-    return max(1, limit)
-
-
-def core_groups(cores: Sequence[int], num: int) -> list[set[int]]:
-    """Share ``cores`` out in ``num`` groups of neighbours; with fewer cores than groups, some share one."""
-    if len(cores) < num:
-        return [{cores[index % len(cores)]} for index in range(num)]
-    ends = [len(cores) * index // num for index in range(num + 1)]
-    return [set(cores[start:end]) for start, end in pairwise(ends)]
-
-
-def numa_nodes() -> list[set[int]]:
-    """Return the cores that this process may use of each memory node that has any; one set where nothing is known."""
-    allowed, nodes = usable_cpus(), []
-    for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
-        cores: set[int] = set()
-        for part in filter(None, _read(str(folder / "cpulist")).strip().split(",")):
-            first, _, last = part.partition("-")
-            cores |= set(range(int(first), int(last or first) + 1))
-        nodes += [cores & allowed] if cores & allowed else []
-    return nodes or [set(allowed)]
 
 
 def memory_bytes() -> tuple[int, int]:

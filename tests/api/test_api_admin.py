@@ -65,7 +65,7 @@ def test_changed_settings_are_answered_with_the_old_values() -> None:
         ({"max_queue": "5"}, "max_queue", "an integer"),
         ({"dynamic_max_wait_ms": -1}, "dynamic_max_wait_ms", "≥ 0"),
         ({"spec_tokens": 4}, "spec_tokens", "--speculate"),
-        ({"spec_tokens": "many"}, "spec_tokens", "auto"),
+        ({"spec_tokens": "many"}, "spec_tokens", "0…32"),
         ({"max_num_seq": 3}, "max_num_seq", "max_num_seqs"),
         ({}, None, "max_queue"),
         ([], None, "an object"),

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.cli.doctor import advice, kernels, reasons
 from quire.cli.terminal import Conversation
-from quire.device import unused_levels, withheld_cores
+from quire.cores import withheld_cores
+from quire.device import unused_levels
 from quire.models.hub import quill_path
 
 SMALL = ["--num-kv-blocks", "64", "--max-model-len", "512"]
@@ -111,8 +112,8 @@ def test_doctor_says_why_a_level_is_not_used(
 def test_doctor_says_why_cores_are_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4096)
     assert any("The affinity of this process" in sentence for sentence in reasons())
-    monkeypatch.setattr("quire.device.usable_cpus", lambda: set(range(4096)))
-    monkeypatch.setattr("quire.device._read", lambda path: "150000 100000" if "cpu.max" in path else "")
+    monkeypatch.setattr("quire.cores.usable_cpus", lambda: set(range(4096)))
+    monkeypatch.setattr("quire.cores._read", lambda path: "150000 100000" if "cpu.max" in path else "")
     assert withheld_cores() == "The cgroup's quota (cpu.max) leaves 1.5 of 4096 CPUs."
 
 

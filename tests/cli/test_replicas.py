@@ -14,21 +14,7 @@ from tests.e2e.live import LiveServer
 
 from quire.args import ServerArgs
 from quire.cli.replicas import serve_replicas
-from quire.device import core_groups
 from quire.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("cores", "num", "groups"),
-    [
-        ([0, 1, 2, 3], 2, [{0, 1}, {2, 3}]),
-        ([2, 5, 7], 2, [{2}, {5, 7}]),
-        ([0, 1], 2, [{0}, {1}]),
-        ([4], 3, [{4}, {4}, {4}]),
-    ],
-)
-def test_cores_are_shared_out_without_overlap(cores: list[int], num: int, groups: list[set[int]]) -> None:
-    assert core_groups(cores, num) == groups
 
 
 @pytest.mark.parametrize("name", ["admin_port", "step_log", "cors_origins", "gateway"])

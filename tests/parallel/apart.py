@@ -9,7 +9,7 @@ from quire.executor.rank_group import RankGroup, RankHandle
 from quire.executor.rank_messages import Channel
 from quire.executor.rank_processes import LocalRank, make_memory, start_process
 from quire.parallel.placement import Meeting, place
-from quire.parallel.segment import remove
+from quire.parallel.segment import SLOT_BYTES, remove
 
 HOST = "127.0.0.1"
 
@@ -19,7 +19,7 @@ def start_apart(nodes: int, config: EngineConfig) -> RankGroup:
     topology = config.topology
     assert topology.pp == 1
     placement = place(topology, nodes)
-    memories = [make_memory(topology) if placement.shares_memory else "" for _ in range(nodes)]
+    memories = [make_memory(topology, SLOT_BYTES) if placement.shares_memory else "" for _ in range(nodes)]
     store = socket.create_server((HOST, 0))
     meeting = Meeting(HOST, store.getsockname()[1], HOST, placement.crossing)
     ranks: list[RankHandle] = []
@@ -28,8 +28,8 @@ def start_apart(nodes: int, config: EngineConfig) -> RankGroup:
             (channel, theirs), (life, their_life) = socket.socketpair(), socket.socketpair()
             with theirs, their_life:
                 ends = [theirs, their_life, None, None, None if number else store]
-                popen = start_process(number, ends)
-            memory = memories[placement.bundle_of(number)]
+                memory = memories[placement.bundle_of(number)]
+                popen = start_process(number, memory, ends)
             ranks.append(LocalRank(number, Channel(channel), life, (), memory, popen, meeting))
 
     def clean_up() -> None:

@@ -65,6 +65,7 @@ def test_experts_on_two_nodes_have_the_bits_of_one(tmp_path: Path) -> None:
     tokens_over(config, 2, case)
 
 
+@pytest.mark.slow
 def test_the_death_of_a_rank_on_another_node_ends_the_group() -> None:
     config = config_of(NATIVE, Topology(tp=2))
     executor = RanksExecutor(config, start=partial(start_apart, 2))

@@ -43,7 +43,8 @@ def all_ops(group: Group) -> list[torch.Tensor]:
         for dtype in (torch.float32, torch.bfloat16):
             x = rows_of(group.index, shape, dtype)
             found += [group.all_reduce(x, torch.float32), group.all_reduce(x, torch.bfloat16)]
-            found += [group.all_gather(x, shape[1] * group.size - 3), group.reduce_scatter(x, dtype)]
+            found += [group.all_gather(x), group.reduce_scatter(x, dtype)]
+            found.append(group.all_gather(x[:, : width_of(group.index, shape)], begins_of(group.size, shape)))
             found.append(group.all_to_all(x))
             found.append(parts_of(group, shape, dtype))
             found += [group.all_reduce(x.contiguous(), out) for out in (torch.bfloat16, torch.float32) * 2]
@@ -53,6 +54,15 @@ def all_ops(group: Group) -> list[torch.Tensor]:
 def count_of(rank: int, shape: tuple[int, int]) -> int:
     """Rows of a member where these have different numbers; the first one has none."""
     return shape[0] * rank // 3
+
+
+def width_of(rank: int, shape: tuple[int, int]) -> int:
+    """Columns of a member where these have different numbers."""
+    return shape[1] - 2 * rank
+
+
+def begins_of(size: int, shape: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate((width_of(rank, shape) for rank in range(size)), initial=0))
 
 
 def parts_of(group: Group, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -83,8 +93,9 @@ def expected_of(rank: int, size: int) -> list[torch.Tensor]:
             rows = [rows_of(each, shape, dtype) for each in range(size)]
             found += [reference.all_reduce(rows, torch.float32), reference.all_reduce(rows, torch.bfloat16)]
             found += [
-                reference.all_gather(rows, shape[1] * size - 3),
+                reference.all_gather(rows),
                 reference.reduce_scatter(rows, rank, dtype),
+                reference.all_gather([each[:, : width_of(r, shape)] for r, each in enumerate(rows)]),
             ]
             found.append(reference.all_to_all(rows, rank))
             found.append(reference.gather_parts([each[: count_of(r, shape)] for r, each in enumerate(rows)]))

@@ -35,9 +35,6 @@ CASES = [
             (Case("moe", "bfloat16", 61, 48, NATIVE, quantize="int4"), MORE, 1, 2),
             (Case("latent", "float32", 62, 48), PLAIN, 5, 2),
             (Case("latent", "bfloat16", 63, 48, NATIVE, quantize="int8"), Topology(ep=3), 2, 1),
-            (Case("sliding", "bfloat16", 64, 48, NATIVE, kv_dtype="int8"), PLAIN, 0, 2),
-            (Case("post_norm", "bfloat16", 65, 48, NATIVE), PLAIN, 0, 1),
-            (Case("llama", "bfloat16", 66, 48, NATIVE, quantize="int8"), Topology(ep=3), 0, 1),
         )
     ),
 ]  # fmt: skip

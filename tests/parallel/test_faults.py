@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import resource
 import signal
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from tests.engine.test_process import gone, wait_for
-from tests.parallel.serving import QUILL
+from tests.exact.models import MODELS
+from tests.exact.suite import Case
+from tests.parallel.serving import QUILL, config_of
 from tests.parity.families import save
 
 from quire.args import EngineArgs, executor_of
@@ -24,8 +33,12 @@ from quire.engine.frontend import Frontend
 from quire.engine.output import OutputChunk
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
+from quire.executor import rank_processes
+from quire.executor.ranks import RanksExecutor
 from quire.models.checkpoint import describe
+from quire.parallel.segment import slot_bytes_of
+from quire.parallel.topology import Topology
 from quire.request import SamplingParams
 from quire.resolve import resolve
 
@@ -111,13 +124,75 @@ def test_streams_go_on_after_the_death_of_a_rank(
     asyncio.run(main())
 
 
+def _children_of(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def _children(pid: int) -> list[int]:
     """Return the ranks of an engine, by number."""
-    ids = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    ids = _children_of(pid)
     names = {each: Path(f"/proc/{each}/cmdline").read_bytes().rstrip(b"\0") for each in ids}
     return sorted(
         (each for each in ids if names[each].startswith(b"quire: rank")), key=lambda each: names[each]
     )
+
+
+def test_a_rank_out_of_memory_at_load_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank may map 4 GiB, and its half of the embedding alone has more."""
+    start, pids = rank_processes.start_process, []
+
+    def limited(number: int, memory: str, sockets: Sequence[socket.socket | None]) -> subprocess.Popen[bytes]:
+        process = start(number, memory, sockets)
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (4 << 30, 4 << 30))
+        pids.append(process.pid)
+        return process
+
+    monkeypatch.setattr(rank_processes, "start_process", limited)
+    config = config_of(Case("llama", "bfloat16", 31), Topology(tp=2))
+    spec = replace(config.model.spec, vocab_size=6 * 2**30 // config.model.spec.hidden_size)
+    with pytest.raises(
+        ModelLoadError, match=r"Rank \d \(process \d+\): it ran out of memory on .* GiB"
+    ) as raised:
+        RanksExecutor(replace(config, model=replace(config.model, spec=spec)))
+    assert "\n" not in str(raised.value)
+    wait_for(lambda: all(map(gone, pids)))
+    assert not list(Path("/dev/shm").glob(f"quire-{os.getpid()}-*"))
+
+
+@pytest.mark.slow
+def test_an_engine_killed_while_it_loads_leaves_nothing() -> None:
+    """Its ranks remove the memory when they see that it has gone."""
+    script = "from quire import LLM; LLM('quill', tensor_parallel_size=2, threads=1, num_kv_blocks=64)"
+    with subprocess.Popen([sys.executable, "-c", script]) as engine:
+        pattern = f"quire-{engine.pid}-*"
+        wait_for(lambda: list(Path("/dev/shm").glob(pattern)), seconds=120.0)
+        wait_for(lambda: len(_children_of(engine.pid)) == 2)
+        ranks = _children_of(engine.pid)
+        engine.kill()
+    wait_for(lambda: all(map(gone, ranks)), seconds=120.0)
+    assert not list(Path("/dev/shm").glob(pattern))
+
+
+def test_too_small_dev_shm_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(rank_processes, "start_process", None)
+    with pytest.raises(ConfigError, match=r"/dev/shm has too little room: .* needs 4 MiB .*--shm-size"):
+        RanksExecutor(config_of(Case("llama", "bfloat16", 31), Topology(tp=2)))
+    assert not list(Path("/dev/shm").glob(f"quire-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize(("cp", "mib"), [(2, 1), (3, 1), (4, 2), (8, 3)])
+def test_slots_have_room_for_latents_of_128_heads(cp: int, mib: int) -> None:
+    """DeepSeek-V3's: ``cp · 128 · (512 + 2)`` numbers of fp32 per row, in whole MiB."""
+    spec = MODELS["latent"]()
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, num_heads=128, num_kv_heads=1, kv_lora_rank=512))
+        for layer in spec.layers
+    )
+    assert slot_bytes_of(replace(spec, layers=layers), Topology(cp=cp)) == mib << 20
 
 
 MACHINE = DeviceInfo("cpu", "test", 2, 2**33, 2**33)
@@ -136,6 +211,10 @@ MACHINE = DeviceInfo("cpu", "test", 2, 2**33, 2**33)
         (
             {"tensor_parallel_size": 2, "enable_expert_parallel": True},
             "enable_expert_parallel: the model has no experts",
+        ),
+        (
+            {"tensor_parallel_size": 64, "threads": 1, "tensor_parallel_layout": "sums"},
+            "tensor_parallel_size = 64: .* heads",
         ),
         ({"context_parallel_size": 3}, "context_parallel_size 3 makes 3 ranks, and there are 2 cores"),
         ({"context_parallel_size": 0}, "context_parallel_size = 0: it must be an integer of at least 1"),

@@ -19,7 +19,6 @@ from quire.kernels.registry import backends
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.parallel.placement import Meeting, place
 from quire.parallel.topology import Topology
-from quire.parallel.traffic import BytesSent
 
 TWO = Topology(tp=2)
 
@@ -29,11 +28,11 @@ def port() -> int:
     return free_port()
 
 
-def met(port: int, rank: int, sent: BytesSent | None = None, limit_s: float = 60.0) -> Group:
+def met(port: int, rank: int, limit_s: float = 60.0) -> Group:
     """Meet on the loopback device; rank 0 listens at ``port``."""
     listener = socket.create_server(("127.0.0.1", port)) if rank == 0 else None
     meeting = Meeting("127.0.0.1", port, "127.0.0.1", ("tp",))
-    return connect(meeting, TWO, rank, listener, sent or BytesSent(), limit_s)["tp"]
+    return connect(meeting, TWO, rank, listener, limit_s)["tp"]
 
 
 def run_contracts(port: int, rank: int) -> bool:
@@ -51,26 +50,23 @@ def rows_of(rank: int) -> torch.Tensor:
 
 def run_taped(port: int, rank: int) -> bool:
     """Record native calls around two sums, and replay them with other numbers of rows."""
-    sent = BytesSent()
-    group = met(port, rank, sent)
+    group = met(port, rank)
     x = torch.zeros(64, 48, dtype=torch.bfloat16)
     scale = scale_rows.on(next(each for each in backends("scale_rows") if each != "reference"))
 
     def forward() -> torch.Tensor:
         total = group.all_reduce(scale(x, 2.0), torch.bfloat16)
-        return group.all_gather(scale(total, 0.5)[:, 8:], 60)
+        return group.all_gather(scale(total, 0.5)[:, 8:])
 
-    with sent.recording(64, 8):
-        tape = StepTape(forward, 64, 8)
+    tape = StepTape(forward, 64, 8)
     x.copy_(rows_of(rank))
     total = reference.all_reduce([rows_of(each) * 2 for each in range(2)], torch.bfloat16) * 0.5
-    expected = reference.all_gather([total[:, 8:]] * 2, 60)
+    expected = reference.all_gather([total[:, 8:]] * 2)
     for num_tokens in (64, 1, 0, 17):
         tape.run(num_tokens, 0)
         if not torch.equal(tape.output[:num_tokens], expected[:num_tokens]):
             return False
-        sent.replayed(num_tokens, 0)
-    assert sent.total == 82 * 2 * (48 + 40)
+    assert group.bytes_sent == 82 * 2 * (48 + 40)
     return len(tape) == 4 and tape.native is None and len(tape.run_calls(3, 0)) == 4
 
 

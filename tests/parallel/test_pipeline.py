@@ -13,8 +13,12 @@ from tests.exact.engine_run import Policy
 from tests.exact.suite import Case
 from tests.parallel.serving import CASE, FCFS, config_of, serve
 
+from quire.cli.doctor_server import ranks_of, row_of
 from quire.clock import WallClock
+from quire.diagnose.read import Reading, parse_metrics
 from quire.executor.ranks import RanksExecutor
+from quire.metrics.engine_stats import EngineStats
+from quire.metrics.prometheus import ServerMetrics
 from quire.parallel.topology import Topology
 from quire.runner.stage_links import StageLinks
 from quire.step import StepPlan
@@ -56,6 +60,28 @@ def test_bytes_sent_are_those_of_the_hidden_states(stages: RanksExecutor) -> Non
     assert after.bytes_sent[1] == 0
     assert after.out_s > 0.0
     assert 0.0 <= after.bubbles < 1.0
+
+
+def test_doctor_shows_the_ranks_of_a_running_server(stages: RanksExecutor) -> None:
+    """From what they report to a line per rank, as /metrics passes it on."""
+    stages.submit(StepPlan(0))
+    stages.collect()
+    wait_for(lambda: all(stages.rank_stats().peak_bytes))
+    stats = stages.rank_stats()
+    metrics = ServerMetrics("quill", lambda: EngineStats(ranks=stats), dict)
+    found = parse_metrics(metrics.exposition()[0].decode())
+    reading = Reading("http://here", 2.0, {}, found)
+    ranks = ranks_of(found)
+    assert [(each["rank"], each["stage"], int(each["pid"])) for each in ranks] == [
+        ("0", "0", stages.pids[0]),
+        ("1", "1", stages.pids[1]),
+    ]
+    for number, rank in enumerate(ranks):
+        row = row_of(reading, rank)
+        assert row[2] == socket.gethostname()
+        assert row[-2] == f"{stats.busy_s[number] / 2:.0%}"
+        assert float(row[6].removesuffix(" GiB")) > 0.05
+        assert found[f"quire:rank_weight_bytes{{rank={number}}}"] == stages.loaded[number].weight_bytes
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -98,3 +100,30 @@ def _ranks() -> list[str]:
         except OSError:
             continue
     return found
+
+
+ASK = (
+    'LLM("quill", tensor_parallel_size=2, threads=1, num_kv_blocks=64).generate(["Once upon"])[0].outputs[0]'
+)
+PLAIN = f"from quire import LLM\nprint({ASK}.token_ids)\n"
+GUARDED = f"""from quire import LLM
+
+def main():
+    print({ASK}.token_ids)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    printed = set()
+    for name, text in {"plain.py": PLAIN, "guarded.py": GUARDED}.items():
+        (tmp_path / name).write_text(text)
+        done = subprocess.run(
+            [sys.executable, tmp_path / name], capture_output=True, text=True, timeout=300, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        printed.add(done.stdout)
+    assert len(printed) == 1, printed

@@ -18,15 +18,16 @@ from tests.parity.harness import check
 from quire.config import EngineConfig
 from quire.parallel.topology import Topology
 
+ROWS, SUMS = Topology(ep=2), Topology(tp=2)
 DEFAULT = ("llama_bias_tied", "gemma3")
 
 
-@pytest.fixture
-def over_two_ranks(helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[ROWS, SUMS], ids=["rows", "sums"])
+def over_two_ranks(request: pytest.FixtureRequest, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness of the parity tests builds its workers over two ranks."""
 
     def make_ranked(config: EngineConfig, weights: object, clock: object) -> RankedWorker:
-        return RankedWorker(config, Topology(tp=2), helpers)
+        return RankedWorker(config, request.param, helpers)
 
     monkeypatch.setattr(harness, "Worker", make_ranked)
 

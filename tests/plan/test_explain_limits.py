@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,14 +14,18 @@ from typer.testing import CliRunner
 from quire.cli import app
 from quire.cli.flags import PlanArgs
 from quire.cli.plan import question_of
+from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
+from quire.parallel.traffic import step_bytes, uses
 from quire.plan.capacity import plan_capacity
-from quire.plan.collectives import collective_bytes
+from quire.plan.cost_model import CostModel
 from quire.plan.explain import explain
 from quire.plan.hardware import hardware_table
 from quire.plan.laws import imbalance, owned_per_hour
+from quire.plan.links import LINK_OPS, LinkCost
+from quire.plan.profile import Profile
 from quire.plan.split import Split, shard_of
 
 
@@ -50,19 +56,48 @@ def test_the_roofline_lines() -> None:
 def test_the_links_carry_what_a_ring_moves() -> None:
     said = lines(count=4, split="TP4", concurrency=32)
     each = 2 * 3 / 4 * 32 * 8192 * 2  # of 32 rows of 8,192 bf16
+    logits = 3 * 32 * 128_256 // 4 * 4
     value, text = said["tp link, batch 32"]
-    assert number(value) == pytest.approx(160 * each / 1e6, abs=0.01)
-    assert "160 all-reduces of 786.4 kB at 450 GB/s" in text
+    assert number(value) == pytest.approx((161 * each + logits) / 1e6, abs=0.01)
+    assert "161 all-reduces of 786.4 kB + 1 gather of 12,312.6 kB at 450 GB/s" in text
     assert not any("link" in name for name in lines("llama-3.1-8b"))
 
 
-def test_collectives_send_what_their_algorithms_do() -> None:
-    assert collective_bytes("all_reduce", 4, 100) == 150
-    parts = collective_bytes("reduce_scatter", 4, 100), collective_bytes("all_gather", 4, 100)
-    assert sum(parts) == collective_bytes("all_reduce", 4, 100)
-    assert collective_bytes("all_to_all", 8, 80) == 70
-    assert collective_bytes("send", 2, 100) == 100
-    assert collective_bytes("all_reduce", 1, 100) == 0
+@pytest.mark.parametrize(
+    ("model", "split", "topology"),
+    [
+        ("llama-3.2-1b", "TP2", Topology(ep=2)),
+        ("mixtral-8x7b", "TP2", Topology(tp=2)),
+        ("qwen3-30b-a3b", "TP2,EP2", Topology(ep=2)),
+        ("llama-3.2-1b", "CP2,PP2", Topology(cp=2, pp=2)),
+    ],
+)
+def test_the_links_of_cpus_carry_what_ranks_count(model: str, split: str, topology: Topology) -> None:
+    asked = PlanArgs(model, "epyc-9654", count=topology.world_size, split=split, concurrency=8)
+    said = {line.name: line.value for line in explain(plan_capacity(question_of(asked)))}
+    stages = range(0, topology.world_size, topology.world_size // topology.pp)
+    rows = 8 // topology.pp
+    expected = sum(
+        step_bytes(uses(shard(spec_of(model), topology, n), "bfloat16"), rows, rows) for n in stages
+    )
+    links = [number(value) for name, value in said.items() if "link" in name]
+    assert sum(links) == pytest.approx(expected / 1e6, abs=0.02)
+
+
+def test_measured_links_replace_those_of_the_table(tmp_path: Path) -> None:
+    links = {op: LinkCost(1e-3, 0.0) for op in LINK_OPS}
+    profile = Profile("quill", {}, {}, CostModel(0.001), links=links)
+    profile.save(tmp_path / "made.json")
+    asked = PlanArgs("llama-3.2-1b", "epyc-9654", count=2, split="TP2", profile=str(tmp_path / "made.json"))
+    said = {line.name: line.formula for line in explain(plan_capacity(question_of(asked)))}
+    assert "as measured in 66 ms" in said["tp link, batch 1"]
+    plain = explain(plan_capacity(question_of(replace(asked, profile=None))))
+    assert "at 16 GB/s" in {line.name: line.formula for line in plain}["tp link, batch 1"]
+    with pytest.raises(ConfigError, match="links between CPU ranks, and h100 is no CPU"):
+        question_of(replace(asked, gpu="h100"))
+    replace(profile, links=None).save(tmp_path / "made.json")
+    with pytest.raises(ConfigError, match="quire profile --parallel"):
+        question_of(asked)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

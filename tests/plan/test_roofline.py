@@ -46,7 +46,8 @@ def test_two_devices_halve_the_work_and_reduce_twice_a_layer() -> None:
     one = Roofline(work_of(LLAMA8), H100, IDEAL).parts(step)
     two = Roofline(work_of(LLAMA8, split=Split(tp=2)), H100, replace(IDEAL, link_s=1e-5)).parts(step)
     assert two.linears == pytest.approx(one.linears / 2, rel=1e-3)
-    assert two.links == pytest.approx(2 * 32 * (1e-5 + 2 * 0.5 * 4096 * 2 / 450e9))
+    logits = 1e-5 + LLAMA8.vocab_size / 2 * 4 / 450e9
+    assert two.links == pytest.approx((1 + 2 * 32) * (1e-5 + 2 * 0.5 * 4096 * 2 / 450e9) + logits)
 
 
 def test_experts_are_read_as_they_are_touched() -> None:

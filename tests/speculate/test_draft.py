@@ -117,8 +117,15 @@ def test_the_speculative_config_of_vllm_is_understood() -> None:
     assert llm_args("quill", {"speculative_config": draft}) == EngineArgs(
         model="quill", draft_model="quill-draft", spec_tokens=3
     )
-    for wrong in ({"method": "hydra"}, {}, {"method": "ngram", "tree": 3}, "ngram"):
-        with pytest.raises(ConfigError, match="speculative_config"):
+    for wrong, said in (
+        ({"method": "hydra"}, "'hydra' must be one of ngram"),
+        ({}, "method = None"),
+        ({"method": "ngram", "tree": 3}, "the key 'tree'; allowed: method"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens = 0 must be 'auto' or"),
+        ({"method": "ngram", "num_speculative_tokens": "3"}, "num_speculative_tokens = '3' must be"),
+        ("ngram", "'ngram' must be a dict"),
+    ):
+        with pytest.raises(ConfigError, match=f"^speculative_config.*{said}"):
             llm_args("quill", {"speculative_config": wrong})
 
 

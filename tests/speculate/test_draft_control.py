@@ -122,6 +122,33 @@ def test_a_number_that_suits_the_kernels_is_found(alpha: float) -> None:
     assert found >= 0.95 * max(fixed)
 
 
+@pytest.mark.parametrize("alpha", [0.5, 0.95])
+def test_few_rounds_find_a_number_that_is_near_the_best(alpha: float) -> None:
+    """With rows that cost little, the first 48 tokens lose the steps that measure, and the next 48 hardly any."""
+    shares = []
+    for seed in range(20):
+        fixed = max(
+            Machine(None, count, draft_s=0.1e-3).run(1, alpha, memory_bound, 400) for count in range(MOST + 1)
+        )
+        machine, seq, taken = Machine(control(), draft_s=0.1e-3, seed=seed), Seq(), []
+        for end in (48, 96):
+            before, start_s = machine.num_tokens, machine.now_s
+            while machine.num_tokens < end:
+                machine._step([seq], alpha, memory_bound)
+            taken.append((machine.num_tokens - before) / (machine.now_s - start_s) / fixed)
+        shares.append(taken)
+    first, second = (sum(column) / len(column) for column in zip(*shares, strict=True))
+    print(f"α = {alpha}: {first:.2f} of the best in the first 48 tokens, {second:.2f} in the next")
+    assert first >= 0.68
+    assert second >= 0.9
+
+
+def test_a_large_batch_loses_little_to_its_first_trial() -> None:
+    machine = Machine(control(), draft_s=0.1e-3)
+    found = machine.run(64, 0.5, compute_bound, 300)
+    assert found >= 0.97 * Machine(None).run(64, 0.5, compute_bound, 300)
+
+
 def test_drafts_stop_under_load_and_come_back() -> None:
     machine = Machine(control())
 

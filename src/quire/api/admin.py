@@ -7,8 +7,9 @@ server on its reader's machine.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -17,7 +18,7 @@ from starlette.routing import Route
 
 from quire.api.health import Handler, Probes
 from quire.api.state import ApiState
-from quire.config import AUTO_DRAFTS
+from quire.config import AUTO_DRAFTS, MAX_DRAFTS
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.core import ChangePolicy, Reply, ResetPrefixCache, SaveRecording
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError, clip
@@ -42,7 +43,9 @@ class RuntimePatch(Wire):
     max_num_batched_tokens: Int64 | None = None
     max_queue: Int64 | None = None
     dynamic_max_wait_ms: Number | None = None
-    spec_tokens: Literal["auto"] | Int64 | None = None  # 0: no drafts
+    spec_tokens: Annotated[
+        Literal["auto"] | Int64 | None, Field(description=f"'auto' or an integer in 0…{MAX_DRAFTS}")
+    ] = None
     spec_tree: Int64 | None = None
     # Settings that return to the controller of --slo.
     release: list[Literal["max_num_seqs", "max_num_batched_tokens"]] | None = None

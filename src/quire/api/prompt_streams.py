@@ -16,6 +16,7 @@ from quire.engine.output import OutputChunk
 from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip
 from quire.http.edge import TENANT_WEIGHT
+from quire.metrics.engine_stats import EngineStats
 from quire.metrics.prometheus import RequestMetrics
 from quire.metrics.trace import RequestPhases
 from quire.request import FinishReason, Tenant
@@ -167,7 +168,8 @@ class PromptStreams:
         if self._job.timing:
             streams = [prompt.stream for prompt in self._prompts]
             total_s = self._state.now() - self._arrival_s
-            self.usage.timing = timing_of(streams, self._job.answer.head.determinism, total_s)
+            stats = self._state.frontend.stats()
+            self.usage.timing = timing_of(streams, self._job.answer.head.determinism, total_s, stats)
 
     def predicted_ms(self) -> float | None:
         """Return the predicted time to the first token of the last prompt to have one; None without a forecast."""
@@ -249,9 +251,9 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float) -> Any:
+def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float, stats: EngineStats) -> Any:
     """Return the ``timing`` block of an answer that has ended: one object, or a list of one per prompt."""
-    blocks = [_timing(stream, determinism, total_s) for stream in streams]
+    blocks = [_timing(stream, determinism, total_s) | _speculation(stats) for stream in streams]
     return blocks[0] if len(blocks) == 1 else blocks
 
 
@@ -274,6 +276,15 @@ def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str
         "seed": stream.seed,
         "determinism": determinism,
     }
+
+
+def _speculation(stats: EngineStats) -> dict[str, Any]:
+    """Return what the engine's control of drafts has chosen at the end of the answer; nothing without speculation."""
+    if not stats.accepted_at:
+        return {}
+    measured = round(stats.measured_draft_gain, 3) or None
+    gains = {"predicted_gain": round(stats.draft_gain, 3), "measured_gain": measured}
+    return {"speculation": {"drafts": stats.num_chosen_drafts, **gains}}
 
 
 def _ms(seconds: float) -> float:

@@ -112,6 +112,8 @@ class SimulateArgs:
     model: str | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     weights: str = "bf16"
     max_in_flight: int | None = None
     scenario: str | None = None

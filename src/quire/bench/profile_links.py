@@ -30,7 +30,7 @@ from quire.kernels.tape import StepTape
 from quire.kernels.threads import choose_threads
 from quire.parallel.segment import Segment, remove
 from quire.parallel.topology import Topology
-from quire.parallel.traffic import Kind, sent_per_row
+from quire.parallel.traffic import Kind, Transport, sent
 from quire.plan.links import LinkCost, Links
 from quire.runner.stage_links import StageLinks
 
@@ -43,7 +43,7 @@ TWO = Topology(tp=2)
 
 
 def measure_links() -> Links:
-    """Measure in about five seconds: sums and gathers in shared memory and over Gloo, and sends from stage to stage.
+    """Measure in about five seconds: collectives in shared memory and over Gloo, and sends from stage to stage.
 
     Raises:
         ConfigError: this machine has no room for the shared memory, or a rank fails; with its last line.
@@ -109,10 +109,15 @@ def _in_shared_memory(group: Group) -> dict[str, list[list[float]]]:
         return group.all_reduce(x, torch.bfloat16)
 
     def gather() -> torch.Tensor:
-        return group.all_gather(x, 2 * HIDDEN)
+        return group.all_gather(x)
+
+    def exchange() -> torch.Tensor:
+        return group.all_to_all(x)
 
     found: dict[str, list[list[float]]] = {}
-    calls: dict[Kind, Callable[[], torch.Tensor]] = {"all_reduce": reduce, "all_gather": gather}
+    calls: dict[Kind, Callable[[], torch.Tensor]] = {
+        "all_reduce": reduce, "all_gather": gather, "all_to_all": exchange,
+    }  # fmt: skip
     for kind, call in calls.items():
 
         def forward(call: Callable[[], torch.Tensor] = call) -> torch.Tensor:
@@ -122,6 +127,11 @@ def _in_shared_memory(group: Group) -> dict[str, list[list[float]]]:
 
         tape = StepTape(forward, max(ROWS), 1)
         found[kind] = [_point(kind, rows, partial(tape.run, rows, 1), CALLS) for rows in ROWS]
+    y = torch.zeros(2 * max(ROWS), HIDDEN)
+    found["gather_parts"] = [
+        _point("gather_parts", rows, partial(group.gather_parts, y[: 2 * rows], [0, rows, 2 * rows]))
+        for rows in ROWS
+    ]
     return found
 
 
@@ -139,21 +149,19 @@ def _sends(rank: int, to: socket.socket, source: socket.socket) -> list[list[flo
             links.send((hidden, hidden), rows)
 
     times = [_least(lambda rows=rows: there_and_back(rows)) for rows in ROWS]  # type: ignore[misc]
-    return [
-        [rows * sent_per_row("send", 2 * HIDDEN, 2, 2, 2), s / 2] for rows, s in zip(ROWS, times, strict=True)
-    ]
+    return [[sent("send", rows * 2 * HIDDEN, 2, 2, 2), s / 2] for rows, s in zip(ROWS, times, strict=True)]
 
 
 def _over_gloo(group: Group) -> dict[str, list[list[float]]]:
     x = torch.randn(max(ROWS), HIDDEN)
+
+    def points(kind: Kind, call: Callable[[int], torch.Tensor]) -> list[list[float]]:
+        return [_point(kind, rows, partial(call, rows), transport="gloo") for rows in ROWS]
+
     return {
-        "all_reduce gloo": [
-            _point("all_reduce", n, lambda n=n: group.all_reduce(x[:n], torch.bfloat16)) for n in ROWS  # type: ignore[misc]
-        ],
-        "all_gather gloo": [
-            _point("all_gather", n, lambda n=n: group.all_gather(x[:n], 2 * HIDDEN)) for n in ROWS  # type: ignore[misc]
-        ],
-    }  # fmt: skip
+        "all_reduce gloo": points("all_reduce", lambda n: group.all_reduce(x[:n], torch.bfloat16)),
+        "all_gather gloo": points("all_gather", lambda n: group.all_gather(x[:n])),
+    }
 
 
 @contextmanager
@@ -165,8 +173,10 @@ def _gloo(rank: int, folder: str) -> Iterator[TorchGroup]:
         dist.destroy_process_group()
 
 
-def _point(kind: Kind, rows: int, call: Callable[[], Any], calls: int = 1) -> list[float]:
-    return [rows * sent_per_row(kind, HIDDEN, 2, 4, 2), _least(call) / calls]
+def _point(
+    kind: Kind, rows: int, call: Callable[[], Any], calls: int = 1, transport: Transport = "shared"
+) -> list[float]:
+    return [sent(kind, rows * HIDDEN, 2, 4, 2, transport), _least(call) / calls]
 
 
 def _least(call: Callable[[], Any]) -> float:

@@ -53,6 +53,7 @@ class Setting:
     v: float = 1.0
     expected_speedup: float = 1.0  # measured tokens per round / (γ·c + v)
     textbook: float = 1.0  # the same with v = 1
+    first_speedup: float | None = None  # auto: of the round in which it learns, which no other figure counts
 
     @property
     def name(self) -> str:
@@ -139,10 +140,14 @@ def _of_batch(
             )
             if turn:  # the first one warms up
                 rounds[setting].append(one)
+            else:
+                first_s = one.seconds  # of the last setting, auto
     num_tokens = batch * args.output_len
     plain_s = median(each.seconds for each in rounds[0])
     step_s = plain_s / args.output_len
-    return [_setting(batch, setting, rounds[setting], num_tokens, plain_s, step_s) for setting in settings]
+    found = [_setting(batch, setting, rounds[setting], num_tokens, plain_s, step_s) for setting in settings]
+    found[-1].first_speedup = plain_s / first_s
+    return found
 
 
 def _round(before: EngineStats, after: EngineStats, seconds: float, draft_s: float, num_steps: int) -> Round:
@@ -188,8 +193,9 @@ def _setting(
 def table(found: Sequence[Setting]) -> str:
     """Return the settings as a Markdown table."""
     lines = [
-        "| batch | drafts | tokens/s | × plain | formula | v = 1 | tokens per round | theory | c | v | α by position |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| batch | drafts | tokens/s | × plain | formula | v = 1 | tokens per round | theory | c | v | α by position "
+        "| first round |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in found:
         cells: list[Any] = [each.batch, each.name, f"{each.tokens_per_s:.0f}", f"{each.speedup:.2f}"]
@@ -206,6 +212,7 @@ def table(found: Sequence[Setting]) -> str:
         else:
             cells += ["", "", f"{each.tokens_per_round:.2f}", "", "", ""]
         cells.append(" ".join(f"{alpha:.2f}" for alpha in each.alphas))
+        cells.append("" if each.first_speedup is None else f"{each.first_speedup:.2f}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 

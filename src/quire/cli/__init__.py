@@ -231,12 +231,24 @@ def doctor(
         int, typer.Option(help="Say where the ranks would run. As quire serve takes it.", min=1)
     ] = 1,
     pipeline_parallel_size: Annotated[int, typer.Option(help="The same, with stages.", min=1)] = 1,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a running server: say where its ranks are and what each does.", show_default=False
+        ),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key of that server.", show_default=False)] = None,
 ) -> None:
     """Say what this machine has and what to install; with a model, what it is held in and its bytes; or check one."""
     if check is not None:
         from quire.cli.check_model import check_model
 
         raise typer.Exit(check_model(check))
+    if server is not None:
+        from quire.cli.doctor_server import server as of_server
+
+        of_server(server, api_key)
+        return
     if tensor_parallel_size * pipeline_parallel_size > 1:
         from quire.cli.doctor import ranks
 

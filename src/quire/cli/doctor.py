@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire import __version__
+from quire.cores import numa_nodes, usable_cpus, withheld_cores
 from quire.device import (
     FP8_CAPABILITY,
     cpu_features,
@@ -18,11 +19,8 @@ from quire.device import (
     find_gpu,
     gpu_problem,
     is_built,
-    numa_nodes,
     slow_kernels,
     unused_levels,
-    usable_cpus,
-    withheld_cores,
 )
 from quire.executor.rank_processes import cores_of
 from quire.parallel.segment import segment_bytes

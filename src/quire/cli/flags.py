@@ -220,6 +220,7 @@ class PlanArgs:
     count: int = 1
     cpu: bool = False
     split: str | None = None
+    profile: str | None = None
     price: float | None = None
     watts: float | None = None
     purchase: float | None = None

@@ -32,7 +32,9 @@ from quire.plan.estimate import Load
 from quire.plan.explain import explain
 from quire.plan.explain_line import Line
 from quire.plan.hardware import GIB, Hardware, Price, find_hardware, this_machine
+from quire.plan.links import Links
 from quire.plan.presets import preset_of
+from quire.plan.profile import load_profile
 from quire.plan.roofline import IDEAL, efficiencies
 from quire.plan.split import PRECISIONS
 from quire.sim.search import SHARE, Found, Search
@@ -89,7 +91,17 @@ def question_of(asked: PlanArgs) -> Question:
         objective=asked.objective,
         split=parse_split(asked.split, spec, asked.count) if asked.split else None,
         draft=draft_of(asked.draft) if asked.draft else None,
+        links=_links(asked.profile, hardware) if asked.profile else None,
     )
+
+
+def _links(path: str, hardware: Hardware) -> Links:
+    links = load_profile(Path(path)).links
+    if links is None:
+        raise ConfigError(f"--profile {path!r} has no links: `quire profile --parallel` measures them")
+    if hardware.kind != "cpu":
+        raise ConfigError(f"--profile {path!r} has links between CPU ranks, and {hardware.name} is no CPU")
+    return links
 
 
 def draft_of(text: str) -> Draft:

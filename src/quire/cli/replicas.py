@@ -18,7 +18,7 @@ from typing import Any
 
 from quire.args import ServerArgs, flag_name
 from quire.cli.gateway import batches
-from quire.device import core_groups, usable_cpus
+from quire.cores import core_groups
 from quire.errors import ConfigError
 from quire.executor.child_process import child_environment
 from quire.gateway.config import GatewayArgs, GatewayConfig
@@ -68,7 +68,7 @@ def serve_replicas(settings: dict[str, Any], args: ServerArgs, num: int) -> int:
     if not any(name in shared for name in MEMORY):
         shared["gpu_memory_utilization"] = round(_MEMORY_SHARE / num, 4)
     shared |= {"host": "127.0.0.1", "port": 0, "api_key": key, "gateway_key": key}
-    replicas = Replicas(shared, core_groups(sorted(usable_cpus()), num), args.max_restarts)
+    replicas = Replicas(shared, core_groups(num), args.max_restarts)
     status = run_gateway(
         GatewayConfig(server=gateway_args(args, key)), beside=replicas.running, extend=batches
     )

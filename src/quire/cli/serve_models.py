@@ -19,7 +19,8 @@ from quire.cli.flags import ON_DEMAND, pick
 from quire.cli.gateway import batches
 from quire.cli.replicas import MEMORY, OWN, REFUSED, STOP_S, as_toml, gateway_args, start_server
 from quire.config import DeviceInfo
-from quire.device import detect_device, usable_cpus
+from quire.cores import usable_cpus
+from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.errors import ConfigError, ModelLoadError, nearest
 from quire.gateway.config import GatewayConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.args import EngineArgs, make_args
-from quire.config import DeviceInfo, EngineConfig
+from quire.config import MAX_DRAFTS, DeviceInfo, EngineConfig
 from quire.engine.adapters import AdapterRegistry, read_adapters
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
@@ -294,23 +294,36 @@ METHODS = {
 }
 
 
+# Keys of vLLM's speculative_config that change no answer.
+UNUSED = (
+    "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size", "disable_logprobs", "disable_mqa_scorer",
+    "disable_padded_drafter_batch", "enforce_eager",
+)  # fmt: skip
+
+
 def speculation_of(config: Any) -> dict[str, Any]:
     """Return our keywords for vLLM's ``speculative_config``.
 
-    Its ``prompt_lookup_min`` and ``prompt_lookup_max`` have no effect: a suffix of any length is found.
+    The keys of `UNUSED` have no effect: a suffix of any length is found, and the number of drafts follows the load.
 
     Raises:
-        ConfigError: a field is unknown, or the method is not one that is here.
+        ConfigError: a field is unknown or wrong, or the method is not one that is here.
     """
-    known = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
-    if not isinstance(config, Mapping) or not set(config) <= set(known):
-        raise ConfigError(f"LLM: speculative_config = {config!r} must be a dict with {', '.join(known)}")
-    method, model = config.get("method"), config.get("model")
+    known = ("method", "model", "num_speculative_tokens", *UNUSED)
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"speculative_config = {config!r} must be a dict with {', '.join(known)}")
+    if unknown := [key for key in config if key not in known]:
+        raise ConfigError(f"speculative_config has the key {unknown[0]!r}; allowed: {', '.join(known)}")
+    method, model, count = config.get("method"), config.get("model"), config.get("num_speculative_tokens")
     if (method is not None and method not in METHODS) or (method is None and model is None):
-        raise ConfigError(f"LLM: speculative_config: method = {method!r} must be one of {', '.join(METHODS)}")
+        raise ConfigError(f"speculative_config: method = {method!r} must be one of {', '.join(METHODS)}")
+    if count not in (None, "auto", *range(1, MAX_DRAFTS + 1)) or isinstance(count, bool):
+        raise ConfigError(
+            f"speculative_config: num_speculative_tokens = {count!r} must be 'auto' or a number in 1…{MAX_DRAFTS}"
+        )
     found: dict[str, Any] = {} if method is None else {"speculate": METHODS[method]}
     if model is not None and found.get("speculate") not in ("ngram", "mtp"):
         found["draft_model"] = model
-    if "num_speculative_tokens" in config:
-        found["spec_tokens"] = config["num_speculative_tokens"]
+    if count is not None:
+        found["spec_tokens"] = count
     return found

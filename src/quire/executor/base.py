@@ -18,6 +18,8 @@ class RankLoaded(NamedTuple):
     kernels: str  # in words
     weight_bytes: int
     load_s: float
+    host: str
+    num_cores: int  # that it may use
 
 
 class Executor(Protocol):

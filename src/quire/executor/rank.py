@@ -1,11 +1,12 @@
-"""A rank's process: ``python -m quire.executor.rank RANK CHANNEL LIFE BEFORE AFTER STORE``.
+"""A rank's process: ``python -m quire.executor.rank RANK MEMORY CHANNEL LIFE BEFORE AFTER STORE``.
 
 It loads its part of the model and computes every plan that the executor sends. The answering rank samples and answers;
 the others are told with a later plan what it sampled. Whatever is no fault of the plan itself ends the process, and
 with it the group: other ranks may wait for this one in the middle of a step.
 
-Its arguments are descriptors of sockets; BEFORE and AFTER lead to the stages beside it, and STORE listens for the ranks
-on other nodes; −1: there is none. The process ends when its end of LIFE closes, whatever it computes.
+MEMORY is the name of the node's shared memory, or empty. The others are descriptors of sockets: BEFORE and AFTER lead
+to the stages beside it, and STORE listens for the ranks on other nodes; −1: there is none. The process ends when its
+end of LIFE closes, whatever it computes.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from setproctitle import setproctitle
 
 from quire.clock import WallClock
 from quire.config import EngineConfig
+from quire.cores import usable_cpus
 from quire.errors import ModelLoadError, QuireError, StepError
 from quire.executor.base import RankLoaded, failed
 from quire.executor.child_process import PrefixedStream, wake_at_parents_end
@@ -53,7 +56,7 @@ from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
 from quire.models.loader import iter_weights
 from quire.parallel.placement import place
-from quire.parallel.segment import Segment
+from quire.parallel.segment import Segment, remove
 from quire.parallel.shard import shard
 from quire.runner.expert_balance import ExpertBalancer
 from quire.runner.memory import keep_freed_memory, torch_dtype
@@ -66,12 +69,13 @@ from quire.step import SeqTold, StepPlan, StepResult
 
 def main(argv: list[str]) -> None:
     """Run until the executor goes away, or a step fails for another reason than its plan."""
-    rank, channel_fd, life_fd, *links = map(int, argv[1:7])
+    rank, memory = int(argv[1]), argv[2]
+    channel_fd, life_fd, *links = map(int, argv[3:8])
     setproctitle(f"quire: rank {rank}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # for the server to handle: it drains
     wake_at_parents_end()
-    threading.Thread(target=_end_with_parent, args=(life_fd,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(life_fd, memory), daemon=True).start()
     stderr = sys.stderr
     faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True)
     sys.stderr = sys.stdout = PrefixedStream(stderr, f"rank {rank}")
@@ -114,17 +118,19 @@ class RankLoop:
         before, after, store = links
         self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
         groups = _groups(boot, store)
-        self._sent = groups.sent
+        self._groups = groups
         tp = tensor_parallel(groups, mine)
         runner = partial(
             ModelRunner, tp=tp, cp=context_parallel(groups, mine, config.cache.block_size),
-            links=self._links, samples=self._answers, sent=groups.sent,
+            links=self._links, samples=self._answers,
         )  # fmt: skip
         weights = iter_weights(model, dtype, cuts=mine.cuts)
-        self.worker = Worker(
-            rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine,
-            all_of=lambda fine: self._links.all_of(groups.all_of(fine)),
-        )  # fmt: skip
+        weight_bytes = mine.weight_bytes(model.dtype, model.formats)
+        with _in_memory(weight_bytes):
+            self.worker = Worker(
+                rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine,
+                all_of=lambda fine: self._links.all_of(groups.all_of(fine)),
+            )  # fmt: skip
         self._balancer: ExpertBalancer | None = None
         if config.experts is not None:
             self._balancer = ExpertBalancer(
@@ -132,10 +138,10 @@ class RankLoop:
                 partial(self._report, mine.layers.start, is_first=mine.at.ep == 0),
             )  # fmt: skip
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
-        weight_bytes = mine.weight_bytes(model.dtype, model.formats)
         loaded = RankLoaded(
-            boot.rank, os.getpid(), in_words(config.runner), weight_bytes, clock.now() - start_s
-        )
+            boot.rank, os.getpid(), in_words(config.runner), weight_bytes, clock.now() - start_s,
+            socket.gethostname(), len(usable_cpus()),
+        )  # fmt: skip
         channel.send(encode(loaded))
 
     def run(self) -> None:
@@ -153,8 +159,8 @@ class RankLoop:
                 self._out.append(self._launch(message.plan))
             self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
             self._num_steps += 1
-            sent = self._links.num_bytes_sent + round(self._sent.total)
-            counts = RankCounts(self._busy_s, self._num_steps, sent)
+            sent = self._links.num_bytes_sent + self._groups.bytes_sent
+            counts = RankCounts(self._busy_s, self._num_steps, sent, _peak_bytes())
             self._channel.send(encode(counts))
             if self._answers:
                 self._channel.send(encode(answer))
@@ -202,6 +208,11 @@ class RankLoop:
             self.worker.settle(launched, {each.seq_id: each for each in told.seqs})
 
 
+def _peak_bytes() -> int:
+    """Return the resident memory of this process at its largest."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def _num_nodes(config: EngineConfig) -> int:
     """Return over how many nodes the experts lie: machines, or memory nodes of this one."""
     machines = 1 if config.ray is None else place(config.topology, config.ray.nodes).num_nodes("ep")
@@ -216,8 +227,22 @@ def _groups(boot: RankBoot, store: socket.socket | None) -> Collectives:
         found = attach(Segment.attach(boot.memory, topology), boot.rank, without=crossing)
     if meeting is None:
         return found
-    across = connect(meeting, topology, boot.rank, store, found.sent)
-    return Collectives({**found.groups, **across}, found.sent)
+    across = connect(meeting, topology, boot.rank, store)
+    return Collectives({**found.groups, **across})
+
+
+@contextlib.contextmanager
+def _in_memory(weight_bytes: int) -> Iterator[None]:
+    """Make one line of what Python, torch and the system raise where memory does not suffice."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+            raise
+        raise ModelLoadError(
+            f"it ran out of memory on {socket.gethostname()} while it loaded its {weight_bytes / 2**30:.2f} GiB of "
+            "weights: give more ranks or nodes, or hold them in a smaller format (--quantize)"
+        ) from error
 
 
 def _check_checkpoint(path: Path, expected: str) -> None:
@@ -237,8 +262,10 @@ def _fail(channel: Channel, error: Exception) -> None:
     raise SystemExit(1)
 
 
-def _end_with_parent(life_fd: int) -> None:
-    socket.socket(fileno=life_fd).recv(1)
+def _end_with_parent(life_fd: int, memory: str) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket(fileno=life_fd).recv(1)
+    remove(memory)  # the parent may have been killed before it could
     os._exit(0)
 
 

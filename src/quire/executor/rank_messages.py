@@ -71,6 +71,7 @@ class RankCounts(NamedTuple):
     busy_s: float = 0.0  # in which it computed, without waiting for another stage
     num_steps: int = 0
     bytes_sent: int = 0  # to other ranks: collectives, and the next stage
+    peak_bytes: int = 0  # of resident memory
 
 
 class Answer(NamedTuple):

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
-from quire.device import core_groups, numa_nodes, usable_cpus
+from quire.cores import core_groups, numa_nodes, usable_cpus
 from quire.errors import EngineDeadError
 from quire.executor.child_process import child_environment
 from quire.executor.rank_group import RankGroup, RankHandle
 from quire.executor.rank_messages import Channel
 from quire.parallel.placement import Meeting
-from quire.parallel.segment import Segment, remove
+from quire.parallel.segment import Segment, remove, slot_bytes_of
 from quire.parallel.topology import Topology
 
 
@@ -65,7 +65,7 @@ def start_here(config: EngineConfig) -> RankGroup:
     """Start the ranks of ``config`` on this machine. Raises as `RankGroup`."""
     ranks: list[RankHandle] = []
     cores = cores_of(config.topology.world_size, config.runner.num_threads)
-    memory = make_memory(config.topology)
+    memory = make_memory(config.topology, slot_bytes_of(config.model.spec, config.topology))
     links = _links(config.topology)
     try:
         for number, ends in enumerate(links):
@@ -84,8 +84,10 @@ def start_here(config: EngineConfig) -> RankGroup:
     return group
 
 
-def make_memory(topology: Topology) -> str:
+def make_memory(topology: Topology, slot_bytes: int) -> str:
     """Make the shared memory of the ranks of one machine; return its name, empty where they need none.
+
+    ``slot_bytes``: as `slot_bytes_of` says.
 
     Raises:
         ConfigError: /dev/shm has too little room.
@@ -93,7 +95,7 @@ def make_memory(topology: Topology) -> str:
     if topology.per_stage == 1:
         return ""
     name = f"quire-{os.getpid()}-{secrets.token_hex(4)}"
-    Segment.create(name, topology)
+    Segment.create(name, topology, slot_bytes)
     return name
 
 
@@ -104,7 +106,7 @@ def _start(
     life, their_life = socket.socketpair()
     with theirs, their_life:
         try:
-            popen = start_process(number, [theirs, their_life, *links, None])
+            popen = start_process(number, memory, [theirs, their_life, *links, None])
         except OSError:
             channel.close()
             life.close()
@@ -112,11 +114,13 @@ def _start(
     return LocalRank(number, Channel(channel), life, cores, memory, popen)
 
 
-def start_process(number: int, sockets: Sequence[socket.socket | None]) -> subprocess.Popen[bytes]:
+def start_process(
+    number: int, memory: str, sockets: Sequence[socket.socket | None]
+) -> subprocess.Popen[bytes]:
     """Start a rank's process with the sockets that `quire.executor.rank` names, in its order; None: there is none."""
     fds = [-1 if end is None else end.fileno() for end in sockets]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "quire.executor.rank", str(number), *map(str, fds)],
+        [sys.executable, "-P", "-m", "quire.executor.rank", str(number), memory, *map(str, fds)],
         stdin=subprocess.DEVNULL,
         stdout=2,  # a library's prints must not mix with this process's output
         pass_fds=[fd for fd in fds if fd >= 0],
@@ -142,8 +146,7 @@ def cores_of(world: int, num_threads: int) -> list[tuple[int, ...]]:
     None where a rank would have more threads than cores.
     """
     nodes = numa_nodes()
-    cores = sorted(usable_cpus())
-    groups = nodes if len(nodes) == world else core_groups(cores, world)
-    if len(cores) < world or any(len(group) < num_threads for group in groups):
+    groups = nodes if len(nodes) == world else core_groups(world)
+    if len(usable_cpus()) < world or any(len(group) < num_threads for group in groups):
         return [()] * world
     return [tuple(sorted(group)) for group in groups]

@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.executor.rank_group import RankGroup
 from quire.executor.rank_messages import RankStep, Told, encode
 from quire.executor.rank_processes import start_here
-from quire.metrics.engine_stats import RankStats
+from quire.metrics.engine_stats import RankAbout, RankStats
 from quire.metrics.log import Log
 from quire.step import StepPlan, StepResult
 
@@ -40,6 +40,16 @@ class RanksExecutor:
         self._told: list[Told] = []
         self._group = start(config)
         self.loaded = self._group.loaded
+        self._about = tuple(
+            RankAbout(
+                each.host,
+                each.pid,
+                config.topology.coordinates(each.rank).pp,
+                each.num_cores,
+                each.weight_bytes,
+            )
+            for each in self.loaded
+        )
         self._clock = clock or WallClock()
         self._num_out, self._out_since_s, self._out_s = 0, 0.0, 0.0
 
@@ -76,6 +86,8 @@ class RanksExecutor:
             tuple(each.bytes_sent for each in counts),
             tuple(load for _, load in sorted(self._group.experts.items())),
             self._group.num_moved,
+            self._about,
+            tuple(each.peak_bytes for each in counts),
         )
 
     def close(self) -> None:

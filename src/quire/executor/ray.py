@@ -29,7 +29,7 @@ from quire.metrics.log import Log
 from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
 from quire.parallel.placement import Meeting, Placement, place
-from quire.parallel.segment import remove
+from quire.parallel.segment import remove, slot_bytes_of
 from quire.parallel.topology import Topology
 
 _PLACING_S = 60.0  # for the cluster to find room
@@ -76,9 +76,9 @@ class RayRank:
         self._store = socket.create_server(("", 0))
         return int(self._store.getsockname()[1])
 
-    def make_memory(self, topology: Topology) -> str:
+    def make_memory(self, topology: Topology, slot_bytes: int) -> str:
         """Make the shared memory of the node; see `quire.executor.rank_processes.make_memory`."""
-        self._memory = make_memory(topology)
+        self._memory = make_memory(topology, slot_bytes)
         return self._memory
 
     def remove_memory(self) -> None:
@@ -96,7 +96,7 @@ class RayRank:
                 if end is not None:
                     ends.enter_context(end)
             self._listener.close()
-            self._process = start_process(self._number, sockets)
+            self._process = start_process(self._number, self._memory, sockets)
         return self._process.pid
 
     def wait(self) -> int:
@@ -171,7 +171,7 @@ class RemoteRank:
     def fate(self) -> str:
         status = self.ended()
         if status is None:
-            return "closed its connection"
+            return "closed its connection: it has ended, or its node has left"
         return (
             f"was killed by signal {-status}, or its node has left"
             if status < 0
@@ -210,7 +210,7 @@ def start_on_ray(config: EngineConfig) -> RankGroup:
         for number in range(topology.world_size):
             where = strategy(group, placement_group_bundle_index=placement.bundle_of(number))
             actors.append(kind.options(scheduling_strategy=where).remote(number, token))
-        ranks = _started(ray, actors, placement, token)
+        ranks = _started(ray, actors, placement, slot_bytes_of(config.model.spec, topology), token)
     except Exception as error:
         clean_up()
         if isinstance(error, ray.exceptions.RayError | OSError):
@@ -279,12 +279,14 @@ def _placed(ray: Any, config: EngineConfig, placement: Placement) -> Any:
     return group
 
 
-def _started(ray: Any, actors: list[Any], placement: Placement, token: bytes) -> list[RankHandle]:
+def _started(
+    ray: Any, actors: list[Any], placement: Placement, slot_bytes: int, token: bytes
+) -> list[RankHandle]:
     infos, topology = _infos(ray, actors), placement.topology
     memories = [""] * placement.num_bundles
     if placement.shares_memory:
         firsts = actors[:: placement.per_bundle]
-        memories = ray.get([actor.make_memory.remote(topology) for actor in firsts])
+        memories = ray.get([actor.make_memory.remote(topology, slot_bytes) for actor in firsts])
     meetings = _meetings(ray, actors, infos, placement)
     host = ray.util.get_node_ip_address()
     with socket.create_server(("", 0)) as listener:

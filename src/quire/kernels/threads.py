@@ -17,6 +17,13 @@ from contextlib import contextmanager
 
 import torch
 
+from quire.cores import thread_cpus
+
+try:
+    from quire import _native as native
+except ImportError:
+    native = None  # type: ignore[assignment]
+
 _one_at_a_time = threading.Lock()  # MKL's number of threads is the process's, so two engines take turns
 _chosen = 0  # 0: not chosen, so torch's number counts
 
@@ -27,6 +34,8 @@ def choose_threads(num_threads: int, *, torch_is_heavy: bool) -> None:
     assert num_threads >= 1
     torch.set_num_threads(num_threads if torch_is_heavy else 1)
     _chosen = 0 if torch_is_heavy else num_threads
+    if native is not None:
+        native.place_threads(thread_cpus())
 
 
 def num_native_threads() -> int:

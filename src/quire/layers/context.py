@@ -48,7 +48,7 @@ class ContextParallel:
     def gather(self, x: Tensor, num_tokens: int) -> Tensor:
         """``x [own rows, size]`` of each rank → ``[num_tokens, size]``."""
         width = x.shape[1]
-        return self.group.all_gather(x, width * self.group.size).view(-1, width)[:num_tokens]
+        return self.group.all_gather(x).view(-1, width)[:num_tokens]
 
     def exchange(self, x: Tensor) -> Tensor:
         """``x [num_tokens, size]`` of each rank → this rank's rows of all: ``[own rows, ranks · size]``."""
@@ -78,5 +78,5 @@ class StripedAttention:
         """As `attention`; where the rows are ``divided``, the result has this rank's alone."""
         ranks, heads = self._cp.group.size, q.shape[1]
         part = self._partial(q, kv, batch, shape).flatten(1)
-        parts = self._cp.exchange(part) if divided else self._cp.group.all_gather(part, ranks * part.shape[1])
+        parts = self._cp.exchange(part) if divided else self._cp.group.all_gather(part)
         return self._merge(parts.view(parts.shape[0], ranks, heads, -1), sinks, q.dtype)

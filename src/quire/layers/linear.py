@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from quire.kernels.collective import Group
+from quire.kernels.collective import Group, parts_of
 from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty, read_rows, write_bias
 from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
 from quire.kernels.pointwise import local_ids, scale_rows, take_rows
 from quire.kernels.workspace import empty
 from quire.layers.weights import WHOLE, Build, Stage, WeightLoader, copy_into, write_weight
 from quire.weight_format import PLAIN, WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Ranks that have parts of the inputs of a matrix, and of its outputs: where the columns of each begin."""
+
+    group: Group
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 class Linear:
@@ -28,13 +37,13 @@ class Linear:
 
     def __init__(
         self, parts: Mapping[str, int], in_features: int, build: Build, *, bias: bool = False,
-        reduce: Group | None = None, gather: Group | None = None, gathered: int = 0,
+        reduce: Group | None = None, gather: Gathered | None = None,
     ) -> None:  # fmt: skip
         """``reduce``: ranks that have the other inputs of the matrix; their partial sums are added.
 
-        ``gather``: ranks that have parts of the input and the other outputs; all get the ``gathered`` outputs.
+        ``gather``: ranks that have parts of the input, and the other outputs of the matrix; all get all outputs.
         """
-        self._reduce, self._gather, self._gathered = reduce, gather, gathered
+        self._reduce, self._gather = reduce, gather
         self.parts = dict(parts)
         self._in_features = in_features
         self._dtype = build.dtype
@@ -58,6 +67,11 @@ class Linear:
         """The matrix of a linear with one format."""
         assert len(self.segments) == 1, [each.format for each in self.segments]
         return self.segments[0]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the input comes in parts from several ranks."""
+        return self._gather is not None
 
     @property
     def reads(self) -> WeightFormat:
@@ -91,7 +105,7 @@ class Linear:
         """
         if self._gather is not None:
             assert isinstance(x, Tensor)
-            x = self._gather.all_gather(x, self._in_features)
+            x = self._gather.group.all_gather(x, self._gather.inputs)
         if self._reduce is not None and self.lora is None:
             return self._reduce.all_reduce(self._base(x, torch.float32), out_dtype or x.dtype)
         y = self._base(x, out_dtype)
@@ -99,7 +113,7 @@ class Linear:
             assert isinstance(x, Tensor)
             add_lora(x, y, self.lora, adapters)
         if self._gather is not None:
-            return self._gather.all_gather(y, self._gathered)
+            return self._gather.group.all_gather(y, self._gather.outputs)
         return y if self._reduce is None else self._reduce.all_reduce(y, y.dtype)
 
     def _base(self, x: Tensor | QuantizedRows, out_dtype: torch.dtype | None) -> Tensor:
@@ -126,7 +140,12 @@ def completing(
     """
     rows, columns = build.shapes.get(f"{name}.weight", (out_features, in_features))
     if rows < out_features:
-        return Linear({name: rows}, columns, build, bias=bias, gather=build.ep_group, gathered=out_features)
+        assert build.ep_group is not None
+        gather = Gathered(
+            build.ep_group, parts_of(build.ep_group, in_features), parts_of(build.ep_group, rows)
+        )
+        assert (gather.inputs[-1], gather.outputs[-1]) == (columns, out_features), (name, gather)
+        return Linear({name: rows}, columns, build, bias=bias, gather=gather)
     return Linear(
         {name: out_features}, in_features, build, bias=bias, reduce=None if whole else build.tp_group
     )
@@ -152,7 +171,7 @@ class Embedding:
         stage: Stage = WHOLE,
     ) -> None:
         """``stage``: the first one has the table, the last one the output matrix."""
-        self._tp, self._vocab_size = build.tp, vocab_size
+        self._tp = build.tp
         if build.tp is not None:
             vocab_size = build.tp.shard.max_vocab + 1
         self._local_ids = build.of(local_ids)
@@ -207,4 +226,5 @@ class Embedding:
         logits = self._head(hidden, out_dtype=torch.float32)
         if self._tp is None:
             return logits
-        return self._tp.group.all_gather(logits[:, : self._tp.shard.max_vocab], self._vocab_size)
+        held = self._tp.shard
+        return self._tp.group.all_gather(logits[:, : len(held.vocab)], held.vocab_begins)

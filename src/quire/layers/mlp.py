@@ -29,7 +29,6 @@ class Mlp:
         """``inter``: the intermediate size."""
         self._gate_up = Linear({"gate": inter, "up": inter}, hidden_size, build, bias=bias)
         self._down = completing("down", hidden_size, inter, build, bias=bias)
-        self._is_gathered = build.ep_group is not None  # rows of other ranks come before int8 rows are made
         self._activation = activation
         self._gated = build.of(gated)
         self._gated_to_int8 = build.of(gated_to_int8)
@@ -48,9 +47,8 @@ class Mlp:
     def __call__(self, x: Tensor | QuantizedRows, adapters: AdapterRows | None = None) -> Tensor:
         """``[num_tokens, hidden_size]`` → the same shape."""
         gate_up = self._gate_up(x, adapters)
-        if (
-            self._down.reads.kind in ("int8", "int4") and not self._is_gathered
-        ):  # `linear` itself makes fp8 rows
+        # `linear` itself makes fp8 rows, and int8 rows of what several ranks have parts of.
+        if self._down.reads.kind in ("int8", "int4") and not self._down.gathers:
             group = self._down.reads.group
             return self._down(self._gated_to_int8(gate_up, self._activation, group))
         return self._down(self._gated(gate_up, self._activation), adapters)

@@ -10,7 +10,7 @@ from quire.models.checkpoint import spec_of
 from quire.modelspec import ModelSpec
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
-from quire.plan.collectives import collective_bytes
+from quire.parallel.traffic import sent
 from quire.plan.hardware import GIB, find_hardware
 from quire.plan.laws import bubble
 from quire.plan.roofline import Roofline, efficiencies, work_of
@@ -46,7 +46,7 @@ def draw(
         name = f"EP{split.ep} with DP attention" if split.attention_dp > 1 else str(split)
         share = max(1, batch // split.dp)
         decode, prefill = steps.parts(decode_step(share, prompt)), steps.parts(prefill_step(prompt))
-        moved = sum(n * size for n, size, _ in steps.link_uses(share / split.attention_dp).values())
+        moved = sum(each.total_bytes for each in steps.link_uses(*2 * (share / split.attention_dp,)))
         waits = bubble(split.pp, microbatches)
         fits = "yes" if memory.fits else "no"
         rows.append((name, memory.weights / GIB, fits, memory.max_requests * split.dp, moved / 1e6,
@@ -82,7 +82,7 @@ def draw(
 
 
 def _per_layer(spec: ModelSpec, count: int) -> float:
-    return 2 * collective_bytes("all_reduce", count, spec.hidden_size * ACTIVATION_BYTES)
+    return 2 * sent("all_reduce", spec.hidden_size, count, ACTIVATION_BYTES, ACTIVATION_BYTES, "ring")
 
 
 def _ranks(spec: ModelSpec, count: int) -> Grid:

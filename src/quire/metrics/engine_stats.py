@@ -78,6 +78,16 @@ class LayerLoad(NamedTuple):
     num_moved: int
 
 
+class RankAbout(NamedTuple):
+    """Where a rank runs, and what it holds."""
+
+    host: str
+    pid: int
+    stage: int
+    num_cores: int  # that it may use
+    weight_bytes: int
+
+
 class RankStats(NamedTuple):
     """The ranks of an engine whose model is cut over several processes."""
 
@@ -86,6 +96,8 @@ class RankStats(NamedTuple):
     bytes_sent: tuple[int, ...] = ()  # by each rank to the others
     experts: tuple[LayerLoad, ...] = ()  # of the last interval, where whole experts lie on ranks
     num_moved: int = 0  # experts, since the start
+    about: tuple[RankAbout, ...] = ()
+    peak_bytes: tuple[int, ...] = ()  # resident memory of each rank at its largest
 
     @property
     def busy_shares(self) -> tuple[float, ...]:
@@ -114,7 +126,9 @@ class EngineStats:
     num_idle_blocks: int = 0  # in the prefix tree and nowhere else: available on demand
     num_peak_blocks: int = 0  # held by sequences or steps at most, since the start
     ttft: TtftStats = TtftStats()
+    num_chosen_drafts: int = 0  # per sequence and step, of mean acceptance
     draft_gain: float = 1.0  # tokens per second with drafts over those without, as predicted
+    measured_draft_gain: float = 0.0  # the same as measured; 0: not known
     ranks: RankStats = field(default_factory=RankStats)
     # Counters
     num_steps: int = 0

@@ -144,16 +144,25 @@ class ServerMetrics:
         )
         bubbles.add_metric(self._values, ranks.bubbles)
         yield bubbles
-        busy = CounterMetricFamily(
-            "quire:rank_busy_seconds", "Time in which a rank computed.", labels=[*self._labels, "rank"]
-        )
-        sent = CounterMetricFamily(
-            "quire:rank_bytes_sent", "Bytes from a rank to the others.", labels=[*self._labels, "rank"]
-        )
-        for rank, (busy_s, num_bytes) in enumerate(zip(ranks.busy_s, ranks.bytes_sent, strict=True)):
-            busy.add_metric([*self._values, str(rank)], busy_s)
-            sent.add_metric([*self._values, str(rank)], num_bytes)
-        yield from (busy, sent)
+        counters = {
+            "quire:rank_busy_seconds": ("Time in which a rank computed.", ranks.busy_s),
+            "quire:rank_bytes_sent": ("Bytes from a rank to the others.", ranks.bytes_sent),
+        }
+        gauges = {
+            "quire:rank_weight_bytes": ("Weights of a rank.", [each.weight_bytes for each in ranks.about]),
+            "quire:rank_peak_memory_bytes": ("Resident memory of a rank at its largest.", ranks.peak_bytes),
+        }
+        for kind, table in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
+            for name, (text, values) in table.items():
+                family = kind(name, text, labels=[*self._labels, "rank"])
+                for rank, value in enumerate(values):
+                    family.add_metric([*self._values, str(rank)], value)
+                yield family
+        names = ("rank", "host", "pid", "stage", "cores")
+        info = GaugeMetricFamily("quire:rank_info", "Where a rank runs.", labels=[*self._labels, *names])
+        for rank, at in enumerate(ranks.about):
+            info.add_metric([*self._values, *map(str, (rank, at.host, at.pid, at.stage, at.num_cores))], 1.0)
+        yield info
         if ranks.experts:
             yield from self._of_experts(ranks)
 

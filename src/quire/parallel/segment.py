@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ConfigError, StepError
+from quire.modelspec import ModelSpec
+from quire.parallel.shard import shard
 from quire.parallel.topology import AXES, Axis, Topology
 
 SLOT_BYTES = 1 << 20  # longer messages go in pieces, while they are still in the caches
@@ -41,10 +43,24 @@ class Lanes:
 
 
 def segment_bytes(topology: Topology, slot_bytes: int = SLOT_BYTES) -> int:
-    """Return the bytes of the segment; whatever the model and the step."""
+    """Return the bytes of the segment; whatever the step."""
     axes: int = sum(getattr(topology, axis) > 1 for axis in AXES)
     num_slots = 2 * axes * topology.world_size
     return _slots_at(topology) + num_slots * slot_bytes
+
+
+def slot_bytes_of(spec: ModelSpec, topology: Topology) -> int:
+    """Return the size of a slot in which every row of the model that ranks exchange has room: whole MiB."""
+    longest = 0
+    for rank in range(topology.world_size):
+        mine, cp = shard(spec, topology, rank), topology.cp
+        sizes = [spec.hidden_size, mine.max_vocab if topology.tp * topology.ep > 1 else 0]
+        if cp > 1:  # a row's partial results for all ranks (MLA: of the latent size); q, k and v side by side
+            for a in (layer.attention for layer in mine.spec.layers):
+                size = a.kv_lora_rank if a.is_mla else a.v_head_dim
+                sizes += [cp * a.num_heads * (size + 2), (a.num_heads + 2 * a.num_kv_heads) * a.head_dim]
+        longest = max(longest, 4 * max(sizes))  # fp32
+    return max(1, -(-longest // SLOT_BYTES)) * SLOT_BYTES
 
 
 def lanes_of(topology: Topology, rank: int, axis: Axis, slot_bytes: int = SLOT_BYTES) -> Lanes:

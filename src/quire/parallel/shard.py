@@ -8,8 +8,7 @@ norms, routers, MLA's latent projections and its cache; all of attention where o
 Columns are cut at multiples of a quantization group, so that no group lies on two ranks.
 
 Over the ep axis no matrix is cut by columns: experts are whole, and ``o`` and ``down`` are cut by rows, with their
-inputs gathered before and their outputs after. Each number is then computed as on one rank. What does not divide evenly
-is on every rank.
+inputs gathered before and their outputs after. Each number is then computed as on one rank.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from quire.weight_format import PLAIN, WeightFormat
 Formats = Mapping[str, WeightFormat]
 INPUT_UNIT = 64  # inputs of a matrix that stay together where there are enough of them: a cache line of int8
 VOCAB_UNIT = 16  # rows of the vocabulary
+OUTPUT_UNIT = 16  # rows of a matrix whose results are gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,12 @@ class Shard:
     max_vocab: int  # rows of the rank that has the most
     cuts: Mapping[str, Cut]
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)  # of ``cuts``
+
+    @property
+    def vocab_begins(self) -> tuple[int, ...]:
+        """Where the rows of the vocabulary begin on each rank that shares a layer, and where the last ones end."""
+        ways, size = self.topology.tp * self.topology.ep, self.whole.vocab_size
+        return tuple(min(size, rank * self.max_vocab) for rank in range(ways + 1))
 
     @property
     def is_first(self) -> bool:
@@ -180,6 +186,7 @@ class _Cutter:
         assert topology.tp == 1 or topology.ep == 1, topology
         self._spec, self._topology, self._at, self._formats = spec, topology, at, formats
         self.ways, self.index = topology.tp * topology.ep, at.tp + at.ep  # parts of a layer, and which one
+        self._has_experts = any(layer.mlp.moe for layer in spec.layers)
         self.cuts: dict[str, Cut] = {}
 
     def layer(self, index: int, number: int) -> LayerSpec:
@@ -214,10 +221,10 @@ class _Cutter:
             return a, {}
         kv_heads = a.num_heads if a.is_mla else a.num_kv_heads
         if self._topology.ep > 1:
-            if not (self._divides(a.num_heads) and (kv_heads % self.ways == 0 or self.ways % kv_heads == 0)):
+            if self.ways > a.num_heads and self._has_experts:
                 return a, {}
             heads = Topology(tp=self.ways).heads_of(a.num_heads, kv_heads, self.index)
-            o: _Parts = (share(self._spec.hidden_size, self.ways, self.index), None, None)
+            o: _Parts = (self._outputs(), None, None)
         else:
             group = self._group(prefix + "attn.o.weight")
             heads = self._topology.heads_of(
@@ -230,9 +237,10 @@ class _Cutter:
         num_kv_heads = min(a.num_kv_heads, len(heads.kv)) if a.is_mla else len(heads.kv)
         return replace(a, num_heads=len(heads.queries), num_kv_heads=num_kv_heads), cuts
 
-    def _divides(self, size: int) -> bool:
-        """Whether a block of inner size ``size`` is cut evenly over the ep axis."""
-        return size % self.ways == 0 and self._spec.hidden_size % self.ways == 0
+    def _outputs(self) -> range:
+        """Return this rank's rows of the last matrix of a block, where these are gathered."""
+        hidden = self._spec.hidden_size
+        return share(hidden, self.ways, self.index, OUTPUT_UNIT if hidden >= self.ways * OUTPUT_UNIT else 1)
 
     def _mlp(self, mlp: MlpSpec, prefix: str) -> tuple[MlpSpec, dict[str, _Parts]]:
         if mlp.moe is None:
@@ -252,19 +260,14 @@ class _Cutter:
 
     def _dense(self, block: str, size: int, prefix: str) -> tuple[int, dict[str, _Parts]]:
         """Return this rank's part of the intermediate size ``size`` of a block, and its cuts."""
-        if self._topology.ep == 1:
-            inter = self._inner(size, f"{prefix}{block}down.weight")
-            return len(inter), _mlp_cuts(block, inter, inter, None)
-        if not self._divides(size):
-            return size, {}
-        inter = share(size, self.ways, self.index)
-        return len(inter), _mlp_cuts(
-            block, inter, None, None, share(self._spec.hidden_size, self.ways, self.index)
-        )
+        name, is_gathered = f"{prefix}{block}down.weight", self._topology.ep > 1
+        inter = self._inner(size, name, 1 if is_gathered else self._group(name))
+        columns, rows = (None, self._outputs()) if is_gathered else (inter, None)
+        return len(inter), _mlp_cuts(block, inter, columns, None, rows)
 
-    def _inner(self, size: int, name: str) -> range:
-        """Return this rank's part of an intermediate size."""
-        tp, group = self._topology.tp, self._group(name)
+    def _inner(self, size: int, name: str, group: int) -> range:
+        """Return this rank's part of an intermediate size, of which ``group`` must stay together."""
+        tp = self.ways
         unit = lcm(group, INPUT_UNIT)
         if size < 8 * tp * unit:  # coarse units would make the shares uneven
             unit = lcm(group, 2)
@@ -273,7 +276,7 @@ class _Cutter:
                 f"tensor_parallel_size = {tp}: {name} has {size} inputs in groups of {unit}; at most "
                 f"{-(-size // unit)} is allowed."
             )
-        return share(size, tp, self._at.tp, unit)
+        return share(size, tp, self.index, unit)
 
 
 _Parts = tuple[range | None, range | None, range | None]  # rows, columns, experts

@@ -8,7 +8,7 @@ so that the ranks that exchange the most bytes are next to each other. Along one
 
     tp   attention heads, rows and columns of matrices, rows of the vocabulary    (Megatron-LM, arXiv:1909.08053)
     cp   blocks of a sequence, striped: rank r holds the blocks i with i mod cp = r
-    ep   whole experts; heads and rows of all other matrices. Results are gathered, never added: its bits are one rank's
+    ep   as tp, but rows of every matrix, and whole experts. Results are gathered, never added: its bits are one rank's
     pp   layers; the first stage has the embedding, the last one the output matrix
 
 Shares are even to within one unit: sizes need not divide.
@@ -28,7 +28,7 @@ AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp")  # fastest first
 FIELDS: dict[Axis, str] = {
     "tp": "tensor_parallel_size",
     "cp": "context_parallel_size",
-    "ep": "expert_parallel_size",
+    "ep": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
 }
 MAX_RANKS = 1024

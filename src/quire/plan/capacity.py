@@ -25,6 +25,7 @@ from quire.plan.candidates import candidates, striped
 from quire.plan.draft import Draft, Drafting
 from quire.plan.estimate import Cost, Estimate, Load, Replica, cost_of
 from quire.plan.hardware import GIB, Hardware
+from quire.plan.links import Links
 from quire.plan.roofline import Efficiency, Roofline, work_of
 from quire.plan.split import MemoryPlan, Split, plan_memory
 from quire.workload.slo import Slo
@@ -219,18 +220,24 @@ class Question:
     objective: Objective = "throughput"
     split: Split | None = None  # the only one to consider; None: the best
     draft: Draft | None = None
+    links: Links | None = None  # measured between ranks of a machine; None: the table's bandwidth
 
     def replica(self, split: Split, memory: MemoryPlan) -> Replica:
         """Return one replica of ``split``."""
+        return Replica(
+            self.steps(split), self.max_running(split), self.max_num_batched_tokens, self._drafting(split)
+        )
+
+    def steps(self, split: Split) -> Roofline:
+        """Return the step times of one replica of ``split``."""
         work = work_of(self.spec, self.precision, self.kv_dtype, split)
-        steps = Roofline(work, self.hardware, self.efficiency)
-        return Replica(steps, self.max_running(split), self.max_num_batched_tokens, self._drafting(split))
+        return Roofline(work, self.hardware, self.efficiency, self.links)
 
     def _drafting(self, split: Split) -> Drafting | None:
         if self.draft is None or self.draft.spec is None:
             return Drafting(self.draft, None) if self.draft else None
         work = work_of(self.draft.spec, "bf16", self.kv_dtype, self.draft.split_under(split))
-        return Drafting(self.draft, Roofline(work, self.hardware, self.efficiency))
+        return Drafting(self.draft, Roofline(work, self.hardware, self.efficiency, self.links))
 
     def memory(self, split: Split, context: int | None = None) -> MemoryPlan:
         """Return the memory of one device of ``split``, with requests of ``context`` tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
+from quire.parallel.traffic import Kind
 from quire.plan.capacity import CapacityPlan, Option, Question
 from quire.plan.cost_model import StepFeatures, chunk_pairs
 from quire.plan.explain_line import Line, ms
@@ -19,10 +20,14 @@ from quire.plan.laws import (
     owned_per_hour,
     ridge_point,
 )
-from quire.plan.roofline import IDEAL, Roofline
+from quire.plan.roofline import IDEAL, LinkUse, Roofline
 
 BATCHES = (1, 8, 32, 128)
-LINKS = {"tp": "all-reduces", "ep": "exchanges of experts' rows", "cp": "exchanges of partial attention"}
+COLLECTIVES = {
+    "all_reduce": "all-reduce{s}", "all_gather": "gather{s}", "all_to_all": "exchange{s} of partial attention",
+    "gather_parts": "exchange{s} of experts' results", "dispatch": "exchange{s} of experts' rows",
+    "send": "send{s} to the next stage",
+}  # fmt: skip
 
 
 def limits(plan: CapacityPlan) -> list[Line]:
@@ -90,14 +95,28 @@ def _links(plan: CapacityPlan, steps: Roofline, running: int) -> list[Line]:
     """Return what a device sends over each kind of link in a decode step and with a prompt."""
     q, lines = plan.question, []
     rows = min(q.load.isl, q.max_num_batched_tokens)
-    prompt = steps.link_uses(rows)
-    for axis, (count, size, speed) in steps.link_uses(running).items():
-        mb = count * prompt[axis][1] / 1e6
-        what = LINKS.get(axis, "sends to the next stage")
-        text = f"{count} {what} of {size / 1e3:,.1f} kB at {speed / 1e9:,.0f} GB/s "
-        text += f"in {ms(count * (steps.efficiency.link_s + size / speed))}; a prompt's {rows:,} rows {mb:,.1f} MB"
-        lines.append(Line(f"{axis} link, batch {running}", f"{count * size / 1e6:,.2f} MB", text))
+    decode, prompt = steps.link_uses(running, running), steps.link_uses(rows, 1)
+    for axis in dict.fromkeys(each.use.axis for each in (*decode, *prompt)):
+        mine = [each for each in decode if each.use.axis == axis]
+        kinds = dict.fromkeys(each.use.kind for each in mine)
+        said = [_said(kind, [each for each in mine if each.use.kind == kind]) for kind in kinds]
+        sources = {"as measured" if e.speed is None else f"at {e.speed / 1e9:,.0f} GB/s" for e in mine}
+        seconds = sum(each.use.count * each.seconds for each in mine)
+        of_prompt = sum(each.total_bytes for each in prompt if each.use.axis == axis)
+        text = f"{' + '.join(said)} {', '.join(sorted(sources))} in {ms(seconds)}; "
+        text += f"a prompt's {rows:,} rows {of_prompt / 1e6:,.1f} MB"
+        total = sum(each.total_bytes for each in mine)
+        lines.append(Line(f"{axis} link, batch {running}", f"{total / 1e6:,.2f} MB", text))
     return lines
+
+
+def _said(kind: Kind, found: list[LinkUse]) -> str:
+    count = sum(each.use.count for each in found)
+    sizes = sorted(
+        {f"{each.num_bytes / 1e3:,.1f}" for each in found}, key=lambda text: float(text.replace(",", ""))
+    )
+    least = f"{sizes[0]} … " if len(sizes) > 1 else ""
+    return f"{count} {COLLECTIVES[kind].format(s='s' * (count > 1))} of {least}{sizes[-1]} kB"
 
 
 def _experts(steps: Roofline, running: int) -> list[Line]:

@@ -16,12 +16,15 @@ import numpy as np
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.parallel.shard import Shard, shard
+from quire.parallel.stripe import DIVIDE_FROM
 from quire.parallel.topology import Topology
 from quire.parallel.traffic import Use, uses
 from quire.plan.cost_model import CostModel, StepFeatures
 from quire.plan.fit import scaled_nnls
 
-LINK_OPS = ("all_reduce", "all_gather", "send", "all_reduce gloo", "all_gather gloo")
+LINK_OPS = (
+    "all_reduce", "all_gather", "all_to_all", "gather_parts", "send", "all_reduce gloo", "all_gather gloo",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class RankShare:
     layers: float  # multiplications of the layers
     head: float  # of the output matrix
     attention: float  # K and V read, pairs multiplied
+    cp: int = 1  # ranks that divide the rows of large steps
     uses: tuple[Use, ...] = field(default=())
 
     @classmethod
@@ -85,7 +89,8 @@ class RankShare:
         return cls(
             layers=_matrices(mine) / _matrices(whole),
             head=len(part.vocab) / part.whole.vocab_size if part.is_last else 0.0,
-            attention=sum(kv) / sum(layer.attention.num_kv_heads for layer in part.whole.layers),
+            attention=sum(kv) / sum(a.attention.num_kv_heads for a in part.whole.layers) / part.topology.cp,
+            cp=part.topology.cp,
             uses=uses(part, dtype),
         )
 
@@ -98,7 +103,7 @@ class RankedSteps:
     """Step times of a model cut over ranks, each as fast as the process that ``whole`` was measured with.
 
     ``host_s``, ``host_per_seq_s`` are spent before the first stage, whatever the ranks. A stage takes as long as its
-    slowest rank.
+    slowest rank. A plan and an answer cross a socket each, as a send of no bytes.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class RankedSteps:
     ) -> None:  # fmt: skip
         """Raises `ConfigError` where the model cannot be cut so, or a link was not measured."""
         self._whole, self._links = whole, links
+        self._hop_s = links["send"].alpha_s if "send" in links else 0.0
         self._host_s, self._host_per_seq_s = host_s, host_per_seq_s
         shares = [RankShare.of(shard(spec, topology, rank), dtype) for rank in range(topology.world_size)]
         missing = sorted({use.kind for share in shares for use in share.uses} - set(links))
@@ -115,8 +121,8 @@ class RankedSteps:
                 f"{topology}: the profile has no times of {', '.join(missing)}; `quire profile --parallel` "
                 "measures them"
             )
-        stages = topology.groups("tp")  # in the order of the stages
-        self._stages = [[shares[rank] for rank in group] for group in stages]
+        per_stage = topology.world_size // topology.pp
+        self._stages = [shares[start : start + per_stage] for start in range(0, len(shares), per_stage)]
 
     def seconds(self, step: StepFeatures) -> float:
         """Return the seconds of ``step`` from its first stage to its last."""
@@ -126,12 +132,16 @@ class RankedSteps:
         """Return the seconds of each stage, without waiting."""
         if not step.num_tokens:
             return (0.0,) * len(self._stages)
-        first, *rest = (max(self._rank(share, step) for share in ranks) for ranks in self._stages)
-        return (first + self._host_s + self._host_per_seq_s * step.num_seqs, *rest)
+        stages = [max(self._rank(share, step) for share in ranks) for ranks in self._stages]
+        stages[0] += self._hop_s + self._host_s + self._host_per_seq_s * step.num_seqs
+        stages[-1] += self._hop_s
+        return tuple(stages)
 
     def _rank(self, share: RankShare, step: StepFeatures) -> float:
-        m = self._whole
-        seconds = share.layers * (m.fixed_s + m.rows.at(step.num_tokens)) + m.per_seq_s * step.num_seqs
+        m, rows = self._whole, step.num_tokens
+        if rows >= DIVIDE_FROM * share.cp:
+            rows = -(-rows // share.cp)
+        seconds = share.layers * (m.fixed_s + m.rows.at(rows)) + m.per_seq_s * step.num_seqs
         seconds += share.attention * (
             m.per_decode_kv_s * step.decode_kv_tokens
             + m.spill.at(step.decode_kv_tokens)
@@ -144,8 +154,13 @@ class RankedSteps:
         return seconds + self._collectives(share.uses, step)
 
     def _collectives(self, found: Iterable[Use], step: StepFeatures) -> float:
-        total = 0.0
-        for use in found:
-            rows = step.num_logits if use.of_logits else step.num_tokens
-            total += use.count * self._links[use.kind].seconds(use.row_bytes * rows) if rows else 0.0
-        return total
+        return sum(
+            use.count * seconds_of(use, self._links, step.num_tokens, step.num_logits) for use in found
+        )
+
+
+def seconds_of(use: Use, links: Links, num_tokens: int, num_logits: int) -> float:
+    """Return the seconds of one of the collectives ``use``, of which a step may have none."""
+    if not use.num_rows(num_tokens, num_logits):
+        return 0.0
+    return links[use.kind].seconds(use.sent(num_tokens, num_logits))

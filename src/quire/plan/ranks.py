@@ -31,6 +31,8 @@ def topology_of(
         topology = _of_experts(args, spec, topology)
     elif args.enable_eplb or args.num_redundant_experts:
         raise ConfigError("enable_eplb and num_redundant_experts need enable_expert_parallel")
+    elif cuts_rows(args.tensor_parallel_layout, spec):
+        topology = replace(topology, tp=1, ep=topology.tp)
     if args.enable_eplb and topology.cp > 1:
         raise ConfigError(
             f"enable_eplb: with {topology} each rank counts its own rows only: leave one of them out"
@@ -62,10 +64,22 @@ def topology_of(
     return topology
 
 
+def cuts_rows(layout: str, spec: ModelSpec) -> bool:
+    """Return whether ranks of ``tensor_parallel_layout`` gather results, which gives the bits of one process.
+
+    Cut by rows experts lie whole on a rank each, which may leave others idle: not by default.
+    """
+    return layout == "rows" or (layout == "auto" and not any(layer.mlp.moe for layer in spec.layers))
+
+
 def _of_experts(args: EngineArgs, spec: ModelSpec, topology: Topology) -> Topology:
     """Return ``topology`` with whole experts, whose ranks are those of the tp axis."""
     if not any(layer.mlp.moe for layer in spec.layers):
         raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
+    if args.tensor_parallel_layout == "sums":
+        raise ConfigError(
+            "enable_expert_parallel cuts matrices by rows: leave tensor_parallel_layout = 'sums' out"
+        )
     if topology.tp == 1:
         raise ConfigError(
             "enable_expert_parallel spreads the experts over the ranks of tensor_parallel_size, which is 1: give 2 or "
@@ -76,7 +90,9 @@ def _of_experts(args: EngineArgs, spec: ModelSpec, topology: Topology) -> Topolo
 
 def experts_config(args: EngineArgs, topology: Topology) -> ExpertsConfig | None:
     """Return how experts are balanced; None: no rank has whole ones of its own."""
-    return None if topology.ep == 1 else ExpertsConfig(args.enable_eplb, args.eplb_step_interval)
+    if not args.enable_expert_parallel or topology.ep == 1:
+        return None
+    return ExpertsConfig(args.enable_eplb, args.eplb_step_interval)
 
 
 def ray_config(args: EngineArgs) -> RayConfig | None:

@@ -5,31 +5,35 @@
     linears     max(2 · weights · rows / (rate · compute), bytes / (bandwidth · memory)); output matrix: sampled rows
     experts     the same for the experts that ``rows`` rows touch: E · (1 − (1 − k/E)^rows)
     attention   K and V read / (bandwidth · memory) + 4 · head_dim · heads · pairs / (bf16 rate · compute)
-    links       2 all-reduces per layer (tp), 2 all-to-alls per layer of experts (ep), 1 send per stage (pp);
-                1 exchange of partial attention per layer (cp);
-                on CPUs whole experts have gathers, and one exchange per layer of experts
+    links       the collectives of `parallel.traffic`, by measured times or by the bandwidth of the table
     launches    a constant per layer, and one per step
 
-The roofline is Williams et al. 2009; all-reduce moves 2 (n − 1)/n of its bytes (a ring, Patarasuk and Yuan 2009). The
-constants are data (`Efficiency`). A roofline is a `StepTime`, which the simulator takes in place of a profile, and
-`sampled` makes it a `CostModel`, with which ``serve --slo`` starts where it has no profile.
+The roofline is Williams et al. 2009. The constants are data (`Efficiency`). A roofline is a `StepTime`, which the
+simulator takes in place of a profile, and `sampled` makes it a `CostModel`, with which ``serve --slo`` starts where it
+has no profile.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, lru_cache
 from importlib.resources import files
+from math import ceil
 
 from quire.errors import ConfigError
 from quire.modelspec import DTYPE_BYTES, ModelSpec
+from quire.parallel.shard import shard
 from quire.parallel.stripe import DIVIDE_FROM
-from quire.plan.collectives import collective_bytes
+from quire.parallel.topology import Axis, Rank, Topology
+from quire.parallel.traffic import Transport, Use, dispatches, uses
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.hardware import Hardware
-from quire.plan.split import ACTIVATION_BYTES, KV_DTYPES, Shard, Split, shard_of
+from quire.plan.links import Links, seconds_of
+from quire.plan.ranks import cuts_rows
+from quire.plan.split import KV_DTYPES, Shard, Split, shard_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +102,10 @@ class Work:
     windows: tuple[tuple[int, float], ...]  # (window, bytes) of the layers with a window
     flops_per_pair: float  # of a chunk's token, over all heads and layers without a window
     decode_flops_per_key: float  # of a decode's token; MLA multiplies with the latent itself
-    part_bytes: float = 0.0  # per token and layer: partial results of attention, which the cp axis exchanges
     num_moe_layers: int = 0
     num_experts: int = 0
     top_k: int = 0
+    spec: ModelSpec | None = None  # None: one device
 
 
 def work_of(
@@ -134,26 +138,57 @@ def work_of(
         windows=tuple(windows.items()),
         flops_per_pair=flops,
         decode_flops_per_key=decode_flops,
-        part_bytes=_part_bytes(spec) / split.tp,
         num_moe_layers=len(moe),
         num_experts=moe[0].num_experts if moe else 0,
         top_k=moe[0].top_k if moe else 0,
+        spec=spec,
     )
 
 
-def _part_bytes(spec: ModelSpec) -> float:
-    attention = [layer.attention for layer in spec.layers]
-    sizes = [4 * a.num_heads * ((a.kv_lora_rank if a.is_mla else a.v_head_dim) + 2) for a in attention]
-    return sum(sizes) / len(sizes)
+@lru_cache(maxsize=512)
+def split_uses(spec: ModelSpec, split: Split, is_cpu: bool) -> tuple[Use, ...]:
+    """Return the collectives of a step on the first rank of each stage, of all stages."""
+    if split.attention_dp > 1:
+        return dispatches(spec, split.ep, "bfloat16")
+    # On a GPU all ranks of whole experts add up their parts of a token, as with cut ones.
+    rows = is_cpu and (split.ep > 1 or cuts_rows("auto", spec))
+    topology = Topology(tp=1 if rows else split.tp, ep=split.tp if rows else 1, pp=split.pp, cp=split.cp)
+    counts: Counter[Use] = Counter()
+    for stage in range(split.pp):
+        for use in uses(shard(spec, topology, topology.rank_of(Rank(pp=stage))), "bfloat16"):
+            axis: Axis = "tp" if use.axis == "ep" and split.ep == 1 else use.axis  # rows of dense models
+            counts[replace(use, count=1, axis=axis)] += use.count
+    return tuple(replace(use, count=count) for use, count in counts.items())
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """Equal collectives of a step, over all stages."""
+
+    use: Use
+    num_bytes: float  # that a device sends in each
+    seconds: float  # of each
+    speed: float | None  # bytes/s of the table; None: measured times
+
+    @property
+    def total_bytes(self) -> float:
+        return self.use.count * self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Step times of one replica on ``hardware``."""
+    """Step times of one replica on ``hardware``. ``links``: measured times of its collectives, in shared memory."""
 
     work: Work
     hardware: Hardware
     efficiency: Efficiency
+    links: Links | None = None
+    uses: tuple[Use, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        spec, split = self.work.spec, self.work.split
+        is_cpu = self.hardware.kind == "cpu"
+        object.__setattr__(self, "uses", () if spec is None else split_uses(spec, split, is_cpu))
 
     def seconds(self, step: StepFeatures) -> float:
         """Return the seconds of ``step`` from its first stage to its last."""
@@ -183,7 +218,7 @@ class Roofline:
             linears=split.pp * max(compute_s, memory_s) + head_s,
             experts=split.pp * self._experts(step.num_tokens, rate, bandwidth),
             attention=self._attention(step, bf16, bandwidth),
-            links=self._links(rows),
+            links=sum(each.use.count * each.seconds for each in self.link_uses(rows, head_rows)),
             launches=self.work.num_layers * e.layer_s + e.step_s,
             bound="compute" if compute_s > memory_s else "memory",
         )
@@ -212,38 +247,28 @@ class Roofline:
         decode_s = work.decode_flops_per_key * (step.decode_kv_tokens + step.draft_pairs) / ways / rate
         return max(read_s, decode_s) + work.flops_per_pair * step.chunk_pairs / ways / rate
 
-    def link_uses(self, rows: float) -> dict[str, tuple[int, float, float]]:
-        """Return per axis (collectives in a step of ``rows``, bytes of each, bytes/s of the link)."""
-        work, split = self.work, self.work.split
-        size = rows * work.hidden_size * ACTIVATION_BYTES
-        found: dict[str, tuple[int, float, float]] = {}
-        if split.tp > 1:
-            moved = collective_bytes("all_reduce", split.tp, size)
-            found["tp"] = 2 * work.num_layers, moved, self._link(split.tp)
-        if split.ep > 1 and self.hardware.kind == "cpu":  # docs/parallel.md, "Expert parallelism"
-            others = collective_bytes("all_gather", split.ep, size)  # parts of a row that other ranks have
-            gathers = 2 * work.num_layers + 2 * (work.num_layers - work.num_moe_layers)
-            found["tp"] = gathers, others, self._link(split.tp)
-            found["ep"] = work.num_moe_layers, work.top_k * others, self._link(split.ep)
-        elif split.ep > 1 and split.attention_dp > 1:
-            copies = min(work.top_k, split.ep - 1)
-            found["ep"] = 2 * work.num_moe_layers, copies * size, self._link(split.ep)
-        if split.cp > 1:
-            moved = collective_bytes("all_gather", split.cp, split.cp * work.part_bytes * rows)
-            found["cp"] = work.num_layers, moved, self._link(split.tp * split.cp)
-        if split.pp > 1:
-            moved = collective_bytes("send", split.pp, size)
-            found["pp"] = split.pp - 1, moved, self._link(split.tp * split.pp)
+    def link_uses(self, rows: float, logits: float) -> list[LinkUse]:
+        """Return the collectives of a step with ``rows`` tokens, of which ``logits`` sample, on one device."""
+        num_tokens, num_logits = ceil(rows), ceil(logits)
+        transport: Transport = "shared" if self.hardware.kind == "cpu" else "ring"
+        found = []
+        for use in self.uses:
+            if not use.num_rows(num_tokens, num_logits):
+                continue
+            moved, speed = use.sent(num_tokens, num_logits, transport), None
+            if self.links is not None and use.kind in self.links:
+                seconds = seconds_of(use, self.links, num_tokens, num_logits)
+            else:
+                speed = self._link(use)
+                seconds = self.efficiency.link_s + moved / speed
+            found.append(LinkUse(use, moved, seconds, speed))
         return found
 
-    def _links(self, rows: float) -> float:
-        uses = self.link_uses(rows).values()
-        return sum(count * (self.efficiency.link_s + moved / link) for count, moved, link in uses)
-
-    def _link(self, num_devices: int) -> float:
-        """Return the bytes/s between ``num_devices``: those of the network where they span several domains."""
-        hw = self.hardware
-        wide = num_devices > hw.domain
+    def _link(self, use: Use) -> float:
+        """Return the bytes/s between the devices of an axis: of the network where they span several domains."""
+        hw, split = self.hardware, self.work.split
+        spans = {"tp": split.tp, "ep": max(split.tp, split.ep), "cp": split.tp * split.cp}
+        wide = spans.get(use.axis, split.tp * split.cp * split.pp) > hw.domain
         return (hw.network_bandwidth if wide else hw.link_bandwidth) or DEFAULT_LINK
 
 

@@ -24,7 +24,6 @@ from quire.layers.context import ContextParallel
 from quire.layers.weights import WHOLE, Stage, TensorParallel
 from quire.models.decoder import Decoder, Hidden
 from quire.parallel.shard import Shard
-from quire.parallel.traffic import BytesSent
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
 from quire.runner.draft_chain import Recorded
@@ -105,13 +104,11 @@ class ModelRunner:
         cp: ContextParallel | None = None,
         links: StageLinks | None = None,
         samples: bool = True,
-        sent: BytesSent | None = None,
     ) -> None:
         """``tp``: the ranks that share the layers; ``cp``: those that share the caches; ``links``: to other pipeline
         stages; ``config`` is then this rank's (`rank_config`). ``samples``: else another rank does, and `launch` gives
-        nothing. ``sent`` counts the bytes of its collectives.
+        nothing.
         """
-        self._sent = sent or BytesSent()
         model = config.model
         self._links, self._samples, self._cp = links, samples, cp
         stage = WHOLE if links is None else Stage(links.entering is None, links.is_last)
@@ -155,8 +152,7 @@ class ModelRunner:
             return self._leaving[0]
 
         try:
-            with self._sent.recording(buffers.max_tokens, buffers.max_seqs):
-                self.tape = StepTape(forward, buffers.max_tokens, buffers.max_seqs)
+            self.tape = StepTape(forward, buffers.max_tokens, buffers.max_seqs)
         except NotRecordable as reason:
             _log.info("steps run call by call: %s", reason)
         else:
@@ -170,7 +166,8 @@ class ModelRunner:
     def launch(self, step: PreparedStep) -> PendingResult:
         """As `Runner.launch`: the step is computed at once."""
         if not self._samples:
-            self._compute(step)
+            with torch.inference_mode():
+                self._compute(step)
             return list
         samples = self.run(step)
         return lambda: samples
@@ -184,15 +181,17 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: PreparedStep) -> list[SeqSample]:
         """Compute the step; return what `PreparedStep.sampling` got."""
-        return self._sample(step, self.compute(step))
+        logits = self._compute(step)
+        assert logits is not None
+        return self._sample(step, logits)
 
+    @torch.inference_mode()
     def compute(self, step: PreparedStep) -> torch.Tensor:
         """Compute the step; return its logits: fp32 ``[num_logits, vocab_size]``."""
         logits = self._compute(step)
         assert logits is not None
         return logits
 
-    @torch.inference_mode()
     def _compute(self, step: PreparedStep) -> torch.Tensor | None:
         """Compute the step; return its logits, or None where the next stage goes on with it."""
         links, logits, leaving = self._links, None, self._leaving
@@ -202,7 +201,6 @@ class ModelRunner:
             step.buffers.set_num_seqs(step.num_seqs)
             self._hidden = self._taped_hidden
             logits = self.tape.run(step.num_tokens, step.num_logits)
-            self._sent.replayed(step.num_tokens, step.num_logits)
         elif self.decoder.stage.is_last:
             logits = self._logits(step.batch_of(divided=divided), entering)
         else:

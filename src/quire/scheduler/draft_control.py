@@ -9,41 +9,39 @@ takes the choice with the most tokens per second,
 among caps, a number of drafts for every sequence, and cuts, by which a sequence has its j-th draft if it is accepted
 with at least that probability. No drafts is a choice as well: sequences then decode as without speculation.
 
-Times that are not known and acceptance while nothing is drafted are learned from trials: a few steps with another
-number of drafts. What a trial loses against the choice is paid from a small share of the time, which has to be saved
-first, and each repetition waits twice as long. A draft model that was not asked for some time has to compute what it
-missed, which may cost more than the trial itself. A pure function of the steps that were applied.
+The times of other numbers of drafts are learned from trials, of one round each. A trial is worth it where the rate
+that the number may have, its estimate and two standard deviations, beats the choice; what trials lose is paid from a
+small share of the time. While nothing is drafted, rounds with drafts are bought from that share as well, since their
+acceptance may have changed. A draft model that was not asked for some time has to compute what it missed, which may
+cost more than the trial itself. A pure function of the steps that were applied.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from quire.config import SchedulerConfig
-from quire.scheduler.draft_times import OUTLIER, PACE_WEIGHT, Acceptance, StepTimes, bucket_of, followed
+from quire.scheduler.draft_times import FEW, OUTLIER, PACE_WEIGHT, Acceptance, StepTimes, bucket_of, followed
 
 CUTS = (0.7, 0.5, 0.35, 0.25, 0.15)
 NO_CUT = 0.0  # with a cap
-REFRESH = 16  # decode steps after which the choice is made again
-# What another choice has to promise; what drafts have to, beside none; what keeps drafts on.
-BETTER, ON, OFF = 1.02, 1.03, 1.01
-FIRST_TRY, FIRST_CAP = 3, 3  # plain steps before the first trial, and its drafts
-SHARE = 0.006  # of the time, which trials may lose
-GRACE = 3.0  # plain steps that trials may lose before they have saved them
-WAIT, LONGEST_WAIT = 8, 4096  # steps until a number of drafts is tried again: doubles each time
 BEHIND = 64  # tokens: of sequences equally far behind, each tries in turn
-PLAIN_ROUNDS, LONGEST_PLAIN_WAIT = 3, 256  # steps of a trial without drafts; steps until the next
-OFF_WAIT = 24  # while nothing is drafted
-MOST_FAILS = 3  # trials without success in a row that double what the next ones are said to cost
-KNOWN = 3  # measurements of a time that is known
-# While nothing is drafted: verifications in a trial, the fewest, and those without an accepted draft that end it.
-OFF_VERIFIED, OFF_ROUNDS = 10, 3
+REFRESH = 16  # decode steps after which the choice is made again: fewer where it is young
+BETTER = 1.02  # what another choice has to promise
+SHARE = 0.008  # of the time, which trials may lose
+GRACE = 3.0  # plain steps that trials may lose before they have saved them
+WAIT = 8  # fewest steps until a trial is considered again
+# Plain steps that are measured before the first drafts and in a trial without drafts.
+# Most verifications of a trial while nothing is drafted.
+PLAIN_ROUNDS, MOST_ROUNDS = FEW, 10
 PATIENCE = 12  # steps to wait for a proposal
-# What an unmeasured time may be off by, one measured less than `KNOWN` times, and others.
-UNKNOWN_MARGIN, NEW_MARGIN, MARGIN = 0.25, 0.1, 0.04
+# A time that was measured once is off by so much (two standard deviations). What it drifts by in a thousand steps.
+NOISE, DRIFT = 0.2, 0.1
+UNKNOWN = 0.5  # measurements that an estimate from other numbers of drafts counts for
 MAX_VAIN = 16  # steps in a row without a proposal, after which a sequence is asked at block boundaries only
 # Of the newest verification: in a sequence's acceptance, in the engine's, and in that while nothing is drafted.
 SEQ_WEIGHT, ENGINE_WEIGHT, PROBE_WEIGHT = 0.04, 0.01, 0.12
@@ -70,9 +68,7 @@ class _Trial:
     left: int  # steps, the last of which verifies only
     seq: Drafted | None  # the one that tries; None: all do
     patience: int = PATIENCE
-    lost_s: float = 0.0
-    num_steps: int = 0
-    num_accepted: int = 0
+    num_verified: int = 0
 
 
 class DraftControl:
@@ -91,10 +87,16 @@ class DraftControl:
         self._pace = 1.0
         self._bucket = -1  # of the last choice
         self._rate = 0.0  # tokens per second of the choice
+        self._since = self._next_choice = (
+            0  # steps: when drafts were turned on, and when the choice is made again
+        )
         self._trial: _Trial | None = None
-        self._next_try, self._saved_s = FIRST_TRY, 0.0
-        self._tried: dict[tuple[int, int], tuple[int, int]] = {}  # (bucket, cap) → step, steps to wait
-        self._fails = self._num_probes = 0
+        self._next_try, self._num_trials = PLAIN_ROUNDS - 1, 0
+        # Seconds that trials may lose; those that drafts have lost against plain decoding since they were turned on.
+        self._saved_s = self._lost_s = 0.0
+        self._tried: dict[
+            tuple[int, int], tuple[int, int]
+        ] = {}  # (bucket, cap) → step of the last trial, trials
         # In the step being applied, and whether the one before it had proposals: the draft model is not behind.
         self._num_proposed = self._num_accepted = 0
         self._warm = self._verified = False
@@ -112,7 +114,7 @@ class DraftControl:
             return self._most
         if self.cut is None:
             return 0
-        return self._drafts(self._positions(acceptance), self.cut, self.cap)
+        return _num_drafts(self._positions(acceptance), self.cut, self.cap)
 
     def ask(self, seq: Drafted) -> int:
         """As `limit`, for a step that is planned now; in a trial the number that is tried."""
@@ -123,7 +125,7 @@ class DraftControl:
 
     def note_result(self, acceptance: float | None, num_drafts: int, num_accepted: int) -> float | None:
         """A sequence verified ``num_drafts``; return its acceptance now. Without drafts it tends to the engine's."""
-        if not num_drafts:
+        if not num_drafts or not self._adaptive:
             return None if acceptance is None else acceptance + (self.accepted.mean - acceptance) * FORGET
         self._num_accepted += num_accepted
         before = self.accepted.mean if acceptance is None else acceptance
@@ -142,12 +144,12 @@ class DraftControl:
 
     def note_step(self, seqs: Sequence[Drafted], num_drafts: int, took_s: float, draft_s: float) -> None:
         """A step of decodes alone, of ``seqs``, was applied; it verified ``num_drafts`` in all."""
-        self._step += 1
         num_seqs, num_proposed, num_tokens = len(seqs), self._num_proposed, len(seqs) + self._num_accepted
         was_warm, self._warm = self._warm, num_proposed > 0
         self._num_proposed = self._num_accepted = 0
         if not self._adaptive:
             return
+        self._step += 1
         verify_s = max(1e-6, took_s - draft_s)
         # A step behind drafts finds the draft model's weights in the caches: plain decoding is faster than that.
         is_first, self._verified = self._verified and not num_drafts, num_drafts > 0
@@ -155,97 +157,93 @@ class DraftControl:
         if known_s:
             paced = min(max(verify_s / known_s, self._pace / OUTLIER), self._pace * OUTLIER)
             self._pace += (paced - self._pace) * PACE_WEIGHT
-        if num_proposed and was_warm:
+        if num_proposed and (was_warm or not self.draft_times.seconds(num_seqs, 1.0)):
             self.draft_times.note(num_seqs, num_proposed, draft_s / self._pace)
-        elif num_proposed and self._num_behind:
-            self._behind_s, self._num_behind = draft_s / self._pace / self._num_behind, 0
+        if num_proposed and not was_warm and self._num_behind:
+            more_s = draft_s / self._pace - self.draft_times.seconds(num_seqs, num_proposed / num_seqs)
+            self._behind_s, self._num_behind = max(0.0, more_s) / self._num_behind, 0
+        if self._step == PLAIN_ROUNDS - 1:
+            self._saved_s = GRACE * self.times.seconds(num_seqs, 0.0) * self._pace
         self._saved_s += SHARE * took_s
+        if self.cut is not None:
+            self._lost_s += took_s - num_tokens * self.times.seconds(num_seqs, 0.0) * self._pace / num_seqs
+        is_due = self._step >= self._next_choice and (
+            self.cut is not None or (self._num_trials > 0 and bucket_of(num_seqs) != self._bucket)
+        )
         if self._trial is not None:
-            self._go_on(self._trial, seqs, num_proposed, took_s / self._pace, num_tokens)
-        elif self._step % REFRESH == 0 and (self.cut is not None or bucket_of(num_seqs) != self._bucket):
+            self._go_on(self._trial, seqs, num_proposed, took_s, num_tokens)
+        elif is_due:
             self._choose(seqs)
         if self._trial is None and self._step >= self._next_try and self._saved_s >= 0.0:
             self._begin_trial(seqs)
 
     def _go_on(
-        self, trial: _Trial, seqs: Sequence[Drafted], num_proposed: int, seconds: float, num_tokens: int
+        self, trial: _Trial, seqs: Sequence[Drafted], num_proposed: int, took_s: float, num_tokens: int
     ) -> None:
-        """A step of ``trial`` is over: it took ``seconds`` of the machine's pace, for so many tokens."""
+        """A step of ``trial`` is over: it took ``took_s`` seconds, for so many tokens."""
         rate = self._rate or len(seqs) / self.times.seconds(len(seqs), 0.0)
-        trial.lost_s += (seconds - num_tokens / rate) * self._pace
+        self._saved_s -= took_s - num_tokens / rate * self._pace
         if trial.cap and not num_proposed and trial.left > 1 and trial.patience:
             trial.patience -= 1  # a proposer that found nothing
             return
         trial.left -= 1
-        trial.num_steps += 1
-        trial.num_accepted += num_tokens - len(seqs)
-        if trial.cap and trial.num_steps == OFF_ROUNDS and trial.left > 1 and not trial.num_accepted:
+        if self.cut is None and trial.num_verified:
+            self._choose(seqs)
+            if self.cut is not None:
+                trial.left = 0
+        trial.num_verified += 1
+        if self._saved_s < 0.0 and trial.left:
             trial.left = 1
-        if trial.left:
-            return
-        self._trial = None
-        was_off = self.cut is None
-        self._choose(seqs)
-        if was_off:
-            self._fails = 0 if self.cut is not None else min(self._fails + 1, MOST_FAILS)
-            self._next_try = self._step + OFF_WAIT
-        self._saved_s -= max(0.0, trial.lost_s) * 2**self._fails
+        if not trial.left:
+            self._trial = None
+            self._choose(seqs)
+            self._next_try = self._step + WAIT if self.cut is None else self._next_choice
 
     def _begin_trial(self, seqs: Sequence[Drafted]) -> None:
-        """Try the number of drafts that may be the best one, as far as is known."""
-        num_seqs, now = len(seqs), self._rate or 1e-9
-        bucket = bucket_of(num_seqs)
-        best, best_rate = None, now
-        off = self.cut is None
+        """Try the number of drafts that may be the best one, as far as is known and what was saved pays for."""
+        num_seqs, off = len(seqs), self.cut is None
+        now = self._rate or num_seqs / self.times.seconds(num_seqs, 0.0)
+        bucket, best, best_rate = bucket_of(num_seqs), -1, 0.0 if off else now
         groups = Counter([self.accepted.mean]) if off else self._groups(seqs)
         for cap in range(off, self._most + 1):
-            step, wait = self._tried.get((bucket, cap), (0, 0))
-            if not off and (cap == self.cap or self._step < step + wait):
-                continue
-            count = self.times.count(num_seqs, cap)
-            margin = MARGIN if count >= KNOWN else NEW_MARGIN if count else UNKNOWN_MARGIN
-            rate = self._tokens_per_s(num_seqs, groups, NO_CUT if cap else None, cap) * (1.0 + margin)
-            if not cap:  # whatever is known of it: drafts must be faster than this
-                best = 0
-                break
-            if rate > best_rate or (off and best is None):
-                best, best_rate = cap, rate
-        if best is None:
-            self._next_try = self._step + WAIT
-            return
-        if off and not self._tried:
-            best, self._saved_s = min(FIRST_CAP, self._most), GRACE * self.times.seconds(num_seqs, 0.0)
-        one = None
-        if off and self.times.count(num_seqs, best) >= KNOWN:  # acceptance alone is to be learned
-            self._num_probes += 1
-            turned = [*seqs[self._num_probes % num_seqs :], *seqs[: self._num_probes % num_seqs]]
+            if off or cap != self.cap:
+                rate = self._tokens_per_s(num_seqs, groups, NO_CUT if cap else None, cap)
+                rate *= 1.0 + self._doubt(bucket, num_seqs, cap)
+                if rate > best_rate:
+                    best, best_rate = cap, rate
+                    if not cap:  # drafts must be faster than this
+                        break
+        one, cost_s = None, 0.0
+        if off and self.times.count(num_seqs, best) >= FEW:  # acceptance alone is to be learned
+            turned = [*seqs[self._num_trials % num_seqs :], *seqs[: self._num_trials % num_seqs]]
             one = min(turned, key=lambda seq: seq.num_undrafted // BEHIND)
         num_behind = sum(seq.num_undrafted for seq in (seqs if one is None else (one,))) if off else 0
-        cost_s = self._behind_s * num_behind * self._pace
-        if self._saved_s < cost_s and self._tried:
-            self._next_try = self._step + WAIT
+        if best >= 0 and self._num_trials:
+            rate = self._tokens_per_s(num_seqs, groups, NO_CUT if best else None, best)
+            cost_s = (self._behind_s * num_behind + max(0.0, num_seqs / rate - num_seqs / now)) * self._pace
+        if best < 0 or self._saved_s < cost_s:
+            missing = (cost_s - self._saved_s) / (SHARE * self._pace * num_seqs / now)
+            self._next_try = self._step + max(WAIT, int(missing))
             return
-        _, wait = self._tried.get((bucket, best), (0, WAIT // 2))
-        self._tried[bucket, best] = self._step, min(2 * wait, LONGEST_WAIT if best else LONGEST_PLAIN_WAIT)
+        self._num_trials += 1
+        self._tried[bucket, best] = self._step, self._tried.get((bucket, best), (0, 0))[1] + 1
         self._num_behind = num_behind
-        num_tried = num_seqs if one is None else 1
-        rounds = max(OFF_ROUNDS, OFF_VERIFIED // num_tried) if off else 1 if best else PLAIN_ROUNDS
+        rounds = PLAIN_ROUNDS if not best else MOST_ROUNDS if off else 1
         self._trial = _Trial(best, 1 + rounds, one)
         self.wakes = self.wakes or off
+
+    def _doubt(self, bucket: int, num_seqs: int, cap: int) -> float:
+        """Return by which share of it the time of ``cap`` drafts may be off."""
+        step, num_trials = self._tried.get((bucket, cap), (0, 0))
+        count = max(
+            self.times.count(num_seqs, cap), num_trials, UNKNOWN
+        )  # a proposer may have had fewer drafts
+        return math.sqrt(NOISE**2 / count + DRIFT**2 * (self._step - step) / 1000)
 
     def _positions(self, acceptance: float | None) -> list[float]:
         """Return the acceptance by position of a sequence whose mean is ``acceptance``."""
         more = 0.0 if acceptance is None else OWN_SHARE * (acceptance - self.accepted.mean)
         return [min(max(rate + more, 0.001), 1.0) for rate in self.accepted.by_position(self._most)]
-
-    def _drafts(self, positions: Sequence[float], cut: float, cap: int) -> int:
-        share, count = 1.0, 0
-        for rate in positions[:cap]:
-            share *= rate
-            if share < cut:
-                break
-            count += 1
-        return count
 
     def _groups(self, seqs: Sequence[Drafted]) -> Counter[float]:
         """Return how many sequences have which mean acceptance, rounded."""
@@ -263,16 +261,17 @@ class DraftControl:
             choices += [(cut, self._most) for cut in CUTS]
         rated = [(self._tokens_per_s(num_seqs, groups, *choice), choice) for choice in choices]
         best_rate, best = max(rated)
-        if self.cut is None:
-            now, turns = plain, best_rate > plain * ON
-        else:
-            now = self._tokens_per_s(num_seqs, groups, self.cut, self.cap)
-            turns = best_rate > now * BETTER
-        if turns:
-            self.wakes = self.wakes or self.cut is None
+        was_off = self.cut is None
+        now = plain if was_off else self._tokens_per_s(num_seqs, groups, self.cut, self.cap)
+        if best_rate > now * BETTER:
             (self.cut, self.cap), now = best, best_rate
-        if now < plain * OFF:
+        if now <= plain:  # also a cut that gives no sequence a draft
             self.cut, self.cap, now = None, 0, plain
+        if was_off and self.cut is not None:
+            self._since, self._lost_s, self.wakes = self._step, 0.0, True
+        elif self.cut is None and not was_off:
+            self._saved_s -= max(0.0, self._lost_s)
+        self._next_choice = self._step + min(REFRESH, 1 + (self._step - self._since) // 2)
         self._rate, self.predicted_gain = now, now / plain
 
     def _tokens_per_s(self, num_seqs: int, groups: Counter[float], cut: float | None, cap: int) -> float:
@@ -282,10 +281,20 @@ class DraftControl:
             for acceptance, count in groups.items():
                 positions = self._positions(acceptance)
                 share = 1.0
-                drafts = self._drafts(positions, cut, cap)
+                drafts = _num_drafts(positions, cut, cap)
                 for rate in positions[:drafts]:
                     share *= rate
                     tokens += share * count * share_of
                 num_drafts += round(drafts * count * share_of)
         ratio = num_drafts / num_seqs
         return tokens / (self.times.seconds(num_seqs, ratio) + self.draft_times.seconds(num_seqs, ratio))
+
+
+def _num_drafts(positions: Sequence[float], cut: float, cap: int) -> int:
+    share, count = 1.0, 0
+    for rate in positions[:cap]:
+        share *= rate
+        if share < cut:
+            break
+        count += 1
+    return count

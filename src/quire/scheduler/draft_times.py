@@ -15,7 +15,9 @@ from quire.config import MAX_DRAFTS
 FEW, OUTLIER = 3, 2.0  # measurements of which the least counts; beyond that much of the mean, one is cut
 # Of the newest observation. The pace follows faster: the times of one number of drafts must not run away from others.
 TIME_WEIGHT, PACE_WEIGHT = 0.02, 0.1
-SLOPE = 0.12  # share of a plain step that one draft per sequence adds, before it was measured
+# Before it was measured, the share of a plain step that one draft per sequence adds: so much per sequence, until a row
+# costs what a row of a plain step does.
+SLOPE = 0.12
 PRIOR = 0.6  # acceptance before the first draft
 PRIOR_COUNT = 4.0  # observations that the prior, or the position before, counts for
 POSITION_WEIGHT = 0.01  # least weight of the newest verification in the acceptance at a position
@@ -77,7 +79,8 @@ class StepTimes:
             return base.seconds * _line(shape, ratio) / _line(shape, base.drafts)
         if self._slope is None:
             return base.seconds * ratio / base.drafts
-        return base.seconds * (1 + self._slope * ratio) / (1 + self._slope * base.drafts)
+        slope = min(self._slope * num_seqs, 1.0)
+        return base.seconds * (1 + slope * ratio) / (1 + slope * base.drafts)
 
     def _points(self, bucket: int) -> list[_Time]:
         return sorted(self._of.get(bucket, {}).values(), key=lambda t: t.drafts)

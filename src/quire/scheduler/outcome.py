@@ -60,6 +60,9 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
         control.note_mixed_step()
     elif control is not None and record.sequences:
         control.note_step(record.sequences, record.num_drafts, took_s, result.draft_s)
+        num_tokens = sum(len(each.token_ids) for each in results) if record.num_drafts else len(results)
+        drafted = record.num_drafts > 0 or result.draft_s > 0.0
+        state.draft_gain.note(len(results), num_tokens, took_s, drafted=drafted)
         if control.wakes:
             ask_all(state, control)
     return events

@@ -200,7 +200,9 @@ class Scheduler:
             accepted_at=tuple(
                 state.accepted_at[: max(state.config.max_num_drafts, state.start_config.max_num_drafts)]
             ),
-            draft_gain=1.0 if state.draft_control is None else state.draft_control.predicted_gain,
+            num_chosen_drafts=0 if (control := state.draft_control) is None else control.limit(None),
+            draft_gain=1.0 if control is None else control.predicted_gain,
+            measured_draft_gain=state.draft_gain.measured,
         )
 
 

@@ -12,6 +12,7 @@ from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.draft_control import MAX_VAIN, DraftControl
+from quire.scheduler.draft_gain import DraftGain
 from quire.scheduler.predictor import Predictor
 from quire.scheduler.queue import Deadlines, FairShares, Gate, Promises, WaitingQueue, sort_key
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
@@ -50,6 +51,7 @@ class SchedulerState:
     in_flight: deque[StepRecord] = field(default_factory=deque)
     gone: list[int] = field(default_factory=list)  # sequences that the worker drops with the next plan
     draft_control: DraftControl | None = None  # None: without speculation
+    draft_gain: DraftGain = field(default_factory=DraftGain)
     num_stages: int = (
         1  # of a pipeline: as many steps are in flight, which share decodes and prompt tokens evenly
     )

@@ -15,7 +15,6 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire.plan.candidates import candidates
 from quire.plan.capacity import Question
-from quire.plan.roofline import Roofline, work_of
 from quire.plan.split import Split
 from quire.sim.replica import ClusterConfig
 from quire.sim.run import simulate
@@ -129,7 +128,7 @@ class Search:
             max_model_len=self._longest,
             max_queue=len(self.workload.requests),
         )
-        step_time = Roofline(work_of(q.spec, q.precision, q.kv_dtype, split), q.hardware, q.efficiency)
+        step_time = q.steps(split)
         cluster = ClusterConfig(scheduler, CacheConfig(num_blocks=blocks + 2), num_replicas=setting.replicas)
         summary = summarize(simulate(cluster, step_time, self.workload).records, slo=q.slo)
         met = summary["goodput_per_s"] * summary["duration_s"]

@@ -26,6 +26,7 @@ from quire.plan.draft_cost import DraftCost
 from quire.plan.hardware import find_hardware
 from quire.plan.links import RankedSteps
 from quire.plan.profile import HostCost, Profile, Spread, load_profile
+from quire.plan.ranks import cuts_rows
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
@@ -214,7 +215,7 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
                 "machine": f"{profile.machine.get('name')}, {measured.get('threads')} threads",
                 "step times": f"{args.profile}, measured {profile.measured_at}"
                 + (f", median error {profile.error.median:.1%}" if profile.error else ""),
-                **_cut(_topology(args)),
+                **_cut(_topology(args, profile.model)),
             },
             defaults={k: measured[k] for k in ("max_num_seqs", "max_num_batched_tokens") if k in measured},
         )
@@ -222,8 +223,17 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
         raise ConfigError(f"profile {args.profile}: settings lack {error}") from error
 
 
-def _topology(args: SimulateArgs) -> Topology:
-    return Topology(tp=args.tensor_parallel_size, pp=args.pipeline_parallel_size)
+def _topology(args: SimulateArgs, model: str) -> Topology:
+    tp, is_whole = args.tensor_parallel_size, args.enable_expert_parallel
+    if is_whole and tp == 1:
+        raise ConfigError(
+            "enable_expert_parallel needs tensor_parallel_size of 2 or more, whose ranks share the experts"
+        )
+    by_rows = is_whole or (tp > 1 and cuts_rows("auto", spec_of(model)))
+    return Topology(
+        tp=1 if by_rows else tp, ep=tp if by_rows else 1, pp=args.pipeline_parallel_size,
+        cp=args.context_parallel_size,
+    )  # fmt: skip
 
 
 def _cut(topology: Topology) -> dict[str, str]:
@@ -233,7 +243,7 @@ def _cut(topology: Topology) -> dict[str, str]:
 
 def _ranked(args: SimulateArgs, profile: Profile) -> StepTime:
     """Return the step times of the profile, cut over ranks."""
-    topology, host = _topology(args), profile.host
+    topology, host = _topology(args, profile.model), profile.host
     if topology.world_size == 1:
         return profile.step_time
     return RankedSteps(
@@ -248,8 +258,10 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
         raise ConfigError("--hardware needs --model: a preset of the planner, a folder or a hub id")
     if args.weights not in PRECISIONS:
         raise ConfigError(f"weights = {args.weights!r} must be one of {', '.join(PRECISIONS)}")
-    spec, hardware, topology = spec_of(args.model), find_hardware(args.hardware), _topology(args)
-    split = Split(tp=topology.tp, pp=topology.pp)
+    spec, hardware = spec_of(args.model), find_hardware(args.hardware)
+    topology, tp = _topology(args, args.model), args.tensor_parallel_size
+    ep = tp if args.enable_expert_parallel else 1
+    split = Split(tp=tp, pp=topology.pp, ep=ep, cp=topology.cp)
     chunk = int(settings.get("max_num_batched_tokens") or 2048)
     memory = plan_memory(
         spec, hardware, split, precision=args.weights, kv_dtype="bf16", context=spec.max_position_embeddings,

@@ -3,7 +3,7 @@
 With x_r the rows of member r, ``[num_tokens, size]``, n members, and i the caller's place among them:
 
     all_reduce      Σ x_r                                          [num_tokens, size]
-    all_gather      x_0 | x_1 | …, side by side                    [num_tokens, width], width ≤ n · size
+    all_gather      x_0 | x_1 | …, side by side                    [num_tokens, Σ size_r], size_r of member r
     reduce_scatter  block i of Σ x_r                               [num_tokens, size / n]
     all_to_all      block i of x_0 | block i of x_1 | …            [num_tokens, size]
     gather_parts    x_0, x_1, …, one after another                 [Σ num_tokens_r, size], num_tokens_r of member r
@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.parallel.topology import Axis
-from quire.parallel.traffic import BytesSent
 
 
 class Group(Protocol):
@@ -36,12 +36,17 @@ class Group(Protocol):
     size: int
     index: int  # of the caller
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that the caller has sent to the others so far."""
+        ...
+
     def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         """``x`` float32 or bfloat16; the result is of ``out_dtype``."""
         ...
 
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        """``width``: the columns of the result; those after it are dropped."""
+    def all_gather(self, x: Tensor, begins: Sequence[int] | None = None) -> Tensor:
+        """Member r has the columns ``begins[r]`` … ``begins[r + 1] − 1`` of the result; None: all have as many."""
         ...
 
     def reduce_scatter(self, x: Tensor, out_dtype: torch.dtype) -> Tensor: ...
@@ -64,12 +69,27 @@ class Group(Protocol):
         ...
 
 
+def equal_parts(size: int, members: int) -> tuple[int, ...]:
+    """Return where the columns of each member begin, and where the last ones end, if each has ``size``."""
+    return tuple(range(0, size * members + 1, size))
+
+
+def parts_of(group: Group, size: int) -> tuple[int, ...]:
+    """Return the same if each has a ``size`` of its own; each member must ask."""
+    sizes = group.all_gather(torch.tensor([[float(size)]]))[0]
+    return tuple(accumulate(map(int, sizes.tolist()), initial=0))
+
+
 @dataclass(frozen=True, slots=True)
 class Collectives:
     """The groups of one rank, by axis; axes of one rank have none."""
 
     groups: Mapping[Axis, Group] = field(default_factory=dict)
-    sent: BytesSent = field(default_factory=BytesSent)  # by all groups in shared memory
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent in all of its groups."""
+        return sum(group.bytes_sent for group in self.groups.values())
 
     def group(self, axis: Axis) -> Group | None:
         return self.groups.get(axis)

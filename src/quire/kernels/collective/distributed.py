@@ -21,12 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.errors import EngineDeadError
-from quire.kernels.collective import Group, reference
+from quire.kernels.collective import Group, equal_parts, reference
 from quire.kernels.tape import between_segments
 from quire.kernels.workspace import empty, unit_stride
 from quire.parallel.placement import Meeting
 from quire.parallel.topology import Axis, Topology
-from quire.parallel.traffic import BytesSent
 
 LIMIT_S = 60.0  # for a member to arrive
 Transfer = Callable[[Tensor, Tensor], None]  # x → y
@@ -38,17 +37,18 @@ class TorchGroup:
     A call raises `EngineDeadError` where a member has ended or does not arrive in time.
     """
 
-    def __init__(self, group: Any = None, sent: BytesSent | None = None, name: str = "its group") -> None:
-        """``group`` None: all processes, which must be initialized. ``sent`` counts the bytes that calls send."""
+    def __init__(self, group: Any = None, name: str = "its group") -> None:
+        """``group`` None: all processes, which must be initialized."""
         found: Any = dist.group.WORLD if group is None else group
         self._group, self.size, self.index = found, found.size(), found.rank()
-        self._sent, self._name = sent or BytesSent(), name
+        self.bytes_sent, self._name = 0, name
 
     def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         return self._run(x, x.shape[1], out_dtype, partial(self._sum, parts=self._gather))
 
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return self._run(x, width, x.dtype, self._side_by_side)
+    def all_gather(self, x: Tensor, begins: Sequence[int] | None = None) -> Tensor:
+        begins = begins or equal_parts(x.shape[1], self.size)
+        return self._run(x, begins[-1], x.dtype, partial(self._side_by_side, begins=begins))
 
     def reduce_scatter(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         sums = partial(self._sum, parts=self._exchange)
@@ -59,13 +59,13 @@ class TorchGroup:
 
     def gather_parts(self, y: Tensor, begins: Sequence[int]) -> None:
         counts = [stop - start for start, stop in pairwise(begins)]
-        self._sent.add(counts[self.index], y.shape[1] * y.dtype.itemsize * (self.size - 1))
         mine = y.new_zeros(max(counts), y.shape[1])
         mine[: counts[self.index]] = y[begins[self.index] : begins[self.index + 1]]
         parts = zip(self._gather(mine), counts, strict=True)
         y.copy_(reference.gather_parts([part[:count] for part, count in parts]))
 
     def send(self, x: Tensor) -> None:
+        self.bytes_sent += x.nbytes
         self._wait(lambda: self._group.send([x.contiguous()], self.index + 1, 0))
 
     def recv(self, num_tokens: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -77,7 +77,6 @@ class TorchGroup:
         """Return what ``call(x, y)`` writes, or will write in each replay of the step that is being recorded."""
         x = unit_stride(x)
         y = empty(max(x.shape[0], 1), width, dtype=dtype, device=x.device)[: x.shape[0]]
-        self._sent.add(x.shape[0], x.shape[1] * x.dtype.itemsize * (self.size - 1))
         if not between_segments(call, x, y):
             call(x, y)
         return y
@@ -85,13 +84,17 @@ class TorchGroup:
     def _sum(self, x: Tensor, y: Tensor, parts: Callable[[Tensor], list[Tensor]]) -> None:
         y.copy_(reference.all_reduce(parts(x), y.dtype))
 
-    def _side_by_side(self, x: Tensor, y: Tensor) -> None:
-        y.copy_(reference.all_gather(self._gather(x), y.shape[1]))
+    def _side_by_side(self, x: Tensor, y: Tensor, begins: Sequence[int]) -> None:
+        sizes = [stop - start for start, stop in pairwise(begins)]
+        same = torch.nn.functional.pad(x, (0, max(sizes) - x.shape[1]))
+        parts = zip(self._gather(same), sizes, strict=True)
+        y.copy_(reference.all_gather([part[:, :size] for part, size in parts]))
 
     def _swap(self, x: Tensor, y: Tensor) -> None:
         y.copy_(torch.cat(self._exchange(x), dim=1))
 
     def _gather(self, x: Tensor) -> list[Tensor]:
+        self.bytes_sent += (self.size - 1) * x.nbytes
         out = x.new_empty(self.size, *x.shape)
         if x.numel():
             self._wait(lambda: self._group._allgather_base(_bytes(out), _bytes(x.contiguous())))
@@ -99,6 +102,7 @@ class TorchGroup:
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         blocks = torch.stack([reference.block(x, r, self.size) for r in range(self.size)])
+        self.bytes_sent += (self.size - 1) * x.nbytes // self.size
         out = torch.empty_like(blocks)
         if x.numel():
             self._wait(lambda: self._group.alltoall_base(_bytes(out), _bytes(blocks), [], []))
@@ -118,7 +122,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def connect(
-    meeting: Meeting, topology: Topology, rank: int, listener: socket.socket | None, sent: BytesSent,
+    meeting: Meeting, topology: Topology, rank: int, listener: socket.socket | None,
     limit_s: float = LIMIT_S,
 ) -> dict[Axis, Group]:  # fmt: skip
     """Return the groups of ``rank`` over Gloo, one for each axis of ``meeting``; every rank must do so once.
@@ -144,7 +148,7 @@ def connect(
             options._timeout = limit
             of_axis = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
             gloo = dist.ProcessGroupGloo(of_axis, ranks.index(rank), len(ranks), options)
-            groups[axis] = TorchGroup(gloo, sent, name)
+            groups[axis] = TorchGroup(gloo, name)
     except RuntimeError as error:
         raise EngineDeadError(
             f"The ranks of a stage did not meet at {meeting.host}:{meeting.port} within {limit_s:g} s: {error}"

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels.collective import Collectives, Group
+from quire.kernels.collective import Collectives, Group, equal_parts
 from quire.kernels.registry import native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty, unit_stride
 from quire.parallel.segment import Lanes, Segment, lanes_of
 from quire.parallel.topology import AXES, Axis
-from quire.parallel.traffic import BytesSent, Kind, sent_per_row
 
 LIMIT_S = 60.0  # for a member to arrive: the longest step of a slow rank
 REDUCE, GATHER, SCATTER, EXCHANGE, SEND, RECEIVE = range(6)  # `Collective` in C++
@@ -36,12 +35,11 @@ def attach(
             "ranks on one machine need the native extension, which is not built: see quire doctor."
         )
     groups: dict[Axis, Group] = {}
-    sent = BytesSent()
     for axis in AXES:
         if getattr(segment.topology, axis) > 1 and axis not in without:
             lanes = lanes_of(segment.topology, rank, axis, segment.slot_bytes)
-            groups[axis] = SharedMemoryGroup(segment, lanes, lanes.ranks.index(rank), limit_s, sent)
-    return Collectives(groups, sent)
+            groups[axis] = SharedMemoryGroup(segment, lanes, lanes.ranks.index(rank), limit_s)
+    return Collectives(groups)
 
 
 class SharedMemoryGroup:
@@ -51,26 +49,31 @@ class SharedMemoryGroup:
     group is of no use after that.
     """
 
-    def __init__(
-        self, segment: Segment, lanes: Lanes, index: int, limit_s: float, sent: BytesSent | None = None
-    ) -> None:
-        """``sent`` counts the bytes that the group's calls send."""
+    def __init__(self, segment: Segment, lanes: Lanes, index: int, limit_s: float) -> None:
         self.size = len(lanes.ranks)
         self.index = index
-        self.sent = sent or BytesSent()
         self._segment = segment  # the mapping lives as long as the channel
+        self._begins: dict[tuple[int, ...], Tensor] = {}  # of gathers, whose addresses tapes hold
         base = segment.address
         self.channel = native.Channel(
             base + lanes.abort_word, [base + at for at in lanes.lanes], [base + at for at in lanes.slots],
             list(lanes.ranks), index, lanes.slot_bytes, limit_s,
         )  # fmt: skip
 
+    @property
+    def bytes_sent(self) -> int:
+        """Counted where they are written, so calls of a recorded step count whenever it is replayed."""
+        return int(self.channel.bytes_sent)
+
     def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         return self._run(REDUCE, x, x.shape[1], out_dtype)
 
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        assert width <= self.size * x.shape[1], (width, x.shape)
-        return self._run(GATHER, x, width, x.dtype)
+    def all_gather(self, x: Tensor, begins: Sequence[int] | None = None) -> Tensor:
+        key = equal_parts(x.shape[1], self.size) if begins is None else tuple(begins)
+        assert key[self.index + 1] - key[self.index] == x.shape[1], (key, self.index, x.shape)
+        if key not in self._begins:
+            self._begins[key] = torch.tensor(key, device="cpu")
+        return self._run(GATHER, x, key[-1], x.dtype, self._begins[key].data_ptr())
 
     def reduce_scatter(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         assert x.shape[1] % self.size == 0, (x.shape, self.size)
@@ -83,7 +86,6 @@ class SharedMemoryGroup:
     def gather_parts(self, y: Tensor, begins: Sequence[int]) -> None:
         assert y.is_contiguous()
         row_bytes = y.shape[1] * y.dtype.itemsize
-        self.sent.add(begins[self.index + 1] - begins[self.index], row_bytes)
         native.gather_parts(
             num_native_threads(), self.channel, y.data_ptr(), [row_bytes * at for at in begins]
         )
@@ -101,29 +103,16 @@ class SharedMemoryGroup:
         y = empty(max(num_tokens, 1), size, dtype=dtype)[:num_tokens]
         bf16 = _BF16[dtype]
         native.collective(
-            num_native_threads(),
-            self.channel,
-            RECEIVE,
-            0,
-            0,
-            bf16,
-            y.data_ptr(),
-            size,
-            bf16,
-            num_tokens,
-            0,
-            size,
-        )
+            num_native_threads(), self.channel, RECEIVE, 0, 0, bf16, y.data_ptr(), size, bf16, num_tokens, 0, size
+        )  # fmt: skip
         return y
 
-    def _run(self, what: int, x: Tensor, width: int, out_dtype: torch.dtype) -> Tensor:
+    def _run(self, what: int, x: Tensor, width: int, out_dtype: torch.dtype, begins: int = 0) -> Tensor:
         x = unit_stride(x)
         num_tokens, size = x.shape
         y = empty(max(num_tokens, 1), width, dtype=out_dtype)[:num_tokens]
-        kind: Kind = "all_reduce" if what == REDUCE else "all_gather"  # the others send whole rows too
-        self.sent.add(num_tokens, sent_per_row(kind, size, self.size, x.dtype.itemsize, out_dtype.itemsize))
         native.collective(
             num_native_threads(), self.channel, what, x.data_ptr(), x.stride(0), _BF16[x.dtype], y.data_ptr(), width,
-            _BF16[out_dtype], num_tokens, size, width,
+            _BF16[out_dtype], num_tokens, size, width, begins,
         )  # fmt: skip
         return y

@@ -16,9 +16,9 @@ def all_reduce(rows: Sequence[Tensor], out_dtype: torch.dtype) -> Tensor:
     return total.to(out_dtype)
 
 
-def all_gather(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Side by side, cut to ``width`` columns."""
-    return torch.cat(list(rows), dim=1)[:, :width].contiguous()
+def all_gather(rows: Sequence[Tensor]) -> Tensor:
+    """Side by side; members may have different numbers of columns."""
+    return torch.cat(list(rows), dim=1)
 
 
 def reduce_scatter(rows: Sequence[Tensor], index: int, out_dtype: torch.dtype) -> Tensor:

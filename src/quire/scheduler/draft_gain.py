@@ -1,0 +1,39 @@
+"""`DraftGain`: tokens per second with drafts over those without, as measured.
+
+A step of decodes that verified or proposed drafts is compared with the steps without them of about as many sequences.
+Under a fixed number of drafts there are no steps without, and the gain is not known.
+"""
+
+from __future__ import annotations
+
+from quire.scheduler.draft_times import FEW, OUTLIER, StepTimes
+
+WEIGHT = 0.01  # of the newest step with drafts
+
+
+class DraftGain:
+    """Follows the steps of decodes alone, of one engine."""
+
+    def __init__(self) -> None:
+        self._plain = StepTimes()
+        self._count = 0
+        # Means of the steps with drafts: seconds that plain steps take for as many tokens, and their own.
+        self._earned_s = self._spent_s = 0.0
+
+    def note(self, num_seqs: int, num_tokens: int, took_s: float, *, drafted: bool) -> None:
+        """A step gave ``num_tokens`` to ``num_seqs`` sequences in ``took_s``."""
+        if not drafted:
+            self._plain.note(num_seqs, 0, took_s)
+        elif self._plain.count(num_seqs, 0.0) >= FEW:
+            earned_s = self._plain.seconds(num_seqs, 0.0) * num_tokens / num_seqs
+            if self._count > FEW:  # one step that other processes held up must not decide
+                took_s = min(took_s, OUTLIER * max(self._spent_s, earned_s))
+            self._count += 1
+            weight = max(WEIGHT, 1.0 / self._count)
+            self._earned_s += (earned_s - self._earned_s) * weight
+            self._spent_s += (took_s - self._spent_s) * weight
+
+    @property
+    def measured(self) -> float:
+        """The gain; 0: it is not known."""
+        return self._earned_s / self._spent_s if self._spent_s else 0.0
