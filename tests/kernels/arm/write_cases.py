@@ -334,7 +334,8 @@ def sampling() -> Iterator[Case]:
         table = case.pointers(*(logits.at(row * vocab) for row in range(rows)))
         records = case.buffer(torch.from_numpy(columns.view(np.uint8).copy()))
         ids, best = case.zeros(rows, dtype=torch.int64), case.zeros(rows)
-        case.call("sample", THREADS, LEVEL, table, records, rows, vocab, 1, ids, best)
+        edited = ((2, case.buffer(random(vocab, scale=4.0, seed=7))),)
+        case.call("sample", THREADS, LEVEL, logits, vocab, edited, records, rows, vocab, 1, ids, best)
         width = 5
         num_top = case.buffer(integers(0, width + 1, rows))
         logprobs, top = case.zeros(rows, dtype=torch.float64), case.zeros(rows, width, dtype=torch.float64)

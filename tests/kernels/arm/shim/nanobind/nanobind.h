@@ -50,6 +50,20 @@ struct Caster<std::array<T, N>> {
     return a;
   }
 };
+template <typename T>
+struct Caster<std::vector<T>> {
+  static std::vector<T> from(const Value& v) {
+    std::vector<T> a;
+    for (const Value& item : v.items) a.push_back(Caster<T>::from(item));
+    return a;
+  }
+};
+template <typename A, typename B>
+struct Caster<std::pair<A, B>> {
+  static std::pair<A, B> from(const Value& v) {
+    return {Caster<A>::from(v.items.at(0)), Caster<B>::from(v.items.at(1))};
+  }
+};
 template <typename... T>
 struct Caster<std::tuple<T...>> {
   static std::tuple<T...> from(const Value& v) { return take(v, std::index_sequence_for<T...>()); }
