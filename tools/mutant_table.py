@@ -462,9 +462,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "one-all-reduce",
         "a layer reduces once, not after attention and after the MLP",
-        "src/quire/plan/roofline.py",
-        'found["tp"] = 2 * work.num_layers, moved',
-        'found["tp"] = work.num_layers, moved',
+        "src/quire/parallel/traffic.py",
+        'found.add_block(f"layers.{number}.attn.o.weight", a.num_heads * a.v_head_dim, "own")',
+        "a.num_heads",
         ("tests/plan/test_roofline.py",),
     ),
     Mutant(
@@ -743,8 +743,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "rows-of-another-rank",
         "every rank has the first rows of o, over the ep axis",
         "src/quire/parallel/shard.py",
-        "o: _Parts = (share(self._spec.hidden_size, self.ways, self.index), None, None)",
-        "o: _Parts = (share(self._spec.hidden_size, self.ways, 0), None, None)",
+        "return share(hidden, self.ways, self.index, OUTPUT_UNIT",
+        "return share(hidden, self.ways, 0, OUTPUT_UNIT",
         (
             "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[latent-int8-moves]",
         ),
