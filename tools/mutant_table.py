@@ -741,11 +741,12 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rows-of-another-rank",
-        "every rank has the first rows of o, over the ep axis",
+        "where results are gathered, each rank has the rows of o and down of another one",
         "src/quire/parallel/shard.py",
-        "o: _Parts = (share(self._spec.hidden_size, self.ways, self.index), None, None)",
-        "o: _Parts = (share(self._spec.hidden_size, self.ways, 0), None, None)",
+        "return share(hidden, self.ways, self.index, OUTPUT_UNIT",
+        "return share(hidden, self.ways, self.ways - 1 - self.index, OUTPUT_UNIT",
         (
+            "tests/parallel/test_exact_rows.py::test_ranks_give_the_bits_of_one_process[int8]",
             "tests/parallel/test_expert_parallel.py::test_two_ranks_give_the_bits_of_one_process[latent-int8-moves]",
         ),
     ),

@@ -27,7 +27,7 @@ constexpr int64_t kAheadSteps = 1;      // steps between a prefetch into L2 and 
 #if defined(QUIRE_HAVE_AMX)
 constexpr int64_t kAheadLines = 12;
 #else
-constexpr int64_t kAheadLines = 96;
+constexpr int64_t kAheadLines = 4;
 #endif
 
 // Bytes of a tile of the cache (kv_tile.h).
@@ -183,6 +183,7 @@ class Ahead {
   void advance() {
     while (more()) few();
     tile_ = 0;
+    done_ = false;
     if (unit_ >= units_.end || ++step_ <= plan_.units[unit_].last_step()) return;
     do {
       ++unit_;
@@ -195,6 +196,18 @@ class Ahead {
   // computation beside it would wait.
   void few() {
     __asm__ volatile("");  // else gcc drops calls of a function that only prefetches, as if it had no effect
+    if (left_ < kAheadLines) {
+      if (!done_) rest();
+      return;
+    }
+    UNROLL for (int64_t i = 0; i < kAheadLines; ++i) __builtin_prefetch(at_ + i * 64, 0, 2);
+    at_ += kAheadLines * 64;
+    left_ -= kAheadLines;
+  }
+
+ private:
+  // The last lines of a tile.
+  __attribute__((noinline)) void rest() {
     if (!more()) return;
     const int64_t count = std::min(left_, kAheadLines);
     for (int64_t i = 0; i < count; ++i) __builtin_prefetch(at_ + i * 64, 0, 2);
@@ -202,14 +215,16 @@ class Ahead {
     left_ -= count;
   }
 
- private:
   // Whether lines are left; goes on to the next tile where this one has none.
   bool more() {
+    if (done_) return false;
     while (left_ == 0) {
+      done_ = true;
       if (unit_ >= units_.end) return false;
       const Unit& unit = plan_.units[unit_];
       const int64_t position = step_ * kStep + tile_ / unit.heads * kTile;
       if (position >= std::min(unit.high, (step_ + 1) * kStep)) return false;
+      done_ = false;
       const int64_t head = unit.kv_head + tile_++ % unit.heads;
       if (position + kTile <= unit.low) continue;
       at_ = tile_at(a, unit.seq, head, position);
@@ -224,6 +239,7 @@ class Ahead {
   const int64_t lines_;  // of a tile
   int64_t unit_, step_ = 0, tile_ = 0, left_ = 0;
   const char* at_ = nullptr;
+  bool done_ = false;  // no lines of the step are left
 };
 
 }  // namespace quire::cpu::QUIRE_ISA

@@ -33,6 +33,8 @@ class TileProducts {
     return a.v_head_dim % 16 == 0 && padded_dim(a.head_dim) - a.head_dim <= a.v_head_dim;
   }
 
+  static constexpr int64_t kByteRows = 0;  // tiles of the unit are bf16
+
   static int64_t padded_dim(int64_t head_dim) { return (head_dim + kStepDim - 1) / kStepDim * kStepDim; }
 
   void scores(int64_t, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores, Ahead& ahead) const {
@@ -66,12 +68,12 @@ class TileProducts {
   }
 
   template <int T>
-  void score_tiles(const uint16_t* query, int64_t dim, const uint16_t* const* tiles, float* scores, Ahead& ahead) const {
+  void score_tiles(const uint16_t* query, int64_t dim, const void* const* tiles, float* scores, Ahead& ahead) const {
     each<T>([&]<int t>() { tile_zero<t>(); });
     for (int64_t i = 0; i < steps_; ++i) {
       tile_load<kQuery>(query + i * kStepDim, dim * 2);
       each<T>([&]<int t>() {
-        tile_load<kKeys>(tiles[t] + i * kStepDim * kTile, kTileBytes);
+        tile_load<kKeys>(static_cast<const uint16_t*>(tiles[t]) + i * kStepDim * kTile, kTileBytes);
         tile_dot_bf16<t, kQuery, kKeys>();
         ahead.few();
       });
@@ -84,7 +86,7 @@ class TileProducts {
                      Ahead& ahead) const {
     each<W>([&]<int v>() { tile_load<v>(sums + column + v * 16, width * 4); });
     for (int64_t t = tiles.first; t < tiles.last; ++t) {
-      const uint16_t* values = tiles.tile[t] + k_elements_ + column * 2;
+      const uint16_t* values = static_cast<const uint16_t*>(tiles.tile[t]) + k_elements_ + column * 2;
       tile_load<kWeights>(weights + t * kTile, kStep * 2);
       each<W>([&]<int v>() {
         tile_load<kValues>(values + v * 32, v_dim_ * 4);

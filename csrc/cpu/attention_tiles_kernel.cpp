@@ -4,8 +4,8 @@
 //
 // Algorithm: units of rows (see attention_plan.h) go through their steps of 64 positions in order: scores, an online
 // softmax in powers of two (Milakov and Gimelshein 2018), weights rounded to bf16, weighted values; each tile is read
-// once for all rows of the unit, with nothing to transpose. int8 tiles are widened to bf16, exactly, for the products
-// of a step; their scales multiply scores and weights. Every split of 512 positions starts with new sums,
+// once for all rows of the unit, with nothing to transpose. int8 tiles are widened to bf16, exactly, once for the
+// products of a step, or by the products of few rows; their scales multiply scores and weights. Every split of 512 positions starts with new sums,
 // which are folded into the row's in order. Bytes: K and V once per unit. Bound: memory bandwidth for single tokens,
 // the dot units (and beside them the softmax) for chunks. Tiles that a row does not see change no bit of it, so a row's
 // bits are those of its own keys.
@@ -190,28 +190,33 @@ class TilesKernel {
 
   StepTiles take_tiles(const Unit& unit, int64_t head, int64_t base) {
     StepTiles tiles{};
+    tiles.bytes = kInt8 && unit.rows <= Products::kByteRows;
     tiles.first = std::max<int64_t>(0, unit.low - base) / kTile;
     tiles.last = (std::min(kStep, unit.high - base) + kTile - 1) / kTile;
     float(&scales)[2][kStep] = s.scales[head % 2];
     tiles.k_scales = scales[0], tiles.v_scales = scales[1];
     for (int64_t t = tiles.first; t < tiles.last; ++t) {
-      const char* tile = tile_at(a, unit.seq, unit.kv_head + head, base + t * kTile);
-      tiles.tile[t] = kInt8 ? widened(head % 2, t, tile, scales[0] + t * kTile, scales[1] + t * kTile)
-                            : reinterpret_cast<const uint16_t*>(tile);
+      const void* tile = tile_at(a, unit.seq, unit.kv_head + head, base + t * kTile);
+      tiles.tile[t] = kInt8 && !tiles.bytes ? widened(head % 2, t, tile) : tile;
+      if constexpr (kInt8) take_scales(tile, scales[0] + t * kTile, scales[1] + t * kTile);
     }
     return tiles;
   }
 
-  // Tile t of the step in bf16, in one of two places; int8 is exact in bf16. Its scales lie beside it.
-  const uint16_t* widened(int64_t place, int64_t t, const char* tile, float* k_scales, float* v_scales) {
+  void take_scales(const void* tile, float* k_scales, float* v_scales) const {
+    const auto* from = static_cast<const int8_t*>(tile) + TileForm<int8_t>{a.head_dim, a.v_head_dim}.elements();
+    std::memcpy(k_scales, from, kTile * 4);
+    std::memcpy(v_scales, from + kTile * 4, kTile * 4);
+  }
+
+  // Tile t of the step in bf16, in one of two places; int8 is exact in bf16.
+  const uint16_t* widened(int64_t place, int64_t t, const void* tile) {
     const TileForm<int8_t> form{a.head_dim, a.v_head_dim};
-    const int8_t* from = reinterpret_cast<const int8_t*>(tile);
+    const auto* from = static_cast<const int8_t*>(tile);
     // The last vector of a tile may go beyond it: into the next tile, which follows, and from the scales.
     const int64_t step = kStep / kTile * form.elements() + kWidened;
     uint16_t* to = s.tiles.at_least(2 * step) + place * step + t * form.elements();
     for (int64_t i = 0; i < form.elements(); i += kWidened) widen(to + i, from + i);
-    std::memcpy(k_scales, from + form.elements(), kTile * 4);
-    std::memcpy(v_scales, from + form.elements() + kTile * 4, kTile * 4);
     return to;
   }
 

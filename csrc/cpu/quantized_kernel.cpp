@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "cpu/int_vec.h"
+#include "cpu/packed_quads.h"
 #include "cpu/quantize_row.h"
 #include "cpu/quantized_write.h"
 #include "cpu/row_loops.h"
@@ -31,7 +32,7 @@ struct Place {
   int64_t first_lane;   // of the panel's 32
   const char* next;  // null: a single tile, which streams
   int64_t next_lines;
-  const int8_t* quads = nullptr;  // [K/4][rows of the tile][4], where rows are laid out for the tiles
+  const int8_t* quads = nullptr;  // [K/4][rows of the tile][kQuadBytes], where rows are laid out for the tiles
 };
 
 inline void prefetch(const Place& at, int64_t line) {
@@ -79,17 +80,17 @@ struct Channel {
       UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-128 * sum);
     }
     const int8_t* x = kPacked ? at.quads : a.x.q + at.row * a.x.stride;
-    const int64_t stride = kPacked ? 4 : a.x.stride;
+    const int64_t stride = kPacked ? kQuadBytes : a.x.stride;
     const uint8_t* w = at.panel + at.first_lane * 4;
     const int64_t quads = (a.k + 3) / 4;
     for (int64_t s = 0; s < quads; ++s) {
       Codes codes[V];
       UNROLL for (int v = 0; v < V; ++v) codes[v] = load_codes(w + v * kLanes * 4);
       UNROLL for (int r = 0; r < R; ++r) {
-        const Quad quad = broadcast_quad(x + r * stride);
+        const Quad quad = kPacked ? take_quad(x + r * stride) : broadcast_quad(x + r * stride);
         UNROLL for (int v = 0; v < V; ++v) acc[r][v] = dot(acc[r][v], codes[v], quad);
       }
-      x += kPacked ? 4 * R : 4;
+      x += kPacked ? kQuadBytes * R : 4;
       if (at.next == nullptr) {
         fetch_ahead<V * kLanes * 4>(w);
       } else {
@@ -160,7 +161,7 @@ struct Grouped {
       for (int64_t i = 0; i < lines; ++i) prefetch(at, g * lines + i);
       UNROLL for (int v = 0; v < V; ++v) {
         const uint8_t* scales = w + codes + (at.first_lane + v * kLanes) * 2;
-        if (at.next == nullptr && v == 0) fetch_ahead<64>(scales);
+        if (at.next == nullptr && v == 0) fetch_ahead<kOffset ? 128 : 64>(scales);
         const Vec scale = load_half(scales);
         UNROLL for (int r = 0; r < R; ++r) f[r][v] = fused(to_float(acc[r][v]), scale, f[r][v]);
         if constexpr (kOffset) {
@@ -254,19 +255,18 @@ void two_level_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
   });
 }
 
-// Rows [first, first + rows) as Place::quads of their tiles: the rows of a tile then share cache lines, and not, as those
-// of 4096 bytes do, one set of the L1 cache.
+// Rows [first, first + rows) as Place::quads of their tiles.
 const int8_t* pack_quads(const QuantizedLinearArgs& a, int64_t first, int64_t rows, int tiles, ThreadPool& pool) {
   static thread_local Scratch scratch;
   const int64_t quads = (a.k + 3) / 4;
-  auto* packed = scratch.get<int8_t>(static_cast<std::size_t>(rows * quads * 4));
+  auto* packed = scratch.get<int8_t>(static_cast<std::size_t>(rows * quads * kQuadBytes));
   over_rows(tiles, rows / tiles * a.k, pool, [&](int64_t t) {
     const Range mine = share(rows, static_cast<int>(t), tiles);
     const int64_t width = mine.end - mine.begin;
     for (int64_t r = 0; r < width; ++r) {
       const int8_t* x = a.x.q + (first + mine.begin + r) * a.x.stride;
-      int8_t* to = packed + (mine.begin * quads + r) * 4;
-      for (int64_t i = 0; i < quads; ++i) std::memcpy(to + i * width * 4, x + i * 4, 4);
+      int8_t* to = packed + (mine.begin * quads + r) * kQuadBytes;
+      for (int64_t i = 0; i < quads; ++i) put_quad(x + i * 4, to + i * width * kQuadBytes);
     }
   });
   return packed;
@@ -292,7 +292,7 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
           const auto* next = reinterpret_cast<const char*>(a.packed + (p + 1) * panel_bytes) + lines.begin * 64;
           rows_of<F>(tile.end - tile.begin, a,
                      {panel, first + tile.begin, p * kPanel, 0, streams ? nullptr : next, lines.end - lines.begin,
-                      packs ? quads + tile.begin * ((a.k + 3) / 4 * 4) : nullptr});
+                      packs ? quads + tile.begin * ((a.k + 3) / 4) * kQuadBytes : nullptr});
         }
       }
     });

@@ -98,8 +98,8 @@ def add_gated_rows(
     gate_stride: int, y: int, rows: int, size: int, /,
 ) -> None: ...  # fmt: skip
 def sample(
-    num_threads: int, isa: str, logits: int, columns: int, rows: int, vocab: int, purpose: int, ids: int,
-    best: int, /,
+    num_threads: int, isa: str, logits: int, stride: int, edited: Sequence[tuple[int, int]], columns: int, rows: int,
+    vocab: int, purpose: int, ids: int, best: int, /,
 ) -> None: ...  # fmt: skip
 def logprobs(
     num_threads: int, isa: str, logits: int, chosen: int, num_top: int, rows: int, vocab: int, width: int,

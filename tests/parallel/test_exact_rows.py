@@ -15,10 +15,13 @@ from tests.lora.peft_files import make_adapters
 from tests.parallel.ranks import Helpers, RankedExecutor
 from tests.parallel.serving import FCFS, QUILL, config_of, serve
 
+from quire.args import EngineArgs
+from quire.config import DeviceInfo
 from quire.executor.ranks import RanksExecutor
 from quire.kernels.registry import NATIVE_LEVELS, backends, native
 from quire.models import loader
 from quire.parallel.topology import Topology
+from quire.resolve import resolve
 
 pytestmark = pytest.mark.skipif(native is None, reason="the native extension is not built")
 STD = 0.3
@@ -47,6 +50,23 @@ def _wide_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     truth_of.cache_clear()
     yield
     truth_of.cache_clear()
+
+
+def test_dense_models_are_cut_by_rows_by_default() -> None:
+    """And have the cache of one process, which that of partial sums must not be taken for."""
+    machine = DeviceInfo("cpu", "test", 2, 2**33, 2**33)
+    found = {}
+    for name, sizes in {
+        "one": {},
+        "auto": {"tensor_parallel_size": 2},
+        "sums": {"tensor_parallel_size": 2, "tensor_parallel_layout": "sums"},
+    }.items():
+        found[name] = resolve(EngineArgs(**sizes), MODELS["llama"](), machine)  # type: ignore[arg-type]
+    assert found["auto"].topology == TWO
+    assert found["sums"].topology == Topology(tp=2)
+    assert found["auto"].cache.model_key == found["one"].cache.model_key != found["sums"].cache.model_key
+    experts = resolve(EngineArgs(tensor_parallel_size=2), MODELS["moe"](), machine)
+    assert experts.topology == Topology(tp=2)
 
 
 @pytest.mark.usefixtures("_wide_weights")

@@ -146,8 +146,7 @@ def of_medusa(seqs: Seqs, logits: Tensor) -> None:
     """Three choices of one head per sequence."""
     model = object.__new__(MedusaModel)
     model._seqs, model._sampler, model._keeps_probs = seqs, Sampler(VOCAB), True
-    model._last = lambda of: torch.zeros(len(of), 1)
-    model._heads = SimpleNamespace(logits=lambda hidden, _: logits.repeat(len(hidden), 1, 1))
+    model._logits = lambda of, _: logits.repeat(len(of), 1)
     for seq, drafts in zip(
         seqs.all, model.sample(range(len(seqs.all)), [shape_of(1, 3, 3)] * len(seqs.all)), strict=True
     ):

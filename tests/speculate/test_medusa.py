@@ -55,7 +55,7 @@ def test_a_trees_tokens_are_the_largest_logits_of_the_heads(monkeypatch: pytest.
         found = real(self, seq_ids, trees)
         seqs = [self._seqs.find(seq_id) for seq_id in seq_ids]
         with torch.inference_mode():
-            best = self._heads.logits(self._last(seqs), 3).topk(4).indices.tolist()
+            best = self._heads.logits(self._last(seqs), 3).view(len(seqs), 3, -1).topk(4).indices.tolist()
         for of_seq, tree, drafts in zip(best, trees, found, strict=True):
             assert list(drafts.token_ids) == [of_seq[node.head][node.rank] for node in tree]
             assert drafts.parents == tuple(node.parent for node in tree)

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from quire.errors import ModelLoadError
 from quire.families.heads import LAYER, HeadSpec
 from quire.kernels.kv_blocks import KvView
-from quire.kernels.pointwise import add_rows, copy_heads, take_rows
+from quire.kernels.pointwise import add_rows, copy_heads, gated, take_rows
 from quire.kernels.registry import KernelChoice
 from quire.kernels.workspace import empty
 from quire.layers.attention import Attention, LatentAttention, StepBatch
@@ -27,7 +26,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
-from quire.layers.weights import Build, WeightLoader, copy_into, prefixed
+from quire.layers.weights import Build, WeightLoader, prefixed
 from quire.models.decoder import Decoder
 
 
@@ -132,35 +131,47 @@ class MedusaHeads:
 
     def __init__(self, spec: HeadSpec, target: Decoder, kernels: KernelChoice) -> None:
         self.spec, self._target = spec, target
-        shape, dtype = (spec.num_heads, spec.hidden_size), target.dtype
-        self._weights = [torch.zeros(*shape, spec.hidden_size, dtype=dtype) for _ in range(spec.num_blocks)]
-        self._biases = [torch.zeros(shape, dtype=dtype) for _ in range(spec.num_blocks)]
-        build = Build(dtype, kernels, eps=0.0)
+        size, build = spec.hidden_size, Build(target.dtype, kernels, eps=0.0)
+        # A gated linear whose "up" is 1 throughout is silu(W x), in ops that can be recorded.
+        self._blocks = [
+            [Linear({"gate": size, "up": size}, size, build, bias=True) for _ in range(spec.num_blocks)]
+            for _ in range(spec.num_heads)
+        ]
         count = spec.num_heads if spec.own_outputs else 0
-        self._outputs = [Linear({"out": spec.vocab_size}, spec.hidden_size, build) for _ in range(count)]
+        self._outputs = [Linear({"out": spec.vocab_size}, size, build) for _ in range(count)]
+        self._gated, self._add_rows = build.of(gated), build.of(add_rows)
+        self._copy = build.of(copy_heads)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights from a stream of (canonical name, tensor)."""
         loaders: dict[str, WeightLoader] = {}
         for head in range(self.spec.num_heads):
             for block in range(self.spec.num_blocks):
-                loaders[f"blocks.{head}.{block}.weight"] = copy_into(self._weights[block][head])
-                loaders[f"blocks.{head}.{block}.bias"] = copy_into(self._biases[block][head])
+                of_block = self._blocks[head][block].weight_loaders()
+                of_block["up.bias"](torch.ones(self.spec.hidden_size))
+                loaders[f"blocks.{head}.{block}.weight"] = of_block["gate.weight"]
+                loaders[f"blocks.{head}.{block}.bias"] = of_block["gate.bias"]
         for head, output in enumerate(self._outputs):
             loaders[f"lm_heads.{head}.weight"] = output.weight_loaders()["out.weight"]
         _load(self.spec, loaders, weights)
 
-    def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
-        """``hidden [num_seqs, hidden_size]`` → fp32 ``[num_seqs, num_heads, vocab_size]`` of the first heads."""
-        x = hidden.expand(num_heads, *hidden.shape)  # [num_heads, num_seqs, hidden_size]
-        for weight, bias in zip(self._weights, self._biases, strict=True):
-            y = torch.bmm(x, weight[:num_heads].transpose(1, 2))
-            x = x + silu(y + bias[:num_heads, None] if self.spec.block_bias else y)
-        if self._outputs:
-            own = [self._outputs[head](x[head], out_dtype=torch.float32) for head in range(num_heads)]
-            return torch.stack(own, dim=1)
-        rows = x.transpose(0, 1).contiguous()
-        return self._target.logits(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
+    def logits(self, hidden: Tensor, num_heads: int, num_spare: int = 0) -> Tensor:
+        """``hidden [num_seqs, hidden_size]`` → fp32 logits ``[(num_seqs + num_spare) · num_heads, vocab_size]``.
+
+        They are those of the first heads. The last ``num_spare`` sequences have no meaning: a recorded step must have
+        another number of logits than of sequences.
+        """
+        num_seqs, size = hidden.shape
+        rows = empty(num_seqs + num_spare, num_heads, size, dtype=hidden.dtype)
+        for head, blocks in enumerate(self._blocks[:num_heads]):
+            x = hidden
+            for block in blocks:
+                x = self._add_rows(x, self._gated(block(x), "silu"))
+            self._copy(x.unsqueeze(1), rows[:num_seqs, head : head + 1])
+        if not self._outputs:
+            return self._target.logits(rows.flatten(0, 1))
+        own = [self._outputs[head](rows[:, head], out_dtype=torch.float32) for head in range(num_heads)]
+        return torch.stack(own, dim=1).flatten(0, 1)
 
 
 def _load(spec: HeadSpec, loaders: dict[str, WeightLoader], weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -103,7 +103,7 @@ class RankedSteps:
     """Step times of a model cut over ranks, each as fast as the process that ``whole`` was measured with.
 
     ``host_s``, ``host_per_seq_s`` are spent before the first stage, whatever the ranks. A stage takes as long as its
-    slowest rank.
+    slowest rank. A plan and an answer cross a socket each, as a send of no bytes.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class RankedSteps:
     ) -> None:  # fmt: skip
         """Raises `ConfigError` where the model cannot be cut so, or a link was not measured."""
         self._whole, self._links = whole, links
+        self._hop_s = links["send"].alpha_s if "send" in links else 0.0
         self._host_s, self._host_per_seq_s = host_s, host_per_seq_s
         shares = [RankShare.of(shard(spec, topology, rank), dtype) for rank in range(topology.world_size)]
         missing = sorted({use.kind for share in shares for use in share.uses} - set(links))
@@ -131,8 +132,10 @@ class RankedSteps:
         """Return the seconds of each stage, without waiting."""
         if not step.num_tokens:
             return (0.0,) * len(self._stages)
-        first, *rest = (max(self._rank(share, step) for share in ranks) for ranks in self._stages)
-        return (first + self._host_s + self._host_per_seq_s * step.num_seqs, *rest)
+        stages = [max(self._rank(share, step) for share in ranks) for ranks in self._stages]
+        stages[0] += self._hop_s + self._host_s + self._host_per_seq_s * step.num_seqs
+        stages[-1] += self._hop_s
+        return tuple(stages)
 
     def _rank(self, share: RankShare, step: StepFeatures) -> float:
         m, rows = self._whole, step.num_tokens

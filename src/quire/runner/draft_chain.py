@@ -67,6 +67,13 @@ class DraftChain:
             0 if ids is None else ids.data_ptr(), *of_head,
         )  # fmt: skip
         self._recorded = recorded  # keeps the memory
+        # Of `run`: (row, start, end, count) of each chain, and its drafts.
+        self._chains = np.empty((self.max_seqs, 4), np.int64)
+        self._drafts = np.empty(0, np.int64)
+        # Of `WorkerSeqs`, which makes new arrays when it grows, and where its arrays and these lie.
+        self._tables: list[npt.NDArray[np.int32]] = []
+        self._addresses = (0, 0, 0, 0, 0, 0)
+        self._at_drafts = 0
 
     def run(self, chains: Sequence[tuple[int, int, int, int]]) -> list[list[int]]:
         """Return the drafts of each of ``chains``: (row of `WorkerSeqs`, start, end, count), counts descending.
@@ -74,19 +81,28 @@ class DraftChain:
         The tokens start … end − 1 are computed, of which the last is the last of its sequence, and then a row for each
         draft but the last. The sequences have blocks for them, and no logits processors.
         """
-        wanted, seqs = np.array(chains, np.int64), self._seqs
-        table = seqs.block_tables[self._group]
+        seqs, count = self._seqs, chains[0][3]
+        if self._tables is not seqs.block_tables or self._drafts.size < len(chains) * count:
+            self._point_to(seqs.block_tables, len(chains) * count)
+        self._chains[: len(chains)] = chains
         spread = 0
         if self._spread is not None:
             if len(self._spread) < len(chains):
                 self._spread = torch.full((len(chains), self._spread.shape[1]), -torch.inf)
             spread = self._spread.data_ptr()
-        drafts = np.empty((len(chains), chains[0][3]), np.int64)
-        self._native.run(
-            num_native_threads(), seqs.token_ids.ctypes.data, seqs.token_ids.shape[1], table.ctypes.data,
-            table.shape[1], seqs.columns.ctypes.data, wanted.ctypes.data, len(chains), spread, drafts.ctypes.data,
+        self._native.run(num_native_threads(), *self._addresses, len(chains), spread, self._at_drafts)
+        found: list[int] = self._drafts[: len(chains) * count].tolist()
+        return [found[place * count : place * count + each[3]] for place, each in enumerate(chains)]
+
+    def _point_to(self, tables: list[npt.NDArray[np.int32]], num_drafts: int) -> None:
+        """Note where the sequences' arrays lie now, and have room for as many drafts."""
+        self._drafts = np.empty(max(num_drafts, self._drafts.size), np.int64)
+        self._tables, table, ids = tables, tables[self._group], self._seqs.token_ids
+        at_columns, at_chains = self._seqs.columns.ctypes.data, self._chains.ctypes.data
+        self._addresses = (
+            ids.ctypes.data, ids.shape[1], table.ctypes.data, table.shape[1], at_columns, at_chains,
         )  # fmt: skip
-        return [row[: each[3]] for row, each in zip(drafts.tolist(), chains, strict=True)]
+        self._at_drafts = self._drafts.ctypes.data
 
 
 def can_chain(backend: Backend) -> bool:

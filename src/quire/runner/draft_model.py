@@ -91,19 +91,20 @@ class DraftModel:
     def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:
         """As `DraftForward.num_computed`."""
         seq = self._seq(seq_id)
+        num_known -= self._lag
+        count = seq.num_filled = self._leading(self.filled, seq, num_known)
         if self._lag:  # drafts that were right are computed again, from the model's own hidden states
-            return self._leading(self.filled, seq, num_known - 1) + 1
-        count = self._leading(self.filled, seq, num_known)
+            return count + 1
         return self._leading(self._written, seq, num_agreed) if count == num_known else count
 
     def _leading(self, slots: Slots, seq: WorkerSeq, end: int) -> int:
         """Return how many of the tokens below ``end`` are among the leading ``slots`` of the blocks, without a gap."""
-        counts = slots[self._blocks(seq, end)]
-        short = np.flatnonzero(counts < self._block_size)
-        if not short.size:
-            return end
-        first = int(short[0])
-        return min(end, first * self._block_size + int(counts[first]))
+        size = self._block_size
+        first = min(seq.num_filled, end) // size
+        for place, block in enumerate(self._blocks(seq, end)[first:].tolist(), first):
+            if (count := int(slots[block])) < size:
+                return min(end, place * size + count)
+        return end
 
     def forward(self, rows: Sequence[Rows]) -> list[int]:
         """As `DraftForward.forward`."""
@@ -115,7 +116,7 @@ class DraftModel:
         step = self._inputs.prepare(plans, seqs)
         ids = self._sample(step)
         for each, seq in zip(rows, seqs, strict=True):
-            self._note(seq, each.end)
+            self._note(seq, each.start, each.end)
         found = dict(zip((seq.seq_id for seq in step.sampling), ids, strict=True))
         return [found.get(each.seq_id, -1) for each in rows]
 
@@ -124,14 +125,14 @@ class DraftModel:
         seqs = [self._seq(each.seq_id) for each in rows]
         if self._chain is None or self._keeps_probs or any(seq.processors is not None for seq in seqs):
             return None
-        total = sum(each.end - each.start for each in rows)
+        total = sum([each.end - each.start for each in rows])
         if total > self._chain.max_tokens or len(rows) > self._chain.max_seqs:
             return None
-        order = sorted(range(len(rows)), key=lambda place: -counts[place])
+        order = sorted(range(len(rows)), key=counts.__getitem__, reverse=True)
         chains = [(seqs[place].row, rows[place].start, rows[place].end, counts[place]) for place in order]
         found: list[list[int]] = [[]] * len(rows)
-        for place, (_, _, end, count), drafts in zip(order, chains, self._chain.run(chains), strict=True):
-            self._note(seqs[place], end + count - 1)
+        for place, (_, start, end, count), drafts in zip(order, chains, self._chain.run(chains), strict=True):
+            self._note(seqs[place], start, end + count - 1)
             found[place] = drafts
         return found
 
@@ -196,14 +197,15 @@ class DraftModel:
         found = zip(step.sampling, ids.tolist(), np.isfinite(best).tolist(), strict=True)
         return {seq.seq_id: token_id for seq, token_id, fine in found if fine and seq.seq_id in seq_ids}
 
-    def _note(self, seq: WorkerSeq, end: int) -> None:
-        """The tokens below ``end`` have K and V."""
-        num_known = int(self._seqs.num_settled[seq.row]) - self._lag
-        end -= self._lag
-        for slots, count in ((self.filled, min(end, num_known)), (self._written, end)):
-            blocks = self._blocks(seq, count)
-            slots[blocks[:-1]] = self._block_size
-            slots[blocks[-1]] = count - (len(blocks) - 1) * self._block_size
+    def _note(self, seq: WorkerSeq, start: int, end: int) -> None:
+        """The tokens ``start`` … ``end`` − 1 have K and V, as those before them."""
+        num_known, size = int(self._seqs.num_settled[seq.row]) - self._lag, self._block_size
+        first, end = max(0, start - self._lag) // size, end - self._lag
+        for place, block in enumerate(self._blocks(seq, end)[first:].tolist(), first):
+            count = min(end - place * size, size)
+            self._written[block] = count
+            if (known := min(count, num_known - place * size)) > 0:
+                self.filled[block] = known
 
     def _blocks(self, seq: WorkerSeq, end: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """The blocks of the tokens below ``end``."""

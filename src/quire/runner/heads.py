@@ -151,6 +151,25 @@ class MedusaModel:
         self._seen: tuple[PreparedStep, Sequence[int], Tensor] | None = None  # of `watch`
         self._sampler = Sampler(heads.spec.vocab_size, kernels)
         self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
+        # What recorded heads read, and they, by their number; None: they run call by call.
+        self._input = torch.zeros(config.scheduler.max_num_seqs, heads.spec.hidden_size, dtype=target.dtype)
+        self._tapes: dict[int, StepTape | None] = {}
+
+    def _logits(self, seqs: Sequence[WorkerSeq], num_heads: int) -> Tensor:
+        """Return fp32 ``[num_seqs · num_heads, vocab_size]`` behind the last tokens of ``seqs``."""
+        hidden, num_seqs = self._last(seqs), len(seqs)
+        if num_heads not in self._tapes:
+            self._tapes[num_heads] = None
+            with suppress(NotRecordable):
+                self._tapes[num_heads] = StepTape(
+                    lambda: self._heads.logits(self._input, num_heads, num_spare=1),
+                    len(self._input), (len(self._input) + 1) * num_heads,
+                )  # fmt: skip
+        tape = self._tapes[num_heads]
+        if tape is None or num_seqs > len(self._input):
+            return self._heads.logits(hidden, num_heads)
+        self._input[:num_seqs] = hidden
+        return tape.run(num_seqs, num_seqs * num_heads)
 
     def watch(self, step: PreparedStep, counts: Sequence[int], hidden: Tensor) -> None:
         """Note what gave the logits of a step: ``hidden [num_logits, hidden_size]``, for `sample` before the next step.
@@ -179,7 +198,7 @@ class MedusaModel:
         seqs = [seq for seq in map(self._seqs.find, seq_ids) if seq is not None]
         assert len(seqs) == len(seq_ids)
         num_heads, num_ranks = (1 + max(max(node[i] for node in tree) for tree in trees) for i in range(2))
-        logits = self._heads.logits(self._last(seqs), num_heads).flatten(0, 1)
+        logits = self._logits(seqs, num_heads)
         rows = np.array([seq.row for seq in seqs])
         # Head k samples the token k behind the known ones, with the noise of its position.
         positions = self._seqs.num_settled[rows][:, None] - 1 + np.arange(num_heads)
@@ -193,10 +212,9 @@ class MedusaModel:
             processors.apply(logits)
             logits[choices[row]] = -torch.inf
 
-        for rank in range(
-            num_ranks
-        ):  # each choice is what the head samples where those before it are forbidden
-            ids, best = self._sampler.sample(logits, columns, edit)
+        edits = any(seq.processors is not None for seq in seqs)
+        for rank in range(num_ranks):  # a choice is what the head samples where those before it are forbidden
+            ids, best = self._sampler.sample(logits, columns, edit if edits else None)
             if self._keeps_probs:
                 found = self._sampler.probabilities(logits, columns, edit)
             for row, (token_id, fine) in enumerate(
@@ -204,7 +222,8 @@ class MedusaModel:
             ):
                 if fine and len(choices[row]) == rank:
                     choices[row].append(token_id)
-                    logits[row, token_id] = -torch.inf
+                    if rank + 1 < num_ranks:
+                        logits[row, token_id] = -torch.inf
                     if self._keeps_probs:
                         probs[row].append(found[row])
         drafts = []

@@ -174,15 +174,14 @@ class InputBatch:
         cu_seqlens_q, seq_lens = to.cu_seqlens_q[: num_seqs + 1], to.seq_lens[:num_seqs]
         np.cumsum(lengths, out=cu_seqlens_q[1:])
         np.add(computed - self._lag, lengths, out=seq_lens)
+        tokens = np.arange(num_tokens)
         if num_tokens == num_seqs:  # one token each
             positions, token_rows = computed, rows
         else:
-            owner = np.repeat(np.arange(num_seqs), lengths)  # [num_tokens]
-            positions = np.arange(num_tokens) + (computed - cu_seqlens_q[:-1])[owner]
-            token_rows = rows[owner]
+            positions = tokens + np.repeat(computed - cu_seqlens_q[:-1], lengths)
+            token_rows = np.repeat(rows, lengths)
         to.input_ids[:num_tokens] = table.token_ids[token_rows, positions]
-        places = positions - self._lag if self._lag else positions
-        to.positions[:num_tokens] = places
+        to.positions[:num_tokens] = places = positions - self._lag if self._lag else positions
         in_table = places // self._block_size
         np.subtract(places, in_table * self._block_size, out=to.slot_offsets[:num_tokens])
         longest = int(seq_lens.max(initial=1))
@@ -196,9 +195,10 @@ class InputBatch:
             self._branch_out(to, branches, cu_seqlens_q)
         _keep_own(to, self._stripe, places)
         ends = cu_seqlens_q[1:][sampling]
-        if total > len(samplers):  # the last 1 + num_drafts tokens of each
-            num_logits = 1 + np.array([len(seq.verifying) for seq in samplers])
-            before = np.cumsum(num_logits)
+        if total == num_tokens and not branches:
+            indices, logits_rows = tokens, token_rows
+        elif total > len(samplers):  # the last 1 + num_drafts tokens of each
+            before = np.cumsum(num_logits := 1 + np.array([len(seq.verifying) for seq in samplers]))
             indices = np.repeat(ends - before, num_logits) + np.arange(total)
             if branches:
                 _index_trees(indices, samplers, ends, before, cu_seqlens_q[len(plans) :])

@@ -166,7 +166,8 @@ class ModelRunner:
     def launch(self, step: PreparedStep) -> PendingResult:
         """As `Runner.launch`: the step is computed at once."""
         if not self._samples:
-            self._compute(step)
+            with torch.inference_mode():
+                self._compute(step)
             return list
         samples = self.run(step)
         return lambda: samples
@@ -180,15 +181,17 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: PreparedStep) -> list[SeqSample]:
         """Compute the step; return what `PreparedStep.sampling` got."""
-        return self._sample(step, self.compute(step))
+        logits = self._compute(step)
+        assert logits is not None
+        return self._sample(step, logits)
 
+    @torch.inference_mode()
     def compute(self, step: PreparedStep) -> torch.Tensor:
         """Compute the step; return its logits: fp32 ``[num_logits, vocab_size]``."""
         logits = self._compute(step)
         assert logits is not None
         return logits
 
-    @torch.inference_mode()
     def _compute(self, step: PreparedStep) -> torch.Tensor | None:
         """Compute the step; return its logits, or None where the next stage goes on with it."""
         links, logits, leaving = self._links, None, self._leaving

@@ -53,6 +53,7 @@ class WorkerSeq:
     # The distributions that ``drafts`` were sampled from; empty: not kept.
     draft_probs: list[Tensor] = field(default_factory=list)
     draft_state: Any = None  # of the proposer; None: it has not seen the sequence
+    num_filled: int = 0  # leading tokens that have K and V of the draft model, as far as it has looked
     pending: Callable[[], list[SeqSample]] | None = None  # on a GPU: has the id that the next mask depends on
 
 
@@ -183,31 +184,22 @@ class WorkerSeqs:
 
     def expect(self, rows: Ints) -> None:
         """Count one more token of the sequences in ``rows``, which a step in flight samples; a GPU knows its id."""
-        ends = self.num_tokens[rows]
-        if ends.max(initial=0) >= self.max_tokens:  # beyond it the scheduler ends the sequence
-            rows = rows[ends < self.max_tokens]
-            ends = self.num_tokens[rows]
-        self.token_ids[rows, ends] = -rows - 1
-        self.num_tokens[rows] = ends + 1
+        for row, end in zip(rows.tolist(), self.num_tokens[rows].tolist(), strict=True):
+            if end < self.max_tokens:  # beyond it the scheduler ends the sequence
+                self.token_ids[row, end] = -row - 1
+                self.num_tokens[row] = end + 1
 
     def settle(self, seqs: Sequence[WorkerSeq], samples: Sequence[SeqSample]) -> None:
         """Put in what was sampled; a sequence that has gone, or come back since, is another object by now."""
-        there = [
-            pair for pair in zip(seqs, samples, strict=True) if pair[0].row >= 0 and pair[1].error is None
-        ]
-        if not there:
-            return
-        rows = np.array([seq.row for seq, _ in there], np.int64)
-        last_ids = np.array([sample.token_ids[-1] for _, sample in there], np.int64)
-        # The accepted drafts before the last token are in place.
-        places = self.num_settled[rows] + [len(sample.token_ids) - 1 for _, sample in there]
-        ends = self.num_tokens[rows]
-        fits = places < ends
-        if fits.all():
-            self.token_ids[rows, places] = last_ids
-        else:
-            self.token_ids[rows[fits], places[fits]] = last_ids[fits]
-        self.num_settled[rows] = np.minimum(places + 1, ends)
+        for seq, sample in zip(seqs, samples, strict=True):
+            row = seq.row
+            if row < 0 or sample.error is not None:
+                continue
+            # The accepted drafts before the last token are in place.
+            place, end = int(self.num_settled[row]) + len(sample.token_ids) - 1, int(self.num_tokens[row])
+            if place < end:
+                self.token_ids[row, place] = sample.token_ids[-1]
+            self.num_settled[row] = min(place + 1, end)
 
     def known_ids(self, seq: WorkerSeq) -> npt.NDArray[np.int32]:
         """The settled tokens of ``seq``, prompt and output: a view."""

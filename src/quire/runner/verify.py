@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import isfinite
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def verify(
     drafts = _drafts(seqs, firsts) if sampler.accept != "exact" else None
     walks = _walks(seqs)
     ids, best = sampler.sample(logits, columns, _editor(seqs, firsts, walks, errors), drafts)
-    if not np.isfinite(best).all():
+    if not all(map(isfinite, best.tolist())):
         _note_failures(logits, ~np.isfinite(best), firsts, barred, errors)
     token_ids: list[int] = ids.tolist()
     kept: list[list[int]] = []  # rows
@@ -66,7 +67,7 @@ def verify(
                 seq.sampled = tuple(token_ids[first : firsts[place + 1]])
             tried[place] = len(path) + ((path[-1] if path else ROOT) in seq.verifying.parents)
             table.accept(seq, path)
-        kept.append([] if place in errors else [first, *(first + 1 + node for node in path)])
+        kept.append([] if place in errors else [first, *[first + 1 + node for node in path]])
         if place not in errors and seq.processors is not None:
             try:
                 if place in walks:
@@ -81,8 +82,8 @@ def verify(
     found = sampler.logprobs(logits, columns, [row for rows in kept for row in rows], token_ids)
     return [
         SeqSample(
-            tuple(token_ids[row] for row in rows),
-            tuple(found[row] for row in rows) if rows and rows[0] in found else None,
+            tuple([token_ids[row] for row in rows]),
+            tuple([found[row] for row in rows]) if rows and rows[0] in found else None,
             errors.get(place),
             tried.get(place, 0),
         )
@@ -112,8 +113,8 @@ def _walks(seqs: Sequence[WorkerSeq]) -> dict[int, Walk]:
 
 def _editor(
     seqs: Sequence[WorkerSeq], firsts: Sequence[int], walks: dict[int, Walk], errors: dict[int, str]
-) -> Callable[[int, Tensor], None]:
-    """Return what applies the logits processors to a row, in their state behind the row's draft.
+) -> Callable[[int, Tensor], None] | None:
+    """Return what applies the logits processors to a row, in their state behind the row's draft; None: there are none.
 
     An exception in one is an entry of ``errors`` at the place of its sequence.
     """
@@ -122,6 +123,8 @@ def _editor(
         if seq.processors is not None:
             for node in range(ROOT, len(seq.verifying)):
                 of[first + 1 + node] = place, node
+    if not of:
+        return None
 
     def edit(row: int, logits: Tensor) -> None:
         place, node = of[row]

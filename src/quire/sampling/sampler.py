@@ -76,7 +76,7 @@ def column_values(new: NewSeq, vocab_size: int, *, edited: bool) -> tuple[float 
 
 def columns_of(table: Columns, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> Columns:
     """The columns of logits rows: those of ``rows`` of ``table``; the row at ``positions`` samples the next one."""
-    columns: Columns = table[rows]
+    columns: Columns = table.take(rows)
     columns["position"] = positions + 1
     return columns
 
@@ -95,15 +95,17 @@ class Sampler:
         self,
         logits: Tensor,
         columns: Columns,
-        edit: Callable[[int, Tensor], None],
+        edit: Callable[[int, Tensor], None] | None,
         drafts: Mapping[int, Sequence[Draft]] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Sample from ``logits: [rows, vocab] float32``, which are not changed.
 
-        ``edit(row, copy)`` changes a copy of each row that has the feature EDITED, in ascending order. Returns (ids,
-        largest logits); a row whose largest logit is not finite has no valid id. ``drafts`` that may follow a row are
-        accepted by the rule ``accept``; for "exact" they change nothing.
+        ``edit(row, copy)`` changes a copy of each row that has the feature EDITED, in ascending order; None: no row
+        has it. Returns (ids, largest logits); a row whose largest logit is not finite has no valid id. ``drafts`` that
+        may follow a row are accepted by the rule ``accept``; for "exact" they change nothing.
         """
+        if edit is None and self.accept == "exact":
+            return self._sample(logits, {}, columns, TOKEN_NOISE)
         step = columns.size
         if (columns["features"] & EDITED).any():
             step = max(1, _SCRATCH_ELEMENTS // self._vocab_size)
@@ -112,6 +114,7 @@ class Sampler:
             part = columns[start : start + step]
             edited: dict[int, Tensor] = {}
             for row in np.flatnonzero(part["features"] & EDITED).tolist():
+                assert edit is not None
                 edited[row] = logits[start + row].clone()
                 edit(start + row, edited[row])
             ids, best = self._sample(logits[start : start + step], edited, part, TOKEN_NOISE)
@@ -157,8 +160,10 @@ class Sampler:
 
         ``token_ids[row]`` is what the row sampled.
         """
+        if not np.bitwise_or.reduce(columns["features"]) & LOGPROBS:
+            return {}
         wanted = columns["features"] & LOGPROBS
-        rows = [row for row in rows if wanted[row]] if wanted.any() else []
+        rows = [row for row in rows if wanted[row]]
         if not rows:
             return {}
         if len(rows) < columns.size:

@@ -16,7 +16,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from quire.sampling.draft_tree import ROOT, Drafts
+from quire.sampling.draft_tree import NO_DRAFTS, ROOT, Drafts, chain
 from quire.speculate.proposer import Wanted
 
 
@@ -125,10 +125,15 @@ class DraftProposer:
 
     def propose(self, wanted: list[Wanted]) -> list[Drafts]:
         """As `Proposer.propose`."""
-        drafts = {each.seq_id: Growing(each, self._limit(each)) for each in wanted}
+        limits = [self._limit(each) for each in wanted]
+        chunks = self._catch_up(wanted, limits)
+        found = self._chains(wanted, limits, chunks)
+        if found is not None:
+            return found
+        drafts = {each.seq_id: Growing(each, limit) for each, limit in zip(wanted, limits, strict=True)}
         appended = dict.fromkeys(drafts, 0)
         try:
-            self._decode(wanted, drafts, appended)
+            self._decode(wanted, chunks, drafts, appended)
         finally:
             for seq_id, count in appended.items():
                 if count:
@@ -137,22 +142,31 @@ class DraftProposer:
             each.state.drafts = tuple(drafts[each.seq_id].trunk[:-1])
         return [drafts[each.seq_id].drafts() for each in wanted]
 
-    def _decode(self, wanted: list[Wanted], drafts: dict[int, Growing], appended: dict[int, int]) -> None:
+    def _chains(
+        self, wanted: list[Wanted], limits: Sequence[int], chunks: Sequence[Rows]
+    ) -> list[Drafts] | None:
+        """Return chains computed in one call, where all sequences are ready for theirs; else None."""
+        ready = [each for each, limit in zip(wanted, limits, strict=True) if limit > 0]
+        if not ready or len(chunks) < len(ready):
+            return None
+        for each, rows in zip(ready, chunks, strict=True):
+            if rows.end < len(each.token_ids) or (each.max_paths > 1 and each.limit > 1):
+                return None
+        found = self._model.chains(chunks, [limit for limit in limits if limit > 0])
+        if found is None:
+            return None
+        drafts = dict.fromkeys((each.seq_id for each in wanted), NO_DRAFTS)
+        for each, token_ids in zip(ready, found, strict=True):
+            each.state.drafts = tuple(token_ids[:-1])
+            drafts[each.seq_id] = chain(token_ids)
+        return list(drafts.values())
+
+    def _decode(
+        self, wanted: list[Wanted], chunks: Sequence[Rows], drafts: dict[int, Growing], appended: dict[int, int]
+    ) -> None:  # fmt: skip
         """Fill ``drafts``; ``appended`` counts those that are behind a sequence's last token at the moment."""
-        chunks = self._catch_up(wanted)
         last = {rows.seq_id: rows.end for rows in chunks}
         ready = [each for each in wanted if last.get(each.seq_id) == len(each.token_ids)]
-        if (
-            chunks
-            and len(ready) == len(chunks)
-            and not any(drafts[each.seq_id].takes_second for each in ready)
-        ):
-            limits = [self._limit(each) for each in ready]
-            if (chains := self._model.chains(chunks, limits)) is not None:
-                for each, token_ids in zip(ready, chains, strict=True):
-                    for token_id in token_ids:
-                        drafts[each.seq_id].add(token_id, None)
-                return
         found = self._forward(chunks)
         while ready:
             others: dict[int, int] = {}
@@ -178,17 +192,17 @@ class DraftProposer:
     def _limit(self, wanted: Wanted) -> int:
         return min(wanted.limit, self._model.max_tokens - len(wanted.token_ids))
 
-    def _catch_up(self, wanted: list[Wanted]) -> list[Rows]:
+    def _catch_up(self, wanted: list[Wanted], limits: Sequence[int]) -> list[Rows]:
         """Return the rows that the draft model has not computed, as many sequences as fit a forward pass."""
         left = self._model.max_rows
         chunks = []
-        for each in wanted:
+        for each, limit in zip(wanted, limits, strict=True):
             state: DraftState = each.state
             end = len(each.token_ids)
             start = self._start(each)
             state.num_known, state.drafts = end, ()
             stop = min(end, start + left)
-            if stop == start or self._limit(each) <= 0:
+            if stop == start or limit <= 0:
                 continue
             chunks.append(Rows(each.seq_id, start, stop))
             left -= stop - start

@@ -1,0 +1,35 @@
+// Rows of int8 laid out for register tiles: four inputs of each row of a tile beside each other, then the next four.
+// The rows of a tile then share cache lines, and not, as those of 4096 bytes do, one set of the L1 cache.
+//
+//   kQuadBytes          of four inputs of a row
+//   put_quad(x, to)     lays them out
+//   take_quad(p)        the Quad of int_vec.h
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/int_vec.h"
+
+namespace quire::cpu::QUIRE_ISA {
+
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(QUIRE_AVX_VNNI)
+// Without products of bytes a tile takes words: widened here once, and not for every panel.
+constexpr int64_t kQuadBytes = 8;
+inline void put_quad(const int8_t* x, int8_t* to) {
+  const int16_t words[4] = {x[0], x[2], x[1], x[3]};
+  std::memcpy(to, words, 8);
+}
+inline Quad take_quad(const int8_t* p) {
+  int32_t even, odd;
+  std::memcpy(&even, p, 4);
+  std::memcpy(&odd, p + 4, 4);
+  return {_mm256_setzero_si256(), _mm256_set1_epi32(even), _mm256_set1_epi32(odd)};  // bytes: for Nibbles alone
+}
+#else
+constexpr int64_t kQuadBytes = 4;
+inline void put_quad(const int8_t* x, int8_t* to) { std::memcpy(to, x, 4); }
+inline Quad take_quad(const int8_t* p) { return broadcast_quad(p); }
+#endif
+
+}  // namespace quire::cpu::QUIRE_ISA
