@@ -139,9 +139,9 @@ def start_apart(config: EngineConfig, spaces: tuple[str, str]) -> RankGroup:
     here, here_life = socket.socketpair(), socket.socketpair()
     cores = cores_of(2, 1)
     with inside(near):
-        first = start_process(0, [here[1], here_life[1], None, stages[0], None])
+        first = start_process(0, "", [here[1], here_life[1], None, stages[0], None])
     with inside(far):
-        last = start_process(1, [channel[1], life[1], stages[1], None, None])
+        last = start_process(1, "", [channel[1], life[1], stages[1], None, None])
     for end in (here[1], here_life[1], channel[1], life[1], *stages):
         end.close()
     ranks = [

@@ -462,9 +462,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "one-all-reduce",
         "a layer reduces once, not after attention and after the MLP",
-        "src/quire/plan/roofline.py",
-        'found["tp"] = 2 * work.num_layers, moved',
-        'found["tp"] = work.num_layers, moved',
+        "src/quire/parallel/traffic.py",
+        'found.add_block(f"layers.{number}.attn.o.weight", a.num_heads * a.v_head_dim, "own")',
+        "a.num_heads",
         ("tests/plan/test_roofline.py",),
     ),
     Mutant(

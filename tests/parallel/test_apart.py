@@ -44,8 +44,11 @@ def tokens_over(config: EngineConfig, nodes: int, case: Case = NATIVE) -> None:
     assert not list(Path("/dev/shm").glob(f"quire-{os.getpid()}-*"))
 
 
-def test_tensor_ranks_on_two_nodes_have_the_bits_of_one() -> None:
-    tokens_over(config_of(NATIVE, Topology(tp=2)), 2)
+@pytest.mark.parametrize(
+    "topology", [Topology(ep=2), pytest.param(Topology(tp=2), marks=pytest.mark.slow)], ids=["rows", "sums"]
+)
+def test_tensor_ranks_on_two_nodes_have_the_bits_of_one(topology: Topology) -> None:
+    tokens_over(config_of(NATIVE, topology), 2)
 
 
 @pytest.mark.slow
