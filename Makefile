@@ -61,7 +61,7 @@ test-browser: dev  ## drive the cockpit in Chromium (installed by apt, as root);
 	  (apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends chromium chromium-driver)
 	QUIRE_SCREENSHOTS=build/cockpit $(PYTEST) tests/cockpit $(ARGS)
 
-test-arm: dev  ## run the kernels on emulated Arm CPUs (qemu and g++-aarch64-linux-gnu by `make services`; 10 minutes on 2 cores)
+test-arm: dev  ## run the kernels on emulated Arm CPUs (qemu and g++-aarch64-linux-gnu by `make services`; about 5 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.arm.run
 
 test-quick: dev  ## run tests/quick.txt, which touches every package (under 2 minutes on 2 cores)
