@@ -172,7 +172,8 @@ def read_steps(path: Path) -> list[LoggedStep]:
     for number, line in enumerate(lines, 1):
         try:
             data = json.loads(line)
-            step = StepFeatures(**{name: int(data[name]) for name in StepFeatures._fields if name in data})
+            data = StepFeatures._field_defaults | data  # older logs lack the fields that have a default
+            step = StepFeatures(*(int(data[name]) for name in StepFeatures._fields))
             seconds, after_s = float(data["seconds"]), float(data["after_s"])
             drafts = _drafts(data["drafts"]) if "drafts" in data else None
             steps.append(LoggedStep(step, seconds, after_s, int(data["num_decodes"]), drafts))
