@@ -149,12 +149,12 @@ class Replicas:
 
 
 async def start_server(config: Path, cores: set[int]) -> asyncio.subprocess.Process:
-    """Start ``quire serve --config``, bound to its cores. It ends with this process, however that ends."""
+    """Start ``quire serve --config``. On Linux it is bound to its cores, and ends with this process in any case."""
 
     def in_child() -> None:
-        if hasattr(os, "sched_setaffinity"):  # Linux
+        if sys.platform == "linux":
             os.sched_setaffinity(0, cores)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     return await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "quire.cli", "serve", "--config", str(config),
