@@ -84,14 +84,6 @@ MUTANTS: tuple[Mutant, ...] = (
         OWN_DRAFT,
     ),
     Mutant(
-        "draft-kv-of-other-tokens",
-        "the draft model trusts what it wrote for drafts, though known tokens before them are missing",
-        "src/quire/runner/draft_model.py",
-        " if count == num_known else count\n",
-        "\n",
-        OWN_DRAFT,
-    ),
-    Mutant(
         "residual-not-taken",
         "behind a rejected draft a token is sampled from the target's distribution, not from what is left of it",
         "src/quire/sampling/accept.py",
@@ -151,8 +143,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "medusa-choices-repeat",
         "a Medusa head's second choice is its first one again",
         "src/quire/runner/heads.py",
-        "                    logits[row, token_id] = -torch.inf\n",
-        "",
+        "                        logits[row, token_id] = -torch.inf\n",
+        "                        pass\n",
         ("tests/speculate/test_medusa.py",),
     ),
     Mutant(

@@ -29,7 +29,7 @@ def test_a_chain_equals_a_step_per_draft(method: str, dtype: str) -> None:
     real, chain, counts = proposer.propose, model._chain, set()
 
     def propose(wanted: list[Wanted]) -> list[Drafts]:
-        limits = [max(1, (each.limit + each.seq_id) % 6) for each in wanted]
+        limits = [max(1, (each.limit + 3 + each.seq_id) % 6) for each in wanted]
         wanted = [each._replace(limit=limit) for each, limit in zip(wanted, limits, strict=True)]
         found = []
         for used in (None, chain):
