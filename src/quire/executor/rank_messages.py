@@ -37,9 +37,7 @@ class RankBoot:
     log_level: str
     log_format: LogStyle
     memory: str = ""  # of the collectives: name of their shared memory; empty: none
-    meeting: Meeting | None = (
-        None  # with the ranks on other nodes; None: all that it exchanges with are on this one
-    )
+    meeting: Meeting | None = None  # with the ranks on other nodes; None: it exchanges with none there
     fingerprint: str = ""  # that the rank's checkpoint must have; empty: it is the same file
 
 

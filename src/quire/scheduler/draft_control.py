@@ -35,9 +35,8 @@ BETTER = 1.02  # what another choice has to promise
 SHARE = 0.008  # of the time, which trials may lose
 GRACE = 3.0  # plain steps that trials may lose before they have saved them
 WAIT = 8  # fewest steps until a trial is considered again
-# Plain steps that are measured before the first drafts and in a trial without drafts.
-# Most verifications of a trial while nothing is drafted.
-PLAIN_ROUNDS, MOST_ROUNDS = FEW, 10
+PLAIN_ROUNDS = FEW  # steps that are measured before the first drafts, and in a trial without drafts
+MOST_ROUNDS = 10  # verifications of a trial while nothing is drafted
 PATIENCE = 12  # steps to wait for a proposal
 # A time that was measured once is off by so much (two standard deviations). What it drifts by in a thousand steps.
 NOISE, DRIFT = 0.2, 0.1
@@ -87,16 +86,14 @@ class DraftControl:
         self._pace = 1.0
         self._bucket = -1  # of the last choice
         self._rate = 0.0  # tokens per second of the choice
-        self._since = self._next_choice = (
-            0  # steps: when drafts were turned on, and when the choice is made again
-        )
+        # Steps: when drafts were turned on, and when the choice is made again.
+        self._since = self._next_choice = 0
         self._trial: _Trial | None = None
         self._next_try, self._num_trials = PLAIN_ROUNDS - 1, 0
         # Seconds that trials may lose; those that drafts have lost against plain decoding since they were turned on.
         self._saved_s = self._lost_s = 0.0
-        self._tried: dict[
-            tuple[int, int], tuple[int, int]
-        ] = {}  # (bucket, cap) → step of the last trial, trials
+        # (bucket, cap) → step of the last trial, and how many there were.
+        self._tried: dict[tuple[int, int], tuple[int, int]] = {}
         # In the step being applied, and whether the one before it had proposals: the draft model is not behind.
         self._num_proposed = self._num_accepted = 0
         self._warm = self._verified = False
@@ -235,9 +232,8 @@ class DraftControl:
     def _doubt(self, bucket: int, num_seqs: int, cap: int) -> float:
         """Return by which share of it the time of ``cap`` drafts may be off."""
         step, num_trials = self._tried.get((bucket, cap), (0, 0))
-        count = max(
-            self.times.count(num_seqs, cap), num_trials, UNKNOWN
-        )  # a proposer may have had fewer drafts
+        # Trials count as well: a proposer may have had fewer drafts in them.
+        count = max(self.times.count(num_seqs, cap), num_trials, UNKNOWN)
         return math.sqrt(NOISE**2 / count + DRIFT**2 * (self._step - step) / 1000)
 
     def _positions(self, acceptance: float | None) -> list[float]:
