@@ -143,7 +143,8 @@ def _ranked(
     config: EngineConfig, model: CostModel, links: Links, serve_flags: Sequence[str]
 ) -> dict[str, HostCost]:
     """Return the host's part with two ranks and with two stages, where each has as many cores as were measured."""
-    threads, found = config.runner.num_threads, {}
+    threads = config.runner.num_threads
+    found: dict[str, HostCost] = {}
     if 2 * threads > config.device.num_cores:
         return found
     layout = {"ep": 2} if cuts_rows("auto", config.model.spec) else {"tp": 2}
@@ -244,11 +245,18 @@ def report(made: Profile) -> str:
         f"per sequence {m.per_seq_s * 1e6:.1f} µs\n"
         f"KV       {m.per_decode_kv_s * 1e9:.2f} ns per key of a decode ({_with_spill(m):.2f} among many), "
         f"{m.per_chunk_kv_s * 1e9:.2f} of a chunk, {m.per_pair_s * 1e9:.3f} per pair\n"
-        f"host     {host.fixed_s * 1e3:.2f} ms per step, {host.per_seq_s * 1e6:.0f} µs per sequence, "
-        f"{host.per_row_s * 1e6:.2f} µs per row, "
-        f"{host.request_s * 1e3:.2f} ms per request, {host.per_prompt_token_s * 1e6:.2f} µs per prompt token"
+        + _host_line("host    ", host)
         + (_drafts(made, made.draft) if made.draft else "")
         + "".join(_link(op, cost) for op, cost in (made.links or {}).items())
+        + "".join(f"\n{_host_line(f'2 {kind:6}', cost)}" for kind, cost in made.ranked.items())
+    )
+
+
+def _host_line(title: str, host: HostCost) -> str:
+    return (
+        f"{title} {host.fixed_s * 1e3:.2f} ms per step, {host.per_seq_s * 1e6:.0f} µs per sequence, "
+        f"{host.per_row_s * 1e6:.2f} µs per row, "
+        f"{host.request_s * 1e3:.2f} ms per request, {host.per_prompt_token_s * 1e6:.2f} µs per prompt token"
     )
 
 

@@ -24,9 +24,10 @@ def stage_chunk(num_tokens: int, num_stages: int, rows: float) -> int:
 
     A step of c takes each stage the time of ``rows`` + c rows. While n steps pass through p stages, each stage is
     idle for p - 1 of them (bubbles), so all takes n + p - 1 times as long, with n = ``num_tokens`` / c. The least is at
-    c = sqrt(``num_tokens`` * ``rows`` / (p - 1)).
+    n = sqrt(``num_tokens`` * (p - 1) / ``rows``).
     """
-    return max(ROW_TILE, round(sqrt(num_tokens * rows / (num_stages - 1))))
+    num_chunks = max(1, round(sqrt(num_tokens * (num_stages - 1) / rows)))
+    return max(ROW_TILE, -(-num_tokens // num_chunks))
 
 
 class Budget:
