@@ -40,7 +40,7 @@ class Planner:
             fork_beams(state)
         decodes, prefills, crossing = self._sort_running()
         decodes = self._choose_decodes(decodes, crossing)
-        self._budget.take_decodes(len(decodes), self._prompt_tokens(prefills))
+        self._budget.take_decodes(len(decodes), _prompt_tokens(state, prefills))
         drafts: dict[Sequence, int] = {}
         control = state.draft_control
         if control is not None and control.any_held and self._starved is None:
@@ -72,11 +72,6 @@ class Planner:
         state.next_step += 1
         new, moves = tuple(self._new_seqs), tuple(record.moves)
         return StepPlan(self._step, new, seqs, gone, moves, loads, transfers, state.config.max_draft_paths)
-
-    def _prompt_tokens(self, prefills: list[Sequence]) -> int:
-        """Return the tokens of the prompts that are computed one after the other, those before this step included."""
-        left = sum(seq.target - seq.num_planned for seq in prefills)
-        return self._state.prompt_run + left + self._state.waiting.num_tokens
 
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """Return sequences with one token to compute, those with more, and of the former those that need a block.
@@ -271,6 +266,12 @@ class Planner:
             return
         seq.registered = True
         self._new_seqs.append(_new_seq(seq, self._state.adapters.slot_of(seq.group.request.adapter)))
+
+
+def _prompt_tokens(state: SchedulerState, prefills: list[Sequence]) -> int:
+    """Return the tokens of the prompts that are computed one after the other, those before this step included."""
+    left = sum(seq.target - seq.num_planned for seq in prefills)
+    return state.prompt_run + left + state.waiting.num_tokens
 
 
 def _new_seq(seq: Sequence, adapter_slot: int) -> NewSeq:
