@@ -240,7 +240,7 @@ def _second_of_probs(step: PreparedStep, firsts: Sequence[int], seq_ids: Contain
 
 
 def make_drafting(
-    config: EngineConfig, seqs: WorkerSeqs, runner: Runner, shard: Shard | None, *, answers: bool
+    config: EngineConfig, seqs: WorkerSeqs, runner: Runner, shard: Shard | None, answers: bool
 ) -> tuple[DraftModel | None, Proposer | None]:
     """Return what drafts in a worker, if its rank samples (``answers``)."""
     if answers:

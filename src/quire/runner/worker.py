@@ -74,9 +74,7 @@ class Worker:
             num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
             release=self.runner.release, samples=answers,
         )  # fmt: skip
-        self.draft_model, self.proposer = make_drafting(
-            config, self.seqs, self.runner, shard, answers=answers
-        )
+        self.draft_model, self.proposer = make_drafting(config, self.seqs, self.runner, shard, answers)
         self._has_drafts = False  # some sequence may have drafts of the last step
         num_branch_blocks = 0 if config.speculate is None else config.speculate.num_branch_blocks
         self._branch_blocks = BranchBlocks(config.cache.num_blocks, num_branch_blocks, block_size)
