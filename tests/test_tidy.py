@@ -90,6 +90,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "runner": 20,
     },
     "faults of ranks, ranks of a running server": {"cli": 75, "executor": 45, "metrics": 22, "parallel": 18},
+    "ranks that say how they run steps": {"engine": 4, "executor": 5, "metrics": 5, "runner": 6},
     "drafting heads over ranks": {
         "families": 7,
         "models": 55,
