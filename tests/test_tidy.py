@@ -90,6 +90,14 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "runner": 20,
     },
     "faults of ranks, ranks of a running server": {"cli": 75, "executor": 45, "metrics": 22, "parallel": 18},
+    "drafting heads over ranks": {
+        "families": 7,
+        "models": 55,
+        "parallel": 6,
+        "plan": 12,
+        "runner": 65,
+        "": 8,
+    },
     "expert parallelism": {
         "": 25,
         "executor": 30,

@@ -116,7 +116,8 @@ class RankLoop:
         mine = shard(model.spec, config.topology, boot.rank, model.formats)
         max_tokens = config.scheduler.max_num_batched_tokens
         before, after, store = links
-        self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
+        num_taps = sum(tap < mine.layers.start for tap in config.taps)
+        self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock, num_taps)
         groups = _groups(boot, store)
         self._groups = groups
         tp = tensor_parallel(groups, mine)

@@ -259,7 +259,11 @@ class ModelRunner:
 
 def rank_config(config: EngineConfig, shard: Shard) -> EngineConfig:
     """Return ``config`` with the layers, formats and cache layout that a rank has."""
-    model = replace(config.model, spec=shard.spec, formats=shard.formats(config.model.formats))
+    # Heads that draft may need the ends of the model, which other ranks have.
+    ends = {
+        n: config.model.formats[n] for n in ("embed.weight", "lm_head.weight") if n in config.model.formats
+    }
+    model = replace(config.model, spec=shard.spec, formats=ends | shard.formats(config.model.formats))
     return replace(config, model=model, kv_layout=shard.kv_layout(config.kv_layout))
 
 
