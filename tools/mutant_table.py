@@ -84,6 +84,22 @@ MUTANTS: tuple[Mutant, ...] = (
         OWN_DRAFT,
     ),
     Mutant(
+        "draft-kv-of-other-tokens",
+        "the draft model trusts what it wrote for drafts, though known tokens before them are missing",
+        "src/quire/runner/draft_model.py",
+        " if count == num_known else count\n",
+        "\n",
+        ("tests/speculate/test_draft_kv.py",),
+    ),
+    Mutant(
+        "draft-kv-of-a-replaced-block",
+        "the draft model takes K and V of a block for computed, though another block took its place",
+        "src/quire/runner/input_batch.py",
+        "                    seq.num_filled = min(seq.num_filled, start * self._block_size)\n",
+        "",
+        ("tests/speculate/test_draft_kv.py",),
+    ),
+    Mutant(
         "residual-not-taken",
         "behind a rejected draft a token is sampled from the target's distribution, not from what is left of it",
         "src/quire/sampling/accept.py",
@@ -721,7 +737,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/parallel/shard.py",
         "return self._at.tp > 0 and part in",
         "return False and part in",
-        ("tests/parallel/test_shard.py", "tests/parallel/test_tensor_parallel.py"),
+        ("tests/parallel/test_tensor_parallel.py::test_family_over_two_ranks[sums-llama_bias_tied]",),
     ),
     Mutant(
         "group-on-two-ranks",
