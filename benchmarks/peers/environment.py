@@ -62,14 +62,19 @@ class Environment:
         """transformers has no scheduler to give arrivals to."""
         return not (engine == "transformers" and workload == "D")
 
-    def adapter(self, engine: str, model: str, precision: str, isa: str) -> Adapter | None:
+    def adapter(
+        self, engine: str, model: str, precision: str, isa: str = "native", ranks: int = 1
+    ) -> Adapter | None:
         """Return how to run an engine, or None where it does not offer the combination."""
         if isa != "native" and engine not in ("quire", "llama.cpp"):
+            return None
+        if ranks != 1 and engine not in ("quire", "vllm"):
             return None
         source, made = self.checkpoints / model, self.home / "models"
         if engine == "quire":
             options: dict[str, Any] = {} if precision == "bf16" else {"quantize": precision}
             options |= {} if isa == "native" else {"cpu_isa": isa}
+            options |= {} if ranks == 1 else {"tensor_parallel_size": ranks}
             return self._python("engine_quire", sys.executable, source, options)
         if engine == "transformers":
             return (
@@ -84,7 +89,8 @@ class Environment:
             return self._python("engine_openvino", str(python), made / f"{model}.ov-{precision}")
         assert engine == "vllm", f"engine {engine!r}"
         folder = source if precision == "bf16" else made / f"{model}.{VLLM_NAMES[precision]}"
-        return self._python("engine_vllm", str(python), folder, environ=self._vllm())
+        options = {} if ranks == 1 else {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+        return self._python("engine_vllm", str(python), folder, options, self._vllm(ranks))
 
     def _python(
         self, script: str, python: str, model: Path, options: dict[str, Any] | None = None,
@@ -94,9 +100,11 @@ class Environment:
         command += ["--options", json.dumps(options or {})]
         return Adapter(command, {"HF_HUB_OFFLINE": "1", **(environ or {})})
 
-    def _vllm(self) -> dict[str, str]:
-        """What vLLM's CPU guide asks for: tcmalloc and Intel's OpenMP, loaded first."""
+    def _vllm(self, ranks: int) -> dict[str, str]:
+        """What vLLM's CPU guide asks for: tcmalloc and Intel's OpenMP, loaded first; cores of each rank."""
         found = [*Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
         found += (self.home / "vllm" / "lib").glob("libiomp5.so")
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        return {"LD_PRELOAD": ":".join(map(str, found)), "VLLM_CPU_OMP_THREADS_BIND": cores}
+        cores = sorted(os.sched_getaffinity(0))
+        size = len(cores) // ranks
+        parts = [",".join(map(str, cores[r * size : (r + 1) * size])) for r in range(ranks)]
+        return {"LD_PRELOAD": ":".join(map(str, found)), "VLLM_CPU_OMP_THREADS_BIND": "|".join(parts)}

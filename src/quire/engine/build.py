@@ -160,7 +160,9 @@ def make_executor(config: EngineConfig, executor: str, clock: Clock) -> Executor
 
 def _kernels(config: EngineConfig, executor: str, ranks: Sequence[RankLoaded]) -> str:
     if ranks:
-        return f"{len(ranks)} ranks: {ranks[0].kernels}" if len(ranks) > 1 else f"1 rank: {ranks[0].kernels}"
+        slow = sum(bool(each.call_by_call) for each in ranks)
+        steps = f", {slow} of them call by call" if slow and config.runner.backend == "native" else ""
+        return f"{len(ranks)} rank{'s' * (len(ranks) > 1)}: {ranks[0].kernels}{steps}"
     if not executor.startswith("local"):
         return executor
     from quire.kernels.registry import in_words

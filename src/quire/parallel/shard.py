@@ -113,6 +113,11 @@ class Shard:
             matrix_bytes(shape, dtype, held.get(name, PLAIN)) for name, shape in self.shapes.items() if shape
         )
 
+    def lacks(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return which weights of the whole model this rank does not have, or not whole."""
+        whole = {cut.name for cut in self.cuts.values() if (cut.rows, cut.columns) == (None, None)}
+        return tuple(name for name in names if name not in whole)
+
     def stripe(self, block_size: int) -> Stripe | None:
         """Return the positions that this rank's cache has, with blocks of ``block_size`` positions over all ranks.
 
