@@ -93,6 +93,12 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "faults of ranks, ranks of a running server": {"cli": 75, "executor": 45, "metrics": 22, "parallel": 18},
     "ranks that say how they run steps": {"engine": 4, "executor": 5, "metrics": 5, "runner": 6},
+    "plans of ranks on several machines, the simulator's layout": {
+        "plan": 50,
+        "cli": 25,
+        "sim": 5,
+        "bench": 1,
+    },
     "drafting heads over ranks": {
         "families": 7,
         "models": 55,

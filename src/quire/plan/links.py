@@ -72,6 +72,26 @@ def links_from_json(data: Mapping[str, Any]) -> Links:
     return found
 
 
+# Between two ranks on the loopback device (benchmarks/results/parallel.md); those of a profile take their place.
+GLOO: Links = {
+    "all_reduce gloo": LinkCost(197e-6, 1.17e-9),
+    "all_gather gloo": LinkCost(268e-6, 1.47e-9),
+    "send": LinkCost(55e-6, 0.17e-9),
+}
+
+
+def network_seconds(use: Use, num_bytes: float, links: Links, bandwidth: float) -> float:
+    """Return the seconds of a collective between machines, of which each sends ``num_bytes`` at ``bandwidth`` bytes/s.
+
+    Gloo passes rows on in a ring: ranks − 1 messages. What it costs without a network comes from ``links`` or `GLOO`.
+    """
+    op = "send" if use.kind == "send" else f"{use.kind} gloo"
+    known = {**GLOO, **links}
+    cost = known.get(op, known["all_gather gloo"])
+    hops = 1 if use.kind == "send" else use.ranks - 1
+    return hops * cost.alpha_s + num_bytes * max(cost.beta_s, 1.0 / bandwidth)
+
+
 @dataclass(frozen=True, slots=True)
 class RankShare:
     """The parts (0…1) of the model's work that a rank does."""

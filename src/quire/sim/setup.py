@@ -233,7 +233,10 @@ def _topology(args: SimulateArgs, model: str) -> Topology:
         raise ConfigError(
             "enable_expert_parallel needs tensor_parallel_size of 2 or more, whose ranks share the experts"
         )
-    by_rows = is_whole or (tp > 1 and cuts_rows("auto", spec_of(model)))
+    layout = args.tensor_parallel_layout
+    if is_whole and layout == "sums":
+        raise ConfigError("enable_expert_parallel cuts matrices by rows: leave tensor_parallel_layout out")
+    by_rows = is_whole or (tp > 1 and cuts_rows(layout, spec_of(model)))
     return Topology(
         tp=1 if by_rows else tp, ep=tp if by_rows else 1, pp=args.pipeline_parallel_size,
         cp=args.context_parallel_size,
@@ -287,8 +290,9 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             f"{memory.kv_pool / 2**30:.1f} GiB are left for the KV cache; raise --tensor-parallel-size"
         )
     efficiency = efficiencies()["default"]
+    work = work_of(spec, args.weights, "bf16", split)
     return _Engine(
-        step_time=Roofline(work_of(spec, args.weights, "bf16", split), hardware, efficiency),
+        step_time=Roofline(work, hardware, efficiency, layout=args.tensor_parallel_layout),
         num_kv_blocks=num_blocks,
         block_size=block_size,
         kv_block_bytes=block_bytes,
