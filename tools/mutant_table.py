@@ -177,7 +177,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/runner/draft_model.py",
         "        rest[first] = 0.0\n",
         "",
-        ("tests/speculate/test_accept.py::test_rejection_keeps_the_distribution_with_heads[eagle-20000]",),
+        ("tests/speculate/test_accept.py::test_rejection_keeps_the_distribution_with_heads[eagle-10000]",),
     ),
     Mutant(
         "salt-ignored",
