@@ -139,9 +139,10 @@ class RankLoop:
                 partial(self._report, mine.layers.start, is_first=mine.at.ep == 0),
             )  # fmt: skip
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
+        assert isinstance(self.worker.runner, ModelRunner)
         loaded = RankLoaded(
             boot.rank, os.getpid(), in_words(config.runner), weight_bytes, clock.now() - start_s,
-            socket.gethostname(), len(usable_cpus()),
+            socket.gethostname(), len(usable_cpus()), self.worker.runner.call_by_call,
         )  # fmt: skip
         channel.send(encode(loaded))
 
