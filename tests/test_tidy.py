@@ -81,6 +81,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "runner": 6,
         "cli": 75,
     },
+    "chunks by the bubble formula": {"scheduler": 22, "sim": 10},
+    "servers with ranks, profiled": {"bench": 45, "plan": 26, "sim": 2},
     "ranks with the bits of one process": {"": 2, "kernels": 22, "layers": 22, "parallel": 8, "plan": 17},
     "ranks of a stage on several nodes": {
         "executor": 75,

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.bench.profile_links import measure_links
+from quire.bench.profile_serving import OUTPUT, PROMPT, _beyond
 from quire.cli import app
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
@@ -79,6 +80,35 @@ def test_the_links_of_this_machine_are_measured_and_saved(tmp_path: Path) -> Non
     assert links_from_json(json.loads(json.dumps(links_to_json(found)))) == found
     replace(MADE, links=found).save(tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json").links == found
+
+
+def test_the_host_of_ranks_is_saved_and_simulated(tmp_path: Path) -> None:
+    hosts = {"ranks": HostCost(0.002, request_s=0.003), "stages": HostCost(0.001)}
+    made = replace(MADE, ranked=hosts)
+    made.save(tmp_path / "profile.json")
+    loaded = load_profile(tmp_path / "profile.json")
+    assert loaded.ranked == hosts
+    assert loaded.host_of(Topology()) == MADE.host
+    assert loaded.host_of(Topology(ep=2)) == hosts["ranks"]
+    assert loaded.host_of(Topology(tp=2, pp=2)) == hosts["stages"]
+    assert MADE.host_of(Topology(tp=2)) == MADE.host
+
+
+@pytest.mark.parametrize("num", [1, 2, 32])
+@pytest.mark.parametrize(
+    "topology", [Topology(), Topology(tp=2), Topology(pp=2)], ids=["one", "ranks", "stages"]
+)
+def test_the_host_of_ranks_is_what_the_model_lacks(topology: Topology, num: int) -> None:
+    """Gaps of steps with a known host's part give that part."""
+    model = ranked(topology)
+    each = -(-num // topology.pp)
+    decodes = StepFeatures(each, each, each, each * (PROMPT + OUTPUT // 2), 0, 0)
+    stages = model.stage_seconds(decodes)
+    gap_s = sum(stages) + 0.01 if num == 1 else topology.pp * (max(stages) + 0.01)
+    found, beyond_s, whole_s = _beyond(model, num, gap_s)
+    assert found == each
+    assert beyond_s == pytest.approx(0.01)
+    assert whole_s == pytest.approx(gap_s / min(num, topology.pp))
 
 
 @pytest.mark.parametrize(

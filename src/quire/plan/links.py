@@ -131,7 +131,7 @@ class RankedSteps:
         *, host_s: float = 0.0, host_per_seq_s: float = 0.0,
     ) -> None:  # fmt: skip
         """Raises `ConfigError` where the model cannot be cut so, or a link was not measured."""
-        self._whole, self._links = whole, links
+        self._whole, self._links, self._cut = whole, links, (spec, topology, dtype)
         self._hop_s = links["send"].alpha_s if "send" in links else 0.0
         self._host_s, self._host_per_seq_s = host_s, host_per_seq_s
         shares = [RankShare.of(shard(spec, topology, rank), dtype) for rank in range(topology.world_size)]
@@ -143,6 +143,18 @@ class RankedSteps:
             )
         per_stage = topology.world_size // topology.pp
         self._stages = [shares[start : start + per_stage] for start in range(0, len(shares), per_stage)]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._stages)
+
+    def plus(self, *, fixed_s: float = 0.0, per_seq_s: float = 0.0) -> RankedSteps:
+        """Return the same ranks with more time before the first stage, per step and per sequence."""
+        spec, topology, dtype = self._cut
+        host_s, host_per_seq_s = self._host_s + fixed_s, self._host_per_seq_s + per_seq_s
+        return RankedSteps(
+            self._whole, spec, topology, self._links, dtype, host_s=host_s, host_per_seq_s=host_per_seq_s
+        )
 
     def seconds(self, step: StepFeatures) -> float:
         """Return the seconds of ``step`` from its first stage to its last."""

@@ -30,6 +30,7 @@ from quire.plan.ranks import cuts_rows
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
+from quire.scheduler.budget import STEP_ROWS, step_rows
 from quire.sim.disaggregated import Pools
 from quire.sim.drafts import Speculation
 from quire.sim.latency import Swap
@@ -83,6 +84,7 @@ class _Engine:
     windows: tuple[int | None, ...]
     max_model_len: int
     max_in_flight: int
+    step_rows: float
     host: HostCost
     facts: Mapping[str, Any]
     defaults: Mapping[str, Any]  # engine settings for those that are not given
@@ -167,6 +169,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
         max_load_ratio=args.max_load_ratio,
         max_in_flight=args.max_in_flight or engine.max_in_flight,
         num_stages=args.pipeline_parallel_size,
+        step_rows=engine.step_rows,
         speculation=_speculation(args, engine.draft_cost),
         swap=_swap(args, engine),
         faults=tuple(parse_fault(text.strip()) for text in (args.fault or "").split(";") if text.strip()),
@@ -207,7 +210,8 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             windows=tuple(measured["windows"]),
             max_model_len=measured["max_model_len"],
             max_in_flight=measured["max_in_flight"],
-            host=profile.host,
+            step_rows=_step_rows(args, profile.model),
+            host=profile.host_of(_topology(args, profile.model)),
             spread=profile.spread,
             draft_cost=profile.draft,
             facts={
@@ -239,6 +243,11 @@ def _topology(args: SimulateArgs, model: str) -> Topology:
     )  # fmt: skip
 
 
+def _step_rows(args: SimulateArgs, model: str) -> float:
+    stages = args.pipeline_parallel_size
+    return STEP_ROWS if stages == 1 else step_rows(spec_of(model).num_active_params, stages)
+
+
 def _cut(topology: Topology) -> dict[str, str]:
     """Return the line of the report that says how a replica is cut, if it is."""
     return {} if topology.world_size == 1 else {"ranks": f"{topology.world_size}: {topology}"}
@@ -246,7 +255,8 @@ def _cut(topology: Topology) -> dict[str, str]:
 
 def _ranked(args: SimulateArgs, profile: Profile) -> StepTime:
     """Return the step times of the profile, cut over ranks."""
-    topology, host = _topology(args, profile.model), profile.host
+    topology = _topology(args, profile.model)
+    host = profile.host_of(topology)
     if topology.world_size == 1:
         return profile.step_time
     return RankedSteps(
@@ -289,6 +299,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
         windows=tuple(group.window for group in layout.groups),
         max_model_len=spec.max_position_embeddings,
         max_in_flight=ROOFLINE_STEPS_IN_FLIGHT,
+        step_rows=_step_rows(args, args.model),
         host=HostCost(request_s=efficiency.first_s),
         facts={
             "model": f"{args.model} as {args.weights}",
