@@ -28,7 +28,8 @@ from quire.args import EngineArgs
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
-from quire.engine.core import AbortRequest, EngineCore
+from quire.engine.core import EngineCore
+from quire.engine.messages import AbortRequest
 from quire.executor.local import LocalExecutor
 from quire.families import weight_map
 from quire.modelspec import ModelSpec

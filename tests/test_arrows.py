@@ -136,8 +136,8 @@ TORCH_FREE = modules_of(
     *(name for rank, names in LINES if rank <= 2 for name in names if name != "_native"),
     "models.hub", "models.checkpoint", "lora.adapter",
     "executor.base",
-    "engine.core", "engine.client", "engine.frontend", "engine.heartbeat", "engine.quarantine", "engine.supervisor",
-    "engine.process",
+    "engine.core", "engine.messages", "engine.client", "engine.frontend", "engine.heartbeat", "engine.quarantine",
+    "engine.supervisor", "engine.process",
     "api", "jobs", "gateway", "diagnose", "bench.summary", "bench.serve", "bench.report", "sim", "cli",
 )  # fmt: skip
 # What a bare PyTorch container lacks.

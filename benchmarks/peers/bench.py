@@ -95,11 +95,11 @@ def run_visit(environment: Environment, given: argparse.Namespace, results: Resu
     """Run what is missing of one (model, precision, isa, engine, round)."""
     asked = [w for w in given.workloads if environment.can(cell["engine"], w)]
     wanted = [w for w in asked if given.again or not settled(results, cell | {"workload": w})]
-    where = {name: cell[name] for name in ("model", "precision", "isa")}
+    where = {name: cell[name] for name in ("model", "precision", "isa", "ranks")}
     rate = rate_of(results, where) if "D" in wanted else 0.0
     if rate is None:
         wanted.remove("D")
-    plan = environment.adapter(cell["engine"], cell["model"], cell["precision"], cell["isa"])
+    plan = environment.adapter(cell["engine"], cell["model"], cell["precision"], cell["isa"], cell["ranks"])
     if plan is None or not wanted:
         return
     arguments = ["--workloads", "".join(wanted), "--round", str(cell["round"]), "--rate", str(rate or 0.0)]
@@ -136,6 +136,7 @@ def run(given: argparse.Namespace) -> None:
             for precision in given.precisions:
                 for engine in given.engines:
                     cell = {"model": model, "precision": precision, "isa": given.isa, "engine": engine}
+                    cell["ranks"] = given.ranks
                     run_visit(environment, given, results, cell | {"round": round_})
     write_table(given)
 
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument(
         "--isa", default="native", choices=["native", "avx2"], help="avx2: Quire and llama.cpp"
     )
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks: Quire and vLLM")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument(

@@ -13,14 +13,36 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # CPUID family and model → name (/proc/cpuinfo).
 CORES = {
+    (6, 63): "haswell",
+    (6, 79): "broadwell",
+    (6, 85): "skylake",
+    (6, 94): "skylake-client",
     (6, 106): "icelake",
+    (6, 108): "icelake",
+    (6, 126): "icelake-client",
+    (6, 140): "tigerlake",
+    (6, 141): "tigerlake",
     (6, 143): "sapphirerapids",
-    (6, 207): "emeraldrapids",
+    (6, 151): "alderlake",
+    (6, 154): "alderlake",
+    (6, 167): "rocketlake",
     (6, 173): "graniterapids",
+    (6, 183): "raptorlake",
+    (6, 186): "raptorlake",
+    (6, 207): "emeraldrapids",
+    (23, 49): "zen2",
+    (23, 113): "zen2-client",
     (25, 1): "zen3",
+    (25, 33): "zen3-client",
     (25, 17): "zen4",
+    (25, 97): "zen4-client",
+    (25, 160): "zen4c",
     (26, 2): "zen5",
+    (26, 17): "zen5c",
+    (26, 68): "zen5-client",
 }
+# Of family 6, model 85, the first stepping of each later core.
+STEPPINGS_OF_85 = {5: "cascadelake", 10: "cooperlake"}
 GGUF_NAMES = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
 VLLM_NAMES = {"int8": "w8a8", "int4": "w4a16"}
 
@@ -32,9 +54,15 @@ def cpuinfo() -> dict[str, str]:
 
 def machine_name() -> str:
     """Return the name of the results file: "emeraldrapids-2core"."""
-    info = cpuinfo()
-    core = CORES.get((int(info.get("cpu family", 0)), int(info.get("model", 0))), os.uname().machine)
-    return f"{core}-{len(os.sched_getaffinity(0))}core"
+    return f"{core_name(cpuinfo())}-{len(os.sched_getaffinity(0))}core"
+
+
+def core_name(info: dict[str, str]) -> str:
+    """Return the name of a core from what /proc/cpuinfo says of it; the architecture's where it is not known."""
+    family, model, stepping = (int(info.get(name, 0)) for name in ("cpu family", "model", "stepping"))
+    name = CORES.get((family, model), os.uname().machine)
+    later = [core for first, core in STEPPINGS_OF_85.items() if stepping >= first]
+    return later[-1] if (family, model) == (6, 85) and later else name
 
 
 def machine_words() -> str:
@@ -62,14 +90,19 @@ class Environment:
         """transformers has no scheduler to give arrivals to."""
         return not (engine == "transformers" and workload == "D")
 
-    def adapter(self, engine: str, model: str, precision: str, isa: str) -> Adapter | None:
+    def adapter(
+        self, engine: str, model: str, precision: str, isa: str = "native", ranks: int = 1
+    ) -> Adapter | None:
         """Return how to run an engine, or None where it does not offer the combination."""
         if isa != "native" and engine not in ("quire", "llama.cpp"):
+            return None
+        if ranks != 1 and engine not in ("quire", "vllm"):
             return None
         source, made = self.checkpoints / model, self.home / "models"
         if engine == "quire":
             options: dict[str, Any] = {} if precision == "bf16" else {"quantize": precision}
             options |= {} if isa == "native" else {"cpu_isa": isa}
+            options |= {} if ranks == 1 else {"tensor_parallel_size": ranks}
             return self._python("engine_quire", sys.executable, source, options)
         if engine == "transformers":
             return (
@@ -84,7 +117,8 @@ class Environment:
             return self._python("engine_openvino", str(python), made / f"{model}.ov-{precision}")
         assert engine == "vllm", f"engine {engine!r}"
         folder = source if precision == "bf16" else made / f"{model}.{VLLM_NAMES[precision]}"
-        return self._python("engine_vllm", str(python), folder, environ=self._vllm())
+        options = {} if ranks == 1 else {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+        return self._python("engine_vllm", str(python), folder, options, self._vllm(ranks))
 
     def _python(
         self, script: str, python: str, model: Path, options: dict[str, Any] | None = None,
@@ -94,9 +128,11 @@ class Environment:
         command += ["--options", json.dumps(options or {})]
         return Adapter(command, {"HF_HUB_OFFLINE": "1", **(environ or {})})
 
-    def _vllm(self) -> dict[str, str]:
-        """What vLLM's CPU guide asks for: tcmalloc and Intel's OpenMP, loaded first."""
+    def _vllm(self, ranks: int) -> dict[str, str]:
+        """What vLLM's CPU guide asks for: tcmalloc and Intel's OpenMP, loaded first; cores of each rank."""
         found = [*Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
         found += (self.home / "vllm" / "lib").glob("libiomp5.so")
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        return {"LD_PRELOAD": ":".join(map(str, found)), "VLLM_CPU_OMP_THREADS_BIND": cores}
+        cores = sorted(os.sched_getaffinity(0))
+        size = len(cores) // ranks
+        parts = [",".join(map(str, cores[r * size : (r + 1) * size])) for r in range(ranks)]
+        return {"LD_PRELOAD": ":".join(map(str, found)), "VLLM_CPU_OMP_THREADS_BIND": "|".join(parts)}

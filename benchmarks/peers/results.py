@@ -13,8 +13,17 @@ SIDES = ("before", "after")
 KEY = ("model", "precision", "isa", "workload", "engine", "round")
 
 
+def ranks_of(cell: Cell) -> int:
+    """Return over how many tensor-parallel ranks a cell ran; older files do not say, which is 1."""
+    return int(cell.get("ranks", 1))
+
+
 def key(cell: Cell) -> tuple[Any, ...]:
-    return tuple(cell[name] for name in KEY)
+    return (*(cell[name] for name in KEY), ranks_of(cell))
+
+
+def _of_rounds(cell: Cell) -> tuple[Any, ...]:
+    return key(cell | {"round": -1})
 
 
 class Results:
@@ -35,15 +44,16 @@ class Results:
     def select(self, **wanted: Any) -> Iterator[Cell]:
         """Yield the cells whose fields equal ``wanted``."""
         for cell in self.cells.values():
-            if all(cell.get(name) == value for name, value in wanted.items()):
+            known = cell | {"ranks": ranks_of(cell)}
+            if all(known.get(name) == value for name, value in wanted.items()):
                 yield cell
 
     def outdated(self, since: int) -> list[Cell]:
         """Return Quire's cells of rounds before ``since`` where it has later ones: figures of older code."""
         newest: dict[tuple[Any, ...], int] = {}
         for cell in self.select(engine="quire"):
-            newest[key(cell)[:-1]] = max(cell["round"], newest.get(key(cell)[:-1], 0))
-        return [c for c in self.select(engine="quire") if c["round"] < since <= newest[key(c)[:-1]]]
+            newest[_of_rounds(cell)] = max(cell["round"], newest.get(_of_rounds(cell), 0))
+        return [c for c in self.select(engine="quire") if c["round"] < since <= newest[_of_rounds(c)]]
 
     def steady(self, cell: Cell) -> bool:
         """Whether the machine was ours alone: a probe beside another load gives half of what it gave at best.

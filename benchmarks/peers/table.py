@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from facts import FACTS, Bounds, peak, shape_of
-from results import Cell, Results, median, metrics
+from results import Cell, Results, median, metrics, ranks_of
 
 ENGINES = ("quire", "vllm", "llama.cpp", "openvino", "transformers")
 PRECISIONS = ("bf16", "int8", "int4")
@@ -58,7 +58,7 @@ def entry(results: Results, cells: list[Cell], metric: str, models: Path) -> str
     return mark + number(value) + (f" ({statistics.median(shares):.0%})" if shares else "")
 
 
-def ratio(results: Results, metric: str, **where: str) -> str:
+def ratio(results: Results, metric: str, **where: str | int) -> str:
     """Return Quire's figure over the best peer's, above 1 where Quire is better; the peer is named.
 
     Ratios are of one round, whose visits follow each other, and their median is shown with the least and the most: the
@@ -89,10 +89,10 @@ def ratio(results: Results, metric: str, **where: str) -> str:
     return min(paired or found.values())[1] if found else ""
 
 
-def grid(results: Results, models: Path, model: str, isa: str) -> list[str]:
+def grid(results: Results, models: Path, model: str, isa: str, ranks: int) -> list[str]:
     lines = []
     for precision in PRECISIONS:
-        where = {"model": model, "isa": isa, "precision": precision}
+        where: dict[str, str | int] = {"model": model, "isa": isa, "precision": precision, "ranks": ranks}
         shown = [m for m, (w, _, _) in METRICS.items() if any(results.select(workload=w, **where))]
         engines = [e for e in ENGINES if any(results.select(engine=e, **where))]
         if not shown:
@@ -162,9 +162,11 @@ def render(results: Results, models: Path, head: str) -> str:
         "engines have (least … most), of one round each; above 1 Quire is faster.",
     ]
     for model in dict.fromkeys(cell["model"] for cell in cells):
-        for isa in dict.fromkeys(cell["isa"] for cell in cells if cell["model"] == model):
-            lines += ["", f"## {model}" + ("" if isa == "native" else f", forced {isa}")]
-            lines += grid(results, models, model, isa)
+        kinds = dict.fromkeys((cell["isa"], ranks_of(cell)) for cell in cells if cell["model"] == model)
+        for isa, ranks in kinds:
+            forced = "" if isa == "native" else f", forced {isa}"
+            lines += ["", f"## {model}{forced}" + ("" if ranks == 1 else f", {ranks} tensor-parallel ranks")]
+            lines += grid(results, models, model, isa, ranks)
     lines += ["", "## The machine's ceilings", *ceilings(results)]
     lines += ["", "## What is quantized"]
     lines += what_is_quantized({(cell["engine"], cell["precision"]) for cell in cells})

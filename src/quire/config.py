@@ -213,6 +213,12 @@ class EngineConfig:
     experts: ExpertsConfig | None = None  # None: every expert is on one rank, or cut over all
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the model whose inputs heads read that draft (EAGLE-3)."""
+        heads = None if self.speculate is None else self.speculate.heads
+        return () if heads is None else heads.spec.taps
+
+    @property
     def determinism(self) -> Determinism:
         """What tokens depend on: on the batch with a GPU's faster kernels (docs/exactness.md), and with a rule of
         acceptance that is not exact also on the drafts (docs/speculation.md).

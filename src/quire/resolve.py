@@ -90,7 +90,7 @@ def resolve(
     if lora is not None:
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype) * topology.per_stage
     drafts = draft_config(args, spec, draft, dtype)
-    weights += draft_bytes(drafts, args.block_size * topology.cp)[0]
+    weights += draft_bytes(drafts, args.block_size * topology.cp)[0] + held.copies(drafts)
     max_model_len, num_blocks = _lengths(args, spec, device, held, weights, drafts)
     layout = spec.kv_layout(max_model_len)
     return EngineConfig(

@@ -18,7 +18,8 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineHealth
-from quire.engine.core import Call, EngineCore, Reply
+from quire.engine.core import EngineCore
+from quire.engine.messages import Call, Reply
 from quire.engine.output import RequestOutputState
 from quire.engine.prompts import ModelInfo, RenderedChat, prepare_request
 from quire.engine.stream import RequestStream

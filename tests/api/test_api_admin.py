@@ -17,7 +17,7 @@ from tests.api.raw_asgi import RawCall
 
 from quire.api.admin import RUNTIME, create_admin_app
 from quire.config import SchedulerConfig
-from quire.engine.core import ControlPolicy
+from quire.engine.messages import ControlPolicy
 from quire.errors import ConfigError
 from quire.http.listen import bind_admin
 from quire.plan.cost_model import CostModel, Curve

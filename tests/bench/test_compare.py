@@ -16,7 +16,7 @@ from tests.fakes.engine import FAKE
 from quire.bench.compare import Comparison, Median, compare, report
 from quire.clock import WallClock
 from quire.engine.client import InProcessClient
-from quire.engine.core import AbortRequest, FinishSample
+from quire.engine.messages import AbortRequest, FinishSample
 from quire.engine.process import ProcessClient
 from quire.engine.request_log import RequestLog, keep_requests, read_requests
 from quire.engine.supervisor import RestartPolicy, Supervisor

@@ -8,7 +8,8 @@ from tests.fakes.executor import FakeExecutor
 from tests.scheduler.harness import MODEL, make_scheduler, request
 
 from quire.clock import VirtualClock
-from quire.engine.core import EngineCore, TakeLive
+from quire.engine.core import EngineCore
+from quire.engine.messages import TakeLive
 from quire.scheduler.live import CACHED, IDLE_S, OWNED, SHARED
 
 STEP_S = 0.01

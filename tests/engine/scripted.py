@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineHealth
-from quire.engine.core import AbortRequest, Message, Reply
+from quire.engine.messages import AbortRequest, Message, Reply
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from tests.engine.scripted import ScriptedClient
 from tests.engine.test_frontend import frontend_over
 
-from quire.engine.core import AbortRequest
 from quire.engine.frontend import Frontend
+from quire.engine.messages import AbortRequest
 from quire.request import Deadline, FinishReason, SamplingParams, TokenEvent
 
 

@@ -16,7 +16,7 @@ from tests.faults.processes import engine_of
 
 from quire.clock import WallClock
 from quire.engine.client import InProcessClient
-from quire.engine.core import AbortRequest
+from quire.engine.messages import AbortRequest
 from quire.sampling.grammars import _MAX_COMPILED
 
 MIB = 2**20

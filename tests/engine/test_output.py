@@ -7,7 +7,7 @@ import random
 import pytest
 from tests.engine.toy import EOS, byte_tokenizer, events, ids
 
-from quire.engine.core import FinishSample
+from quire.engine.messages import FinishSample
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 

@@ -18,7 +18,7 @@ from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
 from quire.engine import process
-from quire.engine.core import AbortRequest, ChangePolicy, FinishSample, Reply
+from quire.engine.messages import AbortRequest, ChangePolicy, FinishSample, Reply
 from quire.engine.process import Boot, Events, ProcessClient, decode, encode
 from quire.engine.spawn import EngineProcess
 from quire.engine.supervisor import RestartPolicy, Supervisor

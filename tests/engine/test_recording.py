@@ -24,7 +24,7 @@ from quire.config import EngineConfig, RecorderConfig
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.client import InProcessClient
-from quire.engine.core import SaveRecording
+from quire.engine.messages import SaveRecording
 from quire.engine.process import ProcessClient
 from quire.engine.recording_file import MAX_FILES, keep, load, recorder_config, save
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError

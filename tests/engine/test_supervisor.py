@@ -12,8 +12,8 @@ from tests.engine.scripted import ScriptedClient, clients, token_of
 
 from quire.clock import VirtualClock
 from quire.engine.client import EngineHealth
-from quire.engine.core import AbortRequest, ChangePolicy, FinishSample, Message, Reply
 from quire.engine.in_flight import InFlight
+from quire.engine.messages import AbortRequest, ChangePolicy, FinishSample, Message, Reply
 from quire.engine.process import decode, encode
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError

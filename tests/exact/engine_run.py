@@ -23,7 +23,8 @@ from quire.config import (
     SchedulerConfig,
     SpeculateConfig,
 )
-from quire.engine.core import AbortRequest, EngineCore
+from quire.engine.core import EngineCore
+from quire.engine.messages import AbortRequest
 from quire.executor.base import Executor
 from quire.modelspec import ModelSpec
 from quire.request import FinishReason, TokenEvent

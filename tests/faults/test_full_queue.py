@@ -14,7 +14,8 @@ from tests.fakes.executor import FakeExecutor
 from quire.api.full_queue import FullQueue
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.core import AskPlaces, Call, EngineCore, Reply
+from quire.engine.core import EngineCore
+from quire.engine.messages import AskPlaces, Call, Reply
 from quire.http.refusals import HttpError, busy
 from quire.scheduler.scheduler import Scheduler
 

@@ -14,7 +14,8 @@ import pytest
 
 from quire.api.full_queue import BODY, FullQueue
 from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.core import Call, EngineCore, Reply
+from quire.engine.core import EngineCore
+from quire.engine.messages import Call, Reply
 from quire.executor.timed import Taken, TimedExecutor
 from quire.http.refusals import HttpError, busy
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent

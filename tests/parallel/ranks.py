@@ -46,6 +46,8 @@ def build(config: EngineConfig, segment: Segment, rank: int) -> Worker:
     cp = context_parallel(groups, mine, config.cache.block_size)
     runner = partial(ModelRunner, tp=tensor_parallel(groups, mine), cp=cp)
     worker = Worker(rank_config(config, mine), weights, VirtualClock(), runner, shard=mine)
+    if config.runner.backend != "reference":
+        assert worker.runner.tape is not None, "a rank's steps run call by call"
     if config.experts is not None:
         _balance(worker, config.experts)
     return worker

@@ -11,7 +11,7 @@ from tests.fakes.model import chain
 from tests.scheduler.harness import MODEL, Engine, make_scheduler, oracle, request
 from tests.scheduler.plain_search import plain_search
 
-from quire.engine.core import AbortRequest
+from quire.engine.messages import AbortRequest
 from quire.request import FinishReason, Request
 
 SEED = 20261121

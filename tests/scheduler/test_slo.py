@@ -8,7 +8,8 @@ from tests.fakes.executor import FakeExecutor, FakeFaults
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
-from quire.engine.core import ChangePolicy, EngineCore
+from quire.engine.core import EngineCore
+from quire.engine.messages import ChangePolicy
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.request import Request, SamplingParams
 from quire.scheduler.predictor import Predictor

@@ -6,7 +6,7 @@ import pytest
 from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, step
 
-from quire.engine.core import LoadKv, TransfersDone
+from quire.engine.messages import LoadKv, TransfersDone
 from quire.request import FinishReason
 from quire.scheduler.scheduler import Scheduler, Wait
 from quire.step import KvTransfer, StepPlan, StepResult, TransferDone

@@ -14,9 +14,9 @@ from tests.sim.scenario import RequestMaker, Scenario, expected_output
 
 from quire.clock import VirtualClock
 from quire.config import GATES, ORDERS
-from quire.engine.core import (
+from quire.engine.core import EngineCore
+from quire.engine.messages import (
     AbortRequest,
-    EngineCore,
     FinishSample,
     LoadKv,
     ResetPrefixCache,

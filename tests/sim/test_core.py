@@ -14,7 +14,7 @@ from tests.sim.scenario import make_scenario
 
 from quire.clock import WallClock
 from quire.engine.client import InProcessClient
-from quire.engine.core import (
+from quire.engine.messages import (
     AbortRequest,
     ChangePolicy,
     Drain,

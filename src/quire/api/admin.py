@@ -20,7 +20,7 @@ from quire.api.health import Handler, Probes
 from quire.api.state import ApiState
 from quire.config import AUTO_DRAFTS, MAX_DRAFTS
 from quire.engine.adapters import AdapterRegistry
-from quire.engine.core import ChangePolicy, Reply, ResetPrefixCache, SaveRecording
+from quire.engine.messages import ChangePolicy, Reply, ResetPrefixCache, SaveRecording
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError, clip
 from quire.executor.profile_control import TakeProfile
 from quire.http.body import json_response, read_json

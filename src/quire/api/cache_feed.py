@@ -19,8 +19,8 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from quire.engine.core import TakeCacheEvents
 from quire.engine.frontend import Frontend
+from quire.engine.messages import TakeCacheEvents
 from quire.errors import QuireError
 from quire.http.account import check_gateway_key
 from quire.http.cache_messages import BEAT, EVENTS, SNAPSHOT, message

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.api.state import ApiState
-from quire.engine.core import TakeLive
+from quire.engine.messages import TakeLive
 from quire.errors import QuireError
 
 LIVE_PATH = "/engine/live"

@@ -27,7 +27,7 @@ def server(url: str, key: str | None) -> None:
     if not ranks:
         console.print("One process: the model is not cut over ranks.")
         return
-    names = ("rank", "stage", "host", "process", "cores", "weights", "peak memory", "busy", "sent")
+    names = ("rank", "stage", "host", "process", "cores", "steps", "weights", "peak memory", "busy", "sent")
     table = Table(*names, box=None, pad_edge=False)
     for rank in ranks:
         table.add_row(*row_of(reading, rank))
@@ -54,7 +54,7 @@ def row_of(reading: Reading, rank: dict[str, str]) -> list[str]:
         return (now(name) - reading.before.get(f"{name}{{rank={rank['rank']}}}", 0.0)) / reading.seconds
 
     return [
-        *(rank[name] for name in ("rank", "stage", "host", "pid", "cores")),
+        *(rank[name] for name in ("rank", "stage", "host", "pid", "cores", "steps")),
         f"{now('quire:rank_weight_bytes') / 2**30:.2f} GiB",
         f"{now('quire:rank_peak_memory_bytes') / 2**30:.2f} GiB",
         f"{rate('quire:rank_busy_seconds_total'):.0%}",

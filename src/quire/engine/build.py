@@ -28,6 +28,7 @@ from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.metrics.engine_stats import RankStats
 from quire.plan.cost_model import CostModel
 from quire.plan.speculation import draft_bytes
+from quire.scheduler.budget import step_rows
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
 
@@ -70,10 +71,11 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         )
     slo = config.slo
     step_time = None if slo is None else CostModel.from_json(json.loads(slo.cost_model))
+    stages = config.topology.pp
     events = EventBuffer(with_tokens=False) if config.cache.has_events else None
     scheduler = Scheduler(
-        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=config.topology.pp,
-        step_time=step_time,
+        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=stages,
+        step_rows=step_rows(config.model.spec.num_active_params, stages), step_time=step_time,
     )  # fmt: skip
     controller = None
     if slo is not None and slo.tpot_s is not None:
@@ -160,7 +162,9 @@ def make_executor(config: EngineConfig, executor: str, clock: Clock) -> Executor
 
 def _kernels(config: EngineConfig, executor: str, ranks: Sequence[RankLoaded]) -> str:
     if ranks:
-        return f"{len(ranks)} ranks: {ranks[0].kernels}" if len(ranks) > 1 else f"1 rank: {ranks[0].kernels}"
+        slow = sum(bool(each.call_by_call) for each in ranks)
+        steps = f", {slow} of them call by call" if slow and config.runner.backend == "native" else ""
+        return f"{len(ranks)} rank{'s' * (len(ranks) > 1)}: {ranks[0].kernels}{steps}"
     if not executor.startswith("local"):
         return executor
     from quire.kernels.registry import in_words

@@ -19,7 +19,8 @@ from typing import Literal, Protocol
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.build import EngineInfo, build_core, describe
-from quire.engine.core import Call, EngineCore, Message, Reply
+from quire.engine.core import EngineCore
+from quire.engine.messages import Call, Message, Reply
 from quire.errors import CapacityError, ConfigError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent

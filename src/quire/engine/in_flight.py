@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from quire.engine.core import AbortRequest, FinishSample, Message, Reply
+from quire.engine.messages import AbortRequest, FinishSample, Message, Reply
 from quire.errors import RequestError
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.slo import CONTROLLED, PolicyChange

@@ -17,8 +17,8 @@ from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, llm_args, load_text
 from quire.engine.client import InProcessClient
-from quire.engine.core import AbortRequest, ResetPrefixCache
 from quire.engine.helper_pool import GrammarChecker
+from quire.engine.messages import AbortRequest, ResetPrefixCache
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.prompts import SEED_BITS, prepare_request
 from quire.engine.results import RequestOutput, request_output

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from quire.engine.core import FinishSample
+from quire.engine.messages import FinishSample
 from quire.metrics.log import Log
 from quire.request import FinishReason, Request, SampleTiming, TokenEvent, TokenLogprobs
 from quire.text.stop import StopMatcher

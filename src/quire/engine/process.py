@@ -22,8 +22,8 @@ from quire import errors
 from quire.config import EngineConfig
 from quire.engine.build import EngineInfo
 from quire.engine.client import LOADING, EngineHealth
-from quire.engine.core import Message, Reply
 from quire.engine.heartbeat import HangWatch, Heartbeat
+from quire.engine.messages import Message, Reply
 from quire.engine.spawn import HEARTBEAT, EngineProcess
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats

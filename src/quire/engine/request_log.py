@@ -19,8 +19,8 @@ import msgspec
 
 from quire.clock import Clock
 from quire.engine.client import EngineClient
-from quire.engine.core import AbortRequest, FinishSample, Message
 from quire.engine.guard import PREFIX
+from quire.engine.messages import AbortRequest, FinishSample, Message
 from quire.engine.recording_file import keep
 from quire.errors import ConfigError
 from quire.metrics.log import Log

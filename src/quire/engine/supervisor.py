@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from quire.clock import Clock
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient, EngineHealth
-from quire.engine.core import Message, Reply
 from quire.engine.guard import EngineGuard, GoldenPrompt
 from quire.engine.in_flight import InFlight
+from quire.engine.messages import Message, Reply
 from quire.engine.quarantine import Quarantine, send_again
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats

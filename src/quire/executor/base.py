@@ -20,6 +20,7 @@ class RankLoaded(NamedTuple):
     load_s: float
     host: str
     num_cores: int  # that it may use
+    call_by_call: str = ""  # why its steps are not replayed from a recording; empty: they are
 
 
 class Executor(Protocol):

@@ -116,7 +116,8 @@ class RankLoop:
         mine = shard(model.spec, config.topology, boot.rank, model.formats)
         max_tokens = config.scheduler.max_num_batched_tokens
         before, after, store = links
-        self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock)
+        num_taps = sum(tap < mine.layers.start for tap in config.taps)
+        self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock, num_taps)
         groups = _groups(boot, store)
         self._groups = groups
         tp = tensor_parallel(groups, mine)
@@ -138,9 +139,10 @@ class RankLoop:
                 partial(self._report, mine.layers.start, is_first=mine.at.ep == 0),
             )  # fmt: skip
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
+        assert isinstance(self.worker.runner, ModelRunner)
         loaded = RankLoaded(
             boot.rank, os.getpid(), in_words(config.runner), weight_bytes, clock.now() - start_s,
-            socket.gethostname(), len(usable_cpus()),
+            socket.gethostname(), len(usable_cpus()), self.worker.runner.call_by_call,
         )  # fmt: skip
         channel.send(encode(loaded))
 

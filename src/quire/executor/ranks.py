@@ -47,6 +47,7 @@ class RanksExecutor:
                 config.topology.coordinates(each.rank).pp,
                 each.num_cores,
                 each.weight_bytes,
+                not each.call_by_call,
             )
             for each in self.loaded
         )

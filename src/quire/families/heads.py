@@ -55,6 +55,12 @@ class HeadSpec:
     def max_position_embeddings(self) -> int:
         return 1 << 31 if self.model is None else self.model.max_position_embeddings
 
+    def shared(self, target: ModelSpec) -> tuple[str, ...]:
+        """Return the weights of the model ``target`` that the heads read beside their own."""
+        embeds, outputs = self.model is not None, not self.own_outputs and not self.draft_vocab_size
+        head = "embed.weight" if target.tie_word_embeddings else "lm_head.weight"
+        return tuple(dict.fromkeys(["embed.weight"] * embeds + [head] * outputs))
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name → shape of every weight."""
         size = self.hidden_size

@@ -86,6 +86,7 @@ class RankAbout(NamedTuple):
     stage: int
     num_cores: int  # that it may use
     weight_bytes: int
+    replays: bool = True  # whether its steps are replayed from a recording, without Python between the calls
 
 
 class RankStats(NamedTuple):

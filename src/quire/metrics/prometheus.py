@@ -158,10 +158,12 @@ class ServerMetrics:
                 for rank, value in enumerate(values):
                     family.add_metric([*self._values, str(rank)], value)
                 yield family
-        names = ("rank", "host", "pid", "stage", "cores")
+        names = ("rank", "host", "pid", "stage", "cores", "steps")
         info = GaugeMetricFamily("quire:rank_info", "Where a rank runs.", labels=[*self._labels, *names])
         for rank, at in enumerate(ranks.about):
-            info.add_metric([*self._values, *map(str, (rank, at.host, at.pid, at.stage, at.num_cores))], 1.0)
+            steps = "recorded" if at.replays else "call by call"
+            told = map(str, (rank, at.host, at.pid, at.stage, at.num_cores, steps))
+            info.add_metric([*self._values, *told], 1.0)
         yield info
         if ranks.experts:
             yield from self._of_experts(ranks)

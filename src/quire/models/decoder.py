@@ -18,12 +18,11 @@ from quire.config import LoraConfig
 from quire.errors import ModelLoadError
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.lora import LoraStack
-from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
+from quire.kernels.pointwise import add_rows, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.attention import AdapterBatch, Attention, CosSin, GroupBatch, LatentAttention, StepBatch
 from quire.layers.context import ContextParallel
-from quire.layers.linear import Embedding
 from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
@@ -37,13 +36,15 @@ from quire.layers.weights import (
     WeightLoader,
     prefixed,
 )
+from quire.models.ends import Ends
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
 from quire.weight_plan import adaptable
 
-# (delta, residual), each [num_tokens, hidden_size]; their sum is the residual stream.
-Hidden = tuple[Tensor, Tensor]
+# (delta, residual), each [num_tokens, hidden_size]; their sum is the residual stream. Behind them what the stages so
+# far have for a `HiddenWatcher`.
+Hidden = tuple[Tensor, ...]
 
 
 class HiddenWatcher(Protocol):
@@ -51,7 +52,8 @@ class HiddenWatcher(Protocol):
 
     taps: tuple[
         int, ...
-    ]  # layers whose inputs it sees, in ascending order; none: the hidden states after the last norm
+    ]  # layers whose inputs it sees, ascending; none: the hidden states after the last norm. Counted from this
+    # stage's first: a stage before sends what is below 0
 
     def store(self, batch: StepBatch, hidden: Sequence[Tensor]) -> None:
         """Take what the ``taps`` say, each ``[num_tokens, hidden_size]``. May be recorded (`kernels.tape`)."""
@@ -79,10 +81,7 @@ class Decoder:
         self._missing = set(self._shapes)
         build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp, shapes, cp)
         self._cp = cp
-        tied, scale = spec.tie_word_embeddings, spec.embedding_scale
-        self._embedding = Embedding(
-            spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale, stage=stage
-        )
+        self.ends = Ends(spec, build, stage)
         self._layers = [
             DecoderLayer(layer, spec, build.under(f"layers.{index}."), lora)
             for index, layer in enumerate(spec.layers)
@@ -94,13 +93,12 @@ class Decoder:
             rope = layer.attention.rope
             if rope is not None and rope not in self._ropes:
                 self._ropes[rope] = RopeTable(rope, max_model_len)
-        self._take_rows, self._cap_logits = kernels.of(take_rows), kernels.of(cap_logits)
-        self._add_rows = kernels.of(add_rows)
+        self._take_rows, self._add_rows = kernels.of(take_rows), kernels.of(add_rows)
         self._loaders = self._collect_loaders()
         self.watcher: HiddenWatcher | None = None
 
     def _collect_loaders(self) -> dict[str, WeightLoader]:
-        loaders = self._embedding.weight_loaders()
+        loaders = self.ends.weight_loaders()
         if self.stage.is_last:
             loaders.update(prefixed("norm.", self._norm.weight_loaders()))
         for index, layer in enumerate(self._layers):
@@ -144,7 +142,7 @@ class Decoder:
         ``entering``: what the stage before returned. Returns the hidden states that give logits, after the last norm:
         ``[num_logits, hidden_size]``.
         """
-        delta, residual = self.layers(batch, kv, entering)
+        delta, residual, *_ = self.layers(batch, kv, entering)
         hidden, watcher = self._norm.add(delta, residual)[0], self.watcher
         if watcher is None or watcher.taps:
             return hidden
@@ -161,10 +159,9 @@ class Decoder:
         cp = self._cp if batch.divided else None
         if cp is not None:
             batch, entering = _own_rows(cp, batch, entering)
-        delta, residual = entering or (None, self._embedding(batch.input_ids))
+        delta, residual, *seen = entering or (None, self.ends.embed(batch.input_ids))
         last = len(self._layers) - 1 if self.stage.is_last else -1
         watcher = self.watcher
-        seen: list[Tensor] = []
         for index, layer in enumerate(self._layers):
             if watcher is not None and index in watcher.taps:
                 seen.append(residual if delta is None else self._add_rows(residual, delta))
@@ -175,25 +172,20 @@ class Decoder:
             rows = batch.logits_indices if narrow else None
             delta, residual = layer(delta, residual, angles, group, kv[index], rows, batch.adapters)
         assert delta is not None
-        if watcher is not None and watcher.taps:
+        if watcher is not None and watcher.taps and self.stage.is_last:
             watcher.store(batch, seen)
         if cp is not None and not self.stage.is_last:
             return _all_rows(cp, len(batch.positions), delta, residual)
-        return delta, residual
+        return delta, residual, *seen
 
     def expert_blocks(self) -> dict[int, MoeBlock]:
         """Return the mixtures of experts of this stage, by the number of their layer in it."""
         mlps = enumerate(layer.mlp for layer in self._layers)
         return {index: mlp for index, mlp in mlps if isinstance(mlp, MoeBlock)}
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, as the first layer reads them."""
-        return self._embedding(input_ids)
-
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``, scaled and capped as the model defines."""
-        logits, scale, cap = self._embedding.logits(hidden), self.spec.logits_scale, self.spec.logits_soft_cap
-        return logits if scale == 1.0 and cap is None else self._cap_logits(logits, scale, cap)
+        """As `Ends.logits`."""
+        return self.ends.logits(hidden)
 
 
 def _own_rows(
@@ -209,7 +201,7 @@ def _own_rows(
     return replace(batch, input_ids=cp.own(batch.input_ids), adapters=adapters), entering
 
 
-def _all_rows(cp: ContextParallel, num_tokens: int, delta: Tensor, residual: Tensor) -> Hidden:
+def _all_rows(cp: ContextParallel, num_tokens: int, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return cp.gather(delta, num_tokens), cp.gather(residual, num_tokens)
 
 

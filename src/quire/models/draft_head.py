@@ -11,6 +11,7 @@ token i − 1, and gives the hidden state of token i as it expects it, which the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,19 +28,38 @@ from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
 from quire.layers.weights import Build, WeightLoader, prefixed
-from quire.models.decoder import Decoder
+from quire.models.ends import Ends
+
+
+class SharedEnds(NamedTuple):
+    """The embedding and the output matrix that heads share with the model, each whole."""
+
+    of_ids: Ends
+    of_logits: Ends
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of_logits.dtype
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """As `Ends.embed`."""
+        return self.of_ids.embed(input_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Ends.logits`."""
+        return self.of_logits.logits(hidden)
 
 
 class DraftHead:
-    """EAGLE, EAGLE-3 or MTP. It shares the embedding of ``target`` and, except for EAGLE-3, the output matrix."""
+    """EAGLE, EAGLE-3 or MTP. It shares the embedding of the model and, except for EAGLE-3, the output matrix."""
 
-    def __init__(self, spec: HeadSpec, target: Decoder, max_model_len: int, kernels: KernelChoice) -> None:
+    def __init__(self, spec: HeadSpec, ends: SharedEnds, max_model_len: int, kernels: KernelChoice) -> None:
         assert spec.model is not None
         (layer,) = spec.model.layers
-        self.spec, self._target = spec, target
+        self.spec, self._ends = spec, ends
         size, attn, mlp = spec.hidden_size, layer.attention, layer.mlp
-        formats = spec.formats(str(target.dtype).removeprefix("torch."))
-        build = Build(target.dtype, kernels, spec.model.norm_eps, spec.model.norm_plus_one, formats)
+        formats = spec.formats(str(ends.dtype).removeprefix("torch."))
+        build = Build(ends.dtype, kernels, spec.model.norm_eps, spec.model.norm_plus_one, formats)
         of_attention, of_mlp = build.under(LAYER + "attn."), build.under(LAYER + "mlp.")
         self._wide = bool(spec.taps)  # attention reads embedding and hidden state side by side
         self.fc = Linear({"fc": size}, (len(spec.taps) or 2) * size, build, bias=spec.fc_bias)
@@ -97,7 +117,7 @@ class DraftHead:
         Returns what they say of their own tokens, for ``batch.logits_indices``: hidden states ``[num_logits,
         hidden_size]``, and fp32 logits ``[num_logits, draft_vocab_size or vocab_size]`` of the tokens behind them.
         """
-        embeddings = self._target.embed(batch.input_ids)
+        embeddings = self._ends.embed(batch.input_ids)
         if self._wide:
             x = self.side_by_side((self._norm("attn_norm", embeddings), self._norm("hidden_norm", hidden)))
             residual = hidden
@@ -116,9 +136,7 @@ class DraftHead:
         x, residual = self._norms["mlp_norm"].add(delta, residual)
         found = self._add_rows(residual, self._mlp(x))
         last = self._norm("norm", found)
-        logits = (
-            self._target.logits(last) if self._head is None else self._head(last, out_dtype=torch.float32)
-        )
+        logits = self._ends.logits(last) if self._head is None else self._head(last, out_dtype=torch.float32)
         return found, logits
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -129,9 +147,9 @@ class DraftHead:
 class MedusaHeads:
     """Residual blocks over the last hidden state, ``x + silu(W x)``, each head with an output matrix or the model's."""
 
-    def __init__(self, spec: HeadSpec, target: Decoder, kernels: KernelChoice) -> None:
-        self.spec, self._target = spec, target
-        size, build = spec.hidden_size, Build(target.dtype, kernels, eps=0.0)
+    def __init__(self, spec: HeadSpec, ends: SharedEnds, kernels: KernelChoice) -> None:
+        self.spec, self._ends = spec, ends
+        size, build = spec.hidden_size, Build(ends.dtype, kernels, eps=0.0)
         # A gated linear whose "up" is 1 throughout is silu(W x), in ops that can be recorded.
         self._blocks = [
             [Linear({"gate": size, "up": size}, size, build, bias=True) for _ in range(spec.num_blocks)]
@@ -169,7 +187,7 @@ class MedusaHeads:
                 x = self._add_rows(x, self._gated(block(x), "silu"))
             self._copy(x.unsqueeze(1), rows[:num_seqs, head : head + 1])
         if not self._outputs:
-            return self._target.logits(rows.flatten(0, 1))
+            return self._ends.logits(rows.flatten(0, 1))
         own = [self._outputs[head](rows[:, head], out_dtype=torch.float32) for head in range(num_heads)]
         return torch.stack(own, dim=1).flatten(0, 1)
 

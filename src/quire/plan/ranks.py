@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from quire.args import EngineArgs
-from quire.config import DeviceInfo, ExpertsConfig, RayConfig
+from quire.config import DeviceInfo, ExpertsConfig, HeadsConfig, RayConfig
 from quire.errors import ConfigError
-from quire.modelspec import KvLayout, ModelSpec
+from quire.modelspec import KvLayout, ModelSpec, matrix_bytes, weight_shapes
 from quire.parallel.placement import place
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
-from quire.weight_format import WeightFormat
+from quire.plan.speculation import Drafting
+from quire.weight_format import PLAIN, WeightFormat
 
 
 def topology_of(
@@ -43,9 +44,10 @@ def topology_of(
     place(topology, args.nodes)
     if world == 1:
         return topology
-    if has_heads:
+    if has_heads and topology.cp > 1:
         raise ConfigError(
-            f"{topology}: heads that draft (Medusa, EAGLE) run on one rank only: leave them out"
+            f"{topology}: heads that draft (Medusa, EAGLE) need the hidden states of all positions on one rank: leave "
+            "them out, or context_parallel_size"
         )
     if args.executor == "local":
         raise ConfigError(
@@ -110,7 +112,16 @@ class RankBytes:
         """Raises `ConfigError` where a size of ``topology`` is larger than what it cuts."""
         self._parts = [shard(spec, topology, rank, formats) for rank in range(topology.world_size)]
         self._kv_dtype, self._block_size = kv_dtype, block_size
+        self._spec, self._formats, self._dtype = spec, formats, dtype
+        self._answering = self._parts[topology.answering_rank]
         self.weights = sum(part.weight_bytes(dtype, formats) for part in self._parts)
+
+    def copies(self, drafts: Drafting | None) -> int:
+        """Return the bytes of what the rank that drafts reads a second time, since others have parts of it."""
+        if not isinstance(drafts, HeadsConfig):
+            return 0
+        shapes, names = weight_shapes(self._spec), self._answering.lacks(drafts.spec.shared(self._spec))
+        return sum(matrix_bytes(shapes[n], self._dtype, self._formats.get(n, PLAIN)) for n in names)
 
     def block(self, layout: KvLayout) -> int:
         """Return the bytes of one block of the model's cache."""

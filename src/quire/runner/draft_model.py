@@ -18,8 +18,9 @@ from quire.kernels import registry
 from quire.kernels.sampling.noise import Streams, gumbel_argmax
 from quire.models.decoder import Decoder
 from quire.models.loader import iter_weights
+from quire.parallel.shard import Shard
 from quire.runner.draft_chain import DraftChain, can_chain
-from quire.runner.heads import HeadRunner, MedusaModel
+from quire.runner.heads import HeadRunner, MedusaModel, Unseen, head_target
 from quire.runner.input_batch import InputBatch, PreparedStep
 from quire.runner.memory import torch_dtype
 from quire.runner.model_runner import ModelRunner, Runner
@@ -238,15 +239,30 @@ def _second_of_probs(step: PreparedStep, firsts: Sequence[int], seq_ids: Contain
     return found
 
 
-def make_draft_model(config: EngineConfig, seqs: WorkerSeqs, target: Decoder) -> DraftModel | None:
+def make_drafting(
+    config: EngineConfig, seqs: WorkerSeqs, runner: Runner, shard: Shard | None, answers: bool
+) -> tuple[DraftModel | None, Proposer | None]:
+    """Return what drafts in a worker, if its rank samples (``answers``)."""
+    if answers:
+        draft_model = make_draft_model(config, seqs, runner.decoder, shard)
+        return draft_model, make_proposer(config, draft_model, seqs, runner, shard)
+    speculate = config.speculate
+    if shard is not None and speculate is not None and speculate.method in ("eagle", "mtp"):
+        assert speculate.heads is not None
+        runner.decoder.watcher = Unseen(speculate.heads.spec.taps, shard)
+    return None, None
+
+
+def make_draft_model(
+    config: EngineConfig, seqs: WorkerSeqs, decoder: Decoder, shard: Shard | None
+) -> DraftModel | None:
     """Load the draft model, or the EAGLE or MTP layer, of ``config.speculate``; None: there is none."""
     speculate = config.speculate
     if speculate is None or speculate.method not in ("draft", "eagle", "mtp"):
         return None
     model, heads = speculate.draft, speculate.heads
     if heads is not None:
-        assert config.topology.world_size == 1, "heads read hidden states of the whole model"
-        layer = HeadRunner(config, heads, target)
+        layer = HeadRunner(config, heads, head_target(config, heads.spec, decoder, shard))
         vocab_size, max_tokens = heads.spec.vocab_size, config.model.max_model_len
         return DraftModel(config, layer, seqs, own_vocab_size=vocab_size, max_tokens=max_tokens)
     assert model is not None
@@ -257,7 +273,11 @@ def make_draft_model(config: EngineConfig, seqs: WorkerSeqs, target: Decoder) ->
 
 
 def make_proposer(
-    config: EngineConfig, draft_model: DraftModel | None, seqs: WorkerSeqs, runner: Runner
+    config: EngineConfig,
+    draft_model: DraftModel | None,
+    seqs: WorkerSeqs,
+    runner: Runner,
+    shard: Shard | None,
 ) -> Proposer | None:
     """Return the proposer of ``config.speculate``; None: without speculation."""
     speculate = config.speculate
@@ -267,9 +287,9 @@ def make_proposer(
         return LookaheadProposer()
     if speculate.method != "medusa":
         return NgramProposer() if draft_model is None else DraftProposer(draft_model)
-    assert speculate.heads is not None
+    heads = speculate.heads
+    assert heads is not None
     assert isinstance(runner, ModelRunner)
-    assert config.topology.world_size == 1, "the heads share the output matrix"
-    model = MedusaModel(config, speculate.heads, runner.decoder, seqs)
+    model = MedusaModel(config, heads, head_target(config, heads.spec, runner.decoder, shard), seqs)
     runner.watch_sampled = model.watch
     return MedusaProposer(model)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig, HeadsConfig
+from quire.families.heads import HeadSpec
 from quire.kernels import registry
 from quire.kernels.kv_blocks import KvView, copy_blocks
 from quire.kernels.pointwise import take_rows
@@ -23,9 +26,13 @@ from quire.kernels.registry import KernelChoice
 from quire.kernels.rope import store_kv
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.attention import StepBatch
+from quire.layers.weights import Build, Stage
 from quire.models.decoder import Decoder
-from quire.models.draft_head import DraftHead, MedusaHeads
-from quire.models.loader import iter_heads, read_d2t
+from quire.models.draft_head import DraftHead, MedusaHeads, SharedEnds
+from quire.models.ends import Ends
+from quire.models.loader import iter_heads, iter_weights, read_d2t
+from quire.modelspec import ModelSpec
+from quire.parallel.shard import Shard, uncut
 from quire.runner.draft_chain import Feedback, Recorded
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, reserve, torch_dtype
@@ -33,6 +40,42 @@ from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.draft_tree import Drafts
 from quire.sampling.sampler import Sampler, columns_of
 from quire.speculate.medusa import Node, planted
+
+
+class HeadTarget(NamedTuple):
+    """What heads read of the model: its hidden states, where it keeps them, and its ends."""
+
+    decoder: Decoder
+    ends: SharedEnds
+    spec: ModelSpec  # of the whole model
+    first_layer: int  # of this stage
+
+
+def head_target(config: EngineConfig, heads: HeadSpec, decoder: Decoder, shard: Shard | None) -> HeadTarget:
+    """Return what the rank of ``shard`` (None: the only one) has for ``heads``; what it has not whole is read again."""
+    ends = SharedEnds(decoder.ends, decoder.ends)
+    if shard is None:
+        return HeadTarget(decoder, ends, decoder.spec, 0)
+    spec, model = shard.whole, config.model
+    missing = shard.lacks(heads.shared(spec))
+    if missing:
+        build = Build(decoder.dtype, registry.choose(config.runner), eps=0.0, formats=model.formats)
+        embeds = "embed.weight" in missing
+        own = Ends(spec, build, Stage(is_first=embeds, is_last=len(missing) > embeds))
+        own.load(iter_weights(replace(model, spec=spec), decoder.dtype, cuts=uncut(missing)))
+        reads_output = spec.tie_word_embeddings or "lm_head.weight" in missing
+        ends = SharedEnds(own if embeds else ends.of_ids, own if reads_output else ends.of_logits)
+    return HeadTarget(decoder, ends, spec, shard.layers.start)
+
+
+class Unseen:
+    """A `HiddenWatcher` where another rank drafts: it gets the layers' inputs from here, and equal collectives."""
+
+    def __init__(self, taps: tuple[int, ...], shard: Shard) -> None:
+        self.taps = tuple(tap - shard.layers.start for tap in taps)
+
+    def store(self, batch: StepBatch, hidden: Sequence[Tensor]) -> None:
+        """As `HiddenWatcher.store`: they are not kept."""
 
 
 class HiddenStates:
@@ -68,11 +111,11 @@ class HiddenStates:
 class HeadRunner:
     """Computes rows of a `DraftHead`; for a draft model, `ModelRunner` does."""
 
-    def __init__(self, config: EngineConfig, heads: HeadsConfig, target: Decoder) -> None:
+    def __init__(self, config: EngineConfig, heads: HeadsConfig, target: HeadTarget) -> None:
         spec, kernels = heads.spec, registry.choose(config.runner)
         dtype = torch_dtype(heads.dtype)
         assert spec.model is not None
-        self._head = DraftHead(spec, target, config.model.max_model_len, kernels)
+        self._head = DraftHead(spec, target.ends, config.model.max_model_len, kernels)
         self._head.load(iter_heads(heads, target.spec, dtype))
         self._ids = read_d2t(heads, target.spec) if 0 < spec.draft_vocab_size < spec.vocab_size else None
         self._vocab_size = spec.vocab_size
@@ -80,8 +123,9 @@ class HeadRunner:
         layout = spec.model.draft_layout()
         self.kv = KvCache(spec.model, layout, config.cache.num_blocks, self._block_size, heads.dtype, kernels)
         combine = (lambda parts: self._head.fc(self._head.side_by_side(parts))) if spec.taps else _only
-        self.hidden = HiddenStates(config, spec.hidden_size, kernels, spec.taps, combine)
-        target.watcher = self.hidden
+        taps = tuple(tap - target.first_layer for tap in spec.taps)
+        self.hidden = HiddenStates(config, spec.hidden_size, kernels, taps, combine)
+        target.decoder.watcher = self.hidden
         self._take_rows = kernels.of(take_rows)
         # What each sequence's last row says of its own token, by row of `WorkerSeqs`: a draft's row reads it.
         self._ahead = torch.zeros(0, spec.hidden_size, dtype=dtype)
@@ -142,9 +186,11 @@ class HeadRunner:
 class MedusaModel:
     """A `quire.speculate.medusa.MedusaForward`: the heads, and the hidden states of the last step."""
 
-    def __init__(self, config: EngineConfig, heads: HeadsConfig, target: Decoder, seqs: WorkerSeqs) -> None:
+    def __init__(
+        self, config: EngineConfig, heads: HeadsConfig, target: HeadTarget, seqs: WorkerSeqs
+    ) -> None:
         kernels = registry.choose(config.runner)
-        self._heads = MedusaHeads(heads.spec, target, kernels)
+        self._heads = MedusaHeads(heads.spec, target.ends, kernels)
         self._heads.load(iter_heads(heads, target.spec, torch_dtype(heads.dtype)))
         self.num_heads = heads.spec.num_heads
         self._seqs = seqs
@@ -152,7 +198,9 @@ class MedusaModel:
         self._sampler = Sampler(heads.spec.vocab_size, kernels)
         self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
         # What recorded heads read, and they, by their number; None: they run call by call.
-        self._input = torch.zeros(config.scheduler.max_num_seqs, heads.spec.hidden_size, dtype=target.dtype)
+        self._input = torch.zeros(
+            config.scheduler.max_num_seqs, heads.spec.hidden_size, dtype=target.ends.dtype
+        )
         self._tapes: dict[int, StepTape | None] = {}
 
     def _logits(self, seqs: Sequence[WorkerSeq], num_heads: int) -> Tensor:

@@ -148,6 +148,7 @@ class InputBatch:
             ):
                 if ids:  # a negative id stands for no block, which is never read
                     table[seq.row, start : start + len(ids)] = np.maximum(ids, 0)
+                    seq.num_filled = min(seq.num_filled, start * self._block_size)
                     fresh.extend(block for block in ids[max(0, first_empty - start) :] if block >= 0)
         return fresh
 

@@ -137,6 +137,8 @@ class ModelRunner:
         self.tape: StepTape | None = None
         self._taped: StepBuffers | None = None  # whose steps `tape` computes
         self.recorded: Recorded | None = None  # the same for `runner.draft_chain`
+        self.call_by_call = ""  # why steps are not replayed; empty: they are
+        self._is_rank = config.runner.backend == "native" and config.topology.world_size > 1
         self._leaving: Hidden | None = None  # of the tape, on a stage that is not the last
 
     @torch.inference_mode()
@@ -154,7 +156,10 @@ class ModelRunner:
         try:
             self.tape = StepTape(forward, buffers.max_tokens, buffers.max_seqs)
         except NotRecordable as reason:
-            _log.info("steps run call by call: %s", reason)
+            self.call_by_call = str(reason)
+            # A rank waits for the slowest at every collective: this one makes all of them slower.
+            level = logging.WARNING if self._is_rank else logging.INFO
+            _log.log(level, "steps run call by call: %s", reason)
         else:
             self._taped, self._taped_hidden = buffers, self._hidden
             self.recorded = Recorded(self.tape, buffers)
@@ -259,7 +264,11 @@ class ModelRunner:
 
 def rank_config(config: EngineConfig, shard: Shard) -> EngineConfig:
     """Return ``config`` with the layers, formats and cache layout that a rank has."""
-    model = replace(config.model, spec=shard.spec, formats=shard.formats(config.model.formats))
+    # Heads that draft may need the ends of the model, which other ranks have.
+    ends = {
+        n: config.model.formats[n] for n in ("embed.weight", "lm_head.weight") if n in config.model.formats
+    }
+    model = replace(config.model, spec=shard.spec, formats=ends | shard.formats(config.model.formats))
     return replace(config, model=model, kv_layout=shard.kv_layout(config.kv_layout))
 
 

@@ -2,7 +2,7 @@
 
 A step sends one message: its number of tokens, then ``delta`` and ``residual``, each ``[num_tokens, hidden_size]`` in
 the model's dtype. Both are sent, since the next norm adds them with one rounding: their sum would have other bits. A
-step sends ``2 · num_tokens · hidden_size · itemsize`` bytes.
+step sends ``2 · num_tokens · hidden_size · itemsize`` bytes. Behind them go the inputs of layers that EAGLE-3 reads.
 
 A socket is the right channel for a message per step: a stage that waits does not spin, the death of its neighbour is an
 end of file, and the next stage may be on another machine.
@@ -34,15 +34,16 @@ class StageLinks:
         hidden_size: int,
         dtype: torch.dtype,
         clock: Clock,
+        num_taps: int = 0,
     ) -> None:
+        """``num_taps``: inputs of layers before this stage that drafting heads read."""
         self._before, self._after, self._clock = before, after, clock
         self.num_bytes_sent = 0
         self.waited_s = 0.0  # for the other stages
         # Where `receive` leaves the hidden states: a recorded step reads them there.
         self.entering: Hidden | None = None
         if before is not None:
-            both = torch.empty(2, max_tokens, hidden_size, dtype=dtype)
-            self.entering = both[0], both[1]
+            self.entering = tuple(torch.empty(2 + num_taps, max_tokens, hidden_size, dtype=dtype))
 
     def receive(self, num_tokens: int) -> Hidden | None:
         """Wait for the hidden states of the next step, which has ``num_tokens``; None on the first stage.
@@ -54,16 +55,16 @@ class StageLinks:
             return None
         assert self.entering is not None
         if num_tokens > self.entering[0].shape[0]:  # beyond what is recorded
-            delta, residual = (torch.empty(num_tokens, *x.shape[1:], dtype=x.dtype) for x in self.entering)
+            entering = tuple(torch.empty(num_tokens, *x.shape[1:], dtype=x.dtype) for x in self.entering)
         else:
-            delta, residual = (x[:num_tokens] for x in self.entering)
+            entering = tuple(x[:num_tokens] for x in self.entering)
         head, start_s = bytearray(_HEAD.size), self._clock.now()
         _read(self._before, memoryview(head))
         self.waited_s += self._clock.now() - start_s
         assert _HEAD.unpack(head)[0] == num_tokens, "stages compute the same steps"
-        for x in (delta, residual):
+        for x in entering:
             _read(self._before, _bytes(x))
-        return delta, residual
+        return entering
 
     def send(self, hidden: Hidden, num_tokens: int) -> None:
         """Send the hidden states of a step to the next stage.
@@ -72,12 +73,12 @@ class StageLinks:
             EngineDeadError: the next stage has ended.
         """
         assert self._after is not None
-        delta, residual = (x[:num_tokens].contiguous() for x in hidden)
         start_s = self._clock.now()
         _write(self._after, _HEAD.pack(num_tokens))
-        for x in (delta, residual):
-            _write(self._after, _bytes(x))
-            self.num_bytes_sent += x.nbytes
+        for x in hidden:
+            rows = x[:num_tokens].contiguous()
+            _write(self._after, _bytes(rows))
+            self.num_bytes_sent += rows.nbytes
         self.waited_s += self._clock.now() - start_s
 
     def all_of(self, fine: bool) -> bool:

@@ -20,7 +20,7 @@ from quire.lora.slots import LoraSlots
 from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.runner.branches import BranchBlocks, Move
-from quire.runner.draft_model import make_draft_model, make_proposer
+from quire.runner.draft_model import make_drafting
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner, PendingResult, Runner
 from quire.runner.prompt_outputs import PROMPT_NOT_FINITE, PromptOutput, PromptScorer, spans_of
@@ -74,8 +74,7 @@ class Worker:
             num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
             release=self.runner.release, samples=answers,
         )  # fmt: skip
-        self.draft_model = make_draft_model(config, self.seqs, self.runner.decoder) if answers else None
-        self.proposer = make_proposer(config, self.draft_model, self.seqs, self.runner) if answers else None
+        self.draft_model, self.proposer = make_drafting(config, self.seqs, self.runner, shard, answers)
         self._has_drafts = False  # some sequence may have drafts of the last step
         num_branch_blocks = 0 if config.speculate is None else config.speculate.num_branch_blocks
         self._branch_blocks = BranchBlocks(config.cache.num_blocks, num_branch_blocks, block_size)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from quire.clock import VirtualClock
-from quire.engine.core import AbortRequest, Message
+from quire.engine.messages import AbortRequest, Message
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.gateway.routing import Demand, Router

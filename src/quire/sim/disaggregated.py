@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from quire.engine.core import LoadKv, TransfersDone
+from quire.engine.messages import LoadKv, TransfersDone
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.request import FinishReason, Request, TokenEvent

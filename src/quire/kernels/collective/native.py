@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +55,7 @@ class SharedMemoryGroup:
         self.size = len(lanes.ranks)
         self.index = index
         self._segment = segment  # the mapping lives as long as the channel
-        self._begins: dict[tuple[int, ...], Tensor] = {}  # of gathers, whose addresses tapes hold
+        self._begins: dict[tuple[int, ...], ctypes.Array[Any]] = {}  # of gathers; tapes hold the addresses
         base = segment.address
         self.channel = native.Channel(
             base + lanes.abort_word, [base + at for at in lanes.lanes], [base + at for at in lanes.slots],
@@ -72,8 +74,8 @@ class SharedMemoryGroup:
         key = equal_parts(x.shape[1], self.size) if begins is None else tuple(begins)
         assert key[self.index + 1] - key[self.index] == x.shape[1], (key, self.index, x.shape)
         if key not in self._begins:
-            self._begins[key] = torch.tensor(key, device="cpu")
-        return self._run(GATHER, x, key[-1], x.dtype, self._begins[key].data_ptr())
+            self._begins[key] = (ctypes.c_int64 * len(key))(*key)  # a tensor made here would end a recording
+        return self._run(GATHER, x, key[-1], x.dtype, ctypes.addressof(self._begins[key]))
 
     def reduce_scatter(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         assert x.shape[1] % self.size == 0, (x.shape, self.size)
