@@ -5,9 +5,11 @@
 //
 // A tile of registers is up to 4 rows. Every element has one chain of dots, in order of the dim or of the positions,
 // whatever the number of rows. int8 tiles that few rows read are widened in registers (byte_pairs.h): the same bits.
+// Where the level has dots of words, rows for int8 tiles are int16 with one scale each, and sums of a step are exact.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "cpu/attention_plan.h"
 #include "cpu/byte_pairs.h"
@@ -18,20 +20,11 @@ namespace quire::cpu::QUIRE_ISA {
 // The operands of a product: up to four tiles of a step, of which those in [first, last) exist.
 struct StepTiles {
   const void* tile[kStep / kTile];
-  bool bytes;  // int8 tiles as they lie, else bf16
+  bool bytes;  // int8 tiles as they lie, else widened to what the product takes
+  bool words;  // rows are int16 with scales, and tiles int8 or int16; else bf16
   int64_t first, last;
   const float *k_scales, *v_scales;  // of the step's positions, int8 only
 };
-
-// The dot of isa.h, but not by the intrinsic, with which gcc 12 copies accumulators and spills in these loops.
-inline Vec dot_in_place(Vec acc, const Weights& w, const Pair& x) {
-#if defined(__AVX512BF16__)
-  __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w.v), "v"(x));
-  return acc;
-#else
-  return dot(acc, w, x);
-#endif
-}
 
 // Call f<R>(first row) for rows spread evenly over tiles of up to 4.
 template <int R = 4, typename F>
@@ -62,32 +55,44 @@ class DotProducts {
 
   static int64_t padded_dim(int64_t head_dim) { return head_dim; }
 
-  void scores(int64_t rows, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores,
-              Ahead& ahead) const {
-    if constexpr (kPairsFromBytes) {
-      if (tiles.bytes) return scores_of<int8_t>(rows, query, dim, tiles, scores, ahead);
-    }
-    scores_of<uint16_t>(rows, query, dim, tiles, scores, ahead);
+  // Whether rows for int8 tiles are words. Those of a query are within +-query_most(), so that sums stay below 2^31.
+  static constexpr bool kWords = kWordProducts;
+  float query_most() const {
+    return std::min(kWordMost, std::floor(0x7fffff00p0f / (127.0f * 2.0f * static_cast<float>(pairs_))));
   }
 
-  void values(int64_t rows, const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width,
-              Ahead& ahead) const {
-    if constexpr (kPairsFromBytes) {
-      if (tiles.bytes) return values_of<int8_t>(rows, weights, tiles, sums, width, ahead);
-    }
-    values_of<uint16_t>(rows, weights, tiles, sums, width, ahead);
+  // `scales`: of the rows, where they are words.
+  void scores(int64_t rows, const uint16_t* query, int64_t dim, const float* scales, const StepTiles& tiles,
+              float* scores, Ahead& ahead) const {
+    with_product(tiles, [&]<typename P>(P) { scores_of<P>(rows, query, dim, scales, tiles, scores, ahead); });
+  }
+
+  void values(int64_t rows, const uint16_t* weights, const float* scales, const StepTiles& tiles, float* sums,
+              int64_t width, Ahead& ahead) const {
+    with_product(tiles, [&]<typename P>(P) { values_of<P>(rows, weights, scales, tiles, sums, width, ahead); });
   }
 
  private:
   static constexpr int kVectors = static_cast<int>(kTile) / kLanes;  // of one pair of a K tile
   static constexpr int kWide = kLanes == 16 ? 4 : 2;                 // vectors of V columns at a time
 
-  template <typename Element>
-  void scores_of(int64_t rows, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores,
-                 Ahead& ahead) const {
+  template <typename F>
+  static void with_product(const StepTiles& tiles, const F& f) {
+    if constexpr (kWordProducts) {
+      if (tiles.words) return tiles.bytes ? f(WordProduct<int8_t>()) : f(WordProduct<uint16_t>());
+    } else if constexpr (kPairsFromBytes) {
+      if (tiles.bytes) return f(Bf16Product<int8_t>());
+    }
+    f(Bf16Product<uint16_t>());
+  }
+
+  template <typename P>
+  void scores_of(int64_t rows, const uint16_t* query, int64_t dim, const float* scales, const StepTiles& tiles,
+                 float* scores, Ahead& ahead) const {
     over_row_tiles(rows, [&]<int R>(int64_t row) {
       const auto take = [&]<int T>(int64_t t) {
-        score_tiles<Element, R, T>(query + row * dim, dim, tiles.tile + t, scores + row * kStep + t * kTile, ahead);
+        score_tiles<P, R, T>(query + row * dim, dim, scales + row, tiles.tile + t, scores + row * kStep + t * kTile,
+                             ahead);
         return T;
       };
       int64_t t = tiles.first;
@@ -99,81 +104,105 @@ class DotProducts {
     });
   }
 
-  template <typename Element>
-  void values_of(int64_t rows, const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width,
-                 Ahead& ahead) const {
+  template <typename P>
+  void values_of(int64_t rows, const uint16_t* weights, const float* scales, const StepTiles& tiles, float* sums,
+                 int64_t width, Ahead& ahead) const {
     over_row_tiles(rows, [&]<int R>(int64_t row) {
       const uint16_t* w = weights + row * kStep;
       float* s = sums + row * width;
       int64_t column = 0;
       for (; column + kWide * kLanes <= v_dim_; column += kWide * kLanes) {
-        value_columns<Element, R, kWide, true>(w, tiles, column, kWide * kLanes, s, width, ahead);
+        value_columns<P, R, kWide, true>(w, scales + row, tiles, column, kWide * kLanes, s, width, ahead);
       }
       for (; column + kLanes <= v_dim_; column += kLanes) {
-        value_columns<Element, R, 1, true>(w, tiles, column, kLanes, s, width, ahead);
+        value_columns<P, R, 1, true>(w, scales + row, tiles, column, kLanes, s, width, ahead);
       }
-      if (column < v_dim_) value_columns<Element, R, 1, false>(w, tiles, column, v_dim_ - column, s, width, ahead);
+      if (column < v_dim_) {
+        value_columns<P, R, 1, false>(w, scales + row, tiles, column, v_dim_ - column, s, width, ahead);
+      }
     });
   }
 
-  template <typename Element, int R, int T>
-  void score_tiles(const uint16_t* query, int64_t dim, const void* const* tiles, float* scores,
-                   Ahead& ahead) const {
+  // Not inlined, as value_columns: there gcc 12 keeps accumulators in memory.
+  template <typename P, int R, int T>
+  __attribute__((noinline)) void score_tiles(const uint16_t* query, int64_t dim, const float* scales,
+                                             const void* const* tiles, float* scores, Ahead& ahead) const {
+    using Element = typename P::Element;
     Vec acc[R][T * kVectors];
     UNROLL for (int r = 0; r < R; ++r) {
       UNROLL for (int v = 0; v < T * kVectors; ++v) acc[r][v] = zero();
     }
     for (int64_t i = 0; i < pairs_; ++i) {
-      Weights k[T * kVectors];
+      decltype(P::take(static_cast<const Element*>(nullptr))) k[T * kVectors];
       UNROLL for (int v = 0; v < T * kVectors; ++v) {
-        k[v] = load_pairs(static_cast<const Element*>(tiles[v / kVectors]) + (i * kTile + v % kVectors * kLanes) * 2);
-        keep(k[v]);
+        k[v] = P::take(static_cast<const Element*>(tiles[v / kVectors]) + (i * kTile + v % kVectors * kLanes) * 2);
       }
       UNROLL for (int r = 0; r < R; ++r) {
-        const Pair q = broadcast_pair(query + r * dim + 2 * i);
-        UNROLL for (int v = 0; v < T * kVectors; ++v) acc[r][v] = dot_in_place(acc[r][v], k[v], q);
+        const auto q = P::broadcast_x(query + r * dim + 2 * i);
+        UNROLL for (int v = 0; v < T * kVectors; ++v) acc[r][v] = P::dot(acc[r][v], k[v], q);
       }
       ahead.few();
     }
     UNROLL for (int r = 0; r < R; ++r) {
       UNROLL for (int v = 0; v < T * kVectors; ++v) store(scores + r * kStep + v * kLanes, acc[r][v]);
     }
+    if constexpr (P::kScaled) {  // through memory: with more beside the loop, gcc 12 copies accumulators in it
+      for (int r = 0; r < R; ++r) {
+        float* row = scores + r * kStep;
+        UNROLL for (int v = 0; v < T * kVectors; ++v) store(row + v * kLanes, P::result(row + v * kLanes, scales[r]));
+      }
+    }
   }
 
   // `columns` <= W * kLanes of them exist, all if kWhole; the rest of a row of sums is padding.
-  template <typename Element, int R, int W, bool kWhole>
-  void value_columns(const uint16_t* weights, const StepTiles& tiles, int64_t column, int64_t columns, float* sums,
-                     int64_t width, Ahead& ahead) const {
+  template <typename P, int R, int W, bool kWhole>
+  __attribute__((noinline)) void value_columns(const uint16_t* weights, const float* scales, const StepTiles& tiles,
+                                               int64_t column, int64_t columns, float* sums, int64_t width,
+                                               Ahead& ahead) const {
+    using Element = typename P::Element;
     Vec acc[R][W];
     UNROLL for (int r = 0; r < R; ++r) {
-      UNROLL for (int v = 0; v < W; ++v) acc[r][v] = load(sums + r * width + column + v * kLanes);
+      UNROLL for (int v = 0; v < W; ++v) acc[r][v] = P::start(sums + r * width + column + v * kLanes);
     }
     for (int64_t t = tiles.first; t < tiles.last; ++t) {
       const Element* values = static_cast<const Element*>(tiles.tile[t]) + k_elements_ + column * 2;
       for (int64_t pair = 0; pair < kTile / 2; ++pair) {
-        Weights loaded[W];
+        decltype(P::take(values)) loaded[W];
         UNROLL for (int v = 0; v < W; ++v) {
           const Element* from = values + pair * v_dim_ * 2 + v * kLanes * 2;
-          loaded[v] = kWhole ? load_pairs(from) : load_columns(from, columns);
-          keep(loaded[v]);
+          loaded[v] = kWhole ? P::take(from) : take_columns<P>(from, columns);
         }
         UNROLL for (int r = 0; r < R; ++r) {
-          const Pair w = broadcast_pair(weights + r * kStep + t * kTile + pair * 2);
-          UNROLL for (int v = 0; v < W; ++v) acc[r][v] = dot_in_place(acc[r][v], loaded[v], w);
+          const auto w = P::broadcast_x(weights + r * kStep + t * kTile + pair * 2);
+          UNROLL for (int v = 0; v < W; ++v) acc[r][v] = P::dot(acc[r][v], loaded[v], w);
         }
         ahead.few();
       }
     }
+    alignas(64) float exact[R * W * kLanes];
+    float* to = P::kScaled ? exact : sums + column;
+    const int64_t stride = P::kScaled ? W * kLanes : width;
     UNROLL for (int r = 0; r < R; ++r) {
-      UNROLL for (int v = 0; v < W; ++v) store(sums + r * width + column + v * kLanes, acc[r][v]);
+      UNROLL for (int v = 0; v < W; ++v) store(to + r * stride + v * kLanes, acc[r][v]);
+    }
+    if (P::kScaled) add_exact<P, R, W>(exact, scales, sums + column, width);
+  }
+
+  template <typename P, int R, int W>
+  static void add_exact(const float* exact, const float* scales, float* sums, int64_t width) {
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < W; ++v) {
+        float* to = sums + r * width + v * kLanes;
+        store(to, fma(P::number(exact + (r * W + v) * kLanes), broadcast(scales[r]), load(to)));
+      }
     }
   }
 
-  template <typename Element>
-  static Weights load_columns(const Element* p, int64_t columns) {
-    Element padded[kLanes * 2] = {};
+  template <typename P>
+  static auto take_columns(const typename P::Element* p, int64_t columns) {
+    typename P::Element padded[kLanes * 2] = {};
     std::copy(p, p + columns * 2, padded);
-    return load_pairs(padded);
+    return P::take(padded);
   }
 
   const int64_t pairs_, k_elements_, v_dim_;

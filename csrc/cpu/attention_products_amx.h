@@ -37,7 +37,10 @@ class TileProducts {
 
   static int64_t padded_dim(int64_t head_dim) { return (head_dim + kStepDim - 1) / kStepDim * kStepDim; }
 
-  void scores(int64_t, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores, Ahead& ahead) const {
+  static constexpr bool kWords = false;  // tiles take bf16
+
+  void scores(int64_t, const uint16_t* query, int64_t dim, const float*, const StepTiles& tiles, float* scores,
+              Ahead& ahead) const {
     if (tiles.first == 0 && tiles.last == 4) {
       score_tiles<4>(query, dim, tiles.tile, scores, ahead);
     } else {
@@ -47,7 +50,8 @@ class TileProducts {
     }
   }
 
-  void values(int64_t, const uint16_t* weights, const StepTiles& tiles, float* sums, int64_t width, Ahead& ahead) const {
+  void values(int64_t, const uint16_t* weights, const float*, const StepTiles& tiles, float* sums, int64_t width,
+              Ahead& ahead) const {
     int64_t column = 0;
     for (; column + 64 <= v_dim_; column += 64) value_columns<4>(weights, tiles, column, sums, width, ahead);
     for (; column < v_dim_; column += 16) value_columns<1>(weights, tiles, column, sums, width, ahead);

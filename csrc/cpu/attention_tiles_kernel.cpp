@@ -4,8 +4,9 @@
 //
 // Algorithm: units of rows (see attention_plan.h) go through their steps of 64 positions in order: scores, an online
 // softmax in powers of two (Milakov and Gimelshein 2018), weights rounded to bf16, weighted values; each tile is read
-// once for all rows of the unit, with nothing to transpose. int8 tiles are widened to bf16, exactly, once for the
-// products of a step, or by the products of few rows; their scales multiply scores and weights. Every split of 512 positions starts with new sums,
+// once for all rows of the unit, with nothing to transpose. int8 tiles are widened, exactly, once for the products of a
+// step, or by the products of few rows; their scales multiply scores and weights. They are widened to bf16, or where the
+// level has dots of words to int16: a query row then becomes int16 with one scale, a row's weights with one per step. Every split of 512 positions starts with new sums,
 // which are folded into the row's in order. Bytes: K and V once per unit. Bound: memory bandwidth for single tokens,
 // the dot units (and beside them the softmax) for chunks. Tiles that a row does not see change no bit of it, so a row's
 // bits are those of its own keys.
@@ -93,6 +94,7 @@ struct Sums {
 struct Scratch {
   Buffer<uint16_t> query, weights, tiles;
   Buffer<float> scores, split, sums;
+  float query_scales[kUnitRows], weight_scales[kUnitRows];  // where rows are words
   alignas(64) float scales[2][2][kStep];  // of the step's positions for two heads, K's and V's; int8 only
 };
 
@@ -112,7 +114,7 @@ class TilesKernel {
     const SeqRows rows(a, unit.seq);
     const Products products(a, unit.rows);
     const int64_t count = unit.all_rows();
-    take_query(unit, rows);
+    take_query(unit, rows, products);
     Sums split = Sums::in(s.split.at_least(part_floats()), count);
     const int64_t first = unit.first_step(), last = unit.last_step();
     if (unit.part >= 0) split = Sums::in(parts + unit.part * part_floats(), count);
@@ -152,12 +154,15 @@ class TilesKernel {
     return {rows.token(r), (unit.kv_head + i / unit.rows) * rows.group + r % rows.group};
   }
 
-  void take_query(const Unit& unit, const SeqRows& rows) {
+  static constexpr bool kWords = kInt8 && Products::kWords;
+
+  void take_query(const Unit& unit, const SeqRows& rows, const Products& products) {
     uint16_t* query = s.query.at_least(kUnitRows * dim);
     for (int64_t i = 0; i < unit.all_rows(); ++i) {
       const auto [token, head] = place(unit, rows, i);
       const uint16_t* q = static_cast<const uint16_t*>(a.q) + token * a.q_stride + head * a.head_dim;
-      std::copy(q, q + a.head_dim, query + i * dim);
+      if constexpr (kWords) s.query_scales[i] = query_words(q, a.head_dim, products.query_most(), query + i * dim);
+      else std::copy(q, q + a.head_dim, query + i * dim);
       std::fill(query + i * dim + a.head_dim, query + (i + 1) * dim, uint16_t{0});
     }
   }
@@ -172,7 +177,8 @@ class TilesKernel {
     const auto count = [&](int64_t first) { return std::min(block, all - first); };
     StepTiles tiles = take_tiles(unit, 0, base), next = tiles;
     const auto take_scores = [&](int64_t first) {
-      products.scores(count(first), query + first * dim, dim, next, scores + first * kStep, ahead);
+      products.scores(count(first), query + first * dim, dim, s.query_scales + first, next, scores + first * kStep,
+                      ahead);
     };
     take_scores(0);
     for (int64_t first = 0; first < all; first += block) {
@@ -181,8 +187,8 @@ class TilesKernel {
         take_scores(first + block);
       }
       soften(unit, rows, base, first, count(first), scores, weights, tiles, sums);
-      products.values(count(first), weights + first * kStep, tiles, sums.values + first * width, width,
-                      ahead);
+      products.values(count(first), weights + first * kStep, s.weight_scales + first, tiles,
+                      sums.values + first * width, width, ahead);
       tiles = next;
     }
     ahead.advance();
@@ -191,6 +197,7 @@ class TilesKernel {
   StepTiles take_tiles(const Unit& unit, int64_t head, int64_t base) {
     StepTiles tiles{};
     tiles.bytes = kInt8 && unit.rows <= Products::kByteRows;
+    tiles.words = kWords;
     tiles.first = std::max<int64_t>(0, unit.low - base) / kTile;
     tiles.last = (std::min(kStep, unit.high - base) + kTile - 1) / kTile;
     float(&scales)[2][kStep] = s.scales[head % 2];
@@ -209,14 +216,14 @@ class TilesKernel {
     std::memcpy(v_scales, from + kTile * 4, kTile * 4);
   }
 
-  // Tile t of the step in bf16, in one of two places; int8 is exact in bf16.
+  // Tile t of the step as bf16 or words, which hold int8 exactly, in one of two places.
   const uint16_t* widened(int64_t place, int64_t t, const void* tile) {
     const TileForm<int8_t> form{a.head_dim, a.v_head_dim};
     const auto* from = static_cast<const int8_t*>(tile);
     // The last vector of a tile may go beyond it: into the next tile, which follows, and from the scales.
     const int64_t step = kStep / kTile * form.elements() + kWidened;
     uint16_t* to = s.tiles.at_least(2 * step) + place * step + t * form.elements();
-    for (int64_t i = 0; i < form.elements(); i += kWidened) widen(to + i, from + i);
+    for (int64_t i = 0; i < form.elements(); i += kWidened) kWords ? widen_words(to + i, from + i) : widen(to + i, from + i);
     return to;
   }
 
@@ -242,14 +249,31 @@ class TilesKernel {
     for (int64_t row = first; row < first + count; ++row) {
       const Vec top = broadcast(-sums.top[row]), factor = broadcast(late);
       const float* x = scores + row * kStep;
-      Vec total = load(sums.total + row * kLanes);
-      UNROLL for (int64_t i = 0; i < kStep; i += 2 * kLanes) {
-        const Vec e = exp2(fma(load(x + i), factor, top)), f = exp2(fma(load(x + i + kLanes), factor, top));
-        put_weights(weights + row * kStep, i, e, f, tiles);
-        total = add(add(total, e), f);
+      Vec total = load(sums.total + row * kLanes), powers[kStep / kLanes];
+      UNROLL for (int64_t i = 0; i < kStep; i += kLanes) {
+        Vec& e = powers[i / kLanes];
+        e = exp2(fma(load(x + i), factor, top));
+        total = add(total, e);
+        if constexpr (kInt8) e = mul(e, load(tiles.v_scales + i));
       }
       store(sums.total + row * kLanes, total);
+      if constexpr (kWords) s.weight_scales[row] = scale_to_words(powers);
+      UNROLL for (int64_t i = 0; i < kStep; i += 2 * kLanes) {
+        const Vec e = powers[i / kLanes], f = powers[i / kLanes + 1];
+        kWords ? store_words(weights + row * kStep + i, e, f) : store(weights + row * kStep + i, e, f);
+      }
     }
+  }
+
+  // A row's weights of a step, none of which is negative, scaled to words; returns what a word stands for.
+  static float scale_to_words(Vec (&weights)[kStep / kLanes]) {
+    Vec most = weights[0];
+    UNROLL for (int64_t i = 1; i < kStep / kLanes; ++i) most = max(most, weights[i]);
+    const float top = largest(most);
+    const bool counts = top >= kWordSmallest;
+    const Vec factor = broadcast(counts ? kWordMost / top : 0.0f);
+    UNROLL for (Vec& weight : weights) weight = mul(weight, factor);
+    return counts ? top / kWordMost : 0.0f;
   }
 
   static Vec highest(const float* x) {
@@ -278,13 +302,6 @@ class TilesKernel {
     Vec v = load(x + i);
     if (late != scale) v = mul(v, broadcast(scale));
     return kInt8 ? mul(v, load(tiles.k_scales + i)) : v;
-  }
-  void put_weights(uint16_t* weights, int64_t i, Vec e, Vec f, const StepTiles& tiles) const {
-    if (kInt8) {
-      e = mul(e, load(tiles.v_scales + i));
-      f = mul(f, load(tiles.v_scales + i + kLanes));
-    }
-    store(weights + i, e, f);
   }
 
   // A row's scores as the softmax takes them, without the factor `late`; in place.
