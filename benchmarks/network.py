@@ -25,7 +25,7 @@ import subprocess
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from statistics import median
 
 from quire.args import EngineArgs
@@ -52,6 +52,7 @@ CASES = (
     Case(num_decodes=1, context=32), Case(num_decodes=8, context=32), Case(num_decodes=32, context=32),
     Case(num_chunks=1, chunk=64), Case(num_chunks=1, chunk=128), Case(num_chunks=1, chunk=256),
 )  # fmt: skip
+REPEATS = 3  # of a case before the other executor has its turn
 TUN, SET_NAME, NEW_NET = 0x1001, 0x400454CA, 0x40000000
 
 
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="quill")
     parser.add_argument("--gbit", type=float, default=1.0)
     parser.add_argument("--ms", type=float, default=0.5)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20, help=f"of {REPEATS} steps of each kind")
     args = parser.parse_args()
     if os.geteuid() != 0 or not os.path.exists("/dev/net/tun"):
         raise SystemExit("network namespaces need root and /dev/net/tun")
@@ -69,11 +70,16 @@ def main() -> None:
     send = measure_links()["send"]
     link = LinkCost(args.ms / 1e3, 8e-9 / args.gbit)
     found = uses(shard(config.model.spec, config.topology, 0), config.model.dtype)
-    near = Timed(RanksExecutor(config))
-    near.run(config, args.rounds)
-    with wire(args.gbit * 1e9, args.ms / 1e3) as spaces:
-        far = Timed(RanksExecutor(config, start=lambda c: start_apart(c, spaces)))
-        far.run(config, args.rounds)
+    with wire(args.gbit * 1e9, args.ms / 1e3) as spaces, ExitStack() as stack:
+        near = Timed(RanksExecutor(config), config)
+        stack.callback(near.close)
+        far = Timed(RanksExecutor(config, start=lambda c: start_apart(c, spaces)), config)
+        stack.callback(far.close)
+        for _ in range(args.rounds):  # in turn, so that whatever else runs on the machine disturbs both alike
+            for case in CASES:
+                near.visit(case)
+                far.visit(case)
+        far.count()
     print(f"{args.model}, two stages, {args.gbit:g} Gb/s, {args.ms:g} ms\n")
     print(
         "| tokens of the step | bytes predicted | ms over socket pairs | ms predicted | ms over the link | |"
@@ -99,24 +105,23 @@ class Timed:
 
     max_in_flight, chains_steps = 1, False
 
-    def __init__(self, inner: RanksExecutor) -> None:
+    def __init__(self, inner: RanksExecutor, config: EngineConfig) -> None:
         self._inner, self.seconds, self.bytes_sent = inner, defaultdict[int, list[float]](list), 0
         self._rows, self._start_s = 0, 0.0
+        sampling = SamplingParams(temperature=0.0)
+        self._profiler = StepProfiler(self, config, WallClock(), sampling, max_blocks=128)
+        self._profiler.fill()
 
-    def run(self, config: EngineConfig, rounds: int) -> None:
-        try:
-            profiler = StepProfiler(
-                self, config, WallClock(), SamplingParams(temperature=0.0), max_blocks=128
-            )
-            profiler.fill()
-            for case in CASES:
-                profiler.visit(case, rounds)
-            time.sleep(0.2)
-            self.submit(StepPlan(1 << 30))  # takes in the counts of the steps before
-            self.collect()
-            self.bytes_sent = self._inner.rank_stats().bytes_sent[0]
-        finally:
-            self._inner.close()
+    def visit(self, case: Case) -> None:
+        """Run the case a few times."""
+        self._profiler.visit(case, REPEATS)
+
+    def count(self) -> None:
+        """Take in what the first stage has sent."""
+        time.sleep(0.2)
+        self.submit(StepPlan(1 << 30))  # takes in the counts of the steps before
+        self.collect()
+        self.bytes_sent = self._inner.rank_stats().bytes_sent[0]
 
     def submit(self, plan: StepPlan) -> None:
         self._rows, self._start_s = sum(seq.num_scheduled_tokens for seq in plan.seqs), time.perf_counter()

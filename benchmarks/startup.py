@@ -1,7 +1,9 @@
 """`quire serve` from exec to the first token, CPU at rest, and memory: `python benchmarks/startup.py [MODEL] [FLAG …]`.
 
 Flags that this script does not know go to `quire serve`. Ready is when the server says so. Memory is PSS of
-/proc/PID/smaps_rollup, which counts shared pages once.
+/proc/PID/smaps_rollup, which counts shared pages once; the peak is the engine's VmHWM once it is ready.
+
+``--cold`` asks the system to drop the model's files from its cache before each start.
 """
 
 from __future__ import annotations
@@ -20,13 +22,20 @@ from typing import Any
 from quire.bench.page import console, print_table, write
 from quire.bench.profile_serving import LiveServer
 from quire.errors import ConfigError
+from quire.models.hub import locate
 
 MIB = 2**20
 TIMEOUT_S = 600.0
 
 
 def startup(
-    model: str, serve_flags: Sequence[str], *, rounds: int = 3, idle_s: float = 3.0, path: str | None = None
+    model: str,
+    serve_flags: Sequence[str],
+    *,
+    rounds: int = 3,
+    idle_s: float = 3.0,
+    path: str | None = None,
+    is_cold: bool = False,
 ) -> int:
     """Start and stop the server ``rounds`` times; print medians, and write them as JSON to ``path``.
 
@@ -34,7 +43,11 @@ def startup(
     """
     if not Path("/proc/self/smaps_rollup").exists():
         raise ConfigError("this benchmark reads /proc, which only Linux has")
-    starts = [one_start(model, serve_flags, idle_s) for _ in range(rounds)]
+    starts = []
+    for _ in range(rounds):
+        if is_cold:
+            _forget(locate(model))
+        starts.append(one_start(model, serve_flags, idle_s))
     medians = {key: median(r[key] for r in starts) for key in starts[0]}
     out = console()
     out.print(f"{model}: medians of {rounds} starts", highlight=False)
@@ -52,6 +65,7 @@ def one_start(model: str, serve_flags: Sequence[str], idle_s: float) -> dict[str
     begin_s = time.monotonic()
     with LiveServer([model, "--port", "0", *serve_flags], poll_s=0.01) as server:
         ready_s = time.monotonic() - begin_s
+        peak_bytes = max(map(_peak_bytes, _children(server.pid)))  # the other children are small
         _one_token(server.url)
         first_token_s = time.monotonic() - begin_s
         pids = [server.pid, *_children(server.pid)]
@@ -63,6 +77,7 @@ def one_start(model: str, serve_flags: Sequence[str], idle_s: float) -> dict[str
             "idle_cpu_percent": 100 * (sum(map(_cpu_s, pids)) - before_s) / idle_s,
             "api_pss_mib": _pss_bytes(pids[0]) / MIB,
             "engine_pss_mib": sum(map(_pss_bytes, pids[1:])) / MIB,
+            "engine_peak_mib": peak_bytes / MIB,
         }
 
 
@@ -90,6 +105,19 @@ def _pss_bytes(pid: int) -> int:
     return int(found[1]) * 1024
 
 
+def _peak_bytes(pid: int) -> int:
+    found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _forget(model: Path) -> None:
+    """Ask the system to drop the files of ``model``, a folder or one file, from its cache."""
+    for path in filter(Path.is_file, model.iterdir() if model.is_dir() else [model]):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -99,9 +127,12 @@ def main() -> int:
     parser.add_argument(
         "--idle-s", type=float, default=3.0, help="seconds over which the CPU at rest is taken"
     )
+    parser.add_argument("--cold", action="store_true", help="drop the model's files from the system's cache")
     parser.add_argument("--json", help="file for the figures")
     args, serve_flags = parser.parse_known_args()
-    return startup(args.model, serve_flags, rounds=args.rounds, idle_s=args.idle_s, path=args.json)
+    return startup(
+        args.model, serve_flags, rounds=args.rounds, idle_s=args.idle_s, path=args.json, is_cold=args.cold
+    )
 
 
 if __name__ == "__main__":

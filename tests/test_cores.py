@@ -87,6 +87,9 @@ def test_the_least_quota_of_all_levels_counts(monkeypatch: pytest.MonkeyPatch) -
     files[f"{root}/system.slice/quire.service/cpu.max"] = "max 100000\n"
     machine(monkeypatch, siblings=APART, files=files)
     assert (cores.cgroup_quota(), cores.num_physical_cores()) == (2.5, 2)
+    files[f"{root}/system.slice/quire.service/cpu.max"] = "350000 100000\n"
+    machine(monkeypatch, siblings=APART, files=files)
+    assert (cores.cgroup_quota(), cores.num_physical_cores()) == (2.5, 2)
     old = {"/proc/self/cgroup": "3:cpu,cpuacct:/docker/ab\n0::/\n", f"{root}/cpu/cpu.cfs_quota_us": "50000\n",
            f"{root}/cpu/cpu.cfs_period_us": "100000\n"}  # fmt: skip
     machine(monkeypatch, siblings=APART, files=old)

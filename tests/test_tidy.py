@@ -81,6 +81,8 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "runner": 6,
         "cli": 75,
     },
+    "chunks by the bubble formula": {"scheduler": 22, "sim": 10},
+    "servers with ranks, profiled": {"bench": 45, "plan": 26, "sim": 2},
     "ranks with the bits of one process": {"": 2, "kernels": 22, "layers": 22, "parallel": 8, "plan": 17},
     "ranks of a stage on several nodes": {
         "executor": 75,
@@ -91,6 +93,12 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
     },
     "faults of ranks, ranks of a running server": {"cli": 75, "executor": 45, "metrics": 22, "parallel": 18},
     "ranks that say how they run steps": {"engine": 4, "executor": 5, "metrics": 5, "runner": 6},
+    "plans of ranks on several machines, the simulator's layout": {
+        "plan": 50,
+        "cli": 25,
+        "sim": 5,
+        "bench": 1,
+    },
     "drafting heads over ranks": {
         "families": 7,
         "models": 55,

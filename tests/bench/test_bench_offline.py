@@ -118,7 +118,7 @@ def test_a_server_that_does_not_start_is_one_line() -> None:
 @pytest.mark.slow
 def test_startup_of_quill(tmp_path: Path) -> None:
     out = tmp_path / "a.json"
-    assert startup("quill", ["--num-kv-blocks", "64"], rounds=1, idle_s=0.5, path=str(out)) == 0
+    assert startup("quill", ["--num-kv-blocks", "64"], rounds=1, idle_s=0.5, path=str(out), is_cold=True) == 0
     found = json.loads(out.read_text())
     assert 0.0 < found["ready_s"] < found["first_token_s"]
-    assert found["engine_pss_mib"] > 20
+    assert found["engine_peak_mib"] > found["engine_pss_mib"] / 2 > 10

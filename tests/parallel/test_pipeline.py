@@ -80,7 +80,7 @@ def test_doctor_shows_the_ranks_of_a_running_server(stages: RanksExecutor) -> No
         row = row_of(reading, rank)
         assert row[2] == socket.gethostname()
         assert row[-2] == f"{stats.busy_s[number] / 2:.0%}"
-        assert float(row[6].removesuffix(" GiB")) > 0.05
+        assert float(row[7].removesuffix(" GiB")) > 0.05
         assert found[f"quire:rank_weight_bytes{{rank={number}}}"] == stages.loaded[number].weight_bytes
 
 

@@ -84,6 +84,26 @@ def test_the_links_of_cpus_carry_what_ranks_count(model: str, split: str, topolo
     assert sum(links) == pytest.approx(expected / 1e6, abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("model", "topology"), [("llama-3.2-1b", Topology(ep=2)), ("mixtral-8x7b", Topology(tp=2))]
+)
+def test_ranks_on_several_machines_exchange_over_gloo(model: str, topology: Topology, tmp_path: Path) -> None:
+    """Each sends its rows over the network; the measured cost of a message comes on top."""
+    asked = PlanArgs(model, "epyc-9654", count=2, nodes=2, split="TP2", concurrency=8)
+    said = {line.name: line for line in explain(plan_capacity(question_of(asked)))}["tp link, batch 8"]
+    found = uses(shard(spec_of(model), topology, 0), "bfloat16")
+    sent = step_bytes(found, 8, 8, "gloo")
+    assert number(said.value) == pytest.approx(sent / 1e6, abs=0.02)
+    assert "over the network" in said.formula
+    links = {op: LinkCost(5e-3, 0.0) for op in LINK_OPS}
+    Profile("quill", {}, {}, CostModel(0.001), links=links).save(tmp_path / "made.json")
+    measured = replace(asked, profile=str(tmp_path / "made.json"))
+    said = {line.name: line for line in explain(plan_capacity(question_of(measured)))}["tp link, batch 8"]
+    assert f"in {1e3 * (5e-3 * sum(use.count for use in found) + sent / 1.25e9):,.0f} ms" in said.formula
+    near = question_of(replace(asked, nodes=1))  # one machine: shared memory, as without --nodes
+    assert [each.transport for each in near.steps(Split(tp=2)).link_uses(8, 8)] == ["shared"] * len(found)
+
+
 def test_measured_links_replace_those_of_the_table(tmp_path: Path) -> None:
     links = {op: LinkCost(1e-3, 0.0) for op in LINK_OPS}
     profile = Profile("quill", {}, {}, CostModel(0.001), links=links)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.bench.profile_links import measure_links
+from quire.bench.profile_serving import OUTPUT, PROMPT, _beyond
 from quire.cli import app
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
@@ -17,6 +19,7 @@ from quire.parallel.topology import Topology
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.links import LINK_OPS, LinkCost, RankedSteps, links_from_json, links_to_json
 from quire.plan.profile import HostCost, Profile, load_profile
+from quire.sim.setup import set_up
 
 WHOLE = CostModel(0.008, Curve((1.0, 64.0), (0.0, 0.002)), Curve((0.0, 1.0), (0.0, 0.001)), per_pair_s=1e-9)
 LINKS = {op: LinkCost(1e-4, 1e-9) for op in LINK_OPS}
@@ -79,6 +82,35 @@ def test_the_links_of_this_machine_are_measured_and_saved(tmp_path: Path) -> Non
     assert load_profile(tmp_path / "profile.json").links == found
 
 
+def test_the_host_of_ranks_is_saved_and_simulated(tmp_path: Path) -> None:
+    hosts = {"ranks": HostCost(0.002, request_s=0.003), "stages": HostCost(0.001)}
+    made = replace(MADE, ranked=hosts)
+    made.save(tmp_path / "profile.json")
+    loaded = load_profile(tmp_path / "profile.json")
+    assert loaded.ranked == hosts
+    assert loaded.host_of(Topology()) == MADE.host
+    assert loaded.host_of(Topology(ep=2)) == hosts["ranks"]
+    assert loaded.host_of(Topology(tp=2, pp=2)) == hosts["stages"]
+    assert MADE.host_of(Topology(tp=2)) == MADE.host
+
+
+@pytest.mark.parametrize("num", [1, 2, 32])
+@pytest.mark.parametrize(
+    "topology", [Topology(), Topology(tp=2), Topology(pp=2)], ids=["one", "ranks", "stages"]
+)
+def test_the_host_of_ranks_is_what_the_model_lacks(topology: Topology, num: int) -> None:
+    """Gaps of steps with a known host's part give that part."""
+    model = ranked(topology)
+    each = -(-num // topology.pp)
+    decodes = StepFeatures(each, each, each, each * (PROMPT + OUTPUT // 2), 0, 0)
+    stages = model.stage_seconds(decodes)
+    gap_s = sum(stages) + 0.01 if num == 1 else topology.pp * (max(stages) + 0.01)
+    found, beyond_s, whole_s = _beyond(model, num, gap_s)
+    assert found == each
+    assert beyond_s == pytest.approx(0.01)
+    assert whole_s == pytest.approx(gap_s / min(num, topology.pp))
+
+
 @pytest.mark.parametrize(
     ("flag", "steps_out"), [("--tensor-parallel-size", 1), ("--pipeline-parallel-size", 2)]
 )
@@ -91,3 +123,26 @@ def test_a_profile_with_links_simulates_ranks(flag: str, steps_out: int, tmp_pat
     bubbles = json.loads(out.read_text())["simulation"]["bubbles"]
     assert ("bubbles" in done.output) == (steps_out > 1)
     assert 0.0 < bubbles < 0.6 if steps_out > 1 else bubbles == 0.0
+
+
+def test_the_layout_of_simulated_ranks_can_be_chosen(tmp_path: Path) -> None:
+    """As `quire serve` takes it: rows of a dense model by default, partial sums if asked for."""
+    MADE.save(tmp_path / "made.json")
+    profile, flags = str(tmp_path / "made.json"), ServeBenchArgs()
+    ranks, times = {}, {}
+    for layout in ("auto", "rows", "sums"):
+        args = SimulateArgs(profile=profile, tensor_parallel_size=2, tensor_parallel_layout=layout)  # type: ignore[arg-type]
+        setup = set_up(args, flags, {})
+        ranks[layout], times[layout] = setup.facts["ranks"], setup.step_time.seconds(DECODES)
+    assert times["auto"] == times["rows"] != times["sums"]
+    assert times["sums"] == pytest.approx(
+        RankedSteps(
+            WHOLE, spec_of("quill"), Topology(tp=2), LINKS, "bfloat16", host_s=MADE.host.fixed_s
+        ).seconds(DECODES)
+    )
+    wrong = SimulateArgs(
+        hardware="epyc-9654", model="qwen3-30b-a3b", tensor_parallel_size=2, enable_expert_parallel=True,
+        tensor_parallel_layout="sums",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="enable_expert_parallel cuts matrices by rows"):
+        set_up(wrong, flags, {})

@@ -34,6 +34,26 @@ def test_a_split_that_is_asked_for_is_the_only_one() -> None:
     assert answer(count=8, split="TP1").advice.chosen is None
 
 
+def test_machines_that_share_no_memory_are_joined_by_ray() -> None:
+    """A model that no machine holds alone: stages and ranks over the network are compared."""
+    plan = answer("llama-3.3-70b", "ryzen-9950x", count=4, nodes=4)
+    splits = [option.split for option in plan.advice.options]
+    assert Split(tp=4) in splits
+    assert Split(pp=4) in splits
+    assert "ranks over the network" in plan.advice.reasons[1]
+    line, _ = serve_command(plan)
+    assert line.endswith("--executor ray --nodes 4")
+    both = serve_command(answer("llama-3.3-70b", "ryzen-9950x", count=4, nodes=2, split="TP2,PP2"))[0]
+    assert both.endswith("--executor ray --nodes 2")
+    here = serve_command(answer("llama-3.2-1b", "ryzen-9950x", count=2, nodes=1, split="TP2"))[0]
+    assert "ray" not in here
+    alone = [option.split for option in answer("llama-3.3-70b", "ryzen-9950x", count=4).advice.options]
+    assert {split.tp for split in alone} == {1}
+    for more, match in {3: "--nodes 3 must divide --count 4", 2: "--nodes 2 is for CPUs"}.items():
+        with pytest.raises(ConfigError, match=match):
+            answer(gpu="h100" if more == 2 else "ryzen-9950x", count=4, nodes=more)
+
+
 @pytest.mark.parametrize(
     ("split", "match"),
     [

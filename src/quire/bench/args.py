@@ -111,6 +111,7 @@ class SimulateArgs:
     hardware: str | None = None
     model: str | None = None
     tensor_parallel_size: int = 1
+    tensor_parallel_layout: Literal["auto", "rows", "sums"] = "auto"
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     enable_expert_parallel: bool = False

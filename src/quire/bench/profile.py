@@ -23,11 +23,13 @@ from quire.device import detect_device
 from quire.engine.assemble import SAMPLING_DEFAULTS, configure
 from quire.engine.build import build_core
 from quire.errors import ConfigError
+from quire.parallel.topology import Topology
 from quire.plan.cost_model import CostModel
 from quire.plan.draft_cost import DraftCost, MeasuredDrafts, fit_drafts
 from quire.plan.fit import MeasuredStep, cross_validate, fit
-from quire.plan.links import LinkCost, Links
+from quire.plan.links import LinkCost, Links, RankedSteps
 from quire.plan.profile import HostCost, Profile, Spread, fit_steps, read_steps
+from quire.plan.ranks import cuts_rows
 from quire.request import SamplingParams
 
 MAX_KV_BYTES = 1 << 30  # K and V that the measurement writes to
@@ -65,6 +67,7 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
     host = _host(config, model, serve_flags) if args.serving else HostCost()
     if loop is not None:  # the log has the engine's own part; only a client sees the time around it
         host = replace(loop, request_s=host.request_s, per_prompt_token_s=host.per_prompt_token_s)
+    links = _links() if args.parallel else None
     made = Profile(
         model=config.model.name,
         machine=machine_of(config),
@@ -76,7 +79,8 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         spread=spread,
         draft=draft,
-        links=_links() if args.parallel else None,
+        links=links,
+        ranked=_ranked(config, model, links, serve_flags) if links is not None and args.serving else {},
     )
     made.save(out)
     _say(report(made))
@@ -132,7 +136,30 @@ def measure_steps(
 
 def _host(config: EngineConfig, model: CostModel, serve_flags: Sequence[str]) -> HostCost:
     _say("measuring the server around it …")
-    with LiveServer([config.model.name, "--port", "0", *serve_flags]) as server:
+    return _serve(config, model, serve_flags)
+
+
+def _ranked(
+    config: EngineConfig, model: CostModel, links: Links, serve_flags: Sequence[str]
+) -> dict[str, HostCost]:
+    """Return the host's part with two ranks and with two stages, where each has as many cores as were measured."""
+    threads = config.runner.num_threads
+    found: dict[str, HostCost] = {}
+    if 2 * threads > config.device.num_cores:
+        return found
+    layout = {"ep": 2} if cuts_rows("auto", config.model.spec) else {"tp": 2}
+    for kind, flag, topology in (
+        ("ranks", "--tensor-parallel-size", Topology(**layout)),
+        ("stages", "--pipeline-parallel-size", Topology(pp=2)),
+    ):
+        _say(f"measuring a server with two {kind} …")
+        steps = RankedSteps(model, config.model.spec, topology, links, config.model.dtype)
+        found[kind] = _serve(config, steps, [*serve_flags, "--threads", str(threads), flag, "2"])
+    return found
+
+
+def _serve(config: EngineConfig, model: CostModel | RankedSteps, flags: Sequence[str]) -> HostCost:
+    with LiveServer([config.model.name, "--port", "0", *flags]) as server:
         return measure_host(
             server.url,
             config.model.name,
@@ -218,11 +245,18 @@ def report(made: Profile) -> str:
         f"per sequence {m.per_seq_s * 1e6:.1f} µs\n"
         f"KV       {m.per_decode_kv_s * 1e9:.2f} ns per key of a decode ({_with_spill(m):.2f} among many), "
         f"{m.per_chunk_kv_s * 1e9:.2f} of a chunk, {m.per_pair_s * 1e9:.3f} per pair\n"
-        f"host     {host.fixed_s * 1e3:.2f} ms per step, {host.per_seq_s * 1e6:.0f} µs per sequence, "
-        f"{host.per_row_s * 1e6:.2f} µs per row, "
-        f"{host.request_s * 1e3:.2f} ms per request, {host.per_prompt_token_s * 1e6:.2f} µs per prompt token"
+        + _host_line("host    ", host)
         + (_drafts(made, made.draft) if made.draft else "")
         + "".join(_link(op, cost) for op, cost in (made.links or {}).items())
+        + "".join(f"\n{_host_line(f'2 {kind:6}', cost)}" for kind, cost in made.ranked.items())
+    )
+
+
+def _host_line(title: str, host: HostCost) -> str:
+    return (
+        f"{title} {host.fixed_s * 1e3:.2f} ms per step, {host.per_seq_s * 1e6:.0f} µs per sequence, "
+        f"{host.per_row_s * 1e6:.2f} µs per row, "
+        f"{host.request_s * 1e3:.2f} ms per request, {host.per_prompt_token_s * 1e6:.2f} µs per prompt token"
     )
 
 

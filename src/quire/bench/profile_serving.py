@@ -29,6 +29,7 @@ from quire.bench.summary import OK, RequestRecord
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, StepFeatures, chunk_pairs
 from quire.plan.fit import cut_mean, scaled_nnls
+from quire.plan.links import RankedSteps
 from quire.plan.profile import HostCost
 from quire.workload.request import PromptMaker, WorkloadRequest
 
@@ -49,7 +50,13 @@ class First:
 
 
 def measure_host(
-    url: str, model: str, executor: CostModel, *, max_num_seqs: int, max_model_len: int, vocab_size: int
+    url: str,
+    model: str,
+    executor: CostModel | RankedSteps,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    vocab_size: int,
 ) -> HostCost:
     """Return the time that the server at ``url`` adds to ``executor``.
 
@@ -61,7 +68,7 @@ def measure_host(
     users = [c for c in USERS if c <= max_num_seqs]
     lengths = [p for p in PROMPTS if 2 * p <= max_model_len]
     gaps, first, again = asyncio.run(_measure(target, prompts, users, lengths))
-    fixed_s, per_seq_s = _line([(num, gap_s - _decode_s(executor, num), gap_s) for num, gap_s in gaps])
+    fixed_s, per_seq_s = _line([_beyond(executor, num, gap_s) for num, gap_s in gaps])
     step = executor.plus(fixed_s=fixed_s, per_seq_s=per_seq_s)
 
     def way(firsts: Sequence[First]) -> tuple[float, float]:
@@ -122,14 +129,23 @@ def _first(records: Sequence[RequestRecord]) -> First:
     return First(records[0].num_prompt_tokens, min(r.num_cached_tokens for r in records), seconds)
 
 
-def _first_s(executor: CostModel, first: First) -> float:
+def _first_s(executor: CostModel | RankedSteps, first: First) -> float:
     """Return the seconds of the first token's step, which computes the prompt tokens that are not cached."""
     start, rows = first.num_cached, first.num_prompt - first.num_cached
     return executor.seconds(StepFeatures(rows, 1, 1, 0, first.num_prompt, chunk_pairs(start, rows)))
 
 
-def _decode_s(executor: CostModel, num: int) -> float:
-    return executor.seconds(StepFeatures(num, num, num, num * (PROMPT + OUTPUT // 2), 0, 0))
+def _beyond(executor: CostModel | RankedSteps, num: int, gap_s: float) -> tuple[int, float, float]:
+    """Return, of one step where ``num`` users decode: its sequences, the seconds beyond the model, all of them.
+
+    Between two tokens of a user each of a pipeline's steps in flight passes through the slowest stage.
+    """
+    stages = executor.num_stages if isinstance(executor, RankedSteps) else 1
+    each, out = -(-num // stages), min(num, stages)
+    step = StepFeatures(each, each, each, each * (PROMPT + OUTPUT // 2), 0, 0)
+    if isinstance(executor, RankedSteps) and out > 1:
+        return each, gap_s / out - max(executor.stage_seconds(step)), gap_s / out
+    return each, gap_s - executor.seconds(step), gap_s
 
 
 def _line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:

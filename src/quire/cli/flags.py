@@ -220,6 +220,8 @@ class PlanArgs:
     count: int = 1
     cpu: bool = False
     split: str | None = None
+    nodes: int | None = None
+    network_gb_s: float = 1.25
     profile: str | None = None
     price: float | None = None
     watts: float | None = None

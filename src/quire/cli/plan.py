@@ -124,10 +124,22 @@ def hardware_of(asked: PlanArgs) -> Hardware:
     """Return the requested device, at the price that is given."""
     if asked.price is not None and asked.price <= 0:
         raise ConfigError(f"--price {asked.price:g} must be more than 0 USD an hour")
-    found = _device(asked)
+    found = _spread(asked, _device(asked))
     if asked.price is not None:
         found = replace(found, price=Price(asked.price, "--price", "as given"))
     return replace(found, watts=asked.watts or found.watts, purchase_usd=asked.purchase or found.purchase_usd)
+
+
+def _spread(asked: PlanArgs, device: Hardware) -> Hardware:
+    """Return ``device`` with what joins those of a machine, and of several."""
+    nodes = asked.nodes
+    if nodes is None:
+        return device
+    if device.kind != "cpu":
+        raise ConfigError(f"--nodes {nodes} is for CPUs: the hardware table says which GPUs a link joins")
+    if asked.count % nodes:
+        raise ConfigError(f"--nodes {nodes} must divide --count {asked.count}, the CPUs of all machines")
+    return replace(device, domain=asked.count // nodes, network_bandwidth=asked.network_gb_s * 1e9)
 
 
 def _device(asked: PlanArgs) -> Hardware:
@@ -183,6 +195,10 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     for name, short in ways.items():
         if chosen and (size := getattr(chosen.split, short)) > 1:
             wanted[name] = size if short != "ep" else True
+    if chosen and q.hardware.kind == "cpu" and q.hardware.network_bandwidth is not None:
+        ranks = replace(chosen.split, dp=1).num_devices
+        if ranks > q.hardware.domain:
+            wanted |= {"executor": "ray", "nodes": -(-ranks // q.hardware.domain)}
     if q.draft is not None:
         wanted |= {"speculate": "ngram"} if q.draft.spec is None else {"draft_model": q.draft.model}
         wanted["spec_tokens"] = q.draft.num_drafts

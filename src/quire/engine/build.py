@@ -28,6 +28,7 @@ from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.metrics.engine_stats import RankStats
 from quire.plan.cost_model import CostModel
 from quire.plan.speculation import draft_bytes
+from quire.scheduler.budget import step_rows
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
 
@@ -70,10 +71,11 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         )
     slo = config.slo
     step_time = None if slo is None else CostModel.from_json(json.loads(slo.cost_model))
+    stages = config.topology.pp
     events = EventBuffer(with_tokens=False) if config.cache.has_events else None
     scheduler = Scheduler(
-        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=config.topology.pp,
-        step_time=step_time,
+        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=stages,
+        step_rows=step_rows(config.model.spec.num_active_params, stages), step_time=step_time,
     )  # fmt: skip
     controller = None
     if slo is not None and slo.tpot_s is not None:

@@ -169,10 +169,16 @@ def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = Map
     return Shard(topology, at, spec, replace(spec, layers=tuple(local)), layers, vocab, padded, cuts, shapes)
 
 
+# Share of the time that a server spends on prompts. Traffic has several prompt tokens per output token, and a row of a
+# prompt takes two thirds of the time of a row that decodes.
+PROMPTS = 2 / 3
+
+
 def _costs(spec: ModelSpec) -> tuple[list[float], float]:
     """Return the weights that a token is multiplied with: of each layer, and of the output matrix.
 
-    Of that, half: a prompt is multiplied with it once, so it is a part of decoding alone.
+    A prompt is multiplied once with the output matrix and with the last layer's MLP, so these are mostly a part of
+    decoding alone.
     """
     costs = [0.0] * spec.num_layers
     for name, shape in weight_shapes(spec).items():
@@ -180,8 +186,9 @@ def _costs(spec: ModelSpec) -> tuple[list[float], float]:
             index = int(name.split(".")[1])
             moe = spec.layers[index].mlp.moe
             chosen = moe.top_k / moe.num_experts if moe is not None and len(shape) == 3 else 1.0
-            costs[index] += prod(shape) * chosen
-    return costs, spec.vocab_size * spec.hidden_size / 2
+            is_last_mlp = index == spec.num_layers - 1 and (".mlp." in name or ".moe." in name)
+            costs[index] += prod(shape) * chosen * (1 - PROMPTS if is_last_mlp else 1.0)
+    return costs, spec.vocab_size * spec.hidden_size * (1 - PROMPTS)
 
 
 class _Cutter:

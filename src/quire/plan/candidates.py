@@ -16,12 +16,14 @@ AXES = ("tp", "pp", "ep", "cp", "dp")
 def candidates(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
     """Return the splits of at most ``count`` devices to consider, those with the fewest devices per replica first.
 
-    ``tp`` is a power of 2 that divides the query heads and stays within a domain of links.
+    ``tp`` is a power of 2 that divides the query heads and stays within a domain of links; CPUs of several machines
+    also exchange over the network.
     """
     heads = min(layer.attention.num_heads for layer in spec.layers)
+    is_networked = hardware.kind == "cpu" and hardware.network_bandwidth is not None
     found = []
     tp = 1
-    while tp <= min(count, hardware.domain) and heads % tp == 0:
+    while tp <= (count if is_networked else min(count, hardware.domain)) and heads % tp == 0:
         stages = 1
         while tp * stages <= count and stages <= spec.num_layers:
             found.append(Split(tp=tp, pp=stages, ep=_experts(spec, tp), dp=count // (tp * stages)))

@@ -101,7 +101,8 @@ def advise(
         where = f" Nor do they on {most.split.num_devices}: take" if wanted is None else " Take"
         reasons[0] += f"{where} more devices, larger ones, or --quantize."
         return Advice(None, options, _numbered(reasons))
-    within = [o for o in fitting if o.split.pp == 1]
+    ranks = [o for o in fitting if o.split.pp == 1]
+    within = [o for o in ranks if o.split.tp * o.split.cp <= hardware.domain]
     if wanted:
         chosen = fitting[0]
         does = "holds" if chosen.holds(slo) else "does not hold"
@@ -113,8 +114,9 @@ def advise(
             f"TP{within[0].split.tp} is the least that fits."
         )
     if not within:
-        reasons.append("No tensor parallelism within one domain fits: pipeline stages over domains.")
-    pool = within or fitting
+        rows = " or ranks over the network" * bool(ranks)
+        reasons.append(f"No tensor parallelism within one domain fits: pipeline stages over domains{rows}.")
+    pool = ranks if within else fitting
     holding = [o for o in pool if o.holds(slo)]
     first = pool[0]
     if objective == "cost":

@@ -100,7 +100,7 @@ def _links(plan: CapacityPlan, steps: Roofline, running: int) -> list[Line]:
         mine = [each for each in decode if each.use.axis == axis]
         kinds = dict.fromkeys(each.use.kind for each in mine)
         said = [_said(kind, [each for each in mine if each.use.kind == kind]) for kind in kinds]
-        sources = {"as measured" if e.speed is None else f"at {e.speed / 1e9:,.0f} GB/s" for e in mine}
+        sources = {_source(each) for each in mine}
         seconds = sum(each.use.count * each.seconds for each in mine)
         of_prompt = sum(each.total_bytes for each in prompt if each.use.axis == axis)
         text = f"{' + '.join(said)} {', '.join(sorted(sources))} in {ms(seconds)}; "
@@ -108,6 +108,12 @@ def _links(plan: CapacityPlan, steps: Roofline, running: int) -> list[Line]:
         total = sum(each.total_bytes for each in mine)
         lines.append(Line(f"{axis} link, batch {running}", f"{total / 1e6:,.2f} MB", text))
     return lines
+
+
+def _source(found: LinkUse) -> str:
+    if found.transport == "gloo":
+        return "over the network"
+    return "as measured" if found.speed is None else f"at {found.speed / 1e9:,.0f} GB/s"
 
 
 def _said(kind: Kind, found: list[LinkUse]) -> str:

@@ -62,7 +62,9 @@ class Hardware:
     link: str = ""
     link_bandwidth: float | None = None  # bytes/s in one direction, between devices of a domain
     domain: int = 1  # devices that the link joins
-    network_bandwidth: float | None = None  # bytes/s in one direction, between domains
+    network_bandwidth: float | None = (
+        None  # bytes/s in one direction, between domains; CPUs: where they are several
+    )
     sram_bytes: float | None = None  # shared memory and L1 of all processors
     sram_bandwidth: float | None = None  # bytes/s, of all together
     l2_bytes: float | None = None

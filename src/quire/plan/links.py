@@ -72,6 +72,26 @@ def links_from_json(data: Mapping[str, Any]) -> Links:
     return found
 
 
+# Between two ranks on the loopback device (benchmarks/results/parallel.md); those of a profile take their place.
+GLOO: Links = {
+    "all_reduce gloo": LinkCost(197e-6, 1.17e-9),
+    "all_gather gloo": LinkCost(268e-6, 1.47e-9),
+    "send": LinkCost(55e-6, 0.17e-9),
+}
+
+
+def network_seconds(use: Use, num_bytes: float, links: Links, bandwidth: float) -> float:
+    """Return the seconds of a collective between machines, of which each sends ``num_bytes`` at ``bandwidth`` bytes/s.
+
+    Gloo passes rows on in a ring: ranks − 1 messages. What it costs without a network comes from ``links`` or `GLOO`.
+    """
+    op = "send" if use.kind == "send" else f"{use.kind} gloo"
+    known = {**GLOO, **links}
+    cost = known.get(op, known["all_gather gloo"])
+    hops = 1 if use.kind == "send" else use.ranks - 1
+    return hops * cost.alpha_s + num_bytes * max(cost.beta_s, 1.0 / bandwidth)
+
+
 @dataclass(frozen=True, slots=True)
 class RankShare:
     """The parts (0…1) of the model's work that a rank does."""
@@ -111,7 +131,7 @@ class RankedSteps:
         *, host_s: float = 0.0, host_per_seq_s: float = 0.0,
     ) -> None:  # fmt: skip
         """Raises `ConfigError` where the model cannot be cut so, or a link was not measured."""
-        self._whole, self._links = whole, links
+        self._whole, self._links, self._cut = whole, links, (spec, topology, dtype)
         self._hop_s = links["send"].alpha_s if "send" in links else 0.0
         self._host_s, self._host_per_seq_s = host_s, host_per_seq_s
         shares = [RankShare.of(shard(spec, topology, rank), dtype) for rank in range(topology.world_size)]
@@ -123,6 +143,18 @@ class RankedSteps:
             )
         per_stage = topology.world_size // topology.pp
         self._stages = [shares[start : start + per_stage] for start in range(0, len(shares), per_stage)]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._stages)
+
+    def plus(self, *, fixed_s: float = 0.0, per_seq_s: float = 0.0) -> RankedSteps:
+        """Return the same ranks with more time before the first stage, per step and per sequence."""
+        spec, topology, dtype = self._cut
+        host_s, host_per_seq_s = self._host_s + fixed_s, self._host_per_seq_s + per_seq_s
+        return RankedSteps(
+            self._whole, spec, topology, self._links, dtype, host_s=host_s, host_per_seq_s=host_per_seq_s
+        )
 
     def seconds(self, step: StepFeatures) -> float:
         """Return the seconds of ``step`` from its first stage to its last."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import ConfigError
+from quire.parallel.topology import Topology
 from quire.plan.cost_model import CostModel, StepFeatures
 from quire.plan.draft_cost import DraftCost, DraftWork, MeasuredDrafts, fit_drafts
 from quire.plan.fit import FitError, MeasuredStep, fit, scaled_nnls
@@ -69,6 +70,8 @@ class Profile:
     spread: Spread | None = None  # None: it was not measured
     draft: DraftCost | None = None  # None: nothing was drafted
     links: Links | None = None  # None: they were not measured
+    # `HostCost` of a server with two "ranks" (tensor-parallel) or "stages", beyond what the links explain.
+    ranked: Mapping[str, HostCost] = field(default_factory=dict)
     # Executor and host together: the seconds of a step in the engine's loop.
     step_time: CostModel = field(init=False, compare=False)
 
@@ -90,8 +93,15 @@ class Profile:
             "spread": asdict(self.spread) if self.spread else None,
             "draft_cost": self.draft.to_json() if self.draft else None,
             "links": links_to_json(self.links) if self.links else None,
+            "ranked": {kind: asdict(host) for kind, host in self.ranked.items()},
             "points": [[*point.step, point.seconds] for point in self.points],
         }
+
+    def host_of(self, topology: Topology) -> HostCost:
+        """Return the host's part of a model cut so: as with two ranks, or as in one process if that is all there is."""
+        if topology.world_size == 1:
+            return self.host
+        return self.ranked.get("stages" if topology.pp > 1 else "ranks", self.host)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
@@ -129,6 +139,7 @@ def load_profile(path: Path) -> Profile:
             spread=Spread.of(data["spread"]["anchors"]) if data.get("spread") else None,
             draft=DraftCost.from_json(data["draft_cost"]) if data.get("draft_cost") else None,
             links=links_from_json(data["links"]) if data.get("links") else None,
+            ranked={kind: HostCost(**host) for kind, host in data.get("ranked", {}).items()},
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(f"profile {path}: a field is missing or of the wrong form: {error}") from error

@@ -5,7 +5,8 @@
     linears     max(2 · weights · rows / (rate · compute), bytes / (bandwidth · memory)); output matrix: sampled rows
     experts     the same for the experts that ``rows`` rows touch: E · (1 − (1 − k/E)^rows)
     attention   K and V read / (bandwidth · memory) + 4 · head_dim · heads · pairs / (bf16 rate · compute)
-    links       the collectives of `parallel.traffic`, by measured times or by the bandwidth of the table
+    links       the collectives of `parallel.traffic`, by measured times or by the bandwidth of the table; between
+                machines with CPUs, over Gloo
     launches    a constant per layer, and one per step
 
 The roofline is Williams et al. 2009. The constants are data (`Efficiency`). A roofline is a `StepTime`, which the
@@ -31,7 +32,7 @@ from quire.parallel.topology import Axis, Rank, Topology
 from quire.parallel.traffic import Transport, Use, dispatches, uses
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.hardware import Hardware
-from quire.plan.links import Links, seconds_of
+from quire.plan.links import Links, network_seconds, seconds_of
 from quire.plan.ranks import cuts_rows
 from quire.plan.split import KV_DTYPES, Shard, Split, shard_of
 
@@ -146,12 +147,12 @@ def work_of(
 
 
 @lru_cache(maxsize=512)
-def split_uses(spec: ModelSpec, split: Split, is_cpu: bool) -> tuple[Use, ...]:
-    """Return the collectives of a step on the first rank of each stage, of all stages."""
+def split_uses(spec: ModelSpec, split: Split, is_cpu: bool, layout: str = "auto") -> tuple[Use, ...]:
+    """Return the collectives of a step on the first rank of each stage, of all stages; ``layout``: of CPUs."""
     if split.attention_dp > 1:
         return dispatches(spec, split.ep, "bfloat16")
     # On a GPU all ranks of whole experts add up their parts of a token, as with cut ones.
-    rows = is_cpu and (split.ep > 1 or cuts_rows("auto", spec))
+    rows = is_cpu and (split.ep > 1 or cuts_rows(layout, spec))
     topology = Topology(tp=1 if rows else split.tp, ep=split.tp if rows else 1, pp=split.pp, cp=split.cp)
     counts: Counter[Use] = Counter()
     for stage in range(split.pp):
@@ -169,6 +170,7 @@ class LinkUse:
     num_bytes: float  # that a device sends in each
     seconds: float  # of each
     speed: float | None  # bytes/s of the table; None: measured times
+    transport: Transport
 
     @property
     def total_bytes(self) -> float:
@@ -177,18 +179,22 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Step times of one replica on ``hardware``. ``links``: measured times of its collectives, in shared memory."""
+    """Step times of one replica on ``hardware``. ``links``: measured times of its collectives between CPUs.
+
+    ``layout``: of tensor parallelism between CPUs, as `EngineArgs.tensor_parallel_layout`.
+    """
 
     work: Work
     hardware: Hardware
     efficiency: Efficiency
     links: Links | None = None
+    layout: str = "auto"
     uses: tuple[Use, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         spec, split = self.work.spec, self.work.split
         is_cpu = self.hardware.kind == "cpu"
-        object.__setattr__(self, "uses", () if spec is None else split_uses(spec, split, is_cpu))
+        object.__setattr__(self, "uses", () if spec is None else split_uses(spec, split, is_cpu, self.layout))
 
     def seconds(self, step: StepFeatures) -> float:
         """Return the seconds of ``step`` from its first stage to its last."""
@@ -250,26 +256,36 @@ class Roofline:
     def link_uses(self, rows: float, logits: float) -> list[LinkUse]:
         """Return the collectives of a step with ``rows`` tokens, of which ``logits`` sample, on one device."""
         num_tokens, num_logits = ceil(rows), ceil(logits)
-        transport: Transport = "shared" if self.hardware.kind == "cpu" else "ring"
+        network = self.hardware.network_bandwidth
         found = []
         for use in self.uses:
             if not use.num_rows(num_tokens, num_logits):
                 continue
+            transport: Transport = "ring" if self.hardware.kind != "cpu" else "shared"
+            if transport == "shared" and network and self._is_wide(use):
+                transport = "gloo"
             moved, speed = use.sent(num_tokens, num_logits, transport), None
-            if self.links is not None and use.kind in self.links:
+            if transport == "gloo":
+                assert network is not None
+                seconds = network_seconds(use, moved, self.links or {}, network)
+            elif self.links is not None and use.kind in self.links:
                 seconds = seconds_of(use, self.links, num_tokens, num_logits)
             else:
                 speed = self._link(use)
                 seconds = self.efficiency.link_s + moved / speed
-            found.append(LinkUse(use, moved, seconds, speed))
+            found.append(LinkUse(use, moved, seconds, speed, transport))
         return found
+
+    def _is_wide(self, use: Use) -> bool:
+        """Whether the devices of an axis are in several domains."""
+        split = self.work.split
+        spans = {"tp": split.tp, "ep": max(split.tp, split.ep), "cp": split.tp * split.cp}
+        return spans.get(use.axis, split.tp * split.cp * split.pp) > self.hardware.domain
 
     def _link(self, use: Use) -> float:
         """Return the bytes/s between the devices of an axis: of the network where they span several domains."""
-        hw, split = self.hardware, self.work.split
-        spans = {"tp": split.tp, "ep": max(split.tp, split.ep), "cp": split.tp * split.cp}
-        wide = spans.get(use.axis, split.tp * split.cp * split.pp) > hw.domain
-        return (hw.network_bandwidth if wide else hw.link_bandwidth) or DEFAULT_LINK
+        hw = self.hardware
+        return (hw.network_bandwidth if self._is_wide(use) else hw.link_bandwidth) or DEFAULT_LINK
 
 
 _KEYS = 1_000_000

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.cache.manager import CacheManager
-from quire.config import SchedulerConfig
 from quire.scheduler.adapters import AdapterGate
 from quire.scheduler.beam_steps import fork_beams
+from quire.scheduler.budget import Budget
 from quire.scheduler.drafts import choose_drafts, room_for_drafts
 from quire.scheduler.sequence import Sequence, SequenceState, SortKey
 from quire.scheduler.state import SchedulerState, StepRecord
@@ -23,7 +23,7 @@ class Planner:
         self._state = state
         self._now = now
         self._step = state.next_step
-        self._budget = Budget(state.config, state.num_stages)
+        self._budget = Budget(state.config, state.num_stages, state.step_rows)
         self._new_seqs: list[NewSeq] = []
         self._seqs: list[SeqPlan] = []
         self._sequences: list[Sequence] = []  # parallel to `_seqs`
@@ -40,7 +40,7 @@ class Planner:
             fork_beams(state)
         decodes, prefills, crossing = self._sort_running()
         decodes = self._choose_decodes(decodes, crossing)
-        self._budget.take_decodes(len(decodes))
+        self._budget.take_decodes(len(decodes), _prompt_tokens(state, prefills))
         drafts: dict[Sequence, int] = {}
         control = state.draft_control
         if control is not None and control.any_held and self._starved is None:
@@ -60,6 +60,7 @@ class Planner:
         state.cache.references.end_planning(empty=empty)
         if empty:
             return None
+        state.prompt_run = state.prompt_run + self._num_prompt_tokens if self._num_prompt_tokens else 0
         gone, state.gone = tuple(state.gone), []
         seqs, loads = tuple(self._seqs), state.adapters.take_moves()
         state.in_flight.append(
@@ -267,6 +268,12 @@ class Planner:
         self._new_seqs.append(_new_seq(seq, self._state.adapters.slot_of(seq.group.request.adapter)))
 
 
+def _prompt_tokens(state: SchedulerState, prefills: list[Sequence]) -> int:
+    """Return the tokens of the prompts that are computed one after the other, those before this step included."""
+    left = sum(seq.target - seq.num_planned for seq in prefills)
+    return state.prompt_run + left + state.waiting.num_tokens
+
+
 def _new_seq(seq: Sequence, adapter_slot: int) -> NewSeq:
     group, request = seq.group, seq.group.request
     return NewSeq(
@@ -324,41 +331,6 @@ def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     match = state.cache.match
     nearest.sort(key=lambda seq: -match(seq.table, seq.token_ids).num_tokens)  # stable: ties by arrival
     return nearest[:count]
-
-
-# Prompt tokens per step of a pipeline. With more, stages are idle at both ends of a prompt.
-STAGE_CHUNK = 128
-
-
-class Budget:
-    """Tokens left in the step being planned."""
-
-    __slots__ = ("_limit", "_num_stages", "_whole_prompts", "left")
-
-    def __init__(self, config: SchedulerConfig, num_stages: int = 1) -> None:
-        """``num_stages``: of a pipeline, whose steps share decodes and prompt tokens evenly, so that none is idle."""
-        self._num_stages = num_stages
-        self._limit = config.max_num_batched_tokens
-        self._whole_prompts = not config.enable_chunked_prefill
-        self.left = self._limit
-
-    def decode_limit(self, num_running: int) -> int:
-        """Return how many decodes the step may have."""
-        return self.left if self._num_stages == 1 else min(self.left, -(-num_running // self._num_stages))
-
-    def take_decodes(self, num_decodes: int) -> None:
-        """Leave what prompts may have beside the decodes."""
-        self.left -= num_decodes
-        if self._num_stages > 1 and not self._whole_prompts:
-            self.left = min(-(-self.left // self._num_stages), STAGE_CHUNK)
-
-    def must_be_whole(self, num_tokens: int) -> bool:
-        """Tell whether a chunk of ``num_tokens`` may not be cut.
-
-        Without chunked prefill a prompt is computed in one step or waits. Only what can never fit a step is cut:
-        a sequence preempted after its output outgrew the budget, which cannot be rejected any more.
-        """
-        return self._whole_prompts and num_tokens <= self._limit
 
 
 def fork_siblings(state: SchedulerState, leader: Sequence) -> None:

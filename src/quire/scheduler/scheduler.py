@@ -24,6 +24,7 @@ from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission import add_request, give_places
 from quire.scheduler.beam_steps import end_all, park_idle
+from quire.scheduler.budget import STEP_ROWS
 from quire.scheduler.deadline import demote, expire
 from quire.scheduler.draft_control import DraftControl
 from quire.scheduler.outcome import apply_result
@@ -62,9 +63,13 @@ class Scheduler:
         *,
         chains_steps: bool = True,
         num_stages: int = 1,
+        step_rows: float = STEP_ROWS,
         step_time: StepTime | None = None,
     ) -> None:
-        """``chains_steps``: the executor's; ``num_stages``: of its pipeline; ``step_time``: a model of its steps."""
+        """``chains_steps``: the executor's; ``num_stages``: of its pipeline; ``step_time``: a model of its steps.
+
+        ``step_rows``: of a pipeline, see `budget.step_rows`.
+        """
         self.predictor = Predictor(config, step_time)
         self.cache = CacheManager(cache_config, events)
         self.cache_events = events  # for a gateway to drain; None: off
@@ -76,6 +81,7 @@ class Scheduler:
             self.predictor,
             chains_steps=chains_steps,
             num_stages=num_stages,
+            step_rows=step_rows,
             draft_control=DraftControl(config) if config.max_num_drafts else None,
         )
         self.transfers = Transfers(self._state)

@@ -30,6 +30,7 @@ from quire.plan.ranks import cuts_rows
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
+from quire.scheduler.budget import STEP_ROWS, step_rows
 from quire.sim.disaggregated import Pools
 from quire.sim.drafts import Speculation
 from quire.sim.latency import Swap
@@ -83,6 +84,7 @@ class _Engine:
     windows: tuple[int | None, ...]
     max_model_len: int
     max_in_flight: int
+    step_rows: float
     host: HostCost
     facts: Mapping[str, Any]
     defaults: Mapping[str, Any]  # engine settings for those that are not given
@@ -167,6 +169,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
         max_load_ratio=args.max_load_ratio,
         max_in_flight=args.max_in_flight or engine.max_in_flight,
         num_stages=args.pipeline_parallel_size,
+        step_rows=engine.step_rows,
         speculation=_speculation(args, engine.draft_cost),
         swap=_swap(args, engine),
         faults=tuple(parse_fault(text.strip()) for text in (args.fault or "").split(";") if text.strip()),
@@ -207,7 +210,8 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             windows=tuple(measured["windows"]),
             max_model_len=measured["max_model_len"],
             max_in_flight=measured["max_in_flight"],
-            host=profile.host,
+            step_rows=_step_rows(args, profile.model),
+            host=profile.host_of(_topology(args, profile.model)),
             spread=profile.spread,
             draft_cost=profile.draft,
             facts={
@@ -229,11 +233,19 @@ def _topology(args: SimulateArgs, model: str) -> Topology:
         raise ConfigError(
             "enable_expert_parallel needs tensor_parallel_size of 2 or more, whose ranks share the experts"
         )
-    by_rows = is_whole or (tp > 1 and cuts_rows("auto", spec_of(model)))
+    layout = args.tensor_parallel_layout
+    if is_whole and layout == "sums":
+        raise ConfigError("enable_expert_parallel cuts matrices by rows: leave tensor_parallel_layout out")
+    by_rows = is_whole or (tp > 1 and cuts_rows(layout, spec_of(model)))
     return Topology(
         tp=1 if by_rows else tp, ep=tp if by_rows else 1, pp=args.pipeline_parallel_size,
         cp=args.context_parallel_size,
     )  # fmt: skip
+
+
+def _step_rows(args: SimulateArgs, model: str) -> float:
+    stages = args.pipeline_parallel_size
+    return STEP_ROWS if stages == 1 else step_rows(spec_of(model).num_active_params, stages)
 
 
 def _cut(topology: Topology) -> dict[str, str]:
@@ -243,7 +255,8 @@ def _cut(topology: Topology) -> dict[str, str]:
 
 def _ranked(args: SimulateArgs, profile: Profile) -> StepTime:
     """Return the step times of the profile, cut over ranks."""
-    topology, host = _topology(args, profile.model), profile.host
+    topology = _topology(args, profile.model)
+    host = profile.host_of(topology)
     if topology.world_size == 1:
         return profile.step_time
     return RankedSteps(
@@ -277,14 +290,16 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             f"{memory.kv_pool / 2**30:.1f} GiB are left for the KV cache; raise --tensor-parallel-size"
         )
     efficiency = efficiencies()["default"]
+    work = work_of(spec, args.weights, "bf16", split)
     return _Engine(
-        step_time=Roofline(work_of(spec, args.weights, "bf16", split), hardware, efficiency),
+        step_time=Roofline(work, hardware, efficiency, layout=args.tensor_parallel_layout),
         num_kv_blocks=num_blocks,
         block_size=block_size,
         kv_block_bytes=block_bytes,
         windows=tuple(group.window for group in layout.groups),
         max_model_len=spec.max_position_embeddings,
         max_in_flight=ROOFLINE_STEPS_IN_FLIGHT,
+        step_rows=_step_rows(args, args.model),
         host=HostCost(request_s=efficiency.first_s),
         facts={
             "model": f"{args.model} as {args.weights}",
