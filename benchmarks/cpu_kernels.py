@@ -33,6 +33,7 @@ from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
 from quire.kernels.sampling.noise import Streams, gumbel_argmax
 from quire.kernels.threads import choose_threads
+from quire.kernels.workspace import huge_zeros
 from quire.plan.hardware import Bounds, measure
 from quire.weight_format import PLAIN, WeightFormat
 
@@ -105,10 +106,12 @@ def random_weight(format: WeightFormat, shape: tuple[int, int]) -> torch.Tensor 
 
 
 def copy_of(packed: PackedLinear) -> PackedLinear:
+    """Return the same matrix elsewhere, in huge pages as an engine's weights are."""
+    data = huge_zeros(*packed.data.shape, dtype=packed.data.dtype).copy_(packed.data)
     scale = None if packed.scale is None else packed.scale.clone()
     offset = None if packed.offset is None else packed.offset.clone()
     return PackedLinear(
-        packed.out_features, packed.in_features, packed.data.clone(), None, packed.backend, packed.format,
+        packed.out_features, packed.in_features, data, None, packed.backend, packed.format,
         packed.dtype, scale, offset,
     )  # fmt: skip
 

@@ -13,14 +13,36 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # CPUID family and model → name (/proc/cpuinfo).
 CORES = {
+    (6, 63): "haswell",
+    (6, 79): "broadwell",
+    (6, 85): "skylake",
+    (6, 94): "skylake-client",
     (6, 106): "icelake",
+    (6, 108): "icelake",
+    (6, 126): "icelake-client",
+    (6, 140): "tigerlake",
+    (6, 141): "tigerlake",
     (6, 143): "sapphirerapids",
-    (6, 207): "emeraldrapids",
+    (6, 151): "alderlake",
+    (6, 154): "alderlake",
+    (6, 167): "rocketlake",
     (6, 173): "graniterapids",
+    (6, 183): "raptorlake",
+    (6, 186): "raptorlake",
+    (6, 207): "emeraldrapids",
+    (23, 49): "zen2",
+    (23, 113): "zen2-client",
     (25, 1): "zen3",
+    (25, 33): "zen3-client",
     (25, 17): "zen4",
+    (25, 97): "zen4-client",
+    (25, 160): "zen4c",
     (26, 2): "zen5",
+    (26, 17): "zen5c",
+    (26, 68): "zen5-client",
 }
+# Of family 6, model 85, the first stepping of each later core.
+STEPPINGS_OF_85 = {5: "cascadelake", 10: "cooperlake"}
 GGUF_NAMES = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
 VLLM_NAMES = {"int8": "w8a8", "int4": "w4a16"}
 
@@ -32,9 +54,15 @@ def cpuinfo() -> dict[str, str]:
 
 def machine_name() -> str:
     """Return the name of the results file: "emeraldrapids-2core"."""
-    info = cpuinfo()
-    core = CORES.get((int(info.get("cpu family", 0)), int(info.get("model", 0))), os.uname().machine)
-    return f"{core}-{len(os.sched_getaffinity(0))}core"
+    return f"{core_name(cpuinfo())}-{len(os.sched_getaffinity(0))}core"
+
+
+def core_name(info: dict[str, str]) -> str:
+    """Return the name of a core from what /proc/cpuinfo says of it; the architecture's where it is not known."""
+    family, model, stepping = (int(info.get(name, 0)) for name in ("cpu family", "model", "stepping"))
+    name = CORES.get((family, model), os.uname().machine)
+    later = [core for first, core in STEPPINGS_OF_85.items() if stepping >= first]
+    return later[-1] if (family, model) == (6, 85) and later else name
 
 
 def machine_words() -> str:

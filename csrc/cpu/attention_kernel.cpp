@@ -274,6 +274,7 @@ class ItemKernel {
 
   // A quarter of the bytes of every block that holds positions [begin, begin + kTile), as far as they are below `high`.
   void prefetch(int64_t begin, int64_t high, int quarter) const {
+    __asm__ volatile("");  // as in attention_plan.h: gcc drops calls of what only prefetches
     const int64_t end = std::min(begin + kTile, high);
     const int64_t elements = a.block_size * (a.head_dim + (a.v_in_k ? 0 : a.v_head_dim));
     const Range lines = share((elements * static_cast<int64_t>(sizeof(Kv)) + 63) / 64, quarter, 4);

@@ -56,7 +56,7 @@ inline __m128i offsets_of_multipliers(int zero) {
 #if defined(__AVX512F__)
 
 using IVec = __m512i;
-constexpr int kChannelRows = 12, kGroupRows = 6, kFewRows = 6, kFewTiles = 3;
+constexpr int kChannelRows = 12, kGroupRows = 6, kFewRows = 6, kFewTiles = 2;
 template <int R>
 constexpr int kVectors = 2;
 template <int R>

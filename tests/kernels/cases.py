@@ -116,6 +116,7 @@ LINEAR: tuple[LinearCase, ...] = (
     LinearCase(33, 257, 8),
     LinearCase(65, 576, 192, bias=True),
     LinearCase(1, 2048, 8192, bench=True),
+    LinearCase(16, 2048, 8192, bench=True),
     LinearCase(32, 2048, 8192, bench=True),
     LinearCase(512, 2048, 8192, bench=True),
 )
@@ -132,6 +133,7 @@ QUANTIZED: tuple[LinearCase, ...] = (
     LinearCase(65, 576, 192, bias=True),
     LinearCase(1, 2048, 8192, bench=True),
     LinearCase(8, 2048, 8192, bench=True),
+    LinearCase(16, 2048, 8192, bench=True),
     LinearCase(32, 2048, 8192, bench=True),
     LinearCase(512, 2048, 8192, bench=True),
 )

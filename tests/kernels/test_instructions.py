@@ -50,10 +50,20 @@ def disassembly(level: str, source: str) -> str:
         ("avx512", "rope_store_kernel", r"prefetch[tw]\d?"),
         ("avx512", "linear_kernel", "prefetcht1"),
         ("amx", "quantized_amx", "prefetcht1"),
+        ("avx512", "attention_kernel", "prefetcht1"),
     ],
 )
 def test_a_level_has_its_instruction(level: str, source: str, instruction: str) -> None:
     assert re.search(rf"\b{instruction}\b", disassembly(level, source)), f"{source} at level {level}"
+
+
+@pytest.mark.parametrize("level", ["avx512", "avx512_vnni"])
+def test_int8_tiles_fetch_the_next_panel(level: str) -> None:
+    functions = re.split(r"\n(?=[0-9a-f]{16} <)", disassembly(level, "quantized_kernel"))
+    tiles = [text for text in functions if "7Channel4dots" in text.split("\n", 1)[0]]
+    assert len(tiles) == 24  # 1 ... 12 rows, as they came and laid out
+    # Two lines of the stream ahead, and one of the next panel.
+    assert all(len(re.findall(r"\bprefetcht1\b", text)) == 3 for text in tiles)
 
 
 @pytest.mark.parametrize("source", ["linear_kernel", "quantized_kernel"])

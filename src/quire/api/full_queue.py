@@ -1,9 +1,9 @@
 """`FullQueue`: while the engine rejects requests, further ones ask for a place before they are looked at.
 
 A request that the engine rejects in full costs half a millisecond: it is parsed, tokenized, sent and answered. A
-request that asks for a place costs a hash of its body and a share of one message (`quire.engine.messages.AskPlaces`); the
-engine lets it come, or tells it when to, and holds a place for it either way (`quire.scheduler.queue.Promises`). So
-every ``Retry-After`` is the engine's own, however many requests come.
+request that asks for a place costs a hash of its body and a share of one message
+(`quire.engine.messages.AskPlaces`); the engine lets it come, or tells it when to, and holds a place for it either way
+(`quire.scheduler.queue.Promises`). So every ``Retry-After`` is the engine's own, however many requests come.
 
     no rejection for `MEMORY_S`                        goes to the engine in full
     comes when it was told to                          goes to the engine in full: a place is held for it
