@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import re
@@ -18,20 +19,33 @@ from pathlib import Path
 
 import pytest
 from tests.engine.test_process import gone, wait_for
+from tests.exact.models import MODELS
+from tests.exact.suite import Case
 from tests.gateway.services import free_port
+from tests.lora.peft_files import make_adapters
 from tests.parallel.serving import CASE, FCFS, alone_on, config_of, serve
 from tests.parallel.test_faults import save_mixtral
 
-from quire import __version__
+from quire import SamplingParams, __version__
+from quire.args import EngineArgs, executor_of
+from quire.clock import WallClock
 from quire.config import EngineConfig, RayConfig
+from quire.device import detect_device
+from quire.engine.assemble import configure, load_text
+from quire.engine.frontend import Frontend
+from quire.engine.output import OutputChunk
+from quire.engine.process import ProcessClient
+from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import ray as ray_executor
 from quire.executor.ranks import RanksExecutor
 from quire.executor.ray import start_on_ray
+from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.parallel.topology import Topology
 from quire.step import StepPlan
 
 TWO = Topology(pp=2)
+LEVEL = next((level for level in NATIVE_LEVELS[::-1] if level in backends("linear")), "reference")
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="the extra Ray is not installed"
 )
@@ -169,6 +183,99 @@ def test_context_and_expert_ranks_over_ray_have_the_bits_of_ranks_here(
     finally:
         executor.close()
     wait_for(lambda: all(map(gone, pids)))
+
+
+@pytest.mark.slow
+@needs_ray
+@pytest.mark.parametrize("topology", [Topology(tp=2), Topology(pp=2), Topology(ep=2)], ids=str)
+def test_adapters_over_nodes_give_the_tokens_of_ranks_here(
+    cluster: str, topology: Topology, tmp_path: Path
+) -> None:
+    """Three adapters and the base model over two slots: both nodes load and drop them at the same steps."""
+    adapters = make_adapters(tmp_path, MODELS["llama"]())
+    case = Case("llama", "bfloat16", 31, num_requests=8, cpu_isa=LEVEL, adapters=adapters)
+    config = config_of(case, topology)
+    here = RanksExecutor(config)
+    try:
+        truth = alone_on(case, here, config)
+    finally:
+        here.close()
+    executor = RanksExecutor(replace(config, ray=RayConfig(cluster, 2)), start=start_on_ray)
+    pids = executor.pids
+    try:
+        tally = serve(case, executor, config, FCFS, truth).tally
+    finally:
+        executor.close()
+    assert tally.num_adapter_loads > 0
+    wait_for(lambda: all(map(gone, pids)))
+
+
+def _kill_daemon(node: subprocess.Popen[bytes], *, alone: bool) -> None:
+    """Kill Ray's daemon on ``node``; ``alone``: and before it what would then end the other processes there."""
+    below = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _descendants(node.pid)}
+    (raylet,) = (pid for pid, command in below.items() if command.partition(b"\0")[0].endswith(b"/raylet"))
+    if alone:
+        os.kill(node.pid, signal.SIGKILL)
+        node.wait(30)
+    os.kill(raylet, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@needs_ray
+@pytest.mark.parametrize("alone", [False, True], ids=["with its node", "alone"])
+def test_streams_go_on_after_the_death_of_rays_daemon(cluster: str, alone: bool) -> None:
+    """The ranks of its node end with it, and the engine starts again on the nodes that are left: no token differs.
+
+    `ray start --block` would end its node with the daemon; ``alone``, nothing does but Ray's workers.
+    """
+    third = _start_node(["--address", cluster])
+    wait_for(lambda: _num_nodes() == 3, seconds=120.0)
+    args = EngineArgs(
+        num_kv_blocks=2048, max_model_len=512, threads=1, pipeline_parallel_size=3, executor="ray",
+        ray_address=cluster,
+    )  # fmt: skip
+    config, checkpoint = configure(args, detect_device())
+    text, below, ranks = load_text(args, config, checkpoint), list[int](), list[int]()
+
+    async def main() -> None:
+        def start() -> ProcessClient:
+            return ProcessClient(config, executor=executor_of(args))
+
+        policy = RestartPolicy(backoff_s=1.0, max_restarts=10, hang_timeout_s=0.0)
+        supervisor = Supervisor(start(), start, WallClock(), policy)
+        frontend = Frontend(supervisor, text.tokenizer, text.chat_template, text.model, WallClock())
+        await frontend.start()
+
+        async def ask(index: int) -> tuple[OutputChunk, ...]:
+            params = SamplingParams(max_tokens=300, ignore_eos=True, seed=index, temperature=0.9)
+            return await (await frontend.submit(f"Story {index}: once", params)).collect()
+
+        async def disturb() -> None:
+            while supervisor.stats().num_generated_tokens < 20:
+                await asyncio.sleep(0.02)
+            below.extend(_descendants(third.pid))
+            ranks.extend(pid for pid in below if b"quire: rank" in Path(f"/proc/{pid}/cmdline").read_bytes())
+            assert ranks
+            _kill_daemon(third, alone=alone)
+            async with asyncio.timeout(120.0):  # Ray's workers take a while to see it
+                while supervisor.num_restarts == 0 or supervisor.health().status != "ready":
+                    await asyncio.sleep(0.05)
+
+        disturbing = asyncio.ensure_future(disturb())
+        disturbed = await asyncio.gather(*[ask(i) for i in range(4)])
+        await disturbing
+        wait_for(lambda: all(map(gone, ranks)))
+        assert disturbed == await asyncio.gather(*[ask(i) for i in range(4)])
+        await frontend.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        _end(third)
+        for pid in below:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: _num_nodes() == 2, seconds=120.0)
 
 
 @pytest.mark.slow

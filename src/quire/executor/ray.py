@@ -173,7 +173,7 @@ class RemoteRank:
         if status is None:
             return "closed its connection: it has ended, or its node has left"
         return (
-            f"was killed by signal {-status}, or its node has left"
+            f"was killed by signal {-status}, or its node or Ray's daemon there has ended"
             if status < 0
             else f"exited with status {status}"
         )
@@ -361,7 +361,7 @@ def _connections(
 
 
 def _follow(ray: Any, waiting: Any) -> Callable[[], int | None]:
-    """Return what tells the status of a process by the result of `RayRank.wait`; −9 where its node has left."""
+    """Return what tells the status of a process by the result of `RayRank.wait`; −9 where its node or Ray has ended."""
 
     def ended() -> int | None:
         try:
