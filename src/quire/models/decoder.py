@@ -50,10 +50,9 @@ Hidden = tuple[Tensor, ...]
 class HiddenWatcher(Protocol):
     """Sees hidden states of every token of a step, for heads that draft from them."""
 
-    taps: tuple[
-        int, ...
-    ]  # layers whose inputs it sees, ascending; none: the hidden states after the last norm. Counted from this
-    # stage's first: a stage before sends what is below 0
+    # Layers whose inputs it sees, ascending, counted from this stage's first: a stage before sends those below 0.
+    # Empty: it sees the hidden states after the last norm.
+    taps: tuple[int, ...]
 
     def store(self, batch: StepBatch, hidden: Sequence[Tensor]) -> None:
         """Take what the ``taps`` say, each ``[num_tokens, hidden_size]``. May be recorded (`kernels.tape`)."""

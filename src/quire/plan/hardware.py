@@ -62,9 +62,8 @@ class Hardware:
     link: str = ""
     link_bandwidth: float | None = None  # bytes/s in one direction, between devices of a domain
     domain: int = 1  # devices that the link joins
-    network_bandwidth: float | None = (
-        None  # bytes/s in one direction, between domains; CPUs: where they are several
-    )
+    # bytes/s in one direction, between domains; for CPUs only where they are in several
+    network_bandwidth: float | None = None
     sram_bytes: float | None = None  # shared memory and L1 of all processors
     sram_bandwidth: float | None = None  # bytes/s, of all together
     l2_bytes: float | None = None

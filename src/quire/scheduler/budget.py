@@ -9,9 +9,11 @@ from quire.config import SchedulerConfig
 # Rows of a prompt that take a core as long as what a step costs whatever its rows. Measured: a step of c rows of a 1B
 # model as int8 takes 17 ms + c * 4.4 ms on one thread, from 16 to 256 rows.
 STEP_ROWS = 4.0
-# Weights that a core multiplies with in a millisecond, which is about the host's part of a step on a stage.
+# Weights in bf16 that a core multiplies a row with in a millisecond, which is about the host's part of a step on a
+# stage.
 HOST_WEIGHTS = 1e8
-ROW_TILE = 16  # rows that the linears compute together
+# Rows that AMX computes together. Other levels have smaller tiles (AVX-512: 12), which are not considered here.
+ROW_TILE = 16
 
 
 def step_rows(num_active_params: int, num_stages: int) -> float:

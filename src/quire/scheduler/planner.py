@@ -269,7 +269,9 @@ class Planner:
 
 
 def _prompt_tokens(state: SchedulerState, prefills: list[Sequence]) -> int:
-    """Return the tokens of the prompts that are computed one after the other, those before this step included."""
+    """Return the tokens of the prompts that a pipeline computes in one go, those before this step included."""
+    if state.num_stages == 1:
+        return 0
     left = sum(seq.target - seq.num_planned for seq in prefills)
     return state.prompt_run + left + state.waiting.num_tokens
 

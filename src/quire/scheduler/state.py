@@ -53,9 +53,8 @@ class SchedulerState:
     gone: list[int] = field(default_factory=list)  # sequences that the worker drops with the next plan
     draft_control: DraftControl | None = None  # None: without speculation
     draft_gain: DraftGain = field(default_factory=DraftGain)
-    num_stages: int = (
-        1  # of a pipeline: as many steps are in flight, which share decodes and prompt tokens evenly
-    )
+    # Of a pipeline: as many steps are in flight, which share decodes and prompt tokens evenly.
+    num_stages: int = 1
     step_rows: float = STEP_ROWS  # of a pipeline: see `budget.step_rows`
     prompt_run: int = 0  # prompt tokens in the last steps, back to one without any
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
