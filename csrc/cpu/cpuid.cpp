@@ -124,6 +124,16 @@ static Features read_features() { return {}; }
 
 #endif
 
+bool streams_ahead() {
+#if defined(__x86_64__)
+  constexpr uint32_t kAuthenticAMD = 0x68747541, kHygonGenuine = 0x6f677948;  // EBX of leaf 0
+  const uint32_t vendor = leaf(0).ebx;
+  return vendor == kAuthenticAMD || vendor == kHygonGenuine;
+#else
+  return false;
+#endif
+}
+
 const Features& detect() {
   static const Features features = read_features();
   return features;

@@ -158,7 +158,7 @@ void tile(const LinearArgs& a, const Place<T>& at) {
     if (s < next_lines) {
       __builtin_prefetch(next + s * 64, 0, 2);
     } else if (next == nullptr) {
-      fetch_ahead<V * kLanes * T::kStep * sizeof(Element)>(w);
+      fetch_ahead<V * kLanes * T::kStep * sizeof(Element)>(w, kNearAhead);
     }
     if constexpr (kPacked) packed += R;
     w += kPanel * T::kStep;

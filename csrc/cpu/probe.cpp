@@ -55,11 +55,16 @@ class Mapping {
   int64_t num_bytes_;
 };
 
-// One load of every cache line moves all of it; eight lines per turn make the loop's own cost small.
+// One load of every cache line moves all of it; eight lines per turn make the loop's own cost small. Lines are fetched
+// ahead as the kernels do (row_loops.h): without that the loop reads a third less than they.
 int64_t read_lines(const int64_t* words, int64_t begin, int64_t end) {
+  const int64_t ahead = (streams_ahead() ? 512 : 8192) / 8;
   int64_t sum[8] = {};
   for (int64_t i = begin; i + 64 <= end; i += 64) {
-    for (int j = 0; j < 8; ++j) sum[j] += words[i + 8 * j];
+    for (int j = 0; j < 8; ++j) {
+      __builtin_prefetch(words + i + ahead + 8 * j, 0, 2);
+      sum[j] += words[i + 8 * j];
+    }
   }
   return sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
 }

@@ -53,11 +53,11 @@ void pack_panel_row(const QuantizedFormat& format, const int8_t* q, const void* 
   const auto* scale = static_cast<const uint16_t*>(scales) + row * format.groups(k);
   for (int64_t g = 0; g < format.blocks(k); ++g) {
     uint8_t* block = panel + g * format.block_bytes(k);
-    pack_codes(format, q + g * size, std::min(size, k - g * size), column, block);
+    pack_codes(format, q + g * size, std::min(size, k - g * size), column, block + format.code_begin());
     if (format.two_level()) {
       const int64_t groups = format.groups(k), first = g * (kTwoLevelBlock / kTwoLevelGroup);
       const auto* m = static_cast<const uint8_t*>(scales) + row * groups + first;
-      pack_multipliers(m, groups - first, column, block + codes);
+      pack_multipliers(m, groups - first, column, block);
       continue;
     }
     if (format.group == 0) continue;

@@ -7,9 +7,10 @@
 //     int8 groups           [N/32][K/G] { [G/4][32][4],  32 fp16 scales (, 32 fp16 offsets) }
 //     int4 groups           [N/32][K/G] { [G/8][32][4],  32 fp16 scales (, 32 fp16 offsets) }
 //                           low nibbles are quad 2i of k, high nibbles quad 2i + 1
-//     int4 of two levels    [N/32][K/64] { [64/8][32][4], [4][16] }                       scales apart, fp32
-//                           the last are multipliers of groups of 16, low half: column j, high half: column 16 + j;
-//                           w = scale * m * (q + m mod 2)
+//     int4 of two levels    [N/32][K/64] { [4][16], [64/8][32][4] }                       scales apart, fp32
+//                           the first are multipliers of groups of 16, low half: column j, high half: column 16 + j;
+//                           w = scale * m * (q + m mod 2). A product needs them before the codes, and only a stream
+//                           that is read in the order of its addresses is fetched ahead by a core
 // K is padded to whole groups (quads); the activations are zero there.
 #pragma once
 
@@ -23,6 +24,7 @@ namespace quire::cpu {
 
 constexpr int64_t kTwoLevelGroup = 16;  // inputs of an integer multiplier (quire/weight_format.py)
 constexpr int64_t kTwoLevelBlock = 64;  // inputs that lie together: as many as a tile has
+constexpr int64_t kTwoLevelHead = kTwoLevelBlock / kTwoLevelGroup * kPanel / 2;  // bytes of a block's multipliers
 
 inline int64_t num_groups(int64_t k, int64_t group) { return group == 0 ? 1 : (k + group - 1) / group; }
 
@@ -39,6 +41,7 @@ struct QuantizedFormat {
     return group == 0 ? (k + 3) / 4 * 4 : two_level() ? kTwoLevelBlock : group;
   }
   int64_t blocks(int64_t k) const { return group == 0 ? 1 : num_groups(k, block_inputs(k)); }
+  int64_t code_begin() const { return two_level() ? kTwoLevelHead : 0; }  // within a block
   int64_t code_bytes(int64_t k) const { return block_inputs(k) * kPanel * bits / 8; }
   int64_t block_bytes(int64_t k) const {
     const int64_t scales = two_level() ? kTwoLevelBlock / kTwoLevelGroup / 2 : group == 0 ? 0 : has_offset ? 4 : 2;

@@ -115,7 +115,7 @@ struct Channel {
       }
       x += kPacked ? kQuadBytes * R : 4;
       if (at.next == nullptr) {
-        fetch_ahead<V * kLanes * 4>(w);
+        fetch_ahead<V * kLanes * 4>(w, kNearAhead);
       } else {
         prefetch(at, s);
       }
@@ -134,6 +134,11 @@ struct Grouped {
   static constexpr bool kPacks = false;
   static constexpr int kZero = kBits == 8 ? kCodesZero : 8;
 
+  template <int R>
+  static int64_t ahead() {
+    return kBits == 4 && R > 1 ? kFarAhead : kNearAhead;
+  }
+
   template <int R, int V>
   static inline void add_codes(IVec (&acc)[R][V], const int8_t* x, int64_t stride, const uint8_t* w, int64_t group,
                                bool streams) {
@@ -149,7 +154,7 @@ struct Grouped {
         UNROLL for (int v = 0; v < V; ++v) nibbles[v] = high_nibbles(codes[v]);
         add_quad<R, V>(acc, x + i + 4, stride, nibbles);
       }
-      if (streams) fetch_ahead<V * kLanes * 4>(w);
+      if (streams) fetch_ahead<V * kLanes * 4>(w, ahead<R>());
       w += kPanel * 4;
     }
   }
@@ -184,7 +189,7 @@ struct Grouped {
       for (int64_t i = 0; i < lines; ++i) prefetch(at, g * lines + i);
       UNROLL for (int v = 0; v < V; ++v) {
         const uint8_t* scales = w + codes + (at.first_lane + v * kLanes) * 2;
-        if (at.next == nullptr && v == 0) fetch_ahead<kOffset ? 128 : 64>(scales);
+        if (at.next == nullptr && v == 0) fetch_ahead<kOffset ? 128 : 64>(scales, ahead<R>());
         const Vec scale = load_half(scales);
         UNROLL for (int r = 0; r < R; ++r) f[r][v] = fused(to_float(acc[r][v]), scale, f[r][v]);
         if constexpr (kOffset) {
@@ -233,7 +238,7 @@ const uint8_t* unpacked_panel(const QuantizedLinearArgs& a, const uint8_t* panel
   const int64_t blocks = a.format.blocks(a.k);
   uint8_t* unpacked = scratch.get<uint8_t>(blocks * kUnpackedBytes);
   for (int64_t b = 0; b < blocks; ++b) {
-    fetch_ahead<kTwoLevelBytes>(panel + b * kTwoLevelBytes);
+    fetch_ahead<kTwoLevelBytes>(panel + b * kTwoLevelBytes, kFarAhead);
     unpack_block(panel + b * kTwoLevelBytes, 128, unpacked + b * kUnpackedBytes);
   }
   return unpacked;
@@ -370,8 +375,8 @@ void take(const TakeArgs& a, ThreadPool& pool) {
         scale = half_to_float(panel + codes + lane * 2) * scale;
       }
       for (int64_t i = g * size; i < std::min(a.k, (g + 1) * size); ++i) {
-        int code = code_of(a.format, panel + lane * 4, i - g * size);
-        if (a.format.two_level()) code = scaled(code, multiplier_of(panel + codes, lane, (i - g * size) / kTwoLevelGroup));
+        int code = code_of(a.format, panel + a.format.code_begin() + lane * 4, i - g * size);
+        if (a.format.two_level()) code = scaled(code, multiplier_of(panel, lane, (i - g * size) / kTwoLevelGroup));
         const float w = static_cast<float>(code) * scale;
         put(has_offset ? w + offset : w, y + i);
       }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cpu/cpuid.h"
 #include "cpu/isa.h"
 #include "cpu/linear.h"
 #include "cpu/thread_pool.h"
@@ -14,12 +15,17 @@ constexpr int64_t kSmallElements = 1 << 15;  // a few us: too little for another
 constexpr int64_t kTakenElements = 1 << 13;  // taken at a time: about 1 us
 constexpr int64_t kTakenBytes = 64 << 10;    // of weights: about 4 us
 
-// Fetch kBytes that are read some steps later in a stream of weights. The hardware's prefetcher stops at the end of a 4
-// KiB page, and alone it leaves a third of one thread's bandwidth (benchmarks/results/cpu-kernels-2026-11-22.md).
+// How far ahead a stream of weights is fetched. Cores of AMD fetch a stream themselves, across pages too, and lines that
+// are asked for far ahead of it disturb them: one row of bf16 then reads 41 GB/s instead of 56. Others stop at the end
+// of a 4 KiB page, which costs a third of one thread's bandwidth. Loops with much work for each byte, such as several
+// rows by nibbles, gain from the far distance everywhere (benchmarks/results/cpu-kernels-2026-11-22.md and -23.md).
+constexpr int64_t kFarAhead = 8 << 10;
+static const int64_t kNearAhead = streams_ahead() ? 512 : kFarAhead;
+
+// Fetch kBytes that are read `ahead` bytes later in a stream of weights.
 template <int64_t kBytes>
-inline void fetch_ahead(const void* p) {
-  constexpr int64_t kAhead = 8 << 10;
-  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + kAhead + i, 0, 2);
+inline void fetch_ahead(const void* p, int64_t ahead) {
+  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + ahead + i, 0, 2);
 }
 
 template <typename F>

@@ -18,8 +18,7 @@ namespace quire::cpu::QUIRE_ISA {
 
 constexpr int kPanelVectors = kPanel / kLanes;
 constexpr int64_t kBlockGroups = kTwoLevelBlock / kTwoLevelGroup;
-constexpr int64_t kTwoLevelCodes = kTwoLevelBlock * kPanel / 2;                      // bytes of a block's levels
-constexpr int64_t kTwoLevelBytes = kTwoLevelCodes + kBlockGroups * kPanel / 2;      // of a block
+constexpr int64_t kTwoLevelBytes = kTwoLevelHead + kTwoLevelBlock * kPanel / 2;      // of a block
 constexpr int64_t kUnpackedBytes = kTwoLevelBlock * kPanel;                         // of a block as int8
 constexpr int64_t kQuadLine = kPanel * 4;                                           // of four inputs of a panel as int8
 
@@ -27,10 +26,10 @@ constexpr int64_t kQuadLine = kPanel * 4;                                       
 inline void unpack_block(const uint8_t* block, int zero, uint8_t* to) {
   for (int64_t g = 0; g < kBlockGroups; ++g) {
     IVec m[kPanelVectors];
-    load_multipliers(block + kTwoLevelCodes + g * kPanel / 2, m);
+    load_multipliers(block + g * kPanel / 2, m);
     UNROLL for (int v = 0; v < kPanelVectors; ++v) {
       const Scaler scaler(m[v], zero);
-      const uint8_t* from = block + g * kTwoLevelGroup * kPanel / 2 + v * kLanes * 4;
+      const uint8_t* from = block + kTwoLevelHead + g * kTwoLevelGroup * kPanel / 2 + v * kLanes * 4;
       uint8_t* target = to + g * kTwoLevelGroup * kPanel + v * kLanes * 4;
       for (int64_t i = 0; i < kTwoLevelGroup / 8; ++i) {
         const Codes codes = load_codes(from + i * kQuadLine);
@@ -46,16 +45,17 @@ inline void unpack_block(const uint8_t* block, int zero, uint8_t* to) {
 template <int kFirst, int R, int V>
 inline void dot_panel(const uint8_t* panel, const int8_t* x, int64_t stride, const int32_t (*zeros)[2], int64_t groups,
                       IVec (&acc)[R][V]) {
+  const int64_t ahead = R == 1 ? kNearAhead : kFarAhead;
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(0);
   }
   for (int64_t first = 0; first < groups; first += kBlockGroups, panel += kTwoLevelBytes) {
-    if constexpr (kFirst == 0) fetch_ahead<kBlockGroups * kPanel / 2>(panel + kTwoLevelCodes);
+    if constexpr (kFirst == 0) fetch_ahead<kTwoLevelHead>(panel, ahead);
     for (int64_t g = 0; g < kBlockGroups && first + g < groups; ++g, x += kTwoLevelGroup) {
-      const uint8_t* codes = panel + g * kTwoLevelGroup * kPanel / 2;
-      if constexpr (kFirst == 0) fetch_ahead<kTwoLevelGroup * kPanel / 2>(codes);
+      const uint8_t* codes = panel + kTwoLevelHead + g * kTwoLevelGroup * kPanel / 2;
+      if constexpr (kFirst == 0) fetch_ahead<kTwoLevelGroup * kPanel / 2>(codes, ahead);
       IVec m[kPanelVectors], d[R][V];
-      load_multipliers(panel + kTwoLevelCodes + g * kPanel / 2, m);
+      load_multipliers(panel + g * kPanel / 2, m);
       UNROLL for (int r = 0; r < R; ++r) {
         const int32_t* zero = zeros[r * groups + first + g];
         UNROLL for (int v = 0; v < V; ++v) d[r][v] = where_odd(m[kFirst + v], zero[1], zero[0]);
