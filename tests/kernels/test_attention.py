@@ -185,6 +185,20 @@ def test_a_broken_row_changes_no_bit_of_another(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", registry.backends("attention"))
+def test_wide_heads_of_an_int8_cache(backend: Backend) -> None:
+    """The largest sums there are: with 576 elements, products of int8 and whole int16 go beyond 32 bits."""
+    case = cases.AttentionCase("wide", ((3, 40),), 2, 1, 576, 16, layout="tiles", int8=True)
+    made = cases.attention_inputs(case, torch.bfloat16, generator())
+    position = torch.arange(40)
+    at = torch.from_numpy(made.batch.block_table[0]).long()[position // 16], position % 16
+    keys = torch.ones(40, 1, 576)
+    keys[5] = -1.0
+    made.kv.write(keys, torch.randn(40, 1, 16, generator=generator(1)), *at)
+    made = dataclasses.replace(made, q=torch.ones_like(made.q))
+    assert_close("attention", run(made, backend), oracle(made))
+
+
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("int8", [False, True])
 def test_many_sequences_agree_with_each_alone(int8: bool, window: int | None, backend: Backend) -> None:
