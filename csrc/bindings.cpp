@@ -2,6 +2,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.h"
+#include "cpu/checksum.h"
 #include "cpu/cpuid.h"
 
 namespace nb = nanobind;
@@ -39,6 +40,10 @@ NB_MODULE(_native, m) {
 
   m.def("place_threads", &place_threads,
         "The CPUs that the threads of pools made from now on are pinned to, the caller's first.");
+
+  m.def(
+      "checksum", [](uintptr_t address, uint64_t size) { return checksum(at<uint8_t>(address), size); },
+      "XXH64 of memory, with seed 0.", nb::call_guard<nb::gil_scoped_release>());
 
   bind_linear(m);
   bind_quantized(m);

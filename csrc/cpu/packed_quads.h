@@ -1,5 +1,10 @@
-// Rows of int8 laid out for register tiles: four inputs of each row of a tile beside each other, then the next four.
+// Rows of int8 laid out for a register tile: four inputs of each row of the tile beside each other, then the next four.
 // The rows of a tile then share cache lines, and not, as those of 4096 bytes do, one set of the L1 cache.
+//
+//     one scale per column   { [rows] int32, [K/4][rows] quads }
+//     groups                 [K/G] { [rows] int32 (, [rows] fp32), [G/4][rows] quads }
+//
+// The integers are what the sums of a row start from, the floats what its offsets are multiplied with.
 //
 //   kQuadBytes          of four inputs of a row
 //   put_quad(x, to)     lays them out
@@ -31,5 +36,22 @@ constexpr int64_t kQuadBytes = 4;
 inline void put_quad(const int8_t* x, int8_t* to) { std::memcpy(to, x, 4); }
 inline Quad take_quad(const int8_t* p) { return broadcast_quad(p); }
 #endif
+
+template <typename T>
+inline void put_number(T number, int8_t* to) {
+  std::memcpy(to, &number, sizeof(T));
+}
+
+inline IVec broadcast_number(const int8_t* p) {
+  int32_t number;
+  std::memcpy(&number, p, 4);
+  return broadcast(number);
+}
+
+inline Vec broadcast_float(const int8_t* p) {
+  float number;
+  std::memcpy(&number, p, 4);
+  return broadcast(number);
+}
 
 }  // namespace quire::cpu::QUIRE_ISA

@@ -9,11 +9,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/group_tile.h"
 #include "cpu/int_vec.h"
 #include "cpu/matrix_tile.h"
 #include "cpu/packed_quads.h"
 #include "cpu/quantize_row.h"
-#include "cpu/quantized_write.h"
+#include "cpu/quantized_tile.h"
 #include "cpu/row_loops.h"
 #include "cpu/scratch.h"
 #include "cpu/two_level.h"
@@ -25,22 +26,7 @@ namespace {
 constexpr int64_t kPassRows = 512;  // more rows than this fall out of the caches while a panel is in use
 constexpr int64_t kSmallWork = 1 << 17;  // multiply-adds: of one row, 128 KiB of int8 weights
 constexpr int64_t kPackedRows = 8;       // from which on laying the rows out for the tiles pays
-
-// Where a tile works, and the lines of the next panel that it prefetches.
-struct Place {
-  const uint8_t* panel;
-  int64_t row, column;  // the first of each; the column within the matrix
-  int64_t first_lane;   // of the panel's 32
-  const char* next;  // null: a single tile, which streams
-  int64_t next_lines;
-  // Where rows are laid out for the tiles: [K/4][rows of the tile][kQuadBytes], or as matrix_tile.h says.
-  const int8_t* quads = nullptr;
-};
-
-inline void prefetch(const Place& at, int64_t line) {
-  __asm__ volatile("");  // else gcc drops calls of a function that only prefetches, as if it had no effect
-  if (line < at.next_lines) __builtin_prefetch(at.next + line * 64, 0, 2);
-}
+constexpr int64_t kReadRows = 16;        // whose products take about as long as reading the weights
 
 inline int32_t row_sum(const QuantizedLinearArgs& a, int64_t row) {
   const int64_t groups = a.format.groups(a.k);
@@ -52,28 +38,40 @@ inline int32_t row_sum(const QuantizedLinearArgs& a, int64_t row) {
 // One scale per column: integers over all of K.
 struct Channel {
   static constexpr int kTileRows = kChannelRows;
-  static constexpr bool kPacks = true;
+
+  static int64_t row_bytes(const QuantizedLinearArgs& a) { return 4 + (a.k + 3) / 4 * kQuadBytes; }
+
+  static void pack(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int8_t* to) {
+    const int64_t quads = (a.k + 3) / 4;
+    const RowLayout layout(rows, takes_matrix(quads));
+    if (layout.width > rows) std::fill_n(to, layout.width * row_bytes(a), int8_t{0});
+    int8_t* const first = to + layout.width * 4;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int8_t* x = a.x.q + (row + r) * a.x.stride;
+      put_number(-kCodesZero * row_sum(a, row + r), to + r * 4);
+      for (int64_t i = 0; i < quads; ++i) put_quad(x + i * 4, first + layout.at(i, r) * kQuadBytes);
+    }
+  }
 
   template <int R>
   static void tile(const QuantizedLinearArgs& a, const Place& at) {
     constexpr int V = kVectors<R>;
     alignas(64) int32_t sums[(R + 1) / 2 * 2 * V * kLanes];
-    if (at.quads != nullptr && takes_matrix((a.k + 3) / 4)) {
+    if (at.packed != nullptr && takes_matrix((a.k + 3) / 4)) {
       products<R>(a, at, sums);
     } else {
-      (at.quads != nullptr ? dots<R, true> : dots<R, false>)(a, at, sums);
+      (at.packed != nullptr ? dots<R, true> : dots<R, false>)(a, at, sums);
     }
-    for (int v = 0; v < V; ++v) {
-      const int64_t column = at.column + v * kLanes;
-      const Vec scale = load(a.scale + column);
-      for (int r = 0; r < R; ++r) {
-        Vec t = mul(to_float(load_ints(sums + (r * V + v) * kLanes)), scale);
-        if (a.offset != nullptr) {
-          t = fused(broadcast(static_cast<float>(a.x.sums[at.row + r])), load(a.offset + column), t);
-        }
-        write(a, at.row + r, column, t);
-      }
-    }
+    Vec scale[V];
+    UNROLL for (int v = 0; v < V; ++v) scale[v] = load(a.scale + at.column + v * kLanes);
+    const auto scaled = [&](int r, int v) {
+      return mul(to_float(load_ints(sums + (r * V + v) * kLanes)), scale[v]);
+    };
+    if (a.offset == nullptr) return write_tile<R, V>(a, at, scaled);
+    write_tile<R, V>(a, at, [&](int r, int v) {
+      const Vec sum = broadcast(static_cast<float>(a.x.sums[at.row + r]));
+      return fused(sum, load(a.offset + at.column + v * kLanes), scaled(r, v));
+    });
   }
 
  private:
@@ -81,11 +79,13 @@ struct Channel {
   template <int R>
   static void products(const QuantizedLinearArgs& a, const Place& at, int32_t* sums) {
     constexpr int V = kVectors<R>;
-    const auto *x = reinterpret_cast<const uint32_t*>(at.quads), *w = reinterpret_cast<const uint32_t*>(at.panel);
-    multiply_tile<Int8Matrix, R, V>(x, w + at.first_lane, (a.k + 3) / 4, sums, [&](int64_t s) { prefetch(at, s); });
+    const auto* w = reinterpret_cast<const uint32_t*>(at.panel) + at.first_lane;
+    const int8_t* x = at.packed + (R + 1) / 2 * 2 * 4;
+    multiply_tile<Int8Matrix, R, V>(reinterpret_cast<const uint32_t*>(x), w, (a.k + 3) / 4, sums,
+                                    [&](int64_t s) { prefetch(at, s); });
     for (int r = 0; r < R; ++r) {
-      const IVec zero = broadcast(kCodesZero * row_sum(a, at.row + r));
-      for (int v = 0; v < V; ++v, sums += kLanes) store_ints(sums, vsubq_s32(load_ints(sums), zero));
+      const IVec start = broadcast_number(at.packed + r * 4);
+      for (int v = 0; v < V; ++v, sums += kLanes) store_ints(sums, vaddq_s32(load_ints(sums), start));
     }
   }
 #else
@@ -97,13 +97,14 @@ struct Channel {
   template <int R, bool kPacked>
   static void dots(const QuantizedLinearArgs& a, const Place& at, int32_t* sums) {
     constexpr int V = kVectors<R>;
+    const int8_t* x = kPacked ? at.packed : a.x.q + at.row * a.x.stride;
+    const int64_t stride = kPacked ? kQuadBytes : a.x.stride;
     IVec acc[R][V];
     UNROLL for (int r = 0; r < R; ++r) {
-      const int32_t sum = row_sum(a, at.row + r);
-      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-kCodesZero * sum);
+      const IVec start = kPacked ? broadcast_number(x + r * 4) : broadcast(-kCodesZero * row_sum(a, at.row + r));
+      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = start;
     }
-    const int8_t* x = kPacked ? at.quads : a.x.q + at.row * a.x.stride;
-    const int64_t stride = kPacked ? kQuadBytes : a.x.stride;
+    if (kPacked) x += R * 4;
     const uint8_t* w = at.panel + at.first_lane * 4;
     const int64_t quads = (a.k + 3) / 4;
     for (int64_t s = 0; s < quads; ++s) {
@@ -123,84 +124,6 @@ struct Channel {
     }
     UNROLL for (int r = 0; r < R; ++r) {
       UNROLL for (int v = 0; v < V; ++v) store_ints(sums + (r * V + v) * kLanes, acc[r][v]);
-    }
-  }
-};
-
-// Groups: integers within a group, then one fma into the tile's floats, groups ascending.
-template <int kBits, bool kOffset>
-struct Grouped {
-  static constexpr int kTileRows = kGroupRows;
-  static constexpr bool kPacks = false;
-  static constexpr int kZero = kBits == 8 ? kCodesZero : 8;
-
-  template <int R, int V>
-  static inline void add_codes(IVec (&acc)[R][V], const int8_t* x, int64_t stride, const uint8_t* w, int64_t group,
-                               bool streams) {
-    for (int64_t i = 0; i < group; i += kBits == 8 ? 4 : 8) {
-      Codes codes[V];
-      UNROLL for (int v = 0; v < V; ++v) codes[v] = load_codes(w + v * kLanes * 4);
-      if constexpr (kBits == 8) {
-        add_quad<R, V>(acc, x + i, stride, codes);
-      } else {
-        Nibbles nibbles[V];
-        UNROLL for (int v = 0; v < V; ++v) nibbles[v] = low_nibbles(codes[v]);
-        add_quad<R, V>(acc, x + i, stride, nibbles);
-        UNROLL for (int v = 0; v < V; ++v) nibbles[v] = high_nibbles(codes[v]);
-        add_quad<R, V>(acc, x + i + 4, stride, nibbles);
-      }
-      if (streams) fetch_ahead<V * kLanes * 4>(w);
-      w += kPanel * 4;
-    }
-  }
-
-  template <int R, int V, typename W>
-  static inline void add_quad(IVec (&acc)[R][V], const int8_t* x, int64_t stride, const W (&w)[V]) {
-    UNROLL for (int r = 0; r < R; ++r) {
-      const Quad quad = broadcast_quad(x + r * stride);
-      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = dot(acc[r][v], w[v], quad);
-    }
-  }
-
-  template <int R>
-  static void tile(const QuantizedLinearArgs& a, const Place& at) {
-    constexpr int V = kVectors<R>;
-    const int64_t group = a.format.group, groups = a.format.groups(a.k);
-    const int64_t codes = a.format.code_bytes(a.k), block = a.format.block_bytes(a.k);
-    const int64_t lines = (at.next_lines + groups - 1) / groups;  // to prefetch per group
-    const int32_t* sums = a.x.sums + at.row * groups;
-    Vec f[R][V];
-    UNROLL for (int r = 0; r < R; ++r) {
-      UNROLL for (int v = 0; v < V; ++v) f[r][v] = zero();
-    }
-    const int8_t* x = a.x.q + at.row * a.x.stride;
-    const uint8_t* w = at.panel;
-    for (int64_t g = 0; g < groups; ++g) {
-      IVec acc[R][V];
-      UNROLL for (int r = 0; r < R; ++r) {
-        UNROLL for (int v = 0; v < V; ++v) acc[r][v] = broadcast(-kZero * sums[r * groups + g]);
-      }
-      add_codes<R, V>(acc, x, a.x.stride, w + at.first_lane * 4, group, at.next == nullptr);
-      for (int64_t i = 0; i < lines; ++i) prefetch(at, g * lines + i);
-      UNROLL for (int v = 0; v < V; ++v) {
-        const uint8_t* scales = w + codes + (at.first_lane + v * kLanes) * 2;
-        if (at.next == nullptr && v == 0) fetch_ahead<kOffset ? 128 : 64>(scales);
-        const Vec scale = load_half(scales);
-        UNROLL for (int r = 0; r < R; ++r) f[r][v] = fused(to_float(acc[r][v]), scale, f[r][v]);
-        if constexpr (kOffset) {
-          const Vec offset = load_half(scales + kPanel * 2);
-          UNROLL for (int r = 0; r < R; ++r) {
-            f[r][v] = fused(broadcast(static_cast<float>(sums[r * groups + g])), offset, f[r][v]);
-          }
-        }
-      }
-      x += group;
-      w += block;
-    }
-    UNROLL for (int v = 0; v < V; ++v) {
-      const int64_t column = at.column + v * kLanes;
-      const Vec power = load(a.scale + column);
-      UNROLL for (int r = 0; r < R; ++r) write(a, at.row + r, column, mul(f[r][v], power));
     }
   }
 };
@@ -227,7 +150,7 @@ void rows_of(int64_t rows, const QuantizedLinearArgs& a, const Place& at) {
   }
 }
 
-// The panel unpacked to int8, in memory of this thread.
+// The panel of two levels unpacked to int8, in memory of this thread.
 const uint8_t* unpacked_panel(const QuantizedLinearArgs& a, const uint8_t* panel) {
   static thread_local Scratch scratch;
   const int64_t blocks = a.format.blocks(a.k);
@@ -278,21 +201,15 @@ void two_level_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
   });
 }
 
-// Rows [first, first + rows) as Place::quads of their tiles, which lie kChannelRows * K / 4 quads apart.
-const int8_t* pack_quads(const QuantizedLinearArgs& a, int64_t first, int64_t rows, int tiles, ThreadPool& pool) {
+// Rows [first, first + rows) laid out for their tiles, which lie as far apart as the largest has bytes.
+template <typename F>
+const int8_t* pack_rows(const QuantizedLinearArgs& a, int64_t first, int64_t rows, int tiles, ThreadPool& pool) {
   static thread_local Scratch scratch;
-  const int64_t quads = (a.k + 3) / 4;
-  auto* packed = scratch.get<int8_t>(static_cast<std::size_t>(tiles * kChannelRows * quads * kQuadBytes));
+  const int64_t tile_bytes = F::kTileRows * F::row_bytes(a);
+  auto* packed = scratch.get<int8_t>(static_cast<std::size_t>(tiles * tile_bytes));
   over_rows(tiles, rows / tiles * a.k, pool, [&](int64_t t) {
     const Range mine = share(rows, static_cast<int>(t), tiles);
-    const int64_t width = mine.end - mine.begin;
-    const RowLayout layout(width, takes_matrix(quads));
-    int8_t* tile = packed + t * kChannelRows * quads * kQuadBytes;
-    if (layout.width > width) std::fill_n(tile, layout.width * quads * kQuadBytes, int8_t{0});
-    for (int64_t r = 0; r < width; ++r) {
-      const int8_t* x = a.x.q + (first + mine.begin + r) * a.x.stride;
-      for (int64_t i = 0; i < quads; ++i) put_quad(x + i * 4, tile + layout.at(i, r) * kQuadBytes);
-    }
+    F::pack(a, first + mine.begin, mine.end - mine.begin, packed + t * tile_bytes);
   });
   return packed;
 }
@@ -303,21 +220,22 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
   for (int64_t first = 0; first < a.rows; first += kPassRows) {
     const int64_t rows = std::min(kPassRows, a.rows - first);
     const int tiles = static_cast<int>((rows + F::kTileRows - 1) / F::kTileRows);
-    const bool packs = F::kPacks && rows >= kPackedRows && a.rows * a.n * a.k >= kSmallWork;
-    const int8_t* quads = packs ? pack_quads(a, first, rows, tiles, pool) : nullptr;
-    over_panels(panels, panel_bytes, a.rows * a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
+    const bool packs = rows >= kPackedRows && a.rows * a.n * a.k >= kSmallWork;
+    const int8_t* packed = packs ? pack_rows<F>(a, first, rows, tiles, pool) : nullptr;
+    const bool streams = tiles == 1 && !a.format.two_level();
+    const int64_t work = panel_bytes * ((rows + kReadRows - 1) / kReadRows);
+    over_panels(panels, work, a.rows * a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const uint8_t* panel = a.packed + p * panel_bytes;
-        const bool two_level = a.format.two_level(), streams = tiles == 1 && !two_level;
+        if (a.format.two_level()) panel = unpacked_panel(a, panel);
         const bool ahead = p + 1 < panels && tiles > 1;
-        if (two_level) panel = unpacked_panel(a, panel);
         for (int t = 0; t < tiles; ++t) {
           const Range tile = share(rows, t, tiles);  // even: 16 rows are 8 + 8, not 12 + 4
           const Range lines = ahead ? share(panel_bytes / 64, t, tiles) : Range{0, 0};
           const auto* next = reinterpret_cast<const char*>(a.packed + (p + 1) * panel_bytes) + lines.begin * 64;
           rows_of<F>(tile.end - tile.begin, a,
                      {panel, first + tile.begin, p * kPanel, 0, streams ? nullptr : next, lines.end - lines.begin,
-                      packs ? quads + t * kChannelRows * ((a.k + 3) / 4) * kQuadBytes : nullptr});
+                      packs ? packed + t * F::kTileRows * F::row_bytes(a) : nullptr});
         }
       }
     });

@@ -33,6 +33,8 @@ class EngineArgs:
     quantize_head: str | None = None
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
     seed: int = 0
+    packed_cache: str = "auto"
+    packed_cache_mib: int = 16_384
     lora: tuple[str, ...] = ()
     max_loras: int | None = None
     max_lora_rank: int | None = None

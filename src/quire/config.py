@@ -18,6 +18,7 @@ MAX_DRAFT_PATHS = 16  # of a tree of drafts
 AUTO_DRAFTS = 8  # the most of them where the engine chooses
 GATES: tuple[GateKind, ...] = get_args(GateKind)
 ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
+MIN_PACKED_BYTES = 128 << 20  # of weights that are kept packed where no folder is given
 # Each level includes the previous ones.
 X86_LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")
 ARM_LEVELS = ("scalar", "neon", "neon_i8mm")
@@ -91,6 +92,24 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedCacheConfig:
+    """Where quantized weights are kept as they lie in memory, for the next start."""
+
+    folder: str  # empty: that of `models.packed_file.packed_folder`
+    max_bytes: int  # of all files in it
+    min_bytes: int  # of a file: smaller models are packed faster than it is worth
+
+
+def packed_cache_config(setting: str, mib: int) -> PackedCacheConfig | None:
+    """Return the cache of `EngineArgs.packed_cache` and ``packed_cache_mib``."""
+    if setting == "off":
+        return None
+    if setting == "auto":
+        return PackedCacheConfig("", mib << 20, MIN_PACKED_BYTES)
+    return PackedCacheConfig(setting, mib << 20, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Where the model is and in which formats it is held."""
 
@@ -106,6 +125,7 @@ class ModelConfig:
     tokenizer: str = ""  # its folder or file; the worker reads it with the first grammar
     formats: dict[str, WeightFormat] = field(default_factory=dict)  # of quantized weights, by canonical name
     remarks: tuple[str, ...] = ()  # matrices held in another format than asked, and why
+    packed_cache: PackedCacheConfig | None = None  # None: packed at every start
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from quire.config import (
     ModelConfig,
     RunnerConfig,
     SchedulerConfig,
+    packed_cache_config,
 )
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
@@ -95,18 +96,10 @@ def resolve(
     layout = spec.kv_layout(max_model_len)
     return EngineConfig(
         model=ModelConfig(
-            path=path,
-            name=args.model,
-            spec=spec,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            max_model_len=max_model_len,
-            load_format=args.load_format,
-            quantize=args.quantize,
-            seed=args.seed,
-            tokenizer=tokenizer,
-            formats=plan.formats,
-            remarks=plan.remarks,
+            path=path, name=args.model, spec=spec, dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len,
+            load_format=args.load_format, quantize=args.quantize, seed=args.seed, tokenizer=tokenizer,
+            formats=plan.formats, remarks=plan.remarks,
+            packed_cache=packed_cache_config(args.packed_cache, args.packed_cache_mib),
         ),
         kv_layout=layout,
         cache=_cache_config(
@@ -120,7 +113,7 @@ def resolve(
         topology=topology,
         ray=ray_config(args),
         experts=experts_config(args, topology),
-    )
+    )  # fmt: skip
 
 
 def _cache_config(args: EngineArgs, num_blocks: int, layout: KvLayout, model_key: str) -> CacheConfig:

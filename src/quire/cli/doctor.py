@@ -23,6 +23,7 @@ from quire.device import (
     unused_levels,
 )
 from quire.executor.rank_processes import cores_of
+from quire.models.packed_file import entries, packed_folder
 from quire.parallel.segment import segment_bytes
 from quire.parallel.topology import Topology
 
@@ -99,6 +100,13 @@ def gpu() -> str:
     return f"{found.name}, compute capability {capability}, {free}: used with --device auto{fp8}{missing}"
 
 
+def packed_weights() -> str:
+    """Return where packed weights are kept, and how much there is."""
+    found = entries(packed_folder())
+    size = sum(entry.num_bytes for entry in found) / 2**30
+    return f"{len(found)} file{'s' * (len(found) != 1)}, {size:.1f} GiB in {packed_folder()} (--packed-cache)"
+
+
 def ranks(tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
     """Print where the ranks of a server of this size would run, and the shared memory that they need.
 
@@ -145,6 +153,7 @@ def report() -> None:
     table.add_row("Memory", f"{total:.1f} GiB, {available:.1f} GiB available (cgroup limits counted)")
     table.add_row("Kernels", kernels())
     table.add_row("GPU", gpu())
+    table.add_row("Packed weights", packed_weights())
     console.print(table)
     console.print()
     rows = Table("package", "version", "for", box=None, pad_edge=False)

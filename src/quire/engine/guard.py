@@ -15,16 +15,15 @@ import json
 import os
 import tempfile
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import quire
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError
 from quire.metrics.log import Log
+from quire.models.fingerprint import code_digest
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 
 NUM_PROMPT, NUM_OUTPUT = 24, 8  # tokens
@@ -157,12 +156,7 @@ def _key(config: EngineConfig) -> str:
         config.cache.model_key, model.path, model.seed, model.max_model_len, setup_of(config),
         config.cache.block_size, config.runner.batch_invariant, config.device.name, version("torch"),
     )  # fmt: skip
-    digest.update(repr(scope).encode())
-    root = Path(quire.__file__).parent
-    native = find_spec("quire._native")
-    files = [path for name in _CODE for path in sorted((root / name).rglob("*.py"))]
-    for path in [*files, *([Path(native.origin)] if native is not None and native.origin else [])]:
-        digest.update(hashlib.blake2b(path.read_bytes()).digest())
+    digest.update(repr(scope).encode() + code_digest(_CODE).encode())
     return digest.hexdigest()
 
 

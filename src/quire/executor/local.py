@@ -8,7 +8,7 @@ from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.executor.base import failed
 from quire.kernels.threads import choose_threads
-from quire.models.loader import iter_weights
+from quire.models.packed_cache import CheckpointWeights, PackedSaver
 from quire.quant.stored import Weight
 from quire.runner.memory import keep_freed_memory, torch_dtype
 from quire.runner.worker import Worker
@@ -31,14 +31,21 @@ class LocalExecutor:
         torch_is_heavy = config.runner.backend == "reference"
         choose_threads(config.runner.num_threads, torch_is_heavy=torch_is_heavy)
         keep_freed_memory()
-        stream = iter_weights(config.model, torch_dtype(config.model.dtype)) if weights is None else weights
-        self.worker = Worker(config, stream, clock or WallClock())
+        self._saver: PackedSaver | None = None
+        if weights is None:
+            weights = CheckpointWeights(config.model, torch_dtype(config.model.dtype), config.runner)
+        self.worker = Worker(config, weights, clock or WallClock())
+        if isinstance(weights, CheckpointWeights) and weights.saver is not None:
+            self._saver = weights.saver
+            self._saver.start()
         self._pending: StepPlan | None = None
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; the one before must have been collected."""
         assert self._pending is None, "one step at a time: collect the last one first"
         self._pending = plan
+        if self._saver is not None:
+            self._saver.step_begins()
 
     def collect(self) -> StepResult:
         """Compute the plan that was submitted and return its result."""
@@ -49,8 +56,13 @@ class LocalExecutor:
             return self.worker.execute(plan)
         except Exception as error:
             return failed(plan, error)
+        finally:
+            if self._saver is not None:
+                self._saver.step_ended()
 
     def close(self) -> None:
         """Give the weights and the KV cache back. Nothing is submitted any more."""
         self._pending = None
+        if self._saver is not None:
+            self._saver.close()
         del self.worker

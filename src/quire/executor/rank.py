@@ -54,7 +54,7 @@ from quire.metrics.engine_stats import LayerLoad
 from quire.metrics.log import configure
 from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
-from quire.models.loader import iter_weights
+from quire.models.packed_cache import CheckpointWeights
 from quire.parallel.placement import place
 from quire.parallel.segment import Segment, remove
 from quire.parallel.shard import shard
@@ -125,7 +125,7 @@ class RankLoop:
             ModelRunner, tp=tp, cp=context_parallel(groups, mine, config.cache.block_size),
             links=self._links, samples=self._answers,
         )  # fmt: skip
-        weights = iter_weights(model, dtype, cuts=mine.cuts)
+        weights = CheckpointWeights(model, dtype, config.runner, mine.cuts)
         weight_bytes = mine.weight_bytes(model.dtype, model.formats)
         with _in_memory(weight_bytes):
             self.worker = Worker(
@@ -145,12 +145,17 @@ class RankLoop:
             socket.gethostname(), len(usable_cpus()), self.worker.runner.call_by_call,
         )  # fmt: skip
         channel.send(encode(loaded))
+        self._saver = weights.saver if config.experts is None else None  # experts may be moved
+        if self._saver is not None:
+            self._saver.start()
 
     def run(self) -> None:
         """Compute plans until the executor closes its end."""
         while (message := self._channel.receive()) is not None:
             assert isinstance(message, RankStep)
             start_s, waited_s = self._clock.now(), self._links.waited_s
+            if self._saver is not None:
+                self._saver.step_begins()
             if self._balancer is not None:
                 self._balancer.before_step()
             if self._answers:
@@ -159,6 +164,8 @@ class RankLoop:
                 for told in message.told:
                     self._settle(told)
                 self._out.append(self._launch(message.plan))
+            if self._saver is not None:
+                self._saver.step_ended()
             self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
             self._num_steps += 1
             sent = self._links.num_bytes_sent + self._groups.bytes_sent

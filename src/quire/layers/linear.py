@@ -15,7 +15,7 @@ from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty
 from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
 from quire.kernels.pointwise import local_ids, scale_rows, take_rows
 from quire.kernels.workspace import empty
-from quire.layers.weights import WHOLE, Build, Stage, WeightLoader, copy_into, write_weight
+from quire.layers.weights import WHOLE, Build, MatrixLoader, Stage, WeightLoader, copy_into
 from quire.weight_format import PLAIN, WeightFormat
 
 
@@ -91,7 +91,7 @@ class Linear:
         """Return ``{part}.weight [features, in_features]`` and, with biases, ``{part}.bias [features]``."""
         found: dict[str, WeightLoader] = {}
         for name, (packed, start) in self._where.items():
-            found[f"{name}.weight"] = partial(write_weight, packed, start)
+            found[f"{name}.weight"] = MatrixLoader([packed], start)
             if packed.bias is not None:
                 found[f"{name}.bias"] = partial(write_bias, packed, start)
         return found
@@ -198,7 +198,7 @@ class Embedding:
     def weight_loaders(self) -> dict[str, WeightLoader]:
         found: dict[str, WeightLoader] = {}
         if not self._tied and self._packed is not None:
-            found["embed.weight"] = partial(write_weight, self._packed, 0)
+            found["embed.weight"] = MatrixLoader([self._packed], 0)
         if self._table is not None:
             table = self._table if self._tp is None else self._table[: len(self._tp.shard.vocab)]
             found["embed.weight"] = copy_into(table)

@@ -14,9 +14,9 @@ from quire.kernels.moe import ExpertPlaces, ExpertStack, experts, route
 from quire.kernels.pointwise import ActivationKind, add_gated_rows, add_rows, gated, gated_to_int8, widen_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.layers.linear import Linear, completing
-from quire.layers.weights import NO_FORMATS, Build, WeightLoader, copy_into, prefixed, write_weight
+from quire.layers.weights import NO_FORMATS, Build, MatrixLoader, WeightLoader, copy_into, prefixed
 from quire.modelspec import MlpSpec
-from quire.quant.stored import StoredMatrix, StoredStack, Weight
+from quire.quant.stored import Weight
 from quire.weight_format import PLAIN, WeightFormat
 
 
@@ -115,9 +115,9 @@ class MoeBlock:
         found = self._router.weight_loaders()
         places = (("gate", self._gate_up, 0), ("up", self._gate_up, inter), ("down", self._down, 0))
         for name, packed, start in places:
-            found[f"{name}.weight"] = partial(_write_all, write_weight, packed, start)
+            found[f"{name}.weight"] = MatrixLoader(packed, start, is_stack=True)
             if self._moe.expert_bias:
-                found[f"{name}.bias"] = partial(_write_all, write_bias, packed, start)
+                found[f"{name}.bias"] = partial(_write_biases, packed, start)
         if self._correction is not None:
             found["correction_bias"] = copy_into(self._correction)
         if self._shared is not None:
@@ -149,10 +149,8 @@ class MoeBlock:
         return self._add_gated(y, self._shared(x, adapters), self._shared_gate(x))
 
 
-def _write_all(write, packed: list[PackedLinear], start: int, weight: Weight) -> None:  # type: ignore[no-untyped-def]
-    """``weight [num_experts, ...]``: one slice per expert."""
-    assert weight.shape[0] == len(packed)
-    assert not isinstance(weight, StoredMatrix)
-    parts = weight.matrices if isinstance(weight, StoredStack) else weight
-    for expert, part in zip(packed, parts, strict=True):
-        write(expert, start, part)
+def _write_biases(packed: list[PackedLinear], start: int, biases: Weight) -> None:
+    """``biases [num_experts, n]``: one slice per expert."""
+    assert isinstance(biases, Tensor)
+    for expert, bias in zip(packed, biases, strict=True):
+        write_bias(expert, start, bias)

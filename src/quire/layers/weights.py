@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from quire.kernels.collective import Collectives, Group
 from quire.kernels.linear import PackedLinear, op_of, write_rows
@@ -107,15 +108,36 @@ def _within(prefix: str, items: Mapping[str, T]) -> dict[str, T]:
     return {name.removeprefix(prefix): item for name, item in items.items() if name.startswith(prefix)}
 
 
-def copy_into(target: torch.Tensor) -> WeightLoader:
+def copy_into(target: Tensor) -> WeightLoader:
     """Return a weight loader that copies into ``target``, converting to its dtype."""
 
     def load(weight: Weight) -> None:
-        assert isinstance(weight, torch.Tensor)
+        assert isinstance(weight, Tensor)
         assert weight.shape == target.shape, (weight.shape, target.shape)
         target.copy_(weight)
 
     return load
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixLoader:
+    """A weight loader that writes a matrix at the output features ``start …``, or a stack into as many matrices."""
+
+    matrices: Sequence[PackedLinear]
+    start: int
+    is_stack: bool = False
+
+    def __call__(self, weight: Weight) -> None:
+        """Take ``weight [n, in_features]``, or a stack of them: ``[len(matrices), n, in_features]``."""
+        parts: Sequence[Tensor | StoredMatrix] | Tensor
+        if not self.is_stack:
+            assert not isinstance(weight, StoredStack)
+            parts = [weight]
+        else:
+            assert not isinstance(weight, StoredMatrix)
+            parts = weight.matrices if isinstance(weight, StoredStack) else weight
+        for packed, part in zip(self.matrices, parts, strict=True):
+            write_weight(packed, self.start, part)
 
 
 def write_weight(packed: PackedLinear, start: int, weight: Weight) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.config import LoraConfig
 from quire.errors import ModelLoadError
 from quire.kernels.kv_blocks import KvView
+from quire.kernels.linear import PackedLinear
 from quire.kernels.lora import LoraStack
 from quire.kernels.pointwise import add_rows, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
@@ -31,12 +32,14 @@ from quire.layers.weights import (
     WHOLE,
     Build,
     Formats,
+    MatrixLoader,
     Stage,
     TensorParallel,
     WeightLoader,
     prefixed,
 )
 from quire.models.ends import Ends
+from quire.models.packed_cache import CheckpointWeights
 from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
@@ -116,11 +119,19 @@ class Decoder:
         assert set(targets) == set(adaptable(self.spec)), set(targets) ^ set(adaptable(self.spec))
         return targets
 
+    def quantized_matrices(self) -> dict[str, Sequence[PackedLinear]]:
+        """Return the name of each quantized weight → the packed matrices that have it, and maybe others."""
+        loaders = {name: self._loaders[name] for name in self._shapes}
+        found = {name: load.matrices for name, load in loaders.items() if isinstance(load, MatrixLoader)}
+        return {name: each for name, each in found.items() if each[0].format.quantized}
+
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Take all weights from a stream of (canonical name, tensor).
 
         Raises `ModelLoadError` for a name or a shape that the spec does not have, and for a weight that is missing.
         """
+        if isinstance(weights, CheckpointWeights):
+            self._missing -= set(weights.fill(self.quantized_matrices()))
         for name, tensor in weights:
             if name not in self._shapes:
                 raise ModelLoadError(f"The checkpoint has a weight {name!r} that this model does not take.")

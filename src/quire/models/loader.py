@@ -8,7 +8,7 @@ quantized and held so comes as a matrix that decodes rows on demand.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -36,20 +36,23 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def iter_weights(
-    model: ModelConfig, dtype: torch.dtype, device: torch.device = _CPU, *, cuts: Cuts | None = None
-) -> Iterator[tuple[str, Weight]]:
+    model: ModelConfig, dtype: torch.dtype, device: torch.device = _CPU, *, cuts: Cuts | None = None,
+    without: Collection[str] = (),
+) -> Iterator[tuple[str, Weight]]:  # fmt: skip
     """Yield (canonical name, weight) in the order of `weight_shapes`: a tensor of ``dtype`` (``correction_bias`` in
     float32), or a quantized matrix where ``model.formats`` says that it is held as it is stored.
 
     ``device`` is where random weights are made; a checkpoint's weights lie in the host's memory. ``cuts``: what a rank
-    reads (`parallel.shard`), by its own names; None reads the whole model.
+    reads (`parallel.shard`), by its own names; None reads the whole model. Those ``without`` are left out.
     Tensors may be views of the mapped checkpoint: replace them, do not write into them.
     Raises `ModelLoadError` for a file, name or shape that is wrong, saying which.
     """
     if model.load_format == "random":
         return random_weights(model.spec, model.seed, dtype, device, cuts)
     stored, sources = stored_sources(Path(model.path), model.spec)
-    return iter_mapped(model.path, weight_shapes(model.spec), model.formats, stored, sources, dtype, cuts)
+    shapes = weight_shapes(model.spec)
+    cuts = {name: cut for name, cut in (cuts or uncut(shapes)).items() if name not in without}
+    return iter_mapped(model.path, shapes, model.formats, stored, sources, dtype, cuts)
 
 
 def iter_heads(heads: HeadsConfig, target: ModelSpec, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
