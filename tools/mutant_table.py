@@ -994,9 +994,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "scales-of-the-next-group",
         "a group of inputs is multiplied by the scales of the next group",
-        "csrc/cpu/quantized_kernel.cpp",
-        "const uint8_t* scales = w + codes +",
-        "const uint8_t* scales = w + (g + 1 < groups ? block : 0) + codes +",
+        "csrc/cpu/group_tile.h",
+        "add_group(acc, scales, [&](int r)",
+        "add_group(acc, scales + (g + 1 < groups ? block : 0), [&](int r)",
         ("tests/kernels/test_quantized_linear.py::test_same_bits_as_the_reference",),
     ),
     Mutant(
