@@ -1061,8 +1061,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "broken-row-hides-others",
         "behind a row of NaN the rows before it keep a maximum that they have outgrown",
         "csrc/cpu/attention_tiles_kernel.cpp",
-        "excess = max(sub(highest(x), broadcast(limits[i])), excess);",
-        "excess = max(excess, sub(highest(x), broadcast(limits[i])));",
+        "excess = max(sub(most, broadcast(limits[i])), excess);",
+        "excess = max(excess, sub(most, broadcast(limits[i])));",
         ("tests/kernels/test_attention.py::test_a_broken_row_changes_no_bit_of_another",),
     ),
     Mutant(
