@@ -185,6 +185,19 @@ def test_a_broken_row_changes_no_bit_of_another(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", registry.backends("attention"))
+@pytest.mark.parametrize("size", [0.0, 1e-36, 1e-20, 1e-3])
+def test_tiny_queries_weigh_what_they_see_alike(backend: Backend, size: float) -> None:
+    """A row's scale to int16 has limits, beyond which it must still hide what the row does not see."""
+    case = cases.AttentionCase("tiny", ((9, 150), (1, 70)), window=100, layout="tiles", int8=True)
+    made = cases.attention_inputs(case, torch.bfloat16, generator())
+    made.q[::2] *= size
+    whole = run(made, backend)
+    assert_close("attention", whole, oracle(made))
+    for row in range(9):
+        assert_same_bits(run(part(made, 0, row, row + 1), backend), whole[row : row + 1], f"row {row}")
+
+
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("int8", [False, True])
 def test_many_sequences_agree_with_each_alone(int8: bool, window: int | None, backend: Backend) -> None:
