@@ -82,6 +82,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "cli": 75,
     },
     "chunks by the bubble formula": {"scheduler": 22, "sim": 10},
+    "chunks of whole tiles at each level": {"scheduler": 6},
     "servers with ranks, profiled": {"bench": 45, "plan": 26, "sim": 2},
     "ranks with the bits of one process": {"": 2, "kernels": 22, "layers": 22, "parallel": 8, "plan": 17},
     "ranks of a stage on several nodes": {

@@ -5,7 +5,8 @@
 //
 // A tile of registers is up to 4 rows. Every element has one chain of dots, in order of the dim or of the positions,
 // whatever the number of rows. int8 tiles that few rows read are widened in registers (byte_pairs.h): the same bits.
-// Where the level has dots of words, rows for int8 tiles are int16 with one scale each, and sums of a step are exact.
+// Where the level has dots of words, rows for int8 tiles are int16 with one scale each, sums of a step are exact, and
+// tiles are widened in registers for any number of rows: that takes no time beside the products, and L1 half the room.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +21,7 @@ namespace quire::cpu::QUIRE_ISA {
 // The operands of a product: up to four tiles of a step, of which those in [first, last) exist.
 struct StepTiles {
   const void* tile[kStep / kTile];
-  bool bytes;  // int8 tiles as they lie, else widened to what the product takes
-  bool words;  // rows are int16 with scales, and tiles int8 or int16; else bf16
+  bool bytes;  // int8 tiles as they lie, else bf16
   int64_t first, last;
   const float *k_scales, *v_scales;  // of the step's positions, int8 only
 };
@@ -51,7 +51,7 @@ class DotProducts {
       : pairs_(a.head_dim / 2), k_elements_(kTile * a.head_dim), v_dim_(a.v_head_dim) {}
 
   // Up to so many rows int8 tiles are taken as they lie.
-  static constexpr int64_t kByteRows = kPairsFromBytes ? 8 : 0;
+  static constexpr int64_t kByteRows = kWordProducts ? kUnitRows : kPairsFromBytes ? 8 : 0;
 
   static int64_t padded_dim(int64_t head_dim) { return head_dim; }
 
@@ -61,12 +61,15 @@ class DotProducts {
     return std::min(kWordMost, std::floor(0x7fffff00p0f / (127.0f * 2.0f * static_cast<float>(pairs_))));
   }
 
-  // `scales`: of the rows, where they are words.
-  void scores(int64_t rows, const uint16_t* query, int64_t dim, const float* scales, const StepTiles& tiles,
-              float* scores, Ahead& ahead) const {
-    with_product(tiles, [&]<typename P>(P) { scores_of<P>(rows, query, dim, scales, tiles, scores, ahead); });
+  // A score; the products leave integers where rows are words.
+  static Vec number(const float* score) { return WordProduct::number(score); }
+
+  void scores(int64_t rows, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores,
+              Ahead& ahead) const {
+    with_product(tiles, [&]<typename P>(P) { scores_of<P>(rows, query, dim, tiles, scores, ahead); });
   }
 
+  // `scales`: what the words of a row's weights stand for, where they are words.
   void values(int64_t rows, const uint16_t* weights, const float* scales, const StepTiles& tiles, float* sums,
               int64_t width, Ahead& ahead) const {
     with_product(tiles, [&]<typename P>(P) { values_of<P>(rows, weights, scales, tiles, sums, width, ahead); });
@@ -79,7 +82,7 @@ class DotProducts {
   template <typename F>
   static void with_product(const StepTiles& tiles, const F& f) {
     if constexpr (kWordProducts) {
-      if (tiles.words) return tiles.bytes ? f(WordProduct<int8_t>()) : f(WordProduct<uint16_t>());
+      if (tiles.bytes) return f(WordProduct());
     } else if constexpr (kPairsFromBytes) {
       if (tiles.bytes) return f(Bf16Product<int8_t>());
     }
@@ -87,12 +90,11 @@ class DotProducts {
   }
 
   template <typename P>
-  void scores_of(int64_t rows, const uint16_t* query, int64_t dim, const float* scales, const StepTiles& tiles,
-                 float* scores, Ahead& ahead) const {
+  void scores_of(int64_t rows, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores,
+                 Ahead& ahead) const {
     over_row_tiles(rows, [&]<int R>(int64_t row) {
       const auto take = [&]<int T>(int64_t t) {
-        score_tiles<P, R, T>(query + row * dim, dim, scales + row, tiles.tile + t, scores + row * kStep + t * kTile,
-                             ahead);
+        score_tiles<P, R, T>(query + row * dim, dim, tiles.tile + t, scores + row * kStep + t * kTile, ahead);
         return T;
       };
       int64_t t = tiles.first;
@@ -125,8 +127,8 @@ class DotProducts {
 
   // Not inlined, as value_columns: there gcc 12 keeps accumulators in memory.
   template <typename P, int R, int T>
-  __attribute__((noinline)) void score_tiles(const uint16_t* query, int64_t dim, const float* scales,
-                                             const void* const* tiles, float* scores, Ahead& ahead) const {
+  __attribute__((noinline)) void score_tiles(const uint16_t* query, int64_t dim, const void* const* tiles,
+                                             float* scores, Ahead& ahead) const {
     using Element = typename P::Element;
     Vec acc[R][T * kVectors];
     UNROLL for (int r = 0; r < R; ++r) {
@@ -145,12 +147,6 @@ class DotProducts {
     }
     UNROLL for (int r = 0; r < R; ++r) {
       UNROLL for (int v = 0; v < T * kVectors; ++v) store(scores + r * kStep + v * kLanes, acc[r][v]);
-    }
-    if constexpr (P::kScaled) {  // through memory: with more beside the loop, gcc 12 copies accumulators in it
-      for (int r = 0; r < R; ++r) {
-        float* row = scores + r * kStep;
-        UNROLL for (int v = 0; v < T * kVectors; ++v) store(row + v * kLanes, P::result(row + v * kLanes, scales[r]));
-      }
     }
   }
 

@@ -39,8 +39,9 @@ class TileProducts {
 
   static constexpr bool kWords = false;  // tiles take bf16
 
-  void scores(int64_t, const uint16_t* query, int64_t dim, const float*, const StepTiles& tiles, float* scores,
-              Ahead& ahead) const {
+  static Vec number(const float* score) { return load(score); }
+
+  void scores(int64_t, const uint16_t* query, int64_t dim, const StepTiles& tiles, float* scores, Ahead& ahead) const {
     if (tiles.first == 0 && tiles.last == 4) {
       score_tiles<4>(query, dim, tiles.tile, scores, ahead);
     } else {

@@ -4,12 +4,12 @@
 //
 // Algorithm: units of rows (see attention_plan.h) go through their steps of 64 positions in order: scores, an online
 // softmax in powers of two (Milakov and Gimelshein 2018), weights rounded to bf16, weighted values; each tile is read
-// once for all rows of the unit, with nothing to transpose. int8 tiles are widened, exactly, once for the products of a
-// step, or by the products of few rows; their scales multiply scores and weights. They are widened to bf16, or where the
-// level has dots of words to int16: a query row then becomes int16 with one scale, a row's weights with one per step. Every split of 512 positions starts with new sums,
-// which are folded into the row's in order. Bytes: K and V once per unit. Bound: memory bandwidth for single tokens,
-// the dot units (and beside them the softmax) for chunks. Tiles that a row does not see change no bit of it, so a row's
-// bits are those of its own keys.
+// once for all rows of the unit, with nothing to transpose. int8 tiles are widened, exactly, to bf16, once for the rows of
+// a step or by the products of few rows, or where the level has dots of words to int16 by the products of any number of
+// rows; their scales multiply scores and weights. A query row then becomes int16 with one scale, a row's weights with one
+// per step. Every split of 512 positions starts with new sums, which are folded into the row's in order. Bytes: K and V
+// once per unit. Bound: memory bandwidth for single tokens, the dot units (and beside them the softmax) for chunks. Tiles
+// that a row does not see change no bit of it, so a row's bits are those of its own keys.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -94,7 +94,10 @@ struct Sums {
 struct Scratch {
   Buffer<uint16_t> query, weights, tiles;
   Buffer<float> scores, split, sums;
-  float query_scales[kUnitRows], weight_scales[kUnitRows];  // where rows are words
+  int64_t lows[kUnitRows], ends[kUnitRows];  // the positions that a row sees: [low, end)
+  // Where rows are words: what a query's words stand for, the part of it that the powers take in, and its inverse (whole
+  // vectors may be read); what the words of a row's weights stand for.
+  float query_scales[kUnitRows], factors[kUnitRows], inverses[kUnitRows + kBlockRows], weight_scales[kBlockRows + 4];
   alignas(64) float scales[2][2][kStep];  // of the step's positions for two heads, K's and V's; int8 only
 };
 
@@ -106,7 +109,7 @@ class TilesKernel {
   TilesKernel(const AttentionArgs& args, Scratch& scratch)
       : a(args), s(scratch), dim(Products::padded_dim(args.head_dim)), width(round_up(args.v_head_dim, kLanes)),
         scale(args.cap != 0.0f ? args.scale / args.cap : args.scale * kLog2E),
-        late(args.cap == 0.0f && scale > 1e-4f && scale < 1.0f ? scale : 1.0f) {}
+        late(args.cap == 0.0f && scale > 1e-4f && scale < 1.0f ? scale : 1.0f), early(late != scale) {}
 
   int64_t part_floats() const { return Sums::floats(kUnitRows, width); }
 
@@ -128,7 +131,7 @@ class TilesKernel {
         sums.fold(split, count, width);
         split.clear(count, width);
       }
-      step(unit, rows, products, i * kStep, split, ahead);
+      step(unit, products, i * kStep, split, ahead);
     }
     if (unit.part >= 0) return;
     if (folded) sums.fold(split, count, width);
@@ -158,27 +161,39 @@ class TilesKernel {
 
   void take_query(const Unit& unit, const SeqRows& rows, const Products& products) {
     uint16_t* query = s.query.at_least(kUnitRows * dim);
-    for (int64_t i = 0; i < unit.all_rows(); ++i) {
+    const auto row_at = [&](int64_t i) {
       const auto [token, head] = place(unit, rows, i);
-      const uint16_t* q = static_cast<const uint16_t*>(a.q) + token * a.q_stride + head * a.head_dim;
-      if constexpr (kWords) s.query_scales[i] = query_words(q, a.head_dim, products.query_most(), query + i * dim);
-      else std::copy(q, q + a.head_dim, query + i * dim);
+      return static_cast<const uint16_t*>(a.q) + token * a.q_stride + head * a.head_dim;
+    };
+    for (int64_t i = 0; i < unit.all_rows(); ++i) {  // each lies elsewhere, and lines are waited for one after the other
+      for (int64_t j = 0; j < a.head_dim; j += 32) __builtin_prefetch(row_at(i) + j, 0, 3);
+    }
+    for (int64_t i = 0; i < unit.all_rows(); ++i) {
+      const uint16_t* q = row_at(i);
+      if constexpr (kWords) {
+        s.query_scales[i] = query_words(q, a.head_dim, products.query_most(), query + i * dim);
+        s.factors[i] = a.cap != 0.0f ? late : late * s.query_scales[i];
+        s.inverses[i] = 1.0f / s.factors[i];
+      } else {
+        std::copy(q, q + a.head_dim, query + i * dim);
+      }
+      const int64_t r = unit.first_row + i % unit.rows;
+      s.lows[i] = rows.lowest(r), s.ends[i] = rows.end(r);
       std::fill(query + i * dim + a.head_dim, query + (i + 1) * dim, uint16_t{0});
     }
   }
 
   // Blocks of rows in turn: up to kBlockRows of one head, or all of each head. Scores of the next are computed first.
-  void step(const Unit& unit, const SeqRows& rows, const Products& products, int64_t base, const Sums& sums,
-            Ahead& ahead) {
+  void step(const Unit& unit, const Products& products, int64_t base, const Sums& sums, Ahead& ahead) {
     const uint16_t* query = s.query.at_least(0);
-    float* scores = s.scores.at_least(kUnitRows * kStep);
-    uint16_t* weights = s.weights.at_least(kUnitRows * kStep);
+    float* buffer = s.scores.at_least(2 * kBlockRows * kStep);  // of two blocks in turn, so that L1 holds them
+    uint16_t* weights = s.weights.at_least(kBlockRows * kStep);
     const int64_t all = unit.all_rows(), block = unit.heads > 1 ? unit.rows : kBlockRows;
     const auto count = [&](int64_t first) { return std::min(block, all - first); };
+    const auto scores = [&](int64_t first) { return buffer + first / block % 2 * kBlockRows * kStep; };
     StepTiles tiles = take_tiles(unit, 0, base), next = tiles;
     const auto take_scores = [&](int64_t first) {
-      products.scores(count(first), query + first * dim, dim, s.query_scales + first, next, scores + first * kStep,
-                      ahead);
+      products.scores(count(first), query + first * dim, dim, next, scores(first), ahead);
     };
     take_scores(0);
     for (int64_t first = 0; first < all; first += block) {
@@ -186,9 +201,8 @@ class TilesKernel {
         if (unit.heads > 1) next = take_tiles(unit, first / block + 1, base);
         take_scores(first + block);
       }
-      soften(unit, rows, base, first, count(first), scores, weights, tiles, sums);
-      products.values(count(first), weights + first * kStep, s.weight_scales + first, tiles,
-                      sums.values + first * width, width, ahead);
+      soften(base, first, count(first), scores(first), weights, tiles, sums);
+      products.values(count(first), weights, s.weight_scales, tiles, sums.values + first * width, width, ahead);
       tiles = next;
     }
     ahead.advance();
@@ -197,7 +211,6 @@ class TilesKernel {
   StepTiles take_tiles(const Unit& unit, int64_t head, int64_t base) {
     StepTiles tiles{};
     tiles.bytes = kInt8 && unit.rows <= Products::kByteRows;
-    tiles.words = kWords;
     tiles.first = std::max<int64_t>(0, unit.low - base) / kTile;
     tiles.last = (std::min(kStep, unit.high - base) + kTile - 1) / kTile;
     float(&scales)[2][kStep] = s.scales[head % 2];
@@ -216,64 +229,70 @@ class TilesKernel {
     std::memcpy(v_scales, from + kTile * 4, kTile * 4);
   }
 
-  // Tile t of the step as bf16 or words, which hold int8 exactly, in one of two places.
+  // Tile t of the step as bf16, which holds int8 exactly, in one of two places.
   const uint16_t* widened(int64_t place, int64_t t, const void* tile) {
     const TileForm<int8_t> form{a.head_dim, a.v_head_dim};
     const auto* from = static_cast<const int8_t*>(tile);
     // The last vector of a tile may go beyond it: into the next tile, which follows, and from the scales.
     const int64_t step = kStep / kTile * form.elements() + kWidened;
     uint16_t* to = s.tiles.at_least(2 * step) + place * step + t * form.elements();
-    for (int64_t i = 0; i < form.elements(); i += kWidened) kWords ? widen_words(to + i, from + i) : widen(to + i, from + i);
+    for (int64_t i = 0; i < form.elements(); i += kWidened) widen(to + i, from + i);
     return to;
   }
 
   // Scores -> 2^(score - maximum) for up to kBlockRows rows. The maximum may be an earlier one of the row: while scores
   // stay below it + kRoom only the powers are computed. The rows that outgrow theirs are found together, since a branch
   // per row stalls the core more often. What a row does not see gets the weight 0.
-  void soften(const Unit& unit, const SeqRows& rows, int64_t base, int64_t first, int64_t count, float* scores,
-              uint16_t* weights, const StepTiles& tiles, const Sums& sums) {
+  void soften(int64_t base, int64_t first, int64_t count, float* scores, uint16_t* weights, const StepTiles& tiles,
+              const Sums& sums) {
     alignas(64) float limits[kBlockRows];
     for (int64_t i = 0; i < kBlockRows; i += kLanes) {
-      store(limits + i, mul(add(load(sums.top + first + i), broadcast(kRoom)), broadcast(1.0f / late)));
+      const Vec inverse = kWords ? load(s.inverses + first + i) : broadcast(1.0f / late);
+      store(limits + i, mul(add(load(sums.top + first + i), broadcast(kRoom)), inverse));
     }
     Vec excess = broadcast(kMasked);
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t r = unit.first_row + (first + i) % unit.rows;
-      const int64_t begin = rows.lowest(r) - base, end = rows.end(r) - base;
-      float* x = scores + (first + i) * kStep;
-      if (begin > 0 || end < kStep || a.cap != 0.0f) prepare_part(x, begin, end, tiles);
-      else if (kInt8 || late != scale) prepare(x, tiles);
-      excess = max(sub(highest(x), broadcast(limits[i])), excess);  // a NaN must not hide the rows before it
+      const int64_t begin = s.lows[first + i] - base, end = s.ends[first + i] - base;
+      float* x = scores + i * kStep;
+      Vec most;
+      if (begin > 0 || end < kStep || a.cap != 0.0f) most = prepare_part(x, begin, end, s.query_scales[first + i], tiles);
+      else most = prepare(x, tiles);
+      excess = max(sub(most, broadcast(limits[i])), excess);  // a NaN must not hide the rows before it
     }
     if (above(excess, zero())) raise(first, count, scores, limits, sums);
-    for (int64_t row = first; row < first + count; ++row) {
-      const Vec top = broadcast(-sums.top[row]), factor = broadcast(late);
-      const float* x = scores + row * kStep;
-      Vec total = load(sums.total + row * kLanes), powers[kStep / kLanes];
-      UNROLL for (int64_t i = 0; i < kStep; i += kLanes) {
-        Vec& e = powers[i / kLanes];
-        e = exp2(fma(load(x + i), factor, top));
-        total = add(total, e);
-        if constexpr (kInt8) e = mul(e, load(tiles.v_scales + i));
-      }
-      store(sums.total + row * kLanes, total);
-      if constexpr (kWords) s.weight_scales[row] = scale_to_words(powers);
-      UNROLL for (int64_t i = 0; i < kStep; i += 2 * kLanes) {
-        const Vec e = powers[i / kLanes], f = powers[i / kLanes + 1];
-        kWords ? store_words(weights + row * kStep + i, e, f) : store(weights + row * kStep + i, e, f);
-      }
-    }
+    over_row_tiles(count, [&]<int R>(int64_t i) {
+      weigh<R>(scores + i * kStep, first + i, weights + i * kStep, s.weight_scales + i, tiles, sums);
+    });
   }
 
-  // A row's weights of a step, none of which is negative, scaled to words; returns what a word stands for.
-  static float scale_to_words(Vec (&weights)[kStep / kLanes]) {
-    Vec most = weights[0];
-    UNROLL for (int64_t i = 1; i < kStep / kLanes; ++i) most = max(most, weights[i]);
-    const float top = largest(most);
-    const bool counts = top >= kWordSmallest;
-    const Vec factor = broadcast(counts ? kWordMost / top : 0.0f);
-    UNROLL for (Vec& weight : weights) weight = mul(weight, factor);
-    return counts ? top / kWordMost : 0.0f;
+  // The weights of R rows, from `row` of the unit on.
+  template <int R>
+  void weigh(const float* scores, int64_t row, uint16_t* weights, float* scales, const StepTiles& tiles,
+             const Sums& sums) {
+    constexpr int kVectors = kStep / kLanes;
+    Vec powers[R][kVectors], most[R];
+    UNROLL for (int r = 0; r < R; ++r) {
+      const Vec top = broadcast(-sums.top[row + r]), factor = broadcast(kWords ? s.factors[row + r] : late);
+      Vec total = load(sums.total + (row + r) * kLanes);
+      UNROLL for (int v = 0; v < kVectors; ++v) {
+        Vec& e = powers[r][v];
+        e = exp2(fma(load(scores + r * kStep + v * kLanes), factor, top));
+        total = add(total, e);
+        if constexpr (kInt8) e = mul(e, load(tiles.v_scales + v * kLanes));
+        if constexpr (kWords) most[r] = v == 0 ? e : max(most[r], e);
+        else if (v % 2 == 1) store(weights + r * kStep + (v - 1) * kLanes, powers[r][v - 1], e);
+      }
+      store(sums.total + (row + r) * kLanes, total);
+    }
+    if constexpr (kWords) {
+      Vec factors[4];
+      scale_to_words(most[0], most[R > 1 ? 1 : 0], most[R > 2 ? 2 : 0], most[R > 3 ? 3 : 0], factors, scales);
+      UNROLL for (int r = 0; r < R; ++r) {
+        UNROLL for (int v = 0; v < kVectors; v += 2) {
+          store_words(weights + r * kStep + v * kLanes, powers[r][v], powers[r][v + 1], factors[r]);
+        }
+      }
+    }
   }
 
   static Vec highest(const float* x) {
@@ -286,11 +305,11 @@ class TilesKernel {
   void raise(int64_t first, int64_t count, const float* scores, const float* limits, const Sums& sums) {
     alignas(64) float factors[kLanes];
     for (int64_t i = 0; i < count; ++i) {
-      const float most = largest(highest(scores + (first + i) * kStep));
+      const float most = largest(highest(scores + i * kStep));
       if (!(most > limits[i])) continue;
       float& top = sums.top[first + i];
       const float before = top;
-      top = most * late;
+      top = most * (kWords ? s.factors[first + i] : late);
       if (before == kLowest) continue;  // its sums are 0
       store(factors, exp2(broadcast(before - top)));
       sums.scale_row(first + i, width, broadcast(factors[0]));
@@ -298,31 +317,52 @@ class TilesKernel {
   }
 
   // The scores that the products leave, in the cache's units.
+  template <bool kEarly>
   Vec prepared(const float* x, int64_t i, const StepTiles& tiles) const {
-    Vec v = load(x + i);
-    if (late != scale) v = mul(v, broadcast(scale));
+    Vec v = kWords ? Products::number(x + i) : load(x + i);
+    if (kEarly) v = mul(v, broadcast(scale));
     return kInt8 ? mul(v, load(tiles.k_scales + i)) : v;
   }
 
-  // A row's scores as the softmax takes them, without the factor `late`; in place.
-  void prepare(float* x, const StepTiles& tiles) const {
-    UNROLL for (int64_t i = 0; i < kStep; i += kLanes) store(x + i, prepared(x, i, tiles));
+  // A row's scores as the softmax takes them, without the factor of the row; in place. Returns the largest.
+  Vec prepare(float* x, const StepTiles& tiles) const {
+    if (!kInt8 && !early) return highest(x);
+    return early ? prepare_as<true>(x, tiles) : prepare_as<false>(x, tiles);
+  }
+  template <bool kEarly>
+  Vec prepare_as(float* x, const StepTiles& tiles) const {
+    Vec most;
+    UNROLL for (int64_t i = 0; i < kStep; i += kLanes) {
+      const Vec v = prepared<kEarly>(x, i, tiles);
+      store(x + i, v);
+      most = i == 0 ? v : max(most, v);
+    }
+    return most;
   }
 
   // The same with a soft cap, and of columns [begin, end) alone.
-  void prepare_part(float* x, int64_t begin, int64_t end, const StepTiles& tiles) const {
+  Vec prepare_part(float* x, int64_t begin, int64_t end, float query_scale, const StepTiles& tiles) const {
     const Vec first = broadcast(static_cast<float>(begin)), last = broadcast(static_cast<float>(end));
-    const Vec masked = broadcast(kMasked);
+    const Vec masked = broadcast(kWords ? -INFINITY : kMasked);
     Vec column = load(kColumns);
     for (int64_t i = 0; i < kStep; i += kLanes) {
-      Vec v = prepared(x, i, tiles);
-      if (a.cap != 0.0f) v = mul(tanh(v), broadcast(a.cap * kLog2E));
+      Vec v = early ? prepared<true>(x, i, tiles) : prepared<false>(x, i, tiles);
+      if (a.cap != 0.0f) {
+        if constexpr (kWords) v = mul(v, broadcast(query_scale));
+        v = mul(tanh(v), broadcast(a.cap * kLog2E));
+      }
       store(x + i, where_less(column, first, masked, where_less(column, last, v, masked)));
       column = add(column, broadcast(static_cast<float>(kLanes)));
     }
+    return highest(x);
   }
 
   void finish(const Unit& unit, const SeqRows& rows, const Sums& sums) {
+    for (int64_t row = 0; row < unit.all_rows() && !a.partial; ++row) {  // stores wait for lines as the loads of queries do
+      const auto [token, head] = place(unit, rows, row);
+      const uint16_t* y = static_cast<const uint16_t*>(a.y) + (token * a.num_heads + head) * a.v_head_dim;
+      for (int64_t i = 0; i < a.v_head_dim; i += 32) __builtin_prefetch(y + i, 1, 3);
+    }
     for (int64_t row = 0; row < unit.all_rows(); ++row) {
       const auto [token, head] = place(unit, rows, row);
       float total = sum(load(sums.total + row * kLanes));
@@ -362,6 +402,7 @@ class TilesKernel {
   const int64_t dim, width;
   const float scale;  // of what the products leave
   const float late;   // the part of it that the powers take in: all, or 1
+  const bool early;   // the scores are multiplied by `scale` before
 };
 
 template <typename Products, bool kInt8>

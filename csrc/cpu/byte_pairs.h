@@ -1,9 +1,9 @@
-// Pairs of int8 as operands of the dots of attention.
+// int8 as operands of the dots of attention.
 //
 // Bf16Product<Element>   bf16 by bf16 or by int8, which bf16 holds exactly: what `widen` and `load_pairs` would give,
 //                        without a detour through memory
-// WordProduct<Element>   int16 by int16 or by int8, exactly, times a scale per row. Where a level has dots of words, this
-//                        widens a vector of int8 by one instruction, and Bf16Product by seven.
+// WordProduct            int16 by int8, exactly, times a scale per row. Where a level has dots of words, this widens a
+//                        vector of int8 by one instruction beside the products, and Bf16Product by seven.
 #pragma once
 
 #include <algorithm>
@@ -15,27 +15,12 @@
 
 namespace quire::cpu::QUIRE_ISA {
 
-// kPairsFromBytes: whether this level has `load_pairs` of kLanes pairs of int8.
-#if defined(__AVX512F__)
-constexpr bool kPairsFromBytes = true;
-inline Weights load_pairs(const int8_t* p) {
-  const __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  const auto take = [v](int byte, int bits) {  // (v & byte) ^ bits, as in `widen`
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(v, _mm512_set1_epi32(byte), _mm512_set1_epi32(bits), 0x6a));
-  };
-  const __m512 low = _mm512_sub_ps(take(0xff, 0x4b000080), _mm512_set1_ps(8388736.0f));
-  const __m512 high = _mm512_sub_ps(take(0xff00, 0x47008000), _mm512_set1_ps(32896.0f));
-#if defined(__AVX512BF16__)
-  return {(__m512bh)_mm512_or_si512(_mm512_castps_si512(high), _mm512_srli_epi32(_mm512_castps_si512(low), 16))};
-#else
-  return {low, high};
-#endif
-}
-#elif defined(__AVX2__)
+// kPairsFromBytes: whether Bf16Product takes int8 at this level, by `load_pairs` of kLanes pairs of int8.
+#if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr bool kPairsFromBytes = true;
 inline Weights load_pairs(const int8_t* p) {
   const __m256i v = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const auto take = [v](int byte, int bits) {
+  const auto take = [v](int byte, int bits) {  // (v & byte) ^ bits, as in `widen`
     return _mm256_castsi256_ps(_mm256_xor_si256(_mm256_and_si256(v, _mm256_set1_epi32(byte)), _mm256_set1_epi32(bits)));
   };
   return {_mm256_sub_ps(take(0xff, 0x4b000080), _mm256_set1_ps(8388736.0f)),
@@ -71,21 +56,18 @@ struct Bf16Product {
   static Vec dot(Vec sum, const Weights& w, const Pair& x) { return dot_in_place(sum, w, x); }
 };
 
+constexpr float kWordMost = 32766.0f;      // 32767 is left to what an inverse is off by
+constexpr float kWordSmallest = 0x1p-80f;  // less has no inverse to speak of, and counts as 0
+
 // kWordProducts: whether this level has WordProduct. What it takes as `uint16_t` are the bits of int16.
 #if defined(__AVX512F__)
 constexpr bool kWordProducts = true;
-template <typename E>
 struct WordProduct {
-  using Element = E;
+  using Element = int8_t;
   static constexpr bool kScaled = true;  // sums are the bits of integers
   static Vec start(const float*) { return zero(); }
-  static __m512i take(const E* p) {
-    __m512i w;
-    if constexpr (sizeof(E) == 1) {
-      w = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    } else {
-      w = _mm512_loadu_si512(p);
-    }
+  static __m512i take(const int8_t* p) {
+    __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     __asm__("" : "+v"(w));  // as `keep`
     return w;
   }
@@ -99,27 +81,41 @@ struct WordProduct {
     return sum;
   }
   static Vec number(const float* sum) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(sum)); }
-  static Vec result(const float* sum, float scale) { return mul(number(sum), broadcast(scale)); }
 };
-// kWidened int8 as words.
-inline void widen_words(uint16_t* to, const int8_t* from) { _mm512_storeu_si512(to, WordProduct<int8_t>::take(from)); }
-// Two vectors of numbers within +-32767, beside each other.
-inline void store_words(uint16_t* p, Vec a, Vec b) {
-  const __m512i both = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));  // by 128 bits of each
-  _mm512_storeu_si512(p, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both));
+
+// Two vectors of numbers times `factor`, within +-32767, rounded and beside each other: the lower half of a sum with
+// 1.5 * 2^23 is the rounded number.
+inline void store_words(uint16_t* p, Vec low, Vec high, Vec factor) {
+  alignas(64) static constexpr uint16_t kEven[] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                                   32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  const Vec magic = broadcast(12582912.0f);
+  const __m512i a = _mm512_castps_si512(fma(low, factor, magic)), b = _mm512_castps_si512(fma(high, factor, magic));
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi16(a, _mm512_load_si512(kEven), b));
+}
+
+// Of four vectors of numbers that are not negative: factors[r] makes words of vector r, of which one stands for scales[r].
+inline void scale_to_words(Vec a, Vec b, Vec c, Vec d, Vec* factors, float* scales) {
+  const Vec ab = max(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  const Vec cd = max(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+  Vec most = max(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  most = max(most, _mm512_permute_ps(most, 0xb1));
+  most = max(most, _mm512_permute_ps(most, 0x4e));  // four lanes per vector
+  const __mmask16 counts = _mm512_cmp_ps_mask(most, broadcast(kWordSmallest), _CMP_GE_OQ);
+  const Vec factor = _mm512_maskz_mul_ps(counts, reciprocal(most), broadcast(kWordMost));
+  const Vec scale = _mm512_maskz_mul_ps(counts, most, broadcast(1.0f / kWordMost));
+  factors[0] = _mm512_shuffle_f32x4(factor, factor, 0x00), factors[1] = _mm512_shuffle_f32x4(factor, factor, 0x55);
+  factors[2] = _mm512_shuffle_f32x4(factor, factor, 0xaa), factors[3] = _mm512_shuffle_f32x4(factor, factor, 0xff);
+  // Compressed straight to memory, it takes Zen 4 over a hundred cycles.
+  _mm_storeu_ps(scales, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, scale)));
 }
 #else
 constexpr bool kWordProducts = false;
-template <typename E>
-using WordProduct = Bf16Product<E>;
-inline void widen_words(uint16_t*, const int8_t*) {}
-inline void store_words(uint16_t*, Vec, Vec) {}
+using WordProduct = Bf16Product<uint16_t>;
+inline void store_words(uint16_t*, Vec, Vec, Vec) {}
+inline void scale_to_words(Vec, Vec, Vec, Vec, Vec*, float*) {}
 #endif
 
-constexpr float kWordMost = 32767.0f;
-constexpr float kWordSmallest = 0x1p-100f;  // less has no inverse to speak of, and counts as 0
-
-// A query row of bf16 as words within +-`most`; returns their scale, NaN where the row is not finite.
+// A query row of bf16 as words within +-`most`; returns what a word stands for, NaN where the row is not finite.
 inline float query_words(const uint16_t* x, int64_t size, float most, uint16_t* to) {
   uint16_t top = 0;
   for (int64_t i = 0; i < size; ++i) top = std::max<uint16_t>(top, x[i] & 0x7fff);
@@ -130,7 +126,7 @@ inline float query_words(const uint16_t* x, int64_t size, float most, uint16_t* 
     const float scaled = finite ? bf16_to_float(x[i]) * inverse : 0.0f;
     to[i] = static_cast<uint16_t>(static_cast<int16_t>((scaled + magic) - magic));
   }
-  return !finite ? NAN : counts ? largest / most : 0.0f;
+  return !finite ? NAN : counts ? largest / most : 1.0f;
 }
 
 }  // namespace quire::cpu::QUIRE_ISA

@@ -22,6 +22,13 @@ MIN_PACKED_BYTES = 128 << 20  # of weights that are kept packed where no folder 
 # Each level includes the previous ones.
 X86_LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")
 ARM_LEVELS = ("scalar", "neon", "neon_i8mm")
+# Rows that the linears of `RunnerConfig.kernels` compute together; those of the vector levels divide 12.
+ROW_TILES = {"reference": 32, "amx": 16, "triton": 16, "invariant": 16}
+
+
+def row_tile(kernels: str) -> int:
+    """Return the rows that linears compute together. ``kernels``: as `RunnerConfig.kernels`."""
+    return ROW_TILES.get(kernels, 12)
 
 
 @dataclass(frozen=True, slots=True)

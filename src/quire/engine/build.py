@@ -28,7 +28,7 @@ from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.metrics.engine_stats import RankStats
 from quire.plan.cost_model import CostModel
 from quire.plan.speculation import draft_bytes
-from quire.scheduler.budget import step_rows
+from quire.scheduler.budget import stage_rows
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
 
@@ -75,7 +75,8 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     events = EventBuffer(with_tokens=False) if config.cache.has_events else None
     scheduler = Scheduler(
         config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=stages,
-        step_rows=step_rows(config.model.spec.num_active_params, stages), step_time=step_time,
+        stage_rows=stage_rows(config.model.spec.num_active_params, stages, config.runner.kernels),
+        step_time=step_time,
     )  # fmt: skip
     controller = None
     if slo is not None and slo.tpot_s is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import sqrt
 
-from quire.config import SchedulerConfig
+from quire.config import SchedulerConfig, row_tile
 
 # Rows of a prompt that take a core as long as what a step costs whatever its rows. Measured: a step of c rows of a 1B
 # model as int8 takes 17 ms + c * 4.4 ms on one thread, from 16 to 256 rows.
@@ -12,34 +13,43 @@ STEP_ROWS = 4.0
 # Weights in bf16 that a core multiplies a row with in a millisecond, which is about the host's part of a step on a
 # stage.
 HOST_WEIGHTS = 1e8
-# Rows that AMX computes together. Other levels have smaller tiles (AVX-512: 12), which are not considered here.
-ROW_TILE = 16
 
 
-def step_rows(num_active_params: int, num_stages: int) -> float:
-    """Return the rows that take a stage as long as what each step costs it: small models have short rows."""
-    return STEP_ROWS + HOST_WEIGHTS * num_stages / num_active_params
+@dataclass(frozen=True, slots=True)
+class StageRows:
+    """What decides the chunks of a pipeline: the rows that each step costs a stage, and those of a kernel's tile."""
+
+    step: float = STEP_ROWS
+    tile: int = 16
 
 
-def stage_chunk(num_tokens: int, num_stages: int, rows: float) -> int:
+ONE_STAGE = StageRows()  # has no chunks of its own
+
+
+def stage_rows(num_active_params: int, num_stages: int, kernels: str) -> StageRows:
+    """Return the rows of a model's stages; small models have short rows. ``kernels``: as `RunnerConfig.kernels`."""
+    return StageRows(STEP_ROWS + HOST_WEIGHTS * num_stages / num_active_params, row_tile(kernels))
+
+
+def stage_chunk(num_tokens: int, num_stages: int, rows: StageRows) -> int:
     """Return the prompt tokens per step that get ``num_tokens`` of them through a pipeline soonest.
 
-    A step of c takes each stage the time of ``rows`` + c rows. While n steps pass through p stages, each stage is
+    A step of c takes each stage the time of ``rows.step`` + c rows. While n steps pass through p stages, each stage is
     idle for p - 1 of them (bubbles), so all takes n + p - 1 times as long, with n = ``num_tokens`` / c. The least is at
-    n = sqrt(``num_tokens`` * (p - 1) / ``rows``).
+    n = sqrt(``num_tokens`` * (p - 1) / ``rows.step``).
     """
-    num_chunks = max(1, round(sqrt(num_tokens * (num_stages - 1) / rows)))
-    return max(ROW_TILE, -(-num_tokens // num_chunks))
+    num_chunks = max(1, round(sqrt(num_tokens * (num_stages - 1) / rows.step)))
+    return max(rows.tile, -(-num_tokens // num_chunks))
 
 
 class Budget:
     """Tokens left in the step being planned."""
 
-    __slots__ = ("_limit", "_num_stages", "_step_rows", "_whole_prompts", "left")
+    __slots__ = ("_limit", "_num_stages", "_stage_rows", "_whole_prompts", "left")
 
-    def __init__(self, config: SchedulerConfig, num_stages: int = 1, step_rows: float = STEP_ROWS) -> None:
+    def __init__(self, config: SchedulerConfig, num_stages: int = 1, rows: StageRows = ONE_STAGE) -> None:
         """``num_stages``: of a pipeline, whose steps share decodes and prompt tokens evenly, so that none is idle."""
-        self._num_stages, self._step_rows = num_stages, step_rows
+        self._num_stages, self._stage_rows = num_stages, rows
         self._limit = config.max_num_batched_tokens
         self._whole_prompts = not config.enable_chunked_prefill
         self.left = self._limit
@@ -57,8 +67,9 @@ class Budget:
         self.left -= num_decodes
         if self._num_stages > 1 and not self._whole_prompts:
             together = min(num_prompt_tokens, self._limit)
-            rows = num_decodes + stage_chunk(together, self._num_stages, self._step_rows)
-            whole_tiles = -(-rows // ROW_TILE) * ROW_TILE
+            rows = num_decodes + stage_chunk(together, self._num_stages, self._stage_rows)
+            tile = self._stage_rows.tile
+            whole_tiles = -(-rows // tile) * tile
             self.left = min(-(-self.left // self._num_stages), whole_tiles - num_decodes)
 
     def must_be_whole(self, num_tokens: int) -> bool:

@@ -23,7 +23,7 @@ class Planner:
         self._state = state
         self._now = now
         self._step = state.next_step
-        self._budget = Budget(state.config, state.num_stages, state.step_rows)
+        self._budget = Budget(state.config, state.num_stages, state.stage_rows)
         self._new_seqs: list[NewSeq] = []
         self._seqs: list[SeqPlan] = []
         self._sequences: list[Sequence] = []  # parallel to `_seqs`

@@ -24,7 +24,7 @@ from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission import add_request, give_places
 from quire.scheduler.beam_steps import end_all, park_idle
-from quire.scheduler.budget import STEP_ROWS
+from quire.scheduler.budget import ONE_STAGE, StageRows
 from quire.scheduler.deadline import demote, expire
 from quire.scheduler.draft_control import DraftControl
 from quire.scheduler.outcome import apply_result
@@ -63,12 +63,12 @@ class Scheduler:
         *,
         chains_steps: bool = True,
         num_stages: int = 1,
-        step_rows: float = STEP_ROWS,
+        stage_rows: StageRows = ONE_STAGE,
         step_time: StepTime | None = None,
     ) -> None:
         """``chains_steps``: the executor's; ``num_stages``: of its pipeline; ``step_time``: a model of its steps.
 
-        ``step_rows``: of a pipeline, see `budget.step_rows`.
+        ``stage_rows``: of a pipeline, see `budget.stage_rows`.
         """
         self.predictor = Predictor(config, step_time)
         self.cache = CacheManager(cache_config, events)
@@ -81,7 +81,7 @@ class Scheduler:
             self.predictor,
             chains_steps=chains_steps,
             num_stages=num_stages,
-            step_rows=step_rows,
+            stage_rows=stage_rows,
             draft_control=DraftControl(config) if config.max_num_drafts else None,
         )
         self.transfers = Transfers(self._state)

@@ -11,7 +11,7 @@ from quire.config import MAX_DRAFTS, SchedulerConfig
 from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.adapters import AdapterSlots
-from quire.scheduler.budget import STEP_ROWS
+from quire.scheduler.budget import ONE_STAGE, StageRows
 from quire.scheduler.draft_control import MAX_VAIN, DraftControl
 from quire.scheduler.draft_gain import DraftGain
 from quire.scheduler.predictor import Predictor
@@ -55,7 +55,7 @@ class SchedulerState:
     draft_gain: DraftGain = field(default_factory=DraftGain)
     # Of a pipeline: as many steps are in flight, which share decodes and prompt tokens evenly.
     num_stages: int = 1
-    step_rows: float = STEP_ROWS  # of a pipeline: see `budget.step_rows`
+    stage_rows: StageRows = ONE_STAGE  # of a pipeline
     prompt_run: int = 0  # prompt tokens in the last steps, back to one without any
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
     counters: EngineStats = field(default_factory=EngineStats)  # its gauges are not kept here

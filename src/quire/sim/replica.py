@@ -28,7 +28,7 @@ from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
 from quire.plan.cost_model import StepTime
-from quire.scheduler.budget import STEP_ROWS
+from quire.scheduler.budget import ONE_STAGE, StageRows
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController
 from quire.sim.disaggregated import Pools
@@ -143,7 +143,7 @@ class ClusterConfig:
     max_load_ratio: float = 1.25
     max_in_flight: int = 1
     num_stages: int = 1  # of a pipeline; more than 1: as many steps in flight
-    step_rows: float = STEP_ROWS  # of a pipeline: see `scheduler.budget.step_rows`
+    stage_rows: StageRows = ONE_STAGE  # of a pipeline
     speculation: Speculation | None = None
     swap: Swap | None = None  # None: a preempted sequence is computed again
     pools: Pools | None = None  # None: every replica computes prompts and decodes
@@ -207,7 +207,7 @@ class Replica:
         events = EventBuffer() if reports else None
         made = Scheduler(
             scheduler, config.cache, events, step_time=step_time if held else None,
-            chains_steps=self.executor.chains_steps, num_stages=stages, step_rows=config.step_rows,
+            chains_steps=self.executor.chains_steps, num_stages=stages, stage_rows=config.stage_rows,
         )  # fmt: skip
         controller = None
         if config.tpot_s is not None:

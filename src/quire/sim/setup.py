@@ -30,7 +30,7 @@ from quire.plan.ranks import cuts_rows
 from quire.plan.roofline import Roofline, efficiencies, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
-from quire.scheduler.budget import STEP_ROWS, step_rows
+from quire.scheduler.budget import ONE_STAGE, StageRows, stage_rows
 from quire.sim.disaggregated import Pools
 from quire.sim.drafts import Speculation
 from quire.sim.latency import Swap
@@ -84,7 +84,7 @@ class _Engine:
     windows: tuple[int | None, ...]
     max_model_len: int
     max_in_flight: int
-    step_rows: float
+    stage_rows: StageRows
     host: HostCost
     facts: Mapping[str, Any]
     defaults: Mapping[str, Any]  # engine settings for those that are not given
@@ -169,7 +169,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
         max_load_ratio=args.max_load_ratio,
         max_in_flight=args.max_in_flight or engine.max_in_flight,
         num_stages=args.pipeline_parallel_size,
-        step_rows=engine.step_rows,
+        stage_rows=engine.stage_rows,
         speculation=_speculation(args, engine.draft_cost),
         swap=_swap(args, engine),
         faults=tuple(parse_fault(text.strip()) for text in (args.fault or "").split(";") if text.strip()),
@@ -210,7 +210,7 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             windows=tuple(measured["windows"]),
             max_model_len=measured["max_model_len"],
             max_in_flight=measured["max_in_flight"],
-            step_rows=_step_rows(args, profile.model),
+            stage_rows=_stage_rows(args, profile.model, str(measured.get("cpu_isa"))),
             host=profile.host_of(_topology(args, profile.model)),
             spread=profile.spread,
             draft_cost=profile.draft,
@@ -243,9 +243,9 @@ def _topology(args: SimulateArgs, model: str) -> Topology:
     )  # fmt: skip
 
 
-def _step_rows(args: SimulateArgs, model: str) -> float:
+def _stage_rows(args: SimulateArgs, model: str, kernels: str) -> StageRows:
     stages = args.pipeline_parallel_size
-    return STEP_ROWS if stages == 1 else step_rows(spec_of(model).num_active_params, stages)
+    return ONE_STAGE if stages == 1 else stage_rows(spec_of(model).num_active_params, stages, kernels)
 
 
 def _cut(topology: Topology) -> dict[str, str]:
@@ -299,7 +299,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
         windows=tuple(group.window for group in layout.groups),
         max_model_len=spec.max_position_embeddings,
         max_in_flight=ROOFLINE_STEPS_IN_FLIGHT,
-        step_rows=_step_rows(args, args.model),
+        stage_rows=_stage_rows(args, args.model, "amx"),
         host=HostCost(request_s=efficiency.first_s),
         facts={
             "model": f"{args.model} as {args.weights}",
