@@ -96,6 +96,24 @@ def test_the_least_quota_of_all_levels_counts(monkeypatch: pytest.MonkeyPatch) -
     assert (cores.cgroup_quota(), cores.num_physical_cores()) == (0.5, 1)
 
 
+def test_a_quota_is_told_by_the_name_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, group, files in (
+        ("cpu.max", "0::/", {"cpu.max": "150000 100000"}),
+        (
+            "cpu.cfs_quota_us",
+            "3:cpu:/",
+            {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"},
+        ),
+    ):
+        files = {f"/sys/fs/cgroup/{path}": text for path, text in files.items()}
+        machine(monkeypatch, siblings=APART, files={"/proc/self/cgroup": f"{group}\n", **files})
+        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        assert cores.withheld_cores() == f"The cgroup's quota ({name}) leaves 1.5 of 8 CPUs."
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert cores.withheld_cores() is None
+
+
 GENERATE = """
 import hashlib, json, os, sys
 from quire import LLM, SamplingParams

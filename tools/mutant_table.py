@@ -16,6 +16,12 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     count: int = 1  # how often ``old`` occurs
+    hangs: bool = False  # the tests catch it by waiting in vain
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the fault is compiled."""
+        return self.file.startswith("csrc/")
 
 
 # The first 36 seeds: every gate × order with 1, 2 and 4 steps in flight.
@@ -26,7 +32,9 @@ WIDE_FUZZ = tuple(
 )
 EXACT = ("tests/exact/test_quick.py",)
 # The model drafts for itself: any draft that is rejected shows K or V that are wrong.
-OWN_DRAFT = ("tests/exact/test_quick.py::test_quick_with_the_model_as_its_own_draft[llama]",)
+OWN_DRAFT = (
+    "tests/exact/test_quick.py::test_quick_with_the_model_as_its_own_draft[llama-float32-reference-seed53]",
+)
 SAMPLER = ("tests/sampling/test_sampler.py",)
 VERIFY = ("tests/sampling/test_verify.py",)
 ROLLBACK = ("tests/runner/test_verify.py",)
@@ -98,6 +106,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "                    seq.num_filled = min(seq.num_filled, start * self._block_size)\n",
         "",
         ("tests/speculate/test_draft_kv.py",),
+    ),
+    Mutant(
+        "draft-kv-filled-twice",
+        "several sequences fill a shared block of the draft model in one step, and one clears what another stored",
+        "src/quire/speculate/draft.py",
+        "(stop := self._model.claim(each.seq_id, start, stop, claimed)) > start",
+        "stop > start",
+        ("tests/exact/test_quick.py::test_quick_with_the_model_as_its_own_draft",),
     ),
     Mutant(
         "residual-not-taken",
@@ -914,8 +930,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "largest-quota-counts",
         "of the quotas of a cgroup and those around it, the largest counts",
         "src/quire/cores.py",
-        "return min(limits, default=None)",
-        "return max(limits, default=None)",
+        "return min((cpus for cpus, _ in _quotas()), default=None)",
+        "return max((cpus for cpus, _ in _quotas()), default=None)",
         ("tests/test_cores.py",),
     ),
     Mutant(
@@ -949,5 +965,177 @@ MUTANTS: tuple[Mutant, ...] = (
         "return 2 * num_elements * given * (ranks - 1) / ranks",
         "return num_elements * given * (ranks - 1) / ranks",
         ("tests/parallel/test_traffic.py::test_sums_cost_what_carries_them",),
+    ),
+    Mutant(
+        "checksum-without-the-content",
+        "an adapter's checksum skips what its files hold, so other weights find the cached blocks",
+        "src/quire/lora/adapter.py",
+        "        digest.update(content)\n",
+        "",
+        ("tests/lora/test_adapter.py::test_the_key_is_that_of_the_content",),
+    ),
+    # Faults in csrc. Tests run at every level of instructions that the machine has.
+    Mutant(
+        "column-beyond-the-matrix",
+        "a tile writes whole vectors of results where the last column is not the matrix's",
+        "csrc/cpu/linear_kernel.cpp",
+        "a.n - at.column >= V * kLanes",
+        "a.n - at.column + 1 >= V * kLanes",
+        ("tests/kernels/test_linear_columns.py::test_only_its_columns_are_written",),
+    ),
+    Mutant(
+        "second-pass-over-the-first",
+        "a linear of int8 weights writes the results of rows beyond 512 over those of the first ones",
+        "csrc/cpu/quantized_kernel.cpp",
+        "{panel, first + tile.begin, p * kPanel,",
+        "{panel, tile.begin, p * kPanel,",
+        ("tests/kernels/test_quantized_linear.py::test_rows_beyond_one_pass",),
+    ),
+    Mutant(
+        "scales-of-the-next-group",
+        "a group of inputs is multiplied by the scales of the next group",
+        "csrc/cpu/group_tile.h",
+        "add_group(acc, scales, [&](int r)",
+        "add_group(acc, scales + (g + 1 < groups ? block : 0), [&](int r)",
+        ("tests/kernels/test_quantized_linear.py::test_same_bits_as_the_reference",),
+    ),
+    Mutant(
+        "lowest-weight-lost",
+        "an int8 weight of -128 is packed as -127",
+        "csrc/cpu/quantized.cpp",
+        "uint32_t int8_quad(const int8_t* q) {\n  uint32_t four;\n  std::memcpy(&four, q, 4);\n",
+        "uint32_t int8_quad(const int8_t* q) {\n  int8_t kept[4];\n"
+        "  for (int i = 0; i < 4; ++i) kept[i] = std::max<int8_t>(q[i], -127);\n"
+        "  uint32_t four;\n  std::memcpy(&four, kept, 4);\n",
+        ("tests/kernels/test_quantized_linear.py::test_same_bits_as_the_reference",),
+    ),
+    Mutant(
+        "sees-the-next-token",
+        "over a cache in tiles a token attends to the one behind it",
+        "csrc/cpu/attention_plan.h",
+        "return stripe.below(start + row / group + 1); }",
+        "return stripe.below(start + row / group + 2); }",
+        ("tests/kernels/test_attention.py::test_against_fp64",),
+    ),
+    Mutant(
+        "window-one-wider",
+        "over a cache in rows a token attends to one position more than its window",
+        "csrc/cpu/attention_kernel.cpp",
+        "return a.window == 0 ? 0 : stripe.below(std::max<int64_t>(0, start + row / group - a.window + 1));",
+        "return a.window == 0 ? 0 : stripe.below(std::max<int64_t>(0, start + row / group - a.window));",
+        ("tests/kernels/test_attention.py::test_against_fp64",),
+    ),
+    Mutant(
+        "parts-by-threads",
+        "with several threads a long context is summed in parts of 256 positions, with one in parts of 512",
+        "csrc/cpu/attention_plan.h",
+        "constexpr int64_t kPositions = kSplitSteps * kStep;",
+        "constexpr int64_t kPositions = kSplitSteps / 2 * kStep;",
+        ("tests/kernels/test_attention.py::test_alone_chunked_and_batched_agree",),
+    ),
+    Mutant(
+        "parts-folded-backwards",
+        "the parts of a long context that threads share are added from the last to the second",
+        "csrc/cpu/attention_tiles_kernel.cpp",
+        "Sums::in(parts + (fold.first_part + i) * part_floats(), count)",
+        "Sums::in(parts + (fold.first_part + fold.parts - i) * part_floats(), count)",
+        ("tests/kernels/test_attention.py::test_alone_chunked_and_batched_agree",),
+    ),
+    Mutant(
+        "parts-from-the-window",
+        "the parts of a long context begin at the window's first step, which the chunk decides",
+        "csrc/cpu/attention_tiles_kernel.cpp",
+        "if (i > first && i % kSplitSteps == 0) {",
+        "if (i > first && (i - first) % kSplitSteps == 0) {",
+        ("tests/kernels/test_attention.py::test_alone_chunked_and_batched_agree",),
+    ),
+    Mutant(
+        "maxima-move-together",
+        "where one row of a unit outgrows its maximum, the maxima of the others move too",
+        "csrc/cpu/attention_tiles_kernel.cpp",
+        "if (!(most > limits[i])) continue;",
+        "if (!(most * late > sums.top[first + i])) continue;",
+        ("tests/kernels/test_attention.py::test_maxima_that_grow_far",),
+    ),
+    Mutant(
+        "broken-row-hides-others",
+        "behind a row of NaN the rows before it keep a maximum that they have outgrown",
+        "csrc/cpu/attention_tiles_kernel.cpp",
+        "excess = max(sub(most, broadcast(limits[i])), excess);",
+        "excess = max(excess, sub(most, broadcast(limits[i])));",
+        ("tests/kernels/test_attention.py::test_a_broken_row_changes_no_bit_of_another",),
+    ),
+    Mutant(
+        "sums-of-words-overflow",
+        "over an int8 cache a query takes all 16 bits, however wide the head is",
+        "csrc/cpu/attention_products.h",
+        "return std::min(kWordMost, std::floor(",
+        "return std::max(kWordMost, std::floor(",
+        ("tests/kernels/test_attention.py::test_wide_heads_of_an_int8_cache",),
+    ),
+    Mutant(
+        "tile-not-cleared",
+        "the first position of a tile leaves what another sequence had behind it",
+        "csrc/cpu/kv_tile.h",
+        "    if (position == 0) std::fill_n(tile, form.stride(), Element{0});\n",
+        "",
+        ("tests/kernels/test_rope.py::test_store_into_tiles",),
+    ),
+    Mutant(
+        "pair-swapped",
+        "as q and k are stored, the second half of a rotated head is turned backwards",
+        "csrc/cpu/rope_store_kernel.cpp",
+        "add(mul(second, c), mul(first, s))",
+        "sub(mul(second, c), mul(first, s))",
+        ("tests/kernels/test_rope.py",),
+    ),
+    Mutant(
+        "last-of-equal-logits",
+        "of equal largest logits that lie far apart, greedy sampling takes the last",
+        "csrc/cpu/sampling_kernel.cpp",
+        "std::max_element(of_row, of_row + num_ranges);",
+        "std::max_element(of_row, of_row + num_ranges, [](float x, float y) { return x <= y; });",
+        ("tests/sampling/test_native.py::test_the_same_tokens_as_the_reference",),
+    ),
+    Mutant(
+        "truncation-keeps-later-ids",
+        "of equal scores, truncation keeps the later ids",
+        "csrc/cpu/sampling_rows.h",
+        "(a.score == b.score && a.id < b.id)",
+        "(a.score == b.score && a.id > b.id)",
+        ("tests/sampling/test_native.py::test_the_same_tokens_as_the_reference",),
+    ),
+    Mutant(
+        "own-part-first",
+        "a rank adds its own part of a sum before those of the others",
+        "csrc/cpu/collective.cpp",
+        "for (int r = 0; r < members; ++r) parts[r] = r == me ? x : channel.slot(r, message);",
+        "for (int r = 0; r < members; ++r)"
+        " parts[(r - me + members) % members] = r == me ? x : channel.slot(r, message);",
+        ("tests/parallel/test_collective.py::test_shared_memory_keeps_the_contracts",),
+    ),
+    Mutant(
+        "experts-added-fused",
+        "an expert's result is weighted and added with one rounding, not two",
+        "csrc/cpu/moe_experts.cpp",
+        "sums[i] = j == 0 ? product : sums[i] + product;",
+        "sums[i] = j == 0 ? product : __builtin_fmaf(to_float(part[i]), weight, sums[i]);",
+        ("tests/kernels/test_moe.py::test_quantized_experts_are_linears_one_by_one",),
+    ),
+    Mutant(
+        "replayed-with-all-tokens",
+        "a replayed call over the rows that give logits runs over all tokens",
+        "csrc/tape.cpp",
+        "return static_cast<int>(kind);",
+        "return 0;",
+        ("tests/kernels/test_tape.py",),
+    ),
+    Mutant(
+        "draft-without-itself",
+        "behind its first draft, a chain's drafts do not attend to the token that they follow",
+        "csrc/draft_chain.cpp",
+        "a.seq_lens[i] = place + 1;",
+        "a.seq_lens[i] = place;",
+        ("tests/speculate/test_chains.py",),
     ),
 )

@@ -1,34 +1,39 @@
 """Plant faults and demand that the suite catches each: `python tools/mutants.py [--only NAME …] [--jobs N]`.
 
 Every mutant is a small change of one file, applied in a scratch copy of the tree. Its text must occur there exactly as
-often as the table says; if it does not, the table is out of date and the run fails. Then the named tests run against
-the copy: they must pass on the tree as it is and fail on the mutant. Exit status 0: every mutant was caught.
+often as the table says; if it does not, the table is out of date and the run fails. A mutant of csrc is compiled, and
+the copy gets its library; without a compiler those mutants are not tried, and the run says so and fails. Then the named
+tests run against the copy: they must pass on the tree as it is and fail on the mutant. A run without an end catches
+nothing, unless the table says that the mutant hangs. Exit status 0: every mutant was caught.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from mutant_build import BuildError, NativeTree, missing_tools
 from mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("src", "tests", "pyproject.toml")
-TIMEOUT_S = 240
 # An editable install redirects `import quire` to the real tree, whatever sys.path says; the copy must be what runs, in
 # the servers that tests start too: every interpreter with the copy on its path runs this file when it starts.
 SITE = """
@@ -38,6 +43,10 @@ import quire
 assert quire.__file__.startswith({folder!r}), quire.__file__
 """
 PASSED, FAILED = 0, 1  # pytest's exit codes; every other one is an error of the set-up
+NO_END = "no end"  # beside them: the run took too long
+# A fault in C++ may end the process instead of failing a test.
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+OF_PYTEST_TIMEOUT = re.compile(r"Timeout \(>|\+ Timeout \+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,8 @@ class Outcome:
 
     mutant: Mutant | None
     tests: tuple[str, ...]
-    verdict: str  # "caught", "SURVIVED", "ERROR" or "passes" (the tree as it is)
+    # "caught", "SURVIVED", "NO END", "ERROR", "NOT TRIED" (no compiler), or "passes" (the tree as it is)
+    verdict: str
     detail: str
     seconds: float
 
@@ -56,11 +66,13 @@ class Outcome:
 
 
 class ScratchTree:
-    """A copy of the tree to spoil."""
+    """A copy of the tree to spoil. ``native``: of csrc, where faults are planted there too."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, native: NativeTree | None, timeout_s: float) -> None:
         self.folder = folder
-        ignore = shutil.ignore_patterns("__pycache__", "*.safetensors")
+        self._native = native
+        self._timeout_s = timeout_s
+        ignore = shutil.ignore_patterns("__pycache__", "*.safetensors", "_native*.so")
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
@@ -69,13 +81,23 @@ class ScratchTree:
                 shutil.copy2(source, folder / name)
         for file in (ROOT / "src").rglob("*.safetensors"):  # the weights that ship are not copied
             (folder / file.relative_to(ROOT)).symlink_to(file)
-        native = importlib.util.find_spec("quire._native")
-        if native is not None and native.origin:  # the tests must meet the kernels that users have
-            shutil.copy2(native.origin, folder / "src" / "quire")
+        # The tests must meet the kernels that users have, or, beside faults in them, those of csrc as it is.
+        installed = importlib.util.find_spec("quire._native")
+        self._library = (
+            native.plain if native else Path(installed.origin) if installed and installed.origin else None
+        )
+        self._place(self._library)
         (folder / "src" / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
 
-    def run(self, tests: Sequence[str]) -> tuple[int, str]:
-        """Run pytest in the copy until the first failure; return its exit code and output."""
+    def _place(self, library: Path | None) -> None:
+        """Put this library beside the package. A new file: a process may still have the old one mapped."""
+        if library is not None:
+            target = self.folder / "src" / "quire" / library.name
+            target.unlink(missing_ok=True)
+            shutil.copy2(library, target)
+
+    def run(self, tests: Sequence[str]) -> tuple[int | str, str]:
+        """Run pytest in the copy until the first failure; return its exit code, or `NO_END`, and its output."""
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.folder / "src"),
@@ -83,40 +105,51 @@ class ScratchTree:
             "OMP_NUM_THREADS": "1",
         }
         options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", f"--rootdir={self.folder}"]
-        command = [sys.executable, "-m", "pytest", *options, *tests]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                command,
-                cwd=self.folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
+            output, _ = process.communicate(timeout=self._timeout_s)
         except subprocess.TimeoutExpired:
-            return FAILED, f"FAILED (no end after {TIMEOUT_S} s)"
-        return done.returncode, done.stdout + done.stderr
+            os.killpg(process.pid, signal.SIGKILL)  # the servers of its tests, too
+            process.communicate()
+            return NO_END, f"no end after {self._timeout_s:.0f} s"
+        if process.returncode == FAILED and OF_PYTEST_TIMEOUT.search(output):
+            return NO_END, f"{first_failure(output)} had no end within its limit"
+        return process.returncode, output
 
     def try_mutant(self, mutant: Mutant) -> Outcome:
-        path = self.folder / mutant.file
+        path = (ROOT if mutant.is_native else self.folder) / mutant.file
         started = time.monotonic()
         original = path.read_text() if path.exists() else ""
         count = original.count(mutant.old)
         if count != mutant.count:
             detail = f"its text occurs {count} times in {mutant.file}, not {mutant.count}: bring the table up to date"
             return Outcome(mutant, mutant.tests, "ERROR", detail, 0.0)
-        path.write_text(original.replace(mutant.old, mutant.new))
-        try:
-            code, output = self.run(mutant.tests)
-        finally:
-            path.write_text(original)
-        seconds = time.monotonic() - started
-        if code == PASSED:
-            return Outcome(mutant, mutant.tests, "SURVIVED", "every named test passed", seconds)
-        if code == FAILED:
-            return Outcome(mutant, mutant.tests, "caught", first_failure(output), seconds)
-        return Outcome(mutant, mutant.tests, "ERROR", f"pytest exit code {code}: {output[-600:]}", seconds)
+        if mutant.is_native:
+            if self._native is None:
+                return Outcome(mutant, mutant.tests, "NOT TRIED", "there is no C++ compiler", 0.0)
+            try:
+                self._place(self._native.library(mutant))
+                code, output = self.run(mutant.tests)
+            except BuildError as error:
+                return Outcome(mutant, mutant.tests, "ERROR", str(error), time.monotonic() - started)
+            finally:
+                self._place(self._library)
+        else:
+            path.write_text(original.replace(mutant.old, mutant.new))
+            try:
+                code, output = self.run(mutant.tests)
+            finally:
+                path.write_text(original)
+        verdict, detail = verdict_of(mutant, code, output)
+        return Outcome(mutant, mutant.tests, verdict, detail, time.monotonic() - started)
 
     def try_as_it_is(self, tests: tuple[str, ...]) -> Outcome:
         started = time.monotonic()
@@ -128,15 +161,30 @@ class ScratchTree:
         return Outcome(None, tests, verdict, detail, time.monotonic() - started)
 
 
+def verdict_of(mutant: Mutant, code: int | str, output: str) -> tuple[str, str]:
+    """Return the verdict on a mutant, and its reason, by what became of its tests."""
+    if code == PASSED:
+        return "SURVIVED", "every named test passed"
+    if code == NO_END:
+        return ("caught" if mutant.hangs else "NO END"), output
+    if code == FAILED:
+        return "caught", first_failure(output)
+    if mutant.is_native and isinstance(code, int) and -code in CRASHES:
+        return "caught", f"the tests' process died of {signal.Signals(-code).name}"
+    return "ERROR", f"pytest exit code {code}: {output[-600:]}"
+
+
 def first_failure(output: str) -> str:
     found = re.search(r"^(?:FAILED|ERROR) (\S+|\(.*\))", output, re.MULTILINE)
     return found.group(1) if found else output[-200:].strip()
 
 
-def run_all(mutants: Sequence[Mutant], jobs: int) -> list[Outcome]:
+def run_all(
+    mutants: Sequence[Mutant], jobs: int, timeout_s: float, native: NativeTree | None
+) -> list[Outcome]:
     """Try the tree as it is under every selection of tests, and every mutant; ``jobs`` copies work side by side."""
     work: queue.SimpleQueue[Mutant | tuple[str, ...]] = queue.SimpleQueue()
-    for tests in sorted({m.tests for m in mutants}):
+    for tests in sorted({m.tests for m in mutants if native or not m.is_native}):
         work.put(tests)
     for mutant in mutants:
         work.put(mutant)
@@ -144,7 +192,7 @@ def run_all(mutants: Sequence[Mutant], jobs: int) -> list[Outcome]:
 
     def worker() -> None:
         with tempfile.TemporaryDirectory(prefix="quire-mutants-") as folder:
-            tree = ScratchTree(Path(folder))
+            tree = ScratchTree(Path(folder), native, timeout_s)
             while True:
                 try:
                     item = work.get_nowait()
@@ -178,22 +226,41 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="names of mutants", choices=[m.name for m in MUTANTS])
+    parser.add_argument("--python-only", action="store_true", help="no faults in csrc, which need a compiler")
     parser.add_argument(
         "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="scratch copies at work"
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=240, help="seconds until a run counts as one without end"
     )
     parser.add_argument("--list", action="store_true", help="list the mutants and exit")
     args = parser.parse_args()
     if args.list:
         for mutant in MUTANTS:
-            print(f"{mutant.name:28} {mutant.fault}")
+            print(f"{mutant.name:34} {mutant.fault}")
         return 0
     chosen = [m for m in MUTANTS if not args.only or m.name in args.only]
+    chosen = [m for m in chosen if not (args.python_only and m.is_native)]
     started = time.monotonic()
-    outcomes = run_all(chosen, args.jobs)
+    with contextlib.ExitStack() as stack:
+        native = None
+        if (num_native := sum(m.is_native for m in chosen)) and (lacking := missing_tools()):
+            print(f"{num_native} faults in csrc are not tried, for want of {', '.join(lacking)}", flush=True)
+        elif num_native:
+            native = NativeTree(
+                Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-mutants-csrc-")))
+            )
+            print(f"csrc built in {time.monotonic() - started:.0f} s", flush=True)
+        outcomes = run_all(chosen, args.jobs, args.timeout_s, native)
     print_table(outcomes)
     bad = [o for o in outcomes if not o.good]
-    caught = sum(o.verdict == "caught" for o in outcomes)
-    print(f"\n{caught} of {len(chosen)} mutants caught in {time.monotonic() - started:.0f} s")
+    counts = Counter(o.verdict for o in outcomes if o.mutant)
+    others = "".join(
+        f", {count} {verdict}" for verdict, count in sorted(counts.items()) if verdict != "caught"
+    )
+    print(
+        f"\n{counts['caught']} of {len(chosen)} mutants caught{others}, in {time.monotonic() - started:.0f} s"
+    )
     return 1 if bad else 0
 
 

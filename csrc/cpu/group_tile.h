@@ -1,8 +1,8 @@
-// Tiles of linears whose weights have scales of groups, of one ISA level: integers within a group, then one fma into the
-// tile's floats (with offsets two), groups ascending.
+// Tiles of linears whose weights have scales of groups, of one ISA level: integers within a group, then one fma into
+// the tile's floats (with offsets two), groups ascending.
 //
-// With 12 products of a step, 6 x 2 sums and as many floats stay in 512-bit registers: a group of 32 is then 96 products
-// beside 12 fmas, which take the same units on Zen 4, so 89 % of the products' peak is the most there is.
+// 6 x 2 sums and as many floats stay in 512-bit registers: a group of 32 is then 96 products beside 12 fmas, which take
+// the same units on Zen 4, so 89 % of the products' peak is the most there is.
 #pragma once
 
 #include <cstring>
@@ -27,23 +27,16 @@ struct Grouped {
   }
 
   static void pack(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int8_t* to) {
-    const int64_t groups = a.format.groups(a.k), quads = a.format.group / 4, block = row_bytes(a) / groups * rows;
-    for (int64_t r = 0; r < rows; ++r) {
-      const int8_t* x = a.x.q + (row + r) * a.x.stride;
-      const int32_t* sums = a.x.sums + (row + r) * groups;
-      for (int64_t g = 0; g < groups; ++g, x += a.format.group) {
-        int8_t* head = to + g * block + r * 4;
-        put_number(-kZero * sums[g], head);
-        if constexpr (kOffset) put_number(static_cast<float>(sums[g]), head + rows * 4);
-        int8_t* quad = to + g * block + rows * kHead + r * kQuad;
-        for (int64_t i = 0; i < quads; ++i, quad += rows * kQuad) {
-          if constexpr (kBits == 8) {
-            put_quad(x + i * 4, quad);
-          } else {
-            std::memcpy(quad, x + i * 4, 4);
-          }
-        }
+    const int64_t groups = a.format.groups(a.k), quads = a.format.group / 4;
+    const int8_t* x = a.x.q + row * a.x.stride;
+    for (int64_t g = 0; g < groups; ++g, x += a.format.group, to += rows * quads * kQuad) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const int32_t sum = a.x.sums[(row + r) * groups + g];
+        put_number(-kZero * sum, to + r * 4);
+        if constexpr (kOffset) put_number(static_cast<float>(sum), to + (rows + r) * 4);
       }
+      to += rows * kHead;
+      put_quads<kQuad>(x, a.x.stride, rows, quads, to);
     }
   }
 
@@ -85,7 +78,7 @@ struct Grouped {
     }
   }
 
-  // Packed rows. Results go into memory: with the rest of the tile beside the loop, gcc 12 keeps floats on the stack in it.
+  // Packed rows. Results go into memory: with the rest of the tile beside the loop, gcc 12 keeps floats on the stack.
   template <int R>
   static __attribute__((noinline)) void packed_sums(const QuantizedLinearArgs& a, const Place& at, float* results) {
     constexpr int V = kVectors<R>;

@@ -6,7 +6,7 @@
 //
 // The integers are what the sums of a row start from, the floats what its offsets are multiplied with.
 //
-//   kQuadBytes          of four inputs of a row
+//   kQuadBytes          of four inputs of a row in tiles of Codes; those of Nibbles take bytes as they came
 //   put_quad(x, to)     lays them out
 //   take_quad(p)        the Quad of int_vec.h
 #pragma once
@@ -36,6 +36,32 @@ constexpr int64_t kQuadBytes = 4;
 inline void put_quad(const int8_t* x, int8_t* to) { std::memcpy(to, x, 4); }
 inline Quad take_quad(const int8_t* p) { return broadcast_quad(p); }
 #endif
+
+// `quads` of each of `rows` rows, `stride` bytes apart, as [quads][rows] of kBytes each: as they came, or by put_quad.
+template <int64_t kBytes>
+inline void put_quads(const int8_t* x, int64_t stride, int64_t rows, int64_t quads, int8_t* to) {
+  const auto some = [&](int64_t r, int64_t first) {
+    for (int64_t i = first; i < quads; ++i) {
+      int8_t* target = to + (i * rows + r) * kBytes;
+      if constexpr (kBytes == 4) {
+        std::memcpy(target, x + r * stride + i * 4, 4);
+      } else {
+        put_quad(x + r * stride + i * 4, target);
+      }
+    }
+  };
+  int64_t r = 0;
+  for (; kBytes == 4 && r + 8 <= rows; r += 8) {
+    int64_t i = 0;
+    for (; i + 8 <= quads; i += 8) {
+      const uint32_t* eight[8];
+      for (int j = 0; j < 8; ++j) eight[j] = reinterpret_cast<const uint32_t*>(x + (r + j) * stride + i * 4);
+      transpose8(eight, reinterpret_cast<uint32_t*>(to) + i * rows + r, rows);
+    }
+    for (int64_t j = r; j < r + 8; ++j) some(j, i);
+  }
+  for (; r < rows; ++r) some(r, 0);
+}
 
 template <typename T>
 inline void put_number(T number, int8_t* to) {

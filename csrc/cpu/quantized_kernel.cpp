@@ -26,6 +26,8 @@ namespace {
 constexpr int64_t kPassRows = 512;  // more rows than this fall out of the caches while a panel is in use
 constexpr int64_t kSmallWork = 1 << 17;  // multiply-adds: of one row, 128 KiB of int8 weights
 constexpr int64_t kPackedRows = 8;       // from which on laying the rows out for the tiles pays
+constexpr int64_t kOwnRows = 64;         // up to which each thread lays rows out for itself: to fetch them costs more,
+constexpr int64_t kOwnColumns = 256;     // if the thread has as many columns to multiply them with
 constexpr int64_t kReadRows = 16;        // whose products take about as long as reading the weights
 
 inline int32_t row_sum(const QuantizedLinearArgs& a, int64_t row) {
@@ -45,11 +47,12 @@ struct Channel {
     const int64_t quads = (a.k + 3) / 4;
     const RowLayout layout(rows, takes_matrix(quads));
     if (layout.width > rows) std::fill_n(to, layout.width * row_bytes(a), int8_t{0});
-    int8_t* const first = to + layout.width * 4;
-    for (int64_t r = 0; r < rows; ++r) {
-      const int8_t* x = a.x.q + (row + r) * a.x.stride;
-      put_number(-kCodesZero * row_sum(a, row + r), to + r * 4);
-      for (int64_t i = 0; i < quads; ++i) put_quad(x + i * 4, first + layout.at(i, r) * kQuadBytes);
+    for (int64_t r = 0; r < rows; ++r) put_number(-kCodesZero * row_sum(a, row + r), to + r * 4);
+    to += layout.width * 4;
+    const int8_t* x = a.x.q + row * a.x.stride;
+    if (!layout.matrix) return put_quads<kQuadBytes>(x, a.x.stride, rows, quads, to);
+    for (int64_t r = 0; r < rows; ++r, x += a.x.stride) {
+      for (int64_t i = 0; i < quads; ++i) put_quad(x + i * 4, to + layout.at(i, r) * kQuadBytes);
     }
   }
 
@@ -201,43 +204,76 @@ void two_level_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
   });
 }
 
-// Rows [first, first + rows) laid out for their tiles, which lie as far apart as the largest has bytes.
+// Rows of a pass, cut into tiles.
 template <typename F>
-const int8_t* pack_rows(const QuantizedLinearArgs& a, int64_t first, int64_t rows, int tiles, ThreadPool& pool) {
+struct Pass {
+  int64_t first, rows;
+  int tiles;
+
+  Pass(int64_t first, int64_t rows)
+      : first(first), rows(rows), tiles(static_cast<int>((rows + F::kTileRows - 1) / F::kTileRows)) {}
+  // Even: 16 rows are 8 + 8, not 12 + 4.
+  Range tile(int64_t t) const { return share(rows, static_cast<int>(t), tiles); }
+  static int64_t tile_bytes(const QuantizedLinearArgs& a) { return F::kTileRows * F::row_bytes(a); }
+  void pack(const QuantizedLinearArgs& a, int64_t t, int8_t* to) const {
+    F::pack(a, first + tile(t).begin, tile(t).end - tile(t).begin, to + t * tile_bytes(a));
+  }
+};
+
+// The rows of a pass laid out for their tiles by all threads together.
+template <typename F>
+const int8_t* pack_rows(const QuantizedLinearArgs& a, const Pass<F>& pass, ThreadPool& pool) {
   static thread_local Scratch scratch;
-  const int64_t tile_bytes = F::kTileRows * F::row_bytes(a);
-  auto* packed = scratch.get<int8_t>(static_cast<std::size_t>(tiles * tile_bytes));
-  over_rows(tiles, rows / tiles * a.k, pool, [&](int64_t t) {
-    const Range mine = share(rows, static_cast<int>(t), tiles);
-    F::pack(a, first + mine.begin, mine.end - mine.begin, packed + t * tile_bytes);
-  });
+  auto* packed = scratch.get<int8_t>(static_cast<std::size_t>(pass.tiles * pass.tile_bytes(a)));
+  over_rows(pass.tiles, pass.rows / pass.tiles * a.k, pool, [&](int64_t t) { pass.pack(a, t, packed); });
+  return packed;
+}
+
+// The same by one thread for itself.
+template <typename F>
+const int8_t* pack_own_rows(const QuantizedLinearArgs& a, const Pass<F>& pass) {
+  static thread_local Scratch scratch;
+  auto* packed = scratch.get<int8_t>(static_cast<std::size_t>(pass.tiles * pass.tile_bytes(a)));
+  for (int t = 0; t < pass.tiles; ++t) pass.pack(a, t, packed);
   return packed;
 }
 
 template <typename F>
 void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel, panel_bytes = a.format.panel_bytes(a.k);
+  const bool small = a.rows * a.n * a.k < kSmallWork;
   for (int64_t first = 0; first < a.rows; first += kPassRows) {
-    const int64_t rows = std::min(kPassRows, a.rows - first);
-    const int tiles = static_cast<int>((rows + F::kTileRows - 1) / F::kTileRows);
-    const bool packs = rows >= kPackedRows && a.rows * a.n * a.k >= kSmallWork;
-    const int8_t* packed = packs ? pack_rows<F>(a, first, rows, tiles, pool) : nullptr;
+    const Pass<F> pass(first, std::min(kPassRows, a.rows - first));
+    const int tiles = pass.tiles;
+    const bool packs = pass.rows >= kPackedRows && !small;
+    const bool own = packs && pass.rows <= kOwnRows && a.n >= kOwnColumns * pool.num_threads();
+    const int8_t* const together = packs && !own ? pack_rows<F>(a, pass, pool) : nullptr;
+    const auto rows_of_thread = [&] { return own ? pack_own_rows<F>(a, pass) : together; };
     const bool streams = tiles == 1 && !a.format.two_level();
-    const int64_t work = panel_bytes * ((rows + kReadRows - 1) / kReadRows);
-    over_panels(panels, work, a.rows * a.n * a.k < kSmallWork, pool, [&](const Range& mine) {
+    const auto multiply = [&](const Range& mine, const int8_t* packed) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const uint8_t* panel = a.packed + p * panel_bytes;
         if (a.format.two_level()) panel = unpacked_panel(a, panel);
         const bool ahead = p + 1 < panels && tiles > 1;
         for (int t = 0; t < tiles; ++t) {
-          const Range tile = share(rows, t, tiles);  // even: 16 rows are 8 + 8, not 12 + 4
-          const Range lines = ahead ? share(panel_bytes / 64, t, tiles) : Range{0, 0};
+          const Range tile = pass.tile(t), lines = ahead ? share(panel_bytes / 64, t, tiles) : Range{0, 0};
           const auto* next = reinterpret_cast<const char*>(a.packed + (p + 1) * panel_bytes) + lines.begin * 64;
           rows_of<F>(tile.end - tile.begin, a,
                      {panel, first + tile.begin, p * kPanel, 0, streams ? nullptr : next, lines.end - lines.begin,
-                      packs ? packed + t * F::kTileRows * F::row_bytes(a) : nullptr});
+                      packed == nullptr ? nullptr : packed + t * pass.tile_bytes(a)});
         }
       }
+    };
+    if (small) {
+      multiply({0, panels}, rows_of_thread());
+      continue;
+    }
+    const int64_t work = panel_bytes * ((pass.rows + kReadRows - 1) / kReadRows);
+    const int64_t most = std::clamp<int64_t>(kTakenBytes / work, 1, 8);
+    pool.deal(panels);
+    pool.run([&](int thread, int) {
+      const int8_t* packed = rows_of_thread();
+      pool.take_all(thread, most, [&](const Range& mine) { multiply(mine, packed); });
     });
   }
 }

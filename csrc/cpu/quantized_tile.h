@@ -1,4 +1,4 @@
-// What the register tiles of quantized linears share, of one ISA level: where they work, what they fetch, their results.
+// What the register tiles of quantized linears share, of one ISA level: where they work, what they fetch, and results.
 #pragma once
 
 #include <algorithm>
@@ -47,8 +47,8 @@ inline void store_pair(float* y, Vec left, Vec right) {
   store(y + kLanes, right);
 }
 
-// The results of R rows by V vectors of columns, t(r, v) as in `write`; tests of the type and for the last panel are out
-// of the loop over rows, and two vectors are rounded at once.
+// The results of R rows by V vectors of columns, t(r, v) as in `write`; tests of the type and for the last panel are
+// out of the loop over rows, and two vectors are rounded at once.
 template <int R, int V, typename F>
 inline void write_tile(const QuantizedLinearArgs& a, const Place& at, const F& t) {
   if (a.n - at.column < V * kLanes) {

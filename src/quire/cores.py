@@ -68,14 +68,19 @@ def num_physical_cores() -> int:
 
 def cgroup_quota() -> float | None:
     """Return how many CPUs' time the cgroups of this process leave it, the least of all levels; None: no limit."""
-    limits = []
+    return min((cpus for cpus, _ in _quotas()), default=None)
+
+
+def _quotas() -> Iterator[tuple[float, str]]:
+    """Yield the limit of each level that has one, in CPUs, and the name of its file, which differs by version."""
     for folder in _cgroup_folders():
-        quota, _, period = _read(f"{folder}/cpu.max").partition(" ")
+        name = "cpu.max"
+        quota, _, period = _read(f"{folder}/{name}").partition(" ")
         if not quota:
-            quota, period = (_read(f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period"))
+            name = "cpu.cfs_quota_us"
+            quota, period = _read(f"{folder}/{name}"), _read(f"{folder}/cpu.cfs_period_us")
         if quota.strip().isdigit() and period.strip().isdigit():
-            limits.append(int(quota) / int(period))
-    return min(limits, default=None)
+            yield int(quota) / int(period), name
 
 
 def _cgroup_folders() -> Iterator[str]:
@@ -98,11 +103,13 @@ def _cgroup_folders() -> Iterator[str]:
 
 def withheld_cores() -> str | None:
     """Return why this process has fewer cores than the machine; None: it has all."""
-    allowed, present, quota = len(usable_cpus()), os.cpu_count() or 1, cgroup_quota()
+    allowed, present = len(usable_cpus()), os.cpu_count() or 1
     if allowed < present:
         return f"The affinity of this process (taskset, a container) leaves {allowed} of {present} CPUs."
-    if quota is not None and quota < present:
-        return f"The cgroup's quota (cpu.max) leaves {quota:.1f} of {present} CPUs."
+    for quota, name in sorted(_quotas())[:1]:
+        return (
+            f"The cgroup's quota ({name}) leaves {quota:.1f} of {present} CPUs." if quota < present else None
+        )
     return None
 
 

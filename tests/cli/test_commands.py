@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quire.cli.doctor import advice, kernels, reasons
+from quire.cli.doctor import advice, kernels, packed_weights, reasons
 from quire.cli.terminal import Conversation
 from quire.cores import withheld_cores
 from quire.device import unused_levels
@@ -115,6 +115,16 @@ def test_doctor_says_why_cores_are_withheld(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("quire.cores.usable_cpus", lambda: set(range(4096)))
     monkeypatch.setattr("quire.cores._read", lambda path: "150000 100000" if "cpu.max" in path else "")
     assert withheld_cores() == "The cgroup's quota (cpu.max) leaves 1.5 of 4096 CPUs."
+
+
+def test_doctor_says_what_is_kept_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "quire" / "packed"
+    assert packed_weights() == f"0 files, 0.0 GiB in {folder} (--packed-cache)"
+    folder.mkdir(parents=True)
+    with (folder / "key.packed").open("wb") as file:
+        file.truncate(3 << 30)
+    assert packed_weights() == f"1 file, 3.0 GiB in {folder} (--packed-cache)"
 
 
 def test_doctor_checks_a_model(tmp_path: Path) -> None:

@@ -23,11 +23,16 @@ from quire.models.hub import quill_path
 from quire.request import FinishReason, TokenLogprobs
 from quire.runner.model_runner import ModelRunner
 
-# A case serves 64 requests under twelve policies, with reference kernels: minutes on a busy machine.
+# A case serves 64 requests under twelve policies: minutes with reference kernels on a busy machine.
 pytestmark = pytest.mark.timeout(900)
 DTYPES = ("float32", "bfloat16")
+# In float32 the reference's kernels, in bfloat16 those that an engine takes here.
+KERNELS = {
+    "float32": "reference",
+    "bfloat16": next((x for x in NATIVE_LEVELS if x in backends("linear")), "reference"),
+}
 CASES = [
-    Case(model, dtype, seed)
+    Case(model, dtype, seed, cpu_isa=KERNELS[dtype])
     for seed, (model, dtype) in enumerate(itertools.product(("llama", "sliding", "moe"), DTYPES), 1)
 ]
 POLICIES_OF: dict[Case, list[Policy]] = defaultdict(list)

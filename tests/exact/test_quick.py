@@ -6,6 +6,7 @@ import pytest
 from tests.exact.engine_run import Drafting, Policy
 from tests.exact.suite import Case, serve_and_check
 
+from quire.kernels.registry import backends
 from quire.models import loader
 
 CASES = [
@@ -24,12 +25,21 @@ def test_quick(case: Case, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> N
     assert tally.num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("model", ["llama", "sliding"])
-def test_quick_with_the_model_as_its_own_draft(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+# Of eight seeds the one in which drafts read K and V of copied blocks.
+OWN_DRAFT = [Case(model, "float32", 53, num_requests=24) for model in ("llama", "sliding")]
+# A cache in tiles, where a store clears what lies behind it, and sequences that share blocks the draft model lacks.
+OWN_DRAFT += [
+    Case(model, "bfloat16", 1, num_requests=24, cpu_isa=level)
+    for model in ("llama", "sliding")
+    for level in backends("attention")
+    if level != "reference"
+]
+
+
+@pytest.mark.parametrize("case", OWN_DRAFT, ids=str)
+def test_quick_with_the_model_as_its_own_draft(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft is rejected, whatever preemptions, forks and prefix hits do to the blocks."""
     monkeypatch.setattr(loader, "STD", 0.3)
-    # Of eight seeds the one in which drafts read K and V of copied blocks.
-    case = Case(model, "float32", 53, num_requests=24)
     tally = serve_and_check(case, Policy("continuous", "fcfs", 48, "self")).tally
     assert tally.num_accepted > 50
     assert tally.num_rejected == 0

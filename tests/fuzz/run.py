@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import re
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from tests.fuzz import NAMES
 
 FOUND = Path(__file__).with_name("found")
 LIMIT_S = 5
+# Where a process may write its files: in memory, if it can be. libFuzzer ends the process, so it cannot tidy up itself.
+SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 START_S = 900  # of a process that instruments what it imports, on a machine that others load
 
 
@@ -38,7 +41,7 @@ def fuzz_one(name: str, seconds: int) -> None:
         from tests.fuzz.seeds import seeds_of  # no module of quire may be imported before this block
         from tests.fuzz.targets import ALLOWED, TARGETS
 
-    target, seen = TARGETS[name](), set()
+    target, seen = TARGETS[name](Path(tempfile.mkdtemp())), set()
 
     def late(number: int, frame: FrameType | None) -> None:
         raise Slow(f"longer than {LIMIT_S} s")
@@ -77,13 +80,15 @@ def fuzz_one(name: str, seconds: int) -> None:
 def run_one(name: str, seconds: int) -> tuple[str, ...]:
     """Fuzz one target in a process; return its row of the table."""
     FOUND.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.run", "--one", name, "--seconds", str(seconds)],
-        capture_output=True,
-        text=True,
-        timeout=seconds * 3 + START_S,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory(prefix="quire-fuzz-", dir=SCRATCH) as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.fuzz.run", "--one", name, "--seconds", str(seconds)],
+            env={**os.environ, "TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=seconds * 3 + START_S,
+            check=False,
+        )
     text = done.stdout + done.stderr
     found = [line for line in text.splitlines() if line.startswith("FOUND")]
     for line in found:

@@ -1,6 +1,7 @@
 """What coverage-guided fuzzing feeds bytes to: readers of what strangers send, and of what strangers publish.
 
 A target may raise `QuireError`, which is a clear refusal; any other exception is a bug, and so is a run of seconds.
+A target of a file is made with a folder of its own to write it to.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -46,7 +45,6 @@ REQUESTS = (
     RerankRequest,
     ScoreRequest,
 )
-_SCRATCH = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
 def request(data: bytes) -> None:
@@ -86,9 +84,8 @@ def form(data: bytes) -> None:
     _LOOP.run(read())
 
 
-def _of_file(name: str, read: Callable[[Path], object]) -> Target:
+def _of_file(folder: Path, name: str, read: Callable[[Path], object]) -> Target:
     """Return a target that writes its data to a file of this name, and reads that."""
-    folder = Path(tempfile.mkdtemp(prefix="quire-fuzz-", dir=_SCRATCH))
 
     def target(data: bytes) -> None:
         (folder / name).write_bytes(data)
@@ -97,7 +94,7 @@ def _of_file(name: str, read: Callable[[Path], object]) -> Target:
     return target
 
 
-def gguf() -> Target:
+def gguf(folder: Path) -> Target:
     """A GGUF file: header, metadata, tensors, and the vocabulary in it."""
 
     def read(path: Path) -> None:
@@ -105,10 +102,10 @@ def gguf() -> Target:
             read_tokenizer(path)
         describe(path)
 
-    return _of_file("m.gguf", read)
+    return _of_file(folder, "m.gguf", read)
 
 
-def safetensors() -> Target:
+def safetensors(folder: Path) -> Target:
     """A file of weights beside a fine config.json: header, shapes, offsets."""
 
     def read(path: Path) -> None:
@@ -116,15 +113,15 @@ def safetensors() -> Target:
             (path.parent / "config.json").write_text(json.dumps(CONFIG))
         describe(path.parent)
 
-    return _of_file("model.safetensors", read)
+    return _of_file(folder, "model.safetensors", read)
 
 
-def tokenizer() -> Target:
+def tokenizer(folder: Path) -> Target:
     """A tokenizer.json."""
-    return _of_file("tokenizer.json", lambda path: read_tokenizer(path.parent))
+    return _of_file(folder, "tokenizer.json", lambda path: read_tokenizer(path.parent))
 
 
-def tokenizer_config() -> Target:
+def tokenizer_config(folder: Path) -> Target:
     """A tokenizer_config.json beside a fine tokenizer.json, with the chat template in it."""
 
     def read(path: Path) -> None:
@@ -134,27 +131,27 @@ def tokenizer_config() -> Target:
         with reading(path):
             ChatTemplate.of(found, datetime.now)
 
-    return _of_file("tokenizer_config.json", read)
+    return _of_file(folder, "tokenizer_config.json", read)
 
 
-def sentencepiece() -> Target:
+def sentencepiece(folder: Path) -> Target:
     """A sentencepiece model: protocol buffers."""
-    return _of_file("tokenizer.model", lambda path: read_tokenizer(path.parent))
+    return _of_file(folder, "tokenizer.model", lambda path: read_tokenizer(path.parent))
 
 
-def tiktoken() -> Target:
+def tiktoken(folder: Path) -> Target:
     """A file of ranks."""
-    return _of_file("t.tiktoken", lambda path: read_tokenizer(path.parent))
+    return _of_file(folder, "t.tiktoken", lambda path: read_tokenizer(path.parent))
 
 
-def config() -> Target:
+def config(folder: Path) -> Target:
     """A config.json of any family, without weights."""
-    return _of_file("config.json", lambda path: describe(path.parent, "random"))
+    return _of_file(folder, "config.json", lambda path: describe(path.parent, "random"))
 
 
-def adapter() -> Target:
+def adapter(folder: Path) -> Target:
     """A LoRA adapter: the first byte says whether its config or its weights follow, and the other file is fine."""
-    spec, folder = describe(locate("quill")).spec, Path(tempfile.mkdtemp(prefix="quire-fuzz-", dir=_SCRATCH))
+    spec = describe(locate("quill")).spec
     fine = Path(make_adapters(folder, spec)[2].path)
     files = fine / "adapter_config.json", fine / "adapter_model.safetensors"
     whole = [file.read_bytes() for file in files]
@@ -169,9 +166,9 @@ def adapter() -> Target:
     return target
 
 
-TARGETS: dict[str, Callable[[], Target]] = {
-    "request": lambda: request,
-    "form": lambda: form,
+TARGETS: dict[str, Callable[[Path], Target]] = {
+    "request": lambda folder: request,
+    "form": lambda folder: form,
     "gguf": gguf,
     "safetensors": safetensors,
     "tokenizer": tokenizer,

@@ -13,8 +13,8 @@ from tests.models.test_damage import in_time
 
 
 @pytest.fixture(scope="module")
-def targets() -> dict[str, Target]:
-    return {name: make() for name, make in TARGETS.items()}
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
+    return {name: make(tmp_path_factory.mktemp(name)) for name, make in TARGETS.items()}
 
 
 def test_every_target_has_seeds() -> None:

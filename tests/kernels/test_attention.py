@@ -185,6 +185,20 @@ def test_a_broken_row_changes_no_bit_of_another(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", registry.backends("attention"))
+def test_wide_heads_of_an_int8_cache(backend: Backend) -> None:
+    """The largest sums there are: with 576 elements, products of int8 and whole int16 go beyond 32 bits."""
+    case = cases.AttentionCase("wide", ((3, 40),), 2, 1, 576, 16, layout="tiles", int8=True)
+    made = cases.attention_inputs(case, torch.bfloat16, generator())
+    position = torch.arange(40)
+    at = torch.from_numpy(made.batch.block_table[0]).long()[position // 16], position % 16
+    keys = torch.ones(40, 1, 576)
+    keys[5] = -1.0
+    made.kv.write(keys, torch.randn(40, 1, 16, generator=generator(1)), *at)
+    made = dataclasses.replace(made, q=torch.ones_like(made.q))
+    assert_close("attention", run(made, backend), oracle(made))
+
+
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 @pytest.mark.parametrize("size", [0.0, 1e-36, 1e-20, 1e-3])
 def test_tiny_queries_weigh_what_they_see_alike(backend: Backend, size: float) -> None:
     """A row's scale to int16 has limits, beyond which it must still hide what the row does not see."""

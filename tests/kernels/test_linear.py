@@ -80,6 +80,16 @@ def test_a_row_does_not_depend_on_the_batch(
     assert_rows_independent(lambda ids: linear(pool[ids], packed), 37, str(case))
 
 
+@pytest.mark.parametrize("backend", registry.backends("linear"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_beyond_one_pass(dtype: torch.dtype, backend: Backend) -> None:
+    """Kernels go over the weights once per 512 rows (at level amx, 256 for bf16)."""
+    packed, _, _ = make(cases.LinearCase(1, 33, 40), dtype, backend)
+    pool = torch.randn(37, 33, generator=generator(4)).to(dtype)
+    ids = torch.arange(1100) % 37
+    assert_same_bits(linear(pool[ids], packed), linear(pool, packed)[ids], "1,100 rows")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_shapes_any_threads(dtype: torch.dtype) -> None:
     """The claim of `kernels.linear.reference`, over a grid of padded shapes and up to 4 threads.

@@ -132,6 +132,15 @@ def test_a_row_does_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
+def test_rows_beyond_one_pass(format: WeightFormat, backend: Backend) -> None:
+    """Kernels go over the weights once per 512 rows (at level amx, 256 for bf16)."""
+    packed, _, _ = make(cases.LinearCase(1, 33, 40), format, torch.bfloat16, backend)
+    pool, ids = rows_of(37, 33, torch.bfloat16, seed=4), torch.arange(1100) % 37
+    assert_same_bits(linear(pool[ids], packed), linear(pool, packed)[ids], f"1,100 rows {format}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("group", [None, 16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 @pytest.mark.parametrize("size", [1, 13, 64, 131, 512, 1100])

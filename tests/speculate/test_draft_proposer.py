@@ -24,12 +24,20 @@ class FakeModel:
         self.filled: dict[int, int] = {}  # known tokens with K and V
         self.num_appended = 0
         self.num_rows = 0
+        self.shared: set[int] = set()  # sequences whose next block is the same one
         self.native = native  # whether chains are computed in one call; None: never
 
     def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:
         cached = len(self.cache.setdefault(seq_id, []))
         count = min(self.filled.get(seq_id, 0), cached, num_known)
         return min(cached, num_agreed) if count == num_known else count
+
+    def claim(self, seq_id: int, start: int, end: int, claimed: set[int]) -> int:
+        block = -1 if seq_id in self.shared else seq_id
+        if block in claimed:
+            return start
+        claimed.add(block)
+        return end
 
     def forward(self, rows: list[Rows]) -> list[int]:
         found = []
@@ -103,6 +111,19 @@ def test_every_row_is_computed_behind_the_right_tokens(seed: int) -> None:
             cache = model.cache.get(0, [])
             del cache[len(cache) // 2 :]
     assert num_drafts > 60
+
+
+def test_a_sequence_waits_while_another_fills_its_block() -> None:
+    model = FakeModel()
+    proposer = DraftProposer(model)
+    model.tokens, model.shared = {0: [1, 2, 3], 1: [1, 2, 3]}, {0, 1}
+    wanted = [
+        Wanted(seq_id, np.array(tokens, np.int32), 2, proposer.begin())
+        for seq_id, tokens in model.tokens.items()
+    ]
+    assert [drafts.token_ids for drafts in proposer.propose(wanted)] == [(4, 5), ()]
+    model.shared.clear()
+    assert [drafts.token_ids for drafts in proposer.propose(wanted)] == [(4, 5), (4, 5)]
 
 
 def test_accepted_drafts_are_not_computed_again() -> None:

@@ -71,17 +71,15 @@ class DraftModel:
         self._last: tuple[PreparedStep, torch.Tensor, Edit, list[int]]  # of `forward`: logits, tokens
         self.filled, self._written = (np.zeros(config.cache.num_blocks, np.int32) for _ in range(2))  # slots
 
-    def copy(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, target) in list order."""
-        self.runner.kv.copy(moves)
-        self.copy_hidden(moves)
-        for source, target in moves:
-            self.filled[target] = self._written[target] = self.filled[source]
-
-    def copy_hidden(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy the model's hidden states of whole blocks, as its K and V."""
+    def copy(self, moves: Sequence[tuple[int, int]], *, hidden_only: bool = False) -> None:
+        """Copy whole blocks (source, target) in list order, or of them only the model's hidden states."""
         if isinstance(self.runner, HeadRunner):
             self.runner.hidden.copy(moves)
+        if hidden_only:
+            return
+        self.runner.kv.copy(moves)
+        for source, target in moves:
+            self.filled[target] = self._written[target] = self.filled[source]
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """These blocks hold nothing yet."""
@@ -97,6 +95,15 @@ class DraftModel:
         if self._lag:  # drafts that were right are computed again, from the model's own hidden states
             return count + 1
         return self._leading(self._written, seq, num_agreed) if count == num_known else count
+
+    def claim(self, seq_id: int, start: int, end: int, claimed: set[int]) -> int:
+        """As `DraftForward.claim`."""
+        first, end_slot = max(0, start - self._lag) // self._block_size, end - self._lag
+        for place, block in enumerate(self._blocks(self._seq(seq_id), end_slot)[first:].tolist(), first):
+            if block in claimed:
+                return max(start, place * self._block_size + self._lag)
+            claimed.add(block)
+        return end
 
     def _leading(self, slots: Slots, seq: WorkerSeq, end: int) -> int:
         """Return how many of the tokens below ``end`` are among the leading ``slots`` of the blocks, without a gap."""

@@ -159,7 +159,7 @@ class Worker:
         if moves:
             self.runner.kv.copy(moves)
             if self.draft_model is not None:
-                self.draft_model.copy_hidden(moves)
+                self.draft_model.copy(moves, hidden_only=True)
 
     def _compute(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched) -> None:
         """Launch the tokens of ``plans``, whose sequences are ``seqs``."""

@@ -40,6 +40,12 @@ class DraftForward(Protocol):
         """
         ...
 
+    def claim(self, seq_id: int, start: int, end: int, claimed: set[int]) -> int:
+        """Add the blocks of the tokens ``start`` … ``end`` − 1 to ``claimed``, up to the first that was there; return
+        the end of those added. One sequence alone may fill a shared block: its first position clears the others.
+        """
+        ...
+
     def forward(self, rows: Sequence[Rows]) -> list[int]:
         """Compute ``rows``, whose predecessors have K and V; return what is sampled behind each sequence's last token.
 
@@ -193,19 +199,20 @@ class DraftProposer:
         return min(wanted.limit, self._model.max_tokens - len(wanted.token_ids))
 
     def _catch_up(self, wanted: list[Wanted], limits: Sequence[int]) -> list[Rows]:
-        """Return the rows that the draft model has not computed, as many sequences as fit a forward pass."""
-        left = self._model.max_rows
-        chunks = []
+        """Return the rows that the draft model has not computed, as many sequences as fit a forward pass.
+
+        A sequence waits where another one fills its next block.
+        """
+        left, chunks, claimed = self._model.max_rows, [], set[int]()
         for each, limit in zip(wanted, limits, strict=True):
             state: DraftState = each.state
             end = len(each.token_ids)
             start = self._start(each)
             state.num_known, state.drafts = end, ()
             stop = min(end, start + left)
-            if stop == start or limit <= 0:
-                continue
-            chunks.append(Rows(each.seq_id, start, stop))
-            left -= stop - start
+            if limit > 0 and (stop := self._model.claim(each.seq_id, start, stop, claimed)) > start:
+                chunks.append(Rows(each.seq_id, start, stop))
+                left -= stop - start
         return chunks
 
     def _start(self, wanted: Wanted) -> int:
