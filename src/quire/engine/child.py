@@ -9,7 +9,6 @@ SIGTERM are for the parent to handle (it drains); this process ends when its con
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import math
@@ -20,9 +19,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import zmq
@@ -73,8 +70,7 @@ def main(argv: list[str]) -> None:
     try:
         # What is imported stays, so it is not searched for garbage: that takes a tenth of the time of the imports.
         gc.disable()
-        with _no_meta_kernels() if ":" not in executor else contextlib.nullcontext():
-            preload(executor)
+        preload(executor)
         gc.freeze()
         gc.enable()
         boot = decode(inbox.recv_multipart())
@@ -102,23 +98,6 @@ def main(argv: list[str]) -> None:
         context.destroy()
         shutil.rmtree(directory, ignore_errors=True)
         raise SystemExit(1) from None
-
-
-@contextlib.contextmanager
-def _no_meta_kernels() -> Iterator[None]:
-    """Keep torch from importing its kernels for tensors without data, which torch.compile and torch.export use.
-
-    They are a quarter of its import and 18 MiB. A later import of the module gets the real one.
-    """
-    name = "torch._meta_registrations"
-    absent = ModuleType(name)
-    sys.modules.setdefault(name, absent)
-    try:
-        yield
-    finally:
-        if sys.modules.get(name) is absent:
-            del sys.modules[name]
-            vars(sys.modules.get("torch", absent)).pop("_meta_registrations", None)
 
 
 def serve(
