@@ -26,7 +26,7 @@ namespace {
 constexpr int64_t kPassRows = 512;  // more rows than this fall out of the caches while a panel is in use
 constexpr int64_t kSmallWork = 1 << 17;  // multiply-adds: of one row, 128 KiB of int8 weights
 constexpr int64_t kPackedRows = 8;       // from which on laying the rows out for the tiles pays
-constexpr int64_t kOwnRows = 64;         // up to which each thread lays rows out for itself: to fetch them costs more,
+constexpr int64_t kOwnRows = 64;         // up to which each thread lays rows out for itself, which is faster
 constexpr int64_t kOwnColumns = 256;     // if the thread has as many columns to multiply them with
 constexpr int64_t kReadRows = 16;        // whose products take about as long as reading the weights
 

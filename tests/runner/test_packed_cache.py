@@ -18,6 +18,7 @@ from tests.quant.test_checkpoints import CASES
 
 from quire import LLM, SamplingParams
 from quire.args import EngineArgs
+from quire.cli.doctor import packed_weights
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.executor.local import LocalExecutor
@@ -301,3 +302,21 @@ def test_small_models_are_kept_in_a_given_folder_alone(
     monkeypatch.setattr("quire.config.MIN_PACKED_BYTES", 1)
     saved(started(path, "auto", quantize="int8"))
     assert len(packed_file.entries(packed_file.packed_folder())) == 1
+
+
+def test_a_user_without_a_home_packs_at_every_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    path = checkpoint(tmp_path / "model")
+    expected = packed_bytes(started(path, "off", quantize="int8"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("quire.config.MIN_PACKED_BYTES", 0)
+    monkeypatch.setattr(Path, "home", no_home)
+    executor = started(path, "auto", quantize="int8")
+    assert executor._saver is None
+    assert packed_bytes(executor) == expected
+    assert (
+        packed_weights()
+        == "none: Could not determine home directory. Set HOME, XDG_CACHE_HOME or --packed-cache"
+    )

@@ -102,9 +102,13 @@ def gpu() -> str:
 
 def packed_weights() -> str:
     """Return where packed weights are kept, and how much there is."""
-    found = entries(packed_folder())
+    try:
+        folder = packed_folder()
+    except OSError as error:
+        return f"none: {error}"
+    found = entries(folder)
     size = sum(entry.num_bytes for entry in found) / 2**30
-    return f"{len(found)} file{'s' * (len(found) != 1)}, {size:.1f} GiB in {packed_folder()} (--packed-cache)"
+    return f"{len(found)} file{'s' * (len(found) != 1)}, {size:.1f} GiB in {folder} (--packed-cache)"
 
 
 def ranks(tensor_parallel_size: int, pipeline_parallel_size: int) -> None:

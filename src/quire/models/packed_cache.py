@@ -51,9 +51,8 @@ class CheckpointWeights:
         config = model.packed_cache
         is_possible = runner.backend == "native" and model.load_format != "random"
         if config is not None and model.formats and is_possible:
-            with contextlib.suppress(
-                OSError, ModelLoadError
-            ):  # the loader says what is wrong with the checkpoint
+            # The loader says what is wrong with the checkpoint.
+            with contextlib.suppress(OSError, ModelLoadError):
                 self._key = self._key_now()
 
     def _key_now(self) -> str:
@@ -73,7 +72,11 @@ class CheckpointWeights:
         num_bytes = sum(region.num_bytes for region in regions)
         if not self._key or config is None or num_bytes < max(1, config.min_bytes):
             return ()
-        folder = Path(config.folder) if config.folder else packed_folder()
+        try:
+            folder = Path(config.folder) if config.folder else packed_folder()
+        except OSError as error:
+            log.warning("packed_weights_not_kept", error=error)
+            return ()
         path = folder / (self._key + SUFFIX)
         began_s = time.monotonic()
         try:

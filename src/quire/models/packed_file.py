@@ -220,8 +220,15 @@ def _sum_of(data: bytes | bytearray) -> int:
 
 
 def packed_folder() -> Path:
-    """Return the folder of ``--packed-cache auto``: ``$XDG_CACHE_HOME/quire/packed``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Return the folder of ``--packed-cache auto``: ``$XDG_CACHE_HOME/quire/packed``.
+
+    Raises:
+        OSError: this user has no home, and nothing says where else.
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise OSError(f"{error} Set HOME, XDG_CACHE_HOME or --packed-cache") from error
     return Path(base) / "quire" / "packed"
 
 
