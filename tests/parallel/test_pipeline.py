@@ -17,7 +17,7 @@ from quire.cli.doctor_server import ranks_of, row_of
 from quire.clock import WallClock
 from quire.diagnose.read import Reading, parse_metrics
 from quire.executor.ranks import RanksExecutor
-from quire.metrics.engine_stats import EngineStats
+from quire.metrics.engine_stats import EngineStats, RankStats
 from quire.metrics.prometheus import ServerMetrics
 from quire.parallel.topology import Topology
 from quire.runner.stage_links import StageLinks
@@ -46,14 +46,24 @@ def test_two_stages_give_the_tokens_of_one_process(stages: RanksExecutor, policy
     assert tally.num_chunked_prompts > 0
 
 
+def settled(stages: RanksExecutor) -> RankStats:
+    """Return the counts of every step so far: a rank that does not answer may send its own later than the answer."""
+
+    def counted() -> tuple[int, ...]:
+        stages.submit(StepPlan(0))  # takes in what has come
+        stages.collect()
+        return stages.rank_stats().num_steps
+
+    num_steps = max(counted())
+    wait_for(lambda: min(counted()) >= num_steps)
+    return stages.rank_stats()
+
+
 def test_bytes_sent_are_those_of_the_hidden_states(stages: RanksExecutor) -> None:
     config = config_of(CASE, TWO)
-    before = stages.rank_stats()
+    before = settled(stages)
     run = serve(CASE, stages, config, FCFS)
-    wait_for(lambda: stages.rank_stats().busy_s[0] > before.busy_s[0])
-    stages.submit(StepPlan(0))  # its answer comes behind the counts of the steps before
-    stages.collect()
-    after = stages.rank_stats()
+    after = settled(stages)
     num_bytes = after.bytes_sent[0] - before.bytes_sent[0]
     num_tokens = run.num_computed_tokens
     assert num_bytes == 2 * num_tokens * config.model.spec.hidden_size * 2
@@ -64,10 +74,7 @@ def test_bytes_sent_are_those_of_the_hidden_states(stages: RanksExecutor) -> Non
 
 def test_doctor_shows_the_ranks_of_a_running_server(stages: RanksExecutor) -> None:
     """From what they report to a line per rank, as /metrics passes it on."""
-    stages.submit(StepPlan(0))
-    stages.collect()
-    wait_for(lambda: all(stages.rank_stats().peak_bytes))
-    stats = stages.rank_stats()
+    stats = settled(stages)
     metrics = ServerMetrics("quill", lambda: EngineStats(ranks=stats), dict)
     found = parse_metrics(metrics.exposition()[0].decode())
     reading = Reading("http://here", 2.0, {}, found)

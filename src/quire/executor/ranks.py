@@ -89,6 +89,7 @@ class RanksExecutor:
             self._group.num_moved,
             self._about,
             tuple(each.peak_bytes for each in counts),
+            tuple(each.num_steps for each in counts),
         )
 
     def close(self) -> None:

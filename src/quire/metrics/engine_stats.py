@@ -99,6 +99,7 @@ class RankStats(NamedTuple):
     num_moved: int = 0  # experts, since the start
     about: tuple[RankAbout, ...] = ()
     peak_bytes: tuple[int, ...] = ()  # resident memory of each rank at its largest
+    num_steps: tuple[int, ...] = ()  # of each rank, whose counts are in here: they come behind the answers
 
     @property
     def busy_shares(self) -> tuple[float, ...]:
