@@ -2,8 +2,9 @@
 
 The interpreter (``TRITON_INTERPRET=1``, numpy on a CPU) of Triton 3.6 keeps bf16 as its bits, and three things then go
 wrong: ``tl.dot`` multiplies the bits as integers, a cast from fp32 drops bits instead of rounding to nearest even, and
-a cast from integers copies them. Rounding to fp8 has the same faults. A GPU uses nothing of this file. `--device
-interpret` needs it, and so do the tests.
+a cast from integers copies them. Rounding to fp8 has the same faults. And ``tl.dot`` is ``np.matmul``: with OpenBLAS's
+kernels for AVX2, which it also takes on Zen 5, a row's last bits depend on its number in the tile. `np.einsum` adds up
+every element in the same order. A GPU uses nothing of this file. `--device interpret` needs it, and so do the tests.
 """
 
 # mypy: ignore-errors
@@ -42,7 +43,7 @@ def repair() -> None:
 
     def dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> Any:
         wide = _widen(a.data, a.dtype.scalar), _widen(b.data, b.dtype.scalar)
-        product = np.matmul(*wide, dtype=d.data.dtype)
+        product = np.einsum("...mk,...kn->...mn", *wide, dtype=d.data.dtype)
         return handle(product + d.data, d.dtype.scalar)
 
     patch_tensor = interpreter._patch_lang_tensor
