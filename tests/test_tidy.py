@@ -247,6 +247,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "scheduler": 330,
         "speculate": 300,
     },
+    "rotary tables as far as positions reach": {"models": 6},
     "drafts in one native call": {"families": 16, "models": 4, "runner": 150, "speculate": 20},
     "trees of Medusa's choices": {"runner": 18, "speculate": 78},
     "lookahead": {"plan": 16, "runner": 4, "speculate": 115},

@@ -92,7 +92,7 @@ void fill_block(const T* x, int64_t size, int64_t group, Int4Block& b) {
 }
 
 // Sums of w * q and q * q for the levels that `inverse` gives, each as the reference adds them.
-void sum_products(const float* across, int64_t group, Vec inverse, Vec least, Vec most, Vec& along, Vec& size) {
+inline __attribute__((always_inline)) void sum_products(const float* across, int64_t group, Vec inverse, Vec least, Vec most, Vec& along, Vec& size) {
   const Vec magic = broadcast(kMagic);
   Vec partial[kPartials], squares[kPartials];
   UNROLL
@@ -157,28 +157,36 @@ void int4_row(const T* x, int64_t k, int64_t group, int8_t* q, float* scale) {
   }
 }
 
-// Multipliers of the groups of one block, one per lane, and the sums that a row's scale is made of.
-struct Multipliers {
-  alignas(64) float m[kLanes], along[kLanes], size[kLanes];
+// The largest integer that is not above v, for 0 <= v < 2^22.
+inline Vec whole(Vec v) {
+  const Vec nearest = sub(add(v, broadcast(kMagic)), broadcast(kMagic));
+  return where_less(v, nearest, sub(nearest, broadcast(1.0f)), nearest);
+}
 
-  void choose(int64_t group, float step, float inverse, const Int4Block& b) {
+// 1 for odd multipliers, 0 for even ones.
+inline Vec side_of(Vec m) {
+  const Vec half = whole(mul(m, broadcast(0.5f)));
+  return sub(m, add(half, half));
+}
+
+// Multipliers of the groups of one block, one per lane, what rounds with them, and the sums that a row's scale is made of.
+struct Multipliers {
+  alignas(64) float m[kLanes], odd[kLanes], inverse[kLanes], along[kLanes], size[kLanes];
+
+  void choose(float step, float of_row, const Int4Block& b) {
+    constexpr int64_t group = kTwoLevelGroup;
     Vec largest = zero();
     for (int64_t i = 0; i < group; ++i) {
       const Vec w = load(b.across + i * kLanes);
       largest = max(largest, max(w, sub(zero(), w)));
     }
-    alignas(64) float first[kLanes], each[kLanes], odd[kLanes];
-    store(first, mul(mul(largest, broadcast(inverse)), broadcast(0.125f)));
+    const Vec first = whole(mul(mul(largest, broadcast(of_row)), broadcast(0.125f)));
     Vec best = broadcast(-INFINITY), kept[3] = {zero(), zero(), zero()};
     for (const int neighbour : kNeighbours) {
-      for (int i = 0; i < kLanes; ++i) {
-        const int m = std::min(std::max(static_cast<int>(first[i]) + neighbour, 1), 15);
-        each[i] = static_cast<float>(m);
-        odd[i] = static_cast<float>(m & 1);
-      }
-      const Vec many = load(each), side = load(odd);
+      const Vec next = add(first, broadcast(static_cast<float>(neighbour)));
+      const Vec many = min(max(next, broadcast(1.0f)), broadcast(15.0f)), side = side_of(many);
       Vec found[3] = {many, zero(), zero()};
-      sum_products(b.across, group, div(broadcast(inverse), many), sub(side, broadcast(8.0f)), add(side, broadcast(7.0f)),
+      sum_products(b.across, group, div(broadcast(of_row), many), sub(side, broadcast(8.0f)), add(side, broadcast(7.0f)),
                    found[1], found[2]);
       const Vec cost = mul(mul(broadcast(step), many), found[2]);
       const Vec gain = mul(sub(add(found[1], found[1]), cost), many);
@@ -186,22 +194,21 @@ struct Multipliers {
       best = where_less(best, gain, gain, best);
     }
     store(m, kept[0]);
+    store(odd, side_of(kept[0]));
+    store(inverse, div(broadcast(of_row), kept[0]));
     store(along, kept[1]);
     store(size, kept[2]);
   }
 };
 
-// Levels of one group less the side of odd multipliers: -8 ... 7.
-void round_levels(const float* x, int64_t size, float inverse, float m, int8_t* q) {
-  const float side = static_cast<float>(static_cast<int>(m) & 1);
-  const Vec magic = broadcast(kMagic), factor = broadcast(inverse / m), odd = broadcast(side);
-  const Vec least = broadcast(side - 8.0f), most = broadcast(side + 7.0f);
-  int8_t levels[kTwoLevelGroup];
+// Levels of the group of one lane less the side of odd multipliers: -8 ... 7, of a whole group.
+void round_levels(const float* x, const Multipliers& found, int64_t lane, int8_t* q) {
+  const Vec magic = broadcast(kMagic), factor = broadcast(found.inverse[lane]), odd = broadcast(found.odd[lane]);
+  const Vec least = sub(odd, broadcast(8.0f)), most = add(odd, broadcast(7.0f));
   for (int64_t i = 0; i < kTwoLevelGroup; i += kLanes) {
     const Vec v = max(least, min(most, sub(add(mul(load(x + i), factor), magic), magic)));
-    store_rounded(levels + i, sub(v, odd));
+    store_rounded(q + i, sub(v, odd));
   }
-  std::copy(levels, levels + size, q);
 }
 
 template <typename T>
@@ -221,14 +228,20 @@ void two_level_row(const T* x, int64_t k, int8_t* q, uint8_t* multiplier, float*
     const int64_t size = std::min(kLanes * kGroup, k - first);
     fill_block(x + first, size, kGroup, block);
     Multipliers found;
-    found.choose(kGroup, step, inverse, block);
+    found.choose(step, inverse, block);
     for (int64_t lane = 0; lane * kGroup < size; ++lane) {
       const int64_t begin = lane * kGroup;
       const double m = found.m[lane];
       total += m * found.along[lane];
       squares += m * m * found.size[lane];
       *multiplier++ = static_cast<uint8_t>(found.m[lane]);
-      round_levels(block.plain + begin, std::min(kGroup, size - begin), inverse, found.m[lane], q + first + begin);
+      if (begin + kGroup <= size) {
+        round_levels(block.plain + begin, found, lane, q + first + begin);
+        continue;
+      }
+      int8_t levels[kGroup];
+      round_levels(block.plain + begin, found, lane, levels);
+      std::copy(levels, levels + size - begin, q + first + begin);
     }
   }
   *scale = static_cast<float>(total / squares);

@@ -130,13 +130,12 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tenso
 
 
 HUGE = 2 << 20  # bytes
-WORTH = 2 * HUGE  # smaller matrices share a slab: alone they would waste as much as they gain
-SLAB = 16 * HUGE
-LINE = 4096  # bytes; alignment of a matrix in a shared slab
+SLAB = 32 * HUGE  # what is not larger shares one: alone, a matrix wastes up to a huge page
+LINE = 4096  # bytes; alignment of a matrix in a slab
 
 
 class _Slab(threading.local):
-    """Where the next small matrix goes. A slab lives as long as any tensor in it."""
+    """Where the next matrix goes. A slab lives as long as any tensor in it."""
 
     memory: torch.Tensor | None = None  # uint8
     used = 0
@@ -146,22 +145,30 @@ _slab = _Slab()
 
 
 def huge_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros that are not touched yet; large ones start at an address that is a multiple of 2 MiB."""
+    """Return zeros that are not touched yet, to be kept: they share huge pages with those before."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if size == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype)
-    if size >= WORTH:
-        return _map(size)[:size].view(dtype).view(shape)
+    if size > SLAB:
+        return _map(size, is_huge=True)[:size].view(dtype).view(shape)
     start = -(-_slab.used // LINE) * LINE
     if _slab.memory is None or start + size > SLAB:
-        _slab.memory, start = _map(SLAB), 0
+        _slab.memory, start = _map(SLAB, is_huge=True), 0
     _slab.used = start + size
     return _slab.memory[start : start + size].view(dtype).view(shape)
 
 
-def _map(size: int) -> torch.Tensor:
-    """Return uint8 ``[size]`` that starts at a multiple of 2 MiB."""
-    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
+def mapped(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in memory of their own, which is taken page by page as it is touched, and given back whole."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.zeros(shape, dtype=dtype) if size == 0 else _map(size, is_huge=False).view(dtype).view(shape)
+
+
+def _map(size: int, *, is_huge: bool) -> torch.Tensor:
+    """Return uint8 ``[size]`` that starts at a page, or at a multiple of 2 MiB."""
+    memory = mmap.mmap(-1, size + HUGE * is_huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = 0
+    if is_huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)

@@ -13,27 +13,46 @@ import math
 import torch
 from torch import Tensor
 
+from quire.kernels.workspace import mapped
 from quire.modelspec import RopeSpec
 
 _BLOCK = 1024  # positions: tables have whole blocks of them
+_PIECE = 8 * _BLOCK  # positions computed at a time: 4 ms for heads of 64
 
 
 class RopeTable:
     """cos and sin of every position of an engine, each ``[max_positions, dim / 2]`` fp32, times the attention factor.
 
-    The tables do not move, so that a recorded step may read them.
+    The tables do not move, so that a recorded step may read them. On demand they have their values only as far as
+    `cover` was called; what lies beyond is not written and takes no memory. That is for a CPU alone.
     """
 
-    def __init__(self, spec: RopeSpec, max_model_len: int) -> None:
+    def __init__(self, spec: RopeSpec, max_model_len: int, *, on_demand: bool = False) -> None:
         max_positions = (
             -(-max_model_len // _BLOCK) + 1
         ) * _BLOCK  # a block more: drafts may lie beyond the end
         with torch.device("cpu"):  # angles of every device are the CPU's
-            positions = torch.arange(max_positions, dtype=torch.float32)
-            angles = positions.unsqueeze(1) * inverse_frequencies(spec, max_model_len)
-            cos, sin = angles.cos().mul_(spec.attention_factor), angles.sin_().mul_(spec.attention_factor)
-        device = torch.get_default_device()
-        self.cos, self.sin = cos.to(device), sin.to(device)
+            self._frequencies, self._factor = inverse_frequencies(spec, max_model_len), spec.attention_factor
+            self.cos, self.sin = (mapped(max_positions, spec.dim // 2, dtype=torch.float32) for _ in range(2))
+        self._num_covered = 0
+        if not on_demand:
+            self.cover()
+            device = torch.get_default_device()
+            self.cos, self.sin = self.cos.to(device), self.sin.to(device)
+
+    def cover(self, num_positions: int | None = None) -> None:
+        """Compute the positions below ``num_positions``, None: all. Call it from one thread, before what reads them."""
+        most = len(self.cos)
+        num_positions = most if num_positions is None else num_positions
+        while self._num_covered < num_positions:
+            start, stop = self._num_covered, min(self._num_covered + _PIECE, most)
+            assert start < stop, (num_positions, most)
+            with torch.device("cpu"):
+                positions = torch.arange(start, stop, dtype=torch.float32)
+                angles = positions.unsqueeze(1) * self._frequencies
+                self.cos[start:stop] = angles.cos().mul_(self._factor)
+                self.sin[start:stop] = angles.sin_().mul_(self._factor)
+            self._num_covered = stop
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> Tensor:

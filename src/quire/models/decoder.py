@@ -68,12 +68,13 @@ class Decoder:
     def __init__(
         self, spec: ModelSpec, kv_layout: KvLayout, max_model_len: int, dtype: torch.dtype, kernels: KernelChoice, *,
         formats: Formats = NO_FORMATS, lora: LoraConfig | None = None, tp: TensorParallel | None = None,
-        stage: Stage = WHOLE, cp: ContextParallel | None = None,
+        stage: Stage = WHOLE, cp: ContextParallel | None = None, rope_on_demand: bool = False,
     ) -> None:  # fmt: skip
         """``formats``: canonical name → how a quantized weight is held (`weight_plan`).
 
         ``tp``: the ranks that share the layers; ``cp``: those that share the caches; ``stage``: which ends of the
-        model are here. ``spec``, ``kv_layout`` and ``formats`` are this rank's.
+        model are here. ``spec``, ``kv_layout`` and ``formats`` are this rank's. ``rope_on_demand``: `cover` is called
+        before each step.
         """
         self.spec = spec
         self.dtype = dtype
@@ -94,7 +95,7 @@ class Decoder:
         for layer in spec.layers:
             rope = layer.attention.rope
             if rope is not None and rope not in self._ropes:
-                self._ropes[rope] = RopeTable(rope, max_model_len)
+                self._ropes[rope] = RopeTable(rope, max_model_len, on_demand=rope_on_demand)
         self._take_rows, self._add_rows = kernels.of(take_rows), kernels.of(add_rows)
         self._loaders = self._collect_loaders()
         self.watcher: HiddenWatcher | None = None
@@ -145,6 +146,11 @@ class Decoder:
         if self._missing:
             some = ", ".join(sorted(self._missing)[:3])
             raise ModelLoadError(f"{len(self._missing)} weights are missing from the checkpoint: {some}, …")
+
+    def cover(self, num_positions: int | None = None) -> None:
+        """Have rotary tables for the positions below ``num_positions``, None: for all."""
+        for table in self._ropes.values():
+            table.cover(num_positions)
 
     def forward(self, batch: StepBatch, kv: Sequence[KvView], entering: Hidden | None = None) -> Tensor:
         """Compute all tokens of the step, storing their K and V; ``kv`` has one view per layer.

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.config import HeadsConfig, ModelConfig
 from quire.errors import ModelLoadError
 from quire.families import Take
-from quire.kernels.workspace import huge_zeros
+from quire.kernels.workspace import mapped
 from quire.models.checkpoint import stored_sources
 from quire.models.head_checkpoint import open_heads
 from quire.models.safetensors_file import StoredTensor
@@ -139,7 +139,7 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
         assert take.stop is None, take
         first = views[0][_index(cut.ranges(views[0].dim() + 1)[1:])]
         # Mapped, so that it is given back: freed chunks of this size fragment the heap, by 8 MiB per layer of experts.
-        tensor = huge_zeros(len(views), *first.shape, dtype=dtype)
+        tensor = mapped(len(views), *first.shape, dtype=dtype)
         for target, part in zip(tensor, views, strict=True):
             target.copy_(part[_index(cut.ranges(part.dim() + 1)[1:])])
         return tensor

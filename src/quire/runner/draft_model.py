@@ -275,6 +275,7 @@ def make_draft_model(
     assert model is not None
     own = replace(config, model=model, kv_layout=model.spec.draft_layout(), lora=None, speculate=None)
     runner = ModelRunner(own, iter_weights(model, torch_dtype(model.dtype)))
+    runner.decoder.cover()  # a chain goes beyond the positions of its step
     vocab_size, max_tokens = model.spec.vocab_size, model.max_model_len
     return DraftModel(config, runner, seqs, own_vocab_size=vocab_size, max_tokens=max_tokens)
 

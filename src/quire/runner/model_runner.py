@@ -115,10 +115,12 @@ class ModelRunner:
         kernels = registry.choose(config.runner)
         self.decoder = Decoder(
             model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
-            formats=model.formats, lora=config.lora, tp=tp, stage=stage, cp=cp,
+            formats=model.formats, lora=config.lora, tp=tp, stage=stage, cp=cp, rope_on_demand=True,
         )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
+        if config.speculate is not None:
+            self.decoder.cover()  # branches lie beyond the positions of their step
         cache, speculate = config.cache, config.speculate
         num_blocks = cache.num_blocks + (0 if speculate is None else speculate.num_branch_blocks)
         stripe = None if cp is None else cp.stripe
@@ -202,6 +204,7 @@ class ModelRunner:
         links, logits, leaving = self._links, None, self._leaving
         entering = None if links is None else links.receive(step.num_tokens)
         divided = self._divides(step)
+        self.decoder.cover(step.num_positions)
         if self.tape is not None and step.buffers is self._taped and not divided:
             step.buffers.set_num_seqs(step.num_seqs)
             self._hidden = self._taped_hidden
@@ -225,6 +228,7 @@ class ModelRunner:
         if not self.decoder.stage.is_last:
             self._compute(step)
             return list, None
+        self.decoder.cover(step.num_positions)
         entering = None if self._links is None else self._links.receive(step.num_tokens)
         batch = with_hidden_of(step.batch_of(divided=self._divides(step)), step, tokens)
         hidden = self.decoder.forward(batch, self.kv.views, entering)
