@@ -40,6 +40,9 @@ void gated_as(const GatedArgs& a, ThreadPool& pool) {
     const T* u = g + a.size;
     T* y = a.rows.q == nullptr ? static_cast<T*>(a.y) + i * a.size : scratch_row<T>(a.size);
     over_vectors(a.size, [&](int64_t j, int n) {
+      // Of the next row: another core wrote half of it.
+      __builtin_prefetch(g + a.stride + j, 0, 3);
+      __builtin_prefetch(u + a.stride + j, 0, 3);
       store_some(y + j, activate(gate, load_some(g + j, n), load_some(u + j, n)), n);
     });
     if (a.rows.q != nullptr) quantize_row(y, a.size, a.group, a.rows, i);
