@@ -124,14 +124,24 @@ static Features read_features() { return {}; }
 
 #endif
 
-bool streams_ahead() {
+namespace {
+
+int64_t read_bytes_ahead() {
 #if defined(__x86_64__)
   constexpr uint32_t kAuthenticAMD = 0x68747541, kHygonGenuine = 0x6f677948;  // EBX of leaf 0
-  const uint32_t vendor = leaf(0).ebx;
-  return vendor == kAuthenticAMD || vendor == kHygonGenuine;
-#else
-  return false;
+  constexpr uint32_t kZen5 = 26;
+  const uint32_t vendor = leaf(0).ebx, version = leaf(1).eax;
+  const uint32_t family = (version >> 8 & 15) + (version >> 20 & 255);
+  if (vendor == kAuthenticAMD || vendor == kHygonGenuine) return family < kZen5 ? 512 : 4 << 10;
 #endif
+  return 8 << 10;
+}
+
+}  // namespace
+
+int64_t bytes_ahead() {
+  static const int64_t bytes = read_bytes_ahead();
+  return bytes;
 }
 
 const Features& detect() {

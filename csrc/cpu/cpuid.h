@@ -1,6 +1,8 @@
 // What this CPU can do, read once. No torch, no Python.
 #pragma once
 
+#include <cstdint>
+
 namespace quire::cpu {
 
 struct Features {
@@ -28,8 +30,8 @@ inline bool has_avx512(const Features& f) { return has_avx512_vnni(f) && f.avx51
 inline bool has_amx(const Features& f) { return has_avx512(f) && f.amx_tile && f.amx_int8 && f.amx_bf16; }
 inline bool has_neon_i8mm(const Features& f) { return f.neon_dotprod && f.neon_i8mm && f.neon_bf16; }
 
-// Whether a core fetches a stream of reads ahead by itself, across the ends of pages: AMD's Zen.
-bool streams_ahead();
+// How many bytes ahead a core wants a stream of reads to be fetched that does little work for each byte (row_loops.h).
+int64_t bytes_ahead();
 
 // The best level that kernels are built for: "amx", "avx512" (with VNNI and BF16), "avx512_vnni" (without
 // BF16), "avx2", "neon_i8mm" (with BF16), "neon" (with byte dot products) or "scalar".

@@ -9,7 +9,7 @@
 //   store_rounded     kLanes floats within +-127 as int8, ties to even; or four vectors of them in a row
 //   add_quads(acc, p) acc[i] += p[4i] + ... + p[4i+3]
 //   load_multipliers  the multipliers of a group of two levels, for a panel's columns (quantized.h), as words 0 ... 15
-//   where_odd(m, a, b)      a in lanes of odd m, else b
+//   by_parity(m, p)         p[1] in lanes of odd m, else p[0]
 //   add_scaled(acc, d, m)   acc + d * m, d within 16 bits
 //   Scaler(m, zero)   store: nibbles n as bytes m * (n - 8 + m mod 2) + zero
 //   load_half         kLanes fp16 numbers; half_to_float: one
@@ -50,6 +50,13 @@ constexpr int kCodesZero = 128;
 inline __m128i offsets_of_multipliers(int zero) {
   const __m128i taken = _mm_setr_epi8(0, 7, 16, 21, 32, 35, 48, 49, 64, 63, 80, 77, 96, 91, 112, 105);
   return _mm_sub_epi8(_mm_set1_epi8(static_cast<char>(zero)), taken);
+}
+
+// Two integers as the bits of one number, which one instruction broadcasts.
+inline double pair_of(const int32_t* p) {
+  double pair;
+  std::memcpy(&pair, p, 8);
+  return pair;
 }
 #endif
 
@@ -113,8 +120,9 @@ inline void load_multipliers(const uint8_t* p, IVec (&m)[2]) {
   m[0] = _mm512_and_si512(both, _mm512_set1_epi32(15));
   m[1] = _mm512_srli_epi32(both, 4);
 }
-inline IVec where_odd(IVec m, int32_t odd, int32_t even) {
-  return _mm512_mask_mov_epi32(broadcast(even), _mm512_test_epi32_mask(m, broadcast(1)), broadcast(odd));
+inline IVec by_parity(IVec m, const int32_t* p) {
+  const __m512d pairs = _mm512_set1_pd(pair_of(p));
+  return _mm512_castps_si512(_mm512_permutevar_ps(_mm512_castpd_ps(pairs), m));  // the lowest two bits of a lane choose
 }
 inline IVec add_scaled(IVec acc, IVec d, IVec m) {
   __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(d), "v"(m));
@@ -232,10 +240,9 @@ inline void load_multipliers(const uint8_t* p, IVec (&m)[4]) {
     m[v + 2] = _mm256_srli_epi32(both, 4);
   }
 }
-inline IVec where_odd(IVec m, int32_t odd, int32_t even) {
-  const __m256 is_odd = _mm256_castsi256_ps(_mm256_slli_epi32(m, 31));
-  return _mm256_castps_si256(
-      _mm256_blendv_ps(_mm256_castsi256_ps(broadcast(even)), _mm256_castsi256_ps(broadcast(odd)), is_odd));
+inline IVec by_parity(IVec m, const int32_t* p) {
+  const __m256d pairs = _mm256_set1_pd(pair_of(p));
+  return _mm256_castps_si256(_mm256_permutevar_ps(_mm256_castpd_ps(pairs), m));  // the lowest two bits of a lane choose
 }
 inline IVec add_scaled(IVec acc, IVec d, IVec m) { return _mm256_add_epi32(acc, _mm256_madd_epi16(d, m)); }
 class Scaler {
@@ -322,8 +329,8 @@ inline void load_multipliers(const uint8_t* p, IVec (&m)[8]) {
     for (int i = 0; i < 4; ++i) m[v].i[i] = p[v % 4 * 4 + i] >> (v / 4 * 4) & 15;
   }
 }
-inline IVec where_odd(IVec m, int32_t odd, int32_t even) {
-  for (int i = 0; i < 4; ++i) m.i[i] = m.i[i] % 2 != 0 ? odd : even;
+inline IVec by_parity(IVec m, const int32_t* p) {
+  for (int i = 0; i < 4; ++i) m.i[i] = p[m.i[i] % 2];
   return m;
 }
 inline IVec add_scaled(IVec acc, IVec d, IVec m) {

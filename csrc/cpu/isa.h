@@ -147,7 +147,7 @@ inline void store(uint16_t* p, Vec a, Vec b) {
 
 using Vec = __m256;
 constexpr int kLanes = 8;
-constexpr int kRows = 4;         // 4 x 2 accumulators, 4 widened weights, 2 broadcasts: 14 of 16 registers
+constexpr int kRows = 6;         // 6 x 2 accumulators, 2 weights, 1 broadcast, 1 mask: all of 16 registers
 constexpr int kTileVectors = 2;  // half a panel at a time
 struct Weights {
   __m256 even, odd;  // bf16 is the upper half of a float: widening is a shift or a mask
@@ -162,9 +162,7 @@ inline Weights load_pairs(const uint16_t* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(v, 16)),
           _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000))))};
 }
-struct Pair {
-  __m256 even, odd;
-};
+using Pair = Weights;
 inline Pair broadcast_pair(const uint16_t* x) {
   int32_t two;
   std::memcpy(&two, x, 4);
@@ -271,9 +269,7 @@ inline Weights load_pairs(const uint16_t* p) {
   }
   return w;
 }
-struct Pair {
-  Vec even, odd;
-};
+using Pair = Weights;
 inline Pair broadcast_pair(const uint16_t* x) {
   return {broadcast(bf16_to_float(x[0])), broadcast(bf16_to_float(x[1]))};
 }

@@ -3,9 +3,10 @@
 // Algorithm: panels of 32 columns outermost, split over threads; row tiles inside, so that a panel is read from DRAM
 // once and stays in L2 (at most 512 KiB at K = 8192). A tile of R rows x 32 columns lives in registers over all of K:
 // one load of the weights and one broadcast per row and k-pair. Levels without bf16 products widen pairs in registers,
-// and the rows, where they are many, once before (the same arithmetic, so the same bits). Bytes: N * K * 2 of weights per pass of at most 512
-// rows, rows from L2/L3. Bound: memory bandwidth for few rows, dpbf16 or fma for many. While a tile computes, it
-// prefetches its share of the next panel into L2: at 14-64 rows this is worth 10-16 %.
+// and the rows, where they are many, once before (the same arithmetic, so the same bits). Bytes: N * K * 2 of weights
+// per pass of at most 512 rows, rows from L2/L3. Bound: memory bandwidth for few rows, dpbf16 or fma for many. While a
+// tile computes, it prefetches its share of the next panel into L2: at 14-64 rows this is worth 10-16 %. The only tile
+// of a pass fetches all columns of its own panel, so that its second half finds them in L2 where it takes 16 at a time.
 #include <algorithm>
 #include <type_traits>
 
@@ -38,6 +39,7 @@ struct Bf16 {
   static Pair broadcast_x(const Step& x) { return broadcast_pair(x.x); }
   static Step step_of(Element even, Element odd) { return {{even, odd}}; }
   static Vec dot_step(Vec acc, const W& w, const Pair& x) { return dot(acc, w, x); }
+  static Vec dot_step(Vec acc, const Vec& w, const Vec& x) { return fma(w, x, acc); }  // of the even k, or of the odd
 };
 
 // The same of levels without bf16 products, where a pair of floats spares every panel a shift and a mask.
@@ -99,13 +101,14 @@ inline void write_whole(const LinearArgs& a, int64_t row, int64_t column, const 
   }
 }
 
-// Where a tile reads and writes, and what it prefetches: lines of the next panel, one per step; without them few rows
-// stream through the weights, and fetch ahead what they read.
+// Where a tile reads and writes, and what it prefetches: lines of the next panel, one per step, or, where it is the only
+// tile, the panel itself, which then streams.
 template <typename T>
 struct Place {
   const typename T::Element* panel;
   const typename T::Step* steps;  // [k steps][rows of the tile], or null: rows as they came
   int64_t row, column;            // the first of each
+  bool streams;
   const char* next;
   int64_t next_lines;
 };
@@ -132,6 +135,36 @@ template <typename T, int R, int V>
 void matrix_tile(const LinearArgs&, const Place<T>&) {}
 #endif
 
+// The parts of a step: the even k, the odd, or both. With 16 registers a tile of more than two rows holds one widened
+// vector of each weight at a time, which leaves registers for twelve accumulators in place of eight.
+constexpr int kEven = 0, kOdd = 1, kBoth = 2;
+template <typename T>
+constexpr bool halves(int rows) { return kLanes == 8 && T::kStep == 2 && rows > 2; }
+
+template <int part, typename P>
+inline auto part_of(const P& pair) {
+  if constexpr (part == kBoth) return pair;
+  else return part == kEven ? pair.even : pair.odd;
+}
+
+// R rows x V vectors of products.
+template <typename T, int part, bool kPacked, int R, int V>
+inline void add_products(Vec (&acc)[R][V], const typename T::Element* w, const typename T::Element* x, int64_t x_stride,
+                         const typename T::Step* packed) {
+  // Else gcc holds what the other part loaded, in more registers than there are.
+  if constexpr (part != kBoth) __asm__("" : "+r"(w), "+r"(x) : "i"(part));
+  decltype(part_of<part>(T::load_weights(w))) weights[V];
+  UNROLL for (int v = 0; v < V; ++v) {
+    auto loaded = part_of<part>(T::load_weights(w + v * kLanes * T::kStep));
+    keep(loaded);
+    weights[v] = loaded;
+  }
+  UNROLL for (int r = 0; r < R; ++r) {
+    const auto x_r = part_of<part>(kPacked ? T::broadcast_x(packed[r]) : T::broadcast_x(x + r * x_stride));
+    UNROLL for (int v = 0; v < V; ++v) acc[r][v] = T::dot_step(acc[r][v], weights[v], x_r);
+  }
+}
+
 // R rows x V vectors over all of K.
 template <typename T, int R, int V, bool kPacked>
 void tile(const LinearArgs& a, const Place<T>& at) {
@@ -140,25 +173,23 @@ void tile(const LinearArgs& a, const Place<T>& at) {
   const typename T::Step* packed = at.steps;
   const char* next = at.next;
   const int64_t steps = (a.k + T::kStep - 1) / T::kStep, next_lines = at.next_lines;
+  const bool streams = at.streams;
   Vec acc[R][V];
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int v = 0; v < V; ++v) acc[r][v] = zero();
   }
   for (int64_t s = 0; s < steps; ++s) {
-    typename T::W weights[V];
-    UNROLL for (int v = 0; v < V; ++v) {
-      auto loaded = T::load_weights(w + v * kLanes * T::kStep);
-      keep(loaded);
-      weights[v] = loaded;
-    }
-    UNROLL for (int r = 0; r < R; ++r) {
-      const auto broadcasted = kPacked ? T::broadcast_x(packed[r]) : T::broadcast_x(x + r * a.x_stride + s * T::kStep);
-      UNROLL for (int v = 0; v < V; ++v) acc[r][v] = T::dot_step(acc[r][v], weights[v], broadcasted);
+    const Element* x_s = x + s * T::kStep;
+    if constexpr (halves<T>(R)) {
+      add_products<T, kEven, kPacked>(acc, w, x_s, a.x_stride, packed);
+      add_products<T, kOdd, kPacked>(acc, w, x_s, a.x_stride, packed);
+    } else {
+      add_products<T, kBoth, kPacked>(acc, w, x_s, a.x_stride, packed);
     }
     if (s < next_lines) {
       __builtin_prefetch(next + s * 64, 0, 2);
-    } else if (next == nullptr) {
-      fetch_ahead<V * kLanes * T::kStep * sizeof(Element)>(w, kNearAhead);
+    } else if (streams) {
+      fetch_ahead<kPanel * T::kStep * sizeof(Element)>(w, kNearAhead);
     }
     if constexpr (kPacked) packed += R;
     w += kPanel * T::kStep;
@@ -186,7 +217,7 @@ void tile_of(int rows, const LinearArgs& a, Place<T> at) {
       else tile<T, R, kVectors, kPacked>(a, at);
       at.panel += kWidth * T::kStep;
       at.column += kWidth;
-      at.next_lines = 0;
+      at.streams = false, at.next_lines = 0;
     }
   } else if constexpr (R > 1) {
     tile_of<T, kPacked, R - 1>(rows, a, at);
@@ -240,7 +271,7 @@ void passes(const LinearArgs& args, ThreadPool& pool) {
           const char* next = reinterpret_cast<const char*>(panel + panel_elements) + lines.begin * 64;
           tile_of<T, kPacked>(static_cast<int>(tile_rows.end - tile_rows.begin), args,
                               {panel, kPacked ? packed + t * kRows * steps : nullptr, first + tile_rows.begin,
-                               p * kPanel, streams ? nullptr : next, !streams && more ? lines.end - lines.begin : 0});
+                               p * kPanel, streams, next, !streams && more ? lines.end - lines.begin : 0});
         }
       }
     });

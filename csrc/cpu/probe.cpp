@@ -58,7 +58,7 @@ class Mapping {
 // One load of every cache line moves all of it; eight lines per turn make the loop's own cost small. Lines are fetched
 // ahead as the kernels do (row_loops.h): without that the loop reads a third less than they.
 int64_t read_lines(const int64_t* words, int64_t begin, int64_t end) {
-  const int64_t ahead = (streams_ahead() ? 512 : 8192) / 8;
+  const int64_t ahead = bytes_ahead() / 8;
   int64_t sum[8] = {};
   for (int64_t i = begin; i + 64 <= end; i += 64) {
     for (int j = 0; j < 8; ++j) {

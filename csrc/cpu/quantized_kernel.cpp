@@ -312,7 +312,7 @@ template <typename T>
 void take(const TakeArgs& a, ThreadPool& pool) {
   const int64_t groups = a.format.blocks(a.k), size = a.format.group == 0 ? a.k : a.format.block_inputs(a.k);
   const int64_t codes = a.format.code_bytes(a.k), block = a.format.block_bytes(a.k);
-  over_rows(a.rows, a.k, pool, [&](int64_t row) {
+  over_rows(a.rows, a.k * 8, pool, [&](int64_t row) {  // every four inputs lie in a line of their own
     const int64_t id = a.ids[row], lane = id % kPanel;
     const uint8_t* panel = a.packed + id / kPanel * groups * block;
     T* y = static_cast<T*>(a.y) + row * a.k;

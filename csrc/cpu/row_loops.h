@@ -11,16 +11,18 @@
 
 namespace quire::cpu::QUIRE_ISA {
 
-constexpr int64_t kSmallElements = 1 << 15;  // a few us: too little for another thread
+constexpr int64_t kSmallElements = 1 << 14;  // about 2 us: too little for another thread
 constexpr int64_t kTakenElements = 1 << 13;  // taken at a time: about 1 us
 constexpr int64_t kTakenBytes = 64 << 10;    // of weights: about 4 us
 
-// How far ahead a stream of weights is fetched. Cores of AMD fetch a stream themselves, across pages too, and lines that
-// are asked for far ahead of it disturb them: one row of bf16 then reads 41 GB/s instead of 56. Others stop at the end
-// of a 4 KiB page, which costs a third of one thread's bandwidth. Loops with much work for each byte, such as several
-// rows by nibbles, gain from the far distance everywhere (benchmarks/results/cpu-kernels-2026-11-22.md and -23.md).
+// How far ahead a stream of weights is fetched. Cores of AMD fetch a stream themselves, across pages too. On Zen 4 lines
+// that are asked for far ahead of it disturb them: one row of bf16 then reads 41 GB/s instead of 56, so the near distance
+// is 512 bytes. Zen 5 wants 4 KiB: one row of int4 with groups of 32 then reads 62 GB/s instead of 48. Other cores stop
+// at the end of a 4 KiB page, which costs a third of one thread's bandwidth; both distances are the far one there. Loops
+// with much work for each byte, such as several rows by nibbles, gain from it everywhere
+// (benchmarks/results/cpu-kernels-2026-11-22.md and -23.md, ahead-zen5-2026-11-23.md).
 constexpr int64_t kFarAhead = 8 << 10;
-static const int64_t kNearAhead = streams_ahead() ? 512 : kFarAhead;
+static const int64_t kNearAhead = bytes_ahead();
 
 // Fetch kBytes that are read `ahead` bytes later in a stream of weights.
 template <int64_t kBytes>
