@@ -9,7 +9,8 @@
 //   store_rounded     kLanes floats within +-127 as int8, ties to even; or four vectors of them in a row
 //   add_quads(acc, p) acc[i] += p[4i] + ... + p[4i+3]
 //   load_multipliers  the multipliers of a group of two levels, for a panel's columns (quantized.h), as words 0 ... 15
-//   by_parity(m, p)         p[1] in lanes of odd m, else p[0]
+//   start_group(m, p)       the sum of a group before its products: p[1] in lanes of odd m, else p[0]
+//   dot_group(d, w, x)      as dot, of at most 16 inputs; `d` may have two parts, which add_scaled joins
 //   add_scaled(acc, d, m)   acc + d * m, d within 16 bits
 //   Scaler(m, zero)   store: nibbles n as bytes m * (n - 8 + m mod 2) + zero
 //   load_half         kLanes fp16 numbers; half_to_float: one
@@ -120,7 +121,7 @@ inline void load_multipliers(const uint8_t* p, IVec (&m)[2]) {
   m[0] = _mm512_and_si512(both, _mm512_set1_epi32(15));
   m[1] = _mm512_srli_epi32(both, 4);
 }
-inline IVec by_parity(IVec m, const int32_t* p) {
+inline IVec start_group(IVec m, const int32_t* p) {
   const __m512d pairs = _mm512_set1_pd(pair_of(p));
   return _mm512_castps_si512(_mm512_permutevar_ps(_mm512_castpd_ps(pairs), m));  // the lowest two bits of a lane choose
 }
@@ -155,6 +156,7 @@ struct Nibbles {
 };
 #if defined(QUIRE_AVX_VNNI)
 constexpr int kChannelRows = 6, kGroupRows = 3;
+constexpr bool kWordGroups = false;
 struct Codes {
   __m256i v;
 };
@@ -174,6 +176,9 @@ inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) { return dot_bytes(ac
 // vpmaddubsw saturates, so bytes are widened: the even ones and the odd ones of a quad as 16-bit pairs for vpmaddwd.
 // Nibbles cannot saturate it: 2 * 15 * 127.
 constexpr int kChannelRows = 4, kGroupRows = 2;
+// A group of two levels is summed in words, even and odd pairs of inputs apart: 4 * 2 * 15 * 127, less 8 times the row's
+// sum, stays within 16 bits.
+constexpr bool kWordGroups = true;
 struct Codes {
   __m256i even, odd;
 };
@@ -235,21 +240,27 @@ inline int32_t sum(IVec v) {
 }
 inline void load_multipliers(const uint8_t* p, IVec (&m)[4]) {
   for (int v = 0; v < 2; ++v) {
-    const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * v)));
-    m[v] = _mm256_and_si256(both, _mm256_set1_epi32(15));
-    m[v + 2] = _mm256_srli_epi32(both, 4);
+    __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * v)));
+    if (kWordGroups) both = _mm256_or_si256(both, _mm256_slli_epi32(both, 16));
+    m[v] = _mm256_and_si256(both, _mm256_set1_epi16(15));
+    m[v + 2] = _mm256_srli_epi16(both, 4);
   }
 }
-inline IVec by_parity(IVec m, const int32_t* p) {
+inline IVec start_group(IVec m, const int32_t* p) {
   const __m256d pairs = _mm256_set1_pd(pair_of(p));
-  return _mm256_castps_si256(_mm256_permutevar_ps(_mm256_castpd_ps(pairs), m));  // the lowest two bits of a lane choose
+  const IVec start = _mm256_castps_si256(_mm256_permutevar_ps(_mm256_castpd_ps(pairs), m));  // by a lane's two lowest bits
+  return kWordGroups ? _mm256_blend_epi16(start, _mm256_setzero_si256(), 0xaa) : start;
+}
+inline IVec dot_group(IVec d, const Nibbles& w, const Quad& x) {
+  return kWordGroups ? _mm256_add_epi16(d, _mm256_maddubs_epi16(w.v, x.v)) : dot(d, w, x);
 }
 inline IVec add_scaled(IVec acc, IVec d, IVec m) { return _mm256_add_epi32(acc, _mm256_madd_epi16(d, m)); }
 class Scaler {
  public:
   Scaler(IVec m, int zero) {
     const __m128i table = offsets_of_multipliers(zero);
-    const __m256i four = _mm256_mullo_epi32(m, broadcast(0x01010101));
+    const __m256i lowest = _mm256_set_epi64x(0x0c0c0c0c08080808, 0x0404040400000000, 0x0c0c0c0c08080808, 0x0404040400000000);
+    const __m256i four = _mm256_shuffle_epi8(m, lowest);
     words_ = _mm256_and_si256(four, broadcast(0x00ff00ff));
     offset_ = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), four);
   }
@@ -329,7 +340,7 @@ inline void load_multipliers(const uint8_t* p, IVec (&m)[8]) {
     for (int i = 0; i < 4; ++i) m[v].i[i] = p[v % 4 * 4 + i] >> (v / 4 * 4) & 15;
   }
 }
-inline IVec by_parity(IVec m, const int32_t* p) {
+inline IVec start_group(IVec m, const int32_t* p) {
   for (int i = 0; i < 4; ++i) m.i[i] = p[m.i[i] % 2];
   return m;
 }
@@ -349,6 +360,10 @@ struct Scaler {
   }
 };
 
+#endif
+
+#if !defined(__AVX2__) || defined(__AVX512F__)
+inline IVec dot_group(IVec d, const Nibbles& w, const Quad& x) { return dot(d, w, x); }
 #endif
 
 }  // namespace quire::cpu::QUIRE_ISA

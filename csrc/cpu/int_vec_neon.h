@@ -68,7 +68,7 @@ inline void load_multipliers(const uint8_t* p, IVec (&m)[8]) {
     m[4 * h + 3] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)));
   }
 }
-inline IVec by_parity(IVec m, const int32_t* p) {
+inline IVec start_group(IVec m, const int32_t* p) {
   return vbslq_s32(vtstq_s32(m, vdupq_n_s32(1)), broadcast(p[1]), broadcast(p[0]));
 }
 inline IVec add_scaled(IVec acc, IVec d, IVec m) { return vmlaq_s32(acc, d, m); }

@@ -58,7 +58,7 @@ inline void dot_panel(const uint8_t* panel, const int8_t* x, int64_t stride, con
       load_multipliers(panel + g * kPanel / 2, m);
       UNROLL for (int r = 0; r < R; ++r) {
         const int32_t* zero = zeros[r * groups + first + g];
-        UNROLL for (int v = 0; v < V; ++v) d[r][v] = by_parity(m[kFirst + v], zero);
+        UNROLL for (int v = 0; v < V; ++v) d[r][v] = start_group(m[kFirst + v], zero);
       }
       UNROLL for (int64_t i = 0; i < kTwoLevelGroup / 8; ++i) {
         Nibbles low[V], high[V];
@@ -69,7 +69,7 @@ inline void dot_panel(const uint8_t* panel, const int8_t* x, int64_t stride, con
         UNROLL for (int r = 0; r < R; ++r) {
           const int8_t* eight = x + r * stride + i * 8;
           const Quad even = broadcast_quad(eight), odd = broadcast_quad(eight + 4);
-          UNROLL for (int v = 0; v < V; ++v) d[r][v] = dot(dot(d[r][v], low[v], even), high[v], odd);
+          UNROLL for (int v = 0; v < V; ++v) d[r][v] = dot_group(dot_group(d[r][v], low[v], even), high[v], odd);
         }
       }
       UNROLL for (int r = 0; r < R; ++r) {
