@@ -15,6 +15,7 @@ namespace quire::cpu::QUIRE_ISA {
 template <int kBits, bool kOffset>
 struct Grouped {
   static constexpr int kTileRows = kGroupRows;
+  static constexpr bool kUnpacked = false, kAlwaysPacks = false;
   static constexpr int kZero = kBits == 8 ? kCodesZero : 8;
   static constexpr int64_t kQuad = kBits == 8 ? kQuadBytes : 4;   // of a row that is laid out
   static constexpr int64_t kHead = kOffset ? 8 : 4;               // of a row before the quads of a group

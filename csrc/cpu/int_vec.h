@@ -133,7 +133,8 @@ class Scaler {
  public:
   Scaler(IVec m, int zero) {
     const __m128i table = offsets_of_multipliers(zero);
-    const __m512i four = _mm512_mullo_epi32(m, broadcast(0x01010101));
+    const __m128i lowest = _mm_set_epi64x(0x0c0c0c0c08080808, 0x0404040400000000);
+    const __m512i four = _mm512_shuffle_epi8(m, _mm512_broadcast_i32x4(lowest));
     words_ = _mm512_and_si512(four, broadcast(0x00ff00ff));
     offset_ = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), four);
   }
@@ -178,6 +179,7 @@ inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) { return dot_bytes(ac
 constexpr int kChannelRows = 4, kGroupRows = 2;
 // A group of two levels is summed in words, even and odd pairs of inputs apart: 4 * 2 * 15 * 127, less 8 times the row's
 // sum, stays within 16 bits.
+#define QUIRE_WORD_GROUPS
 constexpr bool kWordGroups = true;
 struct Codes {
   __m256i even, odd;

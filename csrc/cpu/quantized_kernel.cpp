@@ -18,6 +18,7 @@
 #include "cpu/row_loops.h"
 #include "cpu/scratch.h"
 #include "cpu/two_level.h"
+#include "cpu/word_groups.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
@@ -40,6 +41,7 @@ inline int32_t row_sum(const QuantizedLinearArgs& a, int64_t row) {
 // One scale per column: integers over all of K.
 struct Channel {
   static constexpr int kTileRows = kChannelRows;
+  static constexpr bool kUnpacked = true, kAlwaysPacks = false;  // weights as int8; rows laid out however few
 
   static int64_t row_bytes(const QuantizedLinearArgs& a) { return 4 + (a.k + 3) / 4 * kQuadBytes; }
 
@@ -153,6 +155,17 @@ void rows_of(int64_t rows, const QuantizedLinearArgs& a, const Place& at) {
   }
 }
 
+// int4 of two levels: by groups where the level sums them in words, else unpacked panel by panel.
+#if defined(QUIRE_WORD_GROUPS)
+using TwoLevel = WordGroups;
+template <>
+void rows_of<WordGroups>(int64_t rows, const QuantizedLinearArgs& a, const Place& at) {
+  WordGroups::panel_rows(rows, a, at);
+}
+#else
+using TwoLevel = Channel;
+#endif
+
 // The panel of two levels unpacked to int8, in memory of this thread.
 const uint8_t* unpacked_panel(const QuantizedLinearArgs& a, const uint8_t* panel) {
   static thread_local Scratch scratch;
@@ -245,7 +258,7 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
   for (int64_t first = 0; first < a.rows; first += kPassRows) {
     const Pass<F> pass(first, std::min(kPassRows, a.rows - first));
     const int tiles = pass.tiles;
-    const bool packs = pass.rows >= kPackedRows && !small;
+    const bool packs = F::kAlwaysPacks || (pass.rows >= kPackedRows && !small);
     const bool own = packs && pass.rows <= kOwnRows && a.n >= kOwnColumns * pool.num_threads();
     const int8_t* const together = packs && !own ? pack_rows<F>(a, pass, pool) : nullptr;
     const auto rows_of_thread = [&] { return own ? pack_own_rows<F>(a, pass) : together; };
@@ -253,7 +266,7 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
     const auto multiply = [&](const Range& mine, const int8_t* packed) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const uint8_t* panel = a.packed + p * panel_bytes;
-        if (a.format.two_level()) panel = unpacked_panel(a, panel);
+        if (F::kUnpacked && a.format.two_level()) panel = unpacked_panel(a, panel);
         const bool ahead = p + 1 < panels && tiles > 1;
         for (int t = 0; t < tiles; ++t) {
           const Range tile = pass.tile(t), lines = ahead ? share(panel_bytes / 64, t, tiles) : Range{0, 0};
@@ -281,7 +294,8 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
 void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const QuantizedFormat& f = a.format;
   if (f.two_level() && a.rows > 0 && a.rows <= kFewTiles * kFewRows) return two_level_rows(a, pool);
-  if (f.group == 0 || f.two_level()) return linear_as<Channel>(a, pool);
+  if (f.group == 0) return linear_as<Channel>(a, pool);
+  if (f.two_level()) return linear_as<TwoLevel>(a, pool);
   if (f.bits == 8) return (f.has_offset ? linear_as<Grouped<8, true>> : linear_as<Grouped<8, false>>)(a, pool);
   return (f.has_offset ? linear_as<Grouped<4, true>> : linear_as<Grouped<4, false>>)(a, pool);
 }
