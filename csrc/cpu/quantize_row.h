@@ -42,12 +42,25 @@ inline int32_t sum_row(const int8_t* q, int64_t stride) {
   return sum(total);
 }
 
-inline void sum_groups(const int8_t* q, int64_t k, int64_t group, int32_t* sums) {
-  for (int64_t first = 0; first < k; first += group) {
-    const int64_t last = std::min(k, first + group);
+// sums[g] = the sum of kQuads (or `quads`) fours of inputs.
+template <int64_t kQuads>
+inline void sum_fours(const int32_t* fours, int64_t groups, int64_t quads, int32_t* sums) {
+  const int64_t count = kQuads > 0 ? kQuads : quads;
+  for (int64_t g = 0; g < groups; ++g, fours += count) {
     int32_t total = 0;
-    for (int64_t i = first; i < last; ++i) total += q[i];
-    *sums++ = total;
+    for (int64_t i = 0; i < count; ++i) total += fours[i];
+    sums[g] = total;
+  }
+}
+
+// Of the groups of a row, whose padding is zeros, whole vectors and whole groups.
+inline void sum_groups(const int8_t* q, int64_t stride, int64_t group, int64_t groups, int32_t* sums) {
+  int32_t* fours = scratch_row<int32_t>(stride / 4);
+  for (int64_t i = 0; i < stride; i += 4 * kLanes) store_ints(fours + i / 4, add_quads(broadcast(int32_t{0}), q + i));
+  if (group == kTwoLevelGroup) {
+    sum_fours<kTwoLevelGroup / 4>(fours, groups, 0, sums);
+  } else {
+    sum_fours<0>(fours, groups, group / 4, sums);
   }
 }
 
@@ -82,7 +95,7 @@ inline void quantize_row(const T* x, int64_t k, int64_t group, const QuantizedRo
   if (group == 0) {
     *sums = sum_row(q, y.stride);
   } else {
-    sum_groups(q, k, group, sums);
+    sum_groups(q, y.stride, group, groups, sums);
   }
 }
 
