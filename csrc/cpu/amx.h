@@ -52,6 +52,12 @@ inline void tile_load(const void* p, int64_t stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
 }
 
+// The same, without a place in L1 for what comes from beyond it.
+template <int kTile>
+inline void tile_load_past_l1(const void* p, int64_t stride) {
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
+}
+
 template <int kTile>
 inline void tile_store(void* p, int64_t stride) {
   __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(kTile) : "memory");

@@ -4,17 +4,19 @@
 //
 // Algorithm: A tiles are 16 rows x 64 bytes: of x as it lies for up to 16 rows, else of rows packed once per pass as
 // [chunk][block of 32 rows][step][2 tiles][16][64], one stream per block. 2 x 2 tiles of results, 32 rows x 32 columns,
-// live in registers over all of K, as long as the rows of a pass stay in L2 (1 MiB: 256 bf16 rows at K = 2048); longer
-// rows are computed in chunks of 32 steps by 16 panels, and their sums spill in between (unrounded, so no bit is lost).
-// Short chunks, whose weights stay in L1, spill too often: 1.3 against 1.65 TFLOP/s of bf16
-// (benchmarks/results/amx-gemm-2026-11-21.md). A block's sums become results while the tiles of the next are
-// multiplied, and bypass caches that would not hold them.
+// live in registers over a chunk of K, and in memory in between (unrounded, so no bit is lost). A chunk has up to 18
+// steps: its weights then stay in L1 for all blocks, and rows, which come from L2, are loaded past L1. Otherwise both
+// would come from L2, which gives 45 bytes per cycle where two operands want 64. A single block keeps its sums in
+// registers over all of K. Where the rows of a pass are more than L2 holds, panels take turns by parts of K.
+// No tile register is renamed: sums are stored, and the next ones loaded, between the products of a block's first step.
+// A block's sums become results while the tiles of the next are multiplied, and bypass caches that would not hold them.
+// Figures: benchmarks/results/amx-gemm-2026-11-25.md.
 //
 // Exactness: every element is one sequence of tile products over k, step by step, whatever the number of rows: a row of
 // a tile does not affect the others. A last step of less than 64 bytes is always padded with zeros.
 //
-// Bytes: the weights once per pass. Bound: memory bandwidth up to about 100 rows, the tile products above; in between
-// L2, which delivers about 45 bytes per cycle, of which each product needs half a KiB.
+// Bytes: the weights once per pass. Bound: memory bandwidth up to about 100 rows, the tile products above. Beside loads
+// from L1 they take 19 cycles instead of 16 (Granite Rapids), so 82 % of their peak is the most there is.
 #pragma once
 
 #include <algorithm>
@@ -32,9 +34,11 @@ constexpr int64_t kPanelStep = 2 * kTile;               // bytes of a panel's st
 constexpr int64_t kBlockRows = 2 * kTileRows;
 constexpr int64_t kTileSums = kTileRows * kTileRows;    // of a tile of results
 constexpr int64_t kBlockSums = 4 * kTileSums;           // of a block: its four tiles, one after the other
-constexpr int64_t kChunkSteps = 32;                     // between spills of the sums
-constexpr int64_t kGroupPanels = 8;                     // panels that share a chunk of the rows
+constexpr int64_t kChunkSteps = 18;                     // whose weights stay in L1: 36 KiB
+constexpr int64_t kChunkedBlocks = 2;                   // that share the weights of a chunk; fewer take K as a whole
+constexpr int64_t kGroupPanels = 16;                    // panels that share a part of the rows, at most
 constexpr int64_t kCachedTiles = 1024;                  // A tiles that stay in L2: 1 MiB
+constexpr int64_t kPassTiles = 32;                      // of 16 rows: more do not share a read of the weights
 constexpr int64_t kCachedResults = 1 << 20;             // bytes; more do not stay in L2
 constexpr int64_t kSmallWork = 1 << 17;                 // bytes of weights times rows, see `over_threads`
 constexpr int64_t kAheadBytes = 8 << 10;                // how far ahead the weights of a single block are fetched
@@ -50,8 +54,13 @@ struct Gemm {
   const uint8_t *x, *w;
   int64_t rows, x_stride, k;  // k: bytes of a row
   int64_t n, panel;           // columns; bytes of a panel
-  int64_t pass_rows;
 
+  int64_t steps() const { return (k + kTileBytes - 1) / kTileBytes; }
+  // Rows of a pass: as many as L2 holds, if they are at least half of what a pass may have.
+  int64_t pass_rows() const {
+    const int64_t cached = kCachedTiles / steps();
+    return kTileRows * (cached < kPassTiles / 2 ? kPassTiles : std::min(cached / 2 * 2, kPassTiles));
+  }
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
   int64_t work() const { return rows * n * k; }
 };
@@ -144,25 +153,40 @@ class RowWriter {
 // The rows of one pass and their layout.
 struct Pass {
   int64_t first, rows, tiles, steps;  // steps: of 64 bytes, the last filled up
-  int64_t chunk;                      // steps of a chunk
+  int64_t chunks, part;               // of K, even to within a step; chunks of a part, whose rows stay in L2
   const uint8_t* x;                   // packed; or as it lies, for a single tile
   int64_t stride, step;               // of A tiles: bytes between rows and between steps
   bool packed;
 
+  Pass(const Gemm& g, int64_t first, int64_t rows)
+      : first(first), rows(rows), tiles((rows + kTileRows - 1) / kTileRows),
+        steps(g.steps()), x(g.x + first * g.x_stride), stride(g.x_stride), step(kTileBytes),
+        packed(tiles > 1 || g.k % kTileBytes != 0) {
+    chunks = blocks() < kChunkedBlocks ? 1 : (steps + kChunkSteps - 1) / kChunkSteps;
+    // The sums of a group take as much of L2 as the rows of a part.
+    const int64_t cached = tiles * steps <= kCachedTiles ? kCachedTiles : kCachedTiles / 2;
+    part = std::max<int64_t>(1, cached / (tiles * most_steps()));
+  }
+
   int64_t blocks() const { return (tiles + 1) / 2; }
-  int64_t chunks() const { return (steps + chunk - 1) / chunk; }
-  int64_t chunk_steps(int64_t c) const { return std::min(chunk, steps - c * chunk); }
+  int64_t begin(int64_t c) const { return steps * c / chunks; }
+  int64_t chunk_steps(int64_t c) const { return begin(c + 1) - begin(c); }
+  int64_t most_steps() const { return (steps + chunks - 1) / chunks; }
   // Where the A tiles of block b and chunk c begin, counted in steps.
-  int64_t place(int64_t b, int64_t c) const { return packed ? c * chunk * blocks() + b * chunk_steps(c) : c * chunk; }
+  int64_t place(int64_t b, int64_t c) const { return packed ? begin(c) * blocks() + b * chunk_steps(c) : begin(c); }
+  int64_t packed_bytes() const { return blocks() * steps * 2 * kTile; }
+
+  // Rows are packed to `to`, see pack_tile.
+  void pack_to(const uint8_t* to) { x = to, stride = kTileBytes, step = 2 * kTile; }
 };
 
 // Copies the rows of tile t, filled up with zeros to 16 rows and whole steps.
 inline void pack_tile(const Gemm& g, const Pass& pass, int64_t t, uint8_t* packed) {
   const int64_t rows = std::min<int64_t>(kTileRows, pass.rows - t * kTileRows), whole = g.k / kTileBytes;
   const uint8_t* x = g.x + (pass.first + t * kTileRows) * g.x_stride;
-  for (int64_t c = 0; c < pass.chunks(); ++c) {
+  for (int64_t c = 0; c < pass.chunks; ++c) {
     uint8_t* to = packed + pass.place(t / 2, c) * pass.step + t % 2 * kTile;
-    for (int64_t s = c * pass.chunk; s < c * pass.chunk + pass.chunk_steps(c); ++s, to += pass.step) {
+    for (int64_t s = pass.begin(c); s < pass.begin(c + 1); ++s, to += pass.step) {
       const __mmask64 valid = s < whole ? ~__mmask64(0) : (__mmask64(1) << g.k % kTileBytes) - 1;
       for (int64_t r = 0; r < kTileRows; ++r) {
         const __m512i v = r < rows ? _mm512_maskz_loadu_epi8(valid, x + r * g.x_stride + s * kTileBytes) : __m512i{};
@@ -172,54 +196,63 @@ inline void pack_tile(const Gemm& g, const Pass& pass, int64_t t, uint8_t* packe
   }
 }
 
-// One or two tiles of rows by the two tiles of a panel's step, and kFetches from `ahead` between them.
-template <bool kLower, typename Op>
-inline void step(const uint8_t* x, int64_t stride, const uint8_t* w, Ahead& ahead) {
-  tile_load<kB0>(w, 2 * kTileBytes);
+template <bool kPastL1, int kA>
+inline void load_rows(const uint8_t* x, int64_t stride) {
+  if constexpr (kPastL1) {
+    tile_load_past_l1<kA>(x, stride);
+  } else {
+    tile_load<kA>(x, stride);
+  }
+}
+
+// One or two tiles of rows by the two tiles of a panel's step, and kFetches from `ahead` between them. What `before` does
+// with an accumulator comes ahead of its product.
+template <bool kLower, bool kPastL1, typename Op, typename F>
+inline void step(const uint8_t* x, int64_t stride, const uint8_t* w, Ahead& ahead, const F& before) {
+  load_rows<!kPastL1 && !Op::kUnpacks, kB0>(w, 2 * kTileBytes);
   ahead.fetch();
-  tile_load<kA0>(x, stride);
-  tile_load<kB1>(w + kTileBytes, 2 * kTileBytes);
+  load_rows<kPastL1, kA0>(x, stride);
+  load_rows<!kPastL1 && !Op::kUnpacks, kB1>(w + kTileBytes, 2 * kTileBytes);
   ahead.fetch();
+  before.template tile<kC00>();
   Op::template dot<kC00, kA0, kB0>();
-  if constexpr (kLower) tile_load<kA1>(x + kTile, stride);
+  if constexpr (kLower) load_rows<kPastL1, kA1>(x + kTile, stride);
+  before.template tile<kC01>();
   Op::template dot<kC01, kA0, kB1>();
   ahead.fetch();
-  if constexpr (kLower) {
-    Op::template dot<kC10, kA1, kB0>();
-    Op::template dot<kC11, kA1, kB1>();
-  }
+  before.template tile<kC10>();
+  if constexpr (kLower) Op::template dot<kC10, kA1, kB0>();
+  before.template tile<kC11>();
+  if constexpr (kLower) Op::template dot<kC11, kA1, kB1>();
   ahead.fetch();
 }
 
-template <bool kLower>
-inline void clear_sums() {
-  tile_zero<kC00>();
-  tile_zero<kC01>();
-  if constexpr (kLower) {
-    tile_zero<kC10>();
-    tile_zero<kC11>();
-  }
-}
+// Sums that go on within a block.
+struct Continued {
+  template <int kTile>
+  void tile() const {}
+};
 
+// The accumulators of a block take over from those of the one before, whose sums go to `done` (or null). Its own are
+// at `sums`, or null where they begin with zero. Sums are four tiles, one after the other.
 template <bool kLower, typename Sum>
-inline void load_sums(const Sum* sums) {
-  tile_load<kC00>(sums, kTileBytes);
-  tile_load<kC01>(sums + kTileSums, kTileBytes);
-  if constexpr (kLower) {
-    tile_load<kC10>(sums + 2 * kTileSums, kTileBytes);
-    tile_load<kC11>(sums + 3 * kTileSums, kTileBytes);
-  }
-}
+struct TakeOver {
+  Sum* done;
+  bool done_lower;
+  const Sum* sums;
 
-template <bool kLower, typename Sum>
-inline void store_sums(Sum* sums) {
-  tile_store<kC00>(sums, kTileBytes);
-  tile_store<kC01>(sums + kTileSums, kTileBytes);
-  if constexpr (kLower) {
-    tile_store<kC10>(sums + 2 * kTileSums, kTileBytes);
-    tile_store<kC11>(sums + 3 * kTileSums, kTileBytes);
+  template <int kTile>
+  void tile() const {
+    constexpr bool lower = kTile == kC10 || kTile == kC11;
+    if (done != nullptr && (!lower || done_lower)) tile_store<kTile>(done + kTile * kTileSums, kTileBytes);
+    if constexpr (lower && !kLower) return;
+    if (sums == nullptr) {
+      tile_zero<kTile>();
+    } else {
+      tile_load<kTile>(sums + kTile * kTileSums, kTileBytes);
+    }
   }
-}
+};
 
 // Row r of a block's sums: the left 16 columns; the right ones are kTileSums further.
 template <typename Sum>
@@ -238,91 +271,125 @@ class PanelWorker {
   using Sum = typename Op::Sum;
 
   PanelWorker(const Gemm& g, const Op& op, const Pass& pass, ThreadPool& pool, int thread)
-      : g_(g), op_(op), pass_(pass), pool_(pool), thread_(thread), group_(pass.chunks() == 1 ? 1 : kGroupPanels) {
+      : g_(g), op_(op), pass_(pass), pool_(pool), thread_(thread), group_(group(pool.num_threads())) {
     TileShapes shapes;
     const int rows = static_cast<int>(pass.packed ? kTileRows : pass.rows);
     for (const int t : {kC00, kC01, kC10, kC11, kA0, kA1}) shapes.set(t, rows, kTileBytes);
     for (const int t : {kB0, kB1}) shapes.set(t, kTileRows, kTileBytes);
     tiles_.shape(shapes);
-    sums_ = scratch_.get<Sum>((group_ * pass.blocks() + 1) * kBlockSums);
+    // A single block alternates: one place is written to y while the other is summed.
+    sums_ = scratch_.get<Sum>(std::max<int64_t>(2, group_ * pass.blocks()) * kBlockSums);
     if constexpr (Op::kUnpacks) {
-      slots_ = pass.blocks() == 1 ? kUnpackSlots : std::min(pass.chunk, pass.steps);
+      slots_ = pass.blocks() == 1 ? kUnpackSlots : pass.most_steps();
       unpacked_ = unpack_scratch_.get<uint8_t>(slots_ * kPanelStep);
     }
   }
 
   void run() {
     pool_.take_all(thread_, group_, [&](const Range& mine) {
-      const auto [first, end] = mine;
-      for (int64_t c = 0; c < pass_.chunks(); ++c) {
-        for (int64_t p = first; p < end; ++p) {
-          const bool more = p + 1 < end, same = more || c + 1 < pass_.chunks();
-          chunk(p, c, (p - first) * pass_.blocks(), more ? p + 1 : same ? first : end, more ? c : same ? c + 1 : 0);
-        }
+      for (int64_t c = 0; c < pass_.chunks; c += pass_.part) {
+        const Range part{c, std::min(c + pass_.part, pass_.chunks)};
+        for (int64_t p = mine.begin; p < mine.end; ++p) panel(p, part, mine);
       }
     });
+    const TakeOver<false, Sum> end{held_.sums, held_.rows > kTileRows, nullptr};
+    end.template tile<kC00>(), end.template tile<kC01>(), end.template tile<kC10>(), end.template tile<kC11>();
+    hold({}, false);
     write(kBlockRows);
     _mm_sfence();  // makes streamed results visible to other threads
   }
 
  private:
-  const uint8_t* weights(int64_t p, int64_t c) const { return g_.w + p * g_.panel + c * pass_.chunk * Op::kStepBytes; }
+  // Panels that take turns by parts of K, where there are several: every thread gets at least two groups.
+  int64_t group(int threads) const {
+    return pass_.part < pass_.chunks ? std::clamp<int64_t>(g_.panels() / (2 * threads), 1, kGroupPanels) : 1;
+  }
+
+  const uint8_t* weights(int64_t p, int64_t c) const { return g_.w + p * g_.panel + pass_.begin(c) * Op::kStepBytes; }
+
+  // A part's chunks of panel p, one of the group `mine`, whose panels take turns.
+  void panel(int64_t p, const Range& part, const Range& mine) {
+    for (int64_t c = part.begin; c < part.end; ++c) {
+      const uint8_t* next = weights(mine.end, 0);
+      if (c + 1 < part.end) {
+        next = weights(p, c + 1);
+      } else if (p + 1 < mine.end) {
+        next = weights(p + 1, part.begin);
+      } else if (part.end < pass_.chunks) {
+        next = weights(mine.begin, part.end);
+      }
+      Ahead ahead = ahead_of(p, c, next);
+      chunk(p, c, sums_ + (p - mine.begin) * pass_.blocks() * kBlockSums, ahead);
+    }
+  }
 
   // What to fetch during a chunk: a single block streams through the weights, several have time to fetch the next
   // chunk.
-  Ahead ahead_of(int64_t p, int64_t c, int64_t next_p, int64_t next_c) const {
+  Ahead ahead_of(int64_t p, int64_t c, const uint8_t* next) const {
     const uint8_t* end = weights(g_.panels(), 0);
     if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, (Op::kStepBytes / 64 + kFetches - 1) / kFetches};
-    const int64_t lines = pass_.chunk * Op::kStepBytes / 64, turns = pass_.blocks() * pass_.chunk_steps(c) * kFetches;
-    const uint8_t* next = weights(next_p, next_c);
+    const int64_t lines = pass_.most_steps() * Op::kStepBytes / 64, turns = pass_.blocks() * pass_.chunk_steps(c) * kFetches;
     return {next, std::min(next + lines * 64, end), (lines + turns - 1) / turns};
   }
 
-  // All rows by chunk c of panel p, whose blocks have their sums from `first` on; chunk next_c of panel next_p is next.
-  void chunk(int64_t p, int64_t c, int64_t first, int64_t next_p, int64_t next_c) {
-    const int64_t steps = pass_.chunk_steps(c);
-    const bool final = c + 1 == pass_.chunks();
-    const uint8_t* last = nullptr;
-    if (final && !Op::kUnpacks && g_.k % kTileBytes != 0) {
+  // All rows by chunk c of panel p. Their sums are at `sums`, block by block.
+  void chunk(int64_t p, int64_t c, Sum* sums, Ahead& ahead) {
+    Chunk at{c, pass_.chunk_steps(c), weights(p, c), nullptr};
+    if (c + 1 == pass_.chunks && !Op::kUnpacks && g_.k % kTileBytes != 0) {
       std::memset(last_, 0, sizeof(last_));
-      std::memcpy(last_, weights(p, c) + (steps - 1) * kPanelStep, g_.panel - (pass_.steps - 1) * kPanelStep);
-      last = last_;
+      std::memcpy(last_, at.w + (at.steps - 1) * kPanelStep, g_.panel - (pass_.steps - 1) * kPanelStep);
+      at.last = last_;
     }
-    Ahead ahead = ahead_of(p, c, next_p, next_c);
+    if (pass_.blocks() == 1) {
+      sums = sums_ + (spare_ = 1 - spare_) * kBlockSums;
+      const Block of{sums, pass_.first, pass_.rows, p * kPanel};
+      return of.rows > kTileRows ? block<true, false>(0, at, of, ahead) : block<false, false>(0, at, of, ahead);
+    }
     for (int64_t b = 0; b < pass_.blocks(); ++b) {
-      // With one chunk two places alternate: one is written to y while the other is summed.
-      Sum* sums = sums_ + (group_ == 1 ? (spare_ = 1 - spare_) : first + b) * kBlockSums;
-      const int64_t row = b * kBlockRows, rows = std::min(kBlockRows, pass_.rows - row);
-      if (rows > kTileRows) {
-        block<true>(b, c, weights(p, c), last, sums, ahead);
-      } else {
-        block<false>(b, c, weights(p, c), last, sums, ahead);
-      }
-      if (final) results_ = {sums, pass_.first + row, rows, p * kPanel, 0};
+      const int64_t row = b * kBlockRows;
+      const Block of{sums + b * kBlockSums, pass_.first + row, std::min(kBlockRows, pass_.rows - row), p * kPanel};
+      of.rows > kTileRows ? block<true, true>(b, at, of, ahead) : block<false, true>(b, at, of, ahead);
     }
   }
 
-  // One or two tiles of rows x one panel over chunk c. `w`: the panel's chunk; `last`: its last step if that was
-  // padded separately, else null.
-  template <bool kLower>
-  void block(int64_t b, int64_t c, const uint8_t* w, const uint8_t* last, Sum* sums, Ahead& ahead) {
-    if (c == 0) {
-      clear_sums<kLower>();
-    } else {
-      load_sums<kLower>(sums);
-    }
-    const uint8_t* x = pass_.x + pass_.place(b, c) * pass_.step;
-    const int64_t whole = pass_.chunk_steps(c) - (last != nullptr);
-    const int64_t fresh = Op::kUnpacks && b == 0 ? whole : 0;
-    for (int64_t s = 0; s < std::min(kUnpackSteps, fresh); ++s) unpack(w, s);
-    for (int64_t s = 0; s < whole; ++s) {
-      if (s + kUnpackSteps < fresh) unpack(w, s + kUnpackSteps);
-      step<kLower, Op>(x + s * pass_.step, pass_.stride, Op::kUnpacks ? slot(s) : w + s * kPanelStep, ahead);
+  // A chunk of a panel. `last`: its last step if that was padded separately, else null.
+  struct Chunk {
+    int64_t index, steps;
+    const uint8_t *w, *last;
+  };
+
+  // A block of rows by a panel: its sums, and the results that they become.
+  struct Block {
+    Sum* sums = nullptr;
+    int64_t row = 0, rows = 0, column = 0;
+  };
+
+  // One or two tiles of rows x one panel over a chunk. The sums stay in tiles until the next block takes over.
+  template <bool kLower, bool kPastL1>
+  void block(int64_t b, const Chunk& at, const Block& of, Ahead& ahead) {
+    const uint8_t* x = pass_.x + pass_.place(b, at.index) * pass_.step;
+    const int64_t fresh = Op::kUnpacks && b == 0 ? at.steps : 0;
+    for (int64_t s = 0; s < std::min(kUnpackSteps, fresh); ++s) unpack(at.w, s);
+    const TakeOver<kLower, Sum> first{held_.sums, held_.rows > kTileRows, at.index == 0 ? nullptr : of.sums};
+    for (int64_t s = 0; s < at.steps; ++s, x += pass_.step) {
+      if (s + kUnpackSteps < fresh) unpack(at.w, s + kUnpackSteps);
+      const uint8_t* w = Op::kUnpacks ? slot(s) : s + 1 == at.steps && at.last != nullptr ? at.last : at.w + s * kPanelStep;
+      if (s == 0) {
+        step<kLower, kPastL1, Op>(x, pass_.stride, w, ahead, first);
+        hold(of, at.index + 1 == pass_.chunks);
+      } else {
+        step<kLower, kPastL1, Op>(x, pass_.stride, w, ahead, Continued());
+      }
       write(kWriteRows);
     }
-    if (last != nullptr) step<kLower, Op>(x + whole * pass_.step, pass_.stride, last, ahead);
     write(kBlockRows);
-    store_sums<kLower>(sums);
+  }
+
+  // The tiles hold the sums of `block` from now on; those before them are in memory, and become results if they are of
+  // all K.
+  void hold(const Block& block, bool whole) {
+    if (held_whole_) results_ = held_, written_ = 0;
+    held_ = block, held_whole_ = whole;
   }
 
   uint8_t* slot(int64_t s) const { return unpacked_ + (s < slots_ ? s : s % kUnpackSlots) * kPanelStep; }
@@ -331,19 +398,12 @@ class PanelWorker {
     if constexpr (Op::kUnpacks) op_.unpack(w + s * Op::kStepBytes, slot(s));
   }
 
-  // A block's sums on their way into y.
-  struct Results {
-    const Sum* sums = nullptr;
-    int64_t row = 0, rows = 0, column = 0;  // where they go
-    int64_t done = 0;
-  };
-
-  // Up to `count` more rows of them.
+  // Up to `count` more rows of the results.
   void write(int64_t count) {
-    Results& r = results_;
     static_assert(kTileRows % kWriteRows == 0, "rows that are written together are of one tile");
-    for (const int64_t end = std::min(r.rows, r.done + count); r.done < end; r.done += kWriteRows) {
-      op_.write(r.row + r.done, std::min(kWriteRows, end - r.done), r.column, row_of_sums(r.sums, r.done));
+    const Block& r = results_;
+    for (const int64_t end = std::min(r.rows, written_ + count); written_ < end; written_ += kWriteRows) {
+      op_.write(r.row + written_, std::min(kWriteRows, end - written_), r.column, row_of_sums(r.sums, written_));
     }
   }
 
@@ -357,7 +417,9 @@ class PanelWorker {
   uint8_t* unpacked_ = nullptr;
   Tiles tiles_;
   Sum* sums_;
-  Results results_;
+  Block held_, results_;       // in tiles; on their way into y
+  bool held_whole_ = false;    // over all of K
+  int64_t written_ = 0;        // rows of the results
   alignas(64) uint8_t last_[kPanelStep];
 };
 
@@ -369,15 +431,13 @@ thread_local Scratch PanelWorker<Op>::unpack_scratch_;
 template <typename Op>
 void gemm(const Gemm& g, const Op& op, ThreadPool& pool) {
   static thread_local Scratch packed_rows;
-  const int64_t steps = (g.k + kTileBytes - 1) / kTileBytes;
-  for (int64_t first = 0; first < g.rows; first += g.pass_rows) {
-    const int64_t rows = std::min(g.pass_rows, g.rows - first), tiles = (rows + kTileRows - 1) / kTileRows;
-    const int64_t chunk = tiles * steps <= kCachedTiles ? steps : kChunkSteps;
-    Pass pass{first, rows, tiles, steps, chunk, g.x + first * g.x_stride, g.x_stride, kTileBytes, false};
-    if (tiles > 1 || g.k % kTileBytes != 0) {
-      uint8_t* packed = packed_rows.get<uint8_t>(pass.blocks() * steps * 2 * kTile);
-      pass = {first, rows, tiles, steps, chunk, packed, kTileBytes, 2 * kTile, true};
-      over_threads(tiles, g.work(), pool, [&](int thread) {
+  const int64_t pass_rows = g.pass_rows();
+  for (int64_t first = 0; first < g.rows; first += pass_rows) {
+    Pass pass(g, first, std::min(pass_rows, g.rows - first));
+    if (pass.packed) {
+      uint8_t* packed = packed_rows.get<uint8_t>(pass.packed_bytes());
+      pass.pack_to(packed);
+      over_threads(pass.tiles, g.work(), pool, [&](int thread) {
         pool.take_all(thread, 1, [&](const Range& tile) { pack_tile(g, pass, tile.begin, packed); });
       });
     }

@@ -8,8 +8,6 @@ namespace quire::cpu::amx {
 
 namespace {
 
-constexpr int64_t kPassRows = 256;
-
 struct Bf16Rows {
   using Sum = float;
   static constexpr bool kUnpacks = false;
@@ -33,7 +31,7 @@ struct Bf16Rows {
 
 void linear(const LinearArgs& a, ThreadPool& pool) {
   const Gemm g{static_cast<const uint8_t*>(a.x), static_cast<const uint8_t*>(a.packed), a.rows, a.x_stride * 2, a.k * 2,
-               a.n, (a.k + 1) / 2 * 2 * kPanel * 2, kPassRows};
+               a.n, (a.k + 1) / 2 * 2 * kPanel * 2};
   gemm(g, Bf16Rows{a.bias, RowWriter(a.y, a.y_type, a.y_stride, a.rows, a.n)}, pool);
 }
 

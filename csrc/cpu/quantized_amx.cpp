@@ -16,7 +16,6 @@ namespace quire::cpu::amx {
 
 namespace {
 
-constexpr int64_t kPassRows = 512;
 constexpr int64_t kStreamedRows = 6;
 
 // Sums of whole rows as results: t * s_x + bias, t = `scaled(r, dots, scale, column)`.
@@ -79,7 +78,7 @@ struct TwoLevelRows {
 template <typename Rows>
 void whole_rows(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const Gemm g{reinterpret_cast<const uint8_t*>(a.x.q), a.packed, a.rows, a.x.stride, a.k, a.n,
-               a.format.panel_bytes(a.k), kPassRows};
+               a.format.panel_bytes(a.k)};
   gemm(g, Rows{a, RowWriter(a.y, a.y_type, a.y_stride, a.rows, a.n)}, pool);
 }
 

@@ -64,6 +64,26 @@ struct GroupSums {
   bool last = false;
 };
 
+template <bool kLower>
+inline void clear_sums() {
+  tile_zero<kC00>();
+  tile_zero<kC01>();
+  if constexpr (kLower) {
+    tile_zero<kC10>();
+    tile_zero<kC11>();
+  }
+}
+
+template <bool kLower>
+inline void store_sums(int32_t* sums) {
+  tile_store<kC00>(sums, kTileBytes);
+  tile_store<kC01>(sums + kTileSums, kTileBytes);
+  if constexpr (kLower) {
+    tile_store<kC10>(sums + 2 * kTileSums, kTileBytes);
+    tile_store<kC11>(sums + 3 * kTileSums, kTileBytes);
+  }
+}
+
 // One thread's share of a pass: the panels that it takes.
 template <int kBits, bool kOffset>
 class GroupWorker {
