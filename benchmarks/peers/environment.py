@@ -43,6 +43,7 @@ CORES = {
 }
 # Of family 6, model 85, the first stepping of each later core.
 STEPPINGS_OF_85 = {5: "cascadelake", 10: "cooperlake"}
+WITH_TILES = ("sapphirerapids", "emeraldrapids", "graniterapids")
 GGUF_NAMES = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
 VLLM_NAMES = {"int8": "w8a8", "int4": "w4a16"}
 
@@ -58,11 +59,24 @@ def machine_name() -> str:
 
 
 def core_name(info: dict[str, str]) -> str:
-    """Return the name of a core from what /proc/cpuinfo says of it; the architecture's where it is not known."""
+    """Return the name of a core from what /proc/cpuinfo says of it; the architecture's where it is not known.
+
+    Some hosts show another model than they have. One that never had tiles is then told by its instruction cache: 64 KiB
+    from Granite Rapids on, 32 KiB before.
+    """
     family, model, stepping = (int(info.get(name, 0)) for name in ("cpu family", "model", "stepping"))
     name = CORES.get((family, model), os.uname().machine)
+    if "amx_tile" in info.get("flags", "").split() and name not in WITH_TILES:
+        return "graniterapids" if instruction_cache() == "64K" else "sapphirerapids"
     later = [core for first, core in STEPPINGS_OF_85.items() if stepping >= first]
     return later[-1] if (family, model) == (6, 85) and later else name
+
+
+def instruction_cache() -> str:
+    """Return its size as Linux writes it, "" where Linux does not say."""
+    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")
+    sizes = [(c / "size").read_text().strip() for c in caches if "Instruction" in (c / "type").read_text()]
+    return sizes[0] if sizes else ""
 
 
 def machine_words() -> str:
