@@ -35,7 +35,6 @@ constexpr int64_t kBlockRows = 2 * kTileRows;
 constexpr int64_t kTileSums = kTileRows * kTileRows;    // of a tile of results
 constexpr int64_t kBlockSums = 4 * kTileSums;           // of a block: its four tiles, one after the other
 constexpr int64_t kChunkSteps = 18;                     // whose weights stay in L1: 36 KiB
-constexpr int64_t kChunkedBlocks = 2;                   // that share the weights of a chunk; fewer take K as a whole
 constexpr int64_t kGroupPanels = 16;                    // panels that share a part of the rows, at most
 constexpr int64_t kCachedTiles = 1024;                  // A tiles that stay in L2: 1 MiB
 constexpr int64_t kPassTiles = 32;                      // of 16 rows: more do not share a read of the weights
@@ -162,7 +161,7 @@ struct Pass {
       : first(first), rows(rows), tiles((rows + kTileRows - 1) / kTileRows),
         steps(g.steps()), x(g.x + first * g.x_stride), stride(g.x_stride), step(kTileBytes),
         packed(tiles > 1 || g.k % kTileBytes != 0) {
-    chunks = blocks() < kChunkedBlocks ? 1 : (steps + kChunkSteps - 1) / kChunkSteps;
+    chunks = blocks() == 1 ? 1 : (steps + kChunkSteps - 1) / kChunkSteps;
     // The sums of a group take as much of L2 as the rows of a part.
     const int64_t cached = tiles * steps <= kCachedTiles ? kCachedTiles : kCachedTiles / 2;
     part = std::max<int64_t>(1, cached / (tiles * most_steps()));
@@ -196,27 +195,28 @@ inline void pack_tile(const Gemm& g, const Pass& pass, int64_t t, uint8_t* packe
   }
 }
 
-template <bool kPastL1, int kA>
-inline void load_rows(const uint8_t* x, int64_t stride) {
+template <bool kPastL1, int kTile>
+inline void load_tile(const uint8_t* p, int64_t stride) {
   if constexpr (kPastL1) {
-    tile_load_past_l1<kA>(x, stride);
+    tile_load_past_l1<kTile>(p, stride);
   } else {
-    tile_load<kA>(x, stride);
+    tile_load<kTile>(p, stride);
   }
 }
 
 // One or two tiles of rows by the two tiles of a panel's step, and kFetches from `ahead` between them. What `before` does
-// with an accumulator comes ahead of its product.
-template <bool kLower, bool kPastL1, typename Op, typename F>
+// with an accumulator comes ahead of its product. Of a single block (kSingle) the rows stay in L1, of several the weights.
+template <bool kLower, bool kSingle, typename Op, typename F>
 inline void step(const uint8_t* x, int64_t stride, const uint8_t* w, Ahead& ahead, const F& before) {
-  load_rows<!kPastL1 && !Op::kUnpacks, kB0>(w, 2 * kTileBytes);
+  constexpr bool kWeightsPast = kSingle && !Op::kUnpacks;
+  load_tile<kWeightsPast, kB0>(w, 2 * kTileBytes);
   ahead.fetch();
-  load_rows<kPastL1, kA0>(x, stride);
-  load_rows<!kPastL1 && !Op::kUnpacks, kB1>(w + kTileBytes, 2 * kTileBytes);
+  load_tile<!kSingle, kA0>(x, stride);
+  load_tile<kWeightsPast, kB1>(w + kTileBytes, 2 * kTileBytes);
   ahead.fetch();
   before.template tile<kC00>();
   Op::template dot<kC00, kA0, kB0>();
-  if constexpr (kLower) load_rows<kPastL1, kA1>(x + kTile, stride);
+  if constexpr (kLower) load_tile<!kSingle, kA1>(x + kTile, stride);
   before.template tile<kC01>();
   Op::template dot<kC01, kA0, kB1>();
   ahead.fetch();
@@ -277,8 +277,7 @@ class PanelWorker {
     for (const int t : {kC00, kC01, kC10, kC11, kA0, kA1}) shapes.set(t, rows, kTileBytes);
     for (const int t : {kB0, kB1}) shapes.set(t, kTileRows, kTileBytes);
     tiles_.shape(shapes);
-    // A single block alternates: one place is written to y while the other is summed.
-    sums_ = scratch_.get<Sum>(std::max<int64_t>(2, group_ * pass.blocks()) * kBlockSums);
+    sums_ = scratch_.get<Sum>(group_ * pass.blocks() * kBlockSums);
     if constexpr (Op::kUnpacks) {
       slots_ = pass.blocks() == 1 ? kUnpackSlots : pass.most_steps();
       unpacked_ = unpack_scratch_.get<uint8_t>(slots_ * kPanelStep);
@@ -341,14 +340,13 @@ class PanelWorker {
       at.last = last_;
     }
     if (pass_.blocks() == 1) {
-      sums = sums_ + (spare_ = 1 - spare_) * kBlockSums;
       const Block of{sums, pass_.first, pass_.rows, p * kPanel};
-      return of.rows > kTileRows ? block<true, false>(0, at, of, ahead) : block<false, false>(0, at, of, ahead);
+      return of.rows > kTileRows ? block<true, true>(0, at, of, ahead) : block<false, true>(0, at, of, ahead);
     }
     for (int64_t b = 0; b < pass_.blocks(); ++b) {
       const int64_t row = b * kBlockRows;
       const Block of{sums + b * kBlockSums, pass_.first + row, std::min(kBlockRows, pass_.rows - row), p * kPanel};
-      of.rows > kTileRows ? block<true, true>(b, at, of, ahead) : block<false, true>(b, at, of, ahead);
+      of.rows > kTileRows ? block<true, false>(b, at, of, ahead) : block<false, false>(b, at, of, ahead);
     }
   }
 
@@ -365,7 +363,7 @@ class PanelWorker {
   };
 
   // One or two tiles of rows x one panel over a chunk. The sums stay in tiles until the next block takes over.
-  template <bool kLower, bool kPastL1>
+  template <bool kLower, bool kSingle>
   void block(int64_t b, const Chunk& at, const Block& of, Ahead& ahead) {
     const uint8_t* x = pass_.x + pass_.place(b, at.index) * pass_.step;
     const int64_t fresh = Op::kUnpacks && b == 0 ? at.steps : 0;
@@ -375,10 +373,10 @@ class PanelWorker {
       if (s + kUnpackSteps < fresh) unpack(at.w, s + kUnpackSteps);
       const uint8_t* w = Op::kUnpacks ? slot(s) : s + 1 == at.steps && at.last != nullptr ? at.last : at.w + s * kPanelStep;
       if (s == 0) {
-        step<kLower, kPastL1, Op>(x, pass_.stride, w, ahead, first);
+        step<kLower, kSingle, Op>(x, pass_.stride, w, ahead, first);
         hold(of, at.index + 1 == pass_.chunks);
       } else {
-        step<kLower, kPastL1, Op>(x, pass_.stride, w, ahead, Continued());
+        step<kLower, kSingle, Op>(x, pass_.stride, w, ahead, Continued());
       }
       write(kWriteRows);
     }
@@ -413,7 +411,7 @@ class PanelWorker {
   const Pass& pass_;
   ThreadPool& pool_;
   int thread_;
-  int64_t group_, spare_ = 0, slots_ = 0;
+  int64_t group_, slots_ = 0;
   uint8_t* unpacked_ = nullptr;
   Tiles tiles_;
   Sum* sums_;
