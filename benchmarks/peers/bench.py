@@ -25,7 +25,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from environment import HERE, ROOT, Environment, machine_name, machine_words
+from environment import FORCED, HERE, ROOT, Environment, machine_name, machine_words
 from results import Cell, Results, key, median
 from table import ENGINES, PRECISIONS, render
 from workloads import D_MEAN_LENGTH, NAMES
@@ -180,7 +180,10 @@ def main() -> None:
     parser.add_argument("--engines", type=comma, default=list(ENGINES))
     parser.add_argument("--workloads", default="AB", help=f"letters of {''.join(NAMES)}")
     parser.add_argument(
-        "--isa", default="native", choices=["native", "avx2"], help="avx2: Quire and llama.cpp"
+        "--isa",
+        default="native",
+        choices=["native", *FORCED],
+        help="a forced level; avx2: Quire and llama.cpp alone; avx512_vnni: others as far as oneDNN computes",
     )
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks: Quire and vLLM")
     parser.add_argument("--rounds", type=int, default=3)

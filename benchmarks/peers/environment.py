@@ -44,6 +44,8 @@ CORES = {
 # Of family 6, model 85, the first stepping of each later core.
 STEPPINGS_OF_85 = {5: "cascadelake", 10: "cooperlake"}
 WITH_TILES = ("sapphirerapids", "emeraldrapids", "graniterapids")
+# Levels that `--isa` forces, as oneDNN, which vLLM and OpenVINO compute with, calls them; None: without those peers.
+FORCED = {"avx2": None, "avx512_vnni": "AVX512_CORE_VNNI"}
 GGUF_NAMES = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
 VLLM_NAMES = {"int8": "w8a8", "int4": "w4a16"}
 
@@ -85,6 +87,11 @@ def machine_words() -> str:
     return f"{machine_name()} ({info.get('model name', '')}, {int(memory) / 2**20:.1f} GiB)"
 
 
+def limited_to(level: str | None) -> dict[str, str]:
+    """Return the variable that keeps oneDNN to a level. Kernels of the engine's own do not read it."""
+    return {} if level is None else {"ONEDNN_MAX_CPU_ISA": level}
+
+
 @dataclass(frozen=True)
 class Adapter:
     command: list[str]
@@ -108,7 +115,8 @@ class Environment:
         self, engine: str, model: str, precision: str, isa: str = "native", ranks: int = 1
     ) -> Adapter | None:
         """Return how to run an engine, or None where it does not offer the combination."""
-        if isa != "native" and engine not in ("quire", "llama.cpp"):
+        limit = FORCED.get(isa)
+        if isa != "native" and limit is None and engine not in ("quire", "llama.cpp"):
             return None
         if ranks != 1 and engine not in ("quire", "vllm"):
             return None
@@ -128,11 +136,15 @@ class Environment:
             return self._python("engine_llamacpp", sys.executable, file, options)
         python = self.home / engine / "bin" / "python"
         if engine == "openvino":
-            return self._python("engine_openvino", str(python), made / f"{model}.ov-{precision}")
+            return self._python(
+                "engine_openvino", str(python), made / f"{model}.ov-{precision}", None, limited_to(limit)
+            )
         assert engine == "vllm", f"engine {engine!r}"
         folder = source if precision == "bf16" else made / f"{model}.{VLLM_NAMES[precision]}"
         options = {} if ranks == 1 else {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
-        return self._python("engine_vllm", str(python), folder, options, self._vllm(ranks))
+        return self._python(
+            "engine_vllm", str(python), folder, options, self._vllm(ranks) | limited_to(limit)
+        )
 
     def _python(
         self, script: str, python: str, model: Path, options: dict[str, Any] | None = None,

@@ -83,6 +83,8 @@ def peak(dots: dict[str, float], precision: str, isa: str) -> tuple[str, float]:
     """
     if isa == "avx2":
         names = ["fma_avx2"] if precision == "bf16" else ["vpdpbusd_avx2", "fma_avx2"]
+    elif isa == "avx512_vnni":
+        names = ["fma_avx512"] if precision == "bf16" else ["vpdpbusd"]
     elif precision == "bf16":
         names = ["tdpbf16ps", "vdpbf16ps", "fma_avx512", "fma_avx2"]
     else:

@@ -22,9 +22,11 @@ from environment import cpuinfo
 TORCH = "torch==2.13.0"
 LLAMA = "llama-cpp-python"
 LLAMA_TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-perplexity", "llama-server")
+AVX2 = ["-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C=ON", "-DGGML_BMI2=ON"]
 LLAMA_BUILDS = {
     "native": ["-DGGML_NATIVE=ON"],
-    "avx2": ["-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C=ON", "-DGGML_BMI2=ON"],
+    "avx2": AVX2,
+    "avx512_vnni": [*AVX2, "-DGGML_AVX512=ON", "-DGGML_AVX512_VNNI=ON"],
 }
 
 
@@ -82,7 +84,7 @@ def keep_tile_config(source: Path) -> None:
 
 
 def llamacpp(home: Path) -> str:
-    """Build llama.cpp's tools: for this CPU, and for AVX2 (with AVX-VNNI where the CPU has it)."""
+    """Build llama.cpp's tools: for this CPU, for AVX2 (and AVX-VNNI where it has that), for AVX-512 with VNNI."""
     python = environment(home / "llamacpp")
     source = home / "llamacpp" / "source"
     if not source.exists():
