@@ -1000,6 +1000,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/kernels/test_quantized_linear.py::test_same_bits_as_the_reference",),
     ),
     Mutant(
+        "odd-multipliers-as-even",
+        "many rows by int4 of AVX2 take the levels of an odd multiplier for those of an even one",
+        "csrc/cpu/word_groups.h",
+        "_mm256_or_si256(odd, _mm256_slli_epi16(odd, 8))",
+        "_mm256_setzero_si256()",
+        ("tests/kernels/test_quantized_linear.py::test_avx2_without_vnni_has_the_same_bits",),
+    ),
+    Mutant(
+        "last-group-not-summed",
+        "the sum of a row's last group of inputs is that of the group before",
+        "csrc/cpu/quantize_row.h",
+        "for (int64_t i = 0; i < count; ++i) total += fours[i];",
+        "for (int64_t i = 0; i < count; ++i) total += fours[i - (g > 0 && g + 1 == groups ? count : 0)];",
+        ("tests/kernels/test_quantized_linear.py::test_rows_are_quantized_alike",),
+    ),
+    Mutant(
         "lowest-weight-lost",
         "an int8 weight of -128 is packed as -127",
         "csrc/cpu/quantized.cpp",

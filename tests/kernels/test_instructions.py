@@ -35,6 +35,7 @@ def disassembly(level: str, source: str) -> str:
     ("level", "source", "instruction"),
     [
         ("amx", "linear_amx", "tdpbf16ps"),
+        ("amx", "linear_amx", "tileloaddt1"),
         ("amx", "quantized_amx", "tdpbsud"),
         ("amx", "quantized_amx", "tdpbssd"),
         ("avx512", "linear_kernel", "vdpbf16ps"),
