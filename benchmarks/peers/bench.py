@@ -183,7 +183,7 @@ def main() -> None:
         "--isa",
         default="native",
         choices=["native", *FORCED],
-        help="a forced level; avx2: Quire and llama.cpp alone; avx512_vnni: others as far as oneDNN computes",
+        help="a forced level; avx2: Quire and llama.cpp alone; avx512_vnni: vLLM too, as far as oneDNN computes",
     )
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks: Quire and vLLM")
     parser.add_argument("--rounds", type=int, default=3)

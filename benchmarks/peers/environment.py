@@ -44,7 +44,8 @@ CORES = {
 # Of family 6, model 85, the first stepping of each later core.
 STEPPINGS_OF_85 = {5: "cascadelake", 10: "cooperlake"}
 WITH_TILES = ("sapphirerapids", "emeraldrapids", "graniterapids")
-# Levels that `--isa` forces, as oneDNN, which vLLM and OpenVINO compute with, calls them; None: without those peers.
+# Levels that `--isa` forces, as oneDNN, which vLLM computes with, calls them; None: without vLLM. OpenVINO chooses its
+# kernels by the CPU and does not start where oneDNN may not follow.
 FORCED = {"avx2": None, "avx512_vnni": "AVX512_CORE_VNNI"}
 GGUF_NAMES = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
 VLLM_NAMES = {"int8": "w8a8", "int4": "w4a16"}
@@ -116,7 +117,7 @@ class Environment:
     ) -> Adapter | None:
         """Return how to run an engine, or None where it does not offer the combination."""
         limit = FORCED.get(isa)
-        if isa != "native" and limit is None and engine not in ("quire", "llama.cpp"):
+        if isa != "native" and engine not in ("quire", "llama.cpp", *(("vllm",) if limit else ())):
             return None
         if ranks != 1 and engine not in ("quire", "vllm"):
             return None
@@ -136,9 +137,7 @@ class Environment:
             return self._python("engine_llamacpp", sys.executable, file, options)
         python = self.home / engine / "bin" / "python"
         if engine == "openvino":
-            return self._python(
-                "engine_openvino", str(python), made / f"{model}.ov-{precision}", None, limited_to(limit)
-            )
+            return self._python("engine_openvino", str(python), made / f"{model}.ov-{precision}")
         assert engine == "vllm", f"engine {engine!r}"
         folder = source if precision == "bf16" else made / f"{model}.{VLLM_NAMES[precision]}"
         options = {} if ranks == 1 else {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
