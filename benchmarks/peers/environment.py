@@ -117,7 +117,8 @@ class Environment:
     ) -> Adapter | None:
         """Return how to run an engine, or None where it does not offer the combination."""
         limit = FORCED.get(isa)
-        if isa != "native" and engine not in ("quire", "llama.cpp", *(("vllm",) if limit else ())):
+        forcible = ("quire", "llama.cpp") if limit is None else ("quire", "llama.cpp", "vllm")
+        if isa != "native" and engine not in forcible:
             return None
         if ranks != 1 and engine not in ("quire", "vllm"):
             return None

@@ -52,7 +52,7 @@ inline void tile_load(const void* p, int64_t stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
 }
 
-// The same, without a place in L1 for what comes from beyond it.
+// The same, with the hint not to keep the lines in L1.
 template <int kTile>
 inline void tile_load_past_l1(const void* p, int64_t stride) {
   __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");

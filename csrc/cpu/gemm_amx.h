@@ -5,7 +5,7 @@
 // Algorithm: A tiles are 16 rows x 64 bytes: of x as it lies for up to 16 rows, else of rows packed once per pass as
 // [chunk][block of 32 rows][step][2 tiles][16][64], one stream per block. 2 x 2 tiles of results, 32 rows x 32 columns,
 // live in registers over a chunk of K, and in memory in between (unrounded, so no bit is lost). A chunk has up to 18
-// steps: its weights then stay in L1 for all blocks, and rows, which come from L2, are loaded past L1. Otherwise both
+// steps: its weights then stay in L1 for all blocks, and rows come from L2 without being kept in L1. Otherwise both
 // would come from L2, which gives 45 bytes per cycle where two operands want 64. A single block keeps its sums in
 // registers over all of K. Where the rows of a pass are more than L2 holds, panels take turns by parts of K.
 // No tile register is renamed: sums are stored, and the next ones loaded, between the products of a block's first step.
@@ -175,7 +175,7 @@ struct Pass {
   int64_t place(int64_t b, int64_t c) const { return packed ? begin(c) * blocks() + b * chunk_steps(c) : begin(c); }
   int64_t packed_bytes() const { return blocks() * steps * 2 * kTile; }
 
-  // Rows are packed to `to`, see pack_tile.
+  // Read the rows from `to`, where pack_tile writes them.
   void pack_to(const uint8_t* to) { x = to, stride = kTileBytes, step = 2 * kTile; }
 };
 
@@ -204,8 +204,8 @@ inline void load_tile(const uint8_t* p, int64_t stride) {
   }
 }
 
-// One or two tiles of rows by the two tiles of a panel's step, and kFetches from `ahead` between them. What `before` does
-// with an accumulator comes ahead of its product. Of a single block (kSingle) the rows stay in L1, of several the weights.
+// One or two tiles of rows by the two tiles of a panel's step, and kFetches from `ahead` between them. What `before`
+// does with an accumulator comes ahead of its product. L1 keeps the rows of a single block (kSingle), else the weights.
 template <bool kLower, bool kSingle, typename Op, typename F>
 inline void step(const uint8_t* x, int64_t stride, const uint8_t* w, Ahead& ahead, const F& before) {
   constexpr bool kWeightsPast = kSingle && !Op::kUnpacks;
@@ -327,7 +327,8 @@ class PanelWorker {
   Ahead ahead_of(int64_t p, int64_t c, const uint8_t* next) const {
     const uint8_t* end = weights(g_.panels(), 0);
     if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, (Op::kStepBytes / 64 + kFetches - 1) / kFetches};
-    const int64_t lines = pass_.most_steps() * Op::kStepBytes / 64, turns = pass_.blocks() * pass_.chunk_steps(c) * kFetches;
+    const int64_t lines = pass_.most_steps() * Op::kStepBytes / 64;
+    const int64_t turns = pass_.blocks() * pass_.chunk_steps(c) * kFetches;
     return {next, std::min(next + lines * 64, end), (lines + turns - 1) / turns};
   }
 
@@ -371,7 +372,8 @@ class PanelWorker {
     const TakeOver<kLower, Sum> first{held_.sums, held_.rows > kTileRows, at.index == 0 ? nullptr : of.sums};
     for (int64_t s = 0; s < at.steps; ++s, x += pass_.step) {
       if (s + kUnpackSteps < fresh) unpack(at.w, s + kUnpackSteps);
-      const uint8_t* w = Op::kUnpacks ? slot(s) : s + 1 == at.steps && at.last != nullptr ? at.last : at.w + s * kPanelStep;
+      const uint8_t* w = Op::kUnpacks ? slot(s) : at.w + s * kPanelStep;
+      if (s + 1 == at.steps && at.last != nullptr) w = at.last;
       if (s == 0) {
         step<kLower, kSingle, Op>(x, pass_.stride, w, ahead, first);
         hold(of, at.index + 1 == pass_.chunks);

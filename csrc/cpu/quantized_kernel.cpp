@@ -41,7 +41,7 @@ inline int32_t row_sum(const QuantizedLinearArgs& a, int64_t row) {
 // One scale per column: integers over all of K.
 struct Channel {
   static constexpr int kTileRows = kChannelRows;
-  static constexpr bool kUnpacked = true, kAlwaysPacks = false;  // weights as int8; rows laid out however few
+  static constexpr bool kUnpacked = true, kAlwaysPacks = false;  // reads weights as int8; packs even one row
 
   static int64_t row_bytes(const QuantizedLinearArgs& a) { return 4 + (a.k + 3) / 4 * kQuadBytes; }
 
