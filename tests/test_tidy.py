@@ -177,6 +177,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "sampling": 32,
         "scheduler": 28,
     },
+    "GPU: integers by their bits, splits added in the launch, launches that overlap": {"kernels": 170},
     "what faults and fuzzing found": {"api": 1, "engine": 45, "http": 10, "lora": 1},
     "flight recorder, replay, comparison": {
         "": 20,

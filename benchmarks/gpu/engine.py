@@ -9,6 +9,7 @@ import gc
 import random
 import time
 from dataclasses import asdict
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from quire.request import Request, SamplingParams
 from quire.scheduler.scheduler import Scheduler
 
 Row = dict[str, Any]
+SEEDS = count(20261121)
 
 
 def build(config: EngineConfig) -> tuple[EngineCore, float]:
@@ -36,8 +38,11 @@ def build(config: EngineConfig) -> tuple[EngineCore, float]:
 
 
 def generate(core: EngineCore, lengths: list[tuple[int, int]], vocab: int) -> Row:
-    """Run prompts of ``lengths`` = (in, out) together; return seconds, and when decoding alone began."""
-    rng = random.Random(20261121)
+    """Run prompts of ``lengths`` = (in, out) together; return seconds, and when decoding alone began.
+
+    Prompts differ from call to call: none is found in the prefix cache.
+    """
+    rng = random.Random(next(SEEDS))
     for i, (prompt, output) in enumerate(lengths):
         ids = tuple(rng.randrange(vocab) for _ in range(prompt))
         sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=output, ignore_eos=True)

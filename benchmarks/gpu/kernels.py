@@ -138,9 +138,12 @@ def linears(limits: dict[str, float], *, tiny: bool) -> list[Row]:
 
 def random_matrix(out: int, size: int, format: WeightFormat, backend: str) -> Any:
     """A matrix filled with a repeated block of rows: filling is not what is measured."""
-    with DEVICE:
-        packed = pack_empty(out, size, BF16, bias=False, backend=backend, format=format)  # type: ignore[arg-type]
     few = min(out, 256)
+    with DEVICE:
+        packed, block = (
+            pack_empty(rows, size, BF16, bias=False, backend=backend, format=format)  # type: ignore[arg-type]
+            for rows in (out, few)
+        )
     if format.quantized:
         groups = 1 if format.group is None else size // format.group
         q = torch.randint(-8, 8, (few, size), dtype=torch.int8)
@@ -148,10 +151,14 @@ def random_matrix(out: int, size: int, format: WeightFormat, backend: str) -> An
         weight: Any = QuantizedWeight(format, q, torch.rand(few, groups) * 0.01)
     else:
         weight = torch.randn(few, size).bfloat16()
-    for start in range(0, out, few):
-        part = weight if start + few <= out else None
-        if part is not None:
-            write_rows(packed, start, part)
+    write_rows(block, 0, weight)
+    for name, dim in (("data", 0), ("scale", 0), ("group_scale", 1)):  # of the rows of the matrix
+        source = getattr(block, name)
+        if source is not None:
+            target = getattr(packed, name)
+            for start in range(0, out, few):
+                length = min(few, out - start)
+                target.narrow(dim, start, length).copy_(source.narrow(dim, 0, length))
     return packed
 
 

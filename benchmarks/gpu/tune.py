@@ -3,20 +3,24 @@
     python -m benchmarks.gpu.tune --ops int_linear_small attention_decode
 
 Sizes that do not fit (shared memory) are passed over; a shape keeps what was fastest, the defaults among them.
-Versions of the invariant mode are not tuned: their sizes are part of the result.
+Versions of the invariant mode are not tuned: their sizes are part of the result. Compiling takes most of the time, so
+``--jobs`` processes first compile all choices into Triton's cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 import torch
-from benchmarks.gpu.kernels import BF16, SHAPES, random_matrix
+from benchmarks.gpu.kernels import BF16, COLD_BYTES, SHAPES, random_matrix
 from benchmarks.gpu.timing import DEVICE, seconds
 from tests.kernels import cases
 from triton.runtime.errors import OutOfResources
@@ -26,14 +30,20 @@ from quire.kernels import block_sizes as table
 from quire.kernels.attention import attention
 from quire.kernels.linear import linear
 from quire.kernels.linear.triton import multiplies
-from quire.weight_format import WeightFormat
+from quire.weight_format import PLAIN, WeightFormat
 
-Shape = tuple[str, Callable[[], object]]  # key as the op writes it, and a call at that shape
+Calls = list[Callable[[], object]]
+Shape = tuple[str, Calls]  # key as the op writes it, and calls at that shape over other memory
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "attention_decode": {"keys": (32, 64, 128), "warps": (2, 4, 8)},
     "attention_prefill": {"rows": (64, 128), "keys": (32, 64, 128), "warps": (4, 8)},
+    "linear_few": {
+        "rows": (16,), "columns": (16, 32, 64), "inner": (128, 256), "warps": (2, 4, 8), "stages": (3, 5),
+        "programs": (264, 528),
+    },
     "int_linear_small": {
-        "rows": (16,), "columns": (32, 64, 128), "inner": (128,), "warps": (2, 4, 8), "stages": (2, 3, 4, 5),
+        "rows": (16,), "columns": (32, 64, 128), "inner": (128,), "warps": (2, 4, 8), "stages": (3, 4, 6),
+        "programs": (264, 528, 1056),
     },
     "int_linear_large": {
         "rows": (64, 128), "columns": (64, 128, 256), "inner": (64,), "warps": (4, 8), "stages": (2, 3, 4),
@@ -63,58 +73,89 @@ def attention_shapes(op: str, lengths: tuple[tuple[int, int], ...], *, tiny: boo
                 made.batch.plans["sizes"] = sizes
             return attention.on("triton")(q, kv, made.batch, made.shape, None)
 
-        yield f"d{dim}_g4_b2", call
+        yield f"d{dim}_g4_b2", [call]
 
 
-def linear_shapes(formats: tuple[WeightFormat, ...], rows: int, *, tiny: bool) -> Iterator[Shape]:
+def linear_shapes(
+    formats: tuple[WeightFormat, ...], rows: int, *, tiny: bool, copies: int | None = None
+) -> Iterator[Shape]:
     """Of fp8 the products of tiles: those that torch does on this GPU are passed over."""
     for (out, size), format in product(((48, 2 * (formats[0].group or 32)),) if tiny else SHAPES, formats):
-        packed = random_matrix(out, size, format, "triton")
+        cold = 1 if tiny or rows > 64 else max(2, min(16, COLD_BYTES // format.num_bytes(out, size, 2)))
+        matrices = [random_matrix(out, size, format, "triton") for _ in range(copies or cold)]
         x = torch.randn(rows, size, device=DEVICE).bfloat16()
-        key = f"g{format.group or 0}" if format.kind == "fp8" else format.kind
-        if format.kind == "fp8" and format.group is None and multiplies(packed):
+        key = (
+            f"g{format.group or 0}_"
+            if format.kind == "fp8"
+            else f"{format.kind}_"
+            if format.quantized
+            else ""
+        )
+        if format.kind == "fp8" and format.group is None and multiplies(matrices[0]):
             continue
-        yield f"{key}_n{out}_k{size}", lambda x=x, packed=packed: linear(x, packed)  # type: ignore[misc]
+        yield f"{key}n{out}_k{size}", [lambda x=x, packed=packed: linear(x, packed) for packed in matrices]  # type: ignore[misc]
 
 
-def shapes_of(op: str, *, tiny: bool) -> Iterator[Shape]:
+def shapes_of(op: str, *, tiny: bool, copies: int | None = None) -> Iterator[Shape]:
     if op == "attention_decode":
         return attention_shapes(op, ((1, 40),) if tiny else ((1, 4096),) * 64, tiny=tiny)
     if op == "attention_prefill":
         return attention_shapes(op, ((30, 40),) if tiny else ((2048, 2048),) * 4, tiny=tiny)
-    rows = 3 if op.endswith("small") else 40 if tiny else 512
-    formats = (WeightFormat("int4", 32 if tiny else 128),)
+    rows = (3 if tiny else 8) if op.endswith(("few", "small")) else 40 if tiny else 512
+    formats: tuple[WeightFormat, ...] = (WeightFormat("int4", 32 if tiny else 128), WeightFormat("int8"))
+    if op == "linear_few":
+        formats = (PLAIN,)
     if op.startswith("fp8"):
         formats = (WeightFormat("fp8", 128), WeightFormat("fp8"))
-    return linear_shapes(formats, rows, tiny=tiny)
+    return linear_shapes(formats, rows, tiny=tiny, copies=copies)
 
 
-def fastest(op: str, call: Callable[[], object], *, tiny: bool) -> dict[str, int]:
-    """Return the sizes of ``op`` with which ``call`` is fastest; they are put into the table in memory one by one."""
+def choices(op: str, *, tiny: bool) -> list[dict[str, int]]:
     names, options = list(CHOICES[op]), list(CHOICES[op].values())
     tried = [dict(zip(names, sizes, strict=True)) for sizes in product(*options)][: 2 if tiny else None]
+    return [table.DEFAULTS[op], *tried]
+
+
+def fastest(op: str, calls: Calls, *, tiny: bool) -> dict[str, int]:
+    """Return the sizes of ``op`` with which ``calls`` are fastest; they are put into the table in memory one by one."""
     best, best_s = table.DEFAULTS[op], float("inf")
-    for sizes in (table.DEFAULTS[op], *tried):
+    for sizes in choices(op, tiny=tiny):
         table.table_of(table.gpu_name())[op] = {"all": sizes}
         try:
-            taken_s = seconds([call])
+            taken_s = seconds(calls)
         except OutOfResources:
             continue
+        if sizes == table.DEFAULTS[op]:
+            print(f"  {op}: defaults {taken_s * 1e6:.1f} us", flush=True)
         if taken_s < best_s:
             best, best_s = sizes, taken_s
+    print(f"  {op}: best {best_s * 1e6:.1f} us", flush=True)
     return best
 
 
-def with_flashinfer(op: str, call: Callable[[], object], sizes: dict[str, int]) -> dict[str, int]:
+def compile_choices(ops: list[str], part: int, parts: int, *, tiny: bool) -> None:
+    """Call every ``parts``-th choice once: what it compiles lies in Triton's cache then."""
+    number = count()
+    for op in ops:
+        for _, calls in shapes_of(op, tiny=tiny, copies=1):
+            for sizes in choices(op, tiny=tiny):
+                if next(number) % parts != part:
+                    continue
+                table.table_of(table.gpu_name())[op] = {"all": sizes}
+                with contextlib.suppress(OutOfResources):
+                    calls[0]()
+
+
+def with_flashinfer(op: str, calls: Calls, sizes: dict[str, int]) -> dict[str, int]:
     """``sizes``, and "flashinfer" beside them where it is there, gives our result and takes less time."""
     if op != "attention_prefill" or importlib.util.find_spec("flashinfer") is None:
         return sizes
     tables, both = table.table_of(table.gpu_name()), {**sizes, "flashinfer": 1}
     tables[op] = {"all": sizes}
-    ours, ours_s = call(), seconds([call])
+    ours, ours_s = calls[0](), seconds(calls)
     tables[op] = {"all": both}
     try:
-        theirs, theirs_s = call(), seconds([call])
+        theirs, theirs_s = calls[0](), seconds(calls)
     except Exception as error:  # whatever another version of it does not take
         print("FlashInfer is passed over:", error)
         return sizes
@@ -134,17 +175,25 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=sorted(CHOICES), default=sorted(CHOICES))
     parser.add_argument("--out", type=Path, default=table.FOLDER, help="folder of the tables")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, for the interpreter")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile first")
+    parser.add_argument("--part", type=int, help="compile this part of --jobs, and measure nothing")
     args = parser.parse_args()
     if not args.tiny and DEVICE.type == "cpu":
         parser.error("there is no GPU: nothing can be tuned")
+    if args.part is not None:
+        compile_choices(args.ops, args.part, args.jobs, tiny=args.tiny)
+        return
+    command = [sys.executable, "-m", "benchmarks.gpu.tune", *sys.argv[1:], "--part"]
+    for child in [subprocess.Popen([*command, str(part)]) for part in range(args.jobs)]:
+        child.wait()
     path = args.out / f"{table.gpu_name()}.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
     for op in args.ops:
-        for shape, call in shapes_of(op, tiny=args.tiny):
-            found.setdefault(op, {})[shape] = with_flashinfer(op, call, fastest(op, call, tiny=args.tiny))
-            print(op, shape, found[op][shape])
-    args.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        for shape, calls in shapes_of(op, tiny=args.tiny):
+            found.setdefault(op, {})[shape] = with_flashinfer(op, calls, fastest(op, calls, tiny=args.tiny))
+            print(op, shape, found[op][shape], flush=True)
+            args.out.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     print(path)
 
 

@@ -62,6 +62,6 @@ def test_the_tuner_writes_a_table(tmp_path: Path) -> None:
     )
     table = json.loads((tmp_path / "interpreter.json").read_text())
     sizes = {"rows", "columns", "inner", "warps", "stages"}
-    assert set(table["int_linear_small"]["int4_n48_k64"]) == sizes
+    assert set(table["int_linear_small"]["int4_n48_k64"]) == {*sizes, "programs"}
     assert set(table["fp8_linear_small"]) == {"g128_n48_k256", "g0_n48_k256"}
     assert set(table["fp8_linear_small"]["g0_n48_k256"]) == sizes

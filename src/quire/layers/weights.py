@@ -16,7 +16,7 @@ from quire.kernels.registry import Backend, KernelChoice, Op, P, R
 from quire.layers.context import ContextParallel
 from quire.parallel.shard import Shard
 from quire.quant.rtn import quantize
-from quire.quant.stored import StoredMatrix, StoredStack, Weight, row_ranges
+from quire.quant.stored import CHUNK, DEVICE_CHUNK, StoredMatrix, StoredStack, Weight, row_ranges
 from quire.weight_format import PLAIN, WeightFormat
 
 T = TypeVar("T")
@@ -154,5 +154,8 @@ def write_weight(packed: PackedLinear, start: int, weight: Weight) -> None:
         write_rows(packed, start, weight)
         return
     backend = KernelChoice((packed.backend, "reference")).backend("round_to_nearest")
-    for row, stop in row_ranges(*weight.shape):
-        write_rows(packed, start + row, quantize(weight[row:stop], packed.format, backend=backend))
+    device = packed.data.device
+    chunk = CHUNK if device.type == "cpu" else DEVICE_CHUNK
+    for row, stop in row_ranges(weight.shape[0], weight.shape[1], chunk):
+        plain = weight[row:stop].to(device)  # a GPU rounds its weights itself
+        write_rows(packed, start + row, quantize(plain, packed.format, backend=backend))

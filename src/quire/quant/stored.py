@@ -36,11 +36,14 @@ from quire.kernels.linear.packed import QuantizedWeight
 from quire.weight_format import Kind, WeightFormat
 
 CHUNK = 1 << 19  # weights decoded at once: fp32 copies of them stay in a cache
+DEVICE_CHUNK = (
+    1 << 24
+)  # weights rounded at once on a GPU, where hundreds of launches a range took most of the time
 
 
-def row_ranges(num_rows: int, num_columns: int) -> Iterator[tuple[int, int]]:
-    """Cut the rows of a matrix into ranges of about `CHUNK` weights, a multiple of 32 rows each but the last."""
-    step = max(32, CHUNK // max(1, num_columns) // 32 * 32)
+def row_ranges(num_rows: int, num_columns: int, chunk: int = CHUNK) -> Iterator[tuple[int, int]]:
+    """Cut the rows of a matrix into ranges of about ``chunk`` weights, a multiple of 32 rows each but the last."""
+    step = max(32, chunk // max(1, num_columns) // 32 * 32)
     for start in range(0, num_rows, step):
         yield start, min(num_rows, start + step)
 

@@ -82,15 +82,14 @@ def case_of(window: int | None = None, cap: float | None = None, **more: object)
 def test_only_where_the_table_says_so(
     installed: dict[str, dict[str, dict[str, int]]], window: int | None, cap: float | None
 ) -> None:
-    made = on_device(
-        cases.attention_inputs(case_of(window, cap), torch.bfloat16, torch.Generator().manual_seed(2))
-    )
+    here = cases.attention_inputs(case_of(window, cap), torch.bfloat16, torch.Generator().manual_seed(2))
+    made = on_device(here)
 
     def result(backend: str = "triton") -> torch.Tensor:
         made.batch.plans.clear()
         for _ in range(2):  # two layers of one kind
             out = attention.on(backend)(made.q, made.kv, made.batch, made.shape, None)  # type: ignore[arg-type]
-        assert_close("attention", out.cpu(), oracle(made))
+        assert_close("attention", out.cpu(), oracle(here))
         return out
 
     result()
@@ -116,7 +115,7 @@ def test_not_in_graphs_and_not_without_prompts(installed: dict[str, dict[str, di
         return None if works is None else [work.shape.rows for work in works]
 
     assert rows(False, True) is None
-    assert rows(True, False) == rows(False, False) == [16, 64]
+    assert rows(True, False) == rows(False, False) == [16, block_sizes.DEFAULTS["attention_prefill"]["rows"]]
     made.batch.cu_seqlens_q[:] = np.arange(5)
     assert rows(False, True) == [16], "no prompt"
 
@@ -140,5 +139,5 @@ def test_the_tuner_writes_it_where_it_is_right_and_faster(
         return torch.full((2,), 1.0 + (error or 0.0) * asked())
 
     monkeypatch.setattr(tune, "seconds", lambda calls: theirs_s if asked() else 2.0)
-    found = tune.with_flashinfer("attention_prefill", call, {"rows": 64})
+    found = tune.with_flashinfer("attention_prefill", [call], {"rows": 64})
     assert found.get("flashinfer", 0) == written

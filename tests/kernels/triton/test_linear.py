@@ -10,6 +10,7 @@ from tests.kernels.test_linear import make as make_plain
 from tests.kernels.test_quantized_linear import case_id, random_weight
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
+from quire.kernels import block_sizes
 from quire.kernels.linear import (
     PackedLinear,
     QuantizedWeight,
@@ -18,9 +19,11 @@ from quire.kernels.linear import (
     pack_empty,
     pack_heads,
     read_rows,
+    triton_matmul,
     write_bias,
     write_rows,
 )
+from quire.kernels.linear import triton as triton_linear
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import GPU_KERNELS, Backend
 from quire.weight_format import WeightFormat
@@ -141,6 +144,33 @@ def test_invariant_bits_do_not_depend_on_the_batch(
         whole = linear(pool, packed)
         for rows in ([3], [139, 3, 77], list(range(70, 136))):
             assert_same_bits(linear(pool[rows], packed), whole[rows], f"{format}, {len(rows)} rows")
+
+
+def test_a_plain_product_of_ours_where_the_table_has_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"rows": 16, "columns": 32, "inner": 128, "warps": 4, "stages": 3, "programs": 264}
+    asked: list[str] = []
+
+    def table(gpu: str) -> dict[str, dict[str, block_sizes.Sizes]]:
+        asked.append(gpu)
+        return {"linear_few": {"n70_k1100": sizes}}
+
+    case = cases.LinearCase(3, 1100, 70, bias=True)
+    with torch.device(DEVICE):
+        packed = pack_empty(70, 1100, torch.bfloat16, bias=True, backend="triton")
+    _, weight, bias = make_plain(case, torch.bfloat16, "reference")
+    write_rows(packed, 0, weight)
+    write_bias(packed, 0, bias)
+    x = torch.randn(17, 1100, generator=generator(3)).bfloat16()
+    oracle = x.double() @ weight.double().T + bias.double()
+    monkeypatch.setattr(block_sizes, "table_of", table)
+    launched: list[int] = []
+    monkeypatch.setattr(
+        triton_linear, "matmul", lambda x, *rest: launched.append(len(x)) or triton_matmul.matmul(x, *rest)
+    )
+    for rows in (3, 16, 17):
+        assert_close("linear", linear(x[:rows].to(DEVICE), packed).cpu(), oracle[:rows])
+    assert launched == [3, 16], "more rows are the library's"
+    assert asked
 
 
 @pytest.mark.parametrize("backend", GPU_KERNELS)

@@ -26,6 +26,7 @@ from quire.kernels.attention import flashinfer
 from quire.kernels.attention.batch import AttentionShape, DeviceBatch, LayerKind, RaggedBatch
 from quire.kernels.attention.triton_plan import DeviceWork, device_batch, device_plan
 from quire.kernels.kv_blocks import KvView
+from quire.kernels.triton_overlap import follow, launch_options
 from quire.kernels.workspace import unit_stride
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -84,11 +85,13 @@ def _run(
         CAPPED=shape.soft_cap is not None,
         WINDOWED=shape.window is not None, SINKS=sinks is not None, DIRECT=work.shape.direct,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=work.shape.num_warps,
+        **launch_options(),
     )  # fmt: skip
     if not work.shape.direct:
         fold_items[(work.tiles.shape[0], kv_heads)](
             sums, tops, work.tiles, batch.cu_seqlens_q, out if sinks is None else sinks, out,
             GROUP=group, V_DIM=kv.v_head_dim, V_PAD=v_pad, ROWS=work.shape.rows, SINKS=sinks is not None, num_warps=4,
+            **launch_options(),
         )  # fmt: skip
 
 
@@ -108,7 +111,7 @@ def attend_items(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, ROPE_DIM: tl.constexpr, ROPE_PAD: tl.constexpr,
     V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     V_IN_K: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
-    DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (item, kv head): the online softmax of the item's rows over its positions.
 
@@ -116,6 +119,7 @@ def attend_items(
     K is read once. Otherwise ROPE_DIM is 0.
     """
     item, kv_head = tl.program_id(0), tl.program_id(1)
+    follow(OVERLAP)
     seq = tl.load(items + item * 4)
     first_row = tl.load(items + item * 4 + 1)
     begin = tl.load(items + item * 4 + 2)
@@ -151,6 +155,8 @@ def attend_items(
     top = tl.full((ROWS,), LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, V_PAD), tl.float32)
+    factor = scale if CAPPED else scale * LOG2_E
+    seen_by_all = tl.minimum(end, start + first_row // GROUP + 1)  # positions before it need no mask
     for first in range(begin, end, KEYS):
         key = first + tl.arange(0, KEYS)
         there = (key < end) & (key >= lowest)
@@ -175,14 +181,16 @@ def attend_items(
         if SCALED:  # scales of K, then of V, behind the rows of both
             scale_row = scales + block * scale_block_stride + kv_head * scale_head_stride + key % BLOCK_SIZE
             scale_row += BLOCK_SIZE * (HEAD_DIM + V_DIM) // 4
-            scores *= tl.load(scale_row, mask=there, other=0.0)[None, :]
-        scores *= scale
+            scores *= (tl.load(scale_row, mask=there, other=0.0) * factor)[None, :]
+        else:
+            scores *= factor
         if CAPPED:  # cap · tanh(s / cap)
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))
-        seen = there[None, :] & (key[None, :] <= position[:, None])
-        if WINDOWED:
-            seen &= key[None, :] > position[:, None] - window
-        scores = tl.where(seen, scores * LOG2_E, float("-inf"))
+            scores = LOG2_E * soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))
+        if WINDOWED or not DIRECT or first + KEYS > seen_by_all:
+            seen = there[None, :] & (key[None, :] <= position[:, None])
+            if WINDOWED:
+                seen &= key[None, :] > position[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         rescale = tl.exp2(top - new_top)
@@ -225,9 +233,11 @@ def attend_items(
 def fold_items(
     sums, tops, tiles, cu_seqlens_q, sinks, out,
     GROUP: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head): ``Σ_j w_j sums_j / Σ_j w_j totals_j`` in order of j, w_j = 2^(top_j − the largest)."""
     tile, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    follow(OVERLAP)
     seq = tl.load(tiles + tile * 4)
     first_row = tl.load(tiles + tile * 4 + 1)
     first_item = tl.load(tiles + tile * 4 + 2)

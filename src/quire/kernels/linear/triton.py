@@ -1,6 +1,7 @@
 """Linears of a GPU: plain (cuBLAS), int8 or int4 weights times plain rows (W8A16, W4A16), fp8 times fp8 (W8A8).
 
-**Plain.** For the invariant mode a product with a fixed order of summation, which costs where cuBLAS would split the
+**Plain.** cuBLAS, and with a few rows Quire's own tiles where the GPU's table has sizes for the matrix, which then were
+faster. For the invariant mode a product with a fixed order of summation, which costs where cuBLAS would split the
 inputs by the number of rows or take another instruction. Tiles of 64 and of 128 rows are made of the same products of
 64 rows, and the splits of the inputs depend on the matrix alone.
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from quire.kernels.block_sizes import block_sizes
 from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
 from quire.kernels.linear.reference import FP8, dequantize
-from quire.kernels.linear.triton_matmul import matmul, rows_to_fp8
+from quire.kernels.linear.triton_matmul import matmul, rows_to_fp8, tickets
 from quire.kernels.quantized_rows import QuantizedRows, num_groups
 from quire.kernels.registry import GPU_KERNELS, register
 from quire.kernels.workspace import unit_stride
@@ -40,7 +41,9 @@ from quire.weight_format import WeightFormat
 @register("linear.pack_empty", *GPU_KERNELS)
 def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
     """Row-major ``[out_features, in_features]``."""
-    return PackedLinear(out_features, in_features, torch.zeros(out_features, in_features, dtype=dtype))
+    packed = PackedLinear(out_features, in_features, torch.zeros(out_features, in_features, dtype=dtype))
+    tickets(packed.data.device)
+    return packed
 
 
 @register("linear.write_rows", *GPU_KERNELS)
@@ -56,6 +59,10 @@ def read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
 @register("linear", "triton")
 def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     weight, bias = packed.data.t(), packed.bias
+    if x.shape[0] <= FEW and x.dtype == torch.bfloat16:
+        sizes = block_sizes("linear_few", f"n{packed.out_features}_k{packed.in_features}")
+        if sizes["rows"]:
+            return matmul(x, packed, out_dtype, out, sizes)
     if out_dtype == x.dtype:
         return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
     if x.is_cuda:
@@ -106,6 +113,7 @@ def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) ->
     else:
         data = torch.zeros(out_features, in_features, dtype=torch.int8)
     packed = PackedLinear(out_features, in_features, data, scale=torch.zeros(out_features))
+    tickets(data.device)
     if format.group is not None:
         packed.group_scale = torch.zeros(groups, out_features, dtype=torch.float16)
         packed.offset = torch.zeros(groups, out_features, dtype=torch.float16) if format.has_offset else None
@@ -141,7 +149,7 @@ def _pack_int4(weight: QuantizedWeight) -> Tensor:
     assert group is not None
     rows, in_features = weight.shape
     pairs = -(-in_features // (2 * group))
-    nibbles = torch.full((rows, pairs * 2 * group), 8, dtype=torch.uint8)
+    nibbles = torch.full((rows, pairs * 2 * group), 8, dtype=torch.uint8, device=weight.q.device)
     nibbles[:, :in_features] = (weight.q + 8).to(torch.uint8)
     halves = nibbles.view(rows, pairs, 2, group)
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(rows, pairs * group)
@@ -182,6 +190,7 @@ def int_linear_invariant(
     return matmul(x, packed, out_dtype, out, block_sizes("matmul_invariant", "all"), fixed_splits=True)
 
 
+FEW = 16  # rows up to which a plain product is Quire's own where a table of sizes says that it is faster
 SMALL = 32  # rows, beyond which the tiles for many rows are taken
 SCALED_MM = (9, 0)  # compute capability from which torch multiplies with scales by row and column
 
@@ -206,6 +215,7 @@ def quantize_rows_to_fp8(x: Tensor, group: int | None) -> QuantizedRows:
 def fp8_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
     data = torch.zeros(out_features, in_features, dtype=FP8)
     packed = PackedLinear(out_features, in_features, data, scale=torch.ones(out_features))
+    tickets(data.device)
     if format.group is not None:
         packed.group_scale = torch.zeros(num_groups(in_features, format.group), out_features)
     return packed

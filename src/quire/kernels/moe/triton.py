@@ -89,7 +89,7 @@ def _grouped(
     how = held(one, sizes["inner"])
     steps = triton.cdiv(one.in_features, how.step)
     strides = strides_of(matrices)
-    launch(x, row_index, one, out, out.stride(0), tiles, pairs, how, sizes, steps, 1, strides, row_scale)
+    launch(x, row_index, one, out, tiles, pairs, how, sizes, steps, 1, strides, row_scale)
     return out
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.kernels import norm
 from quire.kernels.quantized_rows import QuantizedRows
+from quire.kernels.triton_overlap import follow, launch_options
 from quire.kernels.workspace import unit_stride
 
 
@@ -64,7 +65,7 @@ def _launch(
         weight, size if weight.dim() == 2 else 0, eps, y, x if total is None else total,
         weight if scales is None else scales,
         SIZE=size, BLOCK=block, ADD=residual is not None, FP8=scales is not None,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // 512, 1), 16), **launch_options(),
     )  # fmt: skip
 
 
@@ -72,12 +73,13 @@ def _launch(
 @no_type_check
 def normalize(
     x, x_token_stride, x_head_stride, residual, residual_stride, weight, weight_head_stride, eps, y, total, scales,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, FP8: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, FP8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head). y and total are contiguous ``[tokens, heads, SIZE]``."""
     token, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
+    follow(OVERLAP)
     values = tl.load(x + token * x_token_stride + head * x_head_stride + column, mask=mask, other=0.0).to(
         tl.float32
     )

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from quire.kernels import pointwise
 from quire.kernels.pointwise import GATES, ActivationKind
+from quire.kernels.triton_overlap import follow, launch_options
 from quire.kernels.workspace import unit_stride
 
 BLOCK = 1024
@@ -23,7 +24,14 @@ def gated(gate_up: torch.Tensor, kind: ActivationKind) -> torch.Tensor:
     if tokens:
         block = min(BLOCK, triton.next_power_of_2(size))
         gate_times_up[(tokens, triton.cdiv(size, block))](
-            gate_up, gate_up.stride(0), y, size, KIND=GATES[kind], BLOCK=block, num_warps=4
+            gate_up,
+            gate_up.stride(0),
+            y,
+            size,
+            KIND=GATES[kind],
+            BLOCK=block,
+            num_warps=4,
+            **launch_options(),
         )
     return y
 
@@ -36,11 +44,12 @@ def sigmoid(x):
 
 @triton.jit
 @no_type_check
-def gate_times_up(gate_up, stride, y, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def gate_times_up(gate_up, stride, y, size, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Program (token, block of columns)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
+    follow(OVERLAP)
     gate = tl.load(gate_up + token * stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * stride + size + column, mask=mask, other=0.0).to(tl.float32)
     if KIND == 0:

@@ -18,6 +18,7 @@ from quire.kernels import rope
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.norm.triton import rms_norm
 from quire.kernels.rope import QkNorm
+from quire.kernels.triton_overlap import follow, launch_options
 from quire.kernels.workspace import unit_stride
 
 
@@ -68,7 +69,7 @@ def _launch(
         V_DIM=0 if kv.v_in_k else kv.v_head_dim, BLOCK_SIZE=kv.block_size, HALF=half,
         HALF_PAD=triton.next_power_of_2(max(half, 1)), REST_PAD=triton.next_power_of_2(max(kv.head_dim - 2 * half, 1)),
         V_PAD=triton.next_power_of_2(kv.v_head_dim), NORM=norm is not None, INTERLEAVED=interleaved,
-        EIGHT_BITS=_LARGEST.get(kv.pieces.dtype, 0), num_warps=4,
+        EIGHT_BITS=_LARGEST.get(kv.pieces.dtype, 0), num_warps=4, **launch_options(),
     )  # fmt: skip
 
 
@@ -103,12 +104,13 @@ def rope_store_heads(
     pieces, block_stride, head_stride, scales, scale_block_stride, scale_head_stride, block_ids, offsets,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, V_PAD: tl.constexpr,
-    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, EIGHT_BITS: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, EIGHT_BITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (token, part): part 0 is k, 1 is q, 2 is v. The rotated pairs of a head, then its unrotated rest."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.arange(0, HEADS_PAD)
     row = qkv + token * stride
+    follow(OVERLAP)
     block, offset = tl.load(block_ids + token).to(tl.int64), tl.load(offsets + token)
     piece = pieces + block * block_stride + head * head_stride
     scale = scales + block * scale_block_stride + head * scale_head_stride

@@ -1,0 +1,43 @@
+"""Launches that overlap (programmatic dependent launch, compute capability 9.0 and later).
+
+A step of few tokens is hundreds of kernels of some microseconds, and a good part of each is its start: until the
+kernel before it has ended the device launches nothing, and then the memory answers late. Launched with the options of
+`launch_options`, the programs of a kernel start while those of the kernel before still run, and `follow` holds them
+until all that it wrote is there. Before `follow` a kernel may compute addresses and prefetch what no kernel writes:
+a linear prefetches weights.
+
+The rule: every kernel that is launched so calls `follow` before it reads or writes what other kernels write or read,
+whichever they are. It then holds for all kernels before: the one before had waited for its own.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+CAPABILITY = (9, 0)
+
+
+@lru_cache
+def overlaps() -> bool:
+    """Whether this process's GPU has it; the interpreter does not."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
+
+
+def launch_options() -> dict[str, Any]:
+    """Options of a launch whose kernel takes OVERLAP."""
+    return {"OVERLAP": True, "launch_pdl": True} if overlaps() else {"OVERLAP": False}
+
+
+@triton.jit
+@no_type_check
+def follow(OVERLAP: tl.constexpr):
+    """Wait until the kernel before has ended; then the next one's programs may start."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
