@@ -20,13 +20,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.triton_interpreter import interpreting
+
 CAPABILITY = (9, 0)
 
 
 @lru_cache
 def overlaps() -> bool:
     """Whether this process's GPU has it; the interpreter does not."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
+    return (
+        not interpreting() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
+    )
 
 
 def launch_options() -> dict[str, Any]:
