@@ -52,8 +52,9 @@ def generate(core: EngineCore, lengths: list[tuple[int, int]], vocab: int) -> Ro
     first: set[str] = set()
     all_first_s = start_s
     tokens = tokens_at_first = 0
-    decoded: tuple[float, int] | None = None  # when the first request ended, and the tokens until then
+    first_end: tuple[float, int] | None = None  # when the first request had ended, and the tokens until then
     while core.has_work:
+        ended = False
         for event in core.step():
             assert event.error is None, event.error
             tokens += len(event.token_ids)
@@ -61,13 +62,14 @@ def generate(core: EngineCore, lengths: list[tuple[int, int]], vocab: int) -> Ro
                 first.add(event.request_id)
                 if len(first) == len(lengths):
                     all_first_s, tokens_at_first = time.perf_counter(), tokens
-            if event.finish_reason is not None and decoded is None:
-                decoded = time.perf_counter(), tokens
-    assert decoded is not None
-    together_s = decoded[0] - all_first_s
+            ended |= event.finish_reason is not None
+        if ended and first_end is None:
+            first_end = time.perf_counter(), tokens
+    assert first_end is not None
+    together_s = first_end[0] - all_first_s
     return {
         "seconds": time.perf_counter() - start_s, "output_tokens": tokens, "prefill_s": all_first_s - start_s,
-        "decode_tokens_per_s": max(0.0, (decoded[1] - tokens_at_first) / together_s) if together_s > 0 else 0.0,
+        "decode_tokens_per_s": max(0.0, (first_end[1] - tokens_at_first) / together_s) if together_s > 0 else 0.0,
     }  # fmt: skip
 
 

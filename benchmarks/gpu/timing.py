@@ -27,7 +27,7 @@ def seconds(calls: Sequence[Call], *, repeats: int = 15) -> float:
     for _ in range(max(3, len(calls))):
         next(turn)()
     count = -(-16 // len(calls)) * len(calls)
-    run: Call = next(turn)
+    run: Call
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

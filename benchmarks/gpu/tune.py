@@ -113,7 +113,7 @@ def shapes_of(op: str, *, tiny: bool, copies: int | None = None) -> Iterator[Sha
 def choices(op: str, *, tiny: bool) -> list[dict[str, int]]:
     names, options = list(CHOICES[op]), list(CHOICES[op].values())
     tried = [dict(zip(names, sizes, strict=True)) for sizes in product(*options)][: 2 if tiny else None]
-    return [table.DEFAULTS[op], *tried]
+    return [table.DEFAULTS[op], *(sizes for sizes in tried if sizes != table.DEFAULTS[op])]
 
 
 def fastest(op: str, calls: Calls, *, tiny: bool) -> dict[str, int]:

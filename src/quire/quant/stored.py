@@ -36,9 +36,7 @@ from quire.kernels.linear.packed import QuantizedWeight
 from quire.weight_format import Kind, WeightFormat
 
 CHUNK = 1 << 19  # weights decoded at once: fp32 copies of them stay in a cache
-DEVICE_CHUNK = (
-    1 << 24
-)  # weights rounded at once on a GPU, where hundreds of launches a range took most of the time
+DEVICE_CHUNK = 1 << 24  # weights rounded at once on a GPU: a range takes hundreds of launches
 
 
 def row_ranges(num_rows: int, num_columns: int, chunk: int = CHUNK) -> Iterator[tuple[int, int]]:

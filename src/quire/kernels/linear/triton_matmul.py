@@ -4,7 +4,7 @@
 
 Bytes at few rows: the weights, once. k goes up in steps of one size, from the same starts for every number of rows, and
 splits of k are added up in order, so that a row's sums have one order; how many rows a tile has changes none of them.
-The program that ends last of a tile's splits adds them: another launch would take as long as a small matrix does.
+The program that ends last of a tile's splits adds them, which spares a launch.
 """
 
 from __future__ import annotations

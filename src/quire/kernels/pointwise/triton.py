@@ -24,15 +24,8 @@ def gated(gate_up: torch.Tensor, kind: ActivationKind) -> torch.Tensor:
     if tokens:
         block = min(BLOCK, triton.next_power_of_2(size))
         gate_times_up[(tokens, triton.cdiv(size, block))](
-            gate_up,
-            gate_up.stride(0),
-            y,
-            size,
-            KIND=GATES[kind],
-            BLOCK=block,
-            num_warps=4,
-            **launch_options(),
-        )
+            gate_up, gate_up.stride(0), y, size, KIND=GATES[kind], BLOCK=block, num_warps=4, **launch_options()
+        )  # fmt: skip
     return y
 
 
