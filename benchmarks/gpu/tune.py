@@ -37,9 +37,11 @@ Shape = tuple[str, Calls]  # key as the op writes it, and calls at that shape ov
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "attention_decode": {"keys": (32, 64, 128), "warps": (2, 4, 8)},
     "attention_prefill": {"rows": (64, 128), "keys": (32, 64, 128), "warps": (4, 8)},
-    "linear_few": {
-        "rows": (16,), "columns": (16, 32, 64), "inner": (128, 256), "warps": (2, 4, 8), "stages": (3, 5),
-        "programs": (264, 528),
+    "plain_few": {"columns": (8, 16, 32), "inner": (64, 128), "chunks": (4, 8), "stages": (3, 4), "ahead": (8, 16)},
+    "fp8_few": {"columns": (8, 16, 32), "inner": (128, 256), "chunks": (4, 8), "stages": (3, 4), "ahead": (8, 16)},
+    "int8_few": {"columns": (8, 16, 32), "inner": (128, 256), "chunks": (4, 8), "stages": (3, 4), "ahead": (8, 16)},
+    "int4_g128_few": {
+        "columns": (8, 16, 32), "inner": (128,), "chunks": (2, 4, 8), "stages": (2, 3, 4), "ahead": (4, 16),
     },
     "int_linear_small": {
         "rows": (16,), "columns": (32, 64, 128), "inner": (128,), "warps": (2, 4, 8), "stages": (3, 4, 6),
@@ -54,6 +56,10 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "fp8_linear_large": {
         "rows": (64, 128), "columns": (64, 128, 256), "inner": (128,), "warps": (4, 8), "stages": (2, 3, 4),
     },
+}  # fmt: skip
+FEW = {
+    "plain_few": PLAIN, "fp8_few": WeightFormat("fp8"), "int8_few": WeightFormat("int8"),
+    "int4_g128_few": WeightFormat("int4", 128),
 }  # fmt: skip
 
 
@@ -76,24 +82,24 @@ def attention_shapes(op: str, lengths: tuple[tuple[int, int], ...], *, tiny: boo
         yield f"d{dim}_g4_b2", [call]
 
 
-def linear_shapes(
-    formats: tuple[WeightFormat, ...], rows: int, *, tiny: bool, copies: int | None = None
-) -> Iterator[Shape]:
-    """Of fp8 the products of tiles: those that torch does on this GPU are passed over."""
+def linear_shapes(op: str, *, tiny: bool, copies: int | None = None) -> Iterator[Shape]:
+    """A product that is torch's on this GPU has sizes only of ``few``."""
+    rows = (3 if tiny else 8) if op.endswith(("few", "small")) else 40 if tiny else 512
+    formats = [WeightFormat("int4", 32 if tiny else 128), WeightFormat("int8")]
+    if op.endswith("few"):
+        formats = [FEW[op]]
+    elif op.startswith("fp8"):
+        formats = [WeightFormat("fp8", 128), WeightFormat("fp8")]
     for (out, size), format in product(((48, 2 * (formats[0].group or 32)),) if tiny else SHAPES, formats):
         cold = 1 if tiny or rows > 64 else max(2, min(16, COLD_BYTES // format.num_bytes(out, size, 2)))
         matrices = [random_matrix(out, size, format, "triton") for _ in range(copies or cold)]
-        x = torch.randn(rows, size, device=DEVICE).bfloat16()
-        key = (
-            f"g{format.group or 0}_"
-            if format.kind == "fp8"
-            else f"{format.kind}_"
-            if format.quantized
-            else ""
-        )
-        if format.kind == "fp8" and format.group is None and multiplies(matrices[0]):
+        if op.startswith("fp8_linear") and format.group is None and multiplies(matrices[0]):
             continue
-        yield f"{key}n{out}_k{size}", [lambda x=x, packed=packed: linear(x, packed) for packed in matrices]  # type: ignore[misc]
+        x = torch.randn(rows, size, device=DEVICE).bfloat16()
+        key = f"n{out}_k{size}"
+        if not op.endswith("few"):
+            key = (f"g{format.group or 0}_" if op.startswith("fp8") else f"{format.kind}_") + key
+        yield key, [lambda x=x, packed=packed: linear(x, packed) for packed in matrices]  # type: ignore[misc]
 
 
 def shapes_of(op: str, *, tiny: bool, copies: int | None = None) -> Iterator[Shape]:
@@ -101,13 +107,7 @@ def shapes_of(op: str, *, tiny: bool, copies: int | None = None) -> Iterator[Sha
         return attention_shapes(op, ((1, 40),) if tiny else ((1, 4096),) * 64, tiny=tiny)
     if op == "attention_prefill":
         return attention_shapes(op, ((30, 40),) if tiny else ((2048, 2048),) * 4, tiny=tiny)
-    rows = (3 if tiny else 8) if op.endswith(("few", "small")) else 40 if tiny else 512
-    formats: tuple[WeightFormat, ...] = (WeightFormat("int4", 32 if tiny else 128), WeightFormat("int8"))
-    if op == "linear_few":
-        formats = (PLAIN,)
-    if op.startswith("fp8"):
-        formats = (WeightFormat("fp8", 128), WeightFormat("fp8"))
-    return linear_shapes(formats, rows, tiny=tiny, copies=copies)
+    return linear_shapes(op, tiny=tiny, copies=copies)
 
 
 def choices(op: str, *, tiny: bool) -> list[dict[str, int]]:
@@ -116,21 +116,31 @@ def choices(op: str, *, tiny: bool) -> list[dict[str, int]]:
     return [table.DEFAULTS[op], *(sizes for sizes in tried if sizes != table.DEFAULTS[op])]
 
 
-def fastest(op: str, calls: Calls, *, tiny: bool) -> dict[str, int]:
-    """Return the sizes of ``op`` with which ``calls`` are fastest; they are put into the table in memory one by one."""
-    best, best_s = table.DEFAULTS[op], float("inf")
+def timings(op: str, calls: Calls, *, tiny: bool) -> list[float]:
+    """Return the seconds of ``calls`` with each of `choices`, which are put into the table in memory one by one."""
+    found = []
     for sizes in choices(op, tiny=tiny):
         table.table_of(table.gpu_name())[op] = {"all": sizes}
         try:
-            taken_s = seconds(calls)
+            found.append(seconds(calls))
         except OutOfResources:
-            continue
-        if sizes == table.DEFAULTS[op]:
-            print(f"  {op}: defaults {taken_s * 1e6:.1f} us", flush=True)
-        if taken_s < best_s:
-            best, best_s = sizes, taken_s
-    print(f"  {op}: best {best_s * 1e6:.1f} us", flush=True)
-    return best
+            found.append(float("inf"))
+    print(f"  {op}: defaults {found[0] * 1e6:.1f} us, best {min(found) * 1e6:.1f} us", flush=True)
+    return found
+
+
+def tune(op: str, *, tiny: bool) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield each shape of ``op`` with the sizes that were fastest.
+
+    Up to 16 rows a last one, "all", has those that came closest to the fastest over the shapes, for other matrices.
+    """
+    tried, ratios = choices(op, tiny=tiny), [0.0] * len(choices(op, tiny=tiny))
+    for shape, calls in shapes_of(op, tiny=tiny):
+        taken = timings(op, calls, tiny=tiny)
+        ratios = [ratio + each / min(taken) for ratio, each in zip(ratios, taken, strict=True)]
+        yield shape, with_flashinfer(op, calls, tried[taken.index(min(taken))])
+    if op in FEW:
+        yield "all", tried[ratios.index(min(ratios))]
 
 
 def compile_choices(ops: list[str], part: int, parts: int, *, tiny: bool) -> None:
@@ -189,9 +199,9 @@ def main() -> None:
     path = args.out / f"{table.gpu_name()}.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
     for op in args.ops:
-        for shape, calls in shapes_of(op, tiny=args.tiny):
-            found.setdefault(op, {})[shape] = with_flashinfer(op, calls, fastest(op, calls, tiny=args.tiny))
-            print(op, shape, found[op][shape], flush=True)
+        for shape, sizes in tune(op, tiny=args.tiny):
+            found.setdefault(op, {})[shape] = sizes
+            print(op, shape, sizes, flush=True)
             args.out.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     print(path)

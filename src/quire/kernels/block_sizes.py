@@ -21,7 +21,10 @@ DEFAULTS: dict[str, Sizes] = {
     "attention_decode": {"keys": 64, "warps": 4},
     "attention_prefill": {"rows": 64, "keys": 64, "warps": 4},
     "attention_invariant": {"keys": 64, "warps": 4},
-    "linear_few": {"rows": 0},  # none of ours: the library's product
+    "plain_few": {"columns": 0},  # none: up to 16 rows take the product for any number of rows
+    "fp8_few": {"columns": 0},
+    "int4_g128_few": {"columns": 0},
+    "int8_few": {"columns": 0},
     "int_linear_small": {"rows": 16, "columns": 64, "inner": 128, "warps": 4, "stages": 3, "programs": 264},
     "int_linear_large": {"rows": 64, "columns": 128, "inner": 64, "warps": 4, "stages": 2},
     "matmul_invariant": {"rows": 64, "columns": 128, "inner": 64, "warps": 4, "stages": 4},

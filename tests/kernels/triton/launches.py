@@ -10,6 +10,7 @@ from tests.kernels import cases
 
 import quire.kernels.triton_ops  # noqa: F401  registers
 from quire.kernels.attention import attention
+from quire.kernels.block_sizes import gpu_name, table_of
 from quire.kernels.kv_blocks import KvView, view_layer
 from quire.kernels.linear import linear, pack_empty, pack_many
 from quire.kernels.lora import add_lora, group_rows, stack_empty
@@ -55,6 +56,22 @@ def launch_linears(capability: int) -> None:
             for rows in (1, 100):
                 linear(torch.empty(rows, 4096, dtype=BF16), packed)
                 linear(torch.empty(rows, 4096, dtype=BF16), packed, out_dtype=torch.float32)
+
+
+def launch_few(capability: int) -> None:
+    """Up to 16 rows with the sizes of a table: those of the H100."""
+    for op, sizes in table_of("NVIDIA_H100_80GB_HBM3").items():
+        if not op.endswith("_few") or (op == "fp8_few" and capability < FP8_CAPABILITY):
+            continue
+        kind, *group = op.removesuffix("_few").split("_g")
+        table_of(gpu_name())[op] = sizes
+        for offset in (False, True) if group else (False,):
+            format = (
+                WeightFormat() if kind == "plain" else WeightFormat(kind, *map(int, group), has_offset=offset)
+            )  # type: ignore[arg-type]
+            packed = pack_empty(1024, 4096, BF16, bias=offset, backend="triton", format=format)
+            linear(torch.empty(3, 4096, dtype=BF16), packed)
+            linear(torch.empty(1, 4096, dtype=BF16), packed, out_dtype=torch.float32)
 
 
 def cache(dtype: torch.dtype) -> KvView:
@@ -121,6 +138,7 @@ ALL: tuple[Callable[[int], None], ...] = (
     launch_sampling,
     launch_attention,
     launch_linears,
+    launch_few,
 )
 
 

@@ -9,6 +9,7 @@ from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generat
 from tests.kernels.test_quantized_linear import case_id
 from tests.kernels.triton.device import DEVICE, WARNINGS
 
+from quire.kernels import block_sizes
 from quire.kernels.linear import (
     PackedLinear,
     QuantizedWeight,
@@ -65,6 +66,19 @@ def rows_of(case: cases.LinearCase, dtype: torch.dtype) -> torch.Tensor:
     x = torch.randn(case.num_tokens, case.in_features, generator=generator(3)).to(dtype)
     x[-1] = 0.0
     return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
+def test_few_rows_where_the_table_has_sizes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"columns": 16, "inner": 128, "chunks": 4, "stages": 3, "ahead": 8}
+    asked: list[str] = []
+    table = {"fp8_few": {"all": sizes}}
+    monkeypatch.setattr(block_sizes, "table_of", lambda gpu: asked.append(gpu) or table)
+    for case in (*CASES[:1], SPLIT):
+        plain, packed = (packed_of(case, ROW, dtype, backend) for backend in ("reference", "triton"))
+        x = rows_of(case, dtype)
+        assert_close("fp8_linear", linear(x.to(DEVICE), packed).cpu(), linear(x, plain))
+    assert asked
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)

@@ -19,7 +19,7 @@ from quire.kernels.linear import (
     pack_empty,
     pack_heads,
     read_rows,
-    triton_matmul,
+    triton_few,
     write_bias,
     write_rows,
 )
@@ -146,31 +146,48 @@ def test_invariant_bits_do_not_depend_on_the_batch(
             assert_same_bits(linear(pool[rows], packed), whole[rows], f"{format}, {len(rows)} rows")
 
 
-def test_a_plain_product_of_ours_where_the_table_has_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"rows": 16, "columns": 32, "inner": 128, "warps": 4, "stages": 3, "programs": 264}
-    asked: list[str] = []
+FEW = [
+    WeightFormat(),
+    WeightFormat("int8"),
+    WeightFormat("int8", None, True),
+    WeightFormat("int4", 128),
+    WeightFormat("int4", 128, True),
+]
 
-    def table(gpu: str) -> dict[str, dict[str, block_sizes.Sizes]]:
-        asked.append(gpu)
-        return {"linear_few": {"n70_k1100": sizes}}
 
-    case = cases.LinearCase(3, 1100, 70, bias=True)
-    with torch.device(DEVICE):
-        packed = pack_empty(70, 1100, torch.bfloat16, bias=True, backend="triton")
-    _, weight, bias = make_plain(case, torch.bfloat16, "reference")
-    write_rows(packed, 0, weight)
-    write_bias(packed, 0, bias)
-    x = torch.randn(17, 1100, generator=generator(3)).bfloat16()
-    oracle = x.double() @ weight.double().T + bias.double()
-    monkeypatch.setattr(block_sizes, "table_of", table)
+@pytest.mark.parametrize("format", FEW, ids=case_id)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_few_rows_where_the_table_has_sizes(
+    format: WeightFormat, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 16 rows of bf16, whatever the matrix's size; int8 with an offset per feature goes another way."""
+    sizes = {"columns": 16, "inner": 64, "chunks": chunks, "stages": 3, "ahead": 8}
+    ops = ("plain_few", "int8_few", "int4_g128_few")
+    monkeypatch.setattr(block_sizes, "table_of", lambda gpu: {op: {"all": sizes} for op in ops})
     launched: list[int] = []
     monkeypatch.setattr(
-        triton_linear, "matmul", lambda x, *rest: launched.append(len(x)) or triton_matmul.matmul(x, *rest)
+        triton_linear,
+        "few_rows",
+        lambda x, *rest: launched.append(len(x)) or triton_few.few_rows(x, *rest),
     )
-    for rows in (3, 16, 17):
-        assert_close("linear", linear(x[:rows].to(DEVICE), packed).cpu(), oracle[:rows])
-    assert launched == [3, 16], "more rows are the library's"
-    assert asked
+    for in_features, out_features in ((1100, 70), (40, 33), (1024, 16)):
+        case = cases.LinearCase(3, in_features, out_features, bias=True)
+        if format.quantized:
+            packed, weight, bias = quantized(case, format, torch.bfloat16, "triton")
+        else:
+            with torch.device(DEVICE):
+                packed = pack_empty(out_features, in_features, torch.bfloat16, bias=True, backend="triton")
+            _, weight, bias = make_plain(case, torch.bfloat16, "reference")
+            write_rows(packed, 0, weight)
+            write_bias(packed, 0, bias)
+        x = torch.randn(17, in_features, generator=generator(3)).bfloat16()
+        oracle = x.double() @ weight.double().T + bias.double()
+        for rows in (1, 16, 17):
+            y = linear(x[:rows].to(DEVICE), packed).cpu()
+            assert_close("linear", y, oracle[:rows])
+            wide = linear(x[:rows].to(DEVICE), packed, out_dtype=torch.float32).cpu()
+            assert_close("linear", wide.bfloat16(), oracle[:rows])
+    assert set(launched) == (set() if format == FEW[2] else {1, 16}), "more rows go another way"
 
 
 @pytest.mark.parametrize("backend", GPU_KERNELS)

@@ -1,9 +1,10 @@
 """Linears of a GPU: plain (cuBLAS), int8 or int4 weights times plain rows (W8A16, W4A16), fp8 times fp8 (W8A8).
 
-**Plain.** cuBLAS, and with a few rows Quire's own tiles where the GPU's table has sizes for the matrix, which then were
-faster. For the invariant mode a product with a fixed order of summation, which costs where cuBLAS would split the
-inputs by the number of rows or take another instruction. Tiles of 64 and of 128 rows are made of the same products of
-64 rows, and the splits of the inputs depend on the matrix alone.
+Up to 16 rows go through `triton_few` where the GPU's table has sizes for it, because it was faster there.
+
+**Plain.** cuBLAS. For the invariant mode a product with a fixed order of summation, which costs where cuBLAS would
+split the inputs by the number of rows or take another instruction. Tiles of 64 and of 128 rows are made of the same
+products of 64 rows, and the splits of the inputs depend on the matrix alone.
 
 **Integers.** Activations stay as they are.
 
@@ -31,9 +32,11 @@ from torch import Tensor
 from quire.kernels.block_sizes import block_sizes
 from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
 from quire.kernels.linear.reference import FP8, dequantize
+from quire.kernels.linear.triton_few import few_rows, few_sizes
 from quire.kernels.linear.triton_matmul import matmul, rows_to_fp8, tickets
 from quire.kernels.quantized_rows import QuantizedRows, num_groups
 from quire.kernels.registry import GPU_KERNELS, register
+from quire.kernels.triton_overlap import launch_options
 from quire.kernels.workspace import unit_stride
 from quire.weight_format import WeightFormat
 
@@ -59,10 +62,8 @@ def read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
 @register("linear", "triton")
 def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     weight, bias = packed.data.t(), packed.bias
-    if x.shape[0] <= FEW and x.dtype == torch.bfloat16:
-        sizes = block_sizes("linear_few", f"n{packed.out_features}_k{packed.in_features}")
-        if sizes["rows"]:
-            return matmul(x, packed, out_dtype, out, sizes)
+    if sizes := few_sizes(x, packed):
+        return few_rows(x, packed, out_dtype, out, sizes)
     if out_dtype == x.dtype:
         return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
     if x.is_cuda:
@@ -177,6 +178,8 @@ def int_read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
 
 @register("quantized_linear", "triton")
 def int_linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if sizes := few_sizes(x, packed):
+        return few_rows(x, packed, out_dtype, out, sizes)
     size = "small" if x.shape[0] <= SMALL else "large"
     shape = f"{packed.format.kind}_n{packed.out_features}_k{packed.in_features}"
     return matmul(x, packed, out_dtype, out, block_sizes(f"int_linear_{size}", shape))
@@ -190,7 +193,6 @@ def int_linear_invariant(
     return matmul(x, packed, out_dtype, out, block_sizes("matmul_invariant", "all"), fixed_splits=True)
 
 
-FEW = 16  # rows up to which a plain product is Quire's own where a table of sizes says that it is faster
 SMALL = 32  # rows, beyond which the tiles for many rows are taken
 SCALED_MM = (9, 0)  # compute capability from which torch multiplies with scales by row and column
 
@@ -206,7 +208,7 @@ def quantize_rows_to_fp8(x: Tensor, group: int | None) -> QuantizedRows:
         block = triton.next_power_of_2(group or size)
         rows_to_fp8[(tokens, groups)](
             x, x.stride(0), q, scale, size, GROUP=group or size, BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=min(max(block // 512, 1), 16), **launch_options(),
         )  # fmt: skip
     return QuantizedRows(q, scale, scale.new_empty(tokens, 0, dtype=torch.int32), size, group, x.dtype)
 
@@ -244,6 +246,8 @@ def fp8_read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
 
 @register("fp8_linear", "triton")
 def fp8_linear(rows: QuantizedRows, packed: PackedLinear, out: Tensor | None) -> Tensor:
+    if sizes := few_sizes(rows.q, packed):
+        return few_rows(rows.q, packed, rows.dtype, out, sizes, row_scale=rows.scale)
     if packed.group_scale is None and rows.dtype == torch.bfloat16 and multiplies(packed):
         return scaled_mm(rows, packed, out)
     shape = f"g{packed.format.group or 0}_n{packed.out_features}_k{packed.in_features}"

@@ -204,6 +204,14 @@ def matmul_tiles(
             )
             prefetch(column_start[:, None] + byte[None, :])
         follow(OVERLAP)
+    if (
+        KIND < 16
+    ):  # what a column or a row has is loaded before the products, so that nothing waits for it at the end
+        column_power = tl.load(power + column, mask=column_used, other=0.0)
+    if ROW_SCALE and not PER_GROUP:
+        of_rows = tl.load(row_scale + source, mask=row_used, other=0.0)
+    if BIAS:
+        column_bias = tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)
     per_step = 2 if KIND == 4 else 1  # groups, where each has a scale
     groups = tl.cdiv(num_inner, GROUP)
     if KIND == 4 or PER_GROUP:  # scales are loaded a step ahead: no product waits for them
@@ -256,8 +264,8 @@ def matmul_tiles(
                 dot = tl.dot(x_tile, w_tile, input_precision=PRECISION)
             if PER_GROUP:
                 if ROW_SCALE:
-                    of_rows = row_scale + source.to(tl.int64) * groups + step
-                    dot *= tl.load(of_rows, mask=row_used & (step < groups), other=0.0)[:, None]
+                    of_group_rows = row_scale + source.to(tl.int64) * groups + step
+                    dot *= tl.load(of_group_rows, mask=row_used & (step < groups), other=0.0)[:, None]
                 acc += dot * group_scale[None, :]
                 if OFFSET:
                     sums = tl.sum(x_tile.to(tl.float32), 1)
@@ -284,11 +292,11 @@ def matmul_tiles(
             place = parts + (split * num_rows + wide_row) * num_columns + column[None, :]
             acc += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
     if KIND < 16:
-        acc *= tl.load(power + column, mask=column_used, other=0.0)[None, :]
+        acc *= column_power[None, :]
     if ROW_SCALE and not PER_GROUP:
-        acc *= tl.load(row_scale + source, mask=row_used, other=0.0)[:, None]
+        acc *= of_rows[:, None]
     if BIAS:
-        acc += tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)[None, :]
+        acc += column_bias[None, :]
     target = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
 
@@ -352,12 +360,13 @@ def int8_to_bf16(q):
 
 @triton.jit
 @no_type_check
-def rows_to_fp8(x, x_stride, q, scale, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def rows_to_fp8(x, x_stride, q, scale, size, GROUP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Program (row, group): the largest magnitude of its inputs becomes 448. q is ``[rows, size]``."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     inner = tl.arange(0, BLOCK)
     column = group * GROUP + inner
     mask = (inner < GROUP) & (column < size)
+    follow(OVERLAP)
     values = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 0)
     used = largest >= 2.0**-100  # as `linear.reference`; beyond, 448 / largest is not finite
