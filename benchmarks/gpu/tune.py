@@ -36,7 +36,7 @@ Calls = list[Callable[[], object]]
 Shape = tuple[str, Calls]  # key as the op writes it, and calls at that shape over other memory
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "attention_decode": {"keys": (32, 64, 128), "warps": (2, 4, 8)},
-    "attention_prefill": {"rows": (64, 128), "keys": (32, 64, 128), "warps": (4, 8)},
+    "attention_prefill": {"rows": (64, 128), "keys": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)},
     "plain_few": {"columns": (8, 16, 32), "inner": (64, 128), "chunks": (4, 8), "stages": (3, 4), "ahead": (8, 16)},
     "fp8_few": {"columns": (8, 16, 32), "inner": (128, 256), "chunks": (4, 8), "stages": (3, 4), "ahead": (8, 16)},
     "int8_few": {"columns": (8, 16, 32), "inner": (128, 256), "chunks": (4, 8), "stages": (3, 4), "ahead": (8, 16)},

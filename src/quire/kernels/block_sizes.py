@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "block_size_tables"
 
 DEFAULTS: dict[str, Sizes] = {
     "attention_decode": {"keys": 64, "warps": 4},
-    "attention_prefill": {"rows": 64, "keys": 64, "warps": 4},
+    "attention_prefill": {"rows": 64, "keys": 64, "warps": 4, "stages": 3},
     "attention_invariant": {"keys": 64, "warps": 4},
     "plain_few": {"columns": 0},  # none: up to 16 rows take the product for any number of rows
     "fp8_few": {"columns": 0},

@@ -3,11 +3,12 @@
 A step of few tokens is hundreds of kernels of some microseconds, and a good part of each is its start: until the
 kernel before it has ended the device launches nothing, and then the memory answers late. Launched with the options of
 `launch_options`, the programs of a kernel start while those of the kernel before still run, and `follow` holds them
-until all that it wrote is there. Before `follow` a kernel may compute addresses and prefetch what no kernel writes:
-a linear prefetches weights.
+until all that it wrote is there. Before `follow` a kernel may compute addresses, and read what the kernel before does
+not write: weights, and what the host uploaded for the step. The loads of a chain take about a microsecond each.
 
-The rule: every kernel that is launched so calls `follow` before it reads or writes what other kernels write or read,
-whichever they are. It then holds for all kernels before: the one before had waited for its own.
+The rule: every kernel that is launched so calls `follow`, in every program, before it reads what other kernels write
+and before it writes. It then holds for all kernels before: the one before had waited for its own. A test compiles the
+kernels and looks for reads before the wait whose addresses come from other arguments (`BEFORE_WAIT`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.triton_interpreter import interpreting
 
 CAPABILITY = (9, 0)
+# Arguments that a kernel may read before its wait: weights, and what was uploaded.
+BEFORE_WAIT = {
+    "attend_items": {"items", "cu_seqlens_q", "seq_lens"},
+    "fold_items": {"tiles", "cu_seqlens_q"},
+    "matmul_tiles": {"scale", "power", "bias"},
+    "multiply_few": {"scale", "power", "bias"},
+    "normalize": {"weight"},
+    "rope_store_heads": {"block_ids", "offsets"},
+}
 
 
 @lru_cache

@@ -2,7 +2,8 @@
 
 A stand-in for the driver names the target; launches are replaced by compilations down to the GPU's machine code, so
 that a type that the interpreter does not mind, or shared memory that a multiprocessor does not have, is found here. A
-kernel whose launch overlaps the one before must wait before it touches memory (`kernels.triton_overlap`).
+kernel whose launch overlaps the one before must wait before it touches memory that others write
+(`kernels.triton_overlap`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.kernels import triton_overlap
+from quire.kernels.triton_overlap import BEFORE_WAIT
 
 SHARED_BYTES = {80: 166_912, 90: 232_448}  # that a program may have
 
@@ -53,20 +55,40 @@ def compile_launches(capability: int) -> dict[str, int]:
             assert shared <= SHARED_BYTES[capability], f"{self.__name__}: {shared} bytes of shared memory"
             assert kernel.asm["cubin"]
             if kernel.metadata.launch_pdl:
-                check_wait(self.__name__, kernel.asm["ptx"])
+                names = [each for each, kind in kernel.src.signature.items() if kind != "constexpr"]
+                check_wait(self.__name__, kernel.asm["ptx"], names)
             compiled[self.__name__] = compiled.get(self.__name__, 0) + 1
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
     return compiled
 
 
-def check_wait(name: str, ptx: str) -> None:
-    """No access to memory but parameters and prefetches stands before the one wait."""
+def check_wait(name: str, ptx: str, arguments: list[str]) -> None:
+    """Before the one wait nothing is written, and addresses that are read come from the arguments that may be."""
     body = ptx[ptx.index(".entry") :]
+    pointers = {f"{name}_param_{i}" for i in map(int, re.findall(r"\.ptr [^\n]*_param_(\d+)", body))}
     assert body.count("griddepcontrol.wait") == 1, name
-    before = body[: body.index("griddepcontrol.wait")]
-    found = re.search(r"\b(ld\.global|st\.global|cp\.async|atom|red)\.", before)
-    assert found is None, f"{name}: {found[0]} before the wait"
+    sources: dict[str, set[str]] = {}  # register → what the instructions that set it name
+    read: set[str] = set()
+    for line in body[body.index("{") : body.index("griddepcontrol.wait")].splitlines():
+        found = re.match(r"\s*(?:@!?%\w+ )?([a-z][\w.]*)\s+(.+);", line)
+        if found is None or found[1].startswith(("bra", "ret", "prefetch")):
+            continue
+        operation, operands = found.groups()
+        assert re.match(r"(st\.global|cp\.async|atom|red)\.", operation) is None, (
+            f"{name}: {line} before the wait"
+        )
+        target, _, rest = operands.partition("}," if operands.startswith("{") else ",")
+        for register in re.findall(r"%\w+", target):
+            sources.setdefault(register, set()).update(re.findall(r"%\w+|\w+_param_\d+", rest))
+        if operation.startswith("ld.global"):
+            read.update(re.findall(r"%rd\w+", rest[rest.index("[") :]))
+    reached, ahead = set(), read
+    while ahead:
+        reached |= ahead
+        ahead = set().union(*(sources.get(each, set()) for each in ahead)) - reached
+    named = {arguments[int(each.rsplit("_", 1)[1])] for each in reached & pointers}
+    assert named <= BEFORE_WAIT.get(name, set()), f"{name} reads by {sorted(named)} before the wait"
 
 
 if __name__ == "__main__":

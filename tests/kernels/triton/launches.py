@@ -59,16 +59,16 @@ def launch_linears(capability: int) -> None:
 
 
 def launch_few(capability: int) -> None:
-    """Up to 16 rows with the sizes of a table: those of the H100."""
-    for op, sizes in table_of("NVIDIA_H100_80GB_HBM3").items():
+    """Up to 16 rows with sizes of the H100's table."""
+    for op, of_shapes in table_of("NVIDIA_H100_80GB_HBM3").items():
         if not op.endswith("_few") or (op == "fp8_few" and capability < FP8_CAPABILITY):
             continue
         kind, *group = op.removesuffix("_few").split("_g")
-        table_of(gpu_name())[op] = sizes
+        table_of(gpu_name())[op] = {"all": next(sizes for sizes in of_shapes.values() if sizes["columns"])}
         for offset in (False, True) if group else (False,):
             format = (
-                WeightFormat() if kind == "plain" else WeightFormat(kind, *map(int, group), has_offset=offset)
-            )  # type: ignore[arg-type]
+                WeightFormat() if kind == "plain" else WeightFormat(kind, *map(int, group), has_offset=offset)  # type: ignore[arg-type]
+            )
             packed = pack_empty(1024, 4096, BF16, bias=offset, backend="triton", format=format)
             linear(torch.empty(3, 4096, dtype=BF16), packed)
             linear(torch.empty(1, 4096, dtype=BF16), packed, out_dtype=torch.float32)

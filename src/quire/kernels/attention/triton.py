@@ -85,7 +85,7 @@ def _run(
         CAPPED=shape.soft_cap is not None,
         WINDOWED=shape.window is not None, SINKS=sinks is not None, DIRECT=work.shape.direct,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=work.shape.num_warps,
-        **launch_options(),
+        num_stages=work.shape.num_stages, **launch_options(),
     )  # fmt: skip
     if not work.shape.direct:
         fold_items[(work.tiles.shape[0], kv_heads)](
@@ -119,16 +119,16 @@ def attend_items(
     K is read once. Otherwise ROPE_DIM is 0.
     """
     item, kv_head = tl.program_id(0), tl.program_id(1)
-    follow(OVERLAP)
     seq = tl.load(items + item * 4)
     first_row = tl.load(items + item * 4 + 1)
     begin = tl.load(items + item * 4 + 2)
     end = tl.load(items + item * 4 + 3)
-    if begin >= end:  # padding of a graph's grid
-        return
     first_token = tl.load(cu_seqlens_q + seq)
     num_rows = (tl.load(cu_seqlens_q + seq + 1) - first_token) * GROUP
     start = tl.load(seq_lens + seq) - num_rows // GROUP
+    follow(OVERLAP)
+    if begin >= end:  # padding of a graph's grid
+        return
 
     row = first_row + tl.arange(0, ROWS)
     row_used = row < num_rows
@@ -237,15 +237,15 @@ def fold_items(
 ):  # fmt: skip
     """Program (tile, kv head): ``Σ_j w_j sums_j / Σ_j w_j totals_j`` in order of j, w_j = 2^(top_j − the largest)."""
     tile, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    follow(OVERLAP)
     seq = tl.load(tiles + tile * 4)
     first_row = tl.load(tiles + tile * 4 + 1)
     first_item = tl.load(tiles + tile * 4 + 2)
     num_items = tl.load(tiles + tile * 4 + 3)
-    if num_items == 0:
-        return
     first_token = tl.load(cu_seqlens_q + seq)
     num_rows = (tl.load(cu_seqlens_q + seq + 1) - first_token) * GROUP
+    follow(OVERLAP)
+    if num_items == 0:
+        return
     slot = tl.arange(0, ROWS)
     row = first_row + slot
     row_used = row < num_rows

@@ -53,6 +53,7 @@ class TileShape:
     keys: int
     num_warps: int
     direct: bool
+    num_stages: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ def plan_works(
         sizes = block_sizes("attention_prefill", key)
         if library and flashinfer.wanted(sizes, kind.kv):
             return None
-        shape = TileShape(sizes["rows"], sizes["keys"], sizes["warps"], True)
+        shape = TileShape(sizes["rows"], sizes["keys"], sizes["warps"], True, sizes["stages"])
         works.append(cut_work(batch, seqs, kind, shape, WHOLE))
     return works
 

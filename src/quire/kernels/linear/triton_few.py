@@ -91,20 +91,20 @@ def multiply_few(
     if OVERLAP:
         byte = tl.minimum(tl.arange(0, AHEAD) * 128, w_stride * width - 1)
         prefetch(w_column.to(tl.int64)[:, None] + byte[None, :])
-    follow(OVERLAP)
     w_tile_at = w_column[None, None, :] + (chunk[:, None] * INNER + inner[None, :])[:, :, None]
     x_row = x + row * x_stride
     acc = tl.zeros((CHUNKS, ROWS, COLUMNS), tl.float32)
-    # What one column or row has is loaded before the products, and groups' scales a step ahead of them.
+    # What a column or a row has is loaded before the products, and groups' scales a step ahead of them.
     if KIND < 16:
         column_power = tl.load(power + column, mask=column_used, other=0.0)
     if BIAS:
         column_bias = tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)
-    if ROW_SCALE:
-        of_rows = tl.load(row_scale + row, mask=row_used, other=0.0)
     if PER_GROUP:
         next_low = of_groups(scale, chunk * halves, groups, column, num_columns)
         next_high = of_groups(scale, chunk * halves + 1, groups, column, num_columns)
+    follow(OVERLAP)
+    if ROW_SCALE:
+        of_rows = tl.load(row_scale + row, mask=row_used, other=0.0)
     for step in range(tl.cdiv(groups, halves * CHUNKS)):
         first = (step * CHUNKS + chunk) * halves  # group, of each chunk
         w_tile = tl.load(

@@ -203,21 +203,21 @@ def matmul_tiles(
                 w.to(tl.int64) + tl.minimum(column, num_columns - 1).to(tl.int64) * w_stride * width
             )
             prefetch(column_start[:, None] + byte[None, :])
-        follow(OVERLAP)
-    if (
-        KIND < 16
-    ):  # what a column or a row has is loaded before the products, so that nothing waits for it at the end
+    # What a column or a row has is loaded before the products, and groups' scales a step ahead of them.
+    if KIND < 16:
         column_power = tl.load(power + column, mask=column_used, other=0.0)
-    if ROW_SCALE and not PER_GROUP:
-        of_rows = tl.load(row_scale + source, mask=row_used, other=0.0)
     if BIAS:
         column_bias = tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)
     per_step = 2 if KIND == 4 else 1  # groups, where each has a scale
     groups = tl.cdiv(num_inner, GROUP)
-    if KIND == 4 or PER_GROUP:  # scales are loaded a step ahead: no product waits for them
+    if KIND == 4 or PER_GROUP:
         next_scale = of_group(scale, first_step * per_step, groups, column, num_columns)
         if KIND == 4:
             next_high_scale = of_group(scale, first_step * 2 + 1, groups, column, num_columns)
+    if not GROUPED:
+        follow(OVERLAP)
+    if ROW_SCALE and not PER_GROUP:
+        of_rows = tl.load(row_scale + source, mask=row_used, other=0.0)
     for step in range(first_step, first_step + steps_per_split):
         inner = tl.arange(0, INNER)
         if KIND == 4 or PER_GROUP:

@@ -79,6 +79,7 @@ def normalize(
     token, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
+    column_weight = tl.load(weight + head * weight_head_stride + column, mask=mask, other=0.0)
     follow(OVERLAP)
     values = tl.load(x + token * x_token_stride + head * x_head_stride + column, mask=mask, other=0.0).to(
         tl.float32
@@ -91,7 +92,7 @@ def normalize(
         values = rounded.to(tl.float32)
     mean_square = tl.sum(values * values, 0) / SIZE
     factor = tl.rsqrt(mean_square + eps)
-    values = values * factor * tl.load(weight + head * weight_head_stride + column, mask=mask, other=0.0)
+    values = values * factor * column_weight
     if FP8:
         values = values.to(x.dtype.element_ty).to(tl.float32)  # as the norm alone would write it
         largest = tl.max(tl.abs(values), 0)

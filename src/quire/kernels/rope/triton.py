@@ -110,8 +110,8 @@ def rope_store_heads(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.arange(0, HEADS_PAD)
     row = qkv + token * stride
-    follow(OVERLAP)
     block, offset = tl.load(block_ids + token).to(tl.int64), tl.load(offsets + token)
+    follow(OVERLAP)
     piece = pieces + block * block_stride + head * head_stride
     scale = scales + block * scale_block_stride + head * scale_head_stride
     scale += BLOCK_SIZE * (HEAD_DIM + V_DIM) // 4 + offset
@@ -140,21 +140,25 @@ def rope_store_heads(
         a = tl.load(row + source[:, None] + first[None, :], mask=pair_mask, other=0.0).to(tl.float32)
         b = tl.load(row + source[:, None] + second[None, :], mask=pair_mask, other=0.0).to(tl.float32)
         c = tl.load(row + source[:, None] + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
-        if NORM:
-            square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
-            factor = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
-            weight = q_norm
-            if part == 0:
-                weight = k_norm
-            a *= factor * tl.load(weight + first, mask=pair < HALF, other=0.0)[None, :]
-            b *= factor * tl.load(weight + second, mask=pair < HALF, other=0.0)[None, :]
-            c *= factor * tl.load(weight + rest, mask=rest < HEAD_DIM, other=0.0)[None, :]
-            a, b = a.to(qkv.dtype.element_ty).to(tl.float32), b.to(qkv.dtype.element_ty).to(tl.float32)
-            c = c.to(qkv.dtype.element_ty).to(tl.float32)
         if HALF > 0:
             angle = token * HALF + pair
             cosine = tl.load(cos + angle, mask=pair < HALF, other=0.0)[None, :]
             sine = tl.load(sin + angle, mask=pair < HALF, other=0.0)[None, :]
+        if NORM:
+            weight = q_norm
+            if part == 0:
+                weight = k_norm
+            first_weight = tl.load(weight + first, mask=pair < HALF, other=0.0)[None, :]
+            second_weight = tl.load(weight + second, mask=pair < HALF, other=0.0)[None, :]
+            rest_weight = tl.load(weight + rest, mask=rest < HEAD_DIM, other=0.0)[None, :]
+            square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
+            factor = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+            a *= factor * first_weight
+            b *= factor * second_weight
+            c *= factor * rest_weight
+            a, b = a.to(qkv.dtype.element_ty).to(tl.float32), b.to(qkv.dtype.element_ty).to(tl.float32)
+            c = c.to(qkv.dtype.element_ty).to(tl.float32)
+        if HALF > 0:
             turned = a * cosine - b * sine
             b = (b * cosine + a * sine).to(qkv.dtype.element_ty).to(tl.float32)
             a = turned.to(qkv.dtype.element_ty).to(tl.float32)
