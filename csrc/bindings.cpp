@@ -23,6 +23,7 @@ NB_MODULE(_native, m) {
         d["amx_tile"] = f.amx_tile;
         d["amx_int8"] = f.amx_int8;
         d["amx_bf16"] = f.amx_bf16;
+        d["amx_emulated"] = f.amx_emulated;
         d["neon"] = f.neon;
         d["neon_dotprod"] = f.neon_dotprod;
         d["neon_i8mm"] = f.neon_i8mm;

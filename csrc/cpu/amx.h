@@ -30,16 +30,19 @@ struct alignas(64) TileShapes {
   }
 };
 
-class Tiles {
- public:
-  Tiles() = default;
-  ~Tiles() { __asm__ volatile("tilerelease" ::: "memory"); }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
+}  // namespace quire::cpu::QUIRE_ISA
 
-  // Set new shapes for the tiles of this thread; their contents become zero.
-  void shape(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
-};
+#if defined(QUIRE_EMULATED_TILES)
+
+#include "cpu/amx_emulated.h"
+
+#else
+
+namespace quire::cpu::QUIRE_ISA {
+
+inline void tile_shapes(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
+
+inline void tile_release() { __asm__ volatile("tilerelease" ::: "memory"); }
 
 template <int kTile>
 inline void tile_zero() {
@@ -80,5 +83,22 @@ template <int kAcc, int kA, int kB>
 inline void tile_dot_ss8() {
   __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kAcc), "i"(kA), "i"(kB));
 }
+
+}  // namespace quire::cpu::QUIRE_ISA
+
+#endif
+
+namespace quire::cpu::QUIRE_ISA {
+
+class Tiles {
+ public:
+  Tiles() = default;
+  ~Tiles() { tile_release(); }
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+
+  // Set new shapes for the tiles of this thread; their contents become zero.
+  void shape(const TileShapes& shapes) { tile_shapes(shapes); }
+};
 
 }  // namespace quire::cpu::QUIRE_ISA

@@ -79,6 +79,9 @@ Features read_features() {
   f.amx_tile = tiles && bit(seven.edx, 24) && tiles_granted();
   f.amx_int8 = f.amx_tile && bit(seven.edx, 25);
   f.amx_bf16 = f.amx_tile && bit(seven.edx, 22);
+#if defined(QUIRE_EMULATED_TILES)
+  f.amx_tile = f.amx_int8 = f.amx_bf16 = f.amx_emulated = has_avx512(f);
+#endif
   return f;
 }
 

@@ -14,6 +14,7 @@ struct Features {
   bool amx_tile = false;     // tile registers, allowed by the operating system
   bool amx_int8 = false;     // tdpb..d
   bool amx_bf16 = false;     // tdpbf16ps
+  bool amx_emulated = false;  // a build for tests, whose tiles are memory (amx_emulated.h)
   bool neon = false;          // any 64-bit Arm
   bool neon_dotprod = false;  // sdot: the neon level
   bool neon_i8mm = false;     // smmla, usdot

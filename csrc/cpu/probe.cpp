@@ -172,8 +172,8 @@ const DotLoop kLoops[] = {
     {"fma_avx512", [](const Features& f) { return f.avx512; }, fma_avx512, 12 * 16 * 2},
     {"vdpbf16ps", [](const Features& f) { return f.avx512_bf16; }, vdpbf16ps, 12 * 16 * 2 * 2},
     {"vpdpbusd", [](const Features& f) { return f.avx512_vnni; }, vpdpbusd, 12 * 16 * 4 * 2},
-    {"tdpbf16ps", [](const Features& f) { return f.amx_bf16; }, tdpbf16ps, 4 * 16 * 16 * 32 * 2},
-    {"tdpbssd", [](const Features& f) { return f.amx_int8; }, tdpbssd, 4 * 16 * 16 * 64 * 2},
+    {"tdpbf16ps", [](const Features& f) { return f.amx_bf16 && !f.amx_emulated; }, tdpbf16ps, 4 * 16 * 16 * 32 * 2},
+    {"tdpbssd", [](const Features& f) { return f.amx_int8 && !f.amx_emulated; }, tdpbssd, 4 * 16 * 16 * 64 * 2},
 };
 
 }  // namespace

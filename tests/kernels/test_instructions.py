@@ -23,7 +23,8 @@ def disassembly(level: str, source: str) -> str:
     if OBJDUMP is None:
         pytest.skip("objdump is not installed")
     found = ROOT.glob(f"build/**/kernels_{level}.dir/**/{source}.cpp.o")
-    here = [each for each in found if ROOT / "build" / "arm" not in each.parents]  # of `make test-arm`
+    others = {ROOT / "build" / "arm", ROOT / "build" / "amx"}  # of `make test-arm` and `make test-amx`
+    here = [each for each in found if others.isdisjoint(each.parents)]
     objects = sorted(here, key=lambda o: o.stat().st_mtime)
     if not objects:
         pytest.skip(f"no object of {source} at level {level} below build/")
