@@ -34,11 +34,12 @@ def missing_tools() -> list[str]:
 class NativeTree:
     """A copy of csrc with its build folder. Threads take turns: a build uses every core by itself.
 
-    ``plain`` is the library of csrc as it is. A mutant's build begins with the objects of that one and leaves them in
-    place, so it compiles what includes the spoiled file and nothing else, with ccache or without.
+    ``plain`` is the library of csrc as it is; ``tiles`` is that of mutants of the amx level: with emulated tiles if
+    ``emulate``, else the same. A mutant's build begins with the objects of one of them and leaves them in place, so it
+    compiles what includes the spoiled file and nothing else, with ccache or without.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, emulate: bool) -> None:
         self.folder = folder
         self._lock = threading.Lock()
         for name in SOURCES:
@@ -50,16 +51,22 @@ class NativeTree:
             *(["-G", "Ninja"] if shutil.which("ninja") else []),
             *(["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []),
         )  # fmt: skip
-        self.plain = self._build("plain")
-        (folder / "build").rename(folder / "objects")
+        self.plain = self.tiles = self._build("plain")
+        self._objects = self._tile_objects = self._keep_objects("objects")
+        if emulate:
+            shutil.copytree(self._objects, folder / "build", symlinks=True)
+            self._run("cmake", "-DQUIRE_EMULATED_TILES=ON", "build")
+            self.tiles = self._build("tiles")
+            self._tile_objects = self._keep_objects("objects-tiles")
 
     def library(self, mutant: Mutant) -> Path:
         """Return the library with the fault in it."""
         path, build = self.folder / mutant.file, self.folder / "build"
         with self._lock:
             original, times = path.read_text(), path.stat()
+            objects = self._tile_objects if mutant.is_on_tiles else self._objects
             # Links and times as they are: a source that looks newer than its object would be compiled again.
-            shutil.copytree(self.folder / "objects", build, symlinks=True)
+            shutil.copytree(objects, build, symlinks=True)
             try:
                 path.write_text(original.replace(mutant.old, mutant.new))
                 return self._build(mutant.name)
@@ -67,6 +74,9 @@ class NativeTree:
                 path.write_text(original)
                 os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
                 shutil.rmtree(build)
+
+    def _keep_objects(self, name: str) -> Path:
+        return (self.folder / "build").rename(self.folder / name)
 
     def _build(self, name: str) -> Path:
         self._run("cmake", "--build", "build", "--parallel", str(os.cpu_count() or 1))

@@ -23,6 +23,11 @@ class Mutant:
         """Whether the fault is compiled."""
         return self.file.startswith("csrc/")
 
+    @property
+    def is_on_tiles(self) -> bool:
+        """Whether the fault is in a source of the amx level alone."""
+        return self.is_native and "_amx." in self.file
+
 
 # The first 36 seeds: every gate × order with 1, 2 and 4 steps in flight.
 FUZZ = tuple(f"tests/sim/test_fuzz.py::test_fuzz[{first}]" for first in (0, 12, 24))
@@ -40,6 +45,7 @@ VERIFY = ("tests/sampling/test_verify.py",)
 ROLLBACK = ("tests/runner/test_verify.py",)
 SALTS = ("tests/cache/test_manager.py", "tests/cache/test_block_hash.py")
 KERNELS = ("tests/kernels/test_attention.py",)
+TILES = "tests/kernels/test_amx.py"
 MEASURES = ("tests/bench/test_summary.py", "tests/workload")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -1088,6 +1094,150 @@ MUTANTS: tuple[Mutant, ...] = (
         "return std::min(kWordMost, std::floor(",
         "return std::max(kWordMost, std::floor(",
         ("tests/kernels/test_attention.py::test_wide_heads_of_an_int8_cache",),
+    ),
+    Mutant(
+        "chunk-forgets-the-one-before",
+        "on tiles, the sums of a chunk of k begin with zero and not with those of the chunk before",
+        "csrc/cpu/gemm_amx.h",
+        "at.index == 0 ? nullptr : of.sums}",
+        "nullptr}",
+        (f"{TILES}::test_rows_in_chunks_and_results_past_the_caches",),
+    ),
+    Mutant(
+        "chunks-as-if-equal",
+        "on tiles, blocks of rows are packed as if every chunk of k had as many steps as the longest",
+        "csrc/cpu/gemm_amx.h",
+        "begin(c) * blocks() + b * chunk_steps(c)",
+        "begin(c) * blocks() + b * most_steps()",
+        (f"{TILES}::test_rows_in_chunks_and_results_past_the_caches",),
+    ),
+    Mutant(
+        "lower-tile-by-the-next-block",
+        "on tiles, the next block's rows decide whether the sums of a block's lower tile are stored",
+        "csrc/cpu/gemm_amx.h",
+        "(!lower || done_lower)",
+        "(!lower || kLower)",
+        (f"{TILES}::test_every_number_of_rows_gives_the_same_bits",),
+    ),
+    Mutant(
+        "step-beyond-the-row",
+        "on tiles, the last step of several tiles of rows reads what lies behind them",
+        "csrc/cpu/gemm_amx.h",
+        "s < whole ? ~__mmask64(0) : (__mmask64(1) << g.k % kTileBytes) - 1;",
+        "~__mmask64(0);",
+        (f"{TILES}::test_what_lies_behind_a_row_does_not_count",),
+    ),
+    Mutant(
+        "one-tile-beyond-the-row",
+        "on tiles, the last step of a single tile of rows reads what lies behind them",
+        "csrc/cpu/gemm_amx.h",
+        "packed(tiles > 1 || g.k % kTileBytes != 0)",
+        "packed(tiles > 1)",
+        (f"{TILES}::test_what_lies_behind_a_row_does_not_count",),
+    ),
+    Mutant(
+        "tile-pass-over-the-first",
+        "on tiles, the results of a second pass of rows are written over those of the first",
+        "csrc/cpu/gemm_amx.h",
+        "pass_.first + row, std::min(kBlockRows, pass_.rows - row), p * kPanel};",
+        "row, std::min(kBlockRows, pass_.rows - row), p * kPanel};",
+        (f"{TILES}::test_more_rows_than_a_pass",),
+    ),
+    Mutant(
+        "four-rows-per-step",
+        "on tiles, a block of few steps leaves rows of the block before unwritten",
+        "csrc/cpu/gemm_amx.h",
+        "      write(kWriteRows);\n    }\n    write(kBlockRows);\n",
+        "      write(kWriteRows);\n    }\n",
+        (f"{TILES}::test_every_number_of_rows_gives_the_same_bits",),
+    ),
+    Mutant(
+        "panel-beyond-the-matrix",
+        "on tiles, the columns of the last panel that the matrix lacks are written too",
+        "csrc/cpu/gemm_amx.h",
+        "std::min<int64_t>(kPanel, n_ - column)",
+        "kPanel",
+        ("tests/kernels/test_linear_columns.py::test_only_its_columns_are_written",),
+    ),
+    Mutant(
+        "streamed-beyond-the-matrix",
+        "on tiles, many results are written in whole lines though the last panel is not whole",
+        "csrc/cpu/gemm_amx.h",
+        "stream_ && mask == ~__mmask32(0)",
+        "stream_",
+        (f"{TILES}::test_streamed_results_end_with_the_matrix",),
+    ),
+    Mutant(
+        "unpacked-too-early",
+        "int4 of two levels is unpacked into the place of a step that is not multiplied yet",
+        "csrc/cpu/gemm_amx.h",
+        "constexpr int64_t kUnpackSlots = 8; ",
+        "constexpr int64_t kUnpackSlots = 4; ",
+        (f"{TILES}::test_quantized_weights_give_the_bits_of_avx512",),
+    ),
+    Mutant(
+        "sums-of-the-first-rows",
+        "on tiles, the zero point of int8 weights is corrected by the sums of the first block's rows",
+        "csrc/cpu/quantized_amx.cpp",
+        "const int32_t sum = a.x.sums[row + r];",
+        "const int32_t sum = a.x.sums[r];",
+        (f"{TILES}::test_quantized_weights_give_the_bits_of_avx512",),
+    ),
+    Mutant(
+        "scales-of-the-first-group",
+        "on tiles, two groups that become floats together take the scales of the first",
+        "csrc/cpu/quantized_groups_amx.h",
+        "d.scales + i * bytes + half",
+        "d.scales + half",
+        (f"{TILES}::test_quantized_weights_give_the_bits_of_avx512",),
+    ),
+    Mutant(
+        "offsets-by-the-first-group",
+        "on tiles, the offset of a second group is multiplied by the sum of the first one's inputs",
+        "csrc/cpu/quantized_groups_amx.h",
+        "static_cast<float>(sums[i])",
+        "static_cast<float>(sums[0])",
+        (f"{TILES}::test_quantized_weights_give_the_bits_of_avx512",),
+    ),
+    Mutant(
+        "integers-overwritten",
+        "on tiles, the integers of the next groups overwrite those that are becoming floats",
+        "csrc/cpu/quantized_groups_amx.h",
+        "      turn_ = 1 - turn_;\n",
+        "",
+        (f"{TILES}::test_quantized_weights_give_the_bits_of_avx512",),
+    ),
+    Mutant(
+        "tiles-that-do-not-fit",
+        "a group of 32 inputs is a tile of 16 rows, which the products of 32 inputs do not fit",
+        "csrc/cpu/quantized_groups_amx.h",
+        "shapes.set(t, width / 4, kTileBytes)",
+        "shapes.set(t, kTileRows, kTileBytes)",
+        (f"{TILES}::test_quantized_weights_give_the_bits_of_avx512",),
+    ),
+    Mutant(
+        "head-in-whole-tiles",
+        "attention on tiles leaves out what a head has beyond whole tiles of 32",
+        "csrc/cpu/attention_products_amx.h",
+        "steps_(padded_dim(a.head_dim) / kStepDim)",
+        "steps_(a.head_dim / kStepDim)",
+        ("tests/kernels/test_attention.py::test_against_fp64",),
+    ),
+    Mutant(
+        "scores-of-the-step-before",
+        "attention on tiles puts the scores of a step that is not whole where those of its first tile belong",
+        "csrc/cpu/attention_products_amx.h",
+        "tiles.tile + t, scores + t * kTile, ahead",
+        "tiles.tile + t, scores + (t - tiles.first) * kTile, ahead",
+        ("tests/kernels/test_attention.py::test_against_fp64",),
+    ),
+    Mutant(
+        "values-of-one-tile",
+        "attention on tiles weights the values of every tile of a step with the weights of the first",
+        "csrc/cpu/attention_products_amx.h",
+        "tile_load<kWeights>(weights + t * kTile, kStep * 2);",
+        "tile_load<kWeights>(weights + tiles.first * kTile, kStep * 2);",
+        ("tests/kernels/test_attention.py::test_against_fp64",),
     ),
     Mutant(
         "tile-not-cleared",

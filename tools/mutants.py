@@ -2,9 +2,10 @@
 
 Every mutant is a small change of one file, applied in a scratch copy of the tree. Its text must occur there exactly as
 often as the table says; if it does not, the table is out of date and the run fails. A mutant of csrc is compiled, and
-the copy gets its library; without a compiler those mutants are not tried, and the run says so and fails. Then the named
-tests run against the copy: they must pass on the tree as it is and fail on the mutant. A run without an end catches
-nothing, unless the table says that the mutant hangs. Exit status 0: every mutant was caught.
+the copy gets its library, with emulated tiles if the mutant is one of the amx level and the CPU has no AMX. Without a
+compiler, or the AVX-512 that emulated tiles need, such mutants are not tried, and the run says so and fails. Then the
+named tests run against the copy: they must pass on the tree as it is and fail on the mutant. A run without an end
+catches nothing, unless the table says that the mutant hangs. Exit status 0: every mutant was caught.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from mutant_build import BuildError, NativeTree, missing_tools
 from mutant_table import MUTANTS, Mutant
 
+from quire.device import is_built
+
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("src", "tests", "pyproject.toml")
 # An editable install redirects `import quire` to the real tree, whatever sys.path says; the copy must be what runs, in
@@ -55,7 +58,7 @@ class Outcome:
 
     mutant: Mutant | None
     tests: tuple[str, ...]
-    # "caught", "SURVIVED", "NO END", "ERROR", "NOT TRIED" (no compiler), or "passes" (the tree as it is)
+    # "caught", "SURVIVED", "NO END", "ERROR", "NOT TRIED" (see `obstacle`), or "passes" (the tree as it is)
     verdict: str
     detail: str
     seconds: float
@@ -132,9 +135,10 @@ class ScratchTree:
         if count != mutant.count:
             detail = f"its text occurs {count} times in {mutant.file}, not {mutant.count}: bring the table up to date"
             return Outcome(mutant, mutant.tests, "ERROR", detail, 0.0)
+        if missing := obstacle(mutant, self._native):
+            return Outcome(mutant, mutant.tests, "NOT TRIED", missing, 0.0)
         if mutant.is_native:
-            if self._native is None:
-                return Outcome(mutant, mutant.tests, "NOT TRIED", "there is no C++ compiler", 0.0)
+            assert self._native is not None
             try:
                 self._place(self._native.library(mutant))
                 code, output = self.run(mutant.tests)
@@ -151,14 +155,28 @@ class ScratchTree:
         verdict, detail = verdict_of(mutant, code, output)
         return Outcome(mutant, mutant.tests, verdict, detail, time.monotonic() - started)
 
-    def try_as_it_is(self, tests: tuple[str, ...]) -> Outcome:
+    def try_as_it_is(self, tests: tuple[str, ...], on_tiles: bool) -> Outcome:
         started = time.monotonic()
+        if on_tiles:
+            assert self._native is not None
+            self._place(self._native.tiles)
         code, output = self.run(tests)
+        if on_tiles:
+            self._place(self._library)
         verdict = "passes" if code == PASSED else "ERROR"
         detail = (
             "" if code == PASSED else f"the tree as it is fails: {first_failure(output)}\n{output[-600:]}"
         )
         return Outcome(None, tests, verdict, detail, time.monotonic() - started)
+
+
+def obstacle(mutant: Mutant, native: NativeTree | None) -> str | None:
+    """Return why the mutant cannot be tried on this machine."""
+    if mutant.is_native and native is None:
+        return "there is no C++ compiler"
+    if mutant.is_on_tiles and not (is_built("amx") or is_built("avx512")):
+        return "this CPU has neither AMX nor the AVX-512 with BF16 that emulated tiles need"
+    return None
 
 
 def verdict_of(mutant: Mutant, code: int | str, output: str) -> tuple[str, str]:
@@ -183,9 +201,9 @@ def run_all(
     mutants: Sequence[Mutant], jobs: int, timeout_s: float, native: NativeTree | None
 ) -> list[Outcome]:
     """Try the tree as it is under every selection of tests, and every mutant; ``jobs`` copies work side by side."""
-    work: queue.SimpleQueue[Mutant | tuple[str, ...]] = queue.SimpleQueue()
-    for tests in sorted({m.tests for m in mutants if native or not m.is_native}):
-        work.put(tests)
+    work: queue.SimpleQueue[Mutant | tuple[tuple[str, ...], bool]] = queue.SimpleQueue()
+    for selection in sorted({(m.tests, m.is_on_tiles) for m in mutants if obstacle(m, native) is None}):
+        work.put(selection)
     for mutant in mutants:
         work.put(mutant)
     outcomes: list[Outcome] = []
@@ -198,7 +216,7 @@ def run_all(
                     item = work.get_nowait()
                 except queue.Empty:
                     return
-                outcome = tree.try_mutant(item) if isinstance(item, Mutant) else tree.try_as_it_is(item)
+                outcome = tree.try_mutant(item) if isinstance(item, Mutant) else tree.try_as_it_is(*item)
                 name = outcome.mutant.name if outcome.mutant else "(tree as it is)"
                 print(f"{outcome.verdict:9} {outcome.seconds:5.1f} s  {name}", flush=True)
                 outcomes.append(outcome)
@@ -247,9 +265,9 @@ def main() -> int:
         if (num_native := sum(m.is_native for m in chosen)) and (lacking := missing_tools()):
             print(f"{num_native} faults in csrc are not tried, for want of {', '.join(lacking)}", flush=True)
         elif num_native:
-            native = NativeTree(
-                Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-mutants-csrc-")))
-            )
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-mutants-csrc-"))
+            emulate = any(m.is_on_tiles for m in chosen) and not is_built("amx") and is_built("avx512")
+            native = NativeTree(Path(folder), emulate=emulate)
             print(f"csrc built in {time.monotonic() - started:.0f} s", flush=True)
         outcomes = run_all(chosen, args.jobs, args.timeout_s, native)
     print_table(outcomes)

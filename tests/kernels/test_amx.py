@@ -15,7 +15,7 @@ from quire.kernels.linear import PackedLinear, linear, pack_empty, quantize_rows
 from quire.weight_format import WeightFormat
 
 if "amx" not in registry.backends("linear"):
-    pytest.skip("this CPU or build has no AMX", allow_module_level=True)
+    pytest.skip("this CPU or build has no AMX: make test-amx emulates its tiles", allow_module_level=True)
 
 NUM_ROWS = 70
 LEVELS: tuple[registry.Backend, ...] = ("amx", "avx512")
@@ -70,16 +70,28 @@ def test_rows_in_chunks_and_results_past_the_caches(out_features: int) -> None:
     assert_same_bits(wide.bfloat16(), whole, "fp32 results")
 
 
-def test_what_lies_behind_a_row_does_not_count() -> None:
-    """k = 40 and 33: the last step of 32 k reaches beyond the row, where NaNs lie here."""
+@pytest.mark.parametrize("num_rows", [5, 20])
+def test_what_lies_behind_a_row_does_not_count(num_rows: int) -> None:
+    """k = 40 and 33: the last step of 32 k reaches beyond the row, where NaNs lie here; one tile of rows and two."""
     for in_features in (33, 40):
         weight = packed(in_features, 64, torch.bfloat16, "amx")
-        wide = torch.full((20, 80), float("nan"), dtype=torch.bfloat16)
+        wide = torch.full((num_rows, 80), float("nan"), dtype=torch.bfloat16)
         even = in_features + in_features % 2
         wide[:, :even] = 0
-        wide[:, :in_features] = torch.randn(20, in_features, generator=generator(5)).bfloat16()
+        wide[:, :in_features] = torch.randn(num_rows, in_features, generator=generator(5)).bfloat16()
         rows = wide[:, :in_features]
         assert_same_bits(linear(rows, weight), linear(rows.contiguous(), weight), f"{in_features}")
+
+
+def test_streamed_results_end_with_the_matrix() -> None:
+    """More than a MiB of bf16 results goes past the caches in whole lines, but for a last panel that is not whole."""
+    weight = packed(64, 1800, torch.bfloat16, "amx")
+    x = torch.randn(310, 64, generator=generator(11)).bfloat16()
+    memory = torch.full((310 * 1824 + 32,), 7.0).bfloat16()
+    lines = memory[-memory.data_ptr() % 64 // 2 :][: 310 * 1824].view(310, 1824)
+    found = linear(x, weight, out=lines[:, :1800])
+    assert_same_bits(found.contiguous(), linear(x, weight), "streamed")
+    assert (lines[:, 1800:] == 7.0).all()
 
 
 def test_fp32_runs_on_avx512() -> None:
