@@ -28,7 +28,7 @@ CAPABILITY = (9, 0)
 BEFORE_WAIT = {
     "attend_items": {"items", "cu_seqlens_q", "seq_lens"},
     "fold_items": {"tiles", "cu_seqlens_q"},
-    "matmul_tiles": {"scale", "power", "bias"},
+    "matmul_tiles": {"scale"},
     "multiply_few": {"scale", "power", "bias"},
     "normalize": {"weight"},
     "rope_store_heads": {"block_ids", "offsets"},

@@ -50,7 +50,10 @@ def few_rows(
     x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, out: Tensor | None, sizes: Sizes, *,
     row_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``x [up to 16, in_features]`` → ``[num_tokens, out_features]``. ``row_scale``: of fp8 rows, ``[num_tokens, 1]``."""
+    """``x [num_tokens, in_features]``, 1 … 16 tokens → ``[num_tokens, out_features]``.
+
+    ``row_scale``: of fp8 rows, fp32 ``[num_tokens, 1]``.
+    """
     x = unit_stride(x)
     tokens, columns = x.shape[0], packed.out_features
     y = torch.empty(tokens, columns, dtype=out_dtype, device=x.device) if out is None else out

@@ -195,29 +195,19 @@ def matmul_tiles(
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     row_sums = tl.zeros((ROWS,), tl.float32)
     first_step = tl.program_id(1) * steps_per_split
-    if not GROUPED:
-        if OVERLAP:  # the first 512 bytes of each column
-            width = w.dtype.element_ty.primitive_bitwidth // 8  # bytes of an element
-            byte = tl.minimum(first_step * INNER * width + tl.arange(0, 4) * 128, w_stride * width - 1)
-            column_start = (
-                w.to(tl.int64) + tl.minimum(column, num_columns - 1).to(tl.int64) * w_stride * width
-            )
-            prefetch(column_start[:, None] + byte[None, :])
-    # What a column or a row has is loaded before the products, and groups' scales a step ahead of them.
-    if KIND < 16:
-        column_power = tl.load(power + column, mask=column_used, other=0.0)
-    if BIAS:
-        column_bias = tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)
+    if OVERLAP and not GROUPED:  # the first 512 bytes of each column
+        width = w.dtype.element_ty.primitive_bitwidth // 8  # bytes of an element
+        byte = tl.minimum(first_step * INNER * width + tl.arange(0, 4) * 128, w_stride * width - 1)
+        column_start = w.to(tl.int64) + tl.minimum(column, num_columns - 1).to(tl.int64) * w_stride * width
+        prefetch(column_start[:, None] + byte[None, :])
     per_step = 2 if KIND == 4 else 1  # groups, where each has a scale
     groups = tl.cdiv(num_inner, GROUP)
-    if KIND == 4 or PER_GROUP:
+    if KIND == 4 or PER_GROUP:  # scales are loaded a step ahead: no product waits for them
         next_scale = of_group(scale, first_step * per_step, groups, column, num_columns)
         if KIND == 4:
             next_high_scale = of_group(scale, first_step * 2 + 1, groups, column, num_columns)
     if not GROUPED:
         follow(OVERLAP)
-    if ROW_SCALE and not PER_GROUP:
-        of_rows = tl.load(row_scale + source, mask=row_used, other=0.0)
     for step in range(first_step, first_step + steps_per_split):
         inner = tl.arange(0, INNER)
         if KIND == 4 or PER_GROUP:
@@ -264,8 +254,8 @@ def matmul_tiles(
                 dot = tl.dot(x_tile, w_tile, input_precision=PRECISION)
             if PER_GROUP:
                 if ROW_SCALE:
-                    of_group_rows = row_scale + source.to(tl.int64) * groups + step
-                    dot *= tl.load(of_group_rows, mask=row_used & (step < groups), other=0.0)[:, None]
+                    of_rows = row_scale + source.to(tl.int64) * groups + step
+                    dot *= tl.load(of_rows, mask=row_used & (step < groups), other=0.0)[:, None]
                 acc += dot * group_scale[None, :]
                 if OFFSET:
                     sums = tl.sum(x_tile.to(tl.float32), 1)
@@ -292,11 +282,11 @@ def matmul_tiles(
             place = parts + (split * num_rows + wide_row) * num_columns + column[None, :]
             acc += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
     if KIND < 16:
-        acc *= column_power[None, :]
+        acc *= tl.load(power + column, mask=column_used, other=0.0)[None, :]
     if ROW_SCALE and not PER_GROUP:
-        acc *= of_rows[:, None]
+        acc *= tl.load(row_scale + source, mask=row_used, other=0.0)[:, None]
     if BIAS:
-        acc += column_bias[None, :]
+        acc += tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)[None, :]
     target = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
 
