@@ -64,7 +64,7 @@ test-browser: dev  ## drive the cockpit in Chromium (installed by apt, as root);
 test-arm: dev  ## run the kernels on emulated Arm CPUs (qemu and g++-aarch64-linux-gnu by `make services`; about 5 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.arm.run
 
-test-amx: dev  ## run the tests of the amx level on emulated tiles (needs AVX-512 with BF16; about 5 minutes on 2 cores)
+test-amx: dev  ## run the tests of the amx level on emulated tiles (AVX-512 with BF16; 4 minutes on 2 cores, and 2 for the build)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.amx.run -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-quick: dev  ## run tests/quick.txt, which touches every package (under 2 minutes on 2 cores)
