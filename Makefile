@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve gateway-demo services test test-clients test-browser test-arm test-amx test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo services test test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -66,6 +66,9 @@ test-arm: dev  ## run the kernels on emulated Arm CPUs (qemu and g++-aarch64-lin
 
 test-amx: dev  ## run the tests of the amx level on emulated tiles (AVX-512 with BF16; 4 minutes on 2 cores, and 2 for the build)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.amx.run -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-asan: dev  ## run the native kernels with AddressSanitizer (6 minutes on 2 cores, and 5 for the build)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.asan -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-quick: dev  ## run tests/quick.txt, which touches every package (under 2 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu" $$(cat tests/quick.txt) $(ARGS)

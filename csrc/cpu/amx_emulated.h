@@ -82,9 +82,8 @@ template <int kTile>
 inline void tile_load(const void* p, int64_t stride) {
   const TileView tile = tile_view("tileloadd", kTile);
   const char* from = static_cast<const char*>(p);
-  for (int r = 0; r < kTileRows; ++r, from += stride) {
-    _mm512_store_si512(tile.row[r], r < tile.rows ? _mm512_maskz_loadu_epi32(tile.elements(), from) : __m512i{});
-  }
+  std::memset(tile.row, 0, kTileRows * kTileBytes);
+  for (int r = 0; r < tile.rows; ++r, from += stride) std::memcpy(tile.row[r], from, tile.row_bytes);
 }
 
 template <int kTile>
@@ -96,9 +95,7 @@ template <int kTile>
 inline void tile_store(void* p, int64_t stride) {
   const TileView tile = tile_view("tilestored", kTile);
   char* to = static_cast<char*>(p);
-  for (int r = 0; r < tile.rows; ++r, to += stride) {
-    _mm512_mask_storeu_epi32(to, tile.elements(), _mm512_load_si512(tile.row[r]));
-  }
+  for (int r = 0; r < tile.rows; ++r, to += stride) std::memcpy(to, tile.row[r], tile.row_bytes);
 }
 
 // The operands of a product, whose shapes fit together.
