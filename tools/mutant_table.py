@@ -1302,7 +1302,37 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/kernels/linear/triton_matmul.py",
         "for split in range(splits):",
         "for split in range(splits - 1):",
-        ("tests/kernels/triton/test_linear.py::test_a_plain_product_of_ours_where_the_table_has_sizes",),
+        ("tests/kernels/triton/test_linear.py::test_splits_of_the_inputs_are_added",),
+    ),
+    Mutant(
+        "scales-of-the-other-group",
+        "up to 16 rows on a GPU: the two groups of a byte have each other's scale",
+        "src/quire/kernels/linear/triton_few.py",
+        "(high if half else low)[:, None, :]",
+        "(low if half else high)[:, None, :]",
+        ("tests/kernels/triton/test_linear.py::test_few_rows_where_the_table_has_sizes",),
+    ),
+    Mutant(
+        "one-warps-inputs",
+        "up to 16 rows on a GPU: a program writes the sums of its first warp's inputs alone",
+        "src/quire/kernels/linear/triton_few.py",
+        "y = tl.sum(acc, 0)",
+        "y = tl.sum(tl.where((chunk == 0)[:, None, None], acc, 0.0), 0)",
+        ("tests/kernels/triton/test_linear.py::test_few_rows_where_the_table_has_sizes",),
+    ),
+    Mutant(
+        "rows-read-before-the-wait",
+        "up to 16 rows on a GPU: the scales of rows are read before the kernel that writes them has ended",
+        "src/quire/kernels/linear/triton_few.py",
+        """    follow(OVERLAP)
+    if ROW_SCALE:
+        of_rows = tl.load(row_scale + row, mask=row_used, other=0.0)
+""",
+        """    if ROW_SCALE:
+        of_rows = tl.load(row_scale + row, mask=row_used, other=0.0)
+    follow(OVERLAP)
+""",
+        ("tests/kernels/triton/test_compile.py",),
     ),
     Mutant(
         "scales-of-the-step-before",

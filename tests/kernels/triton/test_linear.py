@@ -146,6 +146,17 @@ def test_invariant_bits_do_not_depend_on_the_batch(
             assert_same_bits(linear(pool[rows], packed), whole[rows], f"{format}, {len(rows)} rows")
 
 
+@pytest.mark.parametrize("backend", GPU_KERNELS)
+def test_splits_of_the_inputs_are_added(backend: Backend) -> None:
+    """1,100 inputs are two splits, whose sums the last program of a tile adds."""
+    case = cases.LinearCase(3, 1100, 70, bias=True)
+    packed, weight, bias = quantized(case, WeightFormat("int8"), torch.bfloat16, backend)
+    x = torch.randn(3, 1100, generator=generator(3)).bfloat16()
+    for _ in range(2):  # the tickets are zeros again
+        y = linear(x.to(DEVICE), packed).cpu()
+        assert_close("quantized_linear", y, x.double() @ weight.T + bias.double())
+
+
 FEW = [
     WeightFormat(),
     WeightFormat("int8"),
