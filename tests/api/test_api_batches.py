@@ -187,6 +187,14 @@ def test_refusals(tmp_path: Path) -> None:
         {"completion_window": "31d"}, {"metadata": {"a": 1}}, {"endpoints": "x"},
     ):  # fmt: skip
         assert error_of(api.post("/v1/batches", {**good, **change}), 400)["param"] == next(iter(change))
+    for seconds, allowed in ((5804.5, "an integer"), (60, "an integer in 3600…2592000")):
+        kept = {"anchor": "created_at", "seconds": seconds}
+        error = error_of(api.post("/v1/batches", {**good, "output_expires_after": kept}), 400)
+        assert error["message"] == (
+            f"output_expires_after.seconds = {seconds} is not allowed: it must be {allowed}."
+        )
+    kept = {"anchor": "created_at", "seconds": 5804.0}  # of a client whose language has one type of number
+    assert api.post("/v1/batches", {**good, "output_expires_after": kept}).status_code == 200
     for query, param in (
         ("limit=0", "limit"),
         ("limit=x", "limit"),

@@ -50,10 +50,15 @@ def test_a_trace_has_steps_whose_ops_add_up(tmp_path: Path) -> None:
     spans = {
         name: sum(e["dur"] for e in events if e["name"] == name) for name in ("step", "forward", "sample")
     }
-    ops = sum(e["dur"] for e in events if e["name"] not in spans)
+    ops = [e for e in events if e["name"] not in spans]
     assert sum(e["name"] == "step" for e in events) == 8
     assert all(e["ph"] == "X" and e["dur"] >= 0 for e in events)
-    assert 0.5 * spans["forward"] < ops <= spans["forward"] < spans["step"]
+    assert sum(e["dur"] for e in ops) <= spans["forward"] < spans["step"]
+    shares = [
+        sum(e["dur"] for e in ops if f["ts"] <= e["ts"] <= f["ts"] + f["dur"]) / f["dur"]
+        for f in events if f["name"] == "forward"
+    ]  # fmt: skip
+    assert 0.5 < max(shares) <= 1, "of the step that other processes disturbed least"
     top = trace["otherData"]["top"]
     assert top[0]["op"] == "Linear"
     assert top[0]["bytes"] > 1e6

@@ -143,6 +143,7 @@ KINDS: list[tuple[StructuredOutputsParams, str]] = [
     (StructuredOutputsParams(regex=r"[A-Z]/\d{2}\n?"), r"[A-Z]/\d{2}\n?"),
     (StructuredOutputsParams(regex="a/b|a\nb"), "a/b|a\nb"),
     (StructuredOutputsParams(choice=("yes", "no", "")), "yes|no|"),
+    (StructuredOutputsParams(choice=("a\x7f\x00", "\x1b\x85")), "a\x7f\x00|\x1b\x85"),
     (StructuredOutputsParams(grammar='start: "a" n?\nn: /[0-9]+/ "."'), r"a([0-9]+\.)?"),
     (StructuredOutputsParams(grammar=GBNF), "ab|[0-9]{2}(-[a-c]+)*"),
     (StructuredOutputsParams(json={"type": "integer", "minimum": 3, "maximum": 12}), "[3-9]|1[0-2]"),

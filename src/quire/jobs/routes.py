@@ -21,7 +21,7 @@ from starlette.routing import Route
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of, read_json
 from quire.http.edge import Extension, Work, id_source
-from quire.http.wire import Body, Ignored, Metadata, Text, Wire, not_allowed, parse
+from quire.http.wire import Body, Ignored, Integer, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.disk import within_disk
 from quire.jobs.files import MAX_STORE_BYTES, FileStore, read_form
@@ -53,8 +53,8 @@ class BatchRequest(Wire):
 class ExpiresAfter(Wire):
     """``expires_after``."""
 
-    anchor: Annotated[str, Field(json_schema_extra={"const": "created_at"})]
-    seconds: Annotated[int, Field(json_schema_extra={"minimum": _EXPIRES_S[0], "maximum": _EXPIRES_S[1]})]
+    anchor: Annotated[str, Field(description="'created_at'", json_schema_extra={"const": "created_at"})]
+    seconds: Annotated[Integer, Field(json_schema_extra={"minimum": _EXPIRES_S[0], "maximum": _EXPIRES_S[1]})]
 
 
 # What the fields of a batch hold, for the description of the API.

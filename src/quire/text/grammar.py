@@ -18,7 +18,7 @@ from quire.errors import RequestError, nearest
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar_matcher import as_lark
 from quire.text.json_schema import closed, relaxed, written_out
-from quire.text.lark_in_json import lark_in_json
+from quire.text.lark_in_json import lark_in_json, quoted
 from quire.text.schema_check import SchemaCheck
 from quire.text.schema_negation import NoForm
 
@@ -80,7 +80,7 @@ def build_grammar(source: str, level: int = 0) -> str:
         case "json_object":
             return _json_grammar({"type": "object"}, options)
         case "choice":
-            return _lark("start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in value))
+            return _lark("start: " + " | ".join(map(quoted, value)))
         case "regex":
             return _lark(f"start: /{slashed(value)}/")
         case "structural_tag":
@@ -181,7 +181,7 @@ class _Emitter:
         return name
 
     def _const_string(self, form: dict[str, Any], path: str) -> str:
-        return _quoted(_text(form, "value", path))
+        return quoted(_text(form, "value", path))
 
     def _json_schema(self, form: dict[str, Any], path: str) -> str:
         schema = form.get("json_schema")
@@ -221,9 +221,9 @@ class _Emitter:
         end = _text(form, "end", path)
         content = form.get("content")
         if isinstance(content, dict) and content.get("type") == "any_text" and end:
-            inside = self._name(f"{TEXT} {_quoted(end)}", "[lazy]")
-            return f"{_quoted(begin)} {inside}"
-        return f"{_quoted(begin)} {self.rule(content, f'{path}.content')} {_quoted(end)}"
+            inside = self._name(f"{TEXT} {quoted(end)}", "[lazy]")
+            return f"{quoted(begin)} {inside}"
+        return f"{quoted(begin)} {self.rule(content, f'{path}.content')} {quoted(end)}"
 
     def _triggered_tags(self, form: dict[str, Any], path: str) -> str:
         triggers = _texts(form, "triggers", path)
@@ -235,7 +235,7 @@ class _Emitter:
                 raise RequestError(
                     f"{path}.tags[{i}].begin = {begin!r:.60} begins with none of the triggers {triggers}"
                 )
-            free = self._name(f"{TEXT} {_quoted(trigger)}", "[lazy]")
+            free = self._name(f"{TEXT} {quoted(trigger)}", "[lazy]")
             options.append(self._name(f"{free} {self._tag(tag, f'{path}.tags[{i}]', len(trigger))}"))
         one = self._name(" | ".join(options))
         least = form.get("at_least_one") is True
@@ -248,7 +248,7 @@ class _Emitter:
         one = self._name(
             " | ".join(self._name(self._tag(t, f"{path}.tags[{i}]")) for i, t in enumerate(tags))
         )
-        separator = _quoted(_text(form, "separator", path))
+        separator = quoted(_text(form, "separator", path))
         many = one if form.get("stop_after_first") is True else f"{one} ({separator} {one})*"
         return many if form.get("at_least_one") is True else f"({many})?"
 
@@ -265,10 +265,6 @@ def slashed(regex: str) -> str:
             made.append(char)
         escaped = char == "\\" and not escaped
     return "".join(made)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _text(form: dict[str, Any], key: str, path: str) -> str:

@@ -87,7 +87,12 @@ def _string(text: str) -> str:
     plain = _unquoted(text.removesuffix("i"))
     if text.endswith("i"):
         return f"/{_regex(re.escape(plain), 'i')}/"
-    return json.dumps(json.dumps(plain, ensure_ascii=False)[1:-1], ensure_ascii=False)
+    return quoted(json.dumps(plain, ensure_ascii=False)[1:-1])
+
+
+def quoted(text: str) -> str:
+    """Return ``text`` as a string of Lark: JSON's, without the one control character that JSON does not escape."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _regex(pattern: str, flags: str) -> str:
