@@ -125,7 +125,8 @@ def refusals(live: LiveServer, count: int) -> list[str]:
 
         def send(path: str, body: Any) -> None:
             answer = client.post(path, json=fitting(path, body, file_id))
-            if answer.status_code != 200:
+            # A schema under which nothing is valid is made too.
+            if answer.status_code != 200 and "Unsatisfiable schema" not in answer.text:
                 found.append(f"{answer.status_code} {path}: {answer.text:.300} {body!r:.600}")
 
         for operation in schemathesis.openapi.from_url(live.url + "/openapi.json").get_all_operations():
