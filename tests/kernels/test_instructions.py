@@ -23,7 +23,7 @@ def disassembly(level: str, source: str) -> str:
     if OBJDUMP is None:
         pytest.skip("objdump is not installed")
     found = ROOT.glob(f"build/**/kernels_{level}.dir/**/{source}.cpp.o")
-    others = {ROOT / "build" / "arm", ROOT / "build" / "amx"}  # of `make test-arm` and `make test-amx`
+    others = {ROOT / "build" / name for name in ("arm", "amx", "asan")}  # of `make test-arm` and so on
     here = [each for each in found if others.isdisjoint(each.parents)]
     objects = sorted(here, key=lambda o: o.stat().st_mtime)
     if not objects:
