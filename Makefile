@@ -67,7 +67,7 @@ test-arm: dev  ## run the kernels on emulated Arm CPUs (qemu and g++-aarch64-lin
 test-amx: dev  ## run the tests of the amx level on emulated tiles (AVX-512 with BF16; 4 minutes on 2 cores, and 2 for the build)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.amx.run -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-asan: dev  ## run the native kernels with AddressSanitizer (6 minutes on 2 cores, and 5 for the build)
+test-asan: dev  ## run the native kernels with AddressSanitizer (3 minutes on 2 cores, and 5 for the build)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.asan -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-quick: dev  ## run tests/quick.txt, which touches every package (under 2 minutes on 2 cores)
