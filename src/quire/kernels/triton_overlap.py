@@ -4,7 +4,7 @@ A step of few tokens is hundreds of kernels of some microseconds, and a good par
 kernel before it has ended the device launches nothing, and then the memory answers late. Launched with the options of
 `launch_options`, the programs of a kernel start while those of the kernel before still run, and `follow` holds them
 until all that it wrote is there. Before `follow` a kernel may compute addresses, and read what the kernel before does
-not write: weights, and what the host uploaded for the step. The loads of a chain take about a microsecond each.
+not write: weights, and what the host uploaded for the step (benchmarks/results/gpu-h100-2026-11-26.md).
 
 The rule: every kernel that is launched so calls `follow`, in every program, before it reads what other kernels write
 and before it writes. It then holds for all kernels before: the one before had waited for its own. A test compiles the

@@ -63,7 +63,7 @@ def few_rows(
         x if packed.offset is None else packed.offset, x if packed.scale is None else packed.scale,
         x if packed.bias is None else packed.bias, x if row_scale is None else row_scale, y, y.stride(0), tokens,
         columns, packed.in_features,
-        KIND=how.kind, ROW_SCALE=row_scale is not None, PER_GROUP=how.per_group, OFFSET=packed.offset is not None,
+        KIND=how.kind, ROW_SCALE=row_scale is not None, OFFSET=packed.offset is not None,
         BIAS=packed.bias is not None, BITS=not interpreting(), ROWS=FEW, COLUMNS=sizes["columns"], INNER=how.inner,
         CHUNKS=sizes["chunks"], AHEAD=sizes["ahead"], num_warps=sizes["chunks"], num_stages=sizes["stages"],
         **launch_options(),
@@ -75,14 +75,14 @@ def few_rows(
 @no_type_check
 def multiply_few(
     x, x_stride, w, w_stride, scale, offset, power, bias, row_scale, out, out_stride, num_rows, num_columns, num_inner,
-    KIND: tl.constexpr, ROW_SCALE: tl.constexpr, PER_GROUP: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
-    BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, CHUNKS: tl.constexpr,
-    AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, ROW_SCALE: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (columns). A step takes CHUNKS chunks of INNER inputs; of int4 a chunk's bytes hold two groups.
 
-    KIND, ROW_SCALE, PER_GROUP, OFFSET and BITS as in `matmul_tiles`; a group is INNER inputs. AHEAD: lines of 128 bytes
-    of each column that are fetched before the kernel before has ended.
+    KIND, ROW_SCALE, OFFSET and BITS as in `matmul_tiles`; only int4 has groups, of INNER inputs. AHEAD: lines of 128
+    bytes of each column that are fetched before the kernel before has ended.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row, chunk, inner = tl.arange(0, ROWS), tl.arange(0, CHUNKS), tl.arange(0, INNER)
@@ -102,7 +102,7 @@ def multiply_few(
         column_power = tl.load(power + column, mask=column_used, other=0.0)
     if BIAS:
         column_bias = tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)
-    if PER_GROUP:
+    if KIND == 4:
         next_low = of_groups(scale, chunk * halves, groups, column, num_columns)
         next_high = of_groups(scale, chunk * halves + 1, groups, column, num_columns)
     follow(OVERLAP)
@@ -116,11 +116,10 @@ def multiply_few(
             & (first[:, None] * INNER + inner[None, :] < num_inner)[:, :, None],
             other=0.0,
         )
-        if PER_GROUP:
+        if KIND == 4:
             low, high = next_low, next_high
             next_low = of_groups(scale, first + CHUNKS * halves, groups, column, num_columns)
-            if KIND == 4:
-                next_high = of_groups(scale, first + CHUNKS * halves + 1, groups, column, num_columns)
+            next_high = of_groups(scale, first + CHUNKS * halves + 1, groups, column, num_columns)
         for half in tl.static_range(halves):
             k = (first + half)[:, None] * INNER + inner[None, :]
             x_tile = tl.load(
@@ -134,7 +133,7 @@ def multiply_few(
                 weights = int8_to_bf16(w_tile)
             else:
                 weights = w_tile.to(x_tile.dtype)
-            if PER_GROUP:
+            if KIND == 4:
                 acc += tl.dot(x_tile, weights) * (high if half else low)[:, None, :]
                 if OFFSET:
                     sums = tl.sum(x_tile.to(tl.float32), 2)
