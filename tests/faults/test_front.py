@@ -38,6 +38,7 @@ class Fronted:
         with theirs, tempfile.TemporaryFile() as file:
             file.truncate(front.STATE_BYTES)
             self.state = mmap.mmap(file.fileno(), front.STATE_BYTES)
+            self.counter, self.clock = front.head_of(self.state)
             self.tell(time.monotonic())
             fds = [self.listen.fileno(), theirs.fileno(), file.fileno()]
             command = [sys.executable, "-I", str(Path(front.__file__)), *map(str, fds)]
@@ -45,9 +46,9 @@ class Fronted:
 
     def tell(self, clock_s: float) -> None:
         raw = raw_answer(JSONResponse({"status": "ready"}))
-        front.HEAD.pack_into(self.state, 0, 2, clock_s)
+        self.counter[0], self.clock[0] = 2, clock_s
         for i in range(len(front.PATHS)):
-            front.SLOT.pack_into(self.state, front.HEAD.size + i * front.SLOT.size, len(raw), raw)
+            front.SLOT.pack_into(self.state, front.HEAD_BYTES + i * front.SLOT.size, len(raw), raw)
 
     def connect(self, *pieces: bytes) -> socket.socket:
         sock = socket.create_connection(self.listen.getsockname(), 20)
@@ -70,6 +71,8 @@ class Fronted:
         self.control.close()
         assert self.process.wait(10) == 0
         self.listen.close()
+        self.counter.release()
+        self.clock.release()
         self.state.close()
 
 
@@ -123,6 +126,44 @@ def test_stalled_server_is_not_alive(fronted: Fronted) -> None:
     fronted.tell(time.monotonic() - front.STALLED_S - 1)
     with fronted.connect(PROBE) as sock:
         assert b"503 Service Unavailable" in sock.recv(4096)
+
+
+def test_a_server_that_is_long_in_writing_answers_itself(fronted: Fronted) -> None:
+    fronted.counter[0] = 3
+    with fronted.connect(PROBE):
+        assert fronted.taken() == PROBE
+    fronted.tell(time.monotonic() - front.STALLED_S - 1)
+    fronted.counter[0] = 3
+    with fronted.connect(PROBE) as sock:
+        assert b"503 Service Unavailable" in sock.recv(4096)
+
+
+def test_the_clock_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
+    """A clock that a reader finds half written would tell it of a server that has stalled."""
+    with (tmp_path / "state").open("w+b") as file:
+        file.truncate(front.STATE_BYTES)
+        theirs = mmap.mmap(file.fileno(), front.STATE_BYTES)
+        state = mmap.mmap(file.fileno(), front.STATE_BYTES, prot=mmap.PROT_READ)
+    link = FrontLink.__new__(FrontLink)
+    link._state = theirs
+    link._counter, link._clock = front.head_of(theirs)
+    answers = {path.decode(): JSONResponse({"status": "ready"}) for path in front.PATHS}
+    link._write(answers)
+    pid = os.fork()
+    if pid == 0:
+        until_s = time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            link._write(answers)
+        os._exit(0)
+    reader = front.Front.__new__(front.Front)
+    reader._state = state
+    reader._counter, reader._clock = front.head_of(state)
+    expected = raw_answer(answers["/livez"])
+    num_read = 0
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        assert reader._probe(b"get /livez http/1.1") in (expected, None)
+        num_read += 1
+    assert num_read > 1000
 
 
 def test_server_that_takes_none_gets_all_later(fronted: Fronted) -> None:

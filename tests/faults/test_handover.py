@@ -111,6 +111,7 @@ async def over(crowd: Crowd, old: LiveServer, folder: Path, port: int, *more: st
             streams.append(asyncio.create_task(crowd.stream()))
             await asyncio.wait([starting], timeout=0.2)
         new = await starting
+        streams.append(asyncio.create_task(crowd.stream()))
         begun = crowd.seen.copy()
         assert str(old.process.pid) in begun
         assert old.process.poll() is None, "no stream was running"

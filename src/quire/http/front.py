@@ -26,9 +26,9 @@ from array import array
 from setproctitle import setproctitle
 
 PATHS = (b"/livez", b"/readyz", b"/health", b"/startupz")
-HEAD = struct.Struct("<Qd")  # a counter that is odd while the server writes; its monotonic clock
+HEAD_BYTES = 16
 SLOT = struct.Struct("<H1022s")  # one per path: length and bytes of the answer, without its connection header
-STATE_BYTES = HEAD.size + len(PATHS) * SLOT.size
+STATE_BYTES = HEAD_BYTES + len(PATHS) * SLOT.size
 STALLED_S = 10.0  # the server's loop has not run for so long: it is alive no more
 _STALLED = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: 20\r\n\r\n"
@@ -43,6 +43,15 @@ FDS_AT_ONCE = 64
 _ACCEPTS_AT_ONCE = 64
 
 
+def head_of(state: mmap.mmap) -> tuple[memoryview[int], memoryview[float]]:
+    """Return a counter that is odd while the server writes, and its monotonic clock: each the only item of a view.
+
+    An item is stored and loaded as one word. `struct` goes through the bytes, and zeroes them first.
+    """
+    head = memoryview(state)[:HEAD_BYTES]
+    return head[:8].cast("Q"), head[8:].cast("d")
+
+
 class Front:
     """The loop of the process. Connections are kept by file descriptor."""
 
@@ -50,6 +59,7 @@ class Front:
         self._listen = listen
         self._control = control
         self._state = state
+        self._counter, self._clock = head_of(state)
         self._epoll = select.epoll()
         self._waiting: dict[int, tuple[socket.socket, float]] = {}  # and until when
         self._leaving: list[socket.socket] = []  # to the server
@@ -154,19 +164,24 @@ class Front:
         return not closes
 
     def _probe(self, line: bytes) -> bytes | None:
-        """Return the answer to a request line in lower case; None if it is no probe, or there is no state yet."""
+        """Return the answer to a request line in lower case.
+
+        None, which leaves it to the server: it is no probe, or there is no state yet, or the server is long in writing.
+        """
         parts = line.split(b" ")
         if len(parts) != 3 or parts[1] not in PATHS:
             return None
-        offset = HEAD.size + PATHS.index(parts[1]) * SLOT.size
+        offset = HEAD_BYTES + PATHS.index(parts[1]) * SLOT.size
         for _ in range(1000):
-            before, clock_s = HEAD.unpack_from(self._state)
+            before = self._counter[0]
             length, answer = SLOT.unpack_from(self._state, offset)
-            if before % 2 == 0 and HEAD.unpack_from(self._state)[0] == before:
+            if before % 2 == 0 and self._counter[0] == before:
                 break
-        if not length:
-            return None
-        return answer[:length] if time.monotonic() - clock_s < STALLED_S else _STALLED
+        else:
+            length, answer = 0, b""
+        if before > 0 and time.monotonic() - self._clock[0] >= STALLED_S:
+            return _STALLED
+        return answer[:length] if length else None
 
     def _wait(self, sock: socket.socket, patience_s: float, *, again: bool = False) -> None:
         fd = sock.fileno()

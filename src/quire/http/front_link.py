@@ -52,6 +52,7 @@ class FrontLink:
         with theirs, tempfile.TemporaryFile() as file:
             file.truncate(front.STATE_BYTES)
             self._state = mmap.mmap(file.fileno(), front.STATE_BYTES)
+            self._counter, self._clock = front.head_of(self._state)
             fds = [listen.fileno(), theirs.fileno(), file.fileno()]
             self._popen = subprocess.Popen(
                 [sys.executable, "-I", str(Path(front.__file__)), *map(str, fds)],
@@ -108,12 +109,12 @@ class FrontLink:
             await asyncio.sleep(TICK_S)
 
     def _write(self, answers: Mapping[str, Response]) -> None:
-        counter, _ = front.HEAD.unpack_from(self._state)
-        front.HEAD.pack_into(self._state, 0, counter + 1, time.monotonic())
+        self._clock[0] = time.monotonic()
+        self._counter[0] += 1
         for i, path in enumerate(front.PATHS):
             raw = raw_answer(answers[path.decode()])
-            front.SLOT.pack_into(self._state, front.HEAD.size + i * front.SLOT.size, len(raw), raw)
-        front.HEAD.pack_into(self._state, 0, counter + 2, time.monotonic())
+            front.SLOT.pack_into(self._state, front.HEAD_BYTES + i * front.SLOT.size, len(raw), raw)
+        self._counter[0] += 1
 
 
 def raw_answer(answer: Response) -> bytes:
