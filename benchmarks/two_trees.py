@@ -9,7 +9,8 @@ at a time. A round measures both trees, in alternating order:
     decode    one stream: seconds per token after the first
     batch     32 requests at once, 128 prompt and 32 output tokens each: seconds in all
 
-A ratio above 1 means that the second tree is faster. It is the median over the rounds of ``before / after``.
+A ratio above 1 means that the second tree is faster. It is the median over the rounds of ``before / after``. Each turn
+begins after ``--rest`` seconds, in which the engine before it does what it left for later.
 """
 
 from __future__ import annotations
@@ -94,13 +95,17 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a checkpoint (benchmarks/make_checkpoint.py)")
     parser.add_argument("--quantize", help="int8 or int4; default: as stored")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rest", type=float, default=2.0, help="seconds before each turn")
     args = parser.parse_args()
     options: dict[str, object] = {"quantize": args.quantize} if args.quantize else {}
     trees = [Tree(folder.resolve(), args.model, options) for folder in (args.before, args.after)]
     rounds: list[list[dict[str, float]]] = []
     for number in range(args.rounds):
         order = (0, 1) if number % 2 == 0 else (1, 0)
-        measured = {index: trees[index].measure() for index in order}
+        measured: dict[int, dict[str, float]] = {}
+        for index in order:
+            time.sleep(args.rest)
+            measured[index] = trees[index].measure()
         rounds.append([measured[0], measured[1]])
         print(json.dumps({"round": number, "before": measured[0], "after": measured[1]}), flush=True)
     for name in MEASURES:

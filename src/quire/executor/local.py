@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.executor.base import failed
-from quire.kernels.threads import choose_threads
+from quire.kernels.threads import BetweenSteps, choose_threads
 from quire.models.packed_cache import CheckpointWeights, PackedSaver
 from quire.quant.stored import Weight
-from quire.runner.memory import keep_freed_memory, torch_dtype
+from quire.runner.memory import PagesAhead, keep_freed_memory, torch_dtype
 from quire.runner.worker import Worker
 from quire.step import StepPlan, StepResult
 
@@ -31,21 +31,26 @@ class LocalExecutor:
         torch_is_heavy = config.runner.backend == "reference"
         choose_threads(config.runner.num_threads, torch_is_heavy=torch_is_heavy)
         keep_freed_memory()
+        clock = clock or WallClock()
+        self._between = BetweenSteps(clock)
         self._saver: PackedSaver | None = None
         if weights is None:
             weights = CheckpointWeights(config.model, torch_dtype(config.model.dtype), config.runner)
-        self.worker = Worker(config, weights, clock or WallClock())
+        self.worker = Worker(config, weights, clock)
         if isinstance(weights, CheckpointWeights) and weights.saver is not None:
             self._saver = weights.saver
-            self._saver.start()
+            self._saver.start(self._between)
+        self._pages = PagesAhead(
+            self.worker.runner.kv, self._between, config.scheduler.max_num_batched_tokens
+        )
+        self._pages.look()
         self._pending: StepPlan | None = None
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; the one before must have been collected."""
         assert self._pending is None, "one step at a time: collect the last one first"
         self._pending = plan
-        if self._saver is not None:
-            self._saver.step_begins()
+        self._between.step_begins()
 
     def collect(self) -> StepResult:
         """Compute the plan that was submitted and return its result."""
@@ -57,12 +62,14 @@ class LocalExecutor:
         except Exception as error:
             return failed(plan, error)
         finally:
-            if self._saver is not None:
-                self._saver.step_ended()
+            self._between.step_ended()
+            self._pages.look()
 
     def close(self) -> None:
         """Give the weights and the KV cache back. Nothing is submitted any more."""
         self._pending = None
+        self._between.close()
+        self._pages.join()
         if self._saver is not None:
-            self._saver.close()
+            self._saver.join()
         del self.worker

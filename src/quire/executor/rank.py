@@ -47,7 +47,7 @@ from quire.kernels.collective import Collectives
 from quire.kernels.collective.distributed import connect
 from quire.kernels.collective.native import attach
 from quire.kernels.registry import in_words
-from quire.kernels.threads import choose_threads
+from quire.kernels.threads import BetweenSteps, choose_threads
 from quire.layers.context import context_parallel
 from quire.layers.weights import tensor_parallel
 from quire.metrics.engine_stats import LayerLoad
@@ -59,7 +59,7 @@ from quire.parallel.placement import place
 from quire.parallel.segment import Segment, remove
 from quire.parallel.shard import shard
 from quire.runner.expert_balance import ExpertBalancer
-from quire.runner.memory import keep_freed_memory, torch_dtype
+from quire.runner.memory import PagesAhead, keep_freed_memory, torch_dtype
 from quire.runner.model_runner import ModelRunner, rank_config
 from quire.runner.stage_links import StageLinks
 from quire.runner.worker import Launched, Worker
@@ -145,17 +145,18 @@ class RankLoop:
             socket.gethostname(), len(usable_cpus()), self.worker.runner.call_by_call,
         )  # fmt: skip
         channel.send(encode(loaded))
-        self._saver = weights.saver if config.experts is None else None  # experts may be moved
-        if self._saver is not None:
-            self._saver.start()
+        self._between = BetweenSteps(clock)
+        if weights.saver is not None and config.experts is None:  # experts may be moved
+            weights.saver.start(self._between)
+        self._pages = PagesAhead(self.worker.runner.kv, self._between, max_tokens)
+        self._pages.look()
 
     def run(self) -> None:
         """Compute plans until the executor closes its end."""
         while (message := self._channel.receive()) is not None:
             assert isinstance(message, RankStep)
             start_s, waited_s = self._clock.now(), self._links.waited_s
-            if self._saver is not None:
-                self._saver.step_begins()
+            self._between.step_begins()
             if self._balancer is not None:
                 self._balancer.before_step()
             if self._answers:
@@ -164,8 +165,8 @@ class RankLoop:
                 for told in message.told:
                     self._settle(told)
                 self._out.append(self._launch(message.plan))
-            if self._saver is not None:
-                self._saver.step_ended()
+            self._between.step_ended()
+            self._pages.look()
             self._busy_s += self._clock.now() - start_s - (self._links.waited_s - waited_s)
             self._num_steps += 1
             sent = self._links.num_bytes_sent + self._groups.bytes_sent

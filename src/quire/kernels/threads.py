@@ -7,6 +7,8 @@ Torch's threads and ours must not both be many. An OpenMP worker spins for milli
 regions, on the core that our pinned worker needs: a decode step of a 1B model took 332 ms with two and two threads and
 103 ms where OpenMP's did not spin (one run each on a busy machine, before our own spinning threads yielded).
 So an engine whose heavy ops are all native gives torch one thread.
+
+`BetweenSteps` holds threads back that have other work, while a step runs.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 
 import torch
 
+from quire.clock import Clock
 from quire.cores import thread_cpus
 
 try:
@@ -24,6 +27,7 @@ try:
 except ImportError:
     native = None  # type: ignore[assignment]
 
+_PAUSE_S = 0.02  # between two looks whether steps run
 _one_at_a_time = threading.Lock()  # MKL's number of threads is the process's, so two engines take turns
 _chosen = 0  # 0: not chosen, so torch's number counts
 
@@ -57,3 +61,34 @@ def one_torch_thread() -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(before)
+
+
+class BetweenSteps:
+    """When an engine runs no step: its threads for other work ask before each small part of it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._is_running = False
+        self._ended_s = clock.now()  # of the last step
+        self._is_closed = threading.Event()
+
+    def step_begins(self) -> None:
+        """Other work rests until `step_ended`."""
+        self._is_running = True
+
+    def step_ended(self) -> None:
+        """Work may go on, if there is no other step until then."""
+        self._ended_s = self._clock.now()
+        self._is_running = False
+
+    def wait(self, quiet_s: float) -> bool:
+        """Wait until no step has run for ``quiet_s``; return False if the engine ends before."""
+        while not self._is_closed.is_set():
+            if not self._is_running and self._clock.now() - self._ended_s >= quiet_s:
+                return True
+            self._is_closed.wait(_PAUSE_S)
+        return False
+
+    def close(self) -> None:
+        """The engine ends."""
+        self._is_closed.set()

@@ -22,7 +22,7 @@ import torch
 from quire.config import ModelConfig, RunnerConfig
 from quire.errors import ModelLoadError
 from quire.kernels.linear import PackedLinear
-from quire.kernels.threads import num_native_threads
+from quire.kernels.threads import BetweenSteps, num_native_threads
 from quire.metrics.log import Log
 from quire.models import packed_file
 from quire.models.fingerprint import code_digest, identity
@@ -32,7 +32,6 @@ from quire.quant.stored import Weight
 
 log = Log("packed_cache")
 QUIET_S = 1.0  # since the end of the last step, before anything is written
-PAUSE_S = 0.02  # between two looks whether the engine is quiet
 _CODE = ("kernels", "layers", "models", "quant")  # packages that decide the bytes
 _LOWEST = 19  # of nice
 
@@ -133,36 +132,27 @@ class PackedSaver:
         """``key_now``: the key by the files as they are then."""
         self._path, self._key, self._max_bytes, self._key_now = path, key, max_bytes, key_now
         self._tensors = tensors
-        self._is_closed = threading.Event()
-        self._is_running = False
-        self._ended_s = time.monotonic()  # of the last step
-        self._thread = threading.Thread(target=self._run, name="packed weights", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin, once the weights are packed."""
+    def start(self, between: BetweenSteps) -> None:
+        """Begin, once the weights are packed, and leave nothing behind if the engine ends before the file is whole."""
+        self._thread = threading.Thread(target=self._run, args=(between,), name="packed weights", daemon=True)
         self._thread.start()
 
-    def step_begins(self) -> None:
-        """Nothing is written until `step_ended`."""
-        self._is_running = True
-
-    def step_ended(self) -> None:
-        """Go on in a second, if there is no other step until then."""
-        self._ended_s = time.monotonic()
-        self._is_running = False
-
-    def close(self) -> None:
-        """Stop, and leave nothing behind if the file is not whole yet."""
-        self._is_closed.set()
-        if self._thread.is_alive():
+    def join(self) -> None:
+        """Wait for the thread to end."""
+        if self._thread is not None:
             self._thread.join()
-        self._tensors = []
 
-    def _run(self) -> None:
+    def _run(self, between: BetweenSteps) -> None:
         if sys.platform == "linux":  # elsewhere a thread has no priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+
+        def may_write() -> bool:
+            return between.wait(QUIET_S)
+
         try:
-            if not self._may_write():
+            if not may_write():
                 return
             regions = regions_of(self._tensors)
             num_bytes, folder = sum(region.num_bytes for region in regions), self._path.parent
@@ -171,19 +161,12 @@ class PackedSaver:
             if free < 2 * num_bytes:
                 raise OSError(f"{num_bytes >> 20} MiB are wanted, and of {free >> 20} MiB half stay free")
             packed_file.make_room(folder, num_bytes, self._max_bytes)
-            if packed_file.write(self._path, self._key, regions, self._may_write, self._is_right):
+            if packed_file.write(self._path, self._key, regions, may_write, self._is_right):
                 log.info("packed_weights_kept", file=self._path, mib=num_bytes >> 20)
         except OSError as error:
             log.warning("packed_weights_not_kept", file=self._path, error=error)
         finally:
             self._tensors = []
-
-    def _may_write(self) -> bool:
-        while not self._is_closed.is_set():
-            if not self._is_running and time.monotonic() - self._ended_s >= QUIET_S:
-                return True
-            self._is_closed.wait(PAUSE_S)
-        return False
 
     def _is_right(self) -> bool:
         """Whether the checkpoint is still what it was before it was read."""

@@ -1,13 +1,16 @@
 """A worker's memory: the storage of the KV cache, and on a GPU a trial of what `quire.resolve` expects.
 
 Storage on a CPU is anonymous memory: the system gives a page, zeroed, when it is first touched, so a large pool costs
-nothing until it is used. `quire.resolve` decides how many blocks there are.
+nothing until it is used. `PagesAhead` has it give those that are next while no step runs. `quire.resolve` decides how
+many blocks there are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -17,6 +20,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, StepError
 from quire.kernels.kv_blocks import KvView, can_tile, clear_blocks, copy_blocks, view_layer
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
+from quire.kernels.threads import BetweenSteps
 from quire.modelspec import DTYPE_BYTES, KvLayout, ModelSpec
 from quire.parallel.stripe import Stripe
 from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, Split, row_bytes
@@ -29,6 +33,10 @@ _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _CPU = torch.device("cpu")
 _HUGE = 2 << 20  # bytes of a huge page
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14
+AHEAD_STEPS = 4  # the largest ones: their pages are had ahead,
+AHEAD_BYTES = 256 << 20  # but no more than this
+QUIET_S = 0.02  # since the end of the last step
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
@@ -76,6 +84,12 @@ class KvCache:
         )
         # Blocks in tiles need no `clear`: storing the first position of a tile clears it.
         self.needs_clear = not masks and any(view.layout == "rows" for view in self.views)
+        self.token_bytes = self.storage[0].nbytes * len(layout.groups) // block_size
+        self.num_used = 0  # blocks up to the last that a sequence ever got
+
+    def note_used(self, block_ids: Sequence[int]) -> None:
+        """Sequences get blocks, of which there is one at least. The pool hands new ones out in ascending order."""
+        self.num_used = max(self.num_used, max(block_ids) + 1)
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in list order."""
@@ -115,6 +129,56 @@ def reserve(num_blocks: int, block_elements: int, dtype: torch.dtype) -> torch.T
     if size >= 16 * _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(num_blocks, block_elements)
+
+
+class PagesAhead:
+    """Has the system give the pages of the cache that come next, on a thread, while no step runs.
+
+    Else the step that first writes to a page waits for it: 0.1 ms for 2 MiB where memory is the machine's own, and 5 ms
+    where it is a virtual machine's whose host takes free memory back (benchmarks/results/startup-2026-11-23.md).
+    Asking for a page changes nothing that is written in it, so a step may begin meanwhile.
+    """
+
+    def __init__(self, kv: KvCache, between: BetweenSteps, max_tokens: int) -> None:
+        """``max_tokens``: of a step."""
+        self._kv, self._between = kv, between
+        self._ahead = min(AHEAD_BYTES, AHEAD_STEPS * max_tokens * kv.token_bytes)
+        self._ready = 0 if sys.platform == "linux" else kv.storage.nbytes  # bytes; those before are there
+        self._thread: threading.Thread | None = None
+
+    def look(self) -> None:
+        """Begin if fewer than half of the pages ahead are there."""
+        if self._ready < self._until(self._ahead // 2) and (
+            self._thread is None or not self._thread.is_alive()
+        ):
+            # Not of a lower priority: it holds a lock of the process's memory while it has a page given.
+            self._thread = threading.Thread(target=self._run, name="pages ahead", daemon=True)
+            self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread to end."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _until(self, ahead: int) -> int:
+        """The end of ``ahead`` bytes behind the blocks in use."""
+        storage = self._kv.storage
+        return min(storage.nbytes, self._kv.num_used * storage[0].nbytes + ahead)
+
+    def _run(self) -> None:
+        while self._between.wait(QUIET_S):
+            begin, end = max(self._ready, self._until(0)), self._until(self._ahead)
+            if begin >= end:
+                return
+            size = min(_HUGE, end - begin)
+            self._ready = begin + size if self._populate(begin, size) else self._kv.storage.nbytes
+
+    def _populate(self, begin: int, size: int) -> bool:
+        """Whether the system knows the call and has the memory."""
+        address = self._kv.storage.data_ptr() + begin
+        start = address - address % mmap.PAGESIZE
+        call = ctypes.CDLL(None).madvise
+        return not call(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), _MADV_POPULATE_WRITE)
 
 
 @dataclass(frozen=True, slots=True)

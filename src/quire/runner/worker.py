@@ -172,6 +172,7 @@ class Worker:
                 self.seqs.take_drafts(plan, seq)
         fresh = self._inputs.update_tables(plans, seqs)
         if fresh:
+            self.runner.kv.note_used(fresh)
             if self.runner.kv.needs_clear:
                 self.runner.kv.clear(fresh)
             if self.draft_model is not None:
