@@ -33,7 +33,8 @@ NB_MODULE(_native, m) {
       "Instruction sets that the CPU has and the operating system supports: dict[str, bool].");
   m.def(
       "best_isa", [] { return std::string(best_isa(detect())); },
-      "The best level the kernels are built for: amx | avx512 | avx512_vnni | avx2 | neon_i8mm | neon | scalar.");
+      "The best level the kernels are built for: amx | avx512 | avx512_vnni | avx512_bw | avx2 | neon_i8mm | neon | "
+      "scalar.");
 
   m.def(
       "has_isa", [](const std::string& isa) { return kernels_for<LinearKernels>(isa.c_str()) != nullptr; },

@@ -12,7 +12,7 @@ def test_this_machine() -> None:
     info = device.detect_device()
     assert info.num_cores >= 1
     assert 0 < info.memory_available_bytes <= info.memory_total_bytes
-    assert info.isa in ("scalar", "avx2", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm")
+    assert info.isa in ("scalar", "avx2", "avx512_bw", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm")
 
 
 def test_slow_kernels_say_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

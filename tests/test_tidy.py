@@ -273,6 +273,7 @@ FEATURE_LINES: dict[str, dict[str, int]] = {
         "speculate": 65,
     },
     "up to 16 rows on a GPU": {"kernels": 170},
+    "AVX-512 without VNNI": {"kernels": 4},
     "pages of the cache ahead": {"kernels": 36, "runner": 69},
 }
 

@@ -77,8 +77,12 @@ struct WordProduct {
     return _mm512_set1_epi32(two);
   }
   static Vec dot(Vec sum, __m512i w, __m512i x) {
+#if defined(__AVX512VNNI__)
     __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
     return sum;
+#else
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), _mm512_madd_epi16(w, x)));
+#endif
   }
   static Vec number(const float* sum) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(sum)); }
 };

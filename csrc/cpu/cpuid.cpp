@@ -158,6 +158,7 @@ const char* best_isa(const Features& f) {
 #endif
   if (has_avx512(f)) return "avx512";
   if (has_avx512_vnni(f)) return "avx512_vnni";
+  if (has_avx512_bw(f)) return "avx512_bw";
   if (f.avx2) return "avx2";
 #if defined(QUIRE_HAVE_ARM_LEVELS)
   if (has_neon_i8mm(f)) return "neon_i8mm";

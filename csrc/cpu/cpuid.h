@@ -26,6 +26,7 @@ struct Features {
 const Features& detect();
 
 // The levels of vector and of matrix instructions that the CPU has whole.
+inline bool has_avx512_bw(const Features& f) { return f.avx512; }
 inline bool has_avx512_vnni(const Features& f) { return f.avx512 && f.avx512_vnni; }
 inline bool has_avx512(const Features& f) { return has_avx512_vnni(f) && f.avx512_bf16; }
 inline bool has_amx(const Features& f) { return has_avx512(f) && f.amx_tile && f.amx_int8 && f.amx_bf16; }
@@ -35,7 +36,7 @@ inline bool has_neon_i8mm(const Features& f) { return f.neon_dotprod && f.neon_i
 int64_t bytes_ahead();
 
 // The best level that kernels are built for: "amx", "avx512" (with VNNI and BF16), "avx512_vnni" (without
-// BF16), "avx2", "neon_i8mm" (with BF16), "neon" (with byte dot products) or "scalar".
+// BF16), "avx512_bw" (without both), "avx2", "neon_i8mm" (with BF16), "neon" (with byte dot products) or "scalar".
 const char* best_isa(const Features& features);
 
 }  // namespace quire::cpu

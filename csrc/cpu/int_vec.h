@@ -64,33 +64,27 @@ inline double pair_of(const int32_t* p) {
 #if defined(__AVX512F__)
 
 using IVec = __m512i;
-constexpr int kChannelRows = 12, kGroupRows = 6, kFewRows = 6, kFewTiles = 2;
+inline IVec broadcast(int32_t i) { return _mm512_set1_epi32(i); }
+inline IVec load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline void store_ints(int32_t* p, IVec v) { _mm512_storeu_si512(p, v); }
 template <int R>
 constexpr int kVectors = 2;
 template <int R>
 constexpr int kFewVectors = 2;
-struct Codes {
+struct Nibbles {
   __m512i v;
 };
-struct Nibbles {
+#if defined(__AVX512VNNI__)
+constexpr int kChannelRows = 12, kGroupRows = 6, kFewRows = 6, kFewTiles = 2;
+struct Codes {
   __m512i v;
 };
 struct Quad {
   __m512i v;
 };
-inline IVec broadcast(int32_t i) { return _mm512_set1_epi32(i); }
-inline IVec load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
-inline void store_ints(int32_t* p, IVec v) { _mm512_storeu_si512(p, v); }
 inline Codes load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline Nibbles low_nibbles(const Codes& c) { return {_mm512_and_si512(c.v, _mm512_set1_epi8(15))}; }
-inline Nibbles high_nibbles(const Codes& c) {
-  return {_mm512_and_si512(_mm512_srli_epi16(c.v, 4), _mm512_set1_epi8(15))};
-}
-inline Quad broadcast_quad(const int8_t* x) {
-  int32_t four;
-  std::memcpy(&four, x, 4);
-  return {_mm512_set1_epi32(four)};
-}
+inline __m512i raw(const Codes& c) { return c.v; }
+inline Quad quad_of(__m512i v) { return {v}; }
 // Not the intrinsic, with which gcc 12 copies every accumulator and spills.
 inline IVec dot_bytes(IVec acc, __m512i w, __m512i x) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
@@ -98,23 +92,8 @@ inline IVec dot_bytes(IVec acc, __m512i w, __m512i x) {
 }
 inline IVec dot(IVec acc, const Codes& w, const Quad& x) { return dot_bytes(acc, w.v, x.v); }
 inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) { return dot_bytes(acc, w.v, x.v); }
-inline Vec to_float(IVec v) { return _mm512_cvtepi32_ps(v); }
-inline Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
-inline void store_rounded(int8_t* p, Vec v) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
-}
-inline void store_rounded(int8_t* p, Vec a, Vec b, Vec c, Vec d) {
-  const __m512i left = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
-  const __m512i right = _mm512_packs_epi32(_mm512_cvtps_epi32(c), _mm512_cvtps_epi32(d));
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);  // packs keep to 128 bits
-  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(left, right)));
-}
 inline IVec add_quads(IVec acc, const int8_t* p) {
   return dot_bytes(acc, _mm512_set1_epi8(1), _mm512_loadu_si512(p));
-}
-inline int32_t sum(IVec v) { return _mm512_reduce_add_epi32(v); }
-inline Vec load_half(const uint8_t* p) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline void load_multipliers(const uint8_t* p, IVec (&m)[2]) {
   const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -128,6 +107,79 @@ inline IVec start_group(IVec m, const int32_t* p) {
 inline IVec add_scaled(IVec acc, IVec d, IVec m) {
   __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(d), "v"(m));
   return acc;
+}
+#else
+// As AVX2 without VNNI does it, below.
+constexpr int kChannelRows = 12, kGroupRows = 4, kFewRows = 2, kFewTiles = 1;
+#define QUIRE_WORD_GROUPS
+struct Codes {
+  __m512i even, odd;
+};
+struct Quad {
+  __m512i v, even, odd;
+};
+inline Codes load_codes(const uint8_t* p) {
+  const __m512i v = _mm512_loadu_si512(p);
+  return {_mm512_and_si512(v, _mm512_set1_epi16(255)), _mm512_srli_epi16(v, 8)};
+}
+inline __m512i raw(const Codes& c) { return _mm512_or_si512(c.even, _mm512_slli_epi16(c.odd, 8)); }
+inline Quad quad_of(__m512i v) {
+  return {v, _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8), _mm512_srai_epi16(v, 8)};
+}
+inline IVec dot(IVec acc, const Codes& w, const Quad& x) {
+  return _mm512_add_epi32(acc, _mm512_add_epi32(_mm512_madd_epi16(w.even, x.even), _mm512_madd_epi16(w.odd, x.odd)));
+}
+inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) {
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(w.v, x.v), _mm512_set1_epi16(1)));
+}
+inline IVec add_quads(IVec acc, const int8_t* p) {
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_set1_epi8(1), _mm512_loadu_si512(p));
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+inline void load_multipliers(const uint8_t* p, IVec (&m)[2]) {
+  __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  both = _mm512_or_si512(both, _mm512_slli_epi32(both, 16));
+  m[0] = _mm512_and_si512(both, _mm512_set1_epi16(15));
+  m[1] = _mm512_srli_epi16(both, 4);
+}
+inline IVec start_group(IVec m, const int32_t* p) {
+  const __m512d pairs = _mm512_set1_pd(pair_of(p));
+  const IVec start = _mm512_castps_si512(_mm512_permutevar_ps(_mm512_castpd_ps(pairs), m));
+  return _mm512_and_si512(start, broadcast(0xffff));
+}
+inline IVec dot_group(IVec d, const Nibbles& w, const Quad& x) {
+  return _mm512_add_epi16(d, _mm512_maddubs_epi16(w.v, x.v));
+}
+inline IVec add_scaled(IVec acc, IVec d, IVec m) { return _mm512_add_epi32(acc, _mm512_madd_epi16(d, m)); }
+// Codes that count from one less where the multiplier is odd.
+inline Nibbles add_odd(const Nibbles& n, IVec m) {
+  const __m512i odd = _mm512_and_si512(m, _mm512_set1_epi16(1));
+  return {_mm512_add_epi8(n.v, _mm512_or_si512(odd, _mm512_slli_epi16(odd, 8)))};
+}
+#endif
+inline Nibbles low_nibbles(const Codes& c) { return {_mm512_and_si512(raw(c), _mm512_set1_epi8(15))}; }
+inline Nibbles high_nibbles(const Codes& c) {
+  return {_mm512_and_si512(_mm512_srli_epi16(raw(c), 4), _mm512_set1_epi8(15))};
+}
+inline Quad broadcast_quad(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return quad_of(_mm512_set1_epi32(four));
+}
+inline Vec to_float(IVec v) { return _mm512_cvtepi32_ps(v); }
+inline Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+inline void store_rounded(int8_t* p, Vec v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+inline void store_rounded(int8_t* p, Vec a, Vec b, Vec c, Vec d) {
+  const __m512i left = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
+  const __m512i right = _mm512_packs_epi32(_mm512_cvtps_epi32(c), _mm512_cvtps_epi32(d));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);  // packs keep to 128 bits
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(left, right)));
+}
+inline int32_t sum(IVec v) { return _mm512_reduce_add_epi32(v); }
+inline Vec load_half(const uint8_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 class Scaler {
  public:
@@ -200,6 +252,10 @@ inline IVec dot(IVec acc, const Codes& w, const Quad& x) {
 }
 inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w.v, x.v), _mm256_set1_epi16(1)));
+}
+inline Nibbles add_odd(const Nibbles& n, IVec m) {
+  const __m256i odd = _mm256_and_si256(m, _mm256_set1_epi16(1));
+  return {_mm256_add_epi8(n.v, _mm256_or_si256(odd, _mm256_slli_epi16(odd, 8)))};
 }
 #endif
 template <int R>
@@ -364,7 +420,7 @@ struct Scaler {
 
 #endif
 
-#if !defined(__AVX2__) || defined(__AVX512F__)
+#if !defined(__AVX2__) || defined(__AVX512VNNI__)
 inline IVec dot_group(IVec d, const Nibbles& w, const Quad& x) { return dot(d, w, x); }
 #endif
 

@@ -9,7 +9,7 @@ namespace quire::cpu {
 
 template <typename Kernels>
 struct Levels {
-  const Kernels *avx512, *avx512_vnni, *avx2, *neon_i8mm, *neon, *scalar;
+  const Kernels *avx512, *avx512_vnni, *avx512_bw, *avx2, *neon_i8mm, *neon, *scalar;
 };
 
 // The table of the amx level: that of avx512, with kernels on tiles where they are faster. A family that has such
@@ -19,7 +19,8 @@ Kernels with_amx(const Kernels& avx512) {
   return avx512;
 }
 
-// isa: "amx", "avx512", "avx512_vnni", "avx2", "neon_i8mm", "neon" or "scalar". Returns null for a level that this CPU does not have.
+// isa: "amx", "avx512", "avx512_vnni", "avx512_bw", "avx2", "neon_i8mm", "neon" or "scalar". Returns null for a level that
+// this CPU does not have.
 template <typename Kernels>
 const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
   const Features& f = detect();
@@ -32,6 +33,7 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
 #endif
   if (std::strcmp(isa, "avx512") == 0) return has_avx512(f) ? levels.avx512 : nullptr;
   if (std::strcmp(isa, "avx512_vnni") == 0) return has_avx512_vnni(f) ? levels.avx512_vnni : nullptr;
+  if (std::strcmp(isa, "avx512_bw") == 0) return has_avx512_bw(f) ? levels.avx512_bw : nullptr;
   if (std::strcmp(isa, "avx2") == 0) return f.avx2 ? levels.avx2 : nullptr;
   if (std::strcmp(isa, "neon_i8mm") == 0) return has_neon_i8mm(f) ? levels.neon_i8mm : nullptr;
   if (std::strcmp(isa, "neon") == 0) return f.neon_dotprod ? levels.neon : nullptr;
@@ -48,10 +50,11 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
 #define QUIRE_LEVELS(Kernels, name)                       \
   namespace avx512 { extern const Kernels name; }         \
   namespace avx512_vnni { extern const Kernels name; }    \
+  namespace avx512_bw { extern const Kernels name; }      \
   namespace avx2 { extern const Kernels name; }           \
   namespace scalar { extern const Kernels name; }         \
   inline Levels<Kernels> levels_of(const Kernels*) {      \
-    return {&avx512::name, &avx512_vnni::name, &avx2::name, nullptr, nullptr, &scalar::name}; \
+    return {&avx512::name, &avx512_vnni::name, &avx512_bw::name, &avx2::name, nullptr, nullptr, &scalar::name}; \
   }
 #elif defined(QUIRE_HAVE_ARM_LEVELS)
 #define QUIRE_LEVELS(Kernels, name)                       \
@@ -59,12 +62,12 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
   namespace neon { extern const Kernels name; }           \
   namespace scalar { extern const Kernels name; }         \
   inline Levels<Kernels> levels_of(const Kernels*) {      \
-    return {nullptr, nullptr, nullptr, &neon_i8mm::name, &neon::name, &scalar::name}; \
+    return {nullptr, nullptr, nullptr, nullptr, &neon_i8mm::name, &neon::name, &scalar::name}; \
   }
 #else
 #define QUIRE_LEVELS(Kernels, name)                 \
   namespace scalar { extern const Kernels name; }   \
-  inline Levels<Kernels> levels_of(const Kernels*) { return {nullptr, nullptr, nullptr, nullptr, nullptr, &scalar::name}; }
+  inline Levels<Kernels> levels_of(const Kernels*) { return {.scalar = &scalar::name}; }
 #endif
 
 // Declares that the family whose table is `Kernels` has kernels of the amx level, where the build has that level.

@@ -254,7 +254,7 @@ void passes(const LinearArgs& args, ThreadPool& pool) {
   const int64_t panel_lines = panel_elements * static_cast<int64_t>(sizeof(Element)) / 64;
   for (int64_t first = 0; first < args.rows; first += kPassRows) {
     const int64_t rows = std::min(kPassRows, args.rows - first);
-    const int64_t tiles = (rows + kRows - 1) / kRows;
+    const int64_t tiles = num_tiles(rows, kRows);
     typename T::Step* packed = nullptr;
     if constexpr (kPacked) {
       packed = scratch.get<typename T::Step>(static_cast<std::size_t>(tiles * kRows * steps));
@@ -263,7 +263,7 @@ void passes(const LinearArgs& args, ThreadPool& pool) {
     over_panels(panels, panel_lines * 64, args.rows * args.n * args.k < kSmallWork, pool, [&](const Range& mine) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const Element* panel = static_cast<const Element*>(args.packed) + p * panel_elements;
-        const bool streams = rows <= kRows, more = p + 1 < panels;
+        const bool streams = tiles == 1, more = p + 1 < panels;
         for (int64_t t = 0; t < tiles; ++t) {
           // Rows are spread evenly over the tiles: 16 rows are 8 + 8, not 12 + 4.
           const Range tile_rows = share(rows, static_cast<int>(t), static_cast<int>(tiles));

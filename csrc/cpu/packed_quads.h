@@ -18,7 +18,7 @@
 
 namespace quire::cpu::QUIRE_ISA {
 
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(QUIRE_AVX_VNNI)
+#if defined(QUIRE_WORD_GROUPS)
 // Without products of bytes a tile takes words: widened here once, and not for every panel.
 constexpr int64_t kQuadBytes = 8;
 inline void put_quad(const int8_t* x, int8_t* to) {
@@ -29,7 +29,7 @@ inline Quad take_quad(const int8_t* p) {
   int32_t even, odd;
   std::memcpy(&even, p, 4);
   std::memcpy(&odd, p + 4, 4);
-  return {_mm256_setzero_si256(), _mm256_set1_epi32(even), _mm256_set1_epi32(odd)};  // bytes: for Nibbles alone
+  return {broadcast(0), broadcast(even), broadcast(odd)};  // bytes: for Nibbles alone
 }
 #else
 constexpr int64_t kQuadBytes = 4;

@@ -224,7 +224,7 @@ struct Pass {
   int tiles;
 
   Pass(int64_t first, int64_t rows)
-      : first(first), rows(rows), tiles(static_cast<int>((rows + F::kTileRows - 1) / F::kTileRows)) {}
+      : first(first), rows(rows), tiles(static_cast<int>(num_tiles(rows, F::kTileRows))) {}
   // Even: 16 rows are 8 + 8, not 12 + 4.
   Range tile(int64_t t) const { return share(rows, static_cast<int>(t), tiles); }
   static int64_t tile_bytes(const QuantizedLinearArgs& a) { return F::kTileRows * F::row_bytes(a); }
@@ -262,7 +262,7 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
     const bool own = packs && pass.rows <= kOwnRows && a.n >= kOwnColumns * pool.num_threads();
     const int8_t* const together = packs && !own ? pack_rows<F>(a, pass, pool) : nullptr;
     const auto rows_of_thread = [&] { return own ? pack_own_rows<F>(a, pass) : together; };
-    const bool streams = tiles == 1 && !a.format.two_level();
+    const bool streams = tiles == 1 && !(F::kUnpacked && a.format.two_level());
     const auto multiply = [&](const Range& mine, const int8_t* packed) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const uint8_t* panel = a.packed + p * panel_bytes;

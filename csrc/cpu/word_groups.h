@@ -1,12 +1,12 @@
 // int4 weights of two levels (quantized.h has the layout) by many rows, without unpacking them: for levels whose product
-// of bytes gives words and saturates (AVX2 without VNNI).
+// of bytes gives words and saturates (AVX2 and AVX-512 without VNNI).
 //
-// Algorithm: groups outermost, rows inside. The codes of a group and 16 columns are 8 vectors, loaded once for all rows
+// Algorithm: groups outermost, rows inside. The codes of a group and two vectors of columns are 8 vectors, loaded once for all rows
 // of a tile; one is added to the codes of odd multipliers, so that every code counts from 8. A row then takes 8 products
 // of bytes, summed in words, and two products of words with the multipliers. A word holds
 // at most 4 * 2 * 16 * 127, less 8 times the row's sum, at most 8 * 16 * 127: 32,512. Sums of all groups stay in memory,
 // which is L1. Everything is integer, so the bits are those of unpacked weights (two_level.h).
-// Bound: 20 vector instructions for 256 multiply-adds, where int8 weights take 32.
+// Bound: with 256 bits 20 vector instructions for 256 multiply-adds, where int8 weights take 32; with 512 bits half.
 #pragma once
 
 #include "cpu/int_vec.h"
@@ -41,8 +41,8 @@ struct WordGroups {
   // `rows` rows by all 32 columns of a panel.
   static void panel_rows(int64_t rows, const QuantizedLinearArgs& a, Place at) {
     alignas(64) int32_t sums[kTileRows * kWidth];
-    for (int half = 0; half < 2 && at.column < a.n; ++half, at.column += kWidth) {
-      (half == 0 ? add_groups<0> : add_groups<1>)(a, at, rows, sums);
+    for (int64_t part = 0; part < kPanel / kWidth && at.column < a.n; ++part, at.column += kWidth) {
+      (part == 0 ? add_groups<0> : add_groups<kPanel / kWidth - 1>)(a, at, rows, sums);
       const Vec scale[2] = {load(a.scale + at.column), load(a.scale + at.column + kLanes)};
       Place row = at;
       for (int64_t r = 0; r < rows; ++r, ++row.row) {
@@ -61,12 +61,10 @@ struct WordGroups {
 
     GroupCodes(const uint8_t* codes, const IVec (&m)[2]) {
       UNROLL for (int v = 0; v < 2; ++v) {
-        const __m256i odd = _mm256_and_si256(m[v], _mm256_set1_epi16(1));
-        const __m256i one = _mm256_or_si256(odd, _mm256_slli_epi16(odd, 8));
         UNROLL for (int i = 0; i < 2; ++i) {
           const Codes both = load_codes(codes + i * kQuadLine + v * kLanes * 4);
-          quad[2 * i][v] = {_mm256_add_epi8(low_nibbles(both).v, one)};
-          quad[2 * i + 1][v] = {_mm256_add_epi8(high_nibbles(both).v, one)};
+          quad[2 * i][v] = add_odd(low_nibbles(both), m[v]);
+          quad[2 * i + 1][v] = add_odd(high_nibbles(both), m[v]);
         }
       }
     }
@@ -76,7 +74,7 @@ struct WordGroups {
     const IVec start = broadcast_number(x);
     IVec d[2] = {start, start};
     UNROLL for (int i = 0; i < 4; ++i) {
-      const __m256i quad = broadcast_number(x + 4 + i * 4);
+      const IVec quad = broadcast_number(x + 4 + i * 4);
       UNROLL for (int v = 0; v < 2; ++v) d[v] = dot_group(d[v], codes.quad[i][v], Quad{quad, quad, quad});
     }
     UNROLL for (int v = 0; v < 2; ++v) {
@@ -84,26 +82,26 @@ struct WordGroups {
     }
   }
 
-  template <int kHalf>
+  template <int kPart>
   static __attribute__((noinline)) void add_groups(const QuantizedLinearArgs& a, const Place& at, int64_t rows,
                                                    int32_t* sums) {
     const int64_t groups = a.format.groups(a.k);
-    const int64_t lines = kHalf > 0 ? 0 : (at.next_lines + groups - 1) / groups;  // to prefetch per group
+    const int64_t lines = kPart > 0 ? 0 : (at.next_lines + groups - 1) / groups;  // to prefetch per group
     const int8_t* x = at.packed;
     std::fill_n(sums, rows * kWidth, 0);
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t in_block = g % kBlockGroups;
       const uint8_t* block = at.panel + g / kBlockGroups * kTwoLevelBytes;
       const uint8_t* codes = block + kTwoLevelHead + in_block * kTwoLevelGroup * kPanel / 2;
-      if (at.next == nullptr && kHalf == 0) {
+      if (at.next == nullptr && kPart == 0) {
         if (in_block == 0) fetch_ahead<kTwoLevelHead>(block, kFarAhead);
         fetch_ahead<kTwoLevelGroup * kPanel / 2>(codes, kFarAhead);
       }
       for (int64_t i = 0; i < lines; ++i) prefetch(at, g * lines + i);
       IVec all[kPanelVectors];
       load_multipliers(block + in_block * kPanel / 2, all);
-      const IVec m[2] = {all[2 * kHalf], all[2 * kHalf + 1]};
-      const GroupCodes of_group(codes + kHalf * kWidth * 4, m);
+      const IVec m[2] = {all[2 * kPart], all[2 * kPart + 1]};
+      const GroupCodes of_group(codes + kPart * kWidth * 4, m);
       int32_t* of_row = sums;
       for (int64_t r = 0; r < rows; ++r, x += kRowBytes, of_row += kWidth) add_row(x, of_group, m, of_row);
     }

@@ -76,8 +76,8 @@ class EngineArgs:
     ray_address: str | None = None
     threads: int | None = None
     cpu_isa: Literal[
-        "auto", "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm"
-    ] = "auto"
+        "auto", "reference", "scalar", "avx2", "avx512_bw", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm",
+    ] = "auto"  # fmt: skip
     step_log: str | None = None
     profile_dir: str | None = None
     profile_steps: int | None = None

@@ -20,7 +20,7 @@ GATES: tuple[GateKind, ...] = get_args(GateKind)
 ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
 MIN_PACKED_BYTES = 128 << 20  # of weights that are kept packed where no folder is given
 # Each level includes the previous ones.
-X86_LEVELS = ("scalar", "avx2", "avx512_vnni", "avx512", "amx")
+X86_LEVELS = ("scalar", "avx2", "avx512_bw", "avx512_vnni", "avx512", "amx")
 ARM_LEVELS = ("scalar", "neon", "neon_i8mm")
 # Rows that the linears of `RunnerConfig.kernels` compute together; those of the vector levels divide 12.
 ROW_TILES = {"reference": 32, "amx": 16, "triton": 16, "invariant": 16}

@@ -72,6 +72,8 @@ def cpu_features() -> dict[str, bool]:
 LEVELS = {
     "amx": ("avx512", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
     "avx512": ("avx512", "avx512_vnni", "avx512_bf16"),
+    "avx512_vnni": ("avx512", "avx512_vnni"),
+    "avx512_bw": ("avx512",),
     "avx2": ("avx2",),
 }
 ARM_LEVELS = {

@@ -94,8 +94,11 @@ BF16 = {"avx2": True, "avx512": True, "avx512_vnni": True, "avx512_bf16": True}
         (BF16, "avx512", set(), ["amx is not used: this CPU, or the virtual machine's view of it, has no amx_tile"]),
         (BF16, "avx512", {"amx_tile"}, ["the CPU has amx_tile, and the operating system does not let processes"]),
         ({**BF16, "amx_tile": True, "amx_int8": True, "amx_bf16": True}, "avx512", set(), ["this build has no such"]),
-        ({"avx2": True, "avx512": True}, "avx2", set(), ["no avx512_vnni, avx512_bf16, amx_tile", "avx512_bf16"]),
-        ({"avx2": True}, "avx2", {"avx512bw"}, ["has avx512, and", "the CPU has avx512, and the operating"]),
+        (
+            {"avx2": True, "avx512": True}, "avx512_bw", set(),
+            ["no avx512_vnni, avx512_bf16, amx_tile", "avx512_bf16", "avx512_vnni is not used: this CPU"],
+        ),
+        ({"avx2": True}, "avx2", {"avx512bw"}, ["the CPU has avx512, and the operating"] * 4),
         ({"neon": True, "neon_dotprod": True}, "neon", set(), ["neon_i8mm is not used: this CPU"]),
         ({"neon": True}, "scalar", {"asimddp"}, ["neon_i8mm is not used: the CPU", "neon is not used: the CPU"]),
     ],

@@ -43,6 +43,9 @@ def disassembly(level: str, source: str) -> str:
         ("avx512", "quantized_kernel", "vpdpbusd"),
         ("avx512_vnni", "linear_kernel", r"vfmadd231ps .*%zmm\d+"),
         ("avx512_vnni", "quantized_kernel", r"vpdpbusd .*%zmm\d+"),
+        ("avx512_bw", "linear_kernel", r"vfmadd231ps .*%zmm\d+"),
+        ("avx512_bw", "quantized_kernel", r"vpmaddubsw .*%zmm\d+"),
+        ("avx512_bw", "attention_tiles_kernel", r"vpmaddwd .*%zmm\d+"),
         ("avx2", "linear_kernel", "vfmadd231ps"),
         ("avx2", "quantized_kernel", "vpmaddubsw"),
         ("avx2_vnni", "quantized_kernel", "vpdpbusd"),
@@ -68,12 +71,13 @@ def test_int8_tiles_fetch_the_next_panel(level: str) -> None:
     assert all(len(re.findall(r"\bprefetcht1\b", text)) == 3 for text in tiles)
 
 
-@pytest.mark.parametrize("source", ["linear_kernel", "quantized_kernel"])
+@pytest.mark.parametrize("source", ["linear_kernel", "quantized_kernel", "attention_tiles_kernel", "norm_kernel"])
 @pytest.mark.parametrize(
     ("level", "forbidden"),
     [
         ("scalar", r"%[yz]mm"),
         ("avx2", r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])"),
+        ("avx512_bw", r"\b(vpdp|vdpbf16ps|vcvtne2?ps2?bf16)|%tmm"),
         ("avx512_vnni", r"\b(vdpbf16ps|vcvtne2?ps2?bf16)|%tmm"),
         ("avx512", r"%tmm"),
     ],

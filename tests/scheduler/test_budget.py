@@ -51,7 +51,7 @@ def test_row_tiles_are_those_of_the_kernels() -> None:
             r"constexpr int (?:kRows|kChannelRows) = (\d+)", (sources / source).read_text()
         )
     ]
-    assert len(heights) == 9
+    assert len(heights) == 10
     vector_levels = {*X86_LEVELS, *ARM_LEVELS} - {"amx"}
     assert {row_tile(level) for level in vector_levels} == {12}
     assert all(12 % rows == 0 for rows in heights), heights

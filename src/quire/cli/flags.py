@@ -284,8 +284,9 @@ class ReplayArgs:
 
     model: str | None = None
     cpu_isa: Literal[
-        "auto", "recorded", "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm"
-    ] = "recorded"
+        "auto", "recorded", "reference",
+        "scalar", "avx2", "avx512_bw", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm",
+    ] = "recorded"  # fmt: skip
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     json: bool = False

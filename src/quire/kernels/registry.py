@@ -1,8 +1,8 @@
 """Which version of an op runs. Every op names its versions here; an engine chooses once, when it is built.
 
     reference   readable torch, exact: the bits of a row depend on that row alone (docs/kernels.md)
-    avx512, avx512_vnni, avx2, scalar   C++ (csrc/cpu), one source compiled for each level, exact within a level
-    neon_i8mm, neon                     the same on Arm
+    avx512, avx512_vnni, avx512_bw, avx2, scalar    C++ (csrc/cpu), one source for all levels, exact within each
+    neon_i8mm, neon                                 the same on Arm
     amx         C++ on Intel's matrix tiles, for ops that gain by them; the other ops of such an engine run avx512
     triton      GPU: Triton, and torch's own products; the bits of a row may depend on the batch
     invariant   GPU, for ops where that matters: slower versions whose bits do not (--batch-invariant)
@@ -29,9 +29,12 @@ __all__ = [
     "in_words", "native", "op", "register", "register_native",
 ]  # fmt: skip
 Backend = Literal[
-    "reference", "scalar", "avx2", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm", "triton", "invariant"
-]
-VECTOR_LEVELS: tuple[Backend, ...] = ("avx512", "avx512_vnni", "avx2", "neon_i8mm", "neon", "scalar")
+    "reference", "scalar", "avx2", "avx512_bw", "avx512_vnni", "avx512", "amx", "neon", "neon_i8mm",
+    "triton", "invariant",
+]  # fmt: skip
+VECTOR_LEVELS: tuple[Backend, ...] = (
+    "avx512", "avx512_vnni", "avx512_bw", "avx2", "neon_i8mm", "neon", "scalar",
+)  # fmt: skip
 NATIVE_LEVELS: tuple[Backend, ...] = ("amx", *VECTOR_LEVELS)  # with tiles
 GPU_KERNELS: tuple[Backend, ...] = ("triton", "invariant")  # registered by `kernels.triton_ops` alone
 F = TypeVar("F", bound=Callable[..., Any])

@@ -29,12 +29,14 @@ FLOAT_DOTS: dict[str, tuple[str, ...]] = {
     "amx": ("tdpbf16ps", "vdpbf16ps", "fma_avx512"),
     "avx512": ("vdpbf16ps", "fma_avx512"),
     "avx512_vnni": ("fma_avx512",),
+    "avx512_bw": ("fma_avx512",),
     "avx2": ("fma_avx2",),
 }
 INT8_DOTS: dict[str, tuple[str, ...]] = {
     "amx": ("tdpbssd", "vpdpbusd"),
     "avx512": ("vpdpbusd",),
     "avx512_vnni": ("vpdpbusd",),
+    "avx512_bw": ("fma_avx512",),
     "avx2": ("vpdpbusd_avx2", "fma_avx2"),
 }
 
