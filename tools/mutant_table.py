@@ -1358,4 +1358,46 @@ MUTANTS: tuple[Mutant, ...] = (
         "a.seq_lens[i] = place;",
         ("tests/speculate/test_chains.py",),
     ),
+    Mutant(
+        "start-in-both-words",
+        "AVX-512 without VNNI: what a group's sum starts from is in both words of a column",
+        "csrc/cpu/int_vec.h",
+        "  return _mm512_and_si512(start, broadcast(0xffff));\n",
+        "  return start;\n",
+        ("tests/kernels/test_quantized_linear.py", "-k", "avx512_bw"),
+    ),
+    Mutant(
+        "odd-bytes-as-even",
+        "AVX-512 without VNNI: the second and fourth of four inputs are multiplied with weights of the others",
+        "csrc/cpu/int_vec.h",
+        "_mm512_madd_epi16(w.odd, x.odd)",
+        "_mm512_madd_epi16(w.even, x.odd)",
+        ("tests/kernels/test_quantized_linear.py", "-k", "avx512_bw"),
+    ),
+    Mutant(
+        "pages-given-back",
+        "pages of the cache that are to be there ahead are emptied instead",
+        "src/quire/runner/memory.py",
+        "_MADV_POPULATE_WRITE = 23",
+        "_MADV_POPULATE_WRITE = 4",
+        ("tests/runner/test_memory.py",),
+    ),
+    Mutant(
+        "pages-while-a-step-runs",
+        "the system is asked for pages while a step runs",
+        "src/quire/kernels/threads.py",
+        "            if not self._is_running and self._clock.now()",
+        "            if self._clock.now()",
+        ("tests/runner/test_memory.py",),
+    ),
+    Mutant(
+        "half-an-answer",
+        "a probe gets what the server is still writing",
+        "src/quire/http/front.py",
+        """        else:
+            length, answer = 0, b""
+""",
+        "",
+        ("tests/faults/test_front.py",),
+    ),
 )
