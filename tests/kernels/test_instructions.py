@@ -71,7 +71,9 @@ def test_int8_tiles_fetch_the_next_panel(level: str) -> None:
     assert all(len(re.findall(r"\bprefetcht1\b", text)) == 3 for text in tiles)
 
 
-@pytest.mark.parametrize("source", ["linear_kernel", "quantized_kernel", "attention_tiles_kernel", "norm_kernel"])
+@pytest.mark.parametrize(
+    "source", ["linear_kernel", "quantized_kernel", "attention_tiles_kernel", "norm_kernel"]
+)
 @pytest.mark.parametrize(
     ("level", "forbidden"),
     [
