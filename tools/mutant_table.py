@@ -1009,8 +1009,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "odd-multipliers-as-even",
         "many rows by int4 of AVX2 take the levels of an odd multiplier for those of an even one",
         "csrc/cpu/word_groups.h",
-        "_mm256_or_si256(odd, _mm256_slli_epi16(odd, 8))",
-        "_mm256_setzero_si256()",
+        "add_odd(low_nibbles(both), m[v])",
+        "low_nibbles(both)",
         ("tests/kernels/test_quantized_linear.py::test_avx2_without_vnni_has_the_same_bits",),
     ),
     Mutant(
