@@ -12,6 +12,7 @@
 //   start_group(m, p)       the sum of a group before its products: p[1] in lanes of odd m, else p[0]
 //   dot_group(d, w, x)      as dot, of at most 16 inputs; `d` may have two parts, which add_scaled joins
 //   add_scaled(acc, d, m)   acc + d * m, d within 16 bits
+//   add_odd(n, m)           n + 1 where m is odd (word_groups.h)
 //   Scaler(m, zero)   store: nibbles n as bytes m * (n - 8 + m mod 2) + zero
 //   load_half         kLanes fp16 numbers; half_to_float: one
 //
@@ -151,7 +152,7 @@ inline IVec dot_group(IVec d, const Nibbles& w, const Quad& x) {
   return _mm512_add_epi16(d, _mm512_maddubs_epi16(w.v, x.v));
 }
 inline IVec add_scaled(IVec acc, IVec d, IVec m) { return _mm512_add_epi32(acc, _mm512_madd_epi16(d, m)); }
-// Codes that count from one less where the multiplier is odd.
+// Codes of odd multipliers count from 7, the others from 8.
 inline Nibbles add_odd(const Nibbles& n, IVec m) {
   const __m512i odd = _mm512_and_si512(m, _mm512_set1_epi16(1));
   return {_mm512_add_epi8(n.v, _mm512_or_si512(odd, _mm512_slli_epi16(odd, 8)))};

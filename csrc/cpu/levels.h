@@ -67,7 +67,9 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
 #else
 #define QUIRE_LEVELS(Kernels, name)                 \
   namespace scalar { extern const Kernels name; }   \
-  inline Levels<Kernels> levels_of(const Kernels*) { return {.scalar = &scalar::name}; }
+  inline Levels<Kernels> levels_of(const Kernels*) {                                          \
+    return {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &scalar::name};             \
+  }
 #endif
 
 // Declares that the family whose table is `Kernels` has kernels of the amx level, where the build has that level.

@@ -24,9 +24,10 @@ constexpr int64_t kTakenBytes = 64 << 10;    // of weights: about 4 us
 constexpr int64_t kFarAhead = 8 << 10;
 static const int64_t kNearAhead = bytes_ahead();
 
-// Tiles of up to `most` rows that share a pass. Up to kStreamRows one tile streams through the weights; more have so much
-// to do for each byte that it pays to fetch the next panel meanwhile, as several tiles of 12 and fewer rows do. In
-// int8 12 rows then take 0.71 to 0.99 of the time on Zen 4 (benchmarks/results/cpu-kernels-2026-11-26.md).
+// How many tiles of at most `most` rows share a pass. A single one streams through the weights. More than kStreamRows rows
+// compute so much for each byte that it pays to fetch the next panel meanwhile, of which each of two tiles fetches half:
+// 12 rows of int8 take 0.7 to 1.0 of the time on Zen 4 (benchmarks/results/cpu-kernels-2026-11-26.md). Higher tiles take
+// the weights apart once each (word_groups.h), so they are not divided.
 constexpr int64_t kStreamRows = 8;
 inline int64_t num_tiles(int64_t rows, int64_t most) {
   return std::max<int64_t>((rows + most - 1) / most, rows > kStreamRows && most <= 12 ? 2 : 1);

@@ -1,8 +1,8 @@
 // int4 weights of two levels (quantized.h has the layout) by many rows, without unpacking them: for levels whose product
 // of bytes gives words and saturates (AVX2 and AVX-512 without VNNI).
 //
-// Algorithm: groups outermost, rows inside. The codes of a group and two vectors of columns are 8 vectors, loaded once for all rows
-// of a tile; one is added to the codes of odd multipliers, so that every code counts from 8. A row then takes 8 products
+// Algorithm: groups outermost, rows inside. The codes of a group and two vectors of columns are 8 vectors, loaded once for
+// all rows of a tile; one is added to the codes of odd multipliers, so that every code counts from 8. A row then takes 8 products
 // of bytes, summed in words, and two products of words with the multipliers. A word holds
 // at most 4 * 2 * 16 * 127, less 8 times the row's sum, at most 8 * 16 * 127: 32,512. Sums of all groups stay in memory,
 // which is L1. Everything is integer, so the bits are those of unpacked weights (two_level.h).

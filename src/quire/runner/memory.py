@@ -34,8 +34,8 @@ _EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _CPU = torch.device("cpu")
 _HUGE = 2 << 20  # bytes of a huge page
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14
-AHEAD_STEPS = 4  # the largest ones: their pages are had ahead,
-AHEAD_BYTES = 256 << 20  # but no more than this
+AHEAD_STEPS = 4  # of the largest size, whose pages are there before they are used
+AHEAD_BYTES = 256 << 20  # of pages that are not used yet, at most
 QUIET_S = 0.02  # since the end of the last step
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -134,8 +134,8 @@ def reserve(num_blocks: int, block_elements: int, dtype: torch.dtype) -> torch.T
 class PagesAhead:
     """Has the system give the pages of the cache that come next, on a thread, while no step runs.
 
-    Else the step that first writes to a page waits for it: 0.1 ms for 2 MiB where memory is the machine's own, and 5 ms
-    where it is a virtual machine's whose host takes free memory back (benchmarks/results/startup-2026-11-23.md).
+    Else the step that first writes to a page waits for it: 0.1 ms for 2 MiB that a virtual machine had already, and 5 ms
+    where its host had taken them back (benchmarks/results/startup-2026-11-23.md).
     Asking for a page changes nothing that is written in it, so a step may begin meanwhile.
     """
 
