@@ -1061,7 +1061,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "csrc/cpu/attention_tiles_kernel.cpp",
         "Sums::in(parts + (fold.first_part + i) * part_floats(), count)",
         "Sums::in(parts + (fold.first_part + fold.parts - i) * part_floats(), count)",
-        ("tests/kernels/test_attention.py::test_alone_chunked_and_batched_agree",),
+        ("tests/kernels/test_attention.py::test_parts_are_added_in_order",),
     ),
     Mutant(
         "parts-from-the-window",
