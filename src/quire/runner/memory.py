@@ -134,8 +134,8 @@ def reserve(num_blocks: int, block_elements: int, dtype: torch.dtype) -> torch.T
 class PagesAhead:
     """Has the system give the pages of the cache that come next, on a thread, while no step runs.
 
-    Else the step that first writes to a page waits for it: 0.1 ms for 2 MiB that a virtual machine had already, and 5 ms
-    where its host had taken them back (benchmarks/results/startup-2026-11-23.md).
+    Else the step that first writes to a page waits for it: 0.1 ms for 2 MiB that a virtual machine had already, and
+    5 ms where its host had taken them back (benchmarks/results/startup-2026-11-23.md).
     Asking for a page changes nothing that is written in it, so a step may begin meanwhile.
     """
 
