@@ -72,8 +72,7 @@ class Journal:
             return slot
         taken = self._free.popleft()
         start = taken * SLOT_BYTES
-        self._write_number(start + _NUMBER_BYTES, 0)
-        self._map[start + _HEAD.size : start + _HEAD.size + len(data)] = data
+        self._map[start + _NUMBER_BYTES : start + _HEAD.size + len(data)] = bytes(_NUMBER_BYTES) + data
         self._write_number(start, len(data))  # from now on it counts
         if slot is not None:
             self.free(slot)
@@ -128,9 +127,7 @@ def _first_unlocked(path: Path) -> tuple[Path, int]:
         except OSError:
             os.close(file)
             continue
-        if (
-            each.exists() and os.fstat(file).st_ino == each.stat().st_ino
-        ):  # else its owner has just removed it
+        if each.exists() and os.fstat(file).st_ino == each.stat().st_ino:  # or its owner has just removed it
             return each, file
         os.close(file)
     raise OSError(f"{_MAX_FILES} gateways have their journals beside {path}; give this one another folder")
