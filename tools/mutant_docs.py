@@ -17,7 +17,7 @@ def table() -> str:
     """Return one line per fault: what it is, and the tests that must catch it."""
     lines = ["| fault | caught by |", "|---|---|"]
     for mutant in MUTANTS:
-        files = dict.fromkeys(test.partition("::")[0] for test in mutant.tests)
+        files = dict.fromkeys(test.partition("::")[0] for test in mutant.tests if test.startswith("tests/"))
         lines.append(f"| {mutant.fault} | {', '.join(f'`{file}`' for file in files)} |")
     return "\n".join(lines)
 

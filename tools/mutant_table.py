@@ -1400,4 +1400,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         ("tests/faults/test_front.py",),
     ),
+    Mutant(
+        "row-freed-first",
+        "a request's row leaves a gateway's journal before the one that replaces it is there",
+        "src/quire/gateway/journal.py",
+        """        self._write_number(start, len(data))  # from now on it counts
+        if slot is not None:
+            self.free(slot)
+""",
+        """        if slot is not None:
+            self.free(slot)
+        self._write_number(start, len(data))
+""",
+        ("tests/gateway/test_booking.py",),
+    ),
 )
