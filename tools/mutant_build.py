@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from mutant_table import Mutant
+from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("csrc", "CMakeLists.txt")

@@ -1,33 +1,12 @@
-"""The planted faults of `tools/mutants.py`. A fault is small, plausible, and wrong."""
+"""The planted faults of `tools/mutants.py`.
+
+Those in what decides tokens stand here; those in who waits, what is billed and who may read stand in `planted`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """Replace ``old`` by ``new`` in ``file``; one of ``tests`` (pytest arguments) must then fail."""
-
-    name: str
-    fault: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    count: int = 1  # how often ``old`` occurs
-    hangs: bool = False  # the tests catch it by waiting in vain
-
-    @property
-    def is_native(self) -> bool:
-        """Whether the fault is compiled."""
-        return self.file.startswith("csrc/")
-
-    @property
-    def is_on_tiles(self) -> bool:
-        """Whether the fault is in a source of the amx level alone."""
-        return self.is_native and "_amx." in self.file
-
+from mutant import Mutant
+from planted import admission, books, edge, replicas, scheduling, tenants
 
 # The first 36 seeds: every gate × order with 1, 2 and 4 steps in flight.
 FUZZ = tuple(f"tests/sim/test_fuzz.py::test_fuzz[{first}]" for first in (0, 12, 24))
@@ -48,7 +27,7 @@ KERNELS = ("tests/kernels/test_attention.py",)
 TILES = "tests/kernels/test_amx.py"
 MEASURES = ("tests/bench/test_summary.py", "tests/workload")
 
-MUTANTS: tuple[Mutant, ...] = (
+TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "reference-not-released",
         "an ending sequence keeps one of its blocks",
@@ -1414,4 +1393,14 @@ MUTANTS: tuple[Mutant, ...] = (
 """,
         ("tests/gateway/test_booking.py",),
     ),
+)
+
+MUTANTS: tuple[Mutant, ...] = (
+    *TOKENS,
+    *scheduling.MUTANTS,
+    *admission.MUTANTS,
+    *edge.MUTANTS,
+    *tenants.MUTANTS,
+    *replicas.MUTANTS,
+    *books.MUTANTS,
 )

@@ -30,8 +30,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from mutant import Mutant
 from mutant_build import BuildError, NativeTree, missing_tools
-from mutant_table import MUTANTS, Mutant
+from mutant_table import MUTANTS
 
 from quire.device import is_built
 

@@ -18,7 +18,8 @@ import yaml
 from quire.cli import app
 from quire.cli.autoscale import policy_of
 from quire.cli.flags import AutoscaleArgs, pick
-from quire.gateway.config import HealthArgs, read_config
+from quire.gateway.config import HealthArgs
+from quire.gateway.config_file import read_config
 from quire.gateway.fleet import Fleet
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.retries import RetryBudget

@@ -16,7 +16,7 @@ import aiohttp
 import uvicorn
 
 from quire.gateway.app import create_gateway
-from quire.gateway.config import config_of
+from quire.gateway.config_file import config_of
 from quire.gateway.model_pool import ModelPool
 from quire.gateway.state import GatewayState, make_state
 from quire.http.drain import UVICORN

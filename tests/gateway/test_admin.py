@@ -17,7 +17,7 @@ from tools.house import ROOT
 from quire.errors import ConfigError
 from quire.gateway import metrics
 from quire.gateway.app import POST_PATHS
-from quire.gateway.config import config_of
+from quire.gateway.config_file import config_of
 from quire.gateway.metrics import GatewayMetrics
 
 ASK = {"model": "m", "prompt": "hi", "max_tokens": 10}

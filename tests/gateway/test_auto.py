@@ -13,7 +13,7 @@ from tests.gateway.live import Live, Scripted, gateway, says
 
 from quire.errors import ConfigError
 from quire.gateway.auto_model import AutoArgs, AutoConfig, AutoModel
-from quire.gateway.config import config_of
+from quire.gateway.config_file import config_of
 from quire.http.keys import ApiKey, create_key
 
 SHORT, LONG = "hi", "once upon a time " * 100

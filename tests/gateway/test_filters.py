@@ -22,7 +22,7 @@ from tests.gateway.live import (
 from tests.gateway.test_migrate import Quill, group
 
 from quire.errors import ConfigError
-from quire.gateway.config import config_of
+from quire.gateway.config_file import config_of
 from quire.gateway.filter_kinds import make_filters
 from quire.gateway.filtering import Filtering
 from quire.gateway.filters import About, FilterArgs, FilterConfig, Filters, Refused

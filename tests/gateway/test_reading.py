@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.errors import NotFoundError, RequestError
 from quire.gateway.catalog import Catalog
-from quire.gateway.config import config_of
+from quire.gateway.config_file import config_of
 from quire.gateway.digest import digests, root_of, text_of
 from quire.gateway.frames import MAX_FRAME_BYTES, Frames, error_frame
 from quire.gateway.headers import to_backend, to_client

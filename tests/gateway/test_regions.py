@@ -13,7 +13,8 @@ from tests.gateway.live import backends as served
 
 from quire.errors import ConfigError
 from quire.gateway.breaker import Breaker
-from quire.gateway.config import BackendArgs, HealthArgs, config_of
+from quire.gateway.config import BackendArgs, HealthArgs
+from quire.gateway.config_file import config_of
 from quire.gateway.fleet import Backend
 from quire.gateway.region_config import RegionArgs, RegionConfig
 from quire.gateway.regions import Regions

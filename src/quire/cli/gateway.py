@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.args import ServerArgs, make_args
-from quire.gateway.config import GatewayArgs, read_config
+from quire.gateway.config import GatewayArgs
+from quire.gateway.config_file import read_config
 from quire.gateway.filters import FilterArgs, FilterConfig
 from quire.gateway.server import run_gateway
 from quire.gateway.state import GatewayState

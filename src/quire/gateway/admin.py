@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import ConfigError, RequestError
 from quire.gateway.admin_keys import AdminKeys
-from quire.gateway.config import checked_url
+from quire.gateway.config_file import checked_url
 from quire.gateway.discovery import Registration
 from quire.gateway.fleet import Backend
 from quire.gateway.state import GatewayState

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
-from quire.gateway.config import BackendArgs, checked_url
+from quire.gateway.config import BackendArgs
+from quire.gateway.config_file import checked_url
 from quire.gateway.fleet import Backend, Fleet, Source
 from quire.gateway.health import Poller
 from quire.metrics.log import Log
