@@ -17,7 +17,7 @@ from tests.api.test_api_server import server
 
 import quire.jobs.files
 from quire.errors import RequestError
-from quire.http.edge import id_source
+from quire.http.edge import new_id
 from quire.http.refusals import HttpError
 from quire.jobs.files import FileStore, read_form
 from quire.jobs.runner import check_lines, done_ids, output_line, unanswered_line
@@ -314,7 +314,6 @@ def test_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_the_store_of_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uploads beyond its bytes or its number are 507; what a batch writes always has room."""
-    new_id = id_source()
     store = FileStore(tmp_path, new_id, lambda: 100.0, max_bytes=1000)
     first = store.add(io.BytesIO(b"x" * 600), "a", "batch")
     with pytest.raises(HttpError) as full:

@@ -25,7 +25,7 @@ from tests.api.test_api_server import server
 
 import quire.jobs.disk
 import quire.jobs.files
-from quire.http.edge import id_source
+from quire.http.edge import new_id
 from quire.jobs.files import FileStore
 from quire.jobs.runner import OPEN, BatchRunner
 
@@ -110,7 +110,7 @@ def test_a_batch_waits_for_room_and_goes_on(
 ) -> None:
     """The disk is full at random moments, also while the batch begins and ends."""
     monkeypatch.setattr(quire.jobs.disk, "FULL_S", 0.01)
-    rng, new_id = Random(seed), id_source()
+    rng = Random(seed)
 
     async def go() -> dict[str, Any]:
         files = FileStore(tmp_path, new_id, time.time)

@@ -33,7 +33,7 @@ from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.http.account import USAGE_PATH
 from quire.http.cache_messages import CACHE_PATH
-from quire.http.edge import Edge, Extension, error_handlers, id_source
+from quire.http.edge import Edge, Extension, error_handlers, new_id
 from quire.http.websocket import LOCAL_ORIGINS, WebSockets, is_local_origin
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
@@ -62,7 +62,7 @@ def create_app(
         metrics,
         now,
         unix_time,
-        new_id=id_source(),
+        new_id=new_id,
         started_unix=int(unix_time()),
         responses=ResponseStore(settings.response_store_bytes, settings.response_dir),
         running=RunningRequests(),

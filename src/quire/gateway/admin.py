@@ -19,7 +19,7 @@ from quire.gateway.discovery import Registration
 from quire.gateway.fleet import Backend
 from quire.gateway.state import GatewayState
 from quire.http.body import json_response, read_json, send_json
-from quire.http.edge import Edge, NoBrowsers, error_handlers, id_source
+from quire.http.edge import Edge, NoBrowsers, error_handlers, new_id
 from quire.http.listen import is_loopback
 from quire.http.refusals import Refusal
 from quire.http.wire import AnyObject, Integer, Number, Text, Texts, Wire, not_allowed, parse
@@ -65,7 +65,7 @@ def admin_app(state: GatewayState) -> ASGIApp:
         ],
         middleware=[
             Middleware(NoBrowsers),
-            Middleware(Edge, api_keys=(server.admin_key,) if server.admin_key else (), new_id=id_source()),
+            Middleware(Edge, api_keys=(server.admin_key,) if server.admin_key else (), new_id=new_id),
         ],
         exception_handlers=error_handlers(
             lambda status: state.metrics.requests.update([("/admin", str(status), "refused")])

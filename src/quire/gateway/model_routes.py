@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from quire.gateway.model_pool import ModelPool, PooledModel
 from quire.http.body import json_response, read_json
-from quire.http.edge import Edge, NoBrowsers, error_handlers, id_source
+from quire.http.edge import Edge, NoBrowsers, error_handlers, new_id
 from quire.http.refusals import HttpError, Refusal
 from quire.http.wire import Text, Wire, parse
 
@@ -48,6 +48,6 @@ def model_app(pool: ModelPool, count: Callable[[int], None]) -> ASGIApp:
     changes = zip(MODEL_PATHS, (pool.load, pool.unload), strict=True)
     return Starlette(
         routes=[Route(path, answers(change), methods=["POST"]) for path, change in changes],
-        middleware=[Middleware(NoBrowsers), Middleware(Edge, api_keys=pool.keys, new_id=id_source())],
+        middleware=[Middleware(NoBrowsers), Middleware(Edge, api_keys=pool.keys, new_id=new_id)],
         exception_handlers=error_handlers(count),
     )

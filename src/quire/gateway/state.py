@@ -33,7 +33,7 @@ from quire.gateway.retries import RetryBudget
 from quire.gateway.routing import Router
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
-from quire.http.edge import id_source, key_of
+from quire.http.edge import key_of, new_id
 from quire.http.refusals import OLLAMA_ROOT
 from quire.metrics.log import Log
 
@@ -60,7 +60,7 @@ class GatewayState:
     auto: AutoModel | None = None
     hedging: Hedging | None = None
     access_log: AccessLog = field(default_factory=lambda: AccessLog(None, logs=False))
-    new_id: Callable[[], str] = field(default_factory=id_source)
+    new_id: Callable[[], str] = new_id
     filters: Filters | None = None
     is_draining: bool = False
     num_open: int = 0

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of, read_json
-from quire.http.edge import Extension, Work, id_source
+from quire.http.edge import Extension, Work, new_id
 from quire.http.wire import Body, Ignored, Integer, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.disk import within_disk
@@ -278,7 +278,6 @@ def jobs_of(
     Raises:
         ConfigError: ``batch_dir`` cannot be used.
     """
-    new_id = id_source()
     runner: BatchRunner | None = None
     root = None if settings.batch_dir is None else Path(settings.batch_dir)
     try:
