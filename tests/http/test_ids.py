@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -73,7 +73,7 @@ def test_forks_do_not_repeat_ids() -> None:
 
 
 @pytest.fixture
-def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def system(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the system's source; what it gave, in hexadecimal."""
     given: list[str] = []
     numbers = itertools.count(1)
@@ -84,7 +84,7 @@ def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return data
 
     monkeypatch.setattr(os, "urandom", urandom)
-    yield given
+    return given
 
 
 def drawn(value: str, given: list[str]) -> bool:

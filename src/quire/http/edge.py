@@ -168,9 +168,9 @@ class NoBrowsers:
 
 
 def new_id() -> str:
-    """Return 32 hexadecimal digits that tell nothing of any other id: who knows an id may read what it names.
+    """Return 32 hexadecimal digits that no other id gives away: an id may be all that it takes to read an answer.
 
-    One system call each (0.5 µs) keeps no state, so no other id, and no copy of this process, repeats one.
+    One system call per id (0.5 µs) leaves no state in this process that a fork could repeat.
     """
     return os.urandom(16).hex()
 
