@@ -24,7 +24,9 @@ class StructuredOutputsParams:
     structural_tag: str | dict[str, Any] | None = None  # tags whose content has a form, within free text
     whitespace_pattern: str | None = None  # of JSON: a regex for the text between two tokens
     disable_any_whitespace: bool = False  # of JSON: no whitespace outside of strings
-    disable_additional_properties: bool = False  # of JSON: objects are closed unless the schema says so
+    # Of JSON: objects that name properties are closed unless the schema says otherwise (`text.closed_objects`), which
+    # is the default; false is JSON Schema to the letter.
+    disable_additional_properties: bool | None = None
     param: str = "structured_outputs"  # the field's name in the client's request, for errors
 
     def __post_init__(self) -> None:
@@ -62,9 +64,10 @@ class StructuredOutputsParams:
             raise self.wrong(f"{self.param}: {kind} = {value!r:.80} is not allowed: it must be {what}.")
 
     def _check_json_options(self, kind: str) -> None:
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
-            if not isinstance(getattr(self, name), bool):
-                raise self.wrong(f"{self.param}: {name} must be true or false.")
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise self.wrong(f"{self.param}: disable_any_whitespace must be true or false.")
+        if not isinstance(self.disable_additional_properties, bool | None):
+            raise self.wrong(f"{self.param}: disable_additional_properties must be true or false.")
         pattern = self.whitespace_pattern
         if pattern is not None and not isinstance(pattern, str):
             raise self.wrong(f"{self.param}: whitespace_pattern must be a regular expression (a string).")
@@ -72,9 +75,13 @@ class StructuredOutputsParams:
             raise self.wrong(
                 f"{self.param}: whitespace_pattern and disable_any_whitespace contradict each other: send one."
             )
-        options = pattern is not None or self.disable_any_whitespace or self.disable_additional_properties
-        if options and kind not in ("json", "json_object"):
+        if (pattern is not None or self.disable_any_whitespace) and kind not in ("json", "json_object"):
             raise self.wrong(
-                f"{self.param}: whitespace_pattern, disable_any_whitespace and disable_additional_properties belong to "
-                f"json and json_object, not to {kind}."
+                f"{self.param}: whitespace_pattern and disable_any_whitespace belong to json and json_object, not to "
+                f"{kind}."
+            )
+        of_schemas = ("json", "json_object", "structural_tag")
+        if self.disable_additional_properties and kind not in of_schemas:
+            raise self.wrong(
+                f"{self.param}: disable_additional_properties belongs to {', '.join(of_schemas)}, not to {kind}."
             )

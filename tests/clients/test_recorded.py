@@ -14,6 +14,8 @@ from tests.api.asgi_client import Api
 from tests.clients.run import CLIENTS
 from tests.clients.scripted import frontend
 
+from quire.text.grammar import grammar_source
+
 HERE = Path(__file__).parent
 RECORDED = {file.stem: json.loads(file.read_text()) for file in sorted((HERE / "recorded").glob("*.json"))}
 WEATHER = [("get_weather", {"city": "Zürich"})]
@@ -161,18 +163,19 @@ def test_a_named_tool_is_called_once() -> None:
         assert ("at_least_one" in str(form)) == plural, form
 
 
-def test_strict_schemas_are_closed() -> None:
+def test_schemas_are_closed_with_and_without_strict() -> None:
     api = Api(frontend())
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    for strict, given, closed in (
-        (True, schema, True),
-        (False, schema, False),
-        (True, {"allOf": [schema]}, False),
-    ):
-        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": given, "strict": strict}}
+    for strict in (True, False, None):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
         assert api.chat(model="quill", response_format=form).status_code == 200
         outputs = api.frontend.submitted[-1].sampling.structured_outputs
-        assert outputs.disable_additional_properties is closed
+        assert outputs is not None
+        assert json.loads(grammar_source(outputs))["closed"] is True
+    letter = {"json": schema, "disable_additional_properties": False}
+    assert api.chat(model="quill", structured_outputs=letter).status_code == 200
+    outputs = api.frontend.submitted[-1].sampling.structured_outputs
+    assert json.loads(grammar_source(outputs))["closed"] is False
 
 
 def test_every_client_has_bodies_or_a_reason() -> None:

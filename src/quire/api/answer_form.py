@@ -13,7 +13,6 @@ from quire.api.protocol import GenerationFields
 from quire.errors import RequestError, clip
 from quire.http.wire import AnyObject, Boolean, JsonSchema, Text, Wire, not_allowed, parse, rules_of, sift
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.json_schema import closed
 from quire.text.output.call_grammar import LARK
 
 # Names that mean the same as a field of structured_outputs: vLLM's older ones, then SGLang's.
@@ -39,7 +38,7 @@ _PART_TYPES = {
 
 
 class JsonSchemaFormat(Wire):
-    """``response_format.json_schema``. The schema holds with and without ``strict``, which closes its objects."""
+    """``response_format.json_schema``. The schema holds with and without ``strict``."""
 
     name: Text | None = None
     schema_: Annotated[JsonSchema, Field(alias="schema")]
@@ -75,7 +74,7 @@ class StructuredOutputs(Wire):
     structural_tag: Any = None
     whitespace_pattern: Any = None
     disable_any_whitespace: Boolean = False
-    disable_additional_properties: Boolean = False
+    disable_additional_properties: Boolean | None = None
 
 
 def structured_outputs(
@@ -115,20 +114,7 @@ def schema_form(raw: Any, prefix: str, ignored: list[str] | None) -> StructuredO
         RequestError: names the field, the value and what is allowed.
     """
     schema = parse(JsonSchemaFormat, raw, prefix=prefix, ignored=ignored)
-    closed = schema.strict is True and may_be_closed(schema.schema_)
-    return StructuredOutputsParams(
-        json=schema.schema_, param=f"{prefix}schema", disable_additional_properties=closed
-    )
-
-
-def may_be_closed(schema: Any) -> bool:
-    """Return whether objects without ``additionalProperties`` may be closed; in ``allOf`` they exclude each other.
-
-    OpenAI's strict schemas say ``additionalProperties: false`` themselves, and LiteLLM takes it out; Ollama closes.
-    """
-    if isinstance(schema, dict):
-        return "allOf" not in schema and all(map(may_be_closed, schema.values()))
-    return not isinstance(schema, list) or all(map(may_be_closed, schema))
+    return StructuredOutputsParams(json=schema.schema_, param=f"{prefix}schema")
 
 
 def _is_set(request: GenerationFields, name: str) -> bool:
@@ -213,10 +199,8 @@ class ToolUse:
 
     @property
     def enforced(self) -> dict[str, Mapping[str, Any]]:
-        """`schemas` as a call is held to them: closed, and with the grammars, which the template does not show."""
-        found = {
-            name: closed(schema) if may_be_closed(schema) else schema for name, schema in self.schemas.items()
-        }
+        """`schemas` as a call is held to them: with the grammars, which the template does not show."""
+        found = self.schemas
         for name, grammar in self.grammars.items():
             if name in found and grammar.lark is not None:
                 text = {"type": "string", LARK: grammar.lark}

@@ -237,7 +237,10 @@ class OutputPlan:
                 return form
         if in_reasoning:
             part = after_reasoning(self.format, part)
-        return StructuredOutputsParams(structural_tag={"format": part}, param=param)
+        to_the_letter = None if use.required or form is None else form.disable_additional_properties
+        return StructuredOutputsParams(
+            structural_tag={"format": part}, param=param, disable_additional_properties=to_the_letter
+        )
 
     def parser(self) -> OutputParser:
         return OutputParser(self.format, self.schemas, opening=self.opening, hidden=self.hidden)

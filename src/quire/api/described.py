@@ -210,9 +210,9 @@ def _kinds(name: str, kinds: dict[str, dict[str, Any]], absent: Iterable[str] = 
 _OTHERS = [role for role in chat.ROLES if role != "assistant"]
 _ASSISTANT = {"properties": {"role": {"const": "assistant"}}}
 _NO_CHAT = dict.fromkeys(wire.ChatPrompt.model_fields, NULL)
-_OFF: Schema = {"const": False}
+_OFF: Schema = {"enum": [False, None]}
 _JSON_OPTIONS: Schema = {
-    "whitespace_pattern": NULL, "disable_any_whitespace": _OFF, "disable_additional_properties": _OFF,
+    "whitespace_pattern": NULL, "disable_any_whitespace": {"const": False}, "disable_additional_properties": _OFF,
 }  # fmt: skip
 # Each body matches one branch of its model at least.
 ONE_OF: dict[type[Wire], list[Schema]] = {
@@ -245,6 +245,7 @@ ONE_OF: dict[type[Wire], list[Schema]] = {
                 **dict.fromkeys(set(KINDS) - {kind}, NULL),
                 kind: {"not": NULL},
                 **({"disable_any_whitespace": {"const": False}} if kind.startswith("json") else _JSON_OPTIONS),
+                **({"disable_additional_properties": {}} if kind == "structural_tag" else {}),
             },
         }
         for kind in KINDS

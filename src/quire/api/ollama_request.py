@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.api.answer_form import chat_tools, may_be_closed, tool_use
+from quire.api.answer_form import chat_tools, tool_use
 from quire.api.chat_messages import template_messages
 from quire.api.conversation import Conversation, Thinking, template_variables
 from quire.api.protocol import EFFORTS, DeadlineField, RequestFields, Tools, check_window, sampling_params
@@ -132,9 +132,7 @@ def _form(given: Any) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json_object=True, param="format")
     if not isinstance(given, dict):
         raise not_allowed("format", given, "'json', or a JSON schema (an object)")
-    return StructuredOutputsParams(
-        json=given, param="format", disable_additional_properties=may_be_closed(given)
-    )
+    return StructuredOutputsParams(json=given, param="format")
 
 
 def chat_conversation(request: OllamaChatRequest, ignored: list[str] | None) -> Conversation:

@@ -16,11 +16,14 @@ from typing import Any
 
 from quire.errors import RequestError, nearest
 from quire.structured_outputs import StructuredOutputsParams
+from quire.text.closed_objects import closed
 from quire.text.grammar_matcher import as_lark
-from quire.text.json_schema import closed, relaxed, written_out
+from quire.text.json_schema import relaxed, written_out
 from quire.text.lark_in_json import lark_in_json, quoted
+from quire.text.number_ranges import written_ranges
 from quire.text.schema_check import SchemaCheck
 from quire.text.schema_negation import NoForm
+from quire.text.schema_values import without_empty
 
 MAX_SOURCE_BYTES = 1 << 20
 # Between two tokens of JSON: nothing, one space, or a line break with its indentation. JSON itself allows any run of
@@ -39,7 +42,7 @@ def grammar_source(params: StructuredOutputsParams) -> str:
         "kind": kind,
         "value": getattr(params, kind),
         "whitespace": None if params.disable_any_whitespace else params.whitespace_pattern or WHITESPACE,
-        "closed": params.disable_additional_properties,
+        "closed": params.disable_additional_properties is not False,
     }
     try:
         text = json.dumps(given)
@@ -76,7 +79,7 @@ def build_grammar(source: str, level: int = 0) -> str:
             if not isinstance(schema, dict):
                 raise RequestError(f"the schema is {schema!r:.60}; it must be an object")
             schema = closed(schema) if given["closed"] else schema
-            return _at_level(schema, level, options)
+            return _at_level(without_empty(schema), level, options)
         case "json_object":
             return _json_grammar({"type": "object"}, options)
         case "choice":
@@ -84,7 +87,7 @@ def build_grammar(source: str, level: int = 0) -> str:
         case "regex":
             return _lark(f"start: /{slashed(value)}/")
         case "structural_tag":
-            return lark_of_structural_tag(_parsed(value), options)
+            return lark_of_structural_tag(_parsed(value), options, closes=given["closed"])
     return _lark(as_lark(value))
 
 
@@ -103,7 +106,7 @@ def _json_grammar(schema: Any, options: dict[str, Any]) -> str:
     # These options replace any in the schema: with "lenient" llguidance would ignore keywords that it does not know.
     if not isinstance(schema, dict):
         raise RequestError("nothing is valid under the schema")
-    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
+    return json.dumps({"grammars": [{"json_schema": {**written_ranges(schema), "x-guidance": options}}]})
 
 
 def _options(whitespace: str | None) -> dict[str, Any]:
@@ -135,8 +138,8 @@ FORMATS = (
 )  # fmt: skip
 
 
-def lark_of_structural_tag(spec: Any, options: Mapping[str, Any]) -> str:
-    """Return the grammar of ``spec``; ``options`` are put into each of its JSON schemas.
+def lark_of_structural_tag(spec: Any, options: Mapping[str, Any], *, closes: bool = True) -> str:
+    """Return the grammar of ``spec``; ``options`` are put into each of its JSON schemas, whose objects it ``closes``.
 
     Raises:
         RequestError: an element is missing, has the wrong type or an unknown kind; names its path.
@@ -150,15 +153,16 @@ def lark_of_structural_tag(spec: Any, options: Mapping[str, Any]) -> str:
             for structure in _objects(spec, "structures", "")
         ]
         form = {"type": "triggered_tags", "triggers": spec.get("triggers"), "tags": tags}
-    emitter = _Emitter(options)
+    emitter = _Emitter(options, closes=closes)
     return emitter.grammar(emitter.rule(form, "format"))
 
 
 class _Emitter:
     """Collects the rules of one Lark grammar; every method returns the name or the body of a rule."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], *, closes: bool) -> None:
         self._options = options
+        self._closes = closes
         self._lines: list[str] = []
         self._inner: list[dict[str, str]] = []  # separate grammars, referred to by name
 
@@ -189,7 +193,8 @@ class _Emitter:
             schema = {}
         if not isinstance(schema, dict):
             raise RequestError(f"{path}.json_schema is {schema!r:.60}; it must be a JSON schema")
-        return "%json " + json.dumps({**schema, "x-guidance": self._options})
+        schema = without_empty(closed(schema) if self._closes else schema)
+        return "%json " + json.dumps({**written_ranges(schema), "x-guidance": self._options})
 
     def _any_text(self, form: dict[str, Any], path: str) -> str:
         return TEXT

@@ -72,41 +72,6 @@ def map_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict
     return made
 
 
-def closed(schema: Any, *, alone: bool = True) -> Any:
-    """Return ``schema`` with objects closed: those that name properties allow no others unless they say so.
-
-    Objects of which several schemas name properties stay open (not ``alone``): each would exclude those of the others.
-    So do conditions and what is negated.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    parts = {key: schema[key] for key in ("allOf", "anyOf", "oneOf", "then", "else") if key in schema}
-    own = isinstance(schema.get("properties"), dict)
-    naming = [part for part in schema.get("allOf") or () if _names_properties(part)]
-    together = len(naming) > 1 or (own and any(map(_names_properties, parts.values())))
-    alone = alone and not together
-    for key, value in parts.items():
-        inner = (
-            [closed(v, alone=alone) for v in value] if isinstance(value, list) else closed(value, alone=alone)
-        )
-        parts[key] = inner
-    kept = {key: schema[key] for key in ("not", "if") if key in schema}
-    rest = {key: value for key, value in schema.items() if key not in parts and key not in kept}
-    made = {**schema, **map_subschemas(rest, closed), **parts}
-    if own and alone and made.get("type", "object") == "object":
-        made.setdefault("additionalProperties", False)
-    return made
-
-
-def _names_properties(schema: Any) -> bool:
-    if isinstance(schema, list):
-        return any(map(_names_properties, schema))
-    return isinstance(schema, dict) and (
-        "properties" in schema
-        or any(_names_properties(schema.get(key)) for key in ("allOf", "anyOf", "oneOf", "then", "else"))
-    )
-
-
 def written_out(schema: Any, root: dict[str, Any]) -> Any:
     """Return a schema for the same texts, or fewer, in the compiler's keywords. ``root``: where ``$ref`` starts."""
     if not isinstance(schema, dict):
