@@ -123,6 +123,14 @@ class Probes:
         is_ready = self._state.pool is not None or any(b.is_ready or b.is_silent for b in self._state.fleet)
         return json_response({"status": "ready" if is_ready else "starting"}, 200 if is_ready else 503)
 
+    async def answers(self) -> dict[str, Response]:
+        """Return the answers now, for the process that gives them (`quire.http.front`)."""
+        request = Request({"type": "http"})
+        ready = await self.readyz(request)
+        return {"/livez": await self.livez(request)} | dict.fromkeys(
+            ("/readyz", "/startupz", "/health"), ready
+        )
+
     async def metrics(self, request: Request) -> Response:
         """Metrics in Prometheus's text form, or OpenMetrics."""
         body, content_type = self._state.metrics.exposition(request.headers.get("accept", ""))

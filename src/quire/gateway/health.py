@@ -91,6 +91,8 @@ class Poller:
             if not backend.models:
                 return "it serves no model", False
         except BackendFailed as error:
+            if error.kind == "room" and backend.is_ready:
+                return "", False  # nothing is known of the backend: it stays what it was
             return str(error), error.timed_out
         return "" if path else "none of its probes answers 200", False
 

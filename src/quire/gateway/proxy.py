@@ -105,6 +105,8 @@ class Proxy:
                 exchange.failure = error
                 exchange.tried.add(placed.backend.name)
                 self._state.count_failure(placed, error)
+                if error.kind == "room":
+                    raise
                 if exchange.has_begun:
                     if not self._migrates(exchange, error):
                         raise
@@ -334,6 +336,8 @@ def _none_left(exchange: Exchange) -> HttpError:
 
 def _refusal(error: BackendFailed) -> Refusal:
     """Return the answer for a failure that had no answer of its own."""
+    if error.kind == "room":
+        return busy(str(error), "gateway_full", 1)
     if error.kind == "timeout":
         return Refusal(504, str(error), code="backend_timeout")
     return Refusal(502, str(error), code=f"backend_{error.kind}")

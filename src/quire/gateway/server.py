@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 import uvloop
 from starlette.types import ASGIApp
 
-from quire.gateway.app import create_gateway
+from quire.gateway.app import Probes, create_gateway
 from quire.gateway.config import GatewayConfig
 from quire.gateway.model_pool import ModelPool
 from quire.gateway.state import GatewayState, make_state
@@ -51,7 +51,7 @@ def run_gateway(
 
 
 async def _serve(state: GatewayState, app: ASGIApp, sock: socket.socket, beside: Beside | None) -> int:
-    server, url = DrainingServer(app, lambda: _drain(state)), url_of(sock)
+    server, url = DrainingServer(app, lambda: _drain(state), ask=Probes(state).answers), url_of(sock)
 
     def stop() -> None:
         server.should_exit = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import errno
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,12 +10,17 @@ from typing import Literal
 
 import aiohttp
 
-from quire.errors import QuireError
+from quire.errors import CapacityError, QuireError
 from quire.gateway.headers import Pairs, to_client
+from quire.gateway.openings import Openings
+from quire.gateway.patience import lasting
 
 # connect: no connection; broken: it ended early; timeout: too late; status: an answer that says so; garbage: no valid
-# answer. The breaker counts all of them, except a status that tells of load (429, 503).
-FailureKind = Literal["connect", "broken", "timeout", "status", "garbage"]
+# answer; room: this process can open no connection, which says nothing of the backend. The breaker counts all of the
+# others, except a status that tells of load (429, 503).
+FailureKind = Literal["connect", "broken", "timeout", "status", "garbage", "room"]
+# Of this machine: files, local ports, memory.
+_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
 RETRIED_STATUS = frozenset((429, 500, 502, 503))  # of an answer that another backend may give better
 KEEP_ALIVE_S = (
     60.0  # less than the server's, so that a connection is not closed while a request is on its way
@@ -50,8 +55,8 @@ class BackendFailed(QuireError):
 
     @property
     def tells_of_load(self) -> bool:
-        """Whether the backend is well and has no room."""
-        return self.answer is not None and self.answer.status in (429, 503)
+        """Whether the failure is no fault of the backend: it has no room, or this process has none."""
+        return self.kind == "room" or (self.answer is not None and self.answer.status in (429, 503))
 
 
 class Upstream:
@@ -59,13 +64,13 @@ class Upstream:
 
     def __init__(self, connect_s: float) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=5),
+            connector=Openings(connect_s, KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=READ_BYTES,
             max_line_size=MAX_HEAD_BYTES,
             max_field_size=MAX_HEAD_BYTES,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
+            timeout=aiohttp.ClientTimeout(total=None),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
 
@@ -90,7 +95,7 @@ class Upstream:
         """
         headers = [*extra, *([("authorization", f"Bearer {api_key}")] if api_key is not None else [])]
         with failures():
-            async with asyncio.timeout(timeout_s):
+            async with lasting(timeout_s):
                 response = await self.open("GET", url, headers, None)
                 with closing(response):
                     return await read_whole(response, _KEPT_BYTES)
@@ -125,7 +130,11 @@ def failures() -> Generator[None, None, None]:
     except TimeoutError as error:  # aiohttp's are TimeoutErrors, too
         kind: FailureKind = "connect" if isinstance(error, aiohttp.ConnectionTimeoutError) else "timeout"
         raise BackendFailed(kind, "The backend did not answer in time.") from error
+    except CapacityError as error:
+        raise BackendFailed("room", str(error)) from error
     except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
+        if isinstance(error, aiohttp.ClientConnectorError) and error.errno in _NO_ROOM:
+            raise BackendFailed("room", f"The gateway can open no connection: {error.strerror}.") from error
         raise BackendFailed("connect", f"No connection to the backend: {error}.") from error
     except (aiohttp.ClientResponseError, ValueError) as error:  # a head beyond its limits, or none at all
         raise BackendFailed("garbage", f"The backend's answer is not HTTP: {_short(error)}.") from error
