@@ -114,7 +114,7 @@ async def burst(url: str, num: int) -> Figures:
 
 
 def bursting(url: str, num: int, queue: Any) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     queue.put(uvloop.run(burst(url, num)))
 
@@ -150,7 +150,7 @@ async def talk(url: str, num_connections: int, num_messages: int, size: int) -> 
 
                 reading = asyncio.create_task(read())
                 for i in range(num_messages):
-                    body = '{"model":"quill","prompt":"%s","max_tokens":1}' % filler
+                    body = json.dumps({"model": "quill", "prompt": filler, "max_tokens": 1})
                     await ws.send(f'{{"id":"{name}-{i}","path":"/v1/completions","body":{body}}}')
                 async with asyncio.timeout(CLIENT_S / 4):
                     await reading
