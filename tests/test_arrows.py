@@ -16,6 +16,7 @@ SRC = ROOT / "src"
 LINES: list[tuple[int, tuple[str, ...]]] = [
     (0, ("_native",)),
     (0, ("errors",)),
+    (0, ("extras",)),
     (0, ("clock",)),
     (0, ("structured_outputs",)),
     (0, ("request",)),

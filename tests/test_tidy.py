@@ -41,6 +41,7 @@ LATE_IMPORTS: dict[str, str] = {
     "gateway/scalers.py": "ray is optional",
     "executor/ray.py": "ray is optional",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
+    "gateway/redis_store.py": "redis is the extra `redis`",
     "gateway/ledger.py": "psycopg is the extra `postgres`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
 }

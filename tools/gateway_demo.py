@@ -21,6 +21,7 @@ from typing import IO, Any
 
 QUIRE = [sys.executable, "-m", "quire.cli"]
 WAIT_S = 120
+NAMES = ("gateway", "replica-0", "replica-1")  # of the processes, in the order in which they start
 CONFIG = """
 port = 0
 admin_key = "demo-admin"
@@ -47,14 +48,14 @@ def main() -> int:
 def demo(folder: Path, children: list[subprocess.Popen[bytes]]) -> int:
     keys = {each: new_key(folder, each) for each in ("patient", "hurried")}
     (folder / "gateway.toml").write_text(CONFIG.format(folder=folder))
-    children.append(start(folder, "gateway", ["gateway", "--config", str(folder / "gateway.toml")]))
-    url = awaited(folder, "gateway", r"listening url=(\S+)", 1)[0]
-    for index in range(2):
+    children.append(start(folder, NAMES[0], ["gateway", "--config", str(folder / "gateway.toml")]))
+    url = awaited(folder, children, r"listening url=(\S+)", 1)[0]
+    for name in NAMES[1:]:
         children.append(
-            start(folder, f"replica-{index}", ["serve", "quill", "--port", "0", "--threads", "1", "--api-key", "inner",
+            start(folder, name, ["serve", "quill", "--port", "0", "--threads", "1", "--api-key", "inner",
                                                "--gateway", url, "--gateway-key", "demo-admin"])
         )  # fmt: skip
-    awaited(folder, "gateway", r"backend_ready backend=(\S+)", 2)
+    awaited(folder, children, r"backend_ready backend=(\S+)", 2)
     said(
         f"two replicas registered at {url}",
         "models",
@@ -98,15 +99,23 @@ def start(folder: Path, name: str, command: list[str]) -> subprocess.Popen[bytes
         return subprocess.Popen([*QUIRE, *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out)
 
 
-def awaited(folder: Path, name: str, pattern: str, num: int) -> list[str]:
-    """Return the first ``num`` matches of ``pattern`` in a log, once they are there."""
+def awaited(folder: Path, children: list[subprocess.Popen[bytes]], pattern: str, num: int) -> list[str]:
+    """Return the first ``num`` matches of ``pattern`` in the gateway's log, once they are there.
+
+    Raises:
+        SystemExit: one of ``children`` has ended, or the matches did not come in time; with the log that says why.
+    """
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
-        text = (folder / f"{name}.log").read_text(errors="replace")
+        text = (folder / f"{NAMES[0]}.log").read_text(errors="replace")
         if len(found := re.findall(pattern, text)) >= num:
             return [str(each) for each in found]
+        for name, child in zip(NAMES, children, strict=False):
+            if child.poll() is not None:
+                log = (folder / f"{name}.log").read_text(errors="replace")
+                raise SystemExit(f"{name} has ended with status {child.returncode}:\n{log}")
         time.sleep(0.1)
-    raise SystemExit(f"{name}: {pattern!r} did not come within {WAIT_S} s:\n{text}")
+    raise SystemExit(f"{pattern!r} did not come within {WAIT_S} s in the gateway's log:\n{text}")
 
 
 def call(url: str, path: str, body: dict[str, Any] | None, key: str) -> tuple[int, Any]:

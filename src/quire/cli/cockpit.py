@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import socket
@@ -34,15 +33,12 @@ HIDDEN = {
 }  # of a terminal, or they write files
 
 
-def check_installed() -> None:
-    """Raise ConfigError where the extra `cockpit` is missing."""
-    if importlib.util.find_spec("nicegui") is None:
-        raise ConfigError("The cockpit needs NiceGUI: pip install 'quire[cockpit]'.", param="cockpit")
-
-
 def start_page(app: Any, sock: socket.socket, admin: Any, *, secure: bool) -> Any:
-    """Start the page's process and put it at ``/`` of ``app``; the caller closes it."""
-    check_installed()
+    """Start the page's process and put it at ``/`` of ``app``; the caller closes it.
+
+    Raises:
+        ConfigError: the extra `cockpit` is missing.
+    """
     from quire.cockpit.process import PageProcess, PageProxy
 
     admin_url = None
@@ -55,8 +51,11 @@ def start_page(app: Any, sock: socket.socket, admin: Any, *, secure: bool) -> An
 
 
 def cockpit(url: str, host: str, port: int, admin_url: str | None) -> int:
-    """Serve the page over a running server until a signal; return the exit status."""
-    check_installed()
+    """Serve the page over a running server until a signal; return the exit status.
+
+    Raises:
+        ConfigError: the extra `cockpit` is missing, or the address is none.
+    """
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000.")

@@ -7,6 +7,7 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from quire import __version__
@@ -23,6 +24,7 @@ from quire.device import (
     unused_levels,
 )
 from quire.executor.rank_processes import cores_of
+from quire.extras import EXTRAS, absent_extras, install_command
 from quire.models.packed_file import entries, packed_folder
 from quire.parallel.segment import segment_bytes
 from quire.parallel.topology import Topology
@@ -41,6 +43,11 @@ def packages() -> list[tuple[str, str, str]]:
     for names, purpose in ((NEEDED, "needed"), (SERVING, "needed by quire serve")):
         rows += [(name, _version(name), purpose) for name in names]
     return rows + [(name, _version(name), purpose) for name, purpose in OPTIONAL.items()]
+
+
+def absent() -> list[tuple[str, str, str]]:
+    """Return (extra, what it would bring, the command that installs it) of each extra that is not installed."""
+    return [(name, EXTRAS[name].brings, install_command(name)) for name in absent_extras()]
 
 
 def _version(name: str) -> str:
@@ -165,6 +172,12 @@ def report() -> None:
         rows.add_row(*row)
     console.print(rows)
     console.print()
+    if missing := absent():
+        extras = Table("absent extra", "would bring", "in a clone of Quire", box=None, pad_edge=False)
+        for row in missing:
+            extras.add_row(*(escape(cell) for cell in row))
+        console.print(extras)
+        console.print()
     for sentence in reasons():
         console.print(f"• {sentence}")
     for sentence in advice() or ["Nothing to do: everything that Quire needs is installed."]:

@@ -5,4 +5,10 @@ app       the page's process: NiceGUI on a socket
 watched   the client of the watched server: models, answers, the live feed, the admin surface
 frame     header, login, navigation
 chat live forms learn     the pages
+
+The whole package needs the extra `cockpit`: without it, importing a module of it raises the ConfigError that says so.
 """
+
+from quire.extras import check_installed
+
+check_installed("cockpit", "The cockpit", param="cockpit")

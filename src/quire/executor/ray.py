@@ -25,6 +25,7 @@ from quire.errors import ConfigError, EngineDeadError
 from quire.executor.rank_group import RankGroup, RankHandle
 from quire.executor.rank_messages import Channel
 from quire.executor.rank_processes import make_memory, start_process
+from quire.extras import needs
 from quire.metrics.log import Log
 from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
@@ -225,11 +226,9 @@ def start_on_ray(config: EngineConfig) -> RankGroup:
 
 def _connected(address: str | None) -> Any:
     """Return the module ``ray``, connected to ``address``, to the cluster of this machine, or to a new one."""
-    try:
+    with needs("ray", "--executor ray", param="executor"):
         import ray  # type: ignore[import-not-found,unused-ignore]
         import ray.util.scheduling_strategies  # type: ignore[import-not-found,unused-ignore]
-    except ImportError as error:
-        raise ConfigError("executor = 'ray' needs Ray: pip install 'quire[ray]'") from error
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
         return ray

@@ -155,7 +155,8 @@ class Probes:
 def _lifespan(state: GatewayState, extension: Extension) -> Lifespan[Starlette]:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
-        state.start()
+        if not state.is_started:
+            state.start()
         try:
             async with extension.lifespan(app) if extension.lifespan is not None else nullcontext():
                 yield

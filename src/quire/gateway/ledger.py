@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
+from quire.extras import needs
 from quire.metrics.log import Log
 
 FLUSH_S = 0.1
@@ -113,12 +114,8 @@ class Postgres:
     """A PostgreSQL database by URL. Connects with the first call, and again after an error."""
 
     def __init__(self, url: str) -> None:
-        try:
+        with needs("postgres", "A ledger in PostgreSQL", param="ledger"):
             import psycopg
-        except ImportError:
-            raise ConfigError(
-                "A ledger in PostgreSQL needs psycopg: pip install 'quire[postgres]'.", param="ledger"
-            ) from None
         self._psycopg = psycopg
         self._url = url
         self._connection: Any = None

@@ -10,10 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import redis.asyncio
-from redis.exceptions import RedisError
-
 from quire.clock import Clock
+from quire.extras import needs
 from quire.gateway.limits import LEASE_S, Charge, Decision, MemoryStore, decide
 from quire.metrics.log import Log
 
@@ -100,9 +98,12 @@ class RedisStore:
     """The books in Redis, and in this process while Redis does not answer."""
 
     def __init__(self, url: str, clock: Clock, prefix: str = "quire") -> None:
+        with needs("redis", "A gateway that keeps its limits in Redis", param="redis"):
+            import redis.asyncio
         self._redis = redis.asyncio.Redis.from_url(
             url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
         )
+        self._errors = (redis.exceptions.RedisError, OSError)
         self._script = self._redis.register_script(SCRIPT)
         self._clock = clock
         self._prefix = f"{{{prefix}}}:"
@@ -174,7 +175,7 @@ class RedisStore:
                         pipeline.zadd(key, {request_id: end_s})
                         pipeline.expire(key, int(2 * LEASE_S))
                 await pipeline.execute()
-        except (RedisError, OSError) as error:
+        except self._errors as error:
             self._lost(error)
 
     async def close(self) -> None:
@@ -197,7 +198,7 @@ class RedisStore:
             answer: list[Any] = await self._script(
                 keys=[self._prefix + charge.key for charge, _ in charges], args=arguments
             )
-        except (RedisError, OSError) as error:
+        except self._errors as error:
             self._lost(error)
             return None
         return answer

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from quire.errors import ConfigError, QuireError
+from quire.extras import needs
 from quire.metrics.log import Log
 
 log = Log("autoscale")
@@ -203,10 +204,8 @@ class Ray:
     """Ray actors, each of which runs the command on its node. The cluster gives each ``num_cpus`` and ``num_gpus``."""
 
     def __init__(self, command: str, address: str | None, num_cpus: float, num_gpus: float) -> None:
-        try:
+        with needs("ray", "--executor ray", param="executor"):
             import ray  # type: ignore[import-not-found,unused-ignore]
-        except ImportError as error:
-            raise ConfigError("--executor ray needs Ray: pip install ray") from error
         self._ray = ray
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False, configure_logging=False)

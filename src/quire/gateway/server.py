@@ -42,15 +42,18 @@ def run_gateway(
     ``extend`` adds routes, such as batches; ``pool`` has the models that are loaded on demand.
 
     Raises:
-        ConfigError: the address, or what the extension needs, cannot be used.
+        ConfigError: the address, the books, or what the extension needs, cannot be used.
     """
-    sock = bind(config.server.host, config.server.port)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        bind(config.server.host, config.server.port) as sock,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         state = make_state(config, time.monotonic, secrets.randbits(32), pool)
         return runner.run(_serve(state, create_gateway(state, extend(state)), sock, beside))
 
 
 async def _serve(state: GatewayState, app: ASGIApp, sock: socket.socket, beside: Beside | None) -> int:
+    state.start()  # here, not by uvicorn, which would print the traceback of what a person is told in one line
     server, url = DrainingServer(app, lambda: _drain(state), ask=Probes(state).answers), url_of(sock)
 
     def stop() -> None:

@@ -72,6 +72,10 @@ class GatewayState:
     _reports: Reports | None = None
 
     @property
+    def is_started(self) -> bool:
+        return self._upstream is not None
+
+    @property
     def upstream(self) -> Upstream:
         assert self._upstream is not None, "the gateway has not been started"
         return self._upstream
@@ -82,9 +86,13 @@ class GatewayState:
         return self._tenants
 
     def start(self) -> None:
-        """Open the client side and the books, and look for backends; called in the loop that serves."""
-        self._upstream = Upstream(self.config.timeouts.connect_s)
+        """Open the client side and the books, and look for backends; called in the loop that serves.
+
+        Raises:
+            ConfigError: the books cannot be opened; nothing has been started then.
+        """
         self._tenants = Tenants(self.config)
+        self._upstream = Upstream(self.config.timeouts.connect_s)
         self._booking = Booking(self.fleet, self.key_of, self._tenants)
         self._booking.start(self._upstream)
         self._reports = Reports(self.fleet, self.key_of, self._upstream)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.extras import needs
 
 SERVICE_NAME = "quire"
 _HEADERS = (b"traceparent", b"tracestate")
@@ -124,11 +124,9 @@ class _Otel:
     """The parts of opentelemetry that are used, imported when a tracer is made."""
 
     def __init__(self) -> None:
-        try:
+        with needs("otel", "--otlp-traces-endpoint"):
             from opentelemetry import trace
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        except ImportError as error:
-            raise _missing() from error
         self.extract = TraceContextTextMapPropagator().extract
         self.within = trace.set_span_in_context
         self.server = trace.SpanKind.SERVER
@@ -136,18 +134,12 @@ class _Otel:
 
 
 def _exporting_provider(endpoint: str, version: str) -> Any:
-    try:
+    with needs("otel", "--otlp-traces-endpoint"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise _missing() from error
     resource = Resource.create({"service.name": SERVICE_NAME, "service.version": version})
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
-
-
-def _missing() -> ConfigError:
-    return ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'quire[otel]'")
