@@ -365,6 +365,8 @@ class SampleTiming(NamedTuple):
     # Of these, steps that computed tokens of the prompt, or of a preempted sequence again.
     num_chunks: int = 0
     cache_miss: str = ""  # why no more of the prompt came from the prefix cache; empty: all of it did
+    engine_s: float = 0.0  # its share of the time of each step, by scheduled tokens
+    kv_block_s: float = 0.0  # KV blocks that it held, times seconds; a shared block counts for each sequence
 
 
 class TokenEvent(NamedTuple):
@@ -383,7 +385,8 @@ class TokenEvent(NamedTuple):
     error: str | None = None  # with FinishReason.ERROR (a refusal too) and FinishReason.DEADLINE
     # "capacity", "hopeless" (both retryable), "never_fits", "step", "internal", "deadline".
     error_kind: str | None = None
-    timing: SampleTiming | None = None  # with the first token after an admission, and at the end
+    # With the first token after an admission and at the end; with every token where a stop string may end the sequence.
+    timing: SampleTiming | None = None
     # Of the prompt's tokens prompt_start, prompt_start + 1 …; after a preemption or a restart they may come again.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_start: int = 0

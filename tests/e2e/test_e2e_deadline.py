@@ -86,6 +86,8 @@ def test_timing_says_the_same_streamed_or_not(server: LiveServer, stop: str | No
         assert block["chunks"] == 1
         assert block["steps"] == block["completion_tokens"]
         assert 0 <= block["queued_ms"] <= block["first_token_ms"] <= block["total_ms"]
+        assert 0 < block["engine_s"] * 1e3 <= block["total_ms"] - block["queued_ms"] + 1.0
+        assert block["kv_block_s"] > 0
         assert block["prefill_ms"] == pytest.approx(block["first_token_ms"] - block["queued_ms"], abs=0.01)
 
 

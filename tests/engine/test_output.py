@@ -9,7 +9,7 @@ from tests.engine.toy import EOS, byte_tokenizer, events, ids
 
 from quire.engine.messages import FinishSample
 from quire.engine.output import OutputChunk, RequestOutputState, merge
-from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from quire.request import FinishReason, Request, SampleTiming, SamplingParams, TokenEvent, TokenLogprobs
 
 TOKENIZER = byte_tokenizer()
 
@@ -138,3 +138,14 @@ def test_any_split_gives_the_same_text(seed: int) -> None:
         assert [c.finish_reason is not None for c in chunks] == [False] * (len(chunks) - 1) + [True], note
         ended_by_core = num_tokens > sum(len(e.token_ids) for e in given[:-1])
         assert len(sent) == (not ended_by_core), note
+
+
+def test_costs_of_the_samples_are_added() -> None:
+    output, _ = state_of(n=2, stop=["b"])
+    output.feed(TokenEvent("r", 0, (97,), timing=SampleTiming(engine_s=1.0, kv_block_s=8.0)))
+    output.feed(TokenEvent("r", 1, (97,), timing=SampleTiming(engine_s=0.5, kv_block_s=2.0)))
+    output.feed(
+        TokenEvent("r", 0, (98,), timing=SampleTiming(engine_s=1.5, kv_block_s=9.0))
+    )  # its stop string
+    assert output.engine_s == 2.0
+    assert output.kv_block_s == 11.0

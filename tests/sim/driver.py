@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from quire.engine.messages import (
     StoreKv,
     TransfersDone,
 )
+from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.scheduler import Scheduler, Sleep
 from quire.scheduler.slo import PolicyChange
@@ -219,6 +221,7 @@ class Driver:
         assert self.scheduler.cache.pool.num_free == stats.num_blocks
         for name in ("preemptions", "forks", "zombie_results", "failed_steps", "restarted_readers", "chunks"):
             self.seen[name] += getattr(stats, f"num_{name}")
+        self._check_costs(stats)
         self.seen["accepted drafts"] += self.executor.num_accepted
         self.seen["rejected drafts"] += self.executor.num_rejected
         self.seen.update(self.executor.transfers.seen)
@@ -226,6 +229,16 @@ class Driver:
             self.seen[name] += getattr(stats, f"num_{name}")
         for name in ("cached_tokens", "prompt_tokens", "evicted_blocks", "generated_tokens"):
             self.seen[name] += getattr(stats, f"num_{name}")
+
+    def _check_costs(self, stats: EngineStats) -> None:
+        """What the sequences were charged, and what was nobody's, is the time in which steps were computed."""
+        ends = [end.timing for samples in self.samples.values() for sample in samples for end in sample.ends]
+        charged_s = sum(timing.engine_s for timing in ends if timing is not None)
+        assert math.isclose(charged_s + stats.unshared_s, stats.busy_s, abs_tol=1e-6)
+        block_s = sum(timing.kv_block_s for timing in ends if timing is not None)
+        assert math.isclose(block_s, stats.kv_block_s, abs_tol=1e-6)
+        self.seen["busy steps"] += stats.busy_s > 0
+        self.seen["unshared time"] += stats.unshared_s > 0
 
     def _check_sample(self, sample: Sample) -> None:
         assert len(sample.ends) == 1, f"{len(sample.ends)} terminal events: {sample}"

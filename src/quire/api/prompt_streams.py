@@ -273,6 +273,8 @@ def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str
         "chunks": output.num_chunks,
         "steps": output.num_steps,
         "accepted_drafts": output.num_accepted,
+        "engine_s": round(output.engine_s, 6),
+        "kv_block_s": round(output.kv_block_s, 6),
         "seed": stream.seed,
         "determinism": determinism,
     }

@@ -57,6 +57,11 @@ class BlockTable:
         return len(self.rows[0])
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks that the table refers to, of all groups."""
+        return len(self.rows[0]) * len(self.rows) - sum(self.first_rows)
+
+    @property
     def capacity(self) -> int:
         """Tokens that the rows can hold."""
         return len(self.rows[0]) * self.block_size

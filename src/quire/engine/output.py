@@ -81,6 +81,7 @@ class _Sample:
             )
         self.num_tokens = self.num_steps = self.num_chunks = self.num_preemptions = 0
         self.num_accepted = 0  # drafts
+        self.engine_s = self.kv_block_s = 0.0
         self.started = False  # its first chunk was returned
         self.finished = False
 
@@ -92,6 +93,8 @@ class _Sample:
             self.num_chunks = max(self.num_chunks, event.timing.num_chunks)
             # A restarted engine counts from zero again, so a number never falls.
             self.num_preemptions = max(self.num_preemptions, event.timing.num_preemptions)
+            self.engine_s = max(self.engine_s, event.timing.engine_s)
+            self.kv_block_s = max(self.kv_block_s, event.timing.kv_block_s)
         elif event.token_ids:
             self.num_steps += 1
 
@@ -163,6 +166,16 @@ class RequestOutputState:
     @property
     def num_accepted(self) -> int:
         return sum(sample.num_accepted for sample in self._samples)
+
+    @property
+    def engine_s(self) -> float:
+        """The request's share of the engine's time, so far as told, summed over the samples."""
+        return sum(sample.engine_s for sample in self._samples)
+
+    @property
+    def kv_block_s(self) -> float:
+        """KV blocks that its samples held, times seconds, so far as told."""
+        return sum(sample.kv_block_s for sample in self._samples)
 
     @property
     def num_output_tokens(self) -> int:

@@ -127,6 +127,8 @@ class EngineStats:
     num_cached_blocks: int = 0  # in the prefix tree, used or idle
     num_idle_blocks: int = 0  # in the prefix tree and nowhere else: available on demand
     num_peak_blocks: int = 0  # held by sequences or steps at most, since the start
+    num_unused_slots: int = 0  # of the blocks that running sequences hold: no token is in them yet
+    kv_fragmentation: float = 0.0  # their share of these blocks' slots, 0…1
     ttft: TtftStats = TtftStats()
     num_chosen_drafts: int = 0  # per sequence and step, of mean acceptance
     draft_gain: float = 1.0  # tokens per second with drafts over those without, as predicted
@@ -161,6 +163,9 @@ class EngineStats:
     num_draft_tokens: int = 0  # verified
     num_accepted_tokens: int = 0  # of these
     accepted_at: tuple[int, ...] = ()  # the same by position of the draft
+    busy_s: float = 0.0  # in which steps were computed
+    unshared_s: float = 0.0  # of these, spent on sequences that had ended when their step was applied
+    kv_block_s: float = 0.0  # of sequences that ended
     step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # steps by their tokens, at most each bound
 
     @property

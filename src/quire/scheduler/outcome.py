@@ -8,6 +8,7 @@ from operator import attrgetter
 from quire.cache.block_table import Node
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 from quire.scheduler.beam_steps import end_all, take_continuations
+from quire.scheduler.costs import charge, charge_all, share_step
 from quire.scheduler.deadline import end_late, is_late
 from quire.scheduler.drafts import ask_all, note_drafts
 from quire.scheduler.sequence import Sequence, SequenceState
@@ -32,23 +33,28 @@ def apply_result(state: SchedulerState, result: StepResult, now: float) -> list[
     """Apply the result of the oldest step in flight."""
     record = state.in_flight.popleft()
     assert record.step == result.step, "results come in order of submission"
+    state.now = now
+    token_s = share_step(state, record, now)
     if result.max_tokens is not None:
         shrink_budget(state, result.max_tokens)
     if result.error is not None:
         state.predictor.note_failure(now)
+        charge_all(state, record, token_s)
         return _fail_step(state, record, result.error)
     results = result.seqs
     if [*map(_seq_id, results)] != [*map(_seq_id, record.seqs)]:
         results = _in_order(record, results)
     events: list[TokenEvent] = []
     if [*map(_error, results)].count(None) < len(results):
+        charge_all(state, record, token_s)
+        token_s = 0.0
         failed = [i for i, result in enumerate(results) if result.error is not None]
         events = _fail_sequences(state, record, results, failed)
     else:
         state.cache.references.close_step(record.step)
     if result.transfers_done:
         Transfers(state).end(result.transfers_done)
-    _apply_sequences(state, record, results, now, events)
+    _apply_sequences(state, record, results, now, token_s, events)
     took_s = state.predictor.note(
         record.seqs,
         record.planned_s,
@@ -73,6 +79,7 @@ def _apply_sequences(
     record: StepRecord,
     results: SequenceABC[SeqResult],
     now: float,
+    token_s: float,
     events: list[TokenEvent],
 ) -> None:
     """Append tokens, settle blocks, find ends: the other hot loop beside `Planner._emit_decodes`."""
@@ -81,14 +88,24 @@ def _apply_sequences(
     for seq, plan, result in zip(record.sequences, record.seqs, results, strict=True):
         if seq.epoch != plan.epoch:  # a zombie: it ended or was preempted while this step was in flight
             num_zombies += 1
+            charge(state, seq, token_s * plan.num_scheduled_tokens)
             continue
         known, token_ids = seq.token_ids, result.token_ids
         if len(known) < seq.next_event_at and len(token_ids) == 1 and token_ids[0] not in seq.stop_ids:
             known.append(token_ids[0])
             seq.num_steps += 1
-            add_event(TokenEvent(seq.request_id, seq.sample_index, token_ids, result.logprobs))
+            seq.engine_s += token_s
+            if seq.has_stop_strings:
+                timing = seq.timing(now)
+                event = TokenEvent(
+                    seq.request_id, seq.sample_index, token_ids, result.logprobs, timing=timing
+                )
+                add_event(event)
+            else:
+                add_event(TokenEvent(seq.request_id, seq.sample_index, token_ids, result.logprobs))
         else:
             num_events += 1
+            seq.engine_s += token_s * plan.num_scheduled_tokens
             num_generated += _apply_one(state, seq, plan, result, now, events)
     state.counters.num_zombie_results += num_zombies
     num_plain = len(record.sequences) - num_zombies - num_events
@@ -121,6 +138,8 @@ def _apply_one(
         if num_rejected:
             state.rollback(seq, num_rejected)
     state.cache.settle(seq.table, seq.token_ids, end)
+    if state.cache.windows.sliding or plan.num_draft_tokens:
+        seq.note_blocks(now)
     seq.num_steps += 1
     if not token_ids:
         seq.num_chunks += 1
@@ -141,7 +160,7 @@ def _apply_one(
         stop_id = token_ids[-1] if reason is FinishReason.STOP else None
         events.append(state.end(seq, reason, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_id))
     else:
-        timing = seq.timing() if is_first else None
+        timing = seq.timing(now) if is_first or seq.has_stop_strings else None
         events.append(TokenEvent(seq.request_id, seq.sample_index, token_ids, logprobs, timing=timing))
     if reason is None:
         state.find_next_event(seq)

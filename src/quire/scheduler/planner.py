@@ -232,7 +232,9 @@ class Planner:
         state, start, table = self._state, seq.num_planned, seq.table
         assert start < end
         assert end + num_drafts <= table.capacity
-        self._register(seq)
+        if not seq.registered:  # the worker is told of a sequence once per admission
+            seq.registered = True
+            self._new_seqs.append(_new_seq(seq, state.adapters.slot_of(seq.group.request.adapter)))
         samples = end >= len(seq.token_ids)
         next_drafts = 0
         if samples and state.draft_control is not None:
@@ -245,6 +247,7 @@ class Planner:
         if start < seq.num_prompt:
             state.cache.publisher.publish(table, seq.token_ids, min(end, seq.num_prompt), planned=True)
         block_start, new_block_ids = table.take_unsent()
+        seq.note_blocks(self._now)
         if new_block_ids and seq.told_first:
             state.find_next_event(seq)
         forced, seq.forced = seq.forced, ()
@@ -259,13 +262,6 @@ class Planner:
             next_drafts,
             forced,
         )
-
-    def _register(self, seq: Sequence) -> None:
-        """Tell the worker of a sequence, once per admission."""
-        if seq.registered:
-            return
-        seq.registered = True
-        self._new_seqs.append(_new_seq(seq, self._state.adapters.slot_of(seq.group.request.adapter)))
 
 
 def _prompt_tokens(state: SchedulerState, prefills: list[Sequence]) -> int:

@@ -67,7 +67,7 @@ class Predictor:
         num_prompt_tokens: int,
     ) -> float:
         """A step that was planned at ``planned_s`` was applied; return how long it took."""
-        took_s = max(0.0, applied_s - max(planned_s, self._applied_s))  # steps in flight wait for each other
+        took_s = self.spent_s(planned_s, applied_s)
         if self._num_steps and (self._num_prompt_tokens or not num_prompt_tokens):
             # A process that was stopped for an hour says nothing of the next step.
             took_s = min(took_s, 2 * self.expected_s(num_prompt_tokens) + 1.0)
@@ -82,6 +82,10 @@ class Predictor:
             self.num_decodes = sum(seq.num_known_tokens == 1 for seq in seqs)
             self._correct(self.step_time, seqs, took_s)
         return took_s
+
+    def spent_s(self, planned_s: float, applied_s: float) -> float:
+        """Return how long the oldest step in flight took; steps in flight wait for each other."""
+        return max(0.0, applied_s - max(planned_s, self._applied_s))
 
     def note_end(self, num_output_tokens: int) -> None:
         """A sequence that ran has ended."""

@@ -95,6 +95,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> list[TokenEvent]:
         """Queue a request. Refusals are its terminal events: ``error_kind`` "capacity" or "never_fits"."""
+        self._state.now = now
         return add_request(self._state, request, now)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
@@ -124,6 +125,7 @@ class Scheduler:
 
     def expire(self, now: float) -> list[TokenEvent]:
         """End the sequences whose deadlines have passed. Before each plan."""
+        self._state.now = now
         return expire(self._state, now)
 
     def next_action(self, now: float) -> Step | Sleep | Wait:
@@ -142,6 +144,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None where nothing can be computed now."""
+        self._state.now = now
         if self._state.config.order == "deadline":
             demote(self._state, now)
         before = self._state.counters.num_computed_tokens
@@ -150,7 +153,9 @@ class Scheduler:
         if stuck and park_idle(self._state):
             plan = Planner(self._state, now).plan()
         if plan is not None:
-            self._state.step_tokens.observe(self._state.counters.num_computed_tokens - before)
+            num_tokens = self._state.counters.num_computed_tokens - before
+            self._state.in_flight[-1].num_tokens = num_tokens
+            self._state.step_tokens.observe(num_tokens)
             held = self.cache.pool.num_blocks - self.cache.references.num_available
             if held > self._num_peak_blocks:
                 self._num_peak_blocks = held
@@ -186,6 +191,9 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         state, prefix = self._state, self.cache.prefix
+        num_groups = self.cache.windows.num_groups
+        num_slots = sum(seq.table.num_blocks for seq in state.running) * self.cache.block_size
+        num_unused = num_groups * sum(seq.table.capacity - seq.num_planned for seq in state.running)
         return replace(
             state.counters,
             order=state.config.order,
@@ -200,6 +208,8 @@ class Scheduler:
             ttft=self.predictor.ttft_stats(
                 sum(seq.told_first for seq in state.running), state.config.max_num_batched_tokens
             ),
+            num_unused_slots=num_unused,
+            kv_fragmentation=num_unused / num_slots if num_slots else 0.0,
             num_steps=state.next_step,
             num_evicted_blocks=prefix.num_evicted,
             step_tokens=tuple(state.step_tokens.counts),

@@ -51,6 +51,8 @@ class Sequence:
     min_total: int = field(init=False)
     prompt_only: bool = field(init=False)
     is_beam: bool = field(init=False)
+    # Whether the frontend may end it at any token, so that each of its events carries its timing.
+    has_stop_strings: bool = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     # How far it is:
     state: SequenceState = SequenceState.WAITING
@@ -74,6 +76,10 @@ class Sequence:
     num_charged: int = 0  # tokens that its tenant's share has been charged for
     recomputed_at: int = -1  # its number of tokens when it was last computed once more
     ttft_s: float | None = None  # arrival to first token
+    engine_s: float = 0.0  # its share of the steps that were applied
+    kv_block_s: float = 0.0  # up to `_blocks_since_s`
+    _num_blocks: int = 0  # that it has held since then
+    _blocks_since_s: float = 0.0
     told_first: bool = False  # the first token since its last admission is out
     # A decode below this position appends one token and does nothing else; see `SchedulerState.find_next_event`.
     next_event_at: int = 0
@@ -93,6 +99,7 @@ class Sequence:
             self.max_total = self.num_prompt
         self.min_total = self.num_prompt + sampling.min_tokens
         self.is_beam = sampling.use_beam_search
+        self.has_stop_strings = bool(sampling.stop)
         self.stop_ids = frozenset(sampling.eos_token_ids) | frozenset(sampling.stop_token_ids)
 
     @property
@@ -124,7 +131,23 @@ class Sequence:
     def output_token_ids(self) -> tuple[int, ...]:
         return tuple(self.token_ids[self.num_prompt :])
 
-    def timing(self) -> SampleTiming:
+    def note_blocks(self, now: float) -> None:
+        """Count the KV blocks that it held until now; it holds those of its table from now on."""
+        self.kv_block_s += self._num_blocks * (now - self._blocks_since_s)
+        self._num_blocks, self._blocks_since_s = self.table.num_blocks, now
+
+    def settle_beams(self) -> None:
+        """It ends. What a beam beyond the answers has cost goes to the answer that ends next; answers end last."""
+        group = self.group
+        if self.sample_index >= group.request.sampling.num_samples:
+            group.beams_engine_s += self.engine_s
+            group.beams_kv_block_s += self.kv_block_s
+            return
+        self.engine_s += group.beams_engine_s
+        self.kv_block_s += group.beams_kv_block_s
+        group.beams_engine_s = group.beams_kv_block_s = 0.0
+
+    def timing(self, now: float) -> SampleTiming:
         """Return what the events of its first token and of its end tell."""
         group = self.group
         return SampleTiming(
@@ -135,6 +158,8 @@ class Sequence:
             self.num_steps,
             self.num_chunks,
             group.cache_miss,
+            self.engine_s,
+            self.kv_block_s + self._num_blocks * (now - self._blocks_since_s),
         )
 
 
@@ -150,6 +175,9 @@ class RequestState:
     cache_miss: str = ""  # see `cache_miss`
     queued_s: float = 0.0
     predicted_s: float = 0.0  # arrival to first token, as predicted at its arrival; 0: not predicted
+    # Spent on beams that are no answers: the answer that ends next takes it over.
+    beams_engine_s: float = 0.0
+    beams_kv_block_s: float = 0.0
     num_bytes: int = field(init=False)  # about, that the request takes while it waits
     num_scored: int = field(init=False)  # prompt tokens whose log-probabilities were sent
 

@@ -33,6 +33,7 @@ class StepRecord:
     num_drafts: int = 0  # verified
     adapter_moves: tuple[AdapterMove, ...] = ()
     transfers: tuple[KvTransfer, ...] = ()  # begun by this step
+    num_tokens: int = 0  # decodes and drafts as well
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class SchedulerState:
     new_transfers: list[KvTransfer] = field(default_factory=list)  # begin with the next plan
     next_transfer_id: int = 0
     shares: FairShares = field(default_factory=FairShares)
+    now: float = 0.0  # the time of the last plan, result or request
     next_step: int = 0
     next_seq_id: int = 0
     next_turn: int = 1
@@ -90,6 +92,7 @@ class SchedulerState:
         """A sequence was admitted (its table is filled) and needs no computation below ``num_planned``."""
         seq.state = SequenceState.RUNNING
         seq.num_planned = num_planned
+        seq.note_blocks(self.now)
         self.adapters.enter(seq.group.request.adapter)
         self.running.append(seq)
 
@@ -122,7 +125,9 @@ class SchedulerState:
         """A running sequence gives up its blocks and its place at the worker."""
         self.running.remove(seq)
         self.adapters.leave(seq.group.request.adapter)
+        seq.note_blocks(self.now)
         self.cache.release(seq.table)
+        seq.note_blocks(self.now)
         if seq.registered:
             self.gone.append(seq.seq_id)
             seq.registered = False
@@ -180,6 +185,8 @@ class SchedulerState:
         del self.sequences[seq.seq_id]
         group.sequences.remove(seq)
         self.shares.leave(seq)
+        self.counters.kv_block_s += seq.kv_block_s
+        seq.settle_beams()
         if not group.sequences:
             del self.requests[group.request.request_id]
         if seq.siblings:
@@ -204,7 +211,7 @@ class SchedulerState:
             stop_token_id,
             error,
             error_kind,
-            seq.timing(),
+            seq.timing(self.now),
             pooled=pooled,
         )
 
