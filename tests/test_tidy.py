@@ -42,7 +42,7 @@ LATE_IMPORTS: dict[str, str] = {
     "executor/ray.py": "ray is optional",
     "metrics/trace.py": "opentelemetry is the extra `otel`",
     "gateway/redis_store.py": "redis is the extra `redis`",
-    "gateway/ledger.py": "psycopg is the extra `postgres`",
+    "gateway/ledger_database.py": "psycopg is the extra `postgres`",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
 }
 

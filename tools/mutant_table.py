@@ -647,7 +647,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "recovered-row-wins",
         "what a replica knows of a request replaces the row of its own gateway",
-        "src/quire/gateway/ledger.py",
+        "src/quire/gateway/ledger_database.py",
         "WHERE {_RANK.format('quire_ledger')} < {_RANK.format('excluded')} OR",
         "WHERE {_RANK.format('quire_ledger')} <> {_RANK.format('excluded')} OR",
         ("tests/gateway/test_booking.py",),

@@ -23,7 +23,9 @@ from tests.gateway.test_tenants import rows
 
 from quire.gateway import booking
 from quire.gateway.journal import FIRST_SLOTS, SLOT_BYTES, Journal
-from quire.gateway.ledger import RECOVERED, UNSETTLED, Sqlite, report
+from quire.gateway.ledger_database import Sqlite
+from quire.gateway.ledger_report import report
+from quire.gateway.ledger_row import RECOVERED, UNSETTLED
 from quire.http.account import USAGE_PATH, Account, Used, UsedPage
 
 KEY = "between-us"
@@ -189,7 +191,7 @@ def test_a_killed_gateways_requests_are_booked(tmp_path: Path, monkeypatch: pyte
     async def main() -> None:
         quire = Scripted(replica, card={"fingerprint": "f"})
         settings = {"ledger": str(tmp_path / "ledger.sqlite"), "gateway_key": KEY}
-        settings["prices"] = {"m": {"output": 1.0}}
+        settings["prices"] = {"m": {"input": 2.0, "cached_input": 0.5, "output": 1.0}}
         settings["limits"] = {"tenants": {"lab": {"tokens_per_day": 10_000}}}
         async with gateway(quire, Scripted(says("x")), **settings) as live:
             await live.until(lambda: len(asked) >= 3)
@@ -201,7 +203,8 @@ def test_a_killed_gateways_requests_are_booked(tmp_path: Path, monkeypatch: pyte
     asyncio.run(asyncio.wait_for(main(), 60))
     found = rows(tmp_path)
     assert (found["recovered"]["requests"], found["recovered"]["output_tokens"]) == (2, 22)
-    assert found["recovered"]["price_nano"] == 22_000
+    assert (found["recovered"]["prompt_tokens"], found["recovered"]["cached_tokens"]) == (18, 8)
+    assert found["recovered"]["price_nano"] == (10 * 2000 + 8 * 500) + 22_000
     assert (found["unsettled"]["requests"], found["unsettled"]["output_tokens"]) == (
         1,
         7,

@@ -26,7 +26,8 @@ from quire.gateway.config_file import config_of
 from quire.gateway.filter_kinds import make_filters
 from quire.gateway.filtering import Filtering
 from quire.gateway.filters import About, FilterArgs, FilterConfig, Filters, Refused
-from quire.gateway.ledger import open_database, report
+from quire.gateway.ledger_database import open_database
+from quire.gateway.ledger_report import report
 from quire.http.refusals import HttpError
 
 SECRET = {

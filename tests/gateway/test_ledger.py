@@ -17,17 +17,12 @@ import pytest
 from tests.gateway.services import Postgres, postgres_server, wait_until
 
 from quire.errors import ConfigError
-from quire.gateway.ledger import (
-    Database,
-    Ledger,
-    Price,
-    Row,
-    Sqlite,
-    forget,
-    open_database,
-    report,
-)
+from quire.gateway.ledger import Ledger
+from quire.gateway.ledger_database import Database, Sqlite, open_database
+from quire.gateway.ledger_report import forget, report
+from quire.gateway.ledger_row import Price, Row
 
+NOTHING = {"unsettled": 0, "estimated": 0, "met_slo": 0, "engine_s": 0, "kv_block_s": 0, "goodput": 0}
 DAY = datetime(2026, 11, 22, 12, tzinfo=UTC).timestamp()
 
 
@@ -94,7 +89,7 @@ def test_every_row_is_written_once(url: str, tmp_path: Path) -> None:
         "cached_tokens": 12_000,
         "output_tokens": tokens,
         "price_nano": 21_000,
-        "unsettled": 0,
+        **NOTHING,
     }
 
 
@@ -132,13 +127,35 @@ def test_report_groups_by_day_and_month(url: str) -> None:
         "cached_tokens": 4,
         "output_tokens": 5,
         "price_nano": 7,
-        "unsettled": 0,
+        **NOTHING,
     }
     assert len(days) == 10
     assert report(database, [], until=datetime(2026, 1, 1, tzinfo=UTC))[0]["requests"] == 0
     assert forget(database, datetime(2026, 11, 25, tzinfo=UTC)) == 3
     with pytest.raises(ConfigError, match="tenant, key, model"):
         report(database, ["tennant"])
+    database.close()
+
+
+def test_a_report_has_goodput_over_its_time(url: str) -> None:
+    database = open_database(url)
+    values = {"engine_s": 0.25, "kv_block_s": 2.5, "e2el_ms": 1000.0}
+    database.insert([row(i, finished_at=DAY + i, met_slo=i % 2, tenant=f"t{i % 2}", **values) for i in range(9)])
+    lines = report(database, ["tenant"])  # from the first arrival to the last end: 9 s
+    assert [(each["met_slo"], each["goodput"]) for each in lines] == [(0, 0.0), (4, round(4 / 9, 6))]
+    assert [(each["engine_s"], each["kv_block_s"]) for each in lines] == [(1.25, 12.5), (1.0, 10.0)]
+    database.close()
+
+
+def test_a_table_of_an_older_version_gets_its_columns(url: str) -> None:
+    database = open_database(url)
+    database.insert([row(1)])
+    for name in ("estimated", "met_slo", "engine_s", "kv_block_s"):
+        database.query(f"ALTER TABLE quire_ledger DROP COLUMN {name}")
+    database.close()
+    database = open_database(url)
+    database.insert([row(2, engine_s=1.5)])
+    assert (report(database, [])[0]["requests"], report(database, [])[0]["engine_s"]) == (2, 1.5)
     database.close()
 
 
@@ -177,7 +194,8 @@ def test_a_spool_outlives_its_gateway(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from quire.gateway.ledger import Ledger, open_database
+from quire.gateway.ledger import Ledger
+from quire.gateway.ledger_database import open_database
 from tests.gateway.test_ledger import row
 ledger = Ledger(open_database(sys.argv[1]), Path(sys.argv[1] + ".spool"))
 for i in range(400):

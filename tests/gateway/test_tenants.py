@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tests.gateway.live import Received, Scripted, begin_stream, chunk, frame, gateway, says
 
-from quire.gateway.ledger import open_database, report
+from quire.gateway.ledger_database import open_database
+from quire.gateway.ledger_report import report
 from quire.http.keys import ApiKey, create_key, revoke_key
 
 

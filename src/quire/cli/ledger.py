@@ -12,7 +12,9 @@ import typer
 
 from quire.cli.keys import aligned
 from quire.errors import ConfigError
-from quire.gateway.ledger import GROUPS, NANO, forget, open_database, report
+from quire.gateway.ledger_database import open_database
+from quire.gateway.ledger_report import GROUPS, forget, report
+from quire.gateway.ledger_row import NANO
 from quire.http.keys import read_time
 
 ledger_app = typer.Typer(help="The gateway's ledger: report, forget.", no_args_is_help=True)

@@ -19,7 +19,7 @@ import msgspec
 
 from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Backend, Fleet
-from quire.gateway.ledger import Row
+from quire.gateway.ledger_row import Row
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
 from quire.gateway.usage import Usage
@@ -81,7 +81,6 @@ class Booking:
             if page.data:
                 used = page.data[0]
                 exchange.usage = Usage(used.prompt_tokens, used.cached_tokens, used.output_tokens)
-                exchange.is_settled = True
                 return
 
     async def _run(self) -> None:

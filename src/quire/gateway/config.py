@@ -21,7 +21,7 @@ from typing import Literal
 
 from quire.gateway.auto_model import AutoConfig
 from quire.gateway.filters import FilterConfig
-from quire.gateway.ledger import Price
+from quire.gateway.ledger_row import Price
 from quire.gateway.quotas import Limit
 from quire.gateway.region_config import RegionConfig
 from quire.gateway.routing import Policy

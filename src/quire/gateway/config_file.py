@@ -26,7 +26,7 @@ from quire.gateway.config import (
     TimeoutArgs,
 )
 from quire.gateway.filters import FilterArgs, FilterConfig
-from quire.gateway.ledger import Price
+from quire.gateway.ledger_row import Price
 from quire.gateway.quotas import Limit
 from quire.gateway.region_config import regions_of
 

@@ -50,7 +50,6 @@ class Exchange:
     outcome: Outcome = "ok"
     client_left: bool = False
     is_writing: bool = False  # waits for the client to take bytes
-    num_frames: int = 0  # events of a stream that came
     # What `Tenants` knows of it. The ledger's id is the gateway's own: a client may send one request id twice.
     ledger_id: str = ""
     continuation: Continuation | None = None  # with a gateway_key
@@ -62,7 +61,6 @@ class Exchange:
     reservation: Reservation | None = None
     journal_slot: int | None = None
     chain: Sequence[bytes] = ()  # digests of the prompt's pieces, of the last attempt
-    is_settled: bool = False  # `usage` is what the replica has computed
 
     @property
     def account(self) -> Account:

@@ -27,7 +27,7 @@ from struct import Struct
 
 import msgspec
 
-from quire.gateway.ledger import UNSETTLED, Row
+from quire.gateway.ledger_row import UNSETTLED, Row
 
 SLOT_BYTES = 512
 FIRST_SLOTS = 1024

@@ -28,9 +28,12 @@ from quire.gateway.headers import to_client
 from quire.gateway.hedging import Opened
 from quire.gateway.migrate import TAGGED, Groups, StreamMoves
 from quire.gateway.placing import Placed
+from quire.gateway.rows import output_so_far
 from quire.gateway.sending import open_answer
 from quire.gateway.state import GatewayState
-from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, closing, failures, read_whole
+from quire.gateway.stream_errors import StreamError
+from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, closing, failures, read_whole
+from quire.gateway.usage import Usage
 from quire.http.body import Disconnected
 from quire.http.cache_messages import BLOCKS_HEADER
 from quire.http.edge import request_id_of
@@ -154,6 +157,8 @@ class Proxy:
         """
         state, asked = self._state, exchange.asked
         assert asked is not None
+        if not exchange.has_begun:
+            exchange.usage = Usage()
         if exchange.continuation is not None and not exchange.has_begun:
             exchange.continuation.restart()
         if exchange.filtering is not None and not exchange.has_begun:
@@ -172,10 +177,23 @@ class Proxy:
         except BackendFailed as error:
             if exchange.is_writing:  # the time passed while the client took nothing
                 raise Disconnected from error
+            if exchange.usage.error is not None and exchange.has_begun:  # the client has an error already
+                await exchange.end()
+                return
             is_good = None if error.tells_of_load else False
             raise
         finally:
+            if exchange.usage.error is not None and exchange.has_begun:
+                is_good = self._broke(exchange, placed, exchange.usage.error)
             state.placing.over(placed, is_good)
+
+    def _broke(self, exchange: Exchange, placed: Placed, error: StreamError) -> bool | None:
+        """A stream ended with an error event, which its client has. Returns what it says of the backend's health."""
+        exchange.outcome = "broken" if output_so_far(exchange) or not error.is_clients else "refused"
+        if error.is_clients or error.tells_of_load:
+            return None
+        self._state.count_failure(placed, BackendFailed("broken", error.message))
+        return False
 
     async def _relay(self, exchange: Exchange, opened: Opened, deadline: asyncio.Timeout) -> None:
         """Relay one answer: a stream as it comes, any other once it is whole."""
@@ -188,9 +206,11 @@ class Proxy:
         whole = await read_whole(response, self._state.config.server.max_answer_mib << 20)
         if whole.status in RETRIED_STATUS or exchange.has_begun:
             raise BackendFailed("status", f"The backend answered {whole.status}.", whole)
-        if whole.status == 200 and "json" in kind and not exchange.usage.read(whole.body):
+        if whole.status == 200 and "json" in kind and not exchange.usage.read_whole(whole.body):
             raise BackendFailed("garbage", "The backend's answer says that it is JSON, and is not.")
         self._own(exchange, placed)
+        if whole.status >= 400:
+            exchange.outcome = "refused" if whole.status < 500 else "failed"
         body = whole.body
         if exchange.filtering is not None and whole.status == 200 and "json" in kind:
             body = await exchange.filtering.whole(body)
@@ -205,9 +225,7 @@ class Proxy:
         """Relay server-sent events from the first whole frame on."""
         placed, response = opened.placed, opened.response
         is_lines = response.headers["content-type"].startswith(LINES)
-        read, end = exchange.usage.read_frames, b"\n\n"
-        if is_lines:
-            read, end = exchange.usage.read_lines, b"\n"
+        read = exchange.usage.read_lines if is_lines else exchange.usage.read_frames
         now, timeouts, frames = self._state.now, self._timeouts, _frames_of(exchange, response)
         loop_s = asyncio.get_running_loop().time() - now()  # the loop's clock may have another origin
         total_s = timeouts.stream_total_s
@@ -221,8 +239,9 @@ class Proxy:
                 whole = frames.feed(piece)
                 if not whole or (is_first and not has_event(whole)):
                     continue  # a comment is no answer: the time to the first token goes on
-                read(whole)
+                read(whole, self._path)
                 if is_first:
+                    _check_first(exchange)
                     is_first = False
                     self._own(exchange, placed)
                     self._state.placing.started(placed)
@@ -230,7 +249,6 @@ class Proxy:
                         self._state.metrics.migrations[(placed.backend.name,)] += 1
                 if exchange.first_s is None:
                     exchange.first_s = now()
-                exchange.num_frames += whole.count(end)
                 self._state.tenants.relayed(exchange)
                 if hides_usage:
                     whole = without_usage(whole)
@@ -327,6 +345,19 @@ async def _cancelled_when_left(exchange: Exchange, receive: Receive) -> AsyncGen
         raise Disconnected from None
     finally:
         watcher.cancel()
+
+
+def _check_first(exchange: Exchange) -> None:
+    """Raise `BackendFailed` if a stream begins with an error that another backend may not have."""
+    error = exchange.usage.error
+    if error is None or error.is_clients or exchange.has_begun or output_so_far(exchange):
+        return
+    text = f"The backend's stream began with an error: {error.message}."
+    refusal = busy(text, "backend_status", 1)
+    headers = [(b"content-type", b"application/json"), *refusal.headers]
+    whole = Whole(refusal.status, headers, refusal.body(exchange.path)) if error.tells_of_load else None
+    exchange.usage.error = None
+    raise BackendFailed("status", text, whole)
 
 
 def _none_left(exchange: Exchange) -> HttpError:

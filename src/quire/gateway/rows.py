@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Backend
-from quire.gateway.ledger import RECOVERED, Price, Row
+from quire.gateway.ledger_row import RECOVERED, Price, Row
 from quire.gateway.quotas import Usage
 from quire.http.account import Used
 
@@ -38,6 +38,7 @@ def row_of(exchange: Exchange, now: float, outcome: str, used: Usage) -> Row:
         ttft_ms=1e3 * (first_s - begin_s) if first_s is not None else 0.0,
         e2el_ms=1e3 * (now - begin_s),
         price_nano=used.money_nano,
+        estimated=int(used.input_tokens > 0 and exchange.usage.is_estimate),
     )
 
 
@@ -62,21 +63,23 @@ def row_of_record(used: Used, backend: Backend) -> Row:
 
 
 def used_of(exchange: Exchange, prices: Prices) -> Usage | None:
-    """Return what a request used; None if no model was touched.
+    """Return what a request used; None for what is no answer: nothing was touched, or the client got an error alone.
 
-    An answer that ended without its usage, since the stream broke or the client left, is counted by what was
-    reserved for its prompt and by the events that came: one token each, as servers stream them.
+    What an answer does not say of itself is counted: the prompt by what was reserved for it, the output by its text.
     """
+    if exchange.backend is None or exchange.outcome in ("refused", "failed"):
+        return None
     usage, reserved = exchange.usage, exchange.reserved
-    if usage.prompt_tokens is None and exchange.outcome in ("refused", "failed"):
-        return None
-    if exchange.backend is None:
-        return None
     prompt = reserved.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-    output = usage.output_tokens
-    is_broken = exchange.outcome in ("broken", "left") and not exchange.is_settled
-    if output is None or (is_broken and output < exchange.num_frames):
-        output = min(exchange.num_frames, reserved.output_tokens)
+    output = output_so_far(exchange)
+    if exchange.outcome == "broken" and not output:
+        return None
     assert exchange.target is not None
     price = price_of(prices, exchange.target.model)
     return Usage(prompt, output, price.nano(prompt, min(usage.cached_tokens or 0, prompt), output))
+
+
+def output_so_far(exchange: Exchange) -> int:
+    """Return the output tokens of an answer up to now; an estimate is at most what the request has reserved."""
+    counted = exchange.usage.output_tokens or 0
+    return max(counted, min(counted + exchange.usage.uncounted, exchange.reserved.output_tokens))

@@ -13,11 +13,13 @@ from quire.gateway.config import GatewayConfig
 from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Backend
 from quire.gateway.journal import Journal
-from quire.gateway.ledger import UNSETTLED, Ledger, Row, open_database
+from quire.gateway.ledger import Ledger
+from quire.gateway.ledger_database import open_database
+from quire.gateway.ledger_row import UNSETTLED, Row
 from quire.gateway.limits import LEASE_S, Decision, Limits, LimitTable, MemoryStore, limit_headers
 from quire.gateway.quotas import Unit, Usage
 from quire.gateway.redis_store import RedisStore
-from quire.gateway.rows import price_of, row_of, row_of_record, used_of
+from quire.gateway.rows import output_so_far, price_of, row_of, row_of_record, used_of
 from quire.http.account import Used
 from quire.http.edge import key_of
 from quire.http.refusals import HttpError, Refusal
@@ -121,7 +123,7 @@ class Tenants:
     def relayed(self, exchange: Exchange) -> None:
         """More of the answer has come."""
         if exchange.journal_slot is not None and self._journal is not None:
-            self._journal.count(exchange.journal_slot, exchange.num_frames)
+            self._journal.count(exchange.journal_slot, output_so_far(exchange))
 
     def found(self) -> dict[str, tuple[int, Row, str]]:
         """Return the requests that ran when an earlier process was killed: slot, row, and model of the limits."""

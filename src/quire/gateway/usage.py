@@ -1,4 +1,8 @@
-"""What an answer says of its tokens, in any of the dialects, whole or streamed."""
+"""What an answer says of its tokens, in any of the dialects, whole or streamed.
+
+Where an answer does not say it, its text is counted: each piece of text is one token at least, as servers stream them,
+and no token has more than `BYTES_PER_TOKEN` bytes. Text that follows the last ``usage`` of a stream is added to it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,17 @@ from dataclasses import dataclass
 
 import msgspec
 
+from quire.gateway.answer_texts import pieces_of
+from quire.gateway.stream_errors import StreamError, error_in
+
+BYTES_PER_TOKEN = 4  # of an answer's text that is counted
+_RESPONSES = "/v1/responses"
+_STRING = rb'"\s*:\s*"((?:[^"\\]|\\.)+)"'
+_TEXT = re.compile(
+    rb'"(?:text|content|reasoning|reasoning_content|refusal|thinking|partial_json|arguments|response)'
+    + _STRING
+)
+_DELTA = re.compile(rb'"delta' + _STRING)  # of Responses, which send each text once more as a whole
 _HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{')
 
 
@@ -49,6 +64,29 @@ class Usage:
     cached_tokens: int | None = None
     output_tokens: int | None = None
     answer_id: str | None = None
+    error: StreamError | None = None  # which ended the stream
+    num_texts: int = 0  # pieces of text behind the last count of the output
+    num_text_bytes: int = 0
+
+    @property
+    def uncounted(self) -> int:
+        """Tokens of the text that no count covers, at the least."""
+        return max(self.num_texts, -(-self.num_text_bytes // BYTES_PER_TOKEN))
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether any count of tokens is not the answer's own."""
+        return self.prompt_tokens is None or self.num_texts > 0
+
+    def read_whole(self, body: bytes) -> bool:
+        """Take what a whole answer says, and count its text if it does not say it; return whether it is JSON."""
+        if not self.read(body):
+            return False
+        if self.output_tokens is None:
+            value = msgspec.json.decode(body)
+            for piece in pieces_of(value) if isinstance(value, dict) else ():
+                self._count(piece.text.encode("utf-8", "surrogatepass"))
+        return True
 
     def read(self, data: bytes) -> bool:
         """Take what a JSON answer or the data of one event says; return whether it is JSON."""
@@ -58,35 +96,55 @@ class Usage:
             return True  # JSON of another form, which says nothing of tokens
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return False
+        if envelope.message is not None and envelope.message.usage is not None:
+            envelope.message.usage.output_tokens = None  # message_start has a number that is no count yet
         for each in (envelope, envelope.message, envelope.response):
             if each is not None:
                 self._take(each)
         return True
 
-    def read_frames(self, frames: bytes) -> None:
-        """Take what whole frames of a stream say; those without ``usage`` are only searched."""
+    def read_frames(self, frames: bytes, path: str = "") -> None:
+        """Take what whole frames of a stream of ``path`` say; those without ``usage`` are only searched."""
+        texts = _DELTA if path == _RESPONSES else _TEXT
+        if b'"error"' in frames:
+            self.error = self.error or error_in(frames)
         if self.answer_id is not None and not _HAS_USAGE.search(frames):
+            self._count(*texts.findall(frames))
             return
         for line in frames.splitlines():
-            if line.startswith(b"data:") and (self.answer_id is None or b'"usage"' in line):
-                self.read(line[5:])
+            if line.startswith(b"data:"):
+                self._count(*texts.findall(line))
+                if self.answer_id is None or b'"usage"' in line:
+                    self.read(line[5:])
 
-    def read_lines(self, frames: bytes) -> None:
+    def read_lines(self, frames: bytes, path: str = "") -> None:
         """Take what whole lines of Ollama's API say: only the last one of an answer has counts."""
+        self._count(*_TEXT.findall(frames))
+        if b'"error"' in frames:
+            self.error = self.error or error_in(frames)
         if b'"prompt_eval_count"' in frames:
             self.read(frames.splitlines()[-1])
+
+    def _count(self, *texts: bytes) -> None:
+        self.num_texts += len(texts)
+        self.num_text_bytes += sum(map(len, texts))
+
+    def _take_output(self, count: int | None) -> None:
+        if count is not None:
+            self.output_tokens = count
+            self.num_texts = self.num_text_bytes = 0
 
     def _take(self, envelope: _Envelope) -> None:
         self.answer_id = self.answer_id or envelope.id
         counts = envelope.usage
         if counts is None:
             self.prompt_tokens = _first(envelope.prompt_eval_count, self.prompt_tokens)
-            self.output_tokens = _first(envelope.eval_count, self.output_tokens)
+            self._take_output(envelope.eval_count)
             self.cached_tokens = _first(envelope.prompt_eval_cached_count, self.cached_tokens)
             return
         details = counts.prompt_tokens_details or counts.input_tokens_details
         self.prompt_tokens = _first(counts.prompt_tokens, counts.input_tokens, self.prompt_tokens)
-        self.output_tokens = _first(counts.completion_tokens, counts.output_tokens, self.output_tokens)
+        self._take_output(_first(counts.completion_tokens, counts.output_tokens))
         cached = details.cached_tokens if details is not None else counts.cache_read_input_tokens
         self.cached_tokens = _first(cached, self.cached_tokens)
 
