@@ -16,7 +16,7 @@ from quire.cli.doctor import absent, report
 from quire.errors import ConfigError
 from quire.extras import EXTRAS, absent_extras, install_command, needs
 from quire.gateway.config import GatewayArgs, GatewayConfig
-from quire.gateway.ledger import open_database
+from quire.gateway.ledger_database import open_database
 from quire.gateway.redis_store import RedisStore
 from quire.gateway.scalers import Ray
 from quire.gateway.server import run_gateway

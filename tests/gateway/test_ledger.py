@@ -140,7 +140,9 @@ def test_report_groups_by_day_and_month(url: str) -> None:
 def test_a_report_has_goodput_over_its_time(url: str) -> None:
     database = open_database(url)
     values = {"engine_s": 0.25, "kv_block_s": 2.5, "e2el_ms": 1000.0}
-    database.insert([row(i, finished_at=DAY + i, met_slo=i % 2, tenant=f"t{i % 2}", **values) for i in range(9)])
+    database.insert(
+        [row(i, finished_at=DAY + i, met_slo=i % 2, tenant=f"t{i % 2}", **values) for i in range(9)]
+    )
     lines = report(database, ["tenant"])  # from the first arrival to the last end: 9 s
     assert [(each["met_slo"], each["goodput"]) for each in lines] == [(0, 0.0), (4, round(4 / 9, 6))]
     assert [(each["engine_s"], each["kv_block_s"]) for each in lines] == [(1.25, 12.5), (1.0, 10.0)]

@@ -4,12 +4,12 @@ The file is mapped into memory, so a note is a copy of some hundred bytes, witho
 before a kill -9 stays. It does not survive a power failure. Each slot of `SLOT_BYTES` holds one request:
 
     0   length of the row, 0 where the slot is free
-    4   events of its stream that came
+    4   output tokens of its stream that came
     8   the row of the ledger as msgpack, with the model whose limits hold for the request (it may use another one)
 
 The next gateway that starts with this file books what it finds: rows that were whole as they are, and requests that
 were running by what their replica says (`quire.gateway.booking`). Where it says nothing, they are booked by the
-prompt's estimate and the events that came, as `UNSETTLED`.
+prompt's estimate and the text that came, as `UNSETTLED`.
 
 A kill between two notes loses nothing: a number is written by one copy of four bytes, since `struct` zeroes them first;
 and a row that replaces another takes a slot of its own before the old one becomes free.
@@ -78,9 +78,9 @@ class Journal:
             self.free(slot)
         return taken
 
-    def count(self, slot: int, num_events: int) -> None:
-        """``num_events`` of the request's stream have come."""
-        self._write_number(slot * SLOT_BYTES + _NUMBER_BYTES, num_events)
+    def count(self, slot: int, num_tokens: int) -> None:
+        """``num_tokens`` of the request's stream have come."""
+        self._write_number(slot * SLOT_BYTES + _NUMBER_BYTES, num_tokens)
 
     def free(self, slot: int) -> None:
         """The row is in the ledger. May be called from any thread."""
@@ -107,7 +107,7 @@ class Journal:
 
     def _read(self, slot: int) -> tuple[Row, str] | None:
         start = slot * SLOT_BYTES
-        length, num_events = _HEAD.unpack_from(self._map, start)
+        length, num_tokens = _HEAD.unpack_from(self._map, start)
         if not 0 < length <= SLOT_BYTES - _HEAD.size:
             return None
         try:
@@ -115,7 +115,7 @@ class Journal:
             row, limited = Row(*values[:-1]), values[-1]
         except (msgspec.DecodeError, TypeError, IndexError):
             return None
-        return replace(row, output_tokens=num_events) if row.outcome == UNSETTLED else row, limited
+        return replace(row, output_tokens=num_tokens) if row.outcome == UNSETTLED else row, limited
 
 
 def _first_unlocked(path: Path) -> tuple[Path, int]:
