@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from tests.e2e.live import LiveServer
 
 from quire.args import ServerArgs
-from quire.cli.replicas import serve_replicas
+from quire.cli.replicas import Replicas, serve_replicas
 from quire.errors import ConfigError
+from quire.gateway.config_file import config_of
+from quire.gateway.discovery import Registration
+from quire.gateway.state import GatewayState, make_state
 
 
 @pytest.mark.parametrize("name", ["admin_port", "step_log", "cors_origins", "gateway"])
@@ -22,6 +30,134 @@ def test_settings_of_one_server_are_refused(name: str) -> None:
     flag = "--" + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"{flag} is a setting of one server .* --replicas 2"):
         serve_replicas({name: "1"}, ServerArgs(replicas=2), 2)
+
+
+class Child:
+    """A replica that lives until the test ends it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.stdout = asyncio.StreamReader()
+        self.stdout.feed_data(b"hello\n")
+        self._ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return -9
+
+    def kill(self) -> None:  # its own children keep the pipe open
+        self._ended.set()
+
+    terminate = kill
+
+
+@dataclass
+class Pool:
+    """`Replicas` over children that the test ends, behind a gateway that runs nowhere."""
+
+    state: GatewayState
+    replicas: Replicas
+    children: list[Child] = field(default_factory=list)  # in the order of their start
+    pauses: list[float] = field(default_factory=list)
+    has_stopped: bool = False
+    now_s: float = 0.0
+
+    async def start(self, path: Path, cores: set[int]) -> Any:
+        self.children.append(Child(100 + len(self.children)))
+        return self.children[-1]
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now_s += 1.0
+
+    def stop(self) -> None:
+        self.has_stopped = True
+
+    def serves(self, child: Child) -> None:
+        """A child has loaded and registered."""
+        name, about = f"r{child.pid}", {"pid": child.pid}
+        backend = self.state.discovery.register(
+            Registration(name, f"http://{name}", ("m",), 1e9, about=about)
+        )
+        self.state.fleet.set_ready(backend, True, "", 0.0)
+
+    async def dies(self, child: Child) -> None:
+        """Kill one, and wait until another one is started or the server stops."""
+        num = len(self.children)
+        child.kill()
+        async with asyncio.timeout(10):
+            while len(self.children) == num and not self.has_stopped:
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def pool_of(
+    num: int, monkeypatch: pytest.MonkeyPatch, max_restarts: int = 3
+) -> AsyncGenerator[Pool, None]:
+    monkeypatch.setattr("quire.cli.replicas._LAST_LINES_S", 0.0)
+    state = make_state(config_of({}), lambda: 0.0, 0)
+    pool = Pool(
+        state, Replicas({}, [set()] * num, max_restarts, lambda: pool.now_s, lambda *a: pool.start(*a))
+    )
+    monkeypatch.setattr(pool.replicas, "_pause", pool.pause)
+    async with pool.replicas.running(state, "http://gateway", pool.stop):
+        async with asyncio.timeout(10):
+            while len(pool.children) < num:
+                await asyncio.sleep(0)
+        yield pool
+
+
+def test_deaths_while_loading_are_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with pool_of(2, monkeypatch, max_restarts=1) as pool:
+            pool.serves(pool.children[0])
+            for _ in range(9):  # far beyond max_restarts: the other one serves
+                await pool.dies(pool.children[-1])
+            assert not pool.has_stopped
+            assert pool.pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+            assert [backend.name for backend in pool.state.fleet] == ["r100"]
+            pool.now_s += 1000.0
+            await pool.dies(pool.children[-1])
+            assert pool.pauses[-1] == 1.0, "what is long ago counts no more"
+        assert pool.replicas.status == 0
+
+    asyncio.run(main())
+
+
+def test_a_dead_replica_gets_nothing_from_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with pool_of(2, monkeypatch) as pool:
+            for child in tuple(pool.children):
+                pool.serves(child)
+            await pool.dies(pool.children[1])
+            assert [backend.name for backend in pool.state.fleet] == ["r100"]
+
+    asyncio.run(main())
+
+
+def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with pool_of(2, monkeypatch) as pool:
+            first, second = pool.children
+            first.kill()
+            second.kill()  # before the first is back
+            async with asyncio.timeout(10):
+                while not pool.has_stopped:
+                    await asyncio.sleep(0)
+        assert pool.replicas.status == 1
+
+    asyncio.run(main())
+
+
+def test_the_last_replica_has_max_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with pool_of(1, monkeypatch, max_restarts=3) as pool:
+            pool.serves(pool.children[0])
+            for _ in range(4):
+                await pool.dies(pool.children[-1])
+            assert (pool.has_stopped, len(pool.children)) == (True, 4)
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ class Scripted:
     models: tuple[str, ...] = ("m",)
     ready: bool = True
     is_silent: bool = False  # to polls
+    says: str = ""  # the status in the body of its probe
     received: list[Received] = field(default_factory=list)
     num_left: int = 0  # connections that the gateway closed during an answer
     url: str = ""
@@ -61,7 +62,8 @@ class Scripted:
                 if request.method == "GET" and request.path in ("/readyz", "/v1/models"):
                     while self.is_silent:
                         await asyncio.sleep(0.02)
-                    cards = json.dumps({"data": [{"id": name} | self.card for name in self.models]}).encode()
+                    named = [{"id": name} | self.card for name in self.models]
+                    cards = json.dumps({"data": named, "status": self.says}).encode()
                     await answer(writer, 200 if self.ready else 503, cards)
                     continue
                 self.received.append(request)

@@ -41,7 +41,7 @@ def test_a_file_becomes_frozen_data(tmp_path: Path) -> None:
     assert config.timeouts_of("/v1/completions").total_s == 9
     assert config.models["gpt"] is config.models["chat"]
     assert config.models["chat"].split == {"v1": 9.0, "v2": 1.0}
-    assert config.models["chat"].when_saturated
+    assert config.models["chat"].when == {"failure", "saturated"}
 
 
 BACKEND = {"url": "http://a:1"}
@@ -79,7 +79,13 @@ BACKEND = {"url": "http://a:1"}
         ({"models": [{"name": "a", "split": {"b": 0}}]}, "not all of them 0"),
         ({"models": [{"name": "a", "split": {"b": "1"}}]}, "must be a table of weights"),
         ({"models": [{"name": "a", "aliases": ["b"], "fallbacks": ["b"]}]}, "has itself .'b'. as a fallback"),
-        ({"models": [{"name": "a", "fallback_when": "never"}]}, "must be one of failure, saturated"),
+        (
+            {"models": [{"name": "a", "fallback_when": "never"}]},
+            "must be a list of failure, saturated, 429, 5xx",
+        ),
+        ({"models": [{"name": "a", "fallback_when": []}]}, "fallback_when = .. must be a list"),
+        ({"models": [{"name": "a", "fallback_when": ["5xx", "context"]}]}, "'context' is none"),
+        ({"models": [{"name": "a", "fallback_when": [429]}]}, "429 is none"),
         ({"api_keys": [""]}, "a key is the empty text"),
     ],
 )

@@ -117,7 +117,7 @@ def test_a_stream_moves_and_the_client_sees_one() -> None:
 def test_a_stream_never_moves_to_another_fingerprint() -> None:
     async def main() -> None:
         dying, other = Quill(tells("hello", dies_after=2)), Quill(tells("hello", fingerprint="g"), "g")
-        async with _gateway(dying, other, timeouts={"first_token_s": 0.5}) as live:
+        async with _gateway(dying, other, timeouts={"ready_s": 0.5}) as live:
             _, stream = await live.post(STREAM)
             assert b'"error"' in stream
             assert not [each for each in other.received if "x-quire-resume" in each.headers]
@@ -134,7 +134,7 @@ def test_a_replica_that_refuses_to_resume_ends_the_stream() -> None:
             await tells("hello", dies_after=2)(request, writer)
 
     async def main() -> None:
-        async with _gateway(Quill(refuses), Quill(refuses), timeouts={"first_token_s": 1.0}) as live:
+        async with _gateway(Quill(refuses), Quill(refuses), timeouts={"ready_s": 1.0}) as live:
             _, stream = await live.post(STREAM)
             assert stream.count(b'"text"') == 2
             assert b"error" in stream

@@ -74,7 +74,7 @@ async def served(folder: Path, num: int, **settings: Any) -> AsyncGenerator[tupl
         "backends": [{"name": f"r{i}", "url": each.url} for i, each in enumerate(replicas)],
         "health": {"interval_s": 0.2, "slow_start_s": 0.0},
         "routing": {"policy": "round-robin"},
-        "timeouts": {"first_token_s": START_S},
+        "timeouts": {"ready_s": START_S},
         "gateway_key": KEY,
         **settings,
     }

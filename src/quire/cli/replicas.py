@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from quire.args import ServerArgs, flag_name
 from quire.cli.gateway import batches
 from quire.cores import core_groups
+from quire.engine.restarts import Restarts
 from quire.errors import ConfigError
 from quire.executor.child_process import child_environment
 from quire.gateway.config import GatewayArgs, GatewayConfig
@@ -43,7 +44,9 @@ OWN = (
 )
 MEMORY = ("kv_memory", "num_kv_blocks", "gpu_memory_utilization", "gpu_memory")
 _MEMORY_SHARE = 0.8  # of what is available, for all replicas together
-_RESTART_S = 1.0
+# A replica that dies within the window of the last time waits for this long, doubled with each death.
+_WINDOW_S, _BACKOFF_S, _MAX_BACKOFF_S = 600.0, 1.0, 60.0
+_LAST_LINES_S = 1.0
 STOP_S = 15.0
 _PR_SET_PDEATHSIG = 1
 log = Log("gateway")
@@ -90,14 +93,30 @@ def gateway_args(args: ServerArgs, admin_key: str) -> GatewayArgs:
     )
 
 
-class Replicas:
-    """The child processes. One that dies is started again; one that cannot start ends the server."""
+Start = Callable[[Path, set[int]], Awaitable[asyncio.subprocess.Process]]
 
-    def __init__(self, settings: dict[str, Any], cores: Sequence[set[int]], max_restarts: int) -> None:
+
+class Replicas:
+    """The child processes. One that dies is started again, later each time, for as long as another one is there.
+
+    `max_restarts` holds where none is: for the last replica that dies, and for those that die before any has served.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        cores: Sequence[set[int]],
+        max_restarts: int,
+        now: Callable[[], float] = time.monotonic,
+        start: Start | None = None,
+    ) -> None:
         self._settings = settings
         self._cores = cores
         self._max_restarts = max_restarts
-        self._is_stopping = False
+        self._now = now
+        self._start = start or start_server
+        self._stopping = asyncio.Event()
+        self._has_served = False  # any of them
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self.status = 0
 
@@ -115,7 +134,7 @@ class Replicas:
             try:
                 yield
             finally:
-                self._is_stopping = True
+                self._stopping.set()
                 for child in self._children.values():
                     with suppress(ProcessLookupError):
                         child.terminate()
@@ -127,25 +146,51 @@ class Replicas:
 
     async def _keep(self, index: int, path: Path, state: GatewayState, stop: Callable[[], None]) -> None:
         """Start one replica again and again until the server ends."""
-        restarts = 0
-        while not self._is_stopping:
-            begin_s = time.monotonic()
-            child = self._children[index] = await start_server(path, self._cores[index])
-            await _copy_lines(child, index)
+        restarts = Restarts(_WINDOW_S, _BACKOFF_S, _MAX_BACKOFF_S)
+        while not self._stopping.is_set():
+            begin_s = self._now()
+            child = self._children[index] = await self._start(path, self._cores[index])
+            lines = asyncio.create_task(_copy_lines(child, index))
             status = await child.wait()
             del self._children[index]
-            if self._is_stopping:
+            self._take_off(child.pid, state)
+            await asyncio.wait(
+                [lines], timeout=_LAST_LINES_S
+            )  # its own children may have the pipe a while longer
+            lines.cancel()
+            if self._stopping.is_set():
                 return
-            was_up = any(backend.about.get("pid") == child.pid for backend in state.fleet)
-            log.error(
-                "replica_died", replica=index, status=status, seconds=round(time.monotonic() - begin_s, 1)
-            )
-            restarts += 1
-            if not was_up or restarts > self._max_restarts:
+            now_s = self._now()
+            if not self._may_restart(restarts.count(now_s), state):
+                log.error("replica_died", replica=index, status=status, seconds=round(now_s - begin_s, 1))
                 self.status = 1
                 stop()
                 return
-            await asyncio.sleep(_RESTART_S)
+            restarts.add(now_s)
+            pause_s = restarts.pause_s(now_s)
+            log.error("replica_died", replica=index, status=status, seconds=round(now_s - begin_s, 1),
+                      restart_in_s=pause_s)  # fmt: skip
+            await self._pause(pause_s)
+
+    def _may_restart(self, num_restarts: int, state: GatewayState) -> bool:
+        """Whether a replica that has died is started again."""
+        is_served = any(backend.is_ready for backend in state.fleet)
+        self._has_served |= is_served
+        if is_served or (self._has_served and self._children):
+            return True
+        return num_restarts < self._max_restarts and (self._has_served or bool(self._children))
+
+    def _take_off(self, pid: int, state: GatewayState) -> None:
+        """Send nothing more to a replica that has died."""
+        for backend in state.fleet:
+            if backend.about.get("pid") == pid:
+                self._has_served = True
+                state.discovery.deregister(backend.name)
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
 
 
 async def start_server(config: Path, cores: set[int]) -> asyncio.subprocess.Process:

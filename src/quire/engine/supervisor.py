@@ -12,7 +12,6 @@ for its first tokens, before the next such request and before all others. One th
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from quire.engine.guard import EngineGuard, GoldenPrompt
 from quire.engine.in_flight import InFlight
 from quire.engine.messages import Message, Reply
 from quire.engine.quarantine import Quarantine, send_again
+from quire.engine.restarts import Restarts
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
@@ -64,7 +64,7 @@ class Supervisor:
         self._record = InFlight()
         self._lock = threading.Lock()  # guards the record and which client is current
         self._closed = threading.Event()
-        self._restarts_s: deque[float] = deque()
+        self._restarts = Restarts(self._policy.window_s, self._policy.backoff_s, self._policy.max_backoff_s)
         self._ended: list[TokenEvent] = []  # terminal events made here, for the next `receive`
         self._between = False  # one engine is dead and the next is not ready: messages are only recorded
         self._reason: QuireError | None = None  # why the last engine died
@@ -191,16 +191,12 @@ class Supervisor:
 
     def _may_restart(self) -> bool:
         now_s = self._clock.now()
-        while self._restarts_s and now_s - self._restarts_s[0] > self._policy.window_s:
-            self._restarts_s.popleft()
-        if len(self._restarts_s) >= self._policy.max_restarts:
+        if self._restarts.count(now_s) >= self._policy.max_restarts:
             return False
-        if self._restarts_s:
-            policy, num_doublings = self._policy, min(len(self._restarts_s) - 1, 30)
-            pause_s = min(policy.backoff_s * 2**num_doublings, policy.max_backoff_s)
+        if pause_s := self._restarts.pause_s(now_s):
             self._retry_at_s = now_s + pause_s
             self._closed.wait(pause_s)
-        self._restarts_s.append(now_s)
+        self._restarts.add(now_s)
         self.num_restarts += 1
         return True
 
@@ -239,7 +235,7 @@ class Supervisor:
 
     def _give_up(self, reason: QuireError | None) -> list[TokenEvent]:
         text = (
-            f"The engine died and {len(self._restarts_s)} restarts did not help (max_restarts = "
+            f"The engine died and {self._restarts.count(self._clock.now())} restarts did not help (max_restarts = "
             f"{self._policy.max_restarts}): {reason}"
         )
         with self._lock:

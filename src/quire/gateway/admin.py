@@ -131,7 +131,11 @@ class Admin:
         """The policy, the models and their splits, and the retry budget."""
         state = self._state
         models = {
-            name: {"split": dict(model.split), "fallbacks": model.fallbacks}
+            name: {
+                "split": dict(model.split),
+                "fallbacks": model.fallbacks,
+                "fallback_when": sorted(model.when),
+            }
             for name, model in state.config.models.items()
         }
         budget = state.budget

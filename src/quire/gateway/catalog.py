@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from quire.errors import NotFoundError, RequestError, clip, nearest
-from quire.gateway.config import ModelConfig
+from quire.gateway.config import Cause, ModelConfig
 from quire.http.refusals import LATEST
 
 
@@ -17,7 +17,7 @@ class Target:
 
     model: str
     is_fallback: bool = False
-    when_saturated: bool = False  # taken, too, when the backends of the targets before it have no room
+    when: frozenset[Cause] = frozenset()  # what a fallback is taken for
 
 
 class Catalog:
@@ -74,7 +74,7 @@ class Catalog:
         for fallback in model.fallbacks:
             other = self._models.get(fallback)
             served = self._pick(other.split) if other is not None else fallback
-            targets.append(Target(served, is_fallback=True, when_saturated=model.when_saturated))
+            targets.append(Target(served, is_fallback=True, when=model.when))
         return targets
 
     def _pick(self, split: Mapping[str, float]) -> str:

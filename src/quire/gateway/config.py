@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from quire.gateway.auto_model import AutoConfig
 from quire.gateway.filters import FilterConfig
@@ -25,6 +25,11 @@ from quire.gateway.ledger_row import Price
 from quire.gateway.quotas import Limit
 from quire.gateway.region_config import RegionConfig
 from quire.gateway.routing import Policy
+
+# What a fallback may be taken for. failure: its backends are down, fail or give no valid answer; saturated: they have
+# no room (429, 503, max_requests); 429 and 5xx: any answer of that status; the last two are refusals of the request.
+Cause = Literal["failure", "saturated", "429", "5xx", "context_length", "content_filter"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +76,18 @@ class TimeoutArgs:
     """``[timeouts]``, and ``[timeouts.paths."/v1/…"]`` for one path."""
 
     connect_s: float = 2.0
-    first_token_s: float = 30.0
+    first_token_s: float | None = None
     idle_s: float = 60.0
-    total_s: float = 120.0
+    total_s: float = 600.0
     stream_total_s: float | None = None
+    ready_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class HealthArgs:
     """``[health]``"""
 
-    interval_s: float = 2.0
+    interval_s: float = 1.0
     timeout_s: float = 2.0
     max_failures: int = 5
     error_share: float = 0.5
@@ -133,7 +139,7 @@ class ModelArgs:
     name: str = ""
     aliases: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
-    fallback_when: Literal["failure", "saturated"] = "failure"
+    fallback_when: tuple[str, ...] = ("failure",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +149,7 @@ class ModelConfig:
     name: str
     split: Mapping[str, float]  # name that backends serve → weight
     fallbacks: tuple[str, ...] = ()
-    when_saturated: bool = False  # a fallback is also taken when no backend has room
+    when: frozenset[Cause] = frozenset(("failure",))  # what a fallback is taken for
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ from quire.args import make_args
 from quire.errors import ConfigError, nearest
 from quire.gateway.auto_model import auto_of
 from quire.gateway.config import (
+    CAUSES,
     BackendArgs,
+    Cause,
     GatewayArgs,
     GatewayConfig,
     HealthArgs,
@@ -204,16 +206,34 @@ def _models(tables: list[tuple[dict[str, Any], str]]) -> dict[str, ModelConfig]:
     found: dict[str, ModelConfig] = {}
     for values, where in tables:
         split = values.get("split")
-        args = make_args(ModelArgs, {k: v for k, v in values.items() if k != "split"}, origin=where)
+        when = _causes(values.get("fallback_when", "failure"), where)
+        own = {k: v for k, v in values.items() if k not in ("split", "fallback_when")}
+        args = make_args(ModelArgs, own, origin=where)
         if not args.name:
             raise ConfigError(f"{where}: name is required: it must be the name that clients send")
         weights = {args.name: 1.0} if split is None else _split(split, where)
-        model = ModelConfig(args.name, weights, args.fallbacks, args.fallback_when == "saturated")
+        model = ModelConfig(args.name, weights, args.fallbacks, when)
         for name in (args.name, *args.aliases):
             if name in found:
                 raise ConfigError(f"{where}: the name {name!r} belongs to {found[name].name!r} already")
             found[name] = model
     return found
+
+
+def _causes(given: Any, where: str) -> frozenset[Cause]:
+    """Return what a fallback is taken for: a list of causes, or one of the two words that stood here before lists."""
+    if given == "saturated":
+        return frozenset(("failure", "saturated"))
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not names:
+        raise ConfigError(f"{where}: fallback_when = {given!r} must be a list of {', '.join(CAUSES)}")
+    for name in names:
+        if name not in CAUSES:
+            near = nearest(name, CAUSES) if isinstance(name, str) else ""
+            raise ConfigError(
+                f"{where}: fallback_when = {given!r} must be a list of {', '.join(CAUSES)}; {name!r} is none{near}"
+            )
+    return frozenset(names)
 
 
 def _split(split: Any, where: str) -> dict[str, float]:

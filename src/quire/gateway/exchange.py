@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +11,7 @@ from starlette.types import Scope, Send
 
 from quire.gateway.asked import Asked
 from quire.gateway.catalog import Target
+from quire.gateway.config import Cause
 from quire.gateway.filtering import Filtering
 from quire.gateway.fleet import Backend
 from quire.gateway.headers import Pairs
@@ -36,8 +38,13 @@ class Exchange:
     arrival_s: float
     asked: Asked | None = None
     targets: list[Target] = field(default_factory=list)
-    tried: set[str] = field(default_factory=set)  # names of backends
+    tried: set[tuple[int, str]] = field(default_factory=set)  # (life of a backend, model)
     num_attempts: int = 0
+    num_deaths: int = 0  # of backends that the request was at
+    failures: Counter[str] = field(default_factory=Counter)  # by model: attempts that a retry is paid for
+    owed: set[str] = field(default_factory=set)  # models whose next attempt is paid from the retry budget
+    closed: set[str] = field(default_factory=set)  # models that get no further attempt
+    causes: set[Cause] = field(default_factory=set)  # of the attempts that failed
     backend: Backend | None = None  # of the last attempt
     target: Target | None = None
     failure: BackendFailed | None = None  # of the last attempt
@@ -50,6 +57,9 @@ class Exchange:
     outcome: Outcome = "ok"
     client_left: bool = False
     is_writing: bool = False  # waits for the client to take bytes
+    is_reading: bool = False  # waits for the backend, and all that it sent has been relayed
+    asked_at: list[Backend] = field(default_factory=list)  # those that have an attempt now: two if hedged
+    look: Callable[[], None] | None = None  # called when one of them is lost
     # What `Tenants` knows of it. The ledger's id is the gateway's own: a client may send one request id twice.
     ledger_id: str = ""
     continuation: Continuation | None = None  # with a gateway_key
@@ -88,6 +98,26 @@ class Exchange:
             return True
         assert self.continuation is not None
         return backend.fingerprints.get(model) == self.continuation.fingerprint
+
+    def watch(self, backend: Backend) -> None:
+        """An attempt begins at a backend."""
+        self.asked_at.append(backend)
+        if self.look is not None:
+            backend.watchers.add(self.look)
+
+    def unwatch(self, backend: Backend) -> None:
+        """It has ended."""
+        self.asked_at.remove(backend)
+        if self.look is not None:
+            backend.watchers.discard(self.look)
+
+    def restart(self) -> None:
+        """The client has nothing yet, and the next attempt begins the answer: nothing of the last one is billed."""
+        self.usage, self.first_s = Usage(), None
+        if self.continuation is not None:
+            self.continuation.restart()
+        if self.filtering is not None:
+            self.filtering.reset()
 
     async def begin(self, status: int, headers: Pairs) -> None:
         """Send the head of the answer; from now on no other backend can answer instead."""

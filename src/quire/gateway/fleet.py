@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
@@ -33,10 +34,18 @@ class Backend:
     is_ready: bool = False  # by the last polls
     was_ready: bool = False  # at any time before
     is_silent: bool = False  # was ready until its polls timed out: it may be the network, or this process
+    is_lost: bool = False  # not ready, and not because it drains: requests at it may go elsewhere
+    is_suspect: bool = False  # a connection has broken, and no poll has said since whether the backend lives
+    answered_s: float = -math.inf  # of the clock: its last poll that was good
+    missed_s: float = -math.inf  # when the first of the polls was sent that have failed since then
+    life: int = 0  # another number each time it becomes ready; no two backends have the same one
     is_draining: bool = False  # by an operator
     failure: str = "not polled yet"  # of the last poll or request
     about: dict[str, object] = field(default_factory=dict)  # what it said of itself when it registered
     probe: int = 0  # which of the usual probes it answers
+    watchers: set[Callable[[], None]] = field(
+        default_factory=set
+    )  # called each time that a poll finds it lost
 
 
 class Fleet:
@@ -53,6 +62,7 @@ class Fleet:
         self._backends: dict[str, Backend] = {}
         self._by_model: dict[str, list[Backend]] = {}
         self._free_numbers: list[int] = []
+        self._num_lives = 0
 
     def __iter__(self) -> Iterator[Backend]:
         return iter(list(self._backends.values()))
@@ -83,6 +93,7 @@ class Fleet:
             number = self.router.add_replica()
         backend = Backend(name, url, args, source, number, Breaker(self.health))
         self._backends[name] = backend
+        self._begin_life(backend)
         self.serves(backend, args.models)
         log.info("backend_added", backend=name, url=url, source=source)
         return backend
@@ -117,17 +128,35 @@ class Fleet:
                 log.warning("fingerprints_differ", model=model, backend=backend.name, others=",".join(others))
 
     def set_ready(
-        self, backend: Backend, ready: bool, why: str, now: float, *, is_silent: bool = False
+        self,
+        backend: Backend,
+        ready: bool,
+        why: str,
+        now: float,
+        *,
+        is_silent: bool = False,
+        is_lost: bool = False,
     ) -> None:
         """A poll, or a refused connection, says whether the backend takes requests.
 
         ``is_silent``: the polls of a backend that was ready got no answer in time, which does not tell why.
+        ``is_lost``: it is dead or hung, so that requests in flight there had better go elsewhere.
         """
         backend.failure = "" if ready else why
         backend.is_silent = is_silent and not ready and (backend.is_ready or backend.is_silent)
-        if backend.is_ready == ready:
-            return
+        backend.is_lost = is_lost and not ready
+        backend.is_suspect = False
+        backend.answered_s = now if ready else backend.answered_s
+        if backend.is_ready != ready:
+            self._turn(backend, ready, why, now)
+        if backend.is_lost:
+            for look in tuple(backend.watchers):
+                look()
+
+    def _turn(self, backend: Backend, ready: bool, why: str, now: float) -> None:
         backend.is_ready = ready
+        if ready:
+            self._begin_life(backend)
         if ready and backend.was_ready:
             backend.breaker.recover(now)
         backend.was_ready |= ready
@@ -136,16 +165,22 @@ class Fleet:
         else:
             log.warning("backend_unready", backend=backend.name, why=why)
 
+    def _begin_life(self, backend: Backend) -> None:
+        self._num_lives += 1
+        backend.life = self._num_lives
+
     def serving(self, model: str) -> list[Backend]:
         """Return the backends that serve a model, whatever their state."""
         return self._by_model.get(model, [])
 
-    def candidates(self, model: str, now: float, without: Collection[str] = ()) -> list[Backend]:
+    def candidates(self, model: str, now: float, tried: Collection[tuple[int, str]] = ()) -> list[Backend]:
         """Return the backends that may get a request for ``model`` now, in order of their numbers.
 
         Backends whose breaker is open, and those that answer no polls, are left out, unless most are: then that tells
         more of the load or the network than of the backends, and all are used; but those whose breaker is open, too,
         only where nothing else is left. A recovered backend is left out at random as its share says.
+
+        ``tried``: (life, model) of the attempts that the request has had.
         """
         known = [b for b in self.serving(model) if (b.is_ready or b.is_silent) and not b.is_draining]
         allowed = [b for b in known if b.is_ready and b.breaker.allows(now)]
@@ -155,7 +190,7 @@ class Fleet:
         free = [
             b
             for b in allowed
-            if b.name not in without
+            if (b.life, model) not in tried
             and (b.args.max_requests is None or loads[b.number].requests < b.args.max_requests)
         ]
         warm = [b for b in free if (share := b.breaker.share(now)) == 1.0 or self._random.random() < share]

@@ -15,15 +15,23 @@ _HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
      b"trailer", b"transfer-encoding", b"upgrade")
 )  # fmt: skip
-# Set anew for each backend. Answers must stay readable, so no coding is accepted.
+# Set anew for each backend. Answers must be readable here, so no coding is asked for.
 _REPLACED = frozenset(
     (b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"x-forwarded-for")
 )
 _KEYS = frozenset((b"authorization", b"x-api-key"))
 _OWN_PREFIX = b"x-quire-"
-# Of an answer: what the gateway's own server writes.
+# Of an answer: what the gateway's own server writes. Its body has been decoded.
 _WRITTEN_ANEW = frozenset(
-    (b"content-length", b"date", b"server", b"x-request-id", TAGGED, BLOCKS_HEADER.encode())
+    (
+        b"content-encoding",
+        b"content-length",
+        b"date",
+        b"server",
+        b"x-request-id",
+        TAGGED,
+        BLOCKS_HEADER.encode(),
+    )
 )
 
 

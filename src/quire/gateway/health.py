@@ -1,10 +1,16 @@
-"""`Poller`: asks every backend whether it takes requests, and which models it serves."""
+"""`Poller`: asks every backend whether it takes requests, and which models it serves.
+
+A poll without an answer is repeated at once. After two of them the backend is not ready, so that one that hangs is
+found within the interval and twice the time of a poll. A refused connection is believed at once, and a connection that
+breaks under a request is followed by a poll at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -17,6 +23,11 @@ _PATHS = ("/readyz", "/health", "/v1/models")  # Quire, vLLM and others, any
 _JITTER = 0.25  # of the interval, either way, so that gateways do not poll in step
 _MISSES = 2  # polls in a row that fail before a ready backend is not
 _LIST_EVERY = 10  # polls
+_LEAVING = "draining"  # what a replica of Quire says that ends its requests and takes no new ones
+
+
+class _Status(msgspec.Struct):
+    status: str = ""
 
 
 class _Card(msgspec.Struct):
@@ -28,6 +39,16 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
+@dataclass(frozen=True, slots=True)
+class PollFailure:
+    """Why a backend takes no requests."""
+
+    why: str
+    is_silent: bool = False  # it gave no answer in time
+    is_sure: bool = False  # no second poll is needed
+    is_leaving: bool = False  # it ends the requests that it has, so these stay
+
+
 class Poller:
     """One task for each backend, as long as the backend is in the fleet."""
 
@@ -37,6 +58,7 @@ class Poller:
         self._now = now
         self._upstream: Upstream | None = None
         self._tasks: dict[Backend, asyncio.Task[None]] = {}
+        self._hurried: dict[Backend, asyncio.Event] = {}
 
     def start(self, upstream: Upstream) -> None:
         """Poll from now on."""
@@ -62,19 +84,39 @@ class Poller:
             with suppress(asyncio.CancelledError):
                 await task
 
+    def hurry(self, backend: Backend) -> None:
+        """A request at ``backend`` ended in a way that may mean its death: poll it now."""
+        backend.is_suspect = True
+        if backend in self._hurried:
+            self._hurried[backend].set()
+
     async def _watch(self, backend: Backend) -> None:
         misses = polls = 0
         interval_s = self._fleet.health.interval_s
-        while True:
-            why, is_silent = await self.poll(backend, lists=not backend.is_ready or polls % _LIST_EVERY == 0)
-            misses = misses + 1 if why else 0
-            if not why or misses >= _MISSES or not backend.is_ready:
-                self._fleet.set_ready(backend, not why, why, self._now(), is_silent=is_silent)
-            polls += 1
-            await asyncio.sleep(interval_s * self._random.uniform(1 - _JITTER, 1 + _JITTER))
+        hurried = self._hurried[backend] = asyncio.Event()
+        try:
+            while True:
+                hurried.clear()
+                begin_s = self._now()
+                failure = await self.poll(backend, lists=not backend.is_ready or polls % _LIST_EVERY == 0)
+                backend.missed_s = begin_s if misses == 0 else backend.missed_s
+                misses = misses + 1 if failure is not None else 0
+                if failure is None:
+                    self._fleet.set_ready(backend, True, "", self._now())
+                elif misses >= _MISSES or not backend.is_ready or failure.is_sure:
+                    self._fleet.set_ready(backend, False, failure.why, self._now(),
+                                          is_silent=failure.is_silent, is_lost=not failure.is_leaving)  # fmt: skip
+                polls += 1
+                if failure is not None and backend.is_ready:
+                    continue  # once more, at once
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(interval_s * self._random.uniform(1 - _JITTER, 1 + _JITTER)):
+                        await hurried.wait()
+        finally:
+            del self._hurried[backend]
 
-    async def poll(self, backend: Backend, *, lists: bool) -> tuple[str, bool]:
-        """Return why the backend takes no requests (an empty text: it does), and whether it gave no answer in time.
+    async def poll(self, backend: Backend, *, lists: bool) -> PollFailure | None:
+        """Return why the backend takes no requests; None: it does.
 
         ``lists``: ask for its models, too.
         """
@@ -89,12 +131,13 @@ class Poller:
                     {card.id: card.fingerprint for card in cards if isinstance(card.fingerprint, str)},
                 )
             if not backend.models:
-                return "it serves no model", False
+                return PollFailure("it serves no model")
         except BackendFailed as error:
             if error.kind == "room" and backend.is_ready:
-                return "", False  # nothing is known of the backend: it stays what it was
-            return str(error), error.timed_out
-        return "" if path else "none of its probes answers 200", False
+                return None  # nothing is known of the backend: it stays what it was
+            is_sure = error.kind == "connect" and not error.timed_out
+            return PollFailure(str(error), error.timed_out, is_sure, _is_leaving(error.answer))
+        return None if path else PollFailure("none of its probes answers 200")
 
     async def _probe(self, backend: Backend) -> str:
         """Return the path that answered 200, or an empty text. A path that a backend lacks is not asked again."""
@@ -104,7 +147,7 @@ class Poller:
             if answer.status == 200:
                 return path
             if answer.status != 404:
-                raise BackendFailed("status", f"{path} answered {answer.status}.")
+                raise BackendFailed("status", f"{path} answered {answer.status}.", answer)
             backend.probe += len(paths) > 1 and backend.probe < len(paths) - 1
         return ""
 
@@ -119,3 +162,12 @@ class Poller:
         assert self._upstream is not None
         timeout_s = self._fleet.health.timeout_s
         return await self._upstream.get(f"{backend.url}{path}", timeout_s, backend.args.api_key)
+
+
+def _is_leaving(answer: Whole | None) -> bool:
+    if answer is None:
+        return False
+    try:
+        return msgspec.json.decode(answer.body, type=_Status).status == _LEAVING
+    except (msgspec.DecodeError, UnicodeError):
+        return False

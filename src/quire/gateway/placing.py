@@ -12,6 +12,7 @@ import msgspec
 from quire.cache.events import SHORT_HASH_BYTES
 from quire.gateway.asked import Asked
 from quire.gateway.catalog import Target
+from quire.gateway.config import Cause
 from quire.gateway.digest import digests, root_of
 from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Backend, Fleet
@@ -48,9 +49,12 @@ class Placing:
         owners: Owners,
         piece_bytes: int,
         now: Callable[[], float],
+        pays: Callable[[Exchange, str], bool],
         regions: Regions | None = None,
     ) -> None:
+        """``pays``: whether a request may have another attempt at a model that it owes one; see `Retrying`."""
         self.regions = regions
+        self._pays = pays
         self._fleet = fleet
         self._router = router
         self._owners = owners
@@ -100,17 +104,32 @@ class Placing:
         return self.regions.among(model, candidates, ready, queue_s, now)
 
     def may_come(self, exchange: Exchange) -> bool:
-        """Whether a replica may come that can take the request; those that are not ready may be tried again then."""
+        """Whether a replica may come that can take the request; those that died may be tried again then."""
         if exchange.has_begun:
             exchange.tried.clear()
             return exchange.can_move
         failure = exchange.failure
-        if failure is None or failure.kind not in ("connect", "broken"):
+        if failure is None or not failure.tells_of_death:
             return False
         names = {target.model for target in exchange.targets}
-        gone = [b.name for name in names for b in self._fleet.serving(name) if not b.is_ready]
-        exchange.tried.difference_update(gone)
-        return bool(gone)
+        there = [b for name in names for b in self._fleet.serving(name)]
+        return not there or any(not b.is_ready or b.is_suspect for b in there)
+
+    def may_leave(self, exchange: Exchange, placed: Placed) -> bool:
+        """Whether a ready backend could take the request from one that is dead or hung.
+
+        It must have answered a poll since the silence began: else this process may be what is slow.
+        """
+        model, lost = placed.target.model, placed.backend
+        return any(
+            b is not lost
+            and b.is_ready
+            and (b.answered_s >= lost.missed_s or not lost.is_silent)
+            and not b.is_draining
+            and (b.life, model) not in exchange.tried
+            and exchange.may_go_to(b, model)
+            for b in self._fleet.serving(model)
+        )
 
     def started(self, placed: Placed) -> None:
         """The first token came."""
@@ -161,24 +180,31 @@ class Placing:
     def _target(self, exchange: Exchange, now: float) -> tuple[Target | None, list[Backend]]:
         """Return the first target with a backend that may be tried.
 
-        A fallback that is not for saturation is skipped while the backends before it are well and only have no room.
+        A fallback is taken for its causes: those of attempts that failed, and those for which the targets before it
+        have no backend now. It is not paid for, a further attempt at the same model is.
         """
-        is_full = exchange.failure is not None and exchange.failure.tells_of_load
-        targets = exchange.targets
         if exchange.has_begun and exchange.target is not None:
-            targets = [exchange.target]
-        for target in targets:
-            if target.is_fallback and is_full and not target.when_saturated:
+            ready = self._fleet.candidates(exchange.target.model, now, exchange.tried)
+            fit = [b for b in ready if exchange.may_go_to(b, exchange.target.model)]
+            return (exchange.target, fit) if fit else (None, [])
+        causes = set(exchange.causes)
+        for target in exchange.targets:
+            model = target.model
+            if model in exchange.closed or (target.is_fallback and not target.when & causes):
                 continue
-            ready = self._fleet.candidates(target.model, now, exchange.tried)
-            candidates = [b for b in ready if exchange.may_go_to(b, target.model)]
-            if candidates:
+            candidates = self._fleet.candidates(model, now, exchange.tried)
+            if candidates and (model not in exchange.owed or self._pays(exchange, model)):
                 return target, candidates
-            is_full |= any(
-                b.is_ready and not b.is_draining and b.name not in exchange.tried
-                for b in self._fleet.serving(target.model)
-            )
+            if not candidates:
+                causes |= self._why_none(exchange, model)
         return None, []
+
+    def _why_none(self, exchange: Exchange, model: str) -> set[Cause]:
+        """Return why no backend of a model can be tried: those left have no room, none is up, or all were tried."""
+        up = [b for b in self._fleet.serving(model) if b.is_ready and not b.is_draining]
+        if not up:
+            return {"failure"}
+        return {"saturated"} if any((b.life, model) not in exchange.tried for b in up) else set()
 
     def _demand(self, exchange: Exchange, model: str) -> Demand:
         asked, chain = exchange.asked, list[bytes]()

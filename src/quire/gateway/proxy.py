@@ -28,12 +28,12 @@ from quire.gateway.headers import to_client
 from quire.gateway.hedging import Opened
 from quire.gateway.migrate import TAGGED, Groups, StreamMoves
 from quire.gateway.placing import Placed
+from quire.gateway.retrying import Retrying
 from quire.gateway.rows import output_so_far
 from quire.gateway.sending import open_answer
 from quire.gateway.state import GatewayState
 from quire.gateway.stream_errors import StreamError
 from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, closing, failures, read_whole
-from quire.gateway.usage import Usage
 from quire.http.body import Disconnected
 from quire.http.cache_messages import BLOCKS_HEADER
 from quire.http.edge import request_id_of
@@ -41,7 +41,6 @@ from quire.http.refusals import HttpError, Refusal, busy, refusal_of
 from quire.metrics.log import Log
 
 log = Log("gateway")
-_LOOK_AGAIN_S = 0.05  # while a request waits for a replica
 RESPONSES = "/v1/responses"
 LEFT = 499  # nginx's number for a client that disconnected; it is only counted
 
@@ -53,6 +52,7 @@ class Proxy:
         self._state = state
         self._path = path
         self._timeouts = state.config.timeouts_of(path)
+        self._retrying = Retrying(state, self._timeouts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
@@ -95,9 +95,8 @@ class Proxy:
 
     async def _serve(self, exchange: Exchange) -> None:
         """Try backends until one has answered, or no more may be tried."""
-        retries = self._state.config.retries
         self._state.budget.earn()
-        while (placed := await self._place(exchange)) is not None:
+        while (placed := await self._retrying.place(exchange)) is not None:
             exchange.num_attempts += 1
             exchange.backend, exchange.target = placed.backend, placed.target
             self._state.tenants.begun(exchange, self._state.now())
@@ -105,49 +104,9 @@ class Proxy:
                 await self._attempt(exchange, placed)
                 return
             except BackendFailed as error:
-                exchange.failure = error
-                exchange.tried.add(placed.backend.name)
-                self._state.count_failure(placed, error)
-                if error.kind == "room":
+                if not self._retrying.goes_on(exchange, error):
                     raise
-                if exchange.has_begun:
-                    if not self._migrates(exchange, error):
-                        raise
-                elif exchange.num_attempts >= retries.attempts or not self._state.budget.take():
-                    raise
-        raise exchange.failure or _none_left(exchange)
-
-    async def _place(self, exchange: Exchange) -> Placed | None:
-        """Choose a backend. Where a replica has died and none is left, wait for one, as long as for a first token."""
-        state = self._state
-        placed, limit_s = state.placing.place(exchange), self._timeouts.first_token_s
-        end_s = (state.now() if exchange.can_move else exchange.arrival_s) + limit_s
-        while placed is None and state.now() < end_s and state.placing.may_come(exchange):
-            await asyncio.sleep(_LOOK_AGAIN_S)
-            placed = state.placing.place(exchange)
-        return placed
-
-    def _migrates(self, exchange: Exchange, error: BackendFailed) -> bool:
-        """Whether a stream that broke is tried elsewhere.
-
-        The death of a replica is not charged to the retry budget, since all its streams break at once; what a live one
-        answers is. `attempts` limits how many replicas may die or fail in a row without the stream moving on.
-        """
-        continuation, backend = exchange.continuation, exchange.backend
-        total_s = self._timeouts.stream_total_s
-        late = total_s is not None and self._state.now() - exchange.arrival_s >= total_s
-        if continuation is None or backend is None or late or not exchange.can_move:
-            return False
-        if continuation.has_moved():
-            continuation.num_in_vain = 0
-            exchange.tried = {backend.name}
-            return True
-        if error.kind == "connect":
-            return True
-        continuation.num_in_vain += 1
-        if continuation.num_in_vain >= self._state.config.retries.attempts:
-            return False
-        return error.kind == "broken" or self._state.budget.take()
+        raise _why_none(exchange)
 
     async def _attempt(self, exchange: Exchange, placed: Placed) -> None:
         """Send the request to one backend and relay its answer.
@@ -157,22 +116,19 @@ class Proxy:
         """
         state, asked = self._state, exchange.asked
         assert asked is not None
-        if not exchange.has_begun:
-            exchange.usage = Usage()
-        if exchange.continuation is not None and not exchange.has_begun:
-            exchange.continuation.restart()
-        if exchange.filtering is not None and not exchange.has_begun:
-            exchange.filtering.reset()
         timeouts = self._timeouts
         limit_s = timeouts.first_token_s if asked.streams else timeouts.total_s
         is_good: bool | None = None
         try:
             with failures():
                 async with asyncio.timeout(limit_s) as deadline:
-                    opened = await open_answer(state, exchange, placed, adds_usage=self._adds_usage(asked))
-                    placed = opened.placed
-                    with closing(opened.response):
-                        await self._relay(exchange, opened, deadline)
+                    with self._retrying.watching(exchange, placed):
+                        opened = await open_answer(
+                            state, exchange, placed, adds_usage=self._adds_usage(asked)
+                        )
+                        placed = opened.placed
+                        with closing(opened.response):
+                            await self._relay(exchange, opened, deadline)
             is_good = True
         except BackendFailed as error:
             if exchange.is_writing:  # the time passed while the client took nothing
@@ -180,7 +136,7 @@ class Proxy:
             if exchange.usage.error is not None and exchange.has_begun:  # the client has an error already
                 await exchange.end()
                 return
-            is_good = None if error.tells_of_load else False
+            is_good = False if error.blames_backend else None
             raise
         finally:
             if exchange.usage.error is not None and exchange.has_begun:
@@ -192,7 +148,7 @@ class Proxy:
         exchange.outcome = "broken" if output_so_far(exchange) or not error.is_clients else "refused"
         if error.is_clients or error.tells_of_load:
             return None
-        self._state.count_failure(placed, BackendFailed("broken", error.message))
+        self._state.count_failure(placed.backend, BackendFailed("broken", error.message))
         return False
 
     async def _relay(self, exchange: Exchange, opened: Opened, deadline: asyncio.Timeout) -> None:
@@ -204,7 +160,8 @@ class Proxy:
             await self._relay_stream(exchange, opened, deadline)
             return
         whole = await read_whole(response, self._state.config.server.max_answer_mib << 20)
-        if whole.status in RETRIED_STATUS or exchange.has_begun:
+        exchange.is_reading = False
+        if whole.status in RETRIED_STATUS or exchange.has_begun or self._retrying.falls_back(exchange, whole):
             raise BackendFailed("status", f"The backend answered {whole.status}.", whole)
         if whole.status == 200 and "json" in kind and not exchange.usage.read_whole(whole.body):
             raise BackendFailed("garbage", "The backend's answer says that it is JSON, and is not.")
@@ -235,7 +192,7 @@ class Proxy:
         # A timer per event would be a third of the relay's own work: a silent backend is noticed up to slack_s later.
         slack_s, renew_s = min(0.1 * timeouts.idle_s, 1.0), 0.0
         try:
-            async for piece in _pieces(opened):
+            async for piece in _pieces(exchange, opened):
                 whole = frames.feed(piece)
                 if not whole or (is_first and not has_event(whole)):
                     continue  # a comment is no answer: the time to the first token goes on
@@ -294,11 +251,16 @@ class Proxy:
         await exchange.answer(refusal.status, headers, refusal.body(self._path))
 
 
-async def _pieces(opened: Opened) -> AsyncGenerator[bytes, None]:
+async def _pieces(exchange: Exchange, opened: Opened) -> AsyncGenerator[bytes, None]:
+    exchange.is_reading = False
     if opened.first:
         yield opened.first
+    exchange.is_reading = True
     async for piece in opened.response.content.iter_any():
+        exchange.is_reading = False
         yield piece
+        exchange.is_reading = True
+    exchange.is_reading = False
 
 
 async def _send(exchange: Exchange, response: ClientResponse, frames: bytes) -> None:
@@ -360,7 +322,11 @@ def _check_first(exchange: Exchange) -> None:
     raise BackendFailed("status", text, whole)
 
 
-def _none_left(exchange: Exchange) -> HttpError:
+def _why_none(exchange: Exchange) -> QuireError:
+    """Return what the client is told where no backend is left: how the last one failed, unless it is down."""
+    failure, backend = exchange.failure, exchange.backend
+    if failure is not None and not (failure.tells_of_death and backend is not None and not backend.is_ready):
+        return failure
     model = exchange.targets[0].model
     return HttpError(busy(f"No backend for the model {model!r} can take the request now.", "no_backend", 1))
 

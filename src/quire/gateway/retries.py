@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from quire.gateway.config import RetryArgs
+from quire.gateway.exchange import Exchange
+
 
 class RetryBudget:
     """Each request earns ``share`` of a retry, up to ``reserve``, which is also what the budget begins with."""
@@ -25,3 +28,12 @@ class RetryBudget:
         self.balance -= 1.0
         self.num_taken += 1
         return True
+
+
+def pays(exchange: Exchange, model: str, args: RetryArgs, budget: RetryBudget) -> bool:
+    """Whether a request whose attempt at ``model`` failed may have another one there; it is paid for then."""
+    if exchange.failures[model] < args.attempts and budget.take():
+        exchange.owed.discard(model)
+        return True
+    exchange.closed.add(model)
+    return False

@@ -16,7 +16,8 @@ plus that of the uncached tokens once more, since computing them takes capacity 
 waited for besides prompts is left out: it would keep a replica that was full from traffic long after it has room.
 Load is the number of requests in flight. A prefix or a key never overloads a replica: it is followed only where the
 load stays within ``max_load_ratio`` of the mean (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam
-2018). Ties go to the least loaded replica, then to the next in turn.
+2018), or at one request above it, so that a replica that runs a single one keeps its prefixes. Ties go to the least
+loaded replica, then to the next in turn.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ Policy = Literal[
     "prefix-predicted", "prefix-reported", "prefix-hybrid",
 ]  # fmt: skip
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+_SLACK = 1  # requests above the mean that are no overload
 DEFAULT_CAPACITY = 1 << 16  # blocks per replica that the predicted index remembers
 
 
@@ -226,7 +228,8 @@ class Router:
         """Return the replicas whose load stays within the bound with one request more."""
         loads = self.loads
         requests = [loads[r].requests for r in alive]
-        most = math.ceil(self._ratio * (sum(requests) + 1) / len(alive))
+        mean = (sum(requests) + 1) / len(alive)
+        most = max(math.ceil(self._ratio * mean), math.ceil(mean) + _SLACK)
         return [r for r, num in zip(alive, requests, strict=True) if num < most]
 
     def _depths(self, chain: Sequence[bytes]) -> list[int]:

@@ -38,18 +38,21 @@ async def open_answer(state: GatewayState, exchange: Exchange, placed: Placed, *
     headers, targets = exchange.route_headers, exchange.targets
 
     def another() -> Placed | None:
-        exchange.tried.add(placed.backend.name)
+        exchange.tried.add((placed.backend.life, placed.target.model))
         exchange.num_attempts += 1
         exchange.targets = [placed.target]  # the same model
         found = state.placing.place(exchange)
         exchange.targets = targets
+        if found is not None:
+            exchange.watch(found.backend)
         return found
 
     def over(attempt: Placed, error: BackendFailed | None) -> None:
-        state.placing.over(attempt, None if error is None or error.tells_of_load else False)
+        exchange.unwatch(attempt.backend)
+        state.placing.over(attempt, False if error is not None and error.blames_backend else None)
         if error is not None:
-            exchange.tried.add(attempt.backend.name)
-            state.count_failure(attempt, error)
+            exchange.tried.add((attempt.backend.life, attempt.target.model))
+            state.count_failure(attempt.backend, error)
 
     opened = await hedging.open(placed, send, another, over, num_tokens, after_s)
     if opened.placed is placed:

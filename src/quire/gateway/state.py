@@ -25,11 +25,11 @@ from quire.gateway.hedging import Hedging
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.migrate import SEED_BITS, Continuation
 from quire.gateway.model_pool import ModelPool
-from quire.gateway.placing import Owners, Placed, Placing
+from quire.gateway.placing import Owners, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.regions import Regions
 from quire.gateway.reports import Reports
-from quire.gateway.retries import RetryBudget
+from quire.gateway.retries import RetryBudget, pays
 from quire.gateway.routing import Router
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
@@ -121,15 +121,18 @@ class GatewayState:
             await asyncio.sleep(self.config.routing.index_ttl_s / TICKS_TO_LIVE)
             self.router.prefixes.tick()
 
-    def count_failure(self, placed: Placed, error: BackendFailed) -> None:
+    def count_failure(self, backend: Backend, error: BackendFailed) -> None:
         """One attempt failed. Without a connection the backend gets no requests until a poll succeeds.
 
-        If the connection timed out, it is not known whether the backend is down: it is silent.
+        If the connection timed out, it is not known whether the backend is down: it is silent. One that broke may mean
+        that the backend has died: it is polled at once.
         """
-        backend = placed.backend
         self.metrics.failures[backend.name, error.kind] += 1
         if error.kind == "connect":
-            self.fleet.set_ready(backend, False, str(error), self.now(), is_silent=error.timed_out)
+            late = error.timed_out
+            self.fleet.set_ready(backend, False, str(error), self.now(), is_silent=late, is_lost=not late)
+        elif error.kind == "broken":
+            self.poller.hurry(backend)
         log.debug("attempt_failed", backend=backend.name, kind=error.kind, error=str(error))
 
     def key_of(self, backend: Backend) -> str | None:
@@ -203,7 +206,15 @@ def make_state(
         router=router,
         fleet=fleet,
         catalog=Catalog(config.models, config.server.default_model, lambda: fleet.models, random, auto),
-        placing=Placing(fleet, router, owners, routing.piece_bytes, now, regions),
+        placing=Placing(
+            fleet,
+            router,
+            owners,
+            routing.piece_bytes,
+            now,
+            lambda exchange, model: pays(exchange, model, config.retries, budget),
+            regions,
+        ),
         poller=poller,
         discovery=Discovery(fleet, poller, config.backends, now),
         budget=budget,

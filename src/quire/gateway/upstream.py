@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import aiohttp
+from aiohttp.http_exceptions import ContentEncodingError
 
 from quire.errors import CapacityError, QuireError
 from quire.gateway.headers import Pairs, to_client
@@ -16,9 +17,9 @@ from quire.gateway.openings import Openings
 from quire.gateway.patience import lasting
 
 # connect: no connection; broken: it ended early; timeout: too late; status: an answer that says so; garbage: no valid
-# answer; room: this process can open no connection, which says nothing of the backend. The breaker counts all of the
-# others, except a status that tells of load (429, 503).
-FailureKind = Literal["connect", "broken", "timeout", "status", "garbage", "room"]
+# answer; room: this process can open no connection, which says nothing of the backend; unready: withdrawn, since polls
+# found the backend dead or hung.
+FailureKind = Literal["connect", "broken", "timeout", "status", "garbage", "room", "unready"]
 # Of this machine: files, local ports, memory.
 _NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
 RETRIED_STATUS = frozenset((429, 500, 502, 503))  # of an answer that another backend may give better
@@ -27,6 +28,7 @@ KEEP_ALIVE_S = (
 )
 MAX_HEAD_BYTES = 32 * 1024  # of one header of an answer
 READ_BYTES = 64 * 1024
+_CODINGS = frozenset(("", "identity", "gzip", "deflate", "br", "zstd"))  # that aiohttp decodes
 _KEPT_BYTES = 1 << 20  # of a probe's answer
 _AT_ONCE_BYTES = 1 << 20  # a larger body is written in pieces
 
@@ -58,6 +60,18 @@ class BackendFailed(QuireError):
         """Whether the failure is no fault of the backend: it has no room, or this process has none."""
         return self.kind == "room" or (self.answer is not None and self.answer.status in (429, 503))
 
+    @property
+    def blames_backend(self) -> bool:
+        """Whether the breaker counts it: not load, not what is the client's fault, not what polls know already."""
+        if self.kind in ("unready", "room"):
+            return False
+        return self.answer is None or (self.answer.status >= 500 and not self.tells_of_load)
+
+    @property
+    def tells_of_death(self) -> bool:
+        """Whether the backend is dead or hung rather than wrong: other requests there fare alike."""
+        return self.kind in ("connect", "broken", "unready")
+
 
 class Upstream:
     """The client side of the gateway. Made in the loop that serves."""
@@ -66,7 +80,7 @@ class Upstream:
         self._session = aiohttp.ClientSession(
             connector=Openings(connect_s, KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
+            auto_decompress=True,  # no coding is asked for, and some backends use one in any case
             read_bufsize=READ_BYTES,
             max_line_size=MAX_HEAD_BYTES,
             max_field_size=MAX_HEAD_BYTES,
@@ -83,7 +97,16 @@ class Upstream:
             BackendFailed: no connection, or no valid head.
         """
         with failures():
-            return await self._session.request(method, url, headers=headers, data=body, allow_redirects=False)
+            response = await self._session.request(
+                method, url, headers=headers, data=body, allow_redirects=False
+            )
+        coding = response.headers.get("content-encoding", "identity").lower()
+        if coding not in _CODINGS:
+            response.close()
+            raise BackendFailed(
+                "garbage", f"The backend's answer has the content-encoding {coding!r}, which cannot be read."
+            )
+        return response
 
     async def get(
         self, url: str, timeout_s: float, api_key: str | None = None, extra: Sequence[tuple[str, str]] = ()
@@ -139,6 +162,8 @@ def failures() -> Generator[None, None, None]:
     except (aiohttp.ClientResponseError, ValueError) as error:  # a head beyond its limits, or none at all
         raise BackendFailed("garbage", f"The backend's answer is not HTTP: {_short(error)}.") from error
     except (aiohttp.ClientError, OSError) as error:
+        if isinstance(error.__cause__, ContentEncodingError):
+            raise BackendFailed("garbage", f"{error.__cause__.message} of the backend's answer.") from error
         raise BackendFailed("broken", f"The backend ended the connection early: {_short(error)}.") from error
 
 
