@@ -91,6 +91,11 @@ def executor_of(args: EngineArgs) -> str:
     return "local" if all(str(size) == "1" for size in sizes) else "ranks"
 
 
+def parts_of(text: str | None) -> tuple[str, ...]:
+    """Return the parts of a setting that is a list with commas."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
 @dataclass(frozen=True, slots=True)
 class ServerArgs:
     """Settings of the HTTP server."""
@@ -111,6 +116,7 @@ class ServerArgs:
     lenient: bool = False
     strict_fields: bool = False
     cors_origins: str | None = None
+    allowed_hosts: str | None = None
     max_body_mib: int = 32
     response_store_mib: int = 64
     slo: str | None = None

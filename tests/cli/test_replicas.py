@@ -18,14 +18,14 @@ import pytest
 from tests.e2e.live import LiveServer
 
 from quire.args import ServerArgs
-from quire.cli.replicas import Replicas, serve_replicas
+from quire.cli.replicas import Replicas, gateway_args, serve_replicas
 from quire.errors import ConfigError
 from quire.gateway.config_file import config_of
 from quire.gateway.discovery import Registration
 from quire.gateway.state import GatewayState, make_state
 
 
-@pytest.mark.parametrize("name", ["admin_port", "step_log", "cors_origins", "gateway"])
+@pytest.mark.parametrize("name", ["admin_port", "step_log", "journal", "gateway"])
 def test_settings_of_one_server_are_refused(name: str) -> None:
     flag = "--" + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"{flag} is a setting of one server .* --replicas 2"):
@@ -158,6 +158,13 @@ def test_the_last_replica_has_max_restarts(monkeypatch: pytest.MonkeyPatch) -> N
             assert (pool.has_stopped, len(pool.children)) == (True, 4)
 
     asyncio.run(main())
+
+
+def test_the_gateway_in_front_has_the_rules_for_pages() -> None:
+    args = ServerArgs(cors_origins="https://ui.example.com, app://x", allowed_hosts="llm.example.com")
+    rules = gateway_args(args, "k").browser_rules
+    assert rules.origins == ("https://ui.example.com", "app://x")
+    assert rules.hosts == ("llm.example.com",)
 
 
 @pytest.mark.slow

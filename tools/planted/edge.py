@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mutant import Mutant
 
+GUARD = "tests/http/test_browser_guard.py"
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ids-from-a-generator",
@@ -12,5 +14,37 @@ MUTANTS: tuple[Mutant, ...] = (
         "    return os.urandom(16).hex()\n",
         '    return f"{_RANDOM.getrandbits(128):032x}"\n\n\n_RANDOM = __import__("random").Random(os.urandom(16))\n',
         ("tests/http/test_ids.py",),
+    ),
+    Mutant(
+        "origin-not-checked-on-get",
+        "a foreign page may send GET",
+        "src/quire/http/browser_guard.py",
+        "        if origin is None:\n",
+        '        if origin is None or scope.get("method") == "GET":\n',
+        (f"{GUARD}::test_foreign_pages_are_refused_in_every_form[server]",),
+    ),
+    Mutant(
+        "host-by-its-end",
+        "a name that ends like an allowed one passes",
+        "src/quire/http/browser_guard.py",
+        'name.endswith(allowed[1:]) if allowed.startswith("*.") else name == allowed',
+        'name.endswith(allowed.removeprefix("*."))',
+        (f"{GUARD}::test_allowed_hosts_are_whole_names",),
+    ),
+    Mutant(
+        "null-is-a-local-origin",
+        "a page in a sandbox counts as one of this machine",
+        "src/quire/http/browser_guard.py",
+        'r"|(app|file|tauri|vscode-file|vscode-webview)://[^/\\s]*"',
+        'r"|null|(app|file|tauri|vscode-file|vscode-webview)://[^/\\s]*"',
+        (f"{GUARD}::test_foreign_pages_are_refused_in_every_form[gateway]",),
+    ),
+    Mutant(
+        "admin-takes-every-host",
+        "the admin surface answers under any name, and a rebound page reads it",
+        "src/quire/http/browser_guard.py",
+        "            refusal = host_problem(scope, self._rules)\n",
+        "            refusal = None\n",
+        (f"{GUARD}::test_on_loopback_a_foreign_host_is_refused[admin]",),
     ),
 )

@@ -24,7 +24,8 @@ from quire.engine.messages import ChangePolicy, Reply, ResetPrefixCache, SaveRec
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError, clip
 from quire.executor.profile_control import TakeProfile
 from quire.http.body import json_response, read_json
-from quire.http.edge import Edge, NoBrowsers, error_handlers
+from quire.http.browser_guard import NoBrowsers
+from quire.http.edge import Edge, error_handlers
 from quire.http.wire import Boolean, Int64, Integer, Number, Text, Wire, not_allowed, parse
 from quire.metrics.log import Log
 from quire.request import Adapter
@@ -60,12 +61,20 @@ class ProfileBody(Wire):
 RUNTIME = tuple(name for name in RuntimePatch.model_fields if name != "release")
 
 
-def create_admin_app(main: Starlette, *, keys: tuple[str, ...] = ()) -> Starlette:
-    """Return the admin app over the state of ``main`` (what `create_app` returned). Without ``keys`` it is open."""
+def create_admin_app(
+    main: Starlette, *, keys: tuple[str, ...] = (), hosts: tuple[str, ...] | None = None
+) -> Starlette:
+    """Return the admin app over the state of ``main`` (what `create_app` returned). Without ``keys`` it is open.
+
+    ``hosts``: names under which it may be called, see `BrowserRules`.
+    """
     state: ApiState = main.state.quire
     app = Starlette(
         routes=_routes(state),
-        middleware=[Middleware(NoBrowsers), Middleware(Edge, api_keys=keys, new_id=state.new_id)],
+        middleware=[
+            Middleware(NoBrowsers, hosts=hosts),
+            Middleware(Edge, api_keys=keys, new_id=state.new_id),
+        ],
         exception_handlers=error_handlers(lambda status: state.metrics.response("other", status)),
     )
     app.router.redirect_slashes = False

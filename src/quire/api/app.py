@@ -8,7 +8,6 @@ from functools import partial
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from quire.api.anthropic import count_tokens, messages_job
@@ -32,9 +31,10 @@ from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.http.account import USAGE_PATH
+from quire.http.browser_guard import BrowserRules, guards
 from quire.http.cache_messages import CACHE_PATH
 from quire.http.edge import Edge, Extension, error_handlers, new_id
-from quire.http.websocket import LOCAL_ORIGINS, WebSockets, is_local_origin
+from quire.http.websocket import WebSockets
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.text.infill import infill_of
@@ -77,7 +77,8 @@ def create_app(
     app = Starlette(
         routes=_with_extension(_routes(state), extension, settings.version, partial(_served, state)),
         middleware=[
-            *_of_pages(settings.cors_origins),
+            *guards(BrowserRules(settings.cors_origins, settings.allowed_hosts)),
+            Middleware(WebSockets),
             Middleware(
                 Edge,
                 api_keys=settings.api_keys,
@@ -126,29 +127,6 @@ def _with_extension(
     description = Description(routes, extension.bodies, version, served)
     routes.append(Route("/openapi.json", description.show, methods=["GET"]))
     return routes
-
-
-def _of_pages(origins: tuple[str, ...]) -> list[Middleware]:
-    """Return what web pages may do. Outside of `Edge`: a preflight has no key, and a refusal needs the headers too.
-
-    Without ``origins``, pages that this machine serves are allowed.
-    """
-    exposed = ["x-request-id", "x-quire-ignored-fields", "x-quire-predicted-ttft-ms", "retry-after"]
-
-    def allows(origin: str) -> bool:
-        return origin in origins or "*" in origins if origins else is_local_origin(origin)
-
-    return [
-        Middleware(WebSockets, allows=allows),
-        Middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_origin_regex=None if origins else LOCAL_ORIGINS,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=exposed,
-        ),
-    ]
 
 
 def _routes(state: ApiState) -> list[Route]:

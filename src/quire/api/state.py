@@ -47,7 +47,8 @@ class ApiSettings:
     api_keys: tuple[str, ...] = ()  # with no key_file either, no key is needed
     key_file: KeyFile | None = None
     gateway_key: str | None = None  # lets a gateway ask for tagged streams, see `quire.api.relayed`
-    cors_origins: tuple[str, ...] = ()  # empty: those of this machine; "*": every origin
+    cors_origins: tuple[str, ...] = ()  # see `quire.http.browser_guard`, also for the next
+    allowed_hosts: tuple[str, ...] | None = None
     lenient: bool = False  # accept every unknown request field
     strict_fields: bool = False  # refuse every unknown request field
     max_body_bytes: int = 32 * 2**20

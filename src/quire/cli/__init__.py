@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from quire import __version__
-from quire.args import EngineArgs, ServerArgs
+from quire.args import EngineArgs, ServerArgs, parts_of, settings_of
 from quire.cli.flags import (
     ON_DEMAND,
     AutoscaleArgs,
@@ -36,6 +36,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+AllowedHosts = Annotated[
+    str | None,
+    typer.Option("--allowed-hosts", help=settings_of(ServerArgs)["allowed_hosts"].help, show_default=False),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -100,13 +106,16 @@ def gateway(
     hooks: Annotated[
         list[str] | None, typer.Option("--filter", help="module:Class of a filter, behind the file's.")
     ] = None,
+    allowed_hosts: AllowedHosts = None,
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option("--log-format", help="human or json.")] = "human",
 ) -> None:
     """One address in front of many replicas: routing, health, retries, limits of time."""
     from quire.cli.gateway import gateway
 
-    raise typer.Exit(gateway(config, {"host": host, "port": port}, hooks or [], log_level, log_format))
+    names = None if allowed_hosts is None else parts_of(allowed_hosts)
+    flags = {"host": host, "port": port, "allowed_hosts": names}
+    raise typer.Exit(gateway(config, flags, hooks or [], log_level, log_format))
 
 
 @app.command()
@@ -120,11 +129,12 @@ def cockpit(
             "--admin-url", help="URL of the server's admin surface, or unix:PATH.", show_default=False
         ),
     ] = None,
+    allowed_hosts: AllowedHosts = None,
 ) -> None:
     """Show a page of a running server or gateway: chat, live view, plans and lessons (extra cockpit)."""
     from quire.cli.cockpit import cockpit
 
-    raise typer.Exit(cockpit(url, host, port, admin_url))
+    raise typer.Exit(cockpit(url, host, port, admin_url, allowed_hosts))
 
 
 @app.command(cls=SettingsCommand)

@@ -12,11 +12,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from quire.args import EngineArgs, ServerArgs, settings_of
+from quire.args import EngineArgs, ServerArgs, parts_of, settings_of
 from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.cli.flags import PlanArgs, command_with
 from quire.cli.measure import simulate
 from quire.errors import ConfigError
+from quire.http.browser_guard import BrowserRules, allowed_hosts, open_note
 from quire.http.listen import bind, is_loopback, url_of
 from quire.plan.hardware import hardware_table
 from quire.plan.presets import presets
@@ -39,6 +40,8 @@ def start_page(app: Any, sock: socket.socket, admin: Any, *, secure: bool) -> An
     Raises:
         ConfigError: the extra `cockpit` is missing.
     """
+    from starlette.middleware import Middleware
+
     from quire.cockpit.process import PageProcess, PageProxy
 
     admin_url = None
@@ -46,11 +49,11 @@ def start_page(app: Any, sock: socket.socket, admin: Any, *, secure: bool) -> An
         admin_url = f"unix:{admin.path}" if admin.path is not None else url_of(admin.sock)
     commands = commands_of(local=is_loopback(sock.getsockname()[0]))
     process = PageProcess(url_of(sock, secure=secure), admin_url, commands)
-    app.add_middleware(PageProxy, process=process)
+    app.user_middleware.insert(1, Middleware(PageProxy, process=process))  # behind the guard
     return process
 
 
-def cockpit(url: str, host: str, port: int, admin_url: str | None) -> int:
+def cockpit(url: str, host: str, port: int, admin_url: str | None, hosts: str | None = None) -> int:
     """Serve the page over a running server until a signal; return the exit status.
 
     Raises:
@@ -59,15 +62,21 @@ def cockpit(url: str, host: str, port: int, admin_url: str | None) -> int:
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000.")
-    bind(host, port).close()
+    sock = bind(host, port)
+    address, names = sock.getsockname()[0], parts_of(hosts)
+    sock.close()
+    rules = BrowserRules(hosts=allowed_hosts(address, names))
     with tempfile.TemporaryDirectory(prefix="quire-page-") as folder:
         os.environ["NICEGUI_STORAGE_PATH"] = folder
         from quire.cockpit.app import Listen, serve_page
 
-        address = parts.geturl().removesuffix("/v1").removesuffix("/v1/")
-        print(f"cockpit  of {address} on http://{host}:{port}", file=sys.stderr, flush=True)
-        listen = Listen(host=host, port=port)
-        return serve_page(address, admin_url, listen, commands_of(local=is_loopback(host)))
+        server = parts.geturl().removesuffix("/v1").removesuffix("/v1/")
+        print(f"cockpit  of {server} on http://{host}:{port}", file=sys.stderr, flush=True)
+        note = open_note(address, names, has_keys=False, option="those of the server that it shows")
+        if note is not None:
+            print(note, file=sys.stderr, flush=True)
+        listen = Listen(host=host, port=port, rules=rules)
+        return serve_page(server, admin_url, listen, commands_of(local=is_loopback(host)))
 
 
 def commands_of(*, local: bool) -> bytes:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from quire.args import ServerArgs, flag_name
+from quire.args import ServerArgs, flag_name, parts_of
 from quire.cli.gateway import batches
 from quire.cores import core_groups
 from quire.engine.restarts import Restarts
@@ -29,7 +29,7 @@ from quire.metrics.log import Log, configure
 
 # Settings that belong to one server. The gateway has its own, or would have to have them.
 REFUSED = (
-    "admin_port", "admin_socket", "admin_key", "cors_origins", "gateway", "gateway_key", "region", "handover",
+    "admin_port", "admin_socket", "admin_key", "gateway", "gateway_key", "region", "handover",
     "journal", "step_log", "tls_cert", "tls_key", "record_requests", "compare_to", "cockpit",
 )  # fmt: skip
 OWN = (
@@ -39,6 +39,8 @@ OWN = (
     "port",
     "api_key",
     "api_key_file",
+    "cors_origins",
+    "allowed_hosts",
     "batch_dir",
     "max_file_mib",
 )
@@ -90,6 +92,8 @@ def gateway_args(args: ServerArgs, admin_key: str) -> GatewayArgs:
         batch_dir=args.batch_dir,
         max_file_mib=args.max_file_mib,
         drain_timeout_s=args.drain_timeout_s,
+        cors_origins=parts_of(args.cors_origins),
+        allowed_hosts=parts_of(args.allowed_hosts),
     )
 
 

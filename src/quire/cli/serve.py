@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from setproctitle import setproctitle
 
 from quire import __version__
-from quire.args import EngineArgs, ServerArgs, executor_of
+from quire.args import EngineArgs, ServerArgs, executor_of, parts_of
 from quire.cli.flags import pick
 from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
 from quire.errors import ConfigError
@@ -128,7 +128,7 @@ def _serve(
     from quire.engine.frontend import Frontend
     from quire.http.listen import bind, tls_of
 
-    names = _list(server_args.served_model_name)
+    names = parts_of(server_args.served_model_name)
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
     clock = WallClock()
     golden = golden_prompt(config, server_args.golden_interval_s, clock)
@@ -171,6 +171,8 @@ class Announcement:
         name, seconds = self._frontend.model.names[0], time.monotonic() - self._begin_s
         report = start_up_report(url, info, name, seconds, self.note, self._weights + self._tools())
         print(report, file=sys.stderr, flush=True)
+        if (note := open_line(self._args)) is not None:
+            print(note, file=sys.stderr, flush=True)
         self._heartbeat = None
         if self._args.gateway is not None:
             self._heartbeat = heartbeat_of(self._args, self._api, self._frontend, url)
@@ -191,9 +193,19 @@ class Announcement:
             self._heartbeat.stop()
 
 
+def open_line(args: ServerArgs) -> str | None:
+    """Return the line of a server that other machines reach without a key."""
+    from quire.http.browser_guard import open_note
+
+    has_keys = bool(args.api_key or args.api_key_file)
+    address = resolved(args.host, args.port)[0]
+    return open_note(address, parts_of(args.allowed_hosts), has_keys=has_keys, option="--api-key")
+
+
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     """Return the settings of the API."""
     from quire.api.state import ApiSettings, fingerprint
+    from quire.http.browser_guard import allowed_hosts
     from quire.http.keys import KeyFile
 
     return ApiSettings(
@@ -202,7 +214,8 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         api_keys=(args.api_key,) if args.api_key else (),
         key_file=KeyFile(Path(args.api_key_file), time.monotonic) if args.api_key_file else None,
         gateway_key=args.gateway_key,
-        cors_origins=_list(args.cors_origins),
+        cors_origins=parts_of(args.cors_origins),
+        allowed_hosts=allowed_hosts(resolved(args.host, args.port)[0], parts_of(args.allowed_hosts)),
         lenient=args.lenient,
         strict_fields=args.strict_fields,
         tool_format=args.tool_format,
@@ -292,6 +305,7 @@ def make_tracer(endpoint: str | None, clock: Any, release: str) -> Any:
 def admin_listener(app: Any, args: ServerArgs, takeover: Takeover | None = None) -> Any:
     """Bind the admin surface, if the settings ask for one, or take the socket of the server that is taken over."""
     from quire.api.admin import create_admin_app
+    from quire.http.browser_guard import allowed_hosts
     from quire.http.drain import SideApp
     from quire.http.listen import bind_admin, url_of
 
@@ -308,11 +322,8 @@ def admin_listener(app: Any, args: ServerArgs, takeover: Takeover | None = None)
         return None
     sock, path = bound
     print(f"admin    on {path or url_of(sock)}", file=sys.stderr, flush=True)
-    return SideApp(create_admin_app(app, keys=(key,) if key else ()), sock, path)
-
-
-def _list(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+    hosts = None if path is not None else allowed_hosts(sock.getsockname()[0], parts_of(args.allowed_hosts))
+    return SideApp(create_admin_app(app, keys=(key,) if key else (), hosts=hosts), sock, path)
 
 
 def weights_report(model: Any) -> str:

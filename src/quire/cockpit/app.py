@@ -21,6 +21,7 @@ from quire.cockpit.forms import Commands
 from quire.cockpit.frame import show_frame
 from quire.cockpit.visitors import Visitors
 from quire.cockpit.watched import Watched
+from quire.http.browser_guard import BrowserGuard, BrowserRules
 
 STATIC = Path(__file__).parent / "static"
 
@@ -33,10 +34,11 @@ class Listen:
     life_fd: int | None = None
     host: str = "127.0.0.1"
     port: int = 8500
+    rules: BrowserRules | None = None  # None: the server in front has judged them
 
 
-def page_application(watched: Watched) -> FastAPI:
-    """Return the page over one server or gateway."""
+def page_application(watched: Watched, rules: BrowserRules | None = None) -> FastAPI:
+    """Return the page over one server or gateway; ``rules`` None: a server in front keeps foreign pages out."""
     visitors = Visitors()
     binding.MAX_PROPAGATION_TIME = 1.0  # seconds; it would warn on any busy machine
 
@@ -64,6 +66,8 @@ def page_application(watched: Watched) -> FastAPI:
         reconnect_timeout=10.0,
         show_welcome_message=False,
     )
+    if rules is not None:
+        application.add_middleware(BrowserGuard, rules=rules)
     return application
 
 
@@ -74,7 +78,8 @@ def serve_page(url: str, admin_url: str | None, listen: Listen, commands: bytes)
     """
     setproctitle("quire: cockpit")
     known = msgspec.json.decode(commands, type=Commands)
-    application = page_application(Watched(url, admin_url, is_own=listen.uds is not None, commands=known))
+    watched = Watched(url, admin_url, is_own=listen.uds is not None, commands=known)
+    application = page_application(watched, listen.rules)
     config = uvicorn.Config(
         application,
         host=listen.host,

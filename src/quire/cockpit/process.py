@@ -18,14 +18,11 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.executor.child_process import child_environment
-from quire.http.body import header
-from quire.http.websocket import is_local_origin
 from quire.metrics.log import Log
 
 ROOTS = ("/cockpit", "/_nicegui", "/_nicegui_ws", "/favicon.ico")
@@ -111,7 +108,7 @@ class PageProcess:
 
 
 class PageProxy:
-    """ASGI middleware, the outermost one: hands the page's paths, WebSockets too, to its process."""
+    """ASGI middleware behind the guard of browsers: hands the page's paths, WebSockets too, to its process."""
 
     def __init__(self, app: ASGIApp, process: PageProcess) -> None:
         self._app = app
@@ -181,11 +178,6 @@ class PageProxy:
 
     async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
-        origin = (header(scope, b"origin") or b"").decode("latin-1")
-        host = (header(scope, b"host") or b"").decode("latin-1")
-        if origin and urlsplit(origin).netloc != host and not is_local_origin(origin):
-            await send({"type": "websocket.close", "code": 1008})
-            return
         try:
             theirs = await self._client().ws_connect(
                 _target(scope), headers=_headers(scope), max_msg_size=_MAX_MESSAGE_BYTES

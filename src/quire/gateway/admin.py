@@ -19,7 +19,8 @@ from quire.gateway.discovery import Registration
 from quire.gateway.fleet import Backend
 from quire.gateway.state import GatewayState
 from quire.http.body import json_response, read_json, send_json
-from quire.http.edge import Edge, NoBrowsers, error_handlers, new_id
+from quire.http.browser_guard import NoBrowsers
+from quire.http.edge import Edge, error_handlers, new_id
 from quire.http.listen import is_loopback
 from quire.http.refusals import Refusal
 from quire.http.wire import AnyObject, Integer, Number, Text, Texts, Wire, not_allowed, parse

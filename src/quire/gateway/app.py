@@ -22,9 +22,10 @@ from quire.gateway.proxy import Proxy
 from quire.gateway.state import GatewayState
 from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
+from quire.http.browser_guard import guarded
 from quire.http.edge import Edge, Extension, error_handlers
 from quire.http.keys import KeyFile
-from quire.http.websocket import WebSockets, is_local_origin
+from quire.http.websocket import WebSockets
 
 # What a replica of Quire serves, and what other servers with OpenAI's API have beside it.
 POST_PATHS = (
@@ -71,7 +72,7 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
             *extension.routes,
         ],
         middleware=[
-            Middleware(WebSockets, allows=is_local_origin),
+            Middleware(WebSockets),
             Middleware(
                 Edge,
                 api_keys=state.config.server.api_keys,
@@ -84,9 +85,9 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
     )
     app.router.redirect_slashes = False
     models = None if state.pool is None else model_app(state.pool, count)
-    split: Any = _Split(app, admin_app(state), models)
+    served: Any = guarded(_Split(app, admin_app(state), models), state.config.server.browser_rules)
     trusted = list(state.config.server.forwarded_allow_ips)
-    return cast(ASGIApp, ProxyHeadersMiddleware(split, trusted)) if trusted else split
+    return cast(ASGIApp, ProxyHeadersMiddleware(served, trusted)) if trusted else cast(ASGIApp, served)
 
 
 class _Split:

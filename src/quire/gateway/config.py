@@ -25,6 +25,8 @@ from quire.gateway.ledger_row import Price
 from quire.gateway.quotas import Limit
 from quire.gateway.region_config import RegionConfig
 from quire.gateway.routing import Policy
+from quire.http.browser_guard import BrowserRules, allowed_hosts
+from quire.http.listen import resolved
 
 # What a fallback may be taken for. failure: its backends are down, fail or give no valid answer; saturated: they have
 # no room (429, 503, max_requests); 429 and 5xx: any answer of that status; the last two are refusals of the request.
@@ -54,10 +56,18 @@ class GatewayArgs:
     access_log: bool = False
     access_log_file: str | None = None
     forwarded_allow_ips: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
 
     @property
     def checks_keys(self) -> bool:
         return bool(self.api_keys) or self.key_file is not None
+
+    @property
+    def browser_rules(self) -> BrowserRules:
+        """Raises `ConfigError`: ``allowed_hosts`` has what is no name, or ``host`` is not known."""
+        address = resolved(self.host, self.port)[0]
+        return BrowserRules(self.cors_origins, allowed_hosts(address, self.allowed_hosts, "allowed_hosts"))
 
 
 @dataclass(frozen=True, slots=True)

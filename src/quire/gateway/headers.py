@@ -15,6 +15,8 @@ _HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
      b"trailer", b"transfer-encoding", b"upgrade")
 )  # fmt: skip
+# What a browser says of its page: the gateway has judged it, and a backend has another name and other pages.
+_OF_PAGES = frozenset((b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest", b"sec-fetch-user"))
 # Set anew for each backend. Answers must be readable here, so no coding is asked for.
 _REPLACED = frozenset(
     (b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"x-forwarded-for")
@@ -45,7 +47,7 @@ def to_backend(
     ``traceparent`` begins the trace ``trace_id`` (32 hexadecimal digits).
     """
     pairs = scope["headers"]
-    dropped = _HOP_BY_HOP | _REPLACED | _named_by_connection(pairs)
+    dropped = _HOP_BY_HOP | _REPLACED | _OF_PAGES | _named_by_connection(pairs)
     if api_key is not None or not pass_keys:
         dropped |= _KEYS
     kept = [

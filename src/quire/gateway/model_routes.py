@@ -13,7 +13,8 @@ from starlette.types import ASGIApp
 
 from quire.gateway.model_pool import ModelPool, PooledModel
 from quire.http.body import json_response, read_json
-from quire.http.edge import Edge, NoBrowsers, error_handlers, new_id
+from quire.http.browser_guard import NoBrowsers
+from quire.http.edge import Edge, error_handlers, new_id
 from quire.http.refusals import HttpError, Refusal
 from quire.http.wire import Text, Wire, parse
 

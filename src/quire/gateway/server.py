@@ -17,6 +17,7 @@ from quire.gateway.app import Probes, create_gateway
 from quire.gateway.config import GatewayConfig
 from quire.gateway.model_pool import ModelPool
 from quire.gateway.state import GatewayState, make_state
+from quire.http.browser_guard import open_note
 from quire.http.drain import DrainingServer
 from quire.http.edge import Extension
 from quire.http.listen import bind, url_of
@@ -60,6 +61,10 @@ async def _serve(state: GatewayState, app: ASGIApp, sock: socket.socket, beside:
         server.should_exit = True
 
     print(f"gateway  on {url}, {state.router.policy}", file=sys.stderr, flush=True)
+    asks = state.config.server
+    note = open_note(sock.getsockname()[0], asks.allowed_hosts, has_keys=asks.checks_keys, option="api_keys")
+    if note is not None:
+        print(note, file=sys.stderr, flush=True)
     log.info("listening", url=url)
     async with beside(state, url, stop) if beside is not None else nullcontext():
         await server.serve([sock])

@@ -150,23 +150,6 @@ def key_of(scope: Scope) -> ApiKey | None:
     return found
 
 
-class NoBrowsers:
-    """ASGI middleware that refuses requests made by a web page (cross-site requests, DNS rebinding)."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        browsers = (b"origin", b"sec-fetch-site")
-        if scope["type"] == "http" and any(header(scope, name) is not None for name in browsers):
-            refusal = Refusal(
-                403, "The admin surface does not answer web pages: use curl, or a script.", code="forbidden"
-            )
-            await send_json(send, refusal.status, refusal.body())
-            return
-        await self._app(scope, receive, send)
-
-
 def new_id() -> str:
     """Return 32 hexadecimal digits that no other id gives away: an id may be all that it takes to read an answer.
 

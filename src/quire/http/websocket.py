@@ -23,24 +23,17 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import QuireError, RequestError
-from quire.http.body import header
 from quire.http.refusals import HttpError, Refusal, refusal_of
 from quire.metrics.log import Log
 
 PATH = "/v1/ws"
 MAX_REQUESTS = 64  # of one connection, at once
 MAX_ID_CHARS = 128
-_FORBIDDEN, _NORMAL = 403, 1000
+_NORMAL = 1000
 _FRAME_END = re.compile(rb"\r?\n\r?\n")
 _HANDSHAKE = (b"upgrade", b"connection", b"origin", b"content-length", b"content-type")
-LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 log = Log("http")
 _encode = msgspec.json.Encoder().encode
-
-
-def is_local_origin(origin: str) -> bool:
-    """Whether this machine serves the page."""
-    return re.fullmatch(LOCAL_ORIGINS, origin) is not None
 
 
 class _Ask(msgspec.Struct):
@@ -53,11 +46,10 @@ class _Ask(msgspec.Struct):
 
 
 class WebSockets:
-    """ASGI middleware that serves `PATH` by calls of the application. ``allows``: may a page of this origin connect."""
+    """ASGI middleware that serves `PATH` by calls of the application, behind a `BrowserGuard`."""
 
-    def __init__(self, app: ASGIApp, allows: Callable[[str], bool]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._allows = allows
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "websocket":
@@ -73,12 +65,9 @@ class WebSockets:
         await _Connection(self._app, scope, send).run(receive)
 
     async def _refused(self, scope: Scope) -> int:
-        """Return the status that refuses a handshake, or 0. Browsers send an origin, and no key of their own accord."""
+        """Return the status that refuses a handshake, or 0."""
         if scope["path"] != PATH:
             return 404
-        origin = header(scope, b"origin")
-        if origin is not None and not self._allows(origin.decode("latin-1")):
-            return _FORBIDDEN
         statuses: list[int] = []
 
         async def noted(message: Message) -> None:
