@@ -8,6 +8,7 @@ import pytest
 from tools.house import INDIRECT, ROOT, declared, module_of, undeclared, unused
 
 from quire.cli.doctor import NEEDED, OPTIONAL, SERVING
+from quire.extras import EXTRAS, install_command
 
 PYPROJECT = """
 [project]
@@ -32,6 +33,23 @@ def test_indirect_dependencies_are_declared() -> None:
 def test_doctor_names_every_dependency() -> None:
     named = {module_of(name) for name in (*NEEDED, *SERVING, *OPTIONAL)}
     assert named == declared(ROOT)["core"]
+
+
+def test_extras_are_those_of_pyproject() -> None:
+    groups = {name: set(modules) for name, modules in declared(ROOT).items() if name not in ("core", "dev")}
+    assert {name: set(extra.modules) for name, extra in EXTRAS.items()} == groups
+
+
+def test_no_text_names_another_projects_distribution() -> None:
+    other = "quire" + "["
+    texts = [
+        file
+        for folder in ("src", "docs", "deploy", "tools")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in (".py", ".md", ".toml", ".yaml")
+    ]
+    named = [file.name for file in [*texts, ROOT / "README.md"] if f"'{other}" in file.read_text()]
+    assert not named, f"say {install_command('EXTRA')}"
 
 
 @pytest.fixture
