@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve gateway-demo services test test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo services test test-plain test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -52,6 +52,9 @@ services:  ## install Redis, PostgreSQL, qemu and a cross compiler for Arm by ap
 
 test: dev  ## run the default tests in two processes (under 15 minutes on 2 cores; WORKERS=N for more)
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS)
+
+test-plain: install  ## start every command that serves, as `make install` leaves them and with every extra blocked (a minute on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.plain.run $(ARGS)
 
 test-clients: dev  ## run the real clients, each in an environment of its own (downloads them; ARGS="openai litellm …")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients.run $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,15 @@ def test_no_text_names_another_projects_distribution() -> None:
     ]
     named = [file.name for file in [*texts, ROOT / "README.md"] if f"'{other}" in file.read_text()]
     assert not named, f"say {install_command('EXTRA')}"
+
+
+def test_ci_tests_the_plain_install_before_dev() -> None:
+    """`make dev` brings packages of the extras, with which a missing one is not seen."""
+    steps = re.findall(r"^make (\S+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert steps[:3] == ["install", "test-plain", "dev"]
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r"run: make (\S+)", workflow) == steps
+    assert re.search(r"^test-plain: install ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 @pytest.fixture
