@@ -23,10 +23,10 @@ from tests.gateway.test_tenants import rows
 
 from quire.gateway import booking
 from quire.gateway.journal import FIRST_SLOTS, SLOT_BYTES, Journal
-from quire.gateway.ledger_database import Sqlite
+from quire.gateway.ledger_database import Sqlite, identity_of
 from quire.gateway.ledger_report import report
 from quire.gateway.ledger_row import RECOVERED, UNSETTLED
-from quire.http.account import USAGE_PATH, Account, Used, UsedPage
+from quire.http.account import USAGE_PATH, Account, Used, UsedPage, ledger_header
 
 KEY = "between-us"
 KILLED = """
@@ -59,7 +59,6 @@ def test_a_journal_outlives_a_kill(tmp_path: Path) -> None:
     assert found["r1499"] == row(1499, outcome="ok")
     other = Journal(path)  # of another gateway in the same folder
     assert other.path.name == "journal.1"
-    assert journal.put(None, row(1, model="m" * 500)) is None
     for slot, _, _ in journal.found:
         journal.free(slot)
     other.close()
@@ -163,15 +162,20 @@ def test_a_row_that_knows_more_replaces_one_that_knows_less(tmp_path: Path) -> N
     database.close()
 
 
-def used(number: int, name: str, tokens: int) -> Used:
-    return Used(number, name, time.time(), "lab", "alice", "m", "/v1/completions", 9, 4, tokens, 12.0)
+def used(number: int, name: str, tokens: int, ledger: str = "") -> Used:
+    return Used(number, name, time.time(), "lab", "alice", "m", "/v1/completions", 9, 4, tokens, 12.0, ledger)
 
 
 def test_a_killed_gateways_requests_are_booked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(booking, "PASSES_S", (0.0, 0.1))
     monkeypatch.setattr(booking, "_LOOK_S", 0.02)
     since, asked = time.time() - 60.0, []
-    pages = [UsedPage(since, [used(5, "r1", 20)], True), UsedPage(since, [used(6, "r9", 2)])]
+    own, other = identity_of(Sqlite(tmp_path / "ledger.sqlite")), "0" * 32
+    foreign = [used(3, "f1", 90, other), used(4, "f2", 90)]
+    pages = [
+        UsedPage(since, [*foreign, used(5, "r1", 20, own)], True),
+        UsedPage(since, [used(6, "r9", 2, own), used(7, "f3", 90, other)]),
+    ]
 
     async def replica(request: Received, writer: asyncio.StreamWriter) -> None:
         assert request.headers["x-quire-gateway-key"] == KEY
@@ -210,7 +214,7 @@ def test_a_killed_gateways_requests_are_booked(tmp_path: Path, monkeypatch: pyte
         7,
     )  # r3; r2 began nowhere
     assert (found["ok"]["requests"], found[""]["unsettled"]) == (1, 1)
-    assert asked[:2] == [f"{USAGE_PATH}?after=0", f"{USAGE_PATH}?after=5"]
+    assert asked[:3] == [f"{USAGE_PATH}?after={number}&ledger={own}" for number in (0, 5, 7)]
     assert not list(tmp_path.glob("*.journal*"))
 
 
@@ -263,3 +267,18 @@ def test_a_replica_keeps_what_a_gateways_request_used() -> None:
     after = api.call("GET", f"{USAGE_PATH}?after={record.number}", headers=headers)
     assert json.loads(after.content)["data"] == []
     assert len(api.call("GET", f"{USAGE_PATH}?id=row-1", headers=headers).json()["data"]) == 1
+
+
+def test_a_record_names_its_ledger() -> None:
+    api = Api(gateway_key=KEY)
+    key, body = {"x-quire-gateway-key": KEY}, {"model": "tiny", "prompt": "hi"}
+    for number, ledger in enumerate(("", "a" * 32, "b" * 32)):
+        headers = key | dict([Account(f"row-{number}").header(), *ledger_header(ledger)])
+        assert api.post("/v1/completions", body, headers=headers).status_code == 200
+
+    def records(query: str) -> list[tuple[str, str]]:
+        content = api.call("GET", f"{USAGE_PATH}?{query}", headers=key).content
+        return [(each.request_id, each.ledger) for each in msgspec.json.decode(content, type=UsedPage).data]
+
+    assert records(f"after=0&ledger={'a' * 32}") == [("row-0", ""), ("row-1", "a" * 32)]
+    assert len(records("after=0")) == 3

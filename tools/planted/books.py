@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutant import Mutant
 
 BILLING = "tests/gateway/test_billing.py"
+DISK = "tests/gateway/test_full_disk.py"
+BOOKING = "tests/gateway/test_booking.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -54,5 +56,61 @@ MUTANTS: tuple[Mutant, ...] = (
         "            self.num_texts = self.num_text_bytes = 0\n",
         "",
         (f"{BILLING}::test_events_behind_the_last_usage_are_counted",),
+    ),
+    Mutant(
+        "slot-free-before-a-disk-has-the-row",
+        "a row that neither the database nor the spool took leaves memory and journal",
+        "src/quire/gateway/ledger.py",
+        "for _ in batch if is_stored else ():",
+        "for _ in batch:",
+        (f"{DISK}::test_a_row_keeps_its_slot_until_a_disk_has_it",),
+    ),
+    Mutant(
+        "served-unbooked",
+        "a full journal lets requests through that are in no book",
+        "src/quire/gateway/books.py",
+        "            if slot is None:\n                raise self._full()\n            exchange",
+        "            exchange",
+        (f"{DISK}::test_what_cannot_be_booked_is_not_served", f"{DISK}::test_begun_needs_a_slot"),
+    ),
+    Mutant(
+        "no-spare-slot",
+        "the last free slot goes to a new request, and rows that replace others have none",
+        "src/quire/gateway/journal.py",
+        "_SPARE = 1 ",
+        "_SPARE = 0 ",
+        (f"{DISK}::test_a_journal_is_allocated_and_grows_by_what_there_is",),
+    ),
+    Mutant(
+        "journal-not-allocated",
+        "the journal's file is made of holes, and a full disk kills the process that writes into them",
+        "src/quire/gateway/journal.py",
+        "            os.posix_fallocate(self._file, 0, size)\n",
+        "            os.ftruncate(self._file, size)\n",
+        (f"{DISK}::test_a_journal_is_allocated_and_grows_by_what_there_is",),
+    ),
+    Mutant(
+        "foreign-record-booked",
+        "a gateway books the requests of another ledger",
+        "src/quire/gateway/booking.py",
+        "if found is None and used.ledger != self._books.ledger_id:",
+        "if found is None and used.ledger is None:",
+        (f"{BOOKING}::test_a_killed_gateways_requests_are_booked",),
+    ),
+    Mutant(
+        "foreign-records-told",
+        "a replica tells a gateway of other ledgers' requests",
+        "src/quire/api/finished.py",
+        "if ledgers is None or used.ledger in ledgers",
+        "if ledgers is None or used.ledger is not None",
+        (f"{BOOKING}::test_a_record_names_its_ledger",),
+    ),
+    Mutant(
+        "recovered-twice",
+        "a request that a replica has a record of is booked once more as unsettled",
+        "src/quire/gateway/booking.py",
+        "found = self._running.pop(used.request_id, None)",
+        "found = self._running.get(used.request_id)",
+        (f"{BOOKING}::test_a_killed_gateways_requests_are_booked",),
     ),
 )

@@ -39,14 +39,14 @@ class FinishedUsage:
         records.pop(account.request_id, None)  # it came back after another replica had given it up
         names = (account.tenant, account.key, model, endpoint)
         records[account.request_id] = Used(
-            self._next, account.request_id, now, *names, *tokens, round(1e3 * seconds, 3)
+            self._next, account.request_id, now, *names, *tokens, round(1e3 * seconds, 3), account.ledger
         )
         self._next += 1
         while len(records) > MAX_KEPT or next(iter(records.values())).finished_at < now - KEPT_S:
             del records[next(iter(records))]
 
     async def show(self, request: Request) -> Response:
-        """The records behind the number ``after``, or the one of ``id``."""
+        """The records behind the number ``after``, or the one of ``id``. ``ledger``: without those of other ledgers."""
         check_gateway_key(request.scope, self._key)
         given = request.query_params
         if "id" in given:
@@ -54,5 +54,7 @@ class FinishedUsage:
             return json_response(UsedPage(self._since, [found] if found is not None else []))
         after = given.get("after", "0")
         first = int(after) if after.isdecimal() else 0
-        those = [used for used in self._records.values() if used.number > first][: PAGE + 1]
+        ledgers = (given["ledger"], "") if "ledger" in given else None
+        records = [used for used in self._records.values() if used.number > first]
+        those = [used for used in records if ledgers is None or used.ledger in ledgers][: PAGE + 1]
         return json_response(UsedPage(self._since, those[:PAGE], len(those) > PAGE))

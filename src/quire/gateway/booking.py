@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from quire.gateway.books import Books
 from quire.gateway.exchange import Exchange
 from quire.gateway.fleet import Backend, Fleet
-from quire.gateway.ledger_row import Row
+from quire.gateway.ledger_row import UNSETTLED, Row
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
 from quire.gateway.usage import Usage
@@ -47,18 +48,23 @@ class _Reading:
 class Booking:
     """Reads the records of the replicas in ``fleet``. ``key_of``: the key by which a replica knows this gateway."""
 
-    def __init__(self, fleet: Fleet, key_of: Callable[[Backend], str | None], tenants: Tenants) -> None:
+    def __init__(
+        self, fleet: Fleet, key_of: Callable[[Backend], str | None], tenants: Tenants, books: Books
+    ) -> None:
         self._fleet = fleet
         self._key_of = key_of
         self._tenants = tenants
-        self._running = tenants.found()  # when an earlier process was killed
+        self._books = books
+        # Requests that ran when an earlier process was killed: slot, row, model of the limits.
+        self._running = {each[1].request_id: each for each in books.found() if each[1].outcome == UNSETTLED}
         self._upstream: Upstream | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, upstream: Upstream) -> None:
         """Read the records of an earlier process from now on."""
         self._upstream = upstream
-        self._task = asyncio.create_task(self._run())
+        if self._books.is_kept:
+            self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         if self._task is not None:
@@ -87,7 +93,7 @@ class Booking:
         """Read each replica's records `PASSES_S` after it was first seen ready, each time from where it ended."""
         loop = asyncio.get_running_loop()
         begin_s, readings = loop.time(), dict[str, _Reading]()  # by URL
-        await self._tenants.book_found()
+        await self._book_found()
         while True:
             for backend in self._fleet:
                 if not backend.is_ready:
@@ -95,6 +101,8 @@ class Booking:
                 if not backend.fingerprints or self._key_of(backend) is None:
                     await self._conclude(backend.name, math.inf)
                     continue
+                if not self._books.ledger_id:
+                    continue  # its database is away
                 reading = readings.setdefault(backend.url, _Reading(loop.time()))
                 if reading.num_passes == len(PASSES_S):
                     continue
@@ -112,18 +120,29 @@ class Booking:
                 await self._conclude(None, math.inf)
             await asyncio.sleep(_LOOK_S)
 
+    async def _book_found(self) -> None:
+        """Book the rows that an earlier process has not written."""
+        for slot, row, limited in self._books.found():
+            if row.outcome != UNSETTLED:
+                self._books.book_row(row, slot)
+                await self._tenants.charge(row, limited, if_held=True)
+
     async def _read(self, backend: Backend, reading: _Reading) -> None:
-        """Book what a replica has behind its last record that was read."""
+        """Book what a replica has behind its last record that was read, of requests of this ledger alone."""
         count, has_more = 0, True
         while has_more:
-            page = await self._get(backend, f"after={reading.last}")
+            page = await self._get(backend, f"after={reading.last}&ledger={self._books.ledger_id}")
             for used in page.data:
-                self._tenants.book(used, backend)
-                if found := self._running.pop(used.request_id, None):
+                found = self._running.pop(used.request_id, None)
+                if found is None and used.ledger != self._books.ledger_id:
+                    reading.last = used.number
+                    continue
+                self._books.book(used, backend)
+                if found is not None:
                     slot, row, limited = found
                     tokens = used.prompt_tokens, used.cached_tokens, used.output_tokens
                     await self._charge(row, limited, tokens)
-                    self._tenants.forget(slot)
+                    self._books.forget(slot)
                 reading.last = used.number
             count, has_more, reading.since = count + len(page.data), page.has_more, page.since
         if count:
@@ -140,10 +159,10 @@ class Booking:
             del self._running[row.request_id]
             if row.finished_at > since:
                 await self._charge(row, limited, (0, 0, 0))
-                self._tenants.forget(slot)
+                self._books.forget(slot)
             else:
                 await self._tenants.charge(row, limited)
-                self._tenants.book_row(row, slot)
+                self._books.book_row(row, slot)
 
     async def _charge(self, row: Row, limited: str, tokens: tuple[int, int, int]) -> None:
         """Charge the budgets for a request with its prompt, cached and output tokens as the replica knows them."""

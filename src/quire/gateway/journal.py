@@ -11,6 +11,9 @@ The next gateway that starts with this file books what it finds: rows that were 
 were running by what their replica says (`quire.gateway.booking`). Where it says nothing, they are booked by the
 prompt's estimate and the text that came, as `UNSETTLED`.
 
+The file is allocated before it is mapped: a full disk refuses room, and does not kill the process that writes. One slot
+stays free for the row that replaces another, so that a request that has begun can always be noted as ended.
+
 A kill between two notes loses nothing: a number is written by one copy of four bytes, since `struct` zeroes them first;
 and a row that replaces another takes a slot of its own before the old one becomes free.
 """
@@ -35,6 +38,10 @@ MAX_SLOTS = 1 << 18
 _MAX_FILES = 64  # gateways that share a folder
 _HEAD = Struct("<II")
 _NUMBER_BYTES = 4
+_ROW_BYTES = SLOT_BYTES - _HEAD.size
+_NAME_BYTES = 40  # of a model, backend or endpoint in a row that would be too large
+_OWNER_BYTES = 80  # of a tenant or key, likewise
+_SPARE = 1  # free slots that a new request leaves
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -46,8 +53,12 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._file = _first_unlocked(path)
         size = max(os.fstat(self._file).st_size, FIRST_SLOTS * SLOT_BYTES) // SLOT_BYTES * SLOT_BYTES
-        os.ftruncate(self._file, size)
-        self._map = mmap.mmap(self._file, size)
+        try:
+            os.posix_fallocate(self._file, 0, size)
+            self._map = mmap.mmap(self._file, size)
+        except OSError:
+            os.close(self._file)
+            raise
         self._free: deque[int] = deque()
         found: dict[str, tuple[int, Row, str]] = {}
         for slot in range(size // SLOT_BYTES):
@@ -62,13 +73,21 @@ class Journal:
                 found[row.request_id] = (slot, *read)
         self.found = list(found.values())
 
-    def put(self, slot: int | None, row: Row, limited: str = "") -> int | None:
-        """Write a row into a free slot, in place of ``slot``, and return its slot: ``slot`` where the row is too large.
+    def has_room(self) -> bool:
+        """Whether one more request can be noted."""
+        return len(self._free) > _SPARE or self._grow()
 
-        ``limited``: the model whose limits hold for the request.
+    def put(self, slot: int | None, row: Row, limited: str = "") -> int | None:
+        """Write a row into a free slot, in place of ``slot``, and return its slot; None for a new row without room.
+
+        ``limited``: the model whose limits hold for the request. Long names are cut where the row would be too large.
         """
         data = _encode((*astuple(row), limited))
-        if len(data) > SLOT_BYTES - _HEAD.size or not (self._free or self._grow()):
+        if len(data) > _ROW_BYTES:
+            data = _encode((*astuple(_cut_names(row)), _cut(limited, _NAME_BYTES)))
+        if slot is None and not self.has_room():
+            return None
+        if not self._free:
             return slot
         taken = self._free.popleft()
         start = taken * SLOT_BYTES
@@ -98,17 +117,25 @@ class Journal:
         self._map[start : start + _NUMBER_BYTES] = number.to_bytes(_NUMBER_BYTES, "little")
 
     def _grow(self) -> bool:
+        """Double the file, or make it larger by `FIRST_SLOTS` where the disk has no room for that."""
         first = len(self._map) // SLOT_BYTES
-        if first >= MAX_SLOTS:
-            return False
-        self._map.resize(2 * first * SLOT_BYTES)
-        self._free.extend(range(first, 2 * first))
-        return True
+        for more in (first, FIRST_SLOTS):
+            if first + more > MAX_SLOTS:
+                continue
+            try:
+                os.posix_fallocate(self._file, 0, (first + more) * SLOT_BYTES)
+                self._map.resize((first + more) * SLOT_BYTES)
+            except OSError:
+                os.ftruncate(self._file, first * SLOT_BYTES)  # a part of it may have been allocated
+                continue
+            self._free.extend(range(first, first + more))
+            return True
+        return False
 
     def _read(self, slot: int) -> tuple[Row, str] | None:
         start = slot * SLOT_BYTES
         length, num_tokens = _HEAD.unpack_from(self._map, start)
-        if not 0 < length <= SLOT_BYTES - _HEAD.size:
+        if not 0 < length <= _ROW_BYTES:
             return None
         try:
             values = msgspec.msgpack.decode(self._map[start + _HEAD.size : start + _HEAD.size + length])
@@ -116,6 +143,21 @@ class Journal:
         except (msgspec.DecodeError, TypeError, IndexError):
             return None
         return replace(row, output_tokens=num_tokens) if row.outcome == UNSETTLED else row, limited
+
+
+def _cut_names(row: Row) -> Row:
+    return replace(
+        row,
+        model=_cut(row.model, _NAME_BYTES),
+        backend=_cut(row.backend, _NAME_BYTES),
+        endpoint=_cut(row.endpoint, _NAME_BYTES),
+        tenant=_cut(row.tenant, _OWNER_BYTES),
+        key=_cut(row.key, _OWNER_BYTES),
+    )
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    return text.encode("utf-8", "replace")[:max_bytes].decode("utf-8", "ignore")
 
 
 def _first_unlocked(path: Path) -> tuple[Path, int]:

@@ -2,7 +2,8 @@
 
 A row's key is the request's id, so a row that is written twice counts once. Rows wait at most `FLUSH_S` in memory.
 While the database does not take them they go to a spool beside it, an SQLite file of the same table, and from there to
-the database once it is back, also after a restart.
+the database once it is back, also after a restart. While neither takes them, as on a full disk, they stay in memory and
+in their slots of the journal, which the gateway serves no request without.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from quire.gateway.ledger_database import COLUMNS, Database, Sqlite
+from quire.errors import ConfigError
+from quire.gateway.ledger_database import COLUMNS, Database, Sqlite, identity_of
 from quire.gateway.ledger_row import Row
 from quire.metrics.log import Log
 
@@ -29,15 +31,25 @@ class Ledger:
     def __init__(
         self, database: Database, spool: Path, on_stored: Callable[[int], None] = lambda slot: None
     ) -> None:
-        """``on_stored`` is called, in the ledger's thread, with the slot of each row that is in a database."""
+        """``on_stored`` is called, in the ledger's thread, with the slot of each row that is in a database.
+
+        Raises:
+            ConfigError: the spool of an earlier process, or the database's file, cannot be used.
+        """
         self._on_stored = on_stored
         self._database = database
         self._spool_path = spool
-        self._spool: Sqlite | None = Sqlite(spool) if spool.exists() else None
+        try:
+            self._spool: Sqlite | None = Sqlite(spool) if spool.exists() else None
+            self.id = identity_of(database) if isinstance(database, Sqlite) else ""
+        except sqlite3.Error as error:
+            database.close()
+            raise ConfigError(f"The ledger cannot be used: {error}.", param="ledger") from None
         self._rows: deque[tuple[Row, int | None]] = deque()
         self._wake = threading.Event()
         self._closing = False
         self._is_down = False
+        self._is_full = False
         self._thread = threading.Thread(target=self._write, name="quire-ledger", daemon=True)
         self._thread.start()
 
@@ -73,19 +85,31 @@ class Ledger:
             closing = self._closing
             wait_s = max(0.0, wait_s - FLUSH_S)
             batch = [self._rows[i][0] for i in range(min(len(self._rows), 10 * BATCH_ROWS))]
-            if batch or (self._spool is not None and wait_s == 0.0):
-                if not self._store(batch, try_database=wait_s == 0.0):
+            try_database, is_stored = wait_s == 0.0 or closing, True
+            if batch or (self._spool is not None and try_database) or not self.id:
+                in_database, is_stored = self._store(batch, try_database=try_database)
+                if not in_database:
                     wait_s = wait_s or RETRY_S
-                for _ in batch:
+                for _ in batch if is_stored else ():
                     if (slot := self._rows.popleft()[1]) is not None:
                         self._on_stored(slot)
-            if closing and not self._rows:
+            if closing and not is_stored:
+                log.error(
+                    "ledger_rows_wait",
+                    rows=len(self._rows),
+                    hint="they are in the journal for the next start",
+                )
+            if closing and not (self._rows and is_stored):
                 return
 
-    def _store(self, batch: Sequence[Row], *, try_database: bool) -> bool:
-        """Write to the database, after what the spool holds; to the spool if that fails. Returns which."""
+    def _store(self, batch: Sequence[Row], *, try_database: bool) -> tuple[bool, bool]:
+        """Write to the database, after what the spool holds; to the spool if that fails.
+
+        Returns whether the database took the rows, and whether either did.
+        """
         if try_database:
             try:
+                self.id = self.id or identity_of(self._database)
                 self._empty_spool()
                 if batch:
                     self._database.insert(batch)
@@ -96,16 +120,22 @@ class Ledger:
             else:
                 if self._is_down:
                     log.info("ledger_back")
-                self._is_down = False
-                return True
+                self._is_down = self._is_full = False
+                return True, True
         if batch:
             try:
                 if self._spool is None:
                     self._spool = Sqlite(self._spool_path)
                 self._spool.insert(batch)
             except (OSError, sqlite3.Error) as error:
-                log.error("ledger_rows_lost", rows=len(batch), error=str(error))
-        return False
+                if not self._is_full:
+                    log.error(
+                        "ledger_full", rows=len(batch), error=str(error), hint="rows wait in the journal"
+                    )
+                self._is_full = True
+                return False, False
+            self._is_full = False
+        return False, True
 
     def _empty_spool(self) -> None:
         while self._spool is not None:

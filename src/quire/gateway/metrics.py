@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from quire.gateway.auto_model import AutoModel
+from quire.gateway.books import Books
 from quire.gateway.exchange import Exchange
 from quire.gateway.filters import Filters
 from quire.gateway.fleet import Fleet
@@ -44,6 +45,7 @@ class GatewayMetrics:
         self.auto: AutoModel | None = None
         self.regions: Regions | None = None
         self.hedging: Hedging | None = None
+        self.books: Books | None = None
         self.tenants: Counter[tuple[str, str]] = Counter()  # (tenant, outcome)
         self.tenant_tokens: Counter[tuple[str, str]] = Counter()  # (tenant, prompt | cached | output)
         self._tenants: set[str] = set()
@@ -103,6 +105,14 @@ class GatewayMetrics:
         for name, kind, text in _ENVOY_FAILURES:
             counts = {(backend,): n for (backend, found), n in self.failures.items() if found == kind}
             yield _counter(name, text, ("backend",), counts)
+        if (books := self.books) is not None and books.is_kept:
+            waiting = GaugeMetricFamily(
+                "quire:gateway_ledger_rows_waiting", "Rows that no disk has taken yet."
+            )
+            waiting.add_metric([], books.num_waiting)
+            yield waiting
+            yield _counter("quire:gateway_ledger_refused", "Requests refused since no more could be booked.",
+                           (), {(): books.num_refused})  # fmt: skip
         if self.auto is not None:
             yield _counter("quire:gateway_auto_models", "Requests for auto by the model chosen.",
                            ("model",), self.auto.counts)  # fmt: skip

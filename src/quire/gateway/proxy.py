@@ -99,7 +99,6 @@ class Proxy:
         while (placed := await self._retrying.place(exchange)) is not None:
             exchange.num_attempts += 1
             exchange.backend, exchange.target = placed.backend, placed.target
-            self._state.tenants.begun(exchange, self._state.now())
             try:
                 await self._attempt(exchange, placed)
                 return
@@ -120,6 +119,7 @@ class Proxy:
         limit_s = timeouts.first_token_s if asked.streams else timeouts.total_s
         is_good: bool | None = None
         try:
+            state.books.begun(exchange, state.now())
             with failures():
                 async with asyncio.timeout(limit_s) as deadline:
                     with self._retrying.watching(exchange, placed):
@@ -206,7 +206,7 @@ class Proxy:
                         self._state.metrics.migrations[(placed.backend.name,)] += 1
                 if exchange.first_s is None:
                     exchange.first_s = now()
-                self._state.tenants.relayed(exchange)
+                self._state.books.relayed(exchange)
                 if hides_usage:
                     whole = without_usage(whole)
                 if exchange.filtering is not None:

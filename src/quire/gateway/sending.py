@@ -10,6 +10,7 @@ from quire.gateway.hedging import Opened
 from quire.gateway.placing import Placed
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed
+from quire.http.account import ledger_header
 
 
 async def open_answer(state: GatewayState, exchange: Exchange, placed: Placed, *, adds_usage: bool) -> Opened:
@@ -59,7 +60,7 @@ async def open_answer(state: GatewayState, exchange: Exchange, placed: Placed, *
         exchange.route_headers = headers
     else:
         exchange.backend, exchange.target = opened.placed.backend, opened.placed.target
-        state.tenants.begun(exchange, state.now())
+        state.books.begun(exchange, state.now())
     return opened
 
 
@@ -85,7 +86,7 @@ async def _send_to(
     if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
         headers += continuation.headers(key, resumes=exchange.has_begun)
         headers += state.placing.asks_for_blocks()
-        headers += [] if is_second else [exchange.account.header()]
+        headers += [] if is_second else [exchange.account.header(), *ledger_header(state.books.ledger_id)]
     if continuation is not None and exchange.has_begun:
         body = continuation.body(body, state.now() - exchange.arrival_s)
     query = exchange.scope["query_string"].decode("latin-1")

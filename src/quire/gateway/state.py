@@ -12,6 +12,7 @@ from random import Random
 from quire.gateway.access_log import AccessLog
 from quire.gateway.auto_model import AutoModel
 from quire.gateway.booking import Booking
+from quire.gateway.books import Books
 from quire.gateway.catalog import Catalog, Target
 from quire.gateway.config import GatewayConfig
 from quire.gateway.discovery import Discovery
@@ -67,6 +68,7 @@ class GatewayState:
     unix_time: Callable[[], float] = time.time
     _upstream: Upstream | None = None
     _ageing: asyncio.Task[None] | None = None
+    _books: Books | None = None
     _tenants: Tenants | None = None
     _booking: Booking | None = None
     _reports: Reports | None = None
@@ -81,6 +83,11 @@ class GatewayState:
         return self._upstream
 
     @property
+    def books(self) -> Books:
+        assert self._books is not None, "the gateway has not been started"
+        return self._books
+
+    @property
     def tenants(self) -> Tenants:
         assert self._tenants is not None, "the gateway has not been started"
         return self._tenants
@@ -91,9 +98,11 @@ class GatewayState:
         Raises:
             ConfigError: the books cannot be opened; nothing has been started then.
         """
-        self._tenants = Tenants(self.config)
+        self._books = Books(self.config)
+        self.metrics.books = self._books
+        self._tenants = Tenants(self.config, self._books)
         self._upstream = Upstream(self.config.timeouts.connect_s)
-        self._booking = Booking(self.fleet, self.key_of, self._tenants)
+        self._booking = Booking(self.fleet, self.key_of, self._tenants, self._books)
         self._booking.start(self._upstream)
         self._reports = Reports(self.fleet, self.key_of, self._upstream)
         self.poller.start(self._upstream)
@@ -112,6 +121,7 @@ class GatewayState:
         assert self._reports is not None
         await self._reports.close()
         await self.tenants.close()
+        await asyncio.to_thread(self.books.close)
         await self.access_log.close()
         await self.upstream.close()
 

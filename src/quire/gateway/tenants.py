@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import replace
-from pathlib import Path
 
 from quire.clock import WallClock
 from quire.errors import NotFoundError
+from quire.gateway.books import Books
 from quire.gateway.config import GatewayConfig
 from quire.gateway.exchange import Exchange
-from quire.gateway.fleet import Backend
-from quire.gateway.journal import Journal
-from quire.gateway.ledger import Ledger
-from quire.gateway.ledger_database import open_database
-from quire.gateway.ledger_row import UNSETTLED, Row
+from quire.gateway.ledger_row import Row
 from quire.gateway.limits import LEASE_S, Decision, Limits, LimitTable, MemoryStore, limit_headers
 from quire.gateway.quotas import Unit, Usage
 from quire.gateway.redis_store import RedisStore
-from quire.gateway.rows import output_so_far, price_of, row_of, row_of_record, used_of
-from quire.http.account import Used
+from quire.gateway.rows import price_of, used_of
 from quire.http.edge import key_of
 from quire.http.refusals import HttpError, Refusal
 
-SPOOL_SUFFIX = ".spool"
-JOURNAL_SUFFIX = ".journal"
 # Paths that generate no tokens: only the prompt is reserved.
 _NO_OUTPUT = (
     "/embeddings",
@@ -42,20 +34,15 @@ _NO_OUTPUT = (
 
 
 class Tenants:
-    """Identity, limits and ledger of one gateway. Made in the loop that serves."""
+    """Identity and limits of one gateway, and what its requests used. Made in the loop that serves."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, books: Books) -> None:
         self._config = config
+        self._books = books
         table = LimitTable(config.limits, config.key_limits, config.tenant_limits, config.model_limits)
         url = config.server.redis
         self._redis = RedisStore(url, WallClock()) if url is not None else None
         self.limits = Limits(table, self._redis or MemoryStore(WallClock()))
-        self._ledger: Ledger | None = None
-        self._journal: Journal | None = None
-        if (ledger := config.server.ledger) is not None:
-            spool = Path(config.server.ledger_spool or _beside(ledger))
-            self._journal = Journal(spool.with_suffix(JOURNAL_SUFFIX))
-            self._ledger = Ledger(open_database(ledger), spool, self._journal.free)
         self._renewing = asyncio.create_task(self._renew())
 
     @property
@@ -65,14 +52,14 @@ class Tenants:
         has_limits = any(
             (config.key_limits, config.tenant_limits, config.model_limits)
         ) or config.limits.quotas("")
-        return self._ledger is not None or bool(has_limits)
+        return self._books.is_kept or bool(has_limits)
 
     async def reserve(self, exchange: Exchange, model: str, prompt_tokens: int) -> None:
         """Check that the key may use ``model`` and reserve what the request may use at most.
 
         Raises:
             NotFoundError: the key may not use the model.
-            HttpError: 429, a limit is used up.
+            HttpError: 429, a limit is used up; 503, it cannot be booked.
         """
         asked, key = exchange.asked, key_of(exchange.scope)
         assert asked is not None
@@ -90,6 +77,7 @@ class Tenants:
         exchange.reserved = Usage(
             prompt_tokens, output, price_of(self._config.prices, model).nano(prompt_tokens, 0, output)
         )
+        self._books.check()
         reservation, decision = await self.limits.reserve(
             exchange.ledger_id, exchange.key, exchange.tenant, model, exchange.reserved
         )
@@ -104,40 +92,10 @@ class Tenants:
         The row is first: a request that the journal still has as running has not been settled, so the next process can.
         """
         used = used_of(exchange, self._config.prices)
-        if self._ledger is not None and exchange.asked is not None:
-            row = row_of(exchange, now, exchange.outcome, used or Usage())
-            self._ledger.record(row, self._put(exchange, row))
+        if exchange.asked is not None:
+            self._books.ended(exchange, now, used)
         if exchange.reservation is not None:
             await self.limits.settle(exchange.reservation, used)
-
-    def begun(self, exchange: Exchange, now: float) -> None:
-        """A backend gets the request: from now on it is booked even if this process is killed."""
-        if self._journal is not None:
-            used = Usage(exchange.reserved.input_tokens)
-            exchange.journal_slot = self._put(exchange, row_of(exchange, now, UNSETTLED, used))
-
-    def _put(self, exchange: Exchange, row: Row) -> int | None:
-        limited = exchange.targets[0].model if exchange.targets else ""
-        return self._journal.put(exchange.journal_slot, row, limited) if self._journal is not None else None
-
-    def relayed(self, exchange: Exchange) -> None:
-        """More of the answer has come."""
-        if exchange.journal_slot is not None and self._journal is not None:
-            self._journal.count(exchange.journal_slot, output_so_far(exchange))
-
-    def found(self) -> dict[str, tuple[int, Row, str]]:
-        """Return the requests that ran when an earlier process was killed: slot, row, and model of the limits."""
-        found = self._journal.found if self._journal is not None else ()
-        return {
-            row.request_id: (slot, row, limited) for slot, row, limited in found if row.outcome == UNSETTLED
-        }
-
-    async def book_found(self) -> None:
-        """Book the rows that an earlier process has not written."""
-        for slot, row, limited in self._journal.found if self._journal is not None else ():
-            if row.outcome != UNSETTLED:
-                self.book_row(row, slot)
-                await self.charge(row, limited, if_held=True)
 
     async def charge(self, row: Row, limited: str, *, if_held: bool = False) -> None:
         """Charge the budgets for a request of an earlier process (see `Limits.recover`)."""
@@ -149,43 +107,16 @@ class Tenants:
             row.request_id, owner, row.finished_at - row.e2el_ms / 1e3, used, if_held=if_held
         )
 
-    def forget(self, slot: int | None) -> None:
-        """A request of an earlier process needs no row of its own."""
-        if slot is not None and self._journal is not None:
-            self._journal.free(slot)
-
-    def book_row(self, row: Row, slot: int | None = None) -> None:
-        """Write a row at its model's price."""
-        if self._ledger is not None:
-            price = price_of(self._config.prices, row.model).nano(
-                row.prompt_tokens, row.cached_tokens, row.output_tokens
-            )
-            self._ledger.record(replace(row, price_nano=price), slot)
-
-    def book(self, used: Used, backend: Backend) -> None:
-        """Book what a replica knows of a request; a row of its own gateway wins."""
-        self.book_row(row_of_record(used, backend))
-
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(LEASE_S / 3)
             await self.limits.renew()
 
     async def close(self) -> None:
-        """Write what waits. The requests have ended."""
+        """End the leases. The requests have ended."""
         self._renewing.cancel()
         if self._redis is not None:
             await self._redis.close()
-        if self._ledger is not None:
-            await asyncio.to_thread(self._ledger.close)
-        if self._journal is not None:
-            self._journal.close()
-
-
-def _beside(ledger: str) -> str:
-    """Return the spool's path for a ledger: beside an SQLite file, in the working folder for a server."""
-    is_file = "://" not in ledger or ledger.startswith("sqlite:")
-    return (ledger.removeprefix("sqlite://") if is_file else "quire-ledger") + SPOOL_SUFFIX
 
 
 def _refusal(decision: Decision, most: Usage) -> Refusal:

@@ -2,6 +2,7 @@
 
 x-quire-gateway-key   the key of --gateway-key; without it a replica ignores the gateway's other headers
 x-quire-account       "<id> <weight> <tenant or -> <key's name or ->"; the id is that of the ledger's row
+x-quire-ledger        the id of the ledger that the request is booked in: gateways of another one do not book it
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from quire.http.body import header
 from quire.http.refusals import HttpError, Refusal
 
 USAGE_PATH = "/gateway/usage"  # of a replica: the `Used` of the requests that have ended
+MAX_LEDGER_CHARS = 64
 _SCOPE_KEY = "quire.account"
 _NONE = "-"  # no name of a tenant or key begins with it
 
@@ -28,6 +30,7 @@ class Account:
     tenant: str = ""
     key: str = ""  # its name
     weight: float = 1.0  # share of the engine under the order "fair"
+    ledger: str = ""  # id of the ledger that has its row; empty where none is known
 
     def header(self) -> tuple[str, str]:
         names = f"{self.tenant or _NONE} {self.key or _NONE}"
@@ -48,6 +51,9 @@ class Used(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int
     output_tokens: int
     e2el_ms: float
+    ledger: str = ""  # of the account
+    engine_s: float = 0.0
+    kv_block_s: float = 0.0
 
 
 class UsedPage(msgspec.Struct, frozen=True):
@@ -56,6 +62,11 @@ class UsedPage(msgspec.Struct, frozen=True):
     since: float  # Unix time in seconds: the replica's start
     data: list[Used]
     has_more: bool = False
+
+
+def ledger_header(ledger_id: str) -> list[tuple[str, str]]:
+    """Return what names the ledger of a request; nothing where its id is not known."""
+    return [("x-quire-ledger", ledger_id)] if ledger_id else []
 
 
 def has_gateway_key(scope: Scope, key: str | None) -> bool:
@@ -78,7 +89,9 @@ def enter_account(scope: Scope, key: str | None) -> Account | None:
         return None
     try:
         request_id, weight, tenant, name = given.decode("ascii").split(" ")
-        found = Account(request_id, tenant.removeprefix(_NONE), name.removeprefix(_NONE), float(weight))
+        names = tenant.removeprefix(_NONE), name.removeprefix(_NONE)
+        ledger = header(scope, b"x-quire-ledger") or b""
+        found = Account(request_id, *names, float(weight), ledger.decode("ascii")[:MAX_LEDGER_CHARS])
     except ValueError:
         return None
     if not 0.001 <= found.weight <= 1000.0:
