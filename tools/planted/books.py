@@ -87,7 +87,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "src/quire/gateway/journal.py",
         "            os.posix_fallocate(self._file, 0, size)\n",
         "            os.ftruncate(self._file, size)\n",
-        (f"{DISK}::test_a_journal_is_allocated_and_grows_by_what_there_is",),
+        (f"{DISK}::test_a_first_start_on_a_full_disk_is_one_line",),
     ),
     Mutant(
         "foreign-record-booked",
