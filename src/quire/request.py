@@ -78,6 +78,7 @@ class Sampling:
     presence_penalty: float = 0.0  # [-2, 2]
     frequency_penalty: float = 0.0  # [-2, 2]
     repetition_penalty: float = 1.0  # [1e-6, 1e6]
+    repeat_last_n: int | None = None  # tokens that penalties read; None: all of the context
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> [-100, 100]
     seed: int | None = None
     max_tokens: int | None = 16  # None: to the end of the context; 0, with prompt_logprobs: the prompt alone
@@ -136,6 +137,11 @@ class SamplingParams(Sampling):
                 object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.top_p == 0 and not self.use_beam_search:  # the smallest nucleus: the most likely token
+            object.__setattr__(self, "top_k", 1)
+            object.__setattr__(self, "top_p", 1.0)
+        if self.repeat_last_n == -1:
+            object.__setattr__(self, "repeat_last_n", None)
         object.__setattr__(self, "bad_words_token_ids", tuple(tuple(ids) for ids in self.bad_words_token_ids))
         _check(self)
         if self.best_of == self.n:  # nothing to choose
@@ -154,7 +160,7 @@ class SamplingParams(Sampling):
 RANGES: dict[str, tuple[float, float, str]] = {
     "n": (1, MAX_N, f"an integer in 1…{MAX_N}"),
     "temperature": (0.0, 100.0, "a number in 0…100 (0 is greedy)"),
-    "top_p": (math.ulp(0.0), 1.0, "a number in (0, 1]"),
+    "top_p": (math.ulp(0.0), 1.0, "a number in 0…1 (0 is the most likely token)"),
     "top_k": (0, 2**31, "a positive integer, or 0 or -1 to turn it off"),
     "min_p": (0.0, 1.0, "a number in 0…1"),
     "typical_p": (math.ulp(0.0), 1.0, "a number in (0, 1]"),
@@ -162,13 +168,14 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "presence_penalty": (-2.0, 2.0, "a number in -2…2"),
     "frequency_penalty": (-2.0, 2.0, "a number in -2…2"),
     "repetition_penalty": (1e-6, 1e6, "a number in 0.000001…1000000"),  # smaller ones overflow a logit
+    "repeat_last_n": (0, 2**31, "an integer ≥ 0, or null or -1 for the whole context"),
     "min_tokens": (0, 2**31, "an integer ≥ 0"),
     "max_tokens": (1, 2**31, f"an integer in 1…{2**31}, or null"),
     "seed": (-(2**63), SEED_MAX, f"an integer in {-(2**63)}…{SEED_MAX}, or null"),
     "logprobs": (0, MAX_LOGPROBS, f"an integer in 0…{MAX_LOGPROBS}, or null"),
     "prompt_logprobs": (0, MAX_LOGPROBS, f"an integer in 0…{MAX_LOGPROBS}, or null"),
 }
-_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "repeat_last_n"}
 _INTEGERS = {"n", "top_k", "min_tokens", *_OPTIONAL}
 
 

@@ -220,7 +220,9 @@ def test_chat_logprobs() -> None:
 def test_completion_logprobs() -> None:
     logprobs = Api(FakeFrontend(lambda *_: say("aéb"))).complete(logprobs=2).json()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "b", "<|end|>"]
-    assert logprobs["text_offset"] == [0, 1, 1, 2, 3]
+    begin = logprobs["text_offset"][0]  # behind the prompt
+    assert begin > 0
+    assert [offset - begin for offset in logprobs["text_offset"]] == [0, 1, 1, 2, 3]
     assert logprobs["token_logprobs"] == [-0.25] * 5
     assert logprobs["top_logprobs"][0] == {"a": -0.25, "b": -1.25}
 

@@ -135,17 +135,6 @@ def test_options_reach_the_engine() -> None:
         assert server.frontend.submitted[-1].sampling.seed is None
 
 
-def test_a_window_of_penalties_passes_without_a_penalty() -> None:
-    server = api()
-    assert chat(server, options={"repeat_last_n": 64, "repeat_penalty": 1.0}).status_code == 200
-    assert chat(server, options={"repeat_last_n": -1, "repeat_penalty": 1.1}).status_code == 200
-    assert "options.repeat_last_n" in error_of(
-        chat(server, options={"repeat_last_n": 64, "repeat_penalty": 1.1})
-    )
-    assert server.chat(repeat_last_n=64).status_code == 200
-    assert "repeat_last_n" in server.chat(repeat_last_n=64, presence_penalty=1).json()["error"]["message"]
-
-
 @pytest.mark.parametrize(("given", "kind"), [("json", "json_object"), ({"type": "object"}, "json")])
 def test_a_format_holds_the_answer(given: Any, kind: str) -> None:
     server = api()

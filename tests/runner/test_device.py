@@ -181,13 +181,14 @@ def test_rows_that_need_the_host_are_drawn_alike() -> None:
     """Penalties, top_k, logprobs and forbidden ids beside plain rows, with two steps in flight."""
     kinds = [
         replace(RANDOM, presence_penalty=1.5, repetition_penalty=1.2),
+        replace(RANDOM, presence_penalty=1.5, repetition_penalty=1.2, repeat_last_n=3),
         replace(RANDOM, top_k=5, top_p=0.8),
         replace(GREEDY, max_tokens=4, logprobs=2),
         RANDOM,
     ]
     asked = [
         replace(request, sampling=replace(kind, seed=i))
-        for i, (request, kind) in enumerate(zip(requests(4, RANDOM, length=8), kinds, strict=True))
+        for i, (request, kind) in enumerate(zip(requests(5, RANDOM, length=8), kinds, strict=True))
     ]
     expected = generate(engine_config(SPECS["llama"]), asked, together=1, executor=LocalExecutor)
     assert generate(device_config("llama", "triton"), asked, together=4) == expected

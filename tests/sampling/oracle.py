@@ -28,6 +28,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         "presence_penalty": rng.uniform(-2, 2),
         "frequency_penalty": rng.uniform(-2, 2),
         "repetition_penalty": rng.choice([0.7, 1.3]),
+        "repeat_last_n": rng.choice([0, 1, 4, 11, 64]),
         "logit_bias": {rng.randrange(VOCAB): rng.uniform(-20, 20) for _ in range(5)},
         "allowed_token_ids": rng.sample(range(VOCAB), 60),
         "bad_words_token_ids": [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 2))] for _ in range(40)],
@@ -45,7 +46,12 @@ def edited(
 ) -> np.ndarray:
     """Bias, penalties and masks of one row, id by id."""
     x = logits.astype(np.float32).copy()
-    counts = Counter(output)
+    if params.repeat_last_n is not None:
+        begin = max(0, len(prompt) + len(output) - params.repeat_last_n)
+        prompt, recent = prompt[begin:], output[max(0, begin - len(prompt)) :]
+    else:
+        recent = output
+    counts = Counter(recent)
     for token_id in range(x.size):
         value = np.float32(x[token_id] + np.float32(params.logit_bias.get(token_id, 0.0)))
         if token_id in counts or token_id in prompt:

@@ -231,6 +231,10 @@ def tool_use(
         if name in names:
             raise RequestError(f"{where} = {clip(name)} is used twice.", param=f"tools[{i}]")
         names.append(name)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed_tools(choice, names)
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        names = [name for name in names if name in allowed]
     chosen = _choice(choice, names)
     # A named tool is called exactly once, as at OpenAI; small models would call it until their tokens end.
     return ToolUse(tuple(tools), chosen, parallel is not False and not chosen.startswith("="))
@@ -256,6 +260,31 @@ def _tool(tool: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
     if parameters is not None and not isinstance(parameters, dict):
         raise not_allowed(prefix + "parameters", parameters, "a JSON schema (an object)", "invalid_type")
     return {**tool, "type": "function"}
+
+
+def _allowed_tools(choice: dict[str, Any], names: list[str]) -> tuple[Any, dict[str, None]]:
+    """Return the mode and the names of ``allowed_tools``: of chats in an object of that name, of responses beside it.
+
+    The model is not shown the other tools.
+    """
+    where, form = "tool_choice", choice
+    if "allowed_tools" in choice:
+        where, form = "tool_choice.allowed_tools", choice["allowed_tools"]
+    listed = form.get("tools") if isinstance(form, dict) else None
+    mode = form.get("mode", "auto") if isinstance(form, dict) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise not_allowed(where, form, "an object with mode ('auto' or 'required') and tools (at least one)")
+    found: dict[str, None] = {}
+    for i, tool in enumerate(listed):
+        named = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = named.get("name") if isinstance(named, dict) else None
+        space = tool.get("namespace") if isinstance(tool, dict) else None
+        name = f"{space}.{name}" if isinstance(space, str) else name
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise not_allowed(f"{where}.tools[{i}]", tool, f"one of the request's tools: {known}")
+        found[str(name)] = None
+    return mode, found
 
 
 def _choice(choice: Any, names: list[str]) -> str:

@@ -21,6 +21,7 @@ from quire.http.wire import (
     Text,
     Texts,
     TypedObject,
+    User,
     Wire,
     parse,
     whole,
@@ -66,7 +67,7 @@ class MessagesRequest(AnthropicFields, SampledFields):
 class Metadata(Wire):
     """``metadata``. ``user_id`` names the tenant, as `user` does elsewhere."""
 
-    user_id: Text = ""
+    user_id: User = ""
 
 
 class Turn(Past):

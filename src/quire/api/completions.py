@@ -47,6 +47,10 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
         logprobs=request.logprobs,
         form=structured_outputs(request, ignored),
     )
+    offsets: list[int] = []
+    if request.logprobs is not None and not request.echo:  # as at OpenAI, from the beginning of the prompt
+        tokenizer = state.frontend.tokenizer
+        offsets = [len(p) if isinstance(p, str) else len(tokenizer.decode(p)) for p in prompts]
     if request.suffix:
         if request.echo:
             raise RequestError("echo is not supported with suffix.", param="echo")
@@ -57,6 +61,8 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
         with_ids=request.return_token_ids,
         num_prompt_logprobs=request.prompt_logprobs,
         echo=request.echo,
+        offsets=offsets,
+        n=sampling.n,
     )
     return Job(
         prompts,
@@ -175,6 +181,8 @@ class CompletionChoices(Choices):
     with_ids: bool
     num_prompt_logprobs: int | None = None
     echo: bool = False
+    offsets: Sequence[int] = ()  # characters of each prompt, where it is not echoed
+    n: int = 1
     _renderers: dict[int, CompletionLogprobs] = field(default_factory=dict)
 
     def opening(self, index: int, echo: str) -> bytes | None:
@@ -214,7 +222,8 @@ class CompletionChoices(Choices):
             return None
         renderer = self._renderers.get(index)
         if renderer is None:
-            renderer = self._renderers[index] = CompletionLogprobs(self.names)
+            offset = self.offsets[index // self.n] if self.offsets else 0
+            renderer = self._renderers[index] = CompletionLogprobs(self.names, offset)
         echoed = None
         if self.echo and chunk.prompt_logprobs is not None:
             assert chunk.prompt_token_ids is not None

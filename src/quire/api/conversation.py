@@ -183,6 +183,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     """Return a call's arguments as an object; text that is not one (cut, malformed) stands in it as it is."""
     try:
         value = msgspec.json.decode(text.encode() or b"{}")
+        value = {} if value is None else value
     except _MALFORMED:
         value = None
     return value if isinstance(value, dict) else {"malformed_arguments": text}

@@ -308,11 +308,8 @@ def _but(*neutral: Any) -> Schema:
     return {"not": {"enum": [None, *neutral]}}
 
 
-_PENALTIES = {"repetition_penalty": 1, "repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-_WINDOW = [_beside("repeat_last_n", _but(-1), name, _but(neutral)) for name, neutral in _PENALTIES.items()]
 _FORCED: Schema = {"enum": ["required"]}
 REFUSED: dict[type[Wire], list[Schema]] = {
-    wire.SampledFields: _WINDOW,
     wire.GenerationFields: [
         _without("stream_options", {"type": "object"}, "stream", TRUE),
         _beside("best_of", _LONG, "stream", TRUE),
@@ -344,7 +341,6 @@ REFUSED: dict[type[Wire], list[Schema]] = {
         _without("top_logprobs", _SOME, "include", {"contains": {"const": responses.INCLUDED[0]}}),
         _without("tool_choice", _FORCED, "tools", _FULL),
     ],
-    llama.Options: _WINDOW,
     llama.OllamaFields: [_without("top_logprobs", _SOME, "logprobs", TRUE)],
     pooling.ScoringFields: [_without("instruction", {"type": "string"}, "scoring", {"const": "yes_no"})],
 }  # fmt: skip

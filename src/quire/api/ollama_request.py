@@ -10,7 +10,7 @@ from pydantic import Field
 from quire.api.answer_form import chat_tools, tool_use
 from quire.api.chat_messages import template_messages
 from quire.api.conversation import Conversation, Thinking, template_variables
-from quire.api.protocol import EFFORTS, DeadlineField, RequestFields, Tools, check_window, sampling_params
+from quire.api.protocol import EFFORTS, DeadlineField, RequestFields, Tools, sampling_params
 from quire.errors import RequestError
 from quire.http.wire import (
     AnyObject,
@@ -102,10 +102,9 @@ def sampling_of(
         RequestError: names ``options.…``, the value and what is allowed.
     """
     options = parse(Options, request.options or {}, prefix="options.", ignored=ignored)
-    given = options.model_dump(exclude_none=True, exclude={"num_predict", "repeat_penalty", "repeat_last_n"})
+    given = options.model_dump(exclude_none=True, exclude={"num_predict", "repeat_penalty"})
     if options.repeat_penalty is not None:
         given["repetition_penalty"] = options.repeat_penalty
-    check_window(options.repeat_last_n, given, "options.repeat_last_n")
     if options.seed == -1:
         del given["seed"]
     limit = options.num_predict

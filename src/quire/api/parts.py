@@ -196,10 +196,10 @@ class CompletionLogprobs:
     """The older format: parallel lists. Keeps the text offset of one choice between chunks."""
 
     _names: TokenNames
+    _offset: int = 0  # characters before the next token
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
-    _offset: int = 0  # characters of the answer before the next token
 
     def render(self, logprobs: Sequence[TokenLogprobs], into: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return ``{tokens, token_logprobs, top_logprobs, text_offset}`` of the next tokens, added to ``into``."""

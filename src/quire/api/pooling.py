@@ -26,7 +26,7 @@ from quire.engine.pooling import (
 )
 from quire.engine.prompts import too_long
 from quire.errors import RequestError
-from quire.http.wire import Boolean, Integer, Text, Wire, not_allowed, parse
+from quire.http.wire import Boolean, Integer, Text, User, Wire, not_allowed, parse
 from quire.request import Pooling
 
 _encode = msgspec.json.Encoder().encode
@@ -40,7 +40,7 @@ Written = Callable[[Sequence[float]], dict[str, Any]]
 class PoolingFields(RequestFields):
     """Fields of requests that sample nothing."""
 
-    user: Text = ""
+    user: User = ""
 
 
 class EmbeddingRequest(PoolingFields):

@@ -24,6 +24,7 @@ from quire.http.wire import (
     Texts,
     TokenIds,
     TypedObject,
+    User,
     Wire,
     not_allowed,
     parse,
@@ -112,7 +113,7 @@ class GenerationFields(SampledFields):
     json_schema: AnySchema | None = None
     regex: Text | None = None
     ebnf: Text | None = None
-    user: Text = ""
+    user: User = ""
     rid: Text | None = None
     return_token_ids: Boolean = False
     return_tokens_as_token_ids: Boolean = False
@@ -164,6 +165,8 @@ def stream_options(request: GenerationFields, ignored: list[str] | None = None) 
     """Return the checked ``stream_options``, or None when the answer is not streamed."""
     if request.stream_options is None:
         return StreamOptions() if request.stream else None
+    if not request.stream and not any(request.stream_options.values()):  # nothing is asked for
+        return None
     if not request.stream:
         raise RequestError(
             "stream_options is only allowed with stream = true.", param="stream_options", code="invalid_value"
@@ -192,10 +195,12 @@ def given_sampling(request: SampledFields) -> dict[str, Any]:
     """Return the sampling fields that a request sets.
 
     Raises:
-        RequestError: best_of in a stream, a logit_bias whose keys are not token ids, or penalties with a window.
+        RequestError: best_of in a stream, or a logit_bias whose keys are not token ids.
     """
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None}
-    check_window(request.repeat_last_n, given, "repeat_last_n")
+    if isinstance(given.get("stop"), str | list):  # an empty string stops nothing
+        stop = given["stop"]
+        given["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
     best_of = given.get("best_of")
     if (
         best_of is not None
@@ -211,20 +216,6 @@ def given_sampling(request: SampledFields) -> dict[str, Any]:
     if isinstance(request, GenerationFields) and request.logit_bias is not None:
         given["logit_bias"] = _logit_bias(request.logit_bias)
     return given
-
-
-_NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-
-
-def check_window(last_n: int | None, given: Mapping[str, Any], param: str) -> None:
-    """Check llama.cpp's and Ollama's number of last tokens that penalties read. Many clients send its default, 64.
-
-    Raises:
-        RequestError: ``given`` has a penalty, which reads the whole context here.
-    """
-    if last_n in (None, -1) or all(given.get(name, off) == off for name, off in _NO_PENALTY.items()):
-        return
-    raise not_allowed(param, last_n, "null or -1 with a penalty: penalties read the whole context here")
 
 
 def sampling_params(

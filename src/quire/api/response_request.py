@@ -29,6 +29,7 @@ from quire.http.wire import (
     Past,
     Text,
     Texts,
+    User,
     Wire,
     not_allowed,
     parse,
@@ -65,7 +66,7 @@ class ResponsesRequest(SampledFields):
     reasoning: AnyObject | None = None
     max_output_tokens: AtLeastOne | None = None
     context_management: Annotated[list[Any] | None, Field(description="a list of objects")] = None
-    user: Text = ""
+    user: User = ""
     chat_template_kwargs: AnyObject | None = None
 
 

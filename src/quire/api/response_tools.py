@@ -140,10 +140,11 @@ def response_tool_use(
     grammars: dict[str, TextGrammar] = {}
     for i, tool in enumerate(tools):
         found += _read(tool, f"tools[{i}]", None, ignored, grammars)
-    if isinstance(choice, dict):
+    if isinstance(choice, dict) and choice.get("type") != "allowed_tools":
         named = parse(NamedChoice, choice, prefix="tool_choice.", ignored=ignored)
         choice = {"type": "function", "function": {"name": named.name}}
-    return replace(tool_use(found, choice, parallel, function=""), grammars=grammars)
+    use = tool_use(found, choice, parallel, function="")
+    return replace(use, grammars={name: grammars[name] for name in grammars if name in use.schemas})
 
 
 def _read(

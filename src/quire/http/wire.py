@@ -8,6 +8,7 @@ are checked later.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +37,11 @@ def whole(value: Any) -> Any:
     return value
 
 
+def as_text(value: Any) -> Any:
+    """Return an object as JSON, with its keys in order; anything else unchanged."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, dict) else value
+
+
 # What an error message says is allowed: the description of a field, or the values of its Literal.
 Number = Annotated[float, Strict(), Field(description="a number")]
 Integer = Annotated[int, Strict(), Field(description="an integer"), BeforeValidator(whole)]
@@ -48,6 +54,8 @@ Int64 = Annotated[
 ]
 Boolean = Annotated[bool, Strict(), Field(description="true or false")]
 Text = Annotated[str, Strict(), Field(description="a string")]
+# Some clients send an object, which stands for its JSON.
+User = Annotated[str, Strict(), Field(description="a string"), BeforeValidator(as_text)]
 Texts = Annotated[list[str], Field(description="a list of strings")]
 TokenIds = Annotated[
     list[Annotated[int, Strict()]],

@@ -4,7 +4,8 @@ What the host must know of a sequence before its next token can be sampled decid
 
     temperature, top_k, top_p, min_p, logprobs           nothing: `kernels.sampling.triton`
     bias, penalties, allowed_token_ids, min_tokens       nothing: the GPU counts, and masks depend on the number alone
-    grammars, thinking_budget, bad_words of several ids  its last id: the step before is waited for, while the GPU
+    grammars, thinking_budget, repeat_last_n,
+    bad_words of several ids                             its last id: the step before is waited for, while the GPU
                                                          computes the forward that was launched first
     typical_p                                            its logits
 """
@@ -62,8 +63,8 @@ class PendingSamples:
             self.samples = self._samples()
             followed: list[tuple[GrammarState, int]] = []
             for processors, state, sample in zip(self.processors, self.states, self.samples, strict=True):
-                if sample.error is None and processors is not None and processors.mask is not None:
-                    processors.mask.follow(sample.token_ids[0])
+                if sample.error is None and processors is not None:
+                    processors.follow(sample.token_ids[0])
                 if sample.error is None and state is not None:
                     followed.append((state, sample.token_ids[0]))
             self.grammars.follow(followed)
@@ -138,8 +139,8 @@ class DeviceSampler:
         if counted is not None:
             self._processors.count(counted, ids)
         for seq in seqs:
-            if seq.processors is not None and seq.processors.mask is not None:
-                seq.processors.mask.count()
+            if seq.processors is not None:
+                seq.processors.count()
             if seq.grammar is not None or (seq.processors is not None and seq.processors.reads_ids):
                 seq.pending = pending
         return ids, pending

@@ -3,7 +3,7 @@
     LogitBias    logit_bias is added
     Penalties    repetition_penalty (Keskar et al. 2019, as in HF, vLLM) of prompt and output ids: a positive logit is
                  divided by it, a negative one multiplied; then frequency_penalty * count + presence_penalty (OpenAI)
-                 is subtracted from output ids
+                 is subtracted from output ids. With repeat_last_n (llama.cpp's) each reads only so many of its last ids
     TokenMask    allowed_token_ids, bad_words, min_tokens and thinking_budget: forbidden ids get −inf
     TypicalP     typical_p: ids of untypical surprise get −inf
 
@@ -97,6 +97,39 @@ class Penalties:
                 self.output.take_back(token_id)
 
 
+class RecentPenalties:
+    """The penalties with ``repeat_last_n``: they read the last ids alone, and need them before the next token."""
+
+    fused = False
+
+    def __init__(self, new: NewSeq) -> None:
+        self._params = new.sampling
+        self._window = new.sampling.repeat_last_n or 0
+        self._num_prompt = len(new.prompt_token_ids)
+        self._ids = list(new.prompt_token_ids)
+
+    def apply(self, row: Tensor) -> None:
+        params = self._params
+        begin = max(0, len(self._ids) - self._window)
+        if params.repetition_penalty != 1.0:
+            seen = _tensor(np.unique(np.array(self._ids[begin:], np.int64)), row)
+            logits = row[seen]
+            row[seen] = torch.where(
+                logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
+            )
+        if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+            output = np.array(self._ids[max(begin, self._num_prompt) :], np.int64)
+            ids, counts = np.unique(output, return_counts=True)
+            frequency, presence = np.float32(params.frequency_penalty), np.float32(params.presence_penalty)
+            row[_tensor(ids, row)] -= _tensor(frequency * counts.astype(np.float32) + presence, row)
+
+    def advance(self, token_id: int) -> None:
+        self._ids.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        del self._ids[len(self._ids) - num_tokens :]
+
+
 class TokenMask:
     """All constraints of one sequence but its grammar, whose mask is computed beside the model (`Grammars`)."""
 
@@ -176,14 +209,16 @@ class LogitsProcessors:
         params = new.sampling
         constraints = build_constraints(params, vocab_size)
         self.bias = LogitBias(params.logit_bias) if params.logit_bias else None
-        self.penalties = Penalties(new) if Penalties.needed(params) else None
+        penalised = Penalties.needed(params) and params.repeat_last_n != 0
+        self.penalties = Penalties(new) if penalised and params.repeat_last_n is None else None
+        self._recent = RecentPenalties(new) if penalised and params.repeat_last_n is not None else None
         self.mask = TokenMask(constraints, vocab_size) if constraints else None
         typical = TypicalP(params) if params.typical_p < 1.0 and not params.greedy else None
         self._in_order: list[LogitsProcessor] = [
-            each for each in (self.bias, self.penalties, self.mask, typical) if each is not None
+            each for each in (self.bias, self.penalties, self._recent, self.mask, typical) if each is not None
         ]
         # Those whose state follows the output ids.
-        self._following = [each for each in (self.penalties, self.mask) if each is not None]
+        self._following = [each for each in (self.penalties, self._recent, self.mask) if each is not None]
         for token_id in new.output_token_ids:
             self.advance(token_id)
 
@@ -195,7 +230,20 @@ class LogitsProcessors:
 
     @property
     def reads_ids(self) -> bool:
-        return self.mask is not None and self.mask.reads_ids
+        """Whether the next token cannot be sampled before the last one's id is on the host."""
+        return self._recent is not None or (self.mask is not None and self.mask.reads_ids)
+
+    def count(self) -> None:
+        """A GPU samples a token whose id is not known yet (`TokenMask.count`)."""
+        if self.mask is not None:
+            self.mask.count()
+
+    def follow(self, token_id: int) -> None:
+        """The id of a token that was `count`ed before."""
+        if self._recent is not None:
+            self._recent.advance(token_id)
+        if self.mask is not None:
+            self.mask.follow(token_id)
 
     def apply(self, row: Tensor) -> None:
         for each in self._in_order:

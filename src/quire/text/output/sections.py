@@ -156,9 +156,15 @@ def _key(calls: Calls, *, given: bool) -> Wait[str | None]:
 
 
 def _arguments(calls: Calls, emit: Arguments) -> Wait[None]:
-    """Read the arguments; some models write the object inside a string."""
-    if (yield from calls.reader.peek()) == '"':
-        emit(_text((yield from calls.reader.string())))
+    """Read the arguments; some models write the object inside a string, and null for none."""
+    char = yield from calls.reader.peek()
+    if char == '"':
+        emit(_text((yield from calls.reader.string())) or "{}")
+    elif char == "n":
+        parts: list[str] = []
+        yield from calls.reader.json(parts.append)
+        text = "".join(parts)
+        emit("{}" if text == "null" else text)
     else:
         yield from calls.reader.json(emit)
 
@@ -186,6 +192,9 @@ def named_calls(calls: Calls, form: NamedCalls) -> Wait[None]:
             yield from _inside(calls, form.inside)
         elif (yield from reader.peek()) in ("{", "["):
             yield from reader.json(calls.arguments)
+        elif (yield from reader.starts(("null",))) is not None:
+            reader.take(len("null"))
+            calls.arguments("{}")
         elif form.close:  # arguments that are not JSON are emitted unchanged
             yield from reader.until((form.close,), calls.arguments)
             continue
@@ -210,7 +219,10 @@ def _inside(calls: Calls, key: str) -> Wait[None]:
             if char == "}":
                 reader.take(1)
             return
-        yield from reader.json(calls.arguments if found == key else lambda text: None)
+        if found == key:
+            yield from _arguments(calls, calls.arguments)
+        else:
+            yield from reader.json(lambda text: None)
 
 
 def _text(raw: str | None) -> str:

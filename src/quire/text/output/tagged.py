@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.text.output.formats import NestedCalls, TaggedCalls, Tools
-from quire.text.output.reader import Wait
+from quire.text.output.reader import Emit, Wait
 from quire.text.output.sections import Calls, NotCalls
 from quire.text.output.value_types import is_text, item_schema, property_schema, typed_value, types_of
 
@@ -59,6 +59,7 @@ def _parameters(calls: Calls, form: TaggedCalls, schema: Mapping[str, Any]) -> W
     reader = calls.reader
     tags = tuple(tag for tag in (form.key, form.close, *calls.closes) if tag)
     opening = "{"
+    left = dict.fromkeys(schema.get("properties") or ())  # names without a value so far
     yield from reader.space()
     is_json = (yield from reader.peek()) == "{"
     if is_json:  # all arguments as one object, which some models write
@@ -87,7 +88,8 @@ def _parameters(calls: Calls, form: TaggedCalls, schema: Mapping[str, Any]) -> W
         if not is_json:
             calls.arguments(f"{opening}{json.dumps(name, ensure_ascii=False)}: ")
         opening = ", "
-        if not (yield from _value(calls, form, value_schema, schema)):
+        left.pop(name, None)
+        if not (yield from _value(calls, form, value_schema, schema, tuple(left))):
             return True
 
 
@@ -114,8 +116,8 @@ def _declared(form: TaggedCalls, attributes: str, schema: Any) -> Any:
     return schema if types_of(schema) - {"string"} else None
 
 
-def _value(calls: Calls, form: TaggedCalls, schema: Any, root: Any) -> Wait[bool]:
-    """Read one value up to its end tag, without one line break on each side."""
+def _value(calls: Calls, form: TaggedCalls, schema: Any, root: Any, names: tuple[str, ...]) -> Wait[bool]:
+    """Read one value up to its end tag, without one line break on each side. ``names``: of parameters to come."""
     reader, end = calls.reader, form.value_end
     if (yield from reader.peek()) == "\n":
         reader.take(1)
@@ -125,17 +127,50 @@ def _value(calls: Calls, form: TaggedCalls, schema: Any, root: Any) -> Wait[bool
     if is_text(schema, root):
         text = _Quoted(calls)
         calls.arguments('"')
-        complete = (yield from reader.until((end,), text.add)) is not None
+        complete = yield from _until_end(calls, form, end, names, text.add)
         if complete:
             calls.arguments('"')
     else:
         parts: list[str] = []
-        complete = (yield from reader.until((end,), parts.append)) is not None
+        complete = yield from _until_end(calls, form, end, names, parts.append)
         text_value = "".join(parts).removesuffix("\n")
         calls.arguments(json.dumps(typed_value(text_value, schema, root), ensure_ascii=False))
     if end != form.value_end and complete:
         complete = (yield from reader.until((form.value_end,), lambda text: None)) is not None
     return complete
+
+
+def _until_end(calls: Calls, form: TaggedCalls, end: str, names: tuple[str, ...], emit: Emit) -> Wait[bool]:
+    """Emit a value up to ``end`` and pass that; False at the end of the text.
+
+    Some models leave the end tag out. The value also ends before the key of a declared parameter that has no value yet,
+    and before the end of the call if the section's end, another call or the end of the text is next.
+    """
+    reader = calls.reader
+    if end != form.value_end:  # inside of CDATA every tag is text
+        return (yield from reader.until((end,), emit)) is not None
+    call_ends = tuple(tag for tag in ((form.close,) if form.close else calls.closes) if tag)
+    next_keys = tuple(name + form.key_end for name in names)
+    while True:
+        tag = yield from reader.until((end, form.key, *call_ends), emit)
+        if tag is None or tag == end:
+            return tag == end
+        reader.rewind(tag)
+        reader.mark()
+        reader.take(len(tag))
+        space = ""
+        if tag == form.key:
+            ends = (yield from reader.starts(next_keys)) is not None
+        else:
+            space = yield from reader.space()
+            after = (form.open, *(calls.closes if form.close else ()))
+            ends = (yield from reader.peek()) == ""
+            ends = ends or (yield from reader.starts(tuple(filter(None, after)))) is not None
+        if ends:
+            reader.back()
+            return True
+        reader.forget()
+        emit(tag + space)
 
 
 class _Quoted:
