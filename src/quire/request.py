@@ -135,13 +135,12 @@ class SamplingParams(Sampling):
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
         if self.top_p == 0 and not self.use_beam_search:  # the smallest nucleus: the most likely token
             object.__setattr__(self, "top_k", 1)
             object.__setattr__(self, "top_p", 1.0)
-        if self.repeat_last_n == -1:
-            object.__setattr__(self, "repeat_last_n", None)
+        for name, off in (("top_k", 0), ("repeat_last_n", None)):
+            if getattr(self, name) == -1:
+                object.__setattr__(self, name, off)
         object.__setattr__(self, "bad_words_token_ids", tuple(tuple(ids) for ids in self.bad_words_token_ids))
         _check(self)
         if self.best_of == self.n:  # nothing to choose
