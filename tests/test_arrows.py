@@ -31,6 +31,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (0, ("cores",)),
     (1, ("device",)),
     (1, ("metrics",)),
+    (1, ("private",)),
     (1, ("http",)),
     (1, ("cache",)),
     (1, ("text",)),

@@ -47,4 +47,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "            refusal = None\n",
         (f"{GUARD}::test_on_loopback_a_foreign_host_is_refused[admin]",),
     ),
+    Mutant(
+        "answers-for-every-reader",
+        "files of batches and responses have the mode that the umask leaves",
+        "src/quire/private.py",
+        "return os.open(path, flags | os.O_CLOEXEC, 0o600)",
+        "return os.open(path, flags | os.O_CLOEXEC, 0o666)",
+        ("tests/test_private.py",),
+    ),
+    Mutant(
+        "old-ledger-stays-open",
+        "the ledger of an older version stays readable for everybody",
+        "src/quire/gateway/ledger_database.py",
+        '        for end in ("", "-wal", "-shm"):\n            tighten(path.with_name(path.name + end))\n',
+        "",
+        ("tests/test_private.py::test_a_gateways_books_are_its_users_alone",),
+    ),
+    Mutant(
+        "hang-dumps-for-good",
+        "what hung engines said is never removed",
+        "src/quire/engine/recording_file.py",
+        "        old.unlink(missing_ok=True)\n",
+        "        pass\n",
+        ("tests/test_private.py::test_recordings_and_hang_dumps_are_few_and_private",),
+    ),
 )

@@ -22,6 +22,7 @@ from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.http.edge import TENANT
 from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
+from quire.private import private_folder
 
 KEPT_S = 60.0  # after the end of a stream, or the start of a server
 SWEEP_S = 2.0
@@ -103,7 +104,7 @@ class Journal:
         self._is_full = False
         self._thread = WritingThread()
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_folder(folder, is_ours=False, files="*.journal")
             self._look()
         except OSError as error:
             raise ConfigError(f"--journal {folder} cannot be used: {error}.", param="journal") from None

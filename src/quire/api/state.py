@@ -28,6 +28,7 @@ from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
+from quire.private import private_folder
 from quire.request import Adapter
 from quire.text.output.formats import FORMATS, OutputFormat
 from quire.text.output.generic import format_of
@@ -253,7 +254,7 @@ class ResponseStore:
         self._folder = folder
         try:
             if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
+                private_folder(folder, files="*")
                 self._read(folder)
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(f"The folder {folder} of responses cannot be used: {error}.") from error

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
+from quire.engine.recording_file import default_folder, keep
 from quire.errors import EngineDeadError
 from quire.metrics.log import Log
 from quire.models.fingerprint import code_digest
@@ -229,12 +230,11 @@ class EngineGuard:
 
 
 def _keep(dump: str) -> str:
-    """Write what a hung engine said to a file that stays; return its path, or why there is none."""
+    """Write what a hung engine said to a file next to the recordings; return its path, or why there is none."""
     if not dump:
         return "none: the process is stopped, or does not answer signals"
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="quire-hang-", suffix=".txt", delete=False) as file:
-            file.write(dump)
+        path = keep(default_folder(), f"{os.getpid()}-hang.txt", dump.encode(), datetime.now(UTC))
     except OSError as error:
         return f"none: {error}"
-    return file.name
+    return str(path)

@@ -22,6 +22,7 @@ from quire.config import EngineConfig, RecorderConfig
 from quire.errors import ConfigError
 from quire.executor.recorder import Recorder, Recording
 from quire.metrics.log import Log
+from quire.private import private_folder, written_anew
 
 MAX_FILES = 8  # of a kind; the oldest are deleted
 SUFFIX = ".rec"
@@ -92,12 +93,12 @@ def saver(recorder: Recorder, config: EngineConfig) -> Callable[[str, str], dict
 
 def keep(folder: Path, name: str, data: bytes, now: datetime) -> Path:
     """Write a file that only this user can read, and delete the oldest of its kind beyond `MAX_FILES`."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_folder(folder, is_ours=False, files="quire-*")
     path = folder / f"quire-{now:%Y%m%dT%H%M%S.%fZ}-{name}"
     half = path.with_name(f".{path.name}")
     try:
-        half.touch(mode=0o600)
-        half.write_bytes(data)
+        with written_anew(half) as file:
+            file.write(data)
         half.replace(path)
     except OSError:
         half.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from quire.engine.messages import AbortRequest, FinishSample, Message
 from quire.engine.recording_file import keep
 from quire.errors import ConfigError
 from quire.metrics.log import Log
+from quire.private import private_fd, tighten
 from quire.request import FinishReason, Request, TokenEvent
 
 MAX_BYTES = 2**30  # of a file
@@ -94,7 +95,8 @@ class RequestLog:
         self._num_bytes = 0
         self._path = path
         try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            tighten(path)
+            handle = private_fd(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             self._file: BinaryIO | None = os.fdopen(handle, "wb", buffering=0)
         except OSError as error:
             text = f"--record-requests {path} cannot be written to: {error.strerror}"

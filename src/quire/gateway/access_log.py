@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from quire.gateway.exchange import Exchange
 from quire.metrics.log import Log
+from quire.private import appended, tighten
 
 FLUSH_S = 0.2
 MAX_WAITING = 100_000  # lines; more are counted and dropped while the file takes none
@@ -26,6 +28,10 @@ class AccessLog:
         self._lines: list[bytes] = []
         self._flushing: asyncio.Task[None] | None = None
         self._is_failing = False
+        if (
+            path is not None and path != "-"
+        ):  # a collector may need to read it: its rights are left to the operator
+            tighten(Path(path), changes=False)
 
     def write(self, exchange: Exchange, now: float, unix_s: float) -> None:
         """A request has ended."""
@@ -69,7 +75,7 @@ def _append(path: str, data: bytes) -> None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    with open(path, "ab") as file:
+    with appended(Path(path)) as file:
         file.write(data)
 
 

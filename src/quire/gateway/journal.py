@@ -31,6 +31,7 @@ from struct import Struct
 import msgspec
 
 from quire.gateway.ledger_row import UNSETTLED, Row
+from quire.private import private_fd, tighten
 
 SLOT_BYTES = 512
 FIRST_SLOTS = 1024
@@ -50,7 +51,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         """Take the first of ``path``.0, ``path``.1 … that no running gateway has; ``found`` has what it held."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path, self._file = _first_unlocked(path)
         size = max(os.fstat(self._file).st_size, FIRST_SLOTS * SLOT_BYTES) // SLOT_BYTES * SLOT_BYTES
         try:
@@ -163,7 +164,8 @@ def _cut(text: str, max_bytes: int) -> str:
 def _first_unlocked(path: Path) -> tuple[Path, int]:
     for number in range(_MAX_FILES):
         each = path.with_name(f"{path.name}.{number}")
-        file = os.open(each, os.O_CREAT | os.O_RDWR, 0o600)
+        tighten(each)
+        file = private_fd(each, os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

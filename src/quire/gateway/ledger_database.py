@@ -5,6 +5,7 @@ A table that an older version has made gets the columns that it lacks. A second 
 
 from __future__ import annotations
 
+import os
 import secrets
 import sqlite3
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 from quire.errors import ConfigError
 from quire.extras import needs
 from quire.gateway.ledger_row import RECOVERED, UNSETTLED, Row
+from quire.private import private_fd, tighten
 
 COLUMNS = tuple(each.name for each in fields(Row))
 _TYPES = {"str": "TEXT NOT NULL", "int": "BIGINT NOT NULL", "float": "DOUBLE PRECISION NOT NULL"}
@@ -46,7 +48,12 @@ class Sqlite:
     """An SQLite file in WAL mode: a commit survives the end of the process, the last ones not a power failure."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(
+            private_fd(path, os.O_RDWR | os.O_CREAT)
+        )  # SQLite gives its other files the mode of this one
+        for end in ("", "-wal", "-shm"):
+            tighten(path.with_name(path.name + end))
         self._connection = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.execute("PRAGMA synchronous=NORMAL")

@@ -24,6 +24,7 @@ from quire.http.client import ANSWER_KEY, BACKGROUND_KEY, post_local
 from quire.http.edge import TENANT, TENANT_WEIGHT
 from quire.jobs.disk import within_disk, write_json
 from quire.metrics.log import Log
+from quire.private import private_folder
 
 _SEED_BITS = 53
 log = Log("background")
@@ -63,7 +64,7 @@ class BackgroundResponses:
         self._adopted: dict[str, _Record] = {}  # will run once there is an application
         self._starting: set[asyncio.Task[None]] = set()
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            private_folder(folder, files="*")
 
     def adopt(self, records: list[Any]) -> None:
         """Take what `stop` returned in another server."""

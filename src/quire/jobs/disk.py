@@ -15,6 +15,7 @@ import msgspec
 
 from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
+from quire.private import appended, private_folder, written_anew
 
 FULL_S = 1.0  # before a write to a full disk is tried again
 _ID = re.compile(r"batch_[0-9a-f]{32}")
@@ -25,7 +26,7 @@ def write_json(path: Path, value: Any) -> None:
     """Replace the contents of ``path`` with ``value`` atomically, also if the power fails."""
     made = path.with_suffix(".tmp")
     with removed_on_failure(made):
-        with made.open("wb") as file:
+        with written_anew(made) as file:
             file.write(msgspec.json.encode(value))
             file.flush()
             os.fsync(file.fileno())
@@ -75,7 +76,7 @@ class BatchFolder:
 
     def __init__(self, root: Path, unix_time: Callable[[], float]) -> None:
         self._folder = root / "batches"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        private_folder(self._folder, files="*")
         self._unix_time = unix_time
 
     def load(self) -> dict[str, dict[str, Any]]:
@@ -89,7 +90,7 @@ class BatchFolder:
 
     def append(self, batch: dict[str, Any], kind: str, line: bytes) -> None:
         """Add a line, or nothing of it where the disk is full."""
-        with self.lines(batch, kind).open("ab", buffering=0) as file:
+        with appended(self.lines(batch, kind)) as file:
             size = file.tell()
             try:
                 if file.write(line) != len(line):

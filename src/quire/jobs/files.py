@@ -28,6 +28,7 @@ from quire.http.edge import TENANT
 from quire.http.limits import CONTENT_TYPE_BYTES, FORM_HEADER_BYTES, FORM_PARTS, too_many
 from quire.http.refusals import HttpError, Refusal
 from quire.jobs.disk import removed_on_failure, write_json
+from quire.private import private_folder, written_anew
 
 MAX_FILES = 10_000
 MAX_STORE_BYTES = 10 * 2**30
@@ -47,7 +48,7 @@ class FileStore:
         """``max_bytes``: of all files, beyond which uploads are refused; what batches write always has room."""
         self._max_bytes = max_bytes
         self._folder = root / "files"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        private_folder(self._folder, files="*")
         self._new_id = new_id
         self._unix_time = unix_time
         for left in self._folder.glob("*.tmp"):  # a server died while it wrote
@@ -65,7 +66,7 @@ class FileStore:
         source.seek(0)
         file_id = f"file-{self._new_id()}"
         with removed_on_failure(self.path(file_id)):
-            with self.path(file_id).open("wb") as file:
+            with written_anew(self.path(file_id)) as file:
                 shutil.copyfileobj(source, file)
             return self._describe(file_id, filename, purpose, expires_after_s)
 

@@ -28,6 +28,7 @@ from quire.jobs.files import MAX_STORE_BYTES, FileStore, read_form
 from quire.jobs.message_batches import HELD as MESSAGES_HELD
 from quire.jobs.message_batches import MessageBatches, MessageBatchRequest, is_messages
 from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
+from quire.private import private_folder
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -282,6 +283,7 @@ def jobs_of(
     root = None if settings.batch_dir is None else Path(settings.batch_dir)
     try:
         if root is not None:
+            private_folder(root, is_ours=False)
             files, most = (
                 FileStore(root, new_id, unix_time, settings.max_store_bytes),
                 settings.batch_concurrency,
