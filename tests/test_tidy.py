@@ -140,6 +140,20 @@ def test_no_bare_or_silent_except() -> None:
     assert not bad
 
 
+def test_no_test_takes_any_error_for_the_one_it_means() -> None:
+    """`pytest.raises` of a base class without ``match`` passes for another error, such as a 409 in place of a 404."""
+    bases = {"QuireError", "Exception", "BaseException"}
+    bad = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] != "raises":
+                continue
+            kinds = {ast.unparse(n).rpartition(".")[2] for a in node.args[:1] for n in ast.walk(a)}
+            if kinds & bases and not any(keyword.arg == "match" for keyword in node.keywords):
+                bad.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not bad, f"expect the class of the error, or give match: {bad}"
+
+
 def test_the_clock_is_injected_below_the_engine() -> None:
     """No `time.*` outside `engine/` and the ranks above it."""
     allowed = (

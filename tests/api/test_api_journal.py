@@ -20,7 +20,7 @@ from quire.api.journal_file import End, Head
 from quire.api.prompt_streams import PromptStreams
 from quire.api.relayed import Delivered, Relayed, tag_of
 from quire.engine.output import OutputChunk
-from quire.errors import ConfigError, NotFoundError, QuireError, RequestError
+from quire.errors import ConfigError, NotFoundError, RequestError
 from quire.http.edge import TENANT
 from quire.http.refusals import HttpError
 from quire.request import FinishReason
@@ -146,6 +146,7 @@ def test_a_stream_is_its_tenants_alone(tmp_path: Path) -> None:
             entry = await begin(made, NAMES[0], tenant="alice")
             assert entry is not None
             await entry.chunk(chunk(5), b"data: a\n\n")
+            await made.release(entry)
             for tenant, name in (
                 ("", NAMES[0]),
                 ("bob", NAMES[0]),
@@ -153,11 +154,45 @@ def test_a_stream_is_its_tenants_alone(tmp_path: Path) -> None:
                 ("alice", "../../etc/passwd"),
             ):
                 TENANT.set(tenant)
-                with pytest.raises(QuireError):
+                with pytest.raises(NotFoundError, match="There is no stream"):
                     await made.resume(name, 1)
-            await made.release(entry)
             TENANT.set("alice")
             assert (await resume(made, NAMES[0], 1))[0] == BODY
+
+    run(go)
+
+
+@pytest.mark.parametrize("state", ["runs here", "runs in another server", "is cut"])
+def test_another_tenant_does_not_touch_a_stream(tmp_path: Path, state: str) -> None:
+    """Whatever its state, the answer is that of an id which does not exist, and the stream goes on."""
+
+    async def go() -> None:
+        async with opened(tmp_path, Clock()) as made, opened(tmp_path, Clock()) as other:
+            entry = await begin(made, NAMES[0], tenant="alice")
+            assert entry is not None
+            ended = asyncio.Event()
+
+            async def end() -> None:
+                ended.set()
+                await made.release(entry)
+
+            entry.end_request = end
+            if state == "is cut":
+                made._cut(entry, "the disk is full")
+            asked = other if state == "runs in another server" else made
+            TENANT.set("bob")
+            with pytest.raises(NotFoundError, match="There is no stream"):
+                await asyncio.wait_for(asked.resume(NAMES[0], 0), 5.0)
+            assert not ended.is_set()
+            assert b"data: a" in await entry.chunk(chunk(5), b"data: a\n\n")
+            TENANT.set("alice")
+            if state == "runs here":
+                assert (await resume(made, NAMES[0], 0))[0] == BODY
+                assert ended.is_set()
+                return
+            with pytest.raises(HttpError, match=r"another connection|disk was full"):
+                await asked.resume(NAMES[0], 0)
+            await made.release(entry)
 
     run(go)
 
@@ -208,6 +243,26 @@ def test_the_journal_is_bounded(tmp_path: Path) -> None:
                 assert b"data: a" in await running.chunk(chunk(5), b"data: a\n\n")
                 assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2_000
             await made.release(running)
+
+    run(go)
+
+
+def test_no_running_stream_makes_room_for_another(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with opened(tmp_path, Clock(), max_bytes=2_000) as made:
+            running = [await begin(made, name) for name in NAMES[:2]]
+            for entry in running:
+                assert entry is not None
+                while entry.num_bytes < 940:
+                    await entry.chunk(chunk(5), b"data: a\n\n")
+            assert await begin(made, NAMES[2]) is None, "it goes on without a journal"
+            for entry in running:
+                assert entry is not None
+                assert not entry.is_cut
+                await made.release(entry)
+            for name in NAMES[:2]:
+                assert (await resume(made, name, 0))[0] == BODY
+            assert {path.stem for path in tmp_path.iterdir()} == set(NAMES[:2])
 
     run(go)
 

@@ -6,14 +6,19 @@ import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from tests.api.asgi_client import Api, error_of
 
+from quire.api import responses
+from quire.api.generation import Generation
+from quire.api.job import Job, cache_salt
+from quire.http.edge import TENANT
 from quire.http.keys import ApiKey, KeyFile, create_key
 from quire.metrics.engine_stats import EngineStats
+from quire.request import SamplingParams
 
 Call = Callable[..., httpx.Response]
 
@@ -52,6 +57,57 @@ def test_tenants_share_no_cached_blocks(tenants: tuple[Api, Call, Call, Call]) -
     salts = [each.kwargs["cache_salt"] for each in api.frontend.submitted]
     assert salts[0] == salts[1] != salts[2]
     assert [each.kwargs["tenant"] for each in api.frontend.submitted] == ["lab", "lab", "shop"]
+
+
+def test_no_client_can_choose_the_salt_of_another_tenant() -> None:
+    """Of any two callers, with any salts, the effective ones are equal only where group and salt are."""
+    given = ["", "s", "lab", "lab\n", "\nlab\n", "+pool\ns", "lab\ns", "\n"]
+    pairs = [(group, salt) for group in ("", "lab", "shop", "+pool") for salt in given]
+    made = {pair: cache_salt(*pair) for pair in pairs}
+    assert len(set(made.values())) == len(pairs)
+    assert made["", "s"] == "s"
+    assert made["", ""] == ""
+
+
+def test_a_salt_reads_no_other_tenants_blocks(tenants: tuple[Api, Call, Call, Call]) -> None:
+    api, ann, _, eve = tenants
+    assert ann("POST", "/v1/completions", json={"model": "tiny", "prompt": "hi"}).status_code == 200
+    for salt in ("lab", "lab\n", "\n"):
+        body = {"model": "tiny", "prompt": "hi", "cache_salt": salt}
+        assert eve("POST", "/v1/completions", json=body).status_code == 200
+    salts = [each.kwargs["cache_salt"] for each in api.frontend.submitted]
+    assert salts[0] not in salts[1:]
+
+
+def test_tenants_of_a_cache_group_share_blocks_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    keys = [
+        create_key(path, ApiKey(name, name, "", created=datetime.now(UTC), cache_group=group))
+        for name, group in (("ann", "pool"), ("ben", "pool"), ("pool", ""))
+    ]
+    api = Api(key_file=KeyFile(path, lambda: 0.0))
+    made = ""
+    for key in keys:
+        headers, body = {"authorization": f"Bearer {key}"}, {"model": "tiny", "input": "hi"}
+        answer = api.call("POST", "/v1/responses", json=body, headers=headers)
+        made = made or answer.json()["id"]
+        status = api.call("GET", f"/v1/responses/{made}", headers=headers).status_code
+        assert status == (200 if key == keys[0] else 404)
+    salts = [each.kwargs["cache_salt"] for each in api.frontend.submitted]
+    assert salts[0] == salts[1] != salts[2]
+
+
+def test_a_running_response_is_not_for_keys_without_a_tenant() -> None:
+    """A key of ``--api-key`` has no tenant: that is not a right to read what runs for others."""
+    api = Api()
+    running = object.__new__(Generation)
+    running.job = Job((), SamplingParams(), cast(Any, None), tenant="lab", owner="lab", in_background=True)
+    state = api.app.state.quire
+    for tenant, sees in (("lab", True), ("", False), ("shop", False)):
+        TENANT.set(tenant)
+        with state.running.entered(frozenset(("resp_1",)), running):
+            assert (responses._pending(state, "resp_1") is running) == sees
+    TENANT.set("")
 
 
 def test_a_response_belongs_to_its_tenant(tenants: tuple[Api, Call, Call, Call]) -> None:

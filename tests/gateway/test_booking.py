@@ -247,7 +247,7 @@ def test_a_left_stream_is_booked_as_its_replica_counts(tmp_path: Path) -> None:
 def test_a_replica_keeps_what_a_gateways_request_used() -> None:
     api = Api(gateway_key=KEY)
     headers = {"x-quire-gateway-key": KEY}
-    account = dict([Account("row-1", "lab", "alice", 3.0).header()])
+    account = dict(Account("row-1", "lab", "alice", 3.0).headers())
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 64}
     for extra in ({}, account, headers):  # without the key, and without an account, there is nothing to keep
         assert api.post("/v1/completions", body, headers=extra).status_code == 200

@@ -117,3 +117,22 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         read_keys(tmp_path / "keys")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(tmp_path / "missing")
+
+
+def test_the_cache_group_is_a_tenants(tmp_path: Path) -> None:
+    path, now = tmp_path / "keys", datetime.now(UTC)
+    create_key(path, ApiKey("a", "lab", "", created=now, cache_group="pool"))
+    create_key(path, ApiKey("b", "lab", "", created=now))
+    create_key(path, ApiKey("c", "shop", "", created=now))
+    table = read_keys(path)
+    assert {name: table.group_of(name) for name in ("lab", "shop", "gone")} == {
+        "lab": "+pool",
+        "shop": "shop",
+        "gone": "gone",
+    }
+    with pytest.raises(ConfigError, match="cache groups 'pool' and 'other'"):
+        create_key(path, ApiKey("d", "lab", "", created=now, cache_group="other"))
+    _, tenant, digest, *_ = path.read_text().splitlines()[1].split()
+    path.write_text(path.read_text() + f"e {tenant} {digest[::-1]} cache_group=p2\n")
+    with pytest.raises(ConfigError, match=r"keys: The keys of the tenant 'lab'"):
+        read_keys(path)

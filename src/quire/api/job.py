@@ -13,7 +13,7 @@ from quire.api.protocol import RequestFields, SampledFields, deadline_of
 from quire.api.relayed import RELAYED, Relayed
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.http.edge import TENANT
+from quire.http.edge import CACHE_GROUP, TENANT
 from quire.http.refusals import Refusal
 from quire.request import Deadline, Pooling, SamplingParams
 
@@ -129,7 +129,8 @@ class Job:
     answer: Answer
     priority: int = 0
     cache_salt: str = ""
-    tenant: str = ""
+    tenant: str = ""  # or, without one, the client's user: whose share of the engine it uses
+    owner: str = ""  # the tenant alone: who may read the answer
     continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
     prompt_text: str | None = None  # of a chat: the text that its template made
@@ -167,13 +168,23 @@ def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str
     tenant = TENANT.get()
     given: dict[str, Any] = {
         "priority": request.priority,
-        # Tenants share no cached blocks: the time to a first token would tell what another one has asked.
-        "cache_salt": f"{tenant}\n{request.cache_salt}" if tenant else request.cache_salt,
+        "cache_salt": cache_salt(CACHE_GROUP.get() or tenant, request.cache_salt),
         "client_request_id": request.request_id or getattr(request, "rid", None),
         "tenant": tenant or getattr(request, "user", ""),
+        "owner": tenant,
         "truncate_to": getattr(request, "truncate_prompt_tokens", None),
         "relayed": RELAYED.get(),
     }
     if isinstance(request, SampledFields):
         given |= {"deadline": deadline_of(request.deadline_ms, ignored), "timing": request.timing}
     return given
+
+
+def cache_salt(group: str, given: str) -> str:
+    """Return the salt of a request whose tenant shares cached blocks within ``group``; "": it has no tenant.
+
+    Tenants share no cached blocks: the time to a first token would tell what another one has asked. No client can
+    choose a salt that ends up as that of another group: a group's begins with its name and a line's end, and a salt
+    without a group that has one is moved behind an empty name.
+    """
+    return f"{group}\n{given}" if group or "\n" in given else given

@@ -36,6 +36,7 @@ class Entry:
     def __init__(self, journal: Journal, folder: Path, stream_id: str, num_seen: int = 0) -> None:
         self.stream_id = stream_id
         self.file = StreamFile(folder / f"{stream_id}.journal")
+        self.tenant: str | None = None  # None: not known yet
         self.num_events = 0
         self.num_bytes = 0
         self.is_cut = False  # the file is not the whole stream
@@ -112,6 +113,7 @@ class Journal:
     async def begin(self, stream_id: str, head: Head, body: Sequence[bytes]) -> Entry | None:
         """Begin a stream; None where there is no room for it."""
         entry = Entry(self, self._folder, stream_id)
+        entry.tenant = head.tenant
         self._entries[stream_id] = entry
         await self.append(entry, b"".join([encode(head), b"\n", *body, b"\n"]))
         if entry.is_cut:
@@ -136,11 +138,15 @@ class Journal:
     async def resume(self, stream_id: str, num_seen: int) -> Entry:
         """Return the stream as its file has it, to go on behind event ``num_seen``. A request that writes it ends.
 
+        Another tenant's id is answered before anything is touched, and as one that does not exist.
+
         Raises:
             NotFoundError: there is none of this id and tenant, or not any more.
             RequestError: it has less than ``num_seen`` events.
             HttpError: the disk was full (507), or another server has it (409).
         """
+        if await self._tenant(stream_id) != TENANT.get():
+            raise _not_found(stream_id)
         before = self._entries.get(stream_id)
         if before is not None and before.end_request is not None:
             await before.end_request()
@@ -149,13 +155,13 @@ class Journal:
             text = f"The stream {clip(stream_id)} cannot be resumed: the server's disk was full, and a part is missing."
             raise HttpError(Refusal(507, text, code="journal_full"))
         entry = Entry(self, self._folder, stream_id, num_seen)
-        if _ID.fullmatch(stream_id) and await self._read(entry):
+        entry.tenant = TENANT.get()
+        if await self._read(entry):
             text = f"The stream {clip(stream_id)} goes to another connection, or runs in an older server: try again."
             raise HttpError(Refusal(409, text, code="stream_runs"))
-        if entry.head is None or entry.head.tenant != TENANT.get():
+        if entry.head is None:
             await self._do(entry, entry.file.close)
-            text = f"There is no stream {clip(stream_id)} here: one can be resumed until {KEPT_S:.0f} s after its end."
-            raise NotFoundError(text, code="stream_not_found")
+            raise _not_found(stream_id)
         entry.num_bytes = before.num_bytes if before is not None else 0
         self._entries[stream_id] = entry
         if num_seen > entry.num_events:
@@ -213,6 +219,22 @@ class Journal:
     async def close(self) -> None:
         """Write what is pending, and end the thread."""
         await self._thread.close()
+
+    async def _tenant(self, stream_id: str) -> str | None:
+        """Return whose stream it is; None: there is none of this id."""
+        known = self._entries.get(stream_id)
+        if known is not None and known.tenant is not None:
+            return known.tenant
+        if not _ID.fullmatch(stream_id):
+            return None
+        found: list[str | None] = []
+
+        def look() -> None:
+            with suppress(OSError):
+                found.append(StreamFile(self._folder / f"{stream_id}.journal").tenant())
+
+        await self._thread.put(look).wait()
+        return found[0] if found else None
 
     async def _read(self, entry: Entry) -> bool:
         """Fill an entry from its file; return whether another server writes that."""
@@ -273,6 +295,13 @@ class Journal:
         await self._thread.put(guarded).wait()
         if failure and not entry.is_cut:
             self._cut(entry, str(failure[0]))
+
+
+def _not_found(stream_id: str) -> NotFoundError:
+    text = (
+        f"There is no stream {clip(stream_id)} here: one can be resumed until {KEPT_S:.0f} s after its end."
+    )
+    return NotFoundError(text, code="stream_not_found")
 
 
 def event_of(given: bytes, stream_id: str | None = None) -> tuple[str, int]:

@@ -80,6 +80,18 @@ class StreamFile:
                 log.error("journal_not_deleted", path=str(self._path), error=str(error))
         self.close()
 
+    def tenant(self) -> str | None:
+        """Return whose stream it is, whether another server writes it or not; None where there is no whole head.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        with self._path.open("rb") as file:
+            try:
+                return msgspec.json.decode(file.readline(), type=Head).tenant
+            except msgspec.DecodeError:
+                return None
+
     def read(self) -> tuple[Head, bytes, list[Delivered], int, End | None] | None:
         """Open the file; return head, body, chunks, number of events and end. An incomplete last line is removed.
 

@@ -178,7 +178,7 @@ def _pending(state: ApiState, response_id: str) -> Generation | None:
     """Return the background response of this id if it is still running."""
     for request in state.running.named(response_id):
         if isinstance(request, Generation) and request.job.in_background:
-            return request if request.job.tenant == TENANT.get() or not TENANT.get() else None
+            return request if request.job.owner == TENANT.get() else None
     return None
 
 

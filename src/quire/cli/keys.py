@@ -38,6 +38,12 @@ def create(
         str | None, typer.Option("--expires", help="A date or time (UTC) at which it ends [never].")
     ] = None,
     weight: Annotated[str, typer.Option("--weight", help="Share of the engine under --order fair.")] = "1",
+    cache_group: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-group", help="Its tenant shares cached prefixes with all of this group [none]."
+        ),
+    ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="It may also use the admin surface.")] = False,
 ) -> None:
     """Add a key and print it: it is shown this once, the file holds its hash."""
@@ -51,6 +57,7 @@ def create(
         endpoints=tuple(endpoints or ()),
         admin=admin,
         weight=key_file.check_weight(weight, "--weight"),
+        cache_group=key_file.check_name(cache_group, "--cache-group") if cache_group else "",
     )
     typer.echo(key_file.create_key(file, key))
 

@@ -45,6 +45,7 @@ class NewKey(Wire):
     expires: Text | None = None
     weight: Number = 1.0
     admin: Boolean = False
+    cache_group: Text | None = None
 
 
 class AdminKeys:
@@ -81,6 +82,7 @@ class AdminKeys:
                 endpoints=_patterns("endpoints", said.endpoints),
                 admin=said.admin,
                 weight=check_weight(str(said.weight), "weight"),
+                cache_group=check_name(said.cache_group, "cache_group") if said.cache_group else "",
             )
             text = await asyncio.to_thread(create_key, self._path(), key)
         except ConfigError as error:

@@ -22,6 +22,7 @@ from quire.gateway.upstream import BackendFailed
 from quire.gateway.usage import Usage
 from quire.http.account import Account
 from quire.http.body import header
+from quire.http.edge import CACHE_GROUP
 
 # broken: after the first bytes; left: the client did; filtered: a filter refused the request or the answer
 Outcome = Literal["ok", "refused", "failed", "broken", "left", "filtered"]
@@ -74,7 +75,7 @@ class Exchange:
 
     @property
     def account(self) -> Account:
-        return Account(self.ledger_id, self.tenant, self.key, self.weight)
+        return Account(self.ledger_id, self.tenant, self.key, self.weight, cache_group=CACHE_GROUP.get())
 
     @property
     def trace_id(self) -> str:

@@ -86,7 +86,8 @@ async def _send_to(
     if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
         headers += continuation.headers(key, resumes=exchange.has_begun)
         headers += state.placing.asks_for_blocks()
-        headers += [] if is_second else [exchange.account.header(), *ledger_header(state.books.ledger_id)]
+        headers += exchange.account.headers(is_second=is_second)
+        headers += ledger_header(state.books.ledger_id)
     if continuation is not None and exchange.has_begun:
         body = continuation.body(body, state.now() - exchange.arrival_s)
     query = exchange.scope["query_string"].decode("latin-1")

@@ -73,7 +73,7 @@ class StoredProxy:
             gateway_key is not None and backend.fingerprints and owner is not None
         ):  # replicas keep tenants apart
             account = Account(self._state.new_id(), owner.tenant, owner.name, owner.weight)
-            headers += [("x-quire-gateway-key", gateway_key), account.header()]
+            headers += [("x-quire-gateway-key", gateway_key), *account.headers()]
         query = scope["query_string"].decode("latin-1")
         url = f"{backend.url}{scope['raw_path'].decode('latin-1')}{'?' + query if query else ''}"
         with failures():

@@ -3,6 +3,8 @@
 x-quire-gateway-key   the key of --gateway-key; without it a replica ignores the gateway's other headers
 x-quire-account       "<id> <weight> <tenant or -> <key's name or ->"; the id is that of the ledger's row
 x-quire-ledger        the id of the ledger that the request is booked in: gateways of another one do not book it
+x-quire-cache-group   within which the tenant shares cached blocks, where that is not the tenant alone
+x-quire-second        the same request runs elsewhere, too: what it uses here is not noted
 """
 
 from __future__ import annotations
@@ -31,10 +33,15 @@ class Account:
     key: str = ""  # its name
     weight: float = 1.0  # share of the engine under the order "fair"
     ledger: str = ""  # id of the ledger that has its row; empty where none is known
+    cache_group: str = ""  # of the tenant
 
-    def header(self) -> tuple[str, str]:
+    def headers(self, *, is_second: bool = False) -> list[tuple[str, str]]:
+        """Return what tells a replica; ``is_second``: beside another attempt at the same request."""
         names = f"{self.tenant or _NONE} {self.key or _NONE}"
-        return "x-quire-account", f"{self.request_id} {self.weight:g} {names}"
+        found = [("x-quire-account", f"{self.request_id} {self.weight:g} {names}")]
+        if self.cache_group and self.cache_group != self.tenant:
+            found.append(("x-quire-cache-group", self.cache_group))
+        return [*found, ("x-quire-second", "1")] if is_second else found
 
 
 class Used(msgspec.Struct, frozen=True, array_like=True):
@@ -91,16 +98,18 @@ def enter_account(scope: Scope, key: str | None) -> Account | None:
         request_id, weight, tenant, name = given.decode("ascii").split(" ")
         names = tenant.removeprefix(_NONE), name.removeprefix(_NONE)
         ledger = header(scope, b"x-quire-ledger") or b""
-        found = Account(request_id, *names, float(weight), ledger.decode("ascii")[:MAX_LEDGER_CHARS])
+        group = (header(scope, b"x-quire-cache-group") or b"").decode("ascii")
+        found = Account(request_id, *names, float(weight), ledger.decode("ascii")[:MAX_LEDGER_CHARS], group)
     except ValueError:
         return None
     if not 0.001 <= found.weight <= 1000.0:
         return None
-    scope[_SCOPE_KEY] = found
+    if header(scope, b"x-quire-second") is None:
+        scope[_SCOPE_KEY] = found
     return found
 
 
 def account_of(scope: Scope) -> Account | None:
-    """Return what `enter_account` has noted."""
+    """Return what `enter_account` has noted: whose usage is to be kept."""
     found: Account | None = scope.get(_SCOPE_KEY)
     return found

@@ -33,6 +33,8 @@ _OWN_KEY = "quire.request_id_is_own"
 _API_KEY = "quire.api_key"
 # The tenant of the request that a task serves: of the key that let it in, here or at its gateway. "": it had none.
 TENANT: ContextVar[str] = ContextVar("quire.tenant", default="")
+# The tenants of one group share cached blocks. "": the tenant is a group of its own.
+CACHE_GROUP: ContextVar[str] = ContextVar("quire.cache_group", default="")
 TENANT_WEIGHT: ContextVar[float] = ContextVar("quire.tenant_weight", default=1.0)
 log = Log("api")
 
@@ -105,6 +107,7 @@ class Edge:
         account = enter_account(scope, self._gateway_key) if self._gateway_key is not None else None
         if account is not None and account.tenant:
             TENANT.set(account.tenant)
+            CACHE_GROUP.set(account.cache_group)
             TENANT_WEIGHT.set(account.weight)
         await self._app(scope, receive, send_named)
 
@@ -132,6 +135,7 @@ class Edge:
         else:
             scope[_API_KEY] = found
             TENANT.set(found.tenant)
+            CACHE_GROUP.set(table.group_of(found.tenant) if table is not None else "")
             TENANT_WEIGHT.set(found.weight)
             return None
         return Refusal(401, text, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))

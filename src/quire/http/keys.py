@@ -16,11 +16,12 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 
 from quire.errors import ConfigError, clip
@@ -30,7 +31,8 @@ PREFIX = "sk-quire-"
 RELOAD_S = 1.0  # how old the file's modification time may be
 _HEAD = re.compile(r"#quire-keys 1 ([0-9a-f]{64})")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-_OPTIONS = ("created", "expires", "models", "endpoints", "scope", "weight")
+_OPTIONS = ("created", "expires", "models", "endpoints", "scope", "weight", "cache_group")
+GROUP_MARK = "+"  # before the name of a cache group, so that it is no tenant's
 log = Log("keys")
 
 
@@ -47,6 +49,7 @@ class ApiKey:
     endpoints: tuple[str, ...] = ()
     admin: bool = False  # may also use the admin surface
     weight: float = 1.0  # share of the engine under the order "fair"
+    cache_group: str = ""  # of its tenant, which shares cached blocks with the others of the group
 
     def is_expired(self, now: datetime) -> bool:
         return self.expires is not None and now >= self.expires
@@ -66,16 +69,26 @@ class ApiKey:
             "endpoints": ",".join(self.endpoints),
             "scope": "admin" if self.admin else "",
             "weight": "" if self.weight == 1.0 else f"{self.weight:g}",
+            "cache_group": self.cache_group,
         }
         return " ".join([self.name, self.tenant, self.digest, *(f"{k}={v}" for k, v in options.items() if v)])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KeyTable:
     """The keys of one file by their hash. Frozen: a change of the file makes a new table."""
 
     secret: bytes
     keys: Mapping[str, ApiKey]  # by digest
+
+    @cached_property
+    def groups(self) -> Mapping[str, str]:
+        """The name within which each tenant shares cached blocks."""
+        return cache_groups(self.keys.values())
+
+    def group_of(self, tenant: str) -> str:
+        """Return the name within which the tenant shares cached blocks: its own, unless its keys name a group."""
+        return self.groups.get(tenant, tenant)
 
     def digest(self, key: bytes) -> str:
         return hashlib.blake2b(key, key=self.secret, digest_size=32).hexdigest()
@@ -83,6 +96,22 @@ class KeyTable:
     def find(self, key: bytes) -> ApiKey | None:
         """Return the key's line, also if it has expired; None for a key that the file does not have."""
         return self.keys.get(self.digest(key)) if len(key) <= 512 else None
+
+
+def cache_groups(keys: Iterable[ApiKey]) -> dict[str, str]:
+    """Return by tenant the name within which it shares cached blocks: its own, or that of a group.
+
+    Raises:
+        ConfigError: the keys of a tenant name different groups.
+    """
+    named: dict[str, str] = {}
+    for key in keys:
+        before = named.get(key.tenant, "")
+        if before and key.cache_group not in ("", before):
+            text = f"The keys of the tenant {key.tenant!r} have the cache groups {before!r} and {key.cache_group!r}"
+            raise ConfigError(f"{text}: a tenant is in one group, or in none.")
+        named[key.tenant] = before or key.cache_group
+    return {tenant: GROUP_MARK + group if group else tenant for tenant, group in named.items()}
 
 
 class KeyFile:
@@ -141,6 +170,10 @@ def read_keys(path: Path) -> KeyTable:
                 raise ConfigError(f"{path}, line {number}: the name {key.name!r} is there twice.")
             names.add(key.name)
             keys[key.digest] = key
+    try:
+        cache_groups(keys.values())
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", param="api_key_file") from None
     return KeyTable(bytes.fromhex(match[1]), keys)
 
 
@@ -164,6 +197,7 @@ def _parse(words: list[str], where: str) -> ApiKey:
         endpoints=tuple(filter(None, options.get("endpoints", "").split(","))),
         admin="scope" in options,
         weight=check_weight(options.get("weight", "1"), where),
+        cache_group=check_name(options["cache_group"], where) if "cache_group" in options else "",
     )
 
 
@@ -224,6 +258,7 @@ def create_key(path: Path, key: ApiKey) -> str:
     with _changing(path) as table:
         if any(each.name == key.name for each in table.keys.values()):
             raise ConfigError(f"There is a key named {key.name!r} already; `quire keys rotate` replaces it.")
+        cache_groups([*table.keys.values(), key])
         return _put(path, table, key)
 
 

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.errors import CapacityError, clip
 from quire.http.body import first_data, json_response, send_json
 from quire.http.client import ANSWER_KEY, BACKGROUND_KEY, post_local
-from quire.http.edge import TENANT, TENANT_WEIGHT
+from quire.http.edge import CACHE_GROUP, TENANT, TENANT_WEIGHT
 from quire.jobs.disk import within_disk, write_json
 from quire.metrics.log import Log
 from quire.private import private_folder
@@ -40,6 +40,7 @@ class _Record(msgspec.Struct):
     tenant: str
     weight: float
     body: str
+    cache_group: str = ""
 
 
 class BackgroundResponses:
@@ -97,6 +98,7 @@ class BackgroundResponses:
     async def _run_again(self, app: ASGIApp, answer_id: str, record: _Record) -> None:
         TENANT.set(record.tenant)
         TENANT_WEIGHT.set(record.weight)
+        CACHE_GROUP.set(record.cache_group)
         self._records[answer_id] = record
         while True:
             while not self._is_ready():
@@ -145,7 +147,7 @@ class BackgroundResponses:
         answer = scope.setdefault(
             ANSWER_KEY, f"{self._new_id()} {int(self._unix_time())} {secrets.randbits(_SEED_BITS)}"
         )
-        record = _Record(answer, TENANT.get(), TENANT_WEIGHT.get(), body.decode())
+        record = _Record(answer, TENANT.get(), TENANT_WEIGHT.get(), body.decode(), CACHE_GROUP.get())
         answer_id = self._keep(record)
         run = _Run(app, scope, messages)
         try:
