@@ -273,7 +273,7 @@ def test_a_record_names_its_ledger() -> None:
     api = Api(gateway_key=KEY)
     key, body = {"x-quire-gateway-key": KEY}, {"model": "tiny", "prompt": "hi"}
     for number, ledger in enumerate(("", "a" * 32, "b" * 32)):
-        headers = key | dict([Account(f"row-{number}").header(), *ledger_header(ledger)])
+        headers = key | dict([*Account(f"row-{number}").headers(), *ledger_header(ledger)])
         assert api.post("/v1/completions", body, headers=headers).status_code == 200
 
     def records(query: str) -> list[tuple[str, str]]:

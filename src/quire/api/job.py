@@ -130,7 +130,7 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""  # or, without one, the client's user: whose share of the engine it uses
-    owner: str = ""  # the tenant alone: who may read the answer
+    owner: str = ""  # the tenant alone: it may read the answer
     continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
     prompt_text: str | None = None  # of a chat: the text that its template made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 from starlette.applications import Starlette
@@ -24,7 +23,6 @@ from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
 from quire.http.browser_guard import guarded
 from quire.http.edge import Edge, Extension, error_handlers
-from quire.http.keys import KeyFile
 from quire.http.websocket import WebSockets
 
 # What a replica of Quire serves, and what other servers with OpenAI's API have beside it.
@@ -55,7 +53,6 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
     }
     stored = StoredProxy(state)
     of_response = {"": ["GET", "DELETE"], "/input_items": ["GET"], "/cancel": ["POST"]}
-    key_file = state.config.server.key_file
 
     def count(status: int) -> None:
         state.metrics.requests.update([("other", str(status), "refused")])
@@ -77,7 +74,7 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
                 Edge,
                 api_keys=state.config.server.api_keys,
                 new_id=state.new_id,
-                key_file=KeyFile(Path(key_file), state.now) if key_file is not None else None,
+                key_file=state.tenancy.key_file,
             ),
         ],
         exception_handlers=error_handlers(count),

@@ -61,20 +61,22 @@ class Asked:
         numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
         return min(numbers) / 1e3 if numbers else None
 
-    def body_for(self, model: str, *, adds_usage: bool = False) -> bytes:
+    def body_for(self, model: str, *, adds_usage: bool = False, salt: str | None = None) -> bytes:
         """Return the body with the name ``model``, and with usage at the end of its stream if ``adds_usage``.
 
-        Every other field keeps its bytes.
+        ``salt``: replaces the client's ``cache_salt``. Every other field keeps its bytes.
         """
         is_named = model == self.model or (
             self.path.startswith(OLLAMA_ROOT) and f"{model}{LATEST}" == self.model
         )
-        if is_named and not adds_usage and self.priority is None:
+        if is_named and not adds_usage and self.priority is None and salt is None:
             return self.raw
         fields = _fields(self.raw)
         fields["model"] = msgspec.Raw(msgspec.json.encode(model))
         if self.priority is not None:
             fields["priority"] = msgspec.Raw(msgspec.json.encode(self.priority))
+        if salt is not None:
+            fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
         if adds_usage:
             options = self.body.get("stream_options")
             options = (

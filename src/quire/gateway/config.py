@@ -140,6 +140,7 @@ class BackendArgs:
     health_path: str | None = None
     max_requests: int | None = None
     region: str | None = None
+    takes_salt: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from quire.gateway.headers import Pairs
 from quire.gateway.limits import Reservation
 from quire.gateway.migrate import Continuation
 from quire.gateway.quotas import Usage as Reserved
+from quire.gateway.sealed import Sealing
 from quire.gateway.upstream import BackendFailed
 from quire.gateway.usage import Usage
 from quire.http.account import Account
@@ -68,6 +69,8 @@ class Exchange:
     key: str = ""
     tenant: str = ""
     weight: float = 1.0
+    salt: str | None = None  # replaces the client's ``cache_salt``
+    sealing: Sealing | None = None  # of the ids in the answer
     reserved: Reserved = field(default_factory=Reserved)
     reservation: Reservation | None = None
     journal_slot: int | None = None
@@ -134,13 +137,16 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         self.is_writing = True
+        data = data if self.sealing is None else self.sealing.frames(data)
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
         self.is_writing = False
 
     async def end(self, data: bytes = b"") -> None:
+        data = data if self.sealing is None else self.sealing.frames(data)
         await self.send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def answer(self, status: int, headers: Pairs, body: bytes) -> None:
         """Send a whole answer."""
+        body = body if self.sealing is None else self.sealing.whole(status, body)
         await self.begin(status, [*headers, (b"content-length", str(len(body)).encode())])
-        await self.end(body)
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})

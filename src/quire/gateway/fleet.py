@@ -31,6 +31,7 @@ class Backend:
     models: frozenset[str] = frozenset()
     # Of replicas of Quire, by model: where equal, one can continue a stream of the other.
     fingerprints: dict[str, str] = field(default_factory=dict)
+    takes_salt: bool | None = None  # reads ``cache_salt``; None: not polled yet
     is_ready: bool = False  # by the last polls
     was_ready: bool = False  # at any time before
     is_silent: bool = False  # was ready until its polls timed out: it may be the network, or this process

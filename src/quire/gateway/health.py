@@ -8,7 +8,7 @@ breaks under a request is followed by a poll at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
@@ -33,6 +33,7 @@ class _Status(msgspec.Struct):
 class _Card(msgspec.Struct):
     id: str
     fingerprint: Any = None  # of replicas of Quire
+    owned_by: Any = None  # the server's name
 
 
 class _Models(msgspec.Struct):
@@ -57,6 +58,8 @@ class Poller:
         self._random = random
         self._now = now
         self._upstream: Upstream | None = None
+        # Told what the cards of a backend's models say of the server, if it cares.
+        self.on_owners: Callable[[Backend, Collection[str]], None] = lambda backend, owners: None
         self._tasks: dict[Backend, asyncio.Task[None]] = {}
         self._hurried: dict[Backend, asyncio.Event] = {}
 
@@ -122,14 +125,8 @@ class Poller:
         """
         try:
             path = await self._probe(backend)
-            if lists and (not backend.args.models or backend.source == "registered"):
-                cards = await self._models(backend)
-                if not backend.args.models:
-                    self._fleet.serves(backend, [card.id for card in cards])
-                self._fleet.fingerprinted(
-                    backend,
-                    {card.id: card.fingerprint for card in cards if isinstance(card.fingerprint, str)},
-                )
+            if lists:
+                await self._list(backend)
             if not backend.models:
                 return PollFailure("it serves no model")
         except BackendFailed as error:
@@ -138,6 +135,24 @@ class Poller:
             is_sure = error.kind == "connect" and not error.timed_out
             return PollFailure(str(error), error.timed_out, is_sure, _is_leaving(error.answer))
         return None if path else PollFailure("none of its probes answers 200")
+
+    async def _list(self, backend: Backend) -> None:
+        """Ask what the backend serves. Where the configuration says it, a backend need not have the list."""
+        cards: list[_Card] = []
+        if not backend.args.models or backend.source == "registered":
+            cards = await self._models(backend)
+            if not backend.args.models:
+                self._fleet.serves(backend, [card.id for card in cards])
+            self._fleet.fingerprinted(
+                backend,
+                {card.id: card.fingerprint for card in cards if isinstance(card.fingerprint, str)},
+            )
+        elif backend.takes_salt is None and backend.args.takes_salt is None:
+            with suppress(BackendFailed):
+                cards = await self._models(backend)
+        elif backend.takes_salt is not None:
+            return
+        self.on_owners(backend, [card.owned_by for card in cards if isinstance(card.owned_by, str)])
 
     async def _probe(self, backend: Backend) -> str:
         """Return the path that answered 200, or an empty text. A path that a backend lacks is not asked again."""

@@ -212,9 +212,7 @@ class Placing:
         if self._router.needs_chains:
             salt = asked.body.get("cache_salt")
             salt = salt if isinstance(salt, str) else ""
-            if exchange.tenant and exchange.continuation is not None:  # replicas keep tenants apart
-                salt = f"{exchange.tenant}\n{salt}"
-            root = root_of(model, salt)
+            root = root_of(model, salt if exchange.salt is None else exchange.salt)
             chain = digests(root, asked.text, self._piece_bytes)
         return Demand(chain, self.num_tokens(asked, model), asked.num_output_tokens, asked.session)
 

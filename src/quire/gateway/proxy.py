@@ -65,6 +65,7 @@ class Proxy:
                     busy("The gateway is draining: send the request to another one.", "draining", 1)
                 )
             exchange.asked = await read_asked(scope, receive, state.config.server.max_body_mib << 20)
+            state.enter_tenant(exchange)
             exchange.continuation = state.new_continuation()
             exchange.targets = await state.targets(exchange)
             model = exchange.targets[0].model

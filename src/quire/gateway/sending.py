@@ -81,7 +81,8 @@ async def _send_to(
         pass_keys=not state.config.server.checks_keys,
         trace_id=exchange.ledger_id,
     )
-    body = asked.body_for(placed.target.model, adds_usage=adds_usage)
+    salt = exchange.salt if backend.takes_salt else None
+    body = asked.body_for(placed.target.model, adds_usage=adds_usage, salt=salt)
     continuation, key = exchange.continuation, state.key_of(backend)
     if continuation is not None and key is not None and placed.target.model in backend.fingerprints:
         headers += continuation.headers(key, resumes=exchange.has_begun)

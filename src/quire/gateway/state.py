@@ -26,15 +26,18 @@ from quire.gateway.hedging import Hedging
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.migrate import SEED_BITS, Continuation
 from quire.gateway.model_pool import ModelPool
+from quire.gateway.ownership import Tenancy
 from quire.gateway.placing import Owners, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.regions import Regions
 from quire.gateway.reports import Reports
 from quire.gateway.retries import RetryBudget, pays
 from quire.gateway.routing import Router
+from quire.gateway.salts import Salts
+from quire.gateway.sealed import opened_request, sealing_of
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
-from quire.http.edge import key_of, new_id
+from quire.http.edge import TENANT, key_of, new_id
 from quire.http.refusals import OLLAMA_ROOT
 from quire.metrics.log import Log
 
@@ -54,6 +57,8 @@ class GatewayState:
     discovery: Discovery
     budget: RetryBudget
     owners: Owners
+    tenancy: Tenancy
+    salts: Salts
     metrics: GatewayMetrics
     now: Callable[[], float]  # monotonic seconds
     random: Random
@@ -157,6 +162,19 @@ class GatewayState:
             return None
         return Continuation(self.new_id(), int(self.unix_time()), secrets.randbits(SEED_BITS))
 
+    def enter_tenant(self, exchange: Exchange) -> None:
+        """Open the ids in a request of the task's tenant, and choose its salt.
+
+        Raises:
+            RequestError: an id is not of the tenant.
+        """
+        asked, owner = exchange.asked, self.tenancy.owner()
+        assert asked is not None
+        exchange.tenant = TENANT.get()
+        exchange.salt = self.salts.of(asked)
+        exchange.asked = opened_request(asked, owner)
+        exchange.sealing = sealing_of(owner, exchange.asked, asked)
+
     async def targets(self, exchange: Exchange) -> list[Target]:
         """Return the models to try for a request. Raises what `Catalog.targets` does."""
         assert exchange.asked is not None
@@ -206,8 +224,9 @@ def make_state(
         of_text=True,
     )
     fleet = Fleet(router, config.health, random, tuple(model.name for model in pool or ()))
-    owners = Owners()
-    poller = Poller(fleet, random, now)
+    owners, tenancy = Owners(), Tenancy(config.server, now)
+    poller, salts = Poller(fleet, random, now), Salts(tenancy)
+    poller.on_owners = salts.listed
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
     auto = config.auto.args.name if config.auto is not None else None
     regions = Regions(config.regions) if config.regions is not None else None
@@ -229,6 +248,8 @@ def make_state(
         discovery=Discovery(fleet, poller, config.backends, now),
         budget=budget,
         owners=owners,
+        tenancy=tenancy,
+        salts=salts,
         metrics=GatewayMetrics(fleet, budget),
         now=now,
         random=random,

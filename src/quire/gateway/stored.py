@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from urllib.parse import quote
 
 from starlette.types import Receive, Scope, Send
 
@@ -10,6 +12,7 @@ from quire.gateway.filtering import Filtering
 from quire.gateway.filters import About
 from quire.gateway.fleet import Backend
 from quire.gateway.headers import to_backend
+from quire.gateway.sealed import RESPONSES, Sealing, not_stored
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, Whole, closing, failures, read_whole
 from quire.http.account import Account
@@ -25,12 +28,16 @@ class StoredProxy:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner = self._state.owners.get(scope["path_params"]["response_id"])
+        tenant, shown = self._state.tenancy.owner(), scope["path_params"]["response_id"]
+        response_id = tenant.open(shown)
+        if response_id is None:
+            raise not_stored(shown)
+        owner = self._state.owners.get(response_id)
         backends = [b for b in self._state.fleet if b.is_ready and owner in (None, b.name)]
         whole: Whole | None = None
         for backend in backends:
             try:
-                whole = await self._ask(scope, backend)
+                whole = await self._ask(scope, backend, _path_of(scope, response_id))
             except BackendFailed:
                 continue
             if whole.status != 404:
@@ -39,6 +46,14 @@ class StoredProxy:
             refusal = Refusal(503, "No backend that may hold the response answers now.", code="no_backend")
             await send_json(send, refusal.status, refusal.body(), [(b"retry-after", b"1")])
             return
+        if tenant.seals:
+            sealing, kind = (
+                Sealing(tenant, {response_id: shown}),
+                dict(whole.headers).get(b"content-type", b""),
+            )
+            is_stream = kind.startswith(b"text/event-stream")
+            body = sealing.frames(whole.body) if is_stream else sealing.whole(whole.status, whole.body)
+            whole = replace(whole, body=body)
         body = await self._filtered(scope, whole)
         length = (b"content-length", str(len(body)).encode())
         await send(
@@ -59,7 +74,7 @@ class StoredProxy:
             return stream
         return await filtering.whole(whole.body)
 
-    async def _ask(self, scope: Scope, backend: Backend) -> Whole:
+    async def _ask(self, scope: Scope, backend: Backend, path: str) -> Whole:
         config = self._state.config
         headers = to_backend(
             scope,
@@ -75,9 +90,17 @@ class StoredProxy:
             account = Account(self._state.new_id(), owner.tenant, owner.name, owner.weight)
             headers += [("x-quire-gateway-key", gateway_key), *account.headers()]
         query = scope["query_string"].decode("latin-1")
-        url = f"{backend.url}{scope['raw_path'].decode('latin-1')}{'?' + query if query else ''}"
+        url = f"{backend.url}{path}{'?' + query if query else ''}"
         with failures():
             async with asyncio.timeout(config.timeouts.total_s):
                 response = await self._state.upstream.open(scope["method"], url, headers, None)
                 with closing(response):
                     return await read_whole(response, config.server.max_answer_mib << 20)
+
+
+def _path_of(scope: Scope, response_id: str) -> str:
+    """Return the path at a backend: the client's, with the backend's id."""
+    shown, raw = scope["path_params"]["response_id"], scope["raw_path"].decode("latin-1")
+    if response_id == shown:
+        return str(raw)
+    return f"{RESPONSES}/{quote(response_id, safe='')}{scope['path'].removeprefix(f'{RESPONSES}/{shown}')}"
