@@ -270,7 +270,7 @@ def test_count_tokens() -> None:
             "messages[0] ends with tool_use",
         ),
         ({"system": 3}, "system = 3"),
-        ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"system": [{"text": "no type"}]}, "system[0]"),
         ({"stop_sequences": "x"}, "stop_sequences = 'x'"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": "1"}, "temperature = '1'"),

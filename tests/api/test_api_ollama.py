@@ -286,7 +286,7 @@ def test_a_pull_of_the_served_model_succeeds() -> None:
     ("fields", "param"),
     [
         ({"template": "x"}, "template"),
-        ({"messages": [{**USER, "images": ["aGk="]}]}, "messages[0].images"),
+        ({"messages": [{**USER, "images": ["aGk="]}]}, "messages[0].images[0]"),
         ({"temperature": 0.5}, "options"),
         ({"options": {"temperature": -1}}, "options.temperature"),
         ({"options": {"num_predict": -5}}, "options.num_predict"),

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, Strict
 
 from quire.api.answer_form import ToolUse, tool_use
 from quire.api.conversation import Conversation, Thinking, call_message, template_variables
+from quire.api.history_parts import newest_of, part_text
 from quire.api.protocol import EFFORTS, SampledFields, Tools
 from quire.errors import RequestError, clip
 from quire.http.refusals import HttpError, Refusal
@@ -239,13 +240,14 @@ def _messages(request: AnthropicFields, ignored: list[str] | None) -> list[dict[
         text = _text(request.system, "system", ignored)
         if text:
             messages.append({"role": "system", "content": text})
+    newest = newest_of(request.messages)
     for i, raw in enumerate(request.messages):
         where = f"messages[{i}]"
         turn = parse(Turn, raw, prefix=where + ".", ignored=ignored)
         if turn.role == "assistant":
             messages.append(_assistant(turn, where, names, ignored))
         elif turn.role == "user":
-            messages += _user(turn, where, names, ignored)
+            messages += _user(turn, where, names, ignored, newest=i == newest)
         else:
             messages.append({"role": "system", "content": _text(turn.content, where + ".content", ignored)})
     if messages[-1].get("tool_calls"):
@@ -257,28 +259,35 @@ def _messages(request: AnthropicFields, ignored: list[str] | None) -> list[dict[
 
 
 def _kind(block: Any, where: str, role: str) -> str:
-    """Return the block's type, which a message of ``role`` must allow."""
+    """Return the block's type."""
     kind = block.get("type") if isinstance(block, dict) else None
-    if kind in ALLOWED[role]:
-        return str(kind)
+    if isinstance(kind, str):
+        return kind
     raise RequestError(
         f"{where} = {clip(block)} is not allowed: a message of the {role} holds blocks of the types "
-        f"{', '.join(ALLOWED[role])} (the model is text only).",
+        f"{', '.join(ALLOWED[role])}.",
         param=where,
-        code="unsupported_content" if isinstance(kind, str) else "invalid_type",
+        code="invalid_type",
     )
 
 
 def _text(content: str | list[Any], where: str, ignored: list[str] | None) -> str:
-    """Return the text of a string or of text blocks, joined by line breaks like the parts of other endpoints."""
+    """Return the text of a string or of blocks, joined by line breaks like the parts of other endpoints."""
     if isinstance(content, str):
         return content
     texts = []
     for i, block in enumerate(content):
         place = f"{where}[{i}]"
-        _kind(block, place, "system")
-        texts.append(parse(TextBlock, block, prefix=place + ".", ignored=ignored).text)
+        texts.append(_block_text(block, _kind(block, place, "system"), place, ignored))
     return "\n".join(texts)
+
+
+def _block_text(
+    block: dict[str, Any], kind: str, place: str, ignored: list[str] | None, *, newest: bool = False
+) -> str:
+    if kind == "text":
+        return parse(TextBlock, block, prefix=place + ".", ignored=ignored).text
+    return part_text(block, place, newest=newest).text
 
 
 def _assistant(turn: Turn, where: str, names: dict[str, str], ignored: list[str] | None) -> dict[str, Any]:
@@ -288,14 +297,14 @@ def _assistant(turn: Turn, where: str, names: dict[str, str], ignored: list[str]
     for i, block in enumerate(turn.content):
         prefix = f"{where}.content[{i}]."
         kind = _kind(block, prefix[:-1], "assistant")
-        if kind == "text":
-            texts.append(parse(TextBlock, block, prefix=prefix, ignored=ignored).text)
-        elif kind == "thinking":
+        if kind == "thinking":
             thought = parse(ThinkingBlock, block, prefix=prefix, ignored=ignored)
             thoughts.append(thought.thinking)
         elif kind == "redacted_thinking":  # encrypted: no template can read it
             if ignored is not None:
                 ignored.append(prefix + kind)
+        elif kind != "tool_use":
+            texts.append(_block_text(block, kind, prefix[:-1], ignored))
         else:
             call = parse(ToolUseBlock, block, prefix=prefix, ignored=ignored)
             names[call.id] = call.name
@@ -309,15 +318,18 @@ def _assistant(turn: Turn, where: str, names: dict[str, str], ignored: list[str]
     return message
 
 
-def _user(turn: Turn, where: str, names: dict[str, str], ignored: list[str] | None) -> list[dict[str, Any]]:
+def _user(
+    turn: Turn, where: str, names: dict[str, str], ignored: list[str] | None, *, newest: bool
+) -> list[dict[str, Any]]:
     """Return the messages of a user's turn; each tool result becomes a message of its own, in its place."""
     if isinstance(turn.content, str):
         return [{"role": "user", "content": turn.content}]
     messages: list[dict[str, Any]] = []
     for i, block in enumerate(turn.content):
         place = f"{where}.content[{i}]"
-        if _kind(block, place, "user") == "text":
-            text = parse(TextBlock, block, prefix=place + ".", ignored=ignored).text
+        kind = _kind(block, place, "user")
+        if kind != "tool_result":
+            text = _block_text(block, kind, place, ignored, newest=newest)
             if messages and messages[-1]["role"] == "user":
                 messages[-1]["content"] += "\n" + text
             else:

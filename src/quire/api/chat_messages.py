@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from quire.api.conversation import arguments_of, call_message
+from quire.api.history_parts import newest_of, part_text
 from quire.api.protocol import TextContent
 from quire.errors import RequestError, clip
 from quire.http.wire import AnyObject, Past, Text, parse
@@ -55,9 +56,17 @@ class TextPart(Past):
 
 
 def text_of(
-    content: str | list[Any], where: str, kinds: tuple[str, ...] = ("text",), ignored: list[str] | None = None
+    content: str | list[Any],
+    where: str,
+    kinds: tuple[str, ...] = ("text",),
+    ignored: list[str] | None = None,
+    *,
+    newest: bool = False,
+    thoughts: list[str] | None = None,
 ) -> str:
-    """Return the text of a string, or of text parts of the types ``kinds``, joined by line breaks.
+    """Return the text of a string, or of parts, joined by line breaks; parts of ``kinds`` are plain text.
+
+    ``newest``: it is the newest message of the user (`quire.api.history_parts`). ``thoughts`` collects reasoning.
 
     Raises:
         RequestError: names the part of ``where``, and what is allowed.
@@ -75,14 +84,11 @@ def text_of(
                 param=place,
                 code="invalid_type",
             )
-        if kind not in kinds:
-            raise RequestError(
-                f"{place} is a part of type {clip(kind)}, but the model is text only. Supported part types: "
-                f"{', '.join(kinds)}.",
-                param=place,
-                code="unsupported_content",
-            )
-        texts.append(parse(TextPart, part, prefix=place + ".", ignored=ignored).text)
+        if kind in kinds:
+            texts.append(parse(TextPart, part, prefix=place + ".", ignored=ignored).text)
+            continue
+        text, is_thought = part_text(part, place, newest=newest)
+        (thoughts if is_thought and thoughts is not None else texts).append(text)
     return "\n".join(texts)
 
 
@@ -98,8 +104,9 @@ def template_messages(messages: list[Any], ignored: list[str] | None = None) -> 
     """
     result = []
     call_id = None
+    newest = newest_of(messages)
     for i, raw in enumerate(messages):
-        message = _message(raw, f"messages[{i}]", ignored)
+        message = _message(raw, f"messages[{i}]", ignored, newest=i == newest)
         if message.pop("is_legacy", False):  # functions of before tools: no ids, one call at a time
             if message["role"] == "tool":
                 message.setdefault("tool_call_id", call_id)
@@ -111,7 +118,7 @@ def template_messages(messages: list[Any], ignored: list[str] | None = None) -> 
     return result
 
 
-def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
+def _message(raw: Any, where: str, ignored: list[str] | None, *, newest: bool) -> dict[str, Any]:
     message = parse(Message, raw, prefix=where + ".", ignored=ignored)
     if message.content is None and message.role != "assistant":
         raise RequestError(
@@ -136,7 +143,12 @@ def _message(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:
     # Templates read a missing text as an empty one, or as the mark of a message that only calls.
     result: dict[str, Any] = {"role": role, "content": None if calls else ""}
     if message.content is not None:
-        result["content"] = text_of(message.content, where + ".content", ignored=ignored)
+        thoughts: list[str] = []
+        result["content"] = text_of(
+            message.content, where + ".content", ignored=ignored, newest=newest, thoughts=thoughts
+        )
+        if any(thoughts):
+            result["reasoning_content"] = "\n".join(thoughts)
     result |= {name: value for name in _PASSED if (value := getattr(message, name)) is not None}
     if calls:
         result["tool_calls"] = calls

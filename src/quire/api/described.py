@@ -174,6 +174,7 @@ HOLDS: dict[tuple[type[Wire], str], Schema] = {
     (llama.OllamaChatRequest, "messages"): _null_or(_list(llama.OllamaMessage)),
     (llama.OllamaGenerateRequest, "context"): _null_or(_list(TOKEN_ID)),
     (llama.OllamaMessage, "tool_calls"): _null_or(_list(chat.ToolCall)),
+    (llama.OllamaMessage, "images"): _null_or(_list({"type": "string"}, maxItems=0)),
     (ollama.EmbedRequest, "input"): _any(TEXT, _list(TEXT)),
     (ollama.EmbeddingsRequest, "prompt"): TEXT,
     (pooling.EmbeddingRequest, "input"): _PROMPT,

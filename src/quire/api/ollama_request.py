@@ -10,6 +10,7 @@ from pydantic import Field
 from quire.api.answer_form import chat_tools, tool_use
 from quire.api.chat_messages import template_messages
 from quire.api.conversation import Conversation, Thinking, template_variables
+from quire.api.history_parts import newest_of, part_text
 from quire.api.protocol import EFFORTS, DeadlineField, RequestFields, Tools, sampling_params
 from quire.errors import RequestError
 from quire.http.wire import (
@@ -89,6 +90,7 @@ class OllamaMessage(Past):
     content: Text = ""
     thinking: Text | None = None
     tool_calls: Annotated[list[Any] | None, Field(description="a list of tool calls")] = None
+    images: Annotated[list[Any] | None, Field(description="a list of images")] = None
     tool_name: Text | None = None
     tool_call_id: Text | None = None
 
@@ -181,14 +183,19 @@ def _messages(raws: list[Any], ignored: list[str] | None) -> list[dict[str, Any]
     """
     found: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # calls without a result: id, name
+    newest = newest_of(raws)
     for i, raw in enumerate(raws):
         message = parse(OllamaMessage, raw, prefix=f"messages[{i}].", ignored=ignored)
-        one: dict[str, Any] = {"role": message.role, "content": message.content}
+        lines = [
+            part_text({"type": "image"}, f"messages[{i}].images[{j}]", newest=i == newest).text
+            for j in range(len(message.images or ()))
+        ]
+        one: dict[str, Any] = {"role": message.role, "content": "\n".join([message.content, *lines])}
         if message.thinking:
             one["reasoning_content"] = message.thinking
         if message.tool_calls:
             one["tool_calls"] = [_with_id(call, i, j) for j, call in enumerate(message.tool_calls)]
-            one["content"] = message.content or None
+            one["content"] = one["content"] or None
             waiting += [(call["id"], _name_of(call)) for call in one["tool_calls"] if isinstance(call, dict)]
         if message.role == "tool":
             name = message.tool_name

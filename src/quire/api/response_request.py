@@ -16,6 +16,7 @@ from quire.api.conversation import (
     call_message,
     template_variables,
 )
+from quire.api.history_parts import newest_of, part_text
 from quire.api.protocol import EFFORTS, SampledFields, TextContent, Tools
 from quire.api.response_tools import as_arguments, response_tool_use, visible
 from quire.errors import RequestError, clip
@@ -193,28 +194,37 @@ def add_input(
         return
     # The tool of each call so far, by the call's id.
     names = {c["id"]: c["function"]["name"] for message in messages for c in message.get("tool_calls", ())}
+    newest = newest_of(given, kinds=(None, "message"))
     for i, item in enumerate(given):
         where = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            _add_message(messages, item, where, ignored)
+            _add_message(messages, item, where, ignored, newest=i == newest)
         elif kind in ("function_call", "custom_tool_call"):
             names.update([_add_call(messages, item, where, ignored)])
         elif kind in ("function_call_output", "custom_tool_call_output"):
             _add_output(messages, item, where, names, ignored)
         elif kind == "reasoning":
             _add_reasoning(messages, item, where, ignored)
+        elif isinstance(kind, str):  # of a tool of OpenAI's servers
+            text = part_text(item, where, newest=False).text
+            if text:
+                _assistant(messages, "content", "tool_calls")["content"] = text
         else:
-            allowed = f"an item of the types {', '.join(_ID_PREFIXES)}"
-            code = "unsupported_content" if isinstance(kind, str) else "invalid_type"
-            raise not_allowed(where, item, allowed, code)
+            raise not_allowed(where, item, f"an item like those of {', '.join(_ID_PREFIXES)}", "invalid_type")
 
 
-def _add_message(messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None) -> None:
+def _add_message(
+    messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None, *, newest: bool
+) -> None:
     item = parse(MessageItem, raw, prefix=where + ".", ignored=ignored)
-    text = text_of(item.content, where + ".content", TEXT_PARTS, ignored)
+    thoughts: list[str] = []
+    text = text_of(item.content, where + ".content", TEXT_PARTS, ignored, newest=newest, thoughts=thoughts)
     if item.role == "assistant":
-        _assistant(messages, "content")["content"] = text
+        message = _assistant(messages, "content")
+        message["content"] = text
+        if any(thoughts):
+            message.setdefault("reasoning_content", "\n".join(thoughts))
     else:
         messages.append({"role": item.role, "content": text})
 
@@ -281,7 +291,7 @@ def _with_id(item: dict[str, Any], new_id: Callable[[], str]) -> dict[str, Any]:
     kind = item.get("type", "message")
     named = {"type": kind, **item}
     if not named.get("id"):
-        named["id"] = _ID_PREFIXES[kind] + new_id()
+        named["id"] = _ID_PREFIXES.get(kind, "item_") + new_id()
     named.setdefault("status", "completed")
     if kind == "message" and isinstance(named["content"], str):
         part = "output_text" if named["role"] == "assistant" else "input_text"
