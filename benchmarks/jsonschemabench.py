@@ -33,7 +33,7 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.engine.helper_pool import GrammarChecker
+from quire.engine.grammar_checker import GrammarChecker
 from quire.errors import RequestError
 from quire.models.checkpoint import read_tokenizer
 from quire.models.hub import quill_path

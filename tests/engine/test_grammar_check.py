@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.engine.toy import EOS, VOCAB, byte_tokenizer
 
-from quire.engine import helper_pool
-from quire.engine.helper_pool import GrammarChecker
+from quire.engine import grammar_checker, helper_pool
+from quire.engine.grammar_checker import GrammarChecker
 from quire.errors import CapacityError, RequestError
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -51,7 +51,7 @@ WRONG = [
 
 
 def test_remembered_grammars_are_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helper_pool, "_MAX_REMEMBERED_BYTES", 100_000)
+    monkeypatch.setattr(grammar_checker, "_MAX_REMEMBERED_BYTES", 100_000)
     for i in range(20):
         checker.check(StructuredOutputsParams(choice=[f"{i}" + "x" * 5000, "b"]))
         sizes = [len(source) + len(str(answer)) for source, answer in checker._remembered.items()]

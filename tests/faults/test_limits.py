@@ -20,6 +20,7 @@ from quire.engine.large_body import LargeBodies
 from quire.engine.large_input import LongTexts
 from quire.errors import RequestError, clip
 from quire.http import limits
+from quire.http.held_bytes import LARGE, MESSAGES, SMALL
 from quire.http.limits import FIELDS, check_fields, check_whole
 from quire.models.hub import quill_path
 from quire.text.load import load_tokenizer
@@ -32,6 +33,9 @@ WHOLE = {
     "token ids in one list": limits.LIST_IDS,
     "characters of a text that the context does not bound": limits.TEXT_CHARACTERS,
     "bytes of all large bodies that wait to be parsed": limits.WAITING_BYTES,
+    "of all bodies over 1 MiB that wait": LARGE.most,
+    "of all other bodies that wait": SMALL.most,
+    "of all parts of WebSocket messages": MESSAGES.most,
     "parts of a form": limits.FORM_PARTS,
     "bytes in the headers of one part": limits.FORM_HEADER_BYTES,
     "bytes of a form's `Content-Type`": limits.CONTENT_TYPE_BYTES,

@@ -90,6 +90,38 @@ def test_one_full_quota_takes_nothing_from_others() -> None:
     assert books.reserve(0)[1].left[0].remaining == 99
 
 
+def test_the_time_to_come_back_is_that_of_the_request() -> None:
+    """A larger request waits longer, and is granted at the time told, not before."""
+    books = Books(default=Limit(tokens_per_minute=600))
+    assert books.reserve(500, 0)[0] is not None
+    small, large = books.reserve(110, 40)[1], books.reserve(300, 100)[1]
+    assert small.retry_after_s == pytest.approx(5.0)
+    assert large.retry_after_s == pytest.approx(30.0)
+    books.clock.advance(29.9)
+    assert books.reserve(300, 100)[0] is None
+    books.clock.advance(0.2)
+    assert books.reserve(300, 100)[0] is not None
+
+
+def test_a_lease_lasts_while_it_is_renewed() -> None:
+    books = Books(default=Limit(concurrent_requests=1))
+    first, _ = books.reserve()
+    for _ in range(4):
+        books.clock.advance(0.75 * LEASE_S)
+        asyncio.run(books.limits.renew())
+        assert books.reserve()[0] is None
+    books.settle(first, None)
+    assert books.reserve()[0] is not None
+
+
+def test_a_budget_is_charged_what_was_used_and_once() -> None:
+    books = Books(default=Limit(tokens_per_day=1000))
+    first, _ = books.reserve(100, 500)
+    books.settle(first, Usage(100, 50))
+    assert books.reserve(0, 850)[0] is not None
+    assert books.reserve(0, 1)[0] is None
+
+
 def test_larger_than_quota_is_never_granted() -> None:
     _, decision = Books(default=Limit(tokens_per_minute=10)).reserve(11)
     assert math.isinf(decision.retry_after_s)

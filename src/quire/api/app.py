@@ -34,6 +34,7 @@ from quire.http.account import USAGE_PATH
 from quire.http.browser_guard import BrowserRules, guards
 from quire.http.cache_messages import CACHE_PATH
 from quire.http.edge import Edge, Extension, error_handlers, new_id
+from quire.http.held_bytes import HeldBodies
 from quire.http.websocket import WebSockets
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
@@ -79,6 +80,7 @@ def create_app(
         middleware=[
             *guards(BrowserRules(settings.cors_origins, settings.allowed_hosts)),
             Middleware(WebSockets),
+            Middleware(HeldBodies),
             Middleware(
                 Edge,
                 api_keys=settings.api_keys,

@@ -24,6 +24,7 @@ from quire.http.account import account_of
 from quire.http.body import Disconnected, decode_body, header, read_pieces, send_json
 from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
 from quire.http.edge import TENANT, adopt_request_id, request_id_of
+from quire.http.held_bytes import release_body
 from quire.http.refusals import Refusal, refusal_of
 from quire.http.wire import Ignored
 from quire.metrics.log import Log
@@ -63,6 +64,7 @@ class PostEndpoint:
             if self._state.journal is not None:
                 client.pieces = pieces
             del pieces
+            release_body(scope)
             await self._run(body, arrival_s, scope, client, send)
         except Disconnected:
             status = 499  # nginx's number for a client that disconnected; it is only counted

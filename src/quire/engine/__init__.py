@@ -7,7 +7,7 @@ spawn, child       the engine process
 process            its client (ZeroMQ, msgspec)
 supervisor         restarts a dead engine and admits its requests again
 assemble           EngineArgs -> configuration, tokenizer, chat template
-helper, helper_pool    grammars and unknown templates, in processes with limits
+helper, helper_pool    grammars (grammar_checker) and unknown templates, in processes with limits
 prompts            text, messages -> token ids; with SamplingParams -> Request
 output             token events -> text, stop strings; the stream of one request
 frontend           asyncio

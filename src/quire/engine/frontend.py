@@ -27,7 +27,7 @@ from quire.clock import Clock
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.client import Calls, EngineClient
-from quire.engine.helper_pool import GrammarChecker
+from quire.engine.grammar_checker import GrammarChecker
 from quire.engine.in_flight import continued
 from quire.engine.messages import AbortRequest, Call, Message, Reply
 from quire.engine.output import RequestOutputState

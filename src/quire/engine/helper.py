@@ -36,6 +36,7 @@ from setproctitle import setproctitle
 from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, RequestError
+from quire.http.memory import trim
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import NUM_LEVELS, build_grammar
 from quire.text.grammar_matcher import TokenTable, compile_matcher, first_error, ll_tokenizer
@@ -46,6 +47,7 @@ Perform = Callable[[bytes], bytes]
 _MAX_ERROR_CHARS = 600
 # The engine compiles a grammar again while other requests wait for tokens. The slowest of JSONSchemaBench takes 0.2 s.
 CPU_LIMIT_S = 0.5
+_TRIMMED_BYTES = 1 << 20  # of a task whose memory is given back to the system
 
 
 def main(kind: str, tasks: BinaryIO, answers: BinaryIO) -> None:
@@ -58,8 +60,11 @@ def main(kind: str, tasks: BinaryIO, answers: BinaryIO) -> None:
     )
     _write(answers, json.dumps(greeting).encode())
     while task := _read(tasks):
+        is_large = len(task) > _TRIMMED_BYTES
         _write(answers, perform(task))
         del task
+        if is_large:
+            trim()
 
 
 def _read(tasks: BinaryIO) -> bytes:

@@ -1,8 +1,9 @@
 """`HelperPool`: work that may take hours, all memory or the stack, done in helper processes under limits.
 
 A grammar or a template can be built to harm the program that reads it. So neither the process that answers requests
-nor the engine reads it first: a helper process does, and it is killed when it takes too long. `GrammarChecker` compiles
-the grammars of requests so; `quire.engine.frontend` renders unknown templates so.
+nor the engine reads it first: a helper process does, and it is killed when it takes too long.
+`quire.engine.grammar_checker` compiles the grammars of requests so, `quire.engine.prompts` renders unknown templates,
+and `quire.engine.large_body` parses large bodies.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import importlib.util
 import json
 import os
 import select
@@ -18,106 +18,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
-from quire.errors import CapacityError, RequestError
+from quire.errors import CapacityError
 from quire.executor.child_process import child_environment
-from quire.structured_outputs import StructuredOutputsParams
-from quire.text.grammar import grammar_source
-from quire.text.grammar_matcher import TokenTable, token_table
-from quire.text.tokenizer import Tokenizer
-
-_MAX_REMEMBERED = 512  # answers
-_MAX_REMEMBERED_BYTES = 64 * 2**20  # of grammars and answers together
-
-
-class GrammarChecker:
-    """Belongs to one model and remembers its latest answers. Safe to share between threads."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._table: TokenTable | None = None
-        self._lock = threading.Lock()
-        self._remembered: OrderedDict[str, Head] = OrderedDict()
-        self._num_bytes = 0  # remembered
-        self._pool = HelperPool("grammar", self._vocabulary)
-
-    def submit(self, params: StructuredOutputsParams) -> Future[str]:
-        """Return the future of the grammar text that `Request.grammar` carries; it raises `RequestError`.
-
-        Raises:
-            RequestError: the grammar is wrong in a way that shows without compiling.
-            CapacityError: too many grammars wait for the helpers (retryable).
-        """
-        self._check_possible(params)
-        source = grammar_source(params)
-        with self._lock:
-            known = self._remembered.get(source)
-            if known is not None:
-                self._remembered.move_to_end(source)
-        if known is None:
-            return self._pool.submit(
-                {"source": source}, lambda answer, late: self._finish(source, params, answer, late)
-            )
-        done: Future[str] = Future()
-        try:
-            done.set_result(_grammar_of(known, params))
-        except RequestError as error:
-            done.set_exception(error)
-        return done
-
-    def check(self, params: StructuredOutputsParams) -> str:
-        """As `submit`, but wait for the result."""
-        return self.submit(params).result()
-
-    def close(self) -> None:
-        """End the helpers; unfinished grammars fail."""
-        self._pool.close()
-
-    def _check_possible(self, params: StructuredOutputsParams) -> None:
-        if importlib.util.find_spec("llguidance") is None:
-            raise params.wrong(f"{params.param} needs the package llguidance: pip install llguidance.")
-        if not any(token_id < self._vocab_size for token_id in self._eos_token_ids):
-            raise params.wrong(f"{params.param} needs a model with an EOS token; this one names none.")
-
-    def _vocabulary(self) -> dict[str, Any]:
-        with self._lock:
-            if self._table is None:
-                self._table = token_table(self._tokenizer, self._vocab_size, self._eos_token_ids)
-        return {
-            "tokens": [token.decode("latin-1") for token in self._table.tokens],
-            "special": list(self._table.special_ids),
-            "eos": list(self._table.eos_ids),
-        }
-
-    def _finish(self, source: str, params: StructuredOutputsParams, answer: Head | None, late: bool) -> str:
-        if answer is None:
-            answer = {
-                "error": f"compiling it takes longer than {TASK_LIMIT_S:g} s"
-                if late
-                else "it is too large or too deep: compiling it took more memory or stack than is allowed"
-            }
-        with self._lock:
-            if source not in self._remembered:
-                self._remembered[source] = answer
-                self._num_bytes += len(source) + len(str(answer))
-            while len(self._remembered) > _MAX_REMEMBERED or self._num_bytes > _MAX_REMEMBERED_BYTES:
-                oldest, forgotten = self._remembered.popitem(last=False)
-                self._num_bytes -= len(oldest) + len(str(forgotten))
-        return _grammar_of(answer, params)
-
-
-def _grammar_of(answer: Head, params: StructuredOutputsParams) -> str:
-    if "error" in answer:
-        raise params.wrong(f"{params.param}: this {params.kind} cannot be used: {answer['error']}.")
-    grammar: str = answer["grammar"]
-    return grammar
-
 
 T = TypeVar("T")
 Kind = Literal["grammar", "template", "text", "body"]

@@ -86,9 +86,13 @@ def parse(body: bytes, max_characters: int) -> bytes:
         check_whole(value, max_characters)
         return b"=" + msgspec.msgpack.encode(value)
     except RequestError as error:
-        refusal = error
+        # It is not kept: by its traceback it keeps the body, in a circle that is not collected in the helper.
+        return _refusal(error)
     except MemoryError:
-        refusal = too_many("The body", BODY_VALUES + 1, BODY_VALUES, "values or more")
+        return _refusal(too_many("The body", BODY_VALUES + 1, BODY_VALUES, "values or more"))
+
+
+def _refusal(refusal: RequestError) -> bytes:
     return json.dumps({"error": str(refusal), "param": refusal.param, "code": refusal.code}).encode()
 
 

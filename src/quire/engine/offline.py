@@ -17,7 +17,7 @@ from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, llm_args, load_text
 from quire.engine.client import InProcessClient
-from quire.engine.helper_pool import GrammarChecker
+from quire.engine.grammar_checker import GrammarChecker
 from quire.engine.messages import AbortRequest, ResetPrefixCache
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.prompts import SEED_BITS, prepare_request

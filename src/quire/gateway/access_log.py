@@ -91,7 +91,7 @@ def _fields(exchange: Exchange, now: float) -> dict[str, Any]:
         "path": exchange.path,
         "status": exchange.status,
         "outcome": exchange.outcome,
-        "model": asked.model if asked is not None else None,
+        "model": exchange.named_model or None,
         "target": exchange.target.model if exchange.target is not None else None,
         "backend": backend.name if backend is not None else None,
         "stream": asked.streams if asked is not None else None,

@@ -23,6 +23,7 @@ from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
 from quire.http.browser_guard import guarded
 from quire.http.edge import Edge, Extension, error_handlers
+from quire.http.held_bytes import HeldBodies
 from quire.http.websocket import WebSockets
 
 # What a replica of Quire serves, and what other servers with OpenAI's API have beside it.
@@ -70,6 +71,7 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
         ],
         middleware=[
             Middleware(WebSockets),
+            Middleware(HeldBodies),
             Middleware(
                 Edge,
                 api_keys=state.config.server.api_keys,
@@ -160,5 +162,6 @@ def _lifespan(state: GatewayState, extension: Extension) -> Lifespan[Starlette]:
                 yield
         finally:
             await state.close()
+            state.bodies.close()
 
     return lifespan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from starlette.types import Receive, Scope
 
 from quire.errors import RequestError, clip
 from quire.gateway.digest import text_of
-from quire.http.body import decode, header, read_bytes
+from quire.http.body import DecodeLarge, decode_body, header, read_bytes
 from quire.http.client import PRIORITY_KEY
 from quire.http.refusals import LATEST, OLLAMA_ROOT
 from quire.http.wire import not_allowed
@@ -54,6 +55,11 @@ class Asked:
         )
 
     @property
+    def plain_body(self) -> dict[str, Any]:
+        """The body without arrays, which long lists of token ids are in a large one."""
+        return {k: _plain(v) if k in ("prompt", "input") else v for k, v in self.body.items()}
+
+    @property
     def deadline_s(self) -> float | None:
         """The smallest number in ``deadline_ms`` in seconds; what is no number is the backend's to refuse."""
         given = self.body.get("deadline_ms")
@@ -86,16 +92,18 @@ class Asked:
         return msgspec.json.encode(fields)
 
 
-async def read_asked(scope: Scope, receive: Receive, max_bytes: int) -> Asked:
-    """Read a request whose body is a JSON object.
+async def read_asked(scope: Scope, receive: Receive, max_bytes: int, decode_large: DecodeLarge) -> Asked:
+    """Read a request whose body is a JSON object. ``decode_large``: as of `decode_body`.
 
     Raises:
-        HttpError: 413 beyond ``max_bytes``, 415 for another media type.
-        RequestError: not a JSON object, or ``model``, ``stream`` or a limit of tokens has the wrong type.
+        HttpError: 413 beyond ``max_bytes``, 415 for another media type, 503 where no more bodies may be held.
+        RequestError: not a JSON object, something in it is above its limit, or ``model``, ``stream`` or a limit of
+            tokens has the wrong type.
+        CapacityError: too many large bodies wait (retryable).
         Disconnected: the client left.
     """
     raw = await read_bytes(scope, receive, max_bytes, "max_body_mib")
-    body = decode(raw)
+    body = await decode_body([raw], decode_large)
     if not isinstance(body, dict):
         raise RequestError(f"The body {clip(body)} is not allowed: it must be an object.")
     model, stream = body.get("model"), body.get("stream")
@@ -114,6 +122,12 @@ async def read_asked(scope: Scope, receive: Receive, max_bytes: int) -> Asked:
         session=_session(scope, body),
         priority=scope.get(PRIORITY_KEY),
     )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, array):
+        return value.tolist()
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def _num_output_tokens(body: Mapping[str, Any]) -> int:

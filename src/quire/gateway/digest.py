@@ -18,7 +18,8 @@ import msgspec
 
 _DIGEST_BYTES = 16
 ROLE_END = b"\1"  # between a message's role and its text
-_encode = msgspec.json.Encoder().encode
+# Long lists of token ids in a large body are arrays.
+_encode = msgspec.json.Encoder(enc_hook=lambda ids: ids.tolist()).encode
 
 
 def root_of(model: str, salt: str) -> bytes:

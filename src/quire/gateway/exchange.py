@@ -29,6 +29,9 @@ from quire.http.edge import CACHE_GROUP
 Outcome = Literal["ok", "refused", "failed", "broken", "left", "filtered"]
 
 
+MAX_NAME_CHARS = 256  # of what a client has named, in rows and logs
+
+
 @dataclass(slots=True, eq=False)
 class Exchange:
     """The state of a request's walk; `Proxy` alone changes it."""
@@ -79,6 +82,12 @@ class Exchange:
     @property
     def account(self) -> Account:
         return Account(self.ledger_id, self.tenant, self.key, self.weight, cache_group=CACHE_GROUP.get())
+
+    @property
+    def named_model(self) -> str:
+        """The name that the client asked for, clipped; empty for none."""
+        name = (self.asked.model if self.asked is not None else None) or ""
+        return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 1]}…"
 
     @property
     def trace_id(self) -> str:

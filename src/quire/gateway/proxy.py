@@ -1,6 +1,6 @@
 """`Proxy`: the walk of one request through the gateway.
 
-    read → targets → place → attempt ─ first whole frame or whole answer → relay → end
+    read → admit → place → attempt ─ first whole frame or whole answer → relay → end
                        ▲        │                                            │
                        ├─ retry ┘   while no byte went to the client         │
                        └─ migrate: another replica continues the stream ─────┘
@@ -64,12 +64,12 @@ class Proxy:
                 raise HttpError(
                     busy("The gateway is draining: send the request to another one.", "draining", 1)
                 )
-            exchange.asked = await read_asked(scope, receive, state.config.server.max_body_mib << 20)
+            most = state.config.server.max_body_mib << 20
+            exchange.asked = await read_asked(scope, receive, most, state.bodies.decode)
             state.enter_tenant(exchange)
             exchange.continuation = state.new_continuation()
-            exchange.targets = await state.targets(exchange)
+            await state.admit(exchange)
             model = exchange.targets[0].model
-            await state.tenants.reserve(exchange, model, state.placing.num_tokens(exchange.asked, model))
             async with _cancelled_when_left(exchange, receive):
                 if state.filters is not None:
                     await state.filter(exchange)

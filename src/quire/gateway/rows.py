@@ -21,14 +21,14 @@ def price_of(prices: Prices, model: str) -> Price:
 
 def row_of(exchange: Exchange, now: float, outcome: str, used: Usage) -> Row:
     """Return the row of a request that has ended, or has begun, ``now``."""
-    target, asked, backend = exchange.target, exchange.asked, exchange.backend
+    target, backend = exchange.target, exchange.backend
     begin_s, first_s = exchange.arrival_s, exchange.first_s
     return Row(
         request_id=exchange.ledger_id,
         finished_at=time.time(),
         tenant=exchange.tenant,
         key=exchange.key,
-        model=target.model if target is not None else (asked and asked.model) or "",
+        model=target.model if target is not None else exchange.named_model,
         backend=backend.name if backend is not None else "",
         endpoint=exchange.path,
         outcome=outcome,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from quire.engine.large_body import LargeBodies
+from quire.errors import RequestError
 from quire.gateway.access_log import AccessLog
 from quire.gateway.auto_model import AutoModel
 from quire.gateway.booking import Booking
@@ -65,6 +67,7 @@ class GatewayState:
     pool: ModelPool | None = None  # of models that are loaded on demand
     auto: AutoModel | None = None
     hedging: Hedging | None = None
+    bodies: LargeBodies = field(default_factory=LargeBodies)
     access_log: AccessLog = field(default_factory=lambda: AccessLog(None, logs=False))
     new_id: Callable[[], str] = new_id
     filters: Filters | None = None
@@ -175,6 +178,27 @@ class GatewayState:
         exchange.asked = opened_request(asked, owner)
         exchange.sealing = sealing_of(owner, exchange.asked, asked)
 
+    async def admit(self, exchange: Exchange) -> None:
+        """Reserve what a request may use at most; only then is it told what becomes of the model that it names.
+
+        A request for a model that is not known, or that its key may not use, counts as a request: it passes no limit.
+
+        Raises:
+            HttpError: 429, a limit is used up.
+            RequestError: no model can be told, it is not known, or the key may not use it.
+        """
+        assert exchange.asked is not None
+        problem: RequestError | None = None
+        try:
+            exchange.targets = await self.targets(exchange)
+        except RequestError as error:
+            problem = error
+        model = exchange.targets[0].model if exchange.targets else ""
+        await self.tenants.reserve(exchange, model, self.placing.num_tokens(exchange.asked, model))
+        if problem is not None:
+            raise problem
+        self.tenants.check_model(exchange, model)
+
     async def targets(self, exchange: Exchange) -> list[Target]:
         """Return the models to try for a request. Raises what `Catalog.targets` does."""
         assert exchange.asked is not None
@@ -193,7 +217,7 @@ class GatewayState:
         model = exchange.targets[0].model
         about = About(exchange.request_id, exchange.path, model, exchange.tenant, exchange.key)
         if filters.reads_requests:
-            changed = await filters.before(about, dict(asked.body))
+            changed = await filters.before(about, asked.plain_body)
             exchange.asked = asked if changed is None else asked.changed_to(changed)
         if filters.reads_answers:
             exchange.filtering = Filtering(filters, about)

@@ -55,24 +55,15 @@ class Tenants:
         return self._books.is_kept or bool(has_limits)
 
     async def reserve(self, exchange: Exchange, model: str, prompt_tokens: int) -> None:
-        """Check that the key may use ``model`` and reserve what the request may use at most.
+        """Reserve what a request of its key may use at most. ``model``: empty where it is not known.
 
         Raises:
-            NotFoundError: the key may not use the model.
             HttpError: 429, a limit is used up; 503, it cannot be booked.
         """
         asked, key = exchange.asked, key_of(exchange.scope)
         assert asked is not None
         if key is not None:
             exchange.key, exchange.tenant, exchange.weight = key.name, key.tenant, key.weight
-            if not key.allows_model(model):
-                raise NotFoundError(
-                    f"The key {key.name!r} may not use the model {model!r}; "
-                    f"it may use {', '.join(key.models)}.",
-                    param="model",
-                    code="model_not_found",
-                )
-            exchange.targets = [each for each in exchange.targets if key.allows_model(each.model)]
         output = 0 if exchange.path.endswith(_NO_OUTPUT) else asked.num_output_tokens
         exchange.reserved = Usage(
             prompt_tokens, output, price_of(self._config.prices, model).nano(prompt_tokens, 0, output)
@@ -86,6 +77,19 @@ class Tenants:
         exchange.reservation = reservation
         exchange.extra_headers += limit_headers(decision.left)
 
+    def check_model(self, exchange: Exchange, model: str) -> None:
+        """Leave out the targets that the request's key may not use. Raises `NotFoundError` if that is ``model``."""
+        key = key_of(exchange.scope)
+        if key is None:
+            return
+        if not key.allows_model(model):
+            raise NotFoundError(
+                f"The key {key.name!r} may not use the model {model!r}; it may use {', '.join(key.models)}.",
+                param="model",
+                code="model_not_found",
+            )
+        exchange.targets = [each for each in exchange.targets if key.allows_model(each.model)]
+
     async def settle(self, exchange: Exchange, now: float) -> None:
         """Replace what the request reserved by what it used, and write its row.
 
@@ -95,7 +99,9 @@ class Tenants:
         if exchange.asked is not None:
             self._books.ended(exchange, now, used)
         if exchange.reservation is not None:
-            await self.limits.settle(exchange.reservation, used)
+            # A refused request has used no tokens, and has been a request.
+            most = Usage() if used is None and exchange.outcome == "refused" else used
+            await self.limits.settle(exchange.reservation, most)
 
     async def charge(self, row: Row, limited: str, *, if_held: bool = False) -> None:
         """Charge the budgets for a request of an earlier process (see `Limits.recover`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,8 +98,9 @@ class Upstream:
             BackendFailed: no connection, or no valid head.
         """
         with failures():
+            data = body if body is None or len(body) <= _AT_ONCE_BYTES else io.BytesIO(body)
             response = await self._session.request(
-                method, url, headers=headers, data=body, allow_redirects=False
+                method, url, headers=headers, data=data, allow_redirects=False
             )
         coding = response.headers.get("content-encoding", "identity").lower()
         if coding not in _CODINGS:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import RequestError, clip
-from quire.http.limits import check_fields, takes_long
+from quire.http.limits import INLINE_BYTES, check_fields, takes_long
 from quire.http.refusals import OLLAMA_ROOT, HttpError, Refusal
 from quire.http.wire import not_allowed
 
@@ -35,13 +35,14 @@ class Disconnected(Exception):
 
 
 async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:
-    """Return the decoded body of a small request, checked against the limits of fields.
+    """Return the decoded body of a small request (`INLINE_BYTES` at most), checked against the limits of fields.
 
     Raises:
         HttpError: 413 beyond ``max_bytes``, 415 for another media type.
         RequestError: not JSON, or a field above its limit.
     """
-    return await decode_body([await read_bytes(scope, receive, max_bytes, "--max-body-mib")])
+    flag = "--max-body-mib" if max_bytes <= INLINE_BYTES else "fixed for this path"
+    return await decode_body([await read_bytes(scope, receive, min(max_bytes, INLINE_BYTES), flag)])
 
 
 async def read_bytes(scope: Scope, receive: Receive, max_bytes: int, flag: str) -> bytes:

@@ -14,14 +14,22 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.http.connections import ConnectionWatch, Connector, Patience, WatchedProtocol, give_idle
+from quire.http.connections import (
+    BoundedWebSocket,
+    ConnectionWatch,
+    Connector,
+    Patience,
+    WatchedProtocol,
+    give_idle,
+)
 from quire.http.front_link import Ask, FrontLink
 from quire.http.listen import Tls
+from quire.http.memory import MemoryReturn
 
 MAX_MESSAGE_BYTES = 64 << 20  # of a WebSocket; the application's own limit of bodies is lower by default
 UVICORN: dict[str, Any] = {
     "http": WatchedProtocol,
-    "ws": "websockets-sansio",
+    "ws": BoundedWebSocket,
     "ws_max_size": MAX_MESSAGE_BYTES,
     "ws_per_message_deflate": False,
     "log_config": None,
@@ -69,6 +77,7 @@ class DrainingServer(uvicorn.Server):
         self._watch = ConnectionWatch(patience or Patience(), on_cut)
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
+        self._memory = MemoryReturn(lambda work: self._loop.run_in_executor(None, work))
         self._num_signals = 0
         self._ask = ask if tls is None else None
         self._front: FrontLink | None = None
@@ -167,9 +176,10 @@ class DrainingServer(uvicorn.Server):
         return [each for each in self.server_state.connections if isinstance(each, WatchedProtocol)]
 
     async def on_tick(self, counter: int) -> bool:
-        """Look after the connections, twice a second."""
+        """Look after the connections and the memory, twice a second."""
         if counter % 5 == 0:
             self._watch.look(self._connections(), self._loop.time())
+            self._memory.look(self._loop.time())
         return await super().on_tick(counter)
 
 
