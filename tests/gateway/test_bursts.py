@@ -20,7 +20,7 @@ from tests.gateway.live import Scripted, gateway, says
 
 from quire.errors import CapacityError
 from quire.gateway import openings
-from quire.gateway.health import Poller
+from quire.gateway.health import Poller, PollFailure
 from quire.gateway.openings import Openings
 from quire.gateway.patience import lasting
 from quire.gateway.upstream import BackendFailed, failures
@@ -100,6 +100,33 @@ def test_connections_are_opened_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch)
     assert [type(each) for each in found] == [type(None)] * 7 + [CapacityError]
 
 
+def test_polls_do_not_wait_behind_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openings, "PER_BACKEND", 1)
+
+    async def run() -> None:
+        async with gateway(Scripted(says("hello")), health={"interval_s": 30.0}) as live:
+            (backend,) = live.state.fleet
+            connector = live.state.upstream._requests.connector
+            assert isinstance(connector, Openings)
+            held = asyncio.Event()
+
+            async def never(*rest: Any, **more: Any) -> Any:
+                await held.wait()
+                raise OSError("held")
+
+            connector._wrap_create_connection = never  # type: ignore[method-assign]
+            waiting = [asyncio.create_task(live.post({"model": "m", "prompt": "hi"})) for _ in range(3)]
+            await live.until(lambda: connector.num_waiting == 2)
+            assert (await live.state.upstream.get(f"{backend.url}/readyz", 5.0)).status == 200
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await live.until(lambda: not live.state.num_open)
+            assert connector.num_waiting == 0
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL])
 def test_a_lack_of_files_or_ports_is_no_fault_of_a_backend(number: int) -> None:
     key: Any = SimpleNamespace(host="h", port=1, ssl=True, is_ssl=False)
@@ -115,11 +142,11 @@ def test_without_room_the_answer_is_503_with_its_time() -> None:
         async with gateway(Scripted(says("hello")), Scripted(says("hello"))) as live:
             asked = []
 
-            async def open(method: str, *rest: Any) -> Any:
+            async def no_room(session: Any, method: str, *rest: Any) -> Any:
                 asked.append(method)
                 raise BackendFailed("room", "no room")
 
-            live.state.upstream.open = open  # type: ignore[method-assign]
+            live.state.upstream._ask = no_room  # type: ignore[method-assign]
             status, _ = await live.post({"model": "m", "prompt": "hi"})
             assert (status, live.headers["retry-after"]) == (503, "1")
             assert asked.count("POST") == 1
@@ -142,9 +169,9 @@ def test_a_poll_without_room_says_nothing_of_a_backend() -> None:
 
             poller._upstream = NoRoom()  # type: ignore[assignment]
             (backend,) = live.state.fleet
-            assert await poller.poll(backend, lists=False) == ("", False)
+            assert await poller.poll(backend, lists=False) is None
             backend.is_ready = False
-            assert await poller.poll(backend, lists=False) == ("no room", False)
+            assert await poller.poll(backend, lists=False) == PollFailure("no room")
 
     asyncio.run(run())
 

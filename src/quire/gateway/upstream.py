@@ -75,19 +75,13 @@ class BackendFailed(QuireError):
 
 
 class Upstream:
-    """The client side of the gateway. Made in the loop that serves."""
+    """The client side of the gateway. Made in the loop that serves.
+
+    Polls have connections of their own: the requests that wait for one do not hold them up.
+    """
 
     def __init__(self, connect_s: float) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=Openings(connect_s, KEEP_ALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=True,  # no coding is asked for, and some backends use one in any case
-            read_bufsize=READ_BYTES,
-            max_line_size=MAX_HEAD_BYTES,
-            max_field_size=MAX_HEAD_BYTES,
-            timeout=aiohttp.ClientTimeout(total=None),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        )
+        self._requests, self._polls = (_session(Openings(connect_s, KEEP_ALIVE_S)) for _ in range(2))
 
     async def open(
         self, method: str, url: str, headers: Sequence[tuple[str, str]], body: bytes | None
@@ -97,11 +91,19 @@ class Upstream:
         Raises:
             BackendFailed: no connection, or no valid head.
         """
+        return await self._ask(self._requests, method, url, headers, body)
+
+    async def _ask(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        url: str,
+        headers: Sequence[tuple[str, str]],
+        body: bytes | None,
+    ) -> aiohttp.ClientResponse:
         with failures():
             data = body if body is None or len(body) <= _AT_ONCE_BYTES else io.BytesIO(body)
-            response = await self._session.request(
-                method, url, headers=headers, data=data, allow_redirects=False
-            )
+            response = await session.request(method, url, headers=headers, data=data, allow_redirects=False)
         coding = response.headers.get("content-encoding", "identity").lower()
         if coding not in _CODINGS:
             response.close()
@@ -121,12 +123,26 @@ class Upstream:
         headers = [*extra, *([("authorization", f"Bearer {api_key}")] if api_key is not None else [])]
         with failures():
             async with lasting(timeout_s):
-                response = await self.open("GET", url, headers, None)
+                response = await self._ask(self._polls, "GET", url, headers, None)
                 with closing(response):
                     return await read_whole(response, _KEPT_BYTES)
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._requests.close()
+        await self._polls.close()
+
+
+def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=True,  # no coding is asked for, and some backends use one in any case
+        read_bufsize=READ_BYTES,
+        max_line_size=MAX_HEAD_BYTES,
+        max_field_size=MAX_HEAD_BYTES,
+        timeout=aiohttp.ClientTimeout(total=None),
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
 
 
 async def read_whole(response: aiohttp.ClientResponse, max_bytes: int) -> Whole:
