@@ -40,6 +40,8 @@ def test_slots_are_the_running_requests() -> None:
     assert (free["id"], free["is_processing"], free["n_ctx"]) == (0, False, 256)
 
     class Running:
+        owner = ""
+
         async def cancel(self) -> None:
             raise AssertionError("a slot is only read")
 

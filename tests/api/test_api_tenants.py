@@ -110,6 +110,28 @@ def test_a_running_response_is_not_for_keys_without_a_tenant() -> None:
     TENANT.set("")
 
 
+def test_a_key_sees_what_runs_for_its_tenant_alone(tmp_path: Path) -> None:
+    """`/slots` and ``/engine/live`` have ids and sizes of requests; an operator's key sees those of all."""
+    path, now = tmp_path / "keys", datetime.now(UTC)
+    keys = {
+        name: create_key(path, ApiKey(name, name, "", created=now, admin=name == "root"))
+        for name in ("lab", "shop", "root")
+    } | {"static": "sk-static"}
+    api = Api(key_file=KeyFile(path, lambda: 0.0), api_keys=("sk-static",))
+    api.frontend.state = "failed"  # the live feed ends at once
+    running = object.__new__(Generation)
+    running.job = Job((), SamplingParams(), cast(Any, None), owner="lab")
+    running.describe = lambda now_s: {"id": "chatcmpl-1"}  # type: ignore[method-assign]
+    seen, live = {}, {}
+    with api.app.state.quire.running.entered(frozenset(("chatcmpl-1",)), running):
+        for name, key in keys.items():
+            headers = {"authorization": f"Bearer {key}"}
+            seen[name] = api.call("GET", "/slots", headers=headers).json()[0]["is_processing"]
+            live[name] = api.call("GET", "/engine/live", headers=headers).status_code
+    assert seen == {"lab": True, "shop": False, "root": True, "static": True}
+    assert live == {"lab": 403, "shop": 403, "root": 200, "static": 200}
+
+
 def test_a_response_belongs_to_its_tenant(tenants: tuple[Api, Call, Call, Call]) -> None:
     _, ann, ben, eve = tenants
     made = ann("POST", "/v1/responses", json={"model": "tiny", "input": "hi"}).json()["id"]

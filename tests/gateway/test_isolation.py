@@ -9,7 +9,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,15 +24,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend
+from tests.e2e.live import LiveServer
 
 from quire.cli.gateway import batches
 from quire.engine.stream import RequestStream
+from quire.errors import ModelLoadError
 from quire.gateway.admin import admin_app
 from quire.gateway.app import create_gateway
 from quire.gateway.config_file import config_of
 from quire.gateway.state import GatewayState, make_state
 from quire.http.drain import UVICORN
 from quire.http.keys import ApiKey, KeyFile, create_key
+from quire.models.hub import quill_path
 
 GATEWAY_KEY = "the-gateways-own-key"
 WAIT_S = 20.0
@@ -414,5 +417,86 @@ def test_the_admin_surface_takes_no_key_of_a_tenant(tmp_path: Path) -> None:
                 name = path.partition("{")[0] + "own" + path.partition("}")[2]
                 for who in ("own", "other", "static", "none"):
                     assert (await there.ask(who, method, name)).status == 401, (path, method, who)
+
+    asyncio.run(run())
+
+
+def test_a_websocket_has_the_rights_of_its_key(tmp_path: Path) -> None:
+    async def run() -> None:
+        for how in ("serve", "gateway"):
+            folder = tmp_path / how
+            folder.mkdir()
+            async with world(how, folder) as there:
+                made = (
+                    await there.ask("own", "POST", "/v1/responses", json={"model": "tiny", "input": "hi"})
+                ).json
+                body = {"model": "tiny", "input": "and?", "previous_response_id": made["id"]}
+                for who, status in (("other", 400), ("static", 400), ("mate", 200)):
+                    headers = {"authorization": f"Bearer {there.keys[who]}"}
+                    async with there.session.ws_connect(there.urls[0] + "/v1/ws", headers=headers) as socket_:
+                        await socket_.send_json({"id": "a", "path": "/v1/responses", "body": body})
+                        assert (await socket_.receive_json())["status"] == status, (how, who)
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, LiveServer, dict[str, str]]]:
+    """A replica that knows no tenants but has a gateway's key, and a server with a key file; both with Quill."""
+    try:
+        quill_path("quill")
+    except ModelLoadError as error:
+        pytest.skip(str(error))
+    folder, now = tmp_path_factory.mktemp("real"), datetime.now(UTC)
+    keys = {
+        name: create_key(folder / "keys", ApiKey(name, name, "", created=now, cache_group=group))
+        for name, group in (("lab", ""), ("shop", ""), ("ann", "pool"), ("ben", "pool"))
+    }
+    command = ["-m", "quire.cli", "serve", "quill", "--port", "0", "--threads", "1"]
+    with (
+        LiveServer([*command, "--gateway-key", GATEWAY_KEY], folder / "replica.log") as replica,
+        LiveServer([*command, "--api-key-file", str(folder / "keys")], folder / "server.log") as server,
+    ):
+        yield replica, server, keys | {"folder": str(folder)}
+
+
+@pytest.mark.parametrize("how", ["serve", "gateway", "gateway with a key"])
+def test_cached_tokens_tell_nothing_of_another_tenant(
+    how: str, real: tuple[LiveServer, LiveServer, dict[str, str]]
+) -> None:
+    replica, server, keys = real
+    folder = Path(keys["folder"])
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            url, session = server.url, await stack.enter_async_context(aiohttp.ClientSession())
+            if how != "serve":
+                state = gateway_state(folder, replica.url, how)
+                url = await stack.enter_async_context(served(create_gateway(state, batches(state))))
+                while not all(b.is_ready for b in state.fleet) or not list(state.fleet):
+                    await asyncio.sleep(0.01)
+
+            async def cached(who: str, salt: str = "") -> int:
+                body = {
+                    "model": "quill",
+                    "prompt": f"{how}: " + "a text of many words. " * 40,
+                    "max_tokens": 1,
+                }
+                body |= {"cache_salt": salt} if salt else {}
+                headers = {"authorization": f"Bearer {keys[who]}"}
+                async with session.post(url + "/v1/completions", json=body, headers=headers) as response:
+                    return int((await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+            assert await cached("lab") == 0
+            hit = await cached("lab")
+            assert hit > 100
+            for salt in ("", "lab", "lab\n"):
+                assert await cached("shop", salt) == 0, "only lab has sent it"
+            assert await cached("lab", "own") == 0, "a client's salt keeps its own requests apart"
+            assert [await cached("lab"), await cached("shop"), await cached("lab", "own")] == [hit] * 3
+            assert await cached("ann") == 0
+            assert await cached("ben") == hit, "tenants of one cache group share"
+            assert await cached("ben", "own") == 0
+            assert await cached("ann", "own") == hit
 
     asyncio.run(run())

@@ -4,4 +4,173 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-MUTANTS: tuple[Mutant, ...] = ()
+_JOURNAL = ("tests/api/test_api_journal.py",)
+_IDS = ("tests/gateway/test_ownership.py",)
+_SALTS = ("tests/gateway/test_ownership.py", "-k", "salt or routing or group")
+_TABLE = ("tests/gateway/test_isolation.py::test_no_tenant_goes_on_with_what_another_has[serve]",)
+_GATEWAY = (
+    "tests/gateway/test_isolation.py::test_a_batch_goes_on_with_its_tenants_responses_alone[gateway]",
+)
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "tenants-resume-after-effect",
+        "another tenant's resume is refused once the stream that runs has ended",
+        "src/quire/api/journal.py",
+        """        if await self._tenant(stream_id) != TENANT.get():
+            raise _not_found(stream_id)
+        before = self._entries.get(stream_id)
+        if before is not None and before.end_request is not None:
+            await before.end_request()
+            await before.released.wait()
+""",
+        """        before = self._entries.get(stream_id)
+        if before is not None and before.end_request is not None:
+            await before.end_request()
+            await before.released.wait()
+        if await self._tenant(stream_id) != TENANT.get():
+            raise _not_found(stream_id)
+""",
+        _JOURNAL,
+    ),
+    Mutant(
+        "tenants-resume-by-anyone",
+        "a stream of an earlier server is resumed for any tenant",
+        "src/quire/api/journal.py",
+        "        return found[0] if found else None\n",
+        "        return TENANT.get() if found else None\n",
+        _JOURNAL,
+    ),
+    Mutant(
+        "tenants-journal-drops-running",
+        "the journal deletes streams that run to make room for new ones",
+        "src/quire/api/journal.py",
+        """            if entry.ended_s is not None:
+                self.discard(entry)
+        return""",
+        """            if entry.num_bytes:
+                self.discard(entry)
+        return""",
+        _JOURNAL,
+    ),
+    Mutant(
+        "tenants-tag-not-compared",
+        "the gateway takes an id with any tag",
+        "src/quire/gateway/ownership.py",
+        "hmac.compare_digest(tag.encode(), self._tag(given).encode())",
+        "len(tag) == len(self._tag(given))",
+        _IDS,
+    ),
+    Mutant(
+        "tenants-tag-without-tenant",
+        "the tag of an id is the same for all tenants",
+        "src/quire/gateway/ownership.py",
+        r'f"{self.tenant}\0{given}"',
+        'f"{given}"',
+        _IDS,
+    ),
+    Mutant(
+        "tenants-tag-by-process",
+        "each gateway has a key of its own for the tags, so none takes an id of another or from before a restart",
+        "src/quire/gateway/ownership.py",
+        '_derived(table.secret, b"quire.ids.v1")',
+        '_derived(str(id(table)).encode(), b"quire.ids.v1")',
+        _IDS,
+    ),
+    Mutant(
+        "tenants-untagged-id-taken",
+        "with several tenants the gateway takes an id without a tag as it is",
+        "src/quire/gateway/ownership.py",
+        "return None if self.seals else shown",
+        'return None if self.seals and "-" in shown else shown',
+        _IDS,
+    ),
+    Mutant(
+        "tenants-continue-unchecked",
+        "the gateway lets a response of another tenant be continued",
+        "src/quire/gateway/sealed.py",
+        "        given = owner.open(previous)\n",
+        '        given = owner.open(previous) or previous.rpartition("-")[0]\n',
+        _IDS,
+    ),
+    Mutant(
+        "tenants-reference-unchecked",
+        "the gateway passes references to items of another tenant on",
+        "src/quire/gateway/sealed.py",
+        """(item.get("type") == "item_reference" or item.keys() <= _REFERENCE)""",
+        """not item.keys() & {"type", "id"}""",
+        _IDS,
+    ),
+    Mutant(
+        "tenants-salt-without-tenant",
+        "the salt of a request does not depend on its tenant",
+        "src/quire/gateway/salts.py",
+        "{CACHE_GROUP.get() or TENANT.get()}",
+        "",
+        _SALTS,
+    ),
+    Mutant(
+        "tenants-group-ignored",
+        "the gateway gives the tenants of one cache group different salts",
+        "src/quire/gateway/salts.py",
+        "{CACHE_GROUP.get() or TENANT.get()}",
+        "{TENANT.get()}",
+        _SALTS,
+    ),
+    Mutant(
+        "tenants-salt-of-client-wins",
+        "a client's cache_salt goes to the backend in place of its tenant's",
+        "src/quire/gateway/asked.py",
+        "        if salt is not None:\n",
+        '        if salt is not None and not self.body.get("cache_salt"):\n',
+        _SALTS,
+    ),
+    Mutant(
+        "tenants-index-unsalted",
+        "the gateway's index of prefixes is one for all tenants",
+        "src/quire/gateway/placing.py",
+        "root_of(model, salt if exchange.salt is None else exchange.salt)",
+        "root_of(model, salt)",
+        _SALTS,
+    ),
+    Mutant(
+        "tenants-server-salt-chosen",
+        "a client without a tenant can choose the salt of one",
+        "src/quire/api/job.py",
+        r'if group or "\n" in given else given',
+        "if group else given",
+        ("tests/api/test_api_tenants.py",),
+    ),
+    Mutant(
+        "tenants-running-response-read",
+        "a key without a tenant reads all background responses that run",
+        "src/quire/api/responses.py",
+        "if request.job.owner == TENANT.get() else None",
+        "if request.job.owner == TENANT.get() or not TENANT.get() else None",
+        ("tests/api/test_api_tenants.py",),
+    ),
+    Mutant(
+        "tenants-item-of-another",
+        "a reference to an item finds those of all tenants",
+        "src/quire/api/state.py",
+        "if tenant == TENANT.get() and item_id.encode() in stored.response:",
+        "if item_id.encode() in stored.response:",
+        _TABLE,
+    ),
+    Mutant(
+        "tenants-file-of-another",
+        "a file is found by its id alone",
+        "src/quire/jobs/files.py",
+        """if value.pop("tenant", "") != TENANT.get():""",
+        """if value.pop("tenant", "") is None:""",
+        ("tests/api/test_api_tenants.py",),
+    ),
+    Mutant(
+        "tenants-batch-without-tenant",
+        "the requests of a batch run without its tenant",
+        "src/quire/jobs/runner.py",
+        """        TENANT.set(batch.get("tenant", ""))\n""",
+        "",
+        _GATEWAY,
+    ),
+)

@@ -113,6 +113,10 @@ class Generation:
         self._cancelled = code
         await self.streams.abort()
 
+    @property
+    def owner(self) -> str:
+        return self.job.owner
+
     def describe(self, now_s: float) -> dict[str, Any]:
         """Return the line of ``GET /requests``."""
         return {

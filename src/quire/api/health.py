@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from quire.api.state import ApiState
 from quire.http.body import json_response
+from quire.http.edge import key_of
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -179,8 +180,13 @@ class About:
         )
 
     async def slots(self, request: Request) -> Response:
-        """The running requests, as slots (llama.cpp's form); one that is free if there are none."""
-        running = self._state.running.describe(self._state.now())
+        """The running requests, as slots (llama.cpp's form); one that is free if there are none.
+
+        A key of the key file sees those of its tenant, unless it is an operator's.
+        """
+        key = key_of(request.scope)
+        owner = None if key is None or key.admin else key.tenant
+        running = self._state.running.describe(self._state.now(), owner)
         return json_response([self._slot(i, one) for i, one in enumerate(running)] or [self._slot(0, None)])
 
     def _slot(self, index: int, running: dict[str, Any] | None) -> dict[str, Any]:

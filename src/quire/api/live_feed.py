@@ -25,6 +25,8 @@ from starlette.responses import Response, StreamingResponse
 from quire.api.state import ApiState
 from quire.engine.messages import TakeLive
 from quire.errors import QuireError
+from quire.http.edge import key_of
+from quire.http.refusals import HttpError, Refusal
 
 LIVE_PATH = "/engine/live"
 EVERY_S = 0.25
@@ -48,7 +50,15 @@ class LiveFeed:
         self._task: asyncio.Task[None] | None = None
 
     async def show(self, request: Request) -> Response:
-        """The stream."""
+        """The stream. It has the requests of all tenants: where there are several, it is for operators.
+
+        Raises:
+            HttpError: 403, for a key of one of several tenants.
+        """
+        key, file = key_of(request.scope), self._state.settings.key_file
+        if key is not None and not key.admin and file is not None and len(file.table().groups) > 1:
+            text = f"{LIVE_PATH} shows the requests of all tenants: it takes a key of --api-key or with scope=admin."
+            raise HttpError(Refusal(403, text, code="forbidden"))
         return StreamingResponse(
             self._messages(), media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )

@@ -184,6 +184,10 @@ def fingerprint(config: EngineConfig, version: str) -> str:
 class Cancellable(Protocol):
     """A request that is running."""
 
+    @property
+    def owner(self) -> str:
+        """Return the tenant that it runs for."""
+
     async def cancel(self) -> None:
         """End it now; its client gets an error."""
 
@@ -215,8 +219,10 @@ class RunningRequests:
         """Return the requests of this id, which clients may use more than once."""
         return [request for ids, request in self._requests.values() if request_id in ids]
 
-    def describe(self, now_s: float) -> list[dict[str, Any]]:
-        return [request.describe(now_s) for _, request in self._requests.values()]
+    def describe(self, now_s: float, owner: str | None = None) -> list[dict[str, Any]]:
+        """Return their lines; ``owner``: those of this tenant alone."""
+        requests = [request for _, request in self._requests.values()]
+        return [each.describe(now_s) for each in requests if owner in (None, each.owner)]
 
 
 @dataclass(frozen=True, slots=True)
