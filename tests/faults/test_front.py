@@ -128,6 +128,14 @@ def test_stalled_server_is_not_alive(fronted: Fronted) -> None:
         assert b"503 Service Unavailable" in sock.recv(4096)
 
 
+def test_a_server_that_stalls_is_first_not_ready(fronted: Fronted) -> None:
+    fronted.tell(time.monotonic() - front.UNREADY_S - 1)
+    with fronted.connect(PROBE) as sock:
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK\r\n")
+    with fronted.connect(PROBE.replace(b"/livez", b"/readyz")) as sock:
+        assert b"503 Service Unavailable" in sock.recv(4096)
+
+
 def test_a_server_that_is_long_in_writing_answers_itself(fronted: Fronted) -> None:
     fronted.counter[0] = 3
     with fronted.connect(PROBE):

@@ -39,6 +39,7 @@ class Replica:
 
     log: Path
     port: int = field(default_factory=free_port)
+    flags: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -47,7 +48,7 @@ class Replica:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "quire.cli", "serve", "quill", "--port", str(self.port)]
-        command += ["--threads", "1", "--gateway-key", KEY, "--tool-format", "hermes"]
+        command += ["--threads", "1", "--gateway-key", KEY, "--tool-format", "hermes", *self.flags]
         env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -63,13 +64,15 @@ class Replica:
 
 
 @asynccontextmanager
-async def served(folder: Path, num: int, **settings: Any) -> AsyncGenerator[tuple[Live, list[Replica]], None]:
-    """Run ``num`` replicas behind a gateway."""
+async def served(
+    folder: Path, num: int, flags: tuple[str, ...] = (), **settings: Any
+) -> AsyncGenerator[tuple[Live, list[Replica]], None]:
+    """Run ``num`` replicas with ``flags`` behind a gateway."""
     try:
         quill_path("quill")
     except ModelLoadError as error:
         pytest.skip(str(error))
-    replicas = [Replica(folder / f"log{i}") for i in range(num)]
+    replicas = [Replica(folder / f"log{i}", flags=flags) for i in range(num)]
     config = {
         "backends": [{"name": f"r{i}", "url": each.url} for i, each in enumerate(replicas)],
         "health": {"interval_s": 0.2, "slow_start_s": 0.0},

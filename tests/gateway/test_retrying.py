@@ -398,6 +398,32 @@ def test_a_refused_poll_needs_no_second_one() -> None:
     run(main())
 
 
+def test_a_long_queue_opens_no_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.gateway.placing._LATE_S", 0.04)
+
+    async def main() -> None:
+        lock, seconds = asyncio.Lock(), 0.0
+
+        async def one_by_one(request: Received, writer: asyncio.StreamWriter) -> None:
+            async with lock:
+                await asyncio.sleep(seconds)
+                await says("ok")(request, writer)
+
+        health = {"max_failures": 2, "slow_factor": 1.0}
+        async with gateway(Scripted(one_by_one), health=health) as live:
+            for _ in range(12):
+                await live.post(STREAM)
+            seconds = 0.05
+            await asyncio.gather(*(live.post(STREAM) for _ in range(8)))
+            breaker = live.state.fleet.named("b0").breaker
+            assert breaker.num_ejections == 0
+            for _ in range(2):  # alone, and late
+                await live.post(STREAM)
+            assert breaker.num_ejections == 1
+
+    run(main())
+
+
 def test_by_default_a_first_token_may_take_any_time() -> None:
     assert TimeoutArgs().first_token_s is None
     assert HealthArgs().interval_s * 1.25 + 2 * HealthArgs().timeout_s <= 5.5, (

@@ -36,6 +36,7 @@ class Placed:
     target: Target
     placed_s: float
     predicted_s: float  # time to first token
+    is_first: bool = True  # no request of this gateway waited there for its first token
     is_late: bool = False  # the first token came far later than that
 
 
@@ -80,13 +81,13 @@ class Placing:
         attempt_id = f"{exchange.request_id}/{id(exchange):x}/{exchange.num_attempts}"
         number = self._router.route(attempt_id, demand, among)
         assert number is not None
-        backend = among[number]
+        backend, is_first = among[number], self._router.loads[number].pending == 1
         backend.breaker.taken(now)
         if exchange.explains:
             exchange.route_headers.append((b"x-quire-backend", backend.name.encode()))
         if target.is_fallback:
             exchange.route_headers.append((b"x-quire-fallback-model", target.model.encode()))
-        return Placed(attempt_id, backend, target, now, self._router.predicted_s(attempt_id))
+        return Placed(attempt_id, backend, target, now, self._router.predicted_s(attempt_id), is_first)
 
     def _of_region(self, model: str, candidates: list[Backend], now: float) -> list[Backend]:
         if self.regions is None:
@@ -136,7 +137,8 @@ class Placing:
         ttft_s = self._now() - placed.placed_s
         observed = self._router.ttft.num_observed(placed.backend.number)
         limit_s = max(_LATE_S, self._fleet.health.slow_factor * placed.predicted_s)
-        placed.is_late = observed >= _MIN_OBSERVED and ttft_s > limit_s
+        # Behind others it waits for their outputs too, which no prediction knows: a long queue is no failure.
+        placed.is_late = placed.is_first and observed >= _MIN_OBSERVED and ttft_s > limit_s
         self._router.started(placed.id, ttft_s)
 
     def over(self, placed: Placed, is_good: bool | None) -> None:

@@ -30,6 +30,7 @@ HEAD_BYTES = 16
 SLOT = struct.Struct("<H1022s")  # one per path: length and bytes of the answer, without its connection header
 STATE_BYTES = HEAD_BYTES + len(PATHS) * SLOT.size
 STALLED_S = 10.0  # the server's loop has not run for so long: it is alive no more
+UNREADY_S = 4.0  # the same: requests had better go elsewhere
 _STALLED = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: 20\r\n\r\n"
     b'{"status":"stalled"}'
@@ -179,7 +180,8 @@ class Front:
                 break
         else:
             length, answer = 0, b""
-        if before > 0 and time.monotonic() - self._clock[0] >= STALLED_S:
+        limit_s = UNREADY_S if parts[1] == b"/readyz" else STALLED_S
+        if before > 0 and time.monotonic() - self._clock[0] >= limit_s:
             return _STALLED
         return answer[:length] if length else None
 
