@@ -17,9 +17,11 @@ TOOLS: dict[str, Any] = {
 }
 
 
-def _read(name: str, text: str, cuts: random.Random | None = None) -> tuple[list[tuple[str, Any]], str]:
+def _read(
+    name: str, text: str, cuts: random.Random | None = None, *, unmarked: bool = False
+) -> tuple[list[tuple[str, Any]], str]:
     """Return the calls (name, arguments) and the content."""
-    parser = OutputParser(FORMATS[name], TOOLS)
+    parser = OutputParser(FORMATS[name], TOOLS, unmarked=unmarked)
     deltas = []
     while text:
         size = len(text) if cuts is None else cuts.randint(1, 6)
@@ -66,3 +68,68 @@ def test_calls_are_read_as_they_are_meant(case: int) -> None:
     assert _read(name, text) == (expected, "")
     for seed in range(20):
         assert _read(name, text, random.Random(seed)) == (expected, ""), f"seed {seed}"
+
+
+CALL = '{"name": "look", "arguments": {"city": "Z\\u00fcrich {", "n": 5}}'
+MEANT = ("look", {"city": "Zürich {", "n": 5})
+# Format, text, calls: an answer that is JSON of calls as a whole.
+UNMARKED: list[tuple[str, str, list[Any]]] = [
+    ("hermes", CALL, [MEANT]),
+    ("hermes", f" {CALL}\n", [MEANT]),
+    ("hermes", f'{CALL}\n{{"name": "now", "arguments": null}}', [MEANT, ("now", {})]),
+    ("hermes", f"<think>so</think>\n\n{CALL}", [MEANT]),
+    ("hermes", '{"arguments": "{\\"n\\": 1}", "name": "look"}', [("look", {"n": 1})]),
+    ("qwen3-coder", CALL, [MEANT]),
+]
+# Texts that only look like it are content, as they stand.
+CONTENT = [
+    '{"name": "other", "arguments": {}}',
+    '{"name": "look"}',
+    '{"name": "look", "arguments": {}, "more": 1}',
+    '{"name": "look", "arguments": [1]}',
+    f"{CALL} is what I would call.",
+    f"I call {CALL}",
+    f"```json\n{CALL}\n```",
+    '{"name": "look", "arguments": {"city": "x"',
+    '{"look": 1}',
+    "{",
+]
+
+
+def _deltas(
+    text: str, size: int, *, cut: bool = False, unmarked: bool = True
+) -> tuple[list[list[Any]], bool]:
+    parser = OutputParser(FORMATS["hermes"], TOOLS, unmarked=unmarked)
+    found = [list(parser.feed(text[i : i + size])) for i in range(0, len(text), size)]
+    return [*found, list(parser.finish(cut=cut))], parser.was_unmarked
+
+
+@pytest.mark.parametrize("case", range(len(UNMARKED)))
+def test_an_answer_that_is_calls_alone_is_read_as_calls(case: int) -> None:
+    name, text, expected = UNMARKED[case]
+    for seed in range(12):
+        assert _read(name, text, random.Random(seed), unmarked=True) == (expected, ""), f"seed {seed}"
+    assert _read(name, text)[0] == [], "only where it is asked for"
+
+
+@pytest.mark.parametrize("text", CONTENT)
+def test_text_that_only_looks_like_calls_is_content(text: str) -> None:
+    for seed in range(12):
+        assert _read("hermes", text, random.Random(seed), unmarked=True) == ([], text), f"seed {seed}"
+    deltas, was_unmarked = _deltas(CALL, 5, cut=True)
+    assert "".join(delta.text for some in deltas for delta in some) == CALL, "the end is not known"
+    assert not was_unmarked
+
+
+def test_text_is_held_only_while_it_can_be_a_call() -> None:
+    for text, held in (
+        ('{"a": 1} is JSON', 2),
+        ('{"name": "other"', 10),
+        ('{"name": "look", "arguments": {city', 30),
+        ('{"name": "look", "arguments": {"city": oops', 38),
+        (f"{CALL} and", len(CALL)),
+    ):
+        deltas, _ = _deltas(text, 1)
+        first = next(i for i, some in enumerate(deltas) if some)
+        assert first <= held + 2, text
+        assert "".join(delta.text for some in deltas for delta in some) == text

@@ -8,7 +8,7 @@ rules that change nothing here are accepted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -122,6 +122,8 @@ async def conversation_job(
     if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
         form = plan.constrained(use, sampling.structured_outputs)
         sampling = replace(sampling, skip_special_tokens=False, structured_outputs=form)
+        plan = replace(plan, unmarked=bool(use.schemas) and form is None)
+        fields = {**fields, "notes": plan.notes}
     budget = thinking_budget(state, conversation.thinking, text, ignored, has_tools=bool(use.tools))
     if budget is not None:
         sampling = replace(sampling, thinking_budget=budget)
@@ -204,6 +206,9 @@ class OutputPlan:
     with_reasoning: bool = True  # False: the answer leaves it out
     max_calls: int | None = None  # 1 with parallel_tool_calls = false
     required: bool = False  # the answer is calls alone
+    unmarked: bool = False  # calls may lack the format's mark
+    # What `timing` says of the answer, once it is known.
+    notes: dict[str, Any] = field(default_factory=dict)
 
     def constrained(
         self, use: ToolUse, form: StructuredOutputsParams | None
@@ -244,7 +249,9 @@ class OutputPlan:
         )
 
     def parser(self) -> OutputParser:
-        return OutputParser(self.format, self.schemas, opening=self.opening, hidden=self.hidden)
+        return OutputParser(
+            self.format, self.schemas, opening=self.opening, hidden=self.hidden, unmarked=self.unmarked
+        )
 
 
 # (head, how the answers are taken apart, with what they are sampled) → the answer

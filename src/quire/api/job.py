@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     timing: Any = None  # set at the end if it was asked for
+    notes: dict[str, Any] = field(default_factory=dict)  # of `Job`
     truncated_tokens: int = 0  # cut off by truncate_prompt_tokens; not in prompt_tokens
 
     @property
@@ -37,6 +38,8 @@ class Usage:
 
     def beside(self) -> dict[str, Any]:
         """Return the fields that stand beside ``usage`` in an answer."""
+        if isinstance(self.timing, dict):
+            return {"timing": {**self.timing, **self.notes}}
         return {} if self.timing is None else {"timing": self.timing}
 
     def to_json(self) -> dict[str, Any]:
@@ -141,6 +144,7 @@ class Job:
     echo: bool = False  # each choice begins with its prompt's text
     pooling: Pooling | None = None  # of requests that sample nothing
     prompt_param: str = "prompt"  # the endpoint's name of its prompts
+    notes: dict[str, Any] = field(default_factory=dict)  # that its reading adds to ``timing``
     relayed: Relayed | None = None  # the answer can go on elsewhere, or has begun there
 
     @property

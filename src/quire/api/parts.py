@@ -89,6 +89,8 @@ class Assembler:
             return deltas
         cut = end is not FinishReason.STOP
         rest = self._parser.finish(cut=cut)
+        if self._parser.was_unmarked and self._plan is not None:
+            self._plan.notes["unmarked_calls"] = True
         if cut and self._plan is not None and self._plan.required:  # the piece of a call that was cut
             rest = [delta for delta in rest if not isinstance(delta, ContentDelta)]
         return deltas + rest

@@ -169,6 +169,7 @@ class PromptStreams:
             streams = [prompt.stream for prompt in self._prompts]
             total_s = self._state.now() - self._arrival_s
             stats = self._state.frontend.stats()
+            self.usage.notes = self._job.notes
             self.usage.timing = timing_of(streams, self._job.answer.head.determinism, total_s, stats)
 
     def predicted_ms(self) -> float | None:

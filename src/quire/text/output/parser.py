@@ -27,6 +27,7 @@ from quire.text.output.messages import read_messages
 from quire.text.output.reader import Reader, Trimmed, Wait, partial_mark
 from quire.text.output.sections import Calls, NotCalls, json_calls, named_calls
 from quire.text.output.tagged import nested_calls, tagged_calls
+from quire.text.output.unmarked import unmarked_calls
 
 MIN_PIECE = 2  # characters of a mark; one alone ("<", "[") is more often text
 
@@ -35,7 +36,8 @@ class OutputParser:
     """Parses one answer.
 
     ``opening``: the mark at the end of the prompt (`prompt_opening`). ``hidden``: texts of special tokens that are not
-    shown in the answer; marks that the format needs are recognized all the same.
+    shown in the answer; marks that the format needs are recognized all the same. ``unmarked``: an answer that is JSON
+    of calls alone is read as calls although the format has a mark (`quire.text.output.unmarked`).
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class OutputParser:
         *,
         opening: str = "",
         hidden: Collection[str] = (),
+        unmarked: bool = False,
     ) -> None:
         self.num_calls = 0
+        self.was_unmarked = False  # the answer's calls had no mark
         self._format = format
         self._tools = tools or {}
         self._drops = (*format.drops, *hidden)
@@ -57,6 +61,8 @@ class OutputParser:
         # If a section has no opening, the opening of its first call begins it.
         first = (calls.open,) if isinstance(calls, NamedCalls | TaggedCalls) else ()
         self._opens = format.opens or first
+        self._may_be_unmarked = unmarked and bool(self._tools and self._opens) and format.bare != "{"
+        self._is_cut = False
         if format.messages is None:
             self._main = self._run()
         else:
@@ -73,6 +79,7 @@ class OutputParser:
 
     def finish(self, *, cut: bool = False) -> list[Delta]:
         """Return what was held back at the end of the text; of a ``cut`` one without the piece of a mark."""
+        self._is_cut = cut
         self._reader.close()
         deltas = self._advance()
         assert self._ended, "the parser waits for text after the end"
@@ -132,6 +139,26 @@ class OutputParser:
         if f.bare and (yield from reader.peek()) == f.bare:
             reader.mark()
             yield from self._calls(f.bare, frozenset(self._tools))
+        elif self._may_be_unmarked and not self.num_calls and (yield from reader.peek()) == "{":
+            yield from self._unmarked()
+
+    def _unmarked(self) -> Wait[None]:
+        """Read the whole answer as calls without marks; text that is anything else is read again."""
+        self._may_be_unmarked = False
+        self._reader.mark()
+        try:
+            calls = yield from unmarked_calls(self._reader, self._tools, self._drops)
+            if self._is_cut:
+                raise NotCalls
+        except NotCalls:
+            self._reader.back()
+            return
+        self._reader.forget()
+        self.was_unmarked = True
+        for call in calls:
+            self._begin(call.name, call.id)
+            self._arguments(call.arguments)
+        self._text.after_section()
 
     def _reason(self) -> Wait[None]:
         assert self._format.reasoning is not None
