@@ -200,3 +200,15 @@ def test_what_the_order_does_not_read_is_listed(order: str, listed: set[str], mo
     body = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], "metadata": {"user_id": "anna"}}
     header = api.post("/v1/messages", body).headers.get("x-quire-ignored-fields")
     assert header == ("metadata.user_id" if "user" in listed else None)
+
+
+def test_a_servers_metrics_name_no_tenant(tmp_path: Path) -> None:
+    text = create_key(
+        tmp_path / "keys", ApiKey(name="bob", tenant="secret-lab", digest="", created=datetime.now(UTC))
+    )
+    api = Api(key_file=KeyFile(tmp_path / "keys", lambda: 0.0))
+    body = {"model": "tiny", "prompt": "hi"}
+    for key, status in ((text, 200), ("wrong", 401)):
+        answer = api.post("/v1/completions", body, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+    assert "secret-lab" not in api.call("GET", "/metrics").text

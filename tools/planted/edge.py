@@ -71,4 +71,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "        pass\n",
         ("tests/test_private.py::test_recordings_and_hang_dumps_are_few_and_private",),
     ),
+    Mutant(
+        "tenants-in-open-metrics",
+        "/metrics names tenants without a key",
+        "src/quire/gateway/app.py",
+        "with_tenants = server.metrics_tenants or holds_key(request.scope, server.admin_key)",
+        "with_tenants = True",
+        ("tests/gateway/test_admin.py::test_metrics_name_tenants_to_the_admin_key_alone",),
+    ),
+    Mutant(
+        "no-admin-key-is-any-key",
+        "where no admin key is set, every request holds it",
+        "src/quire/http/edge.py",
+        "    return key is not None and any(",
+        "    return key is None or any(",
+        ("tests/gateway/test_admin.py::test_metrics_name_tenants_to_the_admin_key_alone",),
+    ),
 )

@@ -29,7 +29,7 @@ from quire.metrics.log import Log, configure
 
 # Settings that belong to one server. The gateway has its own, or would have to have them.
 REFUSED = (
-    "admin_port", "admin_socket", "admin_key", "gateway", "gateway_key", "region", "handover",
+    "admin_port", "admin_socket", "gateway", "gateway_key", "region", "handover",
     "journal", "step_log", "tls_cert", "tls_key", "record_requests", "compare_to", "cockpit",
 )  # fmt: skip
 OWN = (
@@ -39,6 +39,7 @@ OWN = (
     "port",
     "api_key",
     "api_key_file",
+    "admin_key",
     "cors_origins",
     "allowed_hosts",
     "batch_dir",
@@ -68,7 +69,7 @@ def serve_replicas(settings: dict[str, Any], args: ServerArgs, num: int) -> int:
             )
     style: Any = args.log_format
     configure(args.log_level, style=style)
-    key = secrets.token_hex(16)
+    key = args.admin_key or secrets.token_hex(16)
     shared = {name: value for name, value in settings.items() if name not in OWN and value is not None}
     if not any(name in shared for name in MEMORY):
         shared["gpu_memory_utilization"] = round(_MEMORY_SHARE / num, 4)

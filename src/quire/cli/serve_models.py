@@ -68,7 +68,7 @@ def serve_models(settings: dict[str, Any], models: list[str], args: ServerArgs) 
         ModelLoadError, UnsupportedModelError: a model cannot be found, read or run.
     """
     paths = named_models(models)
-    refused = (*(name for name in REFUSED if name != "admin_key"), *_OF_ONE, "replicas", "data_parallel_size")
+    refused = (*REFUSED, *_OF_ONE, "replicas", "data_parallel_size")
     for name in refused:
         if settings.get(name) not in (None, False, (), []):
             raise ConfigError(

@@ -22,7 +22,7 @@ from quire.gateway.state import GatewayState
 from quire.gateway.stored import StoredProxy
 from quire.http.body import json_response
 from quire.http.browser_guard import guarded
-from quire.http.edge import Edge, Extension, error_handlers
+from quire.http.edge import Edge, Extension, error_handlers, holds_key
 from quire.http.held_bytes import HeldBodies
 from quire.http.websocket import WebSockets
 
@@ -132,8 +132,10 @@ class Probes:
         )
 
     async def metrics(self, request: Request) -> Response:
-        """Metrics in Prometheus's text form, or OpenMetrics."""
-        body, content_type = self._state.metrics.exposition(request.headers.get("accept", ""))
+        """Metrics in Prometheus's text form, or OpenMetrics; tenants for the holder of the admin key."""
+        server, accept = self._state.config.server, request.headers.get("accept", "")
+        with_tenants = server.metrics_tenants or holds_key(request.scope, server.admin_key)
+        body, content_type = self._state.metrics.exposition(accept, with_tenants=with_tenants)
         return Response(body, headers={"content-type": content_type})
 
     async def models(self, request: Request) -> Response:

@@ -58,6 +58,7 @@ class GatewayArgs:
     forwarded_allow_ips: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    metrics_tenants: bool = False
 
     @property
     def checks_keys(self) -> bool:

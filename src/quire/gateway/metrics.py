@@ -23,6 +23,7 @@ from quire.metrics.engine_stats import Histogram
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 MAX_TENANTS = 200
+_OF_TENANTS = {"tenant", "key"}  # labels
 _ENVOY_FAILURES = (
     ("envoy_cluster_upstream_rq_timeout", "timeout", "Attempts that timed out."),
     ("envoy_cluster_upstream_cx_connect_fail", "connect", "Attempts without a connection."),
@@ -53,7 +54,10 @@ class GatewayMetrics:
         self._total: dict[str, Histogram] = defaultdict(lambda: Histogram(_SECONDS))
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)  # a collector is any object with collect()
-        ProcessCollector(registry=self.registry)
+        self._without_tenants = CollectorRegistry(auto_describe=False)
+        self._without_tenants.register(_WithoutTenants(self))
+        for registry in (self.registry, self._without_tenants):
+            ProcessCollector(registry=registry)
 
     def ended(self, exchange: Exchange, now: float) -> None:
         """Count a request."""
@@ -81,10 +85,10 @@ class GatewayMetrics:
         self._tenants.add(name)
         return name
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
+    def exposition(self, accept: str, *, with_tenants: bool = True) -> tuple[bytes, str]:
         """Return (body, content type) of /metrics for an Accept header."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        return encode(self.registry if with_tenants else self._without_tenants), content_type
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family; prometheus-client calls this at each scrape."""
@@ -159,6 +163,18 @@ class GatewayMetrics:
                      {model: len(each) for model, each in serving.items()})  # fmt: skip
         yield _gauge("envoy_cluster_membership_healthy", "Ready backends by model.", "envoy_cluster_name",
                      {model: sum(b.is_ready for b in each) for model, each in serving.items()})  # fmt: skip
+
+
+class _WithoutTenants:
+    """The families of no tenant."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._metrics.collect():
+            if not any(_OF_TENANTS & sample.labels.keys() for sample in family.samples):
+                yield family
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, int]) -> CounterMetricFamily:

@@ -148,6 +148,11 @@ def _keys_of(scope: Scope) -> list[bytes]:
     return given if other is None else [*given, other]
 
 
+def holds_key(scope: Scope, key: str | None) -> bool:
+    """Whether a request has ``key``; no request has one that is not set."""
+    return key is not None and any(hmac.compare_digest(one, key.encode()) for one in _keys_of(scope))
+
+
 def key_of(scope: Scope) -> ApiKey | None:
     """Return the line of the key file that let the request in."""
     found: ApiKey | None = scope.get(_API_KEY)
