@@ -145,6 +145,8 @@ class RunnerConfig:
     isa: str = ""  # level of the native kernels: "scalar", "avx2" … "amx", "neon" or "neon_i8mm"
     batch_invariant: bool = False  # on a GPU: slower kernels whose bits do not depend on the batch
     graphs: bool = True  # on a GPU: decode steps are captured and replayed
+    # A server's: what the first grammar needs of the vocabulary is built after the start, while nothing runs.
+    prepares_grammars: bool = False
     step_log: str | None = None  # file that gets one line per step
     profile_dir: str | None = None  # folder of profiles; None: there are none
     profile_steps: int | None = None  # profiled from the start on

@@ -124,6 +124,9 @@ class _Service:
         if announces:
             await self._open.wait()
             self._announce()
+        prepare = getattr(self._frontend, "prepare_grammars", None)
+        if prepare is not None:
+            prepare()
         return 0
 
     def _announce(self) -> None:

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def main(argv: list[str]) -> None:
         configure(boot.log_level, stream=stderr if boot.log_format == "json" else None, style=boot.log_format)
         clock = WallClock()
         start_s = clock.now()
-        core = build_core(boot.config, executor, clock)
+        runner = replace(boot.config.runner, prepares_grammars=True)
+        core = build_core(replace(boot.config, runner=runner), executor, clock)
         dump.core = core
         if core.recorder is not None:
             core.save = saver(core.recorder, boot.config)

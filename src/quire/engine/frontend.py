@@ -101,6 +101,10 @@ class Frontend:
         await self.prompts.start()
         return await self._ready
 
+    def prepare_grammars(self) -> None:
+        """Start the helper for grammars on a thread, while no request is in flight: the first form does not wait."""
+        self._grammars.prepare(lambda: self.num_requests == 0)
+
     async def check_form(self, form: StructuredOutputsParams) -> str:
         """Return the grammar of a form, compiled in a helper and remembered, or raise what is wrong with it."""
         return await asyncio.wrap_future(self._grammars.submit(form))

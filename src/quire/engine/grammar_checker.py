@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +18,7 @@ from quire.text.grammar_matcher import TokenTable, token_table
 from quire.text.tokenizer import Tokenizer
 
 _MAX_REMEMBERED = 512  # answers
+_IDLE_POLL_S = 0.2
 _MAX_REMEMBERED_BYTES = 64 * 2**20  # of grammars and answers together
 
 
@@ -32,6 +33,7 @@ class GrammarChecker:
         self._lock = threading.Lock()
         self._remembered: OrderedDict[str, Head] = OrderedDict()
         self._num_bytes = 0  # remembered
+        self._closing = threading.Event()
         self._pool = HelperPool("grammar", self._vocabulary)
 
     def submit(self, params: StructuredOutputsParams) -> Future[str]:
@@ -62,8 +64,30 @@ class GrammarChecker:
         """As `submit`, but wait for the result."""
         return self.submit(params).result()
 
+    def prepare(self, is_idle: Callable[[], bool]) -> threading.Thread | None:
+        """Start the first helper on a thread once ``is_idle``: reading the vocabulary takes a second or two.
+
+        None: no grammar is possible here.
+        """
+        try:
+            self._check_possible(StructuredOutputsParams(json_object=True))
+        except RequestError:
+            return None
+
+        def run() -> None:
+            while not is_idle():
+                if self._closing.wait(_IDLE_POLL_S):
+                    return
+            if not self._closing.is_set():
+                self._pool.greeting()
+
+        thread = threading.Thread(target=run, name="quire-grammar-helper", daemon=True)
+        thread.start()
+        return thread
+
     def close(self) -> None:
         """End the helpers; unfinished grammars fail."""
+        self._closing.set()
         self._pool.close()
 
     def _check_possible(self, params: StructuredOutputsParams) -> None:

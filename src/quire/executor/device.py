@@ -17,6 +17,7 @@ from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import failed
+from quire.kernels.threads import TABLES_QUIET_S, BetweenSteps
 from quire.kernels.triton_interpreter import interpreting
 from quire.models.loader import iter_weights
 from quire.quant.stored import Weight
@@ -49,11 +50,16 @@ class DeviceExecutor:
         if config.device.kind == "cuda":
             self.memory = check_memory(config, self.worker.execute, Meter())
             _log.info("%s", self.memory)
+        self._between = BetweenSteps(clock)
+        if config.runner.prepares_grammars:
+            eos = config.model.spec.eos_token_ids
+            self.worker.runner.grammars.prepare(eos, partial(self._between.wait, TABLES_QUIET_S))
         self._out: deque[Launched | StepResult] = deque()  # a result: the step failed when it was launched
 
     def submit(self, plan: StepPlan) -> None:
         """Launch a plan; fewer than two are out."""
         assert len(self._out) < self.max_in_flight, "two steps at a time: collect the oldest first"
+        self._between.step_begins()
         try:
             self._out.append(self.worker.launch(plan))
         except Exception as error:
@@ -64,6 +70,8 @@ class DeviceExecutor:
         assert self._out, "nothing was submitted"
         oldest = self._out.popleft()
         if isinstance(oldest, StepResult):
+            if not self._out:
+                self._between.step_ended()
             return oldest
         try:
             result = self.worker.finish(oldest)
@@ -72,9 +80,13 @@ class DeviceExecutor:
             return result
         except Exception as error:
             return failed(oldest.plan, error)
+        finally:
+            if not self._out:
+                self._between.step_ended()
 
     def close(self) -> None:
         """Give the weights and the KV cache back. Nothing is submitted any more."""
+        self._between.close()
         self._out.clear()
         del self.worker
 

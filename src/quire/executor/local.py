@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.executor.base import failed
-from quire.kernels.threads import BetweenSteps, choose_threads
+from quire.kernels.threads import TABLES_QUIET_S, BetweenSteps, choose_threads
 from quire.models.packed_cache import CheckpointWeights, PackedSaver
 from quire.quant.stored import Weight
 from quire.runner.memory import PagesAhead, keep_freed_memory, torch_dtype
@@ -44,6 +45,9 @@ class LocalExecutor:
             self.worker.runner.kv, self._between, config.scheduler.max_num_batched_tokens
         )
         self._pages.look()
+        if config.runner.prepares_grammars:
+            eos = config.model.spec.eos_token_ids
+            self.worker.runner.grammars.prepare(eos, partial(self._between.wait, TABLES_QUIET_S))
         self._pending: StepPlan | None = None
 
     def submit(self, plan: StepPlan) -> None:

@@ -47,7 +47,7 @@ from quire.kernels.collective import Collectives
 from quire.kernels.collective.distributed import connect
 from quire.kernels.collective.native import attach
 from quire.kernels.registry import in_words
-from quire.kernels.threads import BetweenSteps, choose_threads
+from quire.kernels.threads import TABLES_QUIET_S, BetweenSteps, choose_threads
 from quire.layers.context import context_parallel
 from quire.layers.weights import tensor_parallel
 from quire.metrics.engine_stats import LayerLoad
@@ -150,6 +150,9 @@ class RankLoop:
             weights.saver.start(self._between)
         self._pages = PagesAhead(self.worker.runner.kv, self._between, max_tokens)
         self._pages.look()
+        if config.runner.prepares_grammars and self._answers:
+            eos = config.model.spec.eos_token_ids
+            self.worker.runner.grammars.prepare(eos, partial(self._between.wait, TABLES_QUIET_S))
 
     def run(self) -> None:
         """Compute plans until the executor closes its end."""

@@ -27,6 +27,8 @@ try:
 except ImportError:
     native = None  # type: ignore[assignment]
 
+# Without a step before tables for grammars are built: a part of them takes up to a second.
+TABLES_QUIET_S = 1.0
 _PAUSE_S = 0.02  # between two looks whether steps run
 _one_at_a_time = threading.Lock()  # MKL's number of threads is the process's, so two engines take turns
 _chosen = 0  # 0: not chosen, so torch's number counts

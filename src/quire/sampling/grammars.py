@@ -10,9 +10,11 @@ thread from the time the last one is sampled. Both run while the model does, and
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import partial
@@ -29,6 +31,7 @@ from quire.sampling.draft_tree import ROOT, Drafts, Walk
 from quire.step import NewSeq
 from quire.text.grammar_matcher import (
     GrammarConstraint,
+    TokenTable,
     bitmask_words,
     compile_matcher,
     encode_forced,
@@ -39,7 +42,9 @@ from quire.text.grammar_matcher import (
     watch_of,
 )
 from quire.text.json_watch import Vocabulary
+from quire.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 _MAX_COMPILED = 64  # grammars kept for the requests to come
 _MAX_BYTES = 64 * 2**20  # that they take together, about
 _CHARACTER_BYTES = 80  # that a character of the text takes at most when it is compiled
@@ -171,9 +176,12 @@ class Grammars:
         self._tokenizer_path = tokenizer
         self._vocab_size = vocab_size
         self._num_threads = max(1, num_threads // 4)
+        self._tokenizer: Tokenizer | None = None  # read
+        self._tables: dict[tuple[int, ...], TokenTable] = {}  # by EOS ids
         self._tokenizers: dict[tuple[int, ...], tuple[Any, Vocabulary]] = {}  # by EOS ids
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], CompiledGrammar] = OrderedDict()
         self._builders: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # of making `_builders`
         self._followers: ThreadPoolExecutor | None = None
         self._executor: Any = None  # llguidance's own threads
         self._together = True  # whether one call advances all sequences of a step
@@ -183,6 +191,35 @@ class Grammars:
         state = GrammarState(new, self)
         state.pending = self._builder().submit(self._guard, [state], lambda: self._build(state, new))
         return state
+
+    def prepare(self, eos_token_ids: Sequence[int], wait: Callable[[], bool]) -> threading.Thread | None:
+        """Build on a thread what the first grammar needs of the vocabulary, with ``wait`` before each part.
+
+        ``eos_token_ids``: of the model; the tokenizer's are added. ``wait`` returns False when the engine ends.
+        """
+        if not self._tokenizer_path or importlib.util.find_spec("llguidance") is None:
+            return None
+
+        def parts() -> Iterator[Callable[[], object]]:
+            yield self._read
+            eos = tuple(dict.fromkeys((*eos_token_ids, *self._read().eos_token_ids)))
+            if any(token_id < self._vocab_size for token_id in eos):
+                yield partial(self._table_for, eos)
+                yield partial(self._tokenizer_for, eos)
+
+        def run() -> None:
+            # On the builders' thread: a request that needs the same meanwhile finds it there, or waits for it.
+            try:
+                for part in parts():
+                    if not wait():
+                        return
+                    self._builder().submit(part).result()
+            except Exception as error:  # the request that needs it is told
+                _log.warning("tables for grammars are built with the first one: %s", error)
+
+        thread = threading.Thread(target=run, name="quire-grammar-tables", daemon=True)
+        thread.start()
+        return thread
 
     def follow(self, sampled: Sequence[tuple[GrammarState, int]]) -> None:
         """Take the tokens sampled, and begin to compute the masks of the next ones."""
@@ -206,14 +243,16 @@ class Grammars:
         self._guard([state for state, _ in moved], lambda: self._follow(moved))
 
     def _builder(self) -> ThreadPoolExecutor:
-        if self._builders is None:
-            self._builders = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
-            before = threading.stack_size(_BUILD_STACK_BYTES)
-            try:
-                self._builders.submit(int).result()  # the thread starts here, with that stack
-            finally:
-                threading.stack_size(before)
-        return self._builders
+        with self._lock:
+            if self._builders is None:
+                made = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
+                before = threading.stack_size(_BUILD_STACK_BYTES)
+                try:
+                    made.submit(int).result()  # the thread starts here, with that stack
+                finally:
+                    threading.stack_size(before)
+                self._builders = made
+            return self._builders
 
     def _guard(self, states: Sequence[GrammarState], work: Callable[[], None]) -> None:
         """Whatever goes wrong fails these sequences and nothing else."""
@@ -266,13 +305,22 @@ class Grammars:
     def _tokenizer_for(self, eos_token_ids: tuple[int, ...]) -> tuple[Any, Vocabulary]:
         known = self._tokenizers.get(eos_token_ids)
         if known is None:
-            if not self._tokenizer_path:
-                raise RequestError("this worker has no tokenizer, so it cannot follow a grammar.")
-            tokenizer = read_tokenizer(Path(self._tokenizer_path))
-            table = token_table(tokenizer, self._vocab_size, eos_token_ids)
-            made = ll_tokenizer(table, encode_forced(tokenizer)), Vocabulary(table.tokens)
+            table = self._table_for(eos_token_ids)
+            made = ll_tokenizer(table, encode_forced(self._read())), Vocabulary(table.tokens)
             known = self._tokenizers[eos_token_ids] = made
         return known
+
+    def _table_for(self, eos_token_ids: tuple[int, ...]) -> TokenTable:
+        if eos_token_ids not in self._tables:
+            self._tables[eos_token_ids] = token_table(self._read(), self._vocab_size, eos_token_ids)
+        return self._tables[eos_token_ids]
+
+    def _read(self) -> Tokenizer:
+        if self._tokenizer is None:
+            if not self._tokenizer_path:
+                raise RequestError("this worker has no tokenizer, so it cannot follow a grammar.")
+            self._tokenizer = read_tokenizer(Path(self._tokenizer_path))
+        return self._tokenizer
 
     def _follow(self, moved: Sequence[tuple[GrammarState, int]]) -> None:
         self._masks().consume_token_par([(state.matcher, token_id) for state, token_id in moved])
