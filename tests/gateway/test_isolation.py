@@ -34,6 +34,7 @@ from quire.gateway.app import create_gateway
 from quire.gateway.config_file import config_of
 from quire.gateway.state import GatewayState, make_state
 from quire.http.drain import UVICORN
+from quire.http.edge import enter_owner, kept_owner
 from quire.http.keys import ApiKey, KeyFile, create_key
 from quire.models.hub import quill_path
 
@@ -353,15 +354,86 @@ def test_a_batch_goes_on_with_its_tenants_responses_alone(how: str, tmp_path: Pa
         async with world(how, tmp_path) as there:
             made = await there.make("own")
             for who, fails in (("other", 1), ("own", 0)):
-                body = {"model": "tiny", "input": "?", "previous_response_id": made["response"]}
-                line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
-                form = aiohttp.FormData({"purpose": "batch"})
-                form.add_field("file", json.dumps(line).encode(), filename="lines.jsonl")
-                file = (await there.ask(who, "POST", "/v1/files", data=form)).json["id"]
-                begin = {"input_file_id": file, "endpoint": "/v1/responses", "completion_window": "24h"}
-                batch = (await there.ask(who, "POST", "/v1/batches", json=begin)).json["id"]
+                batch = await begin_batch(there, who, "tiny", previous_response_id=made["response"])
                 done = await there.until(who, f"/v1/batches/{batch}", "status", ("completed",))
                 assert done["request_counts"]["failed"] == fails, who
+
+    asyncio.run(run())
+
+
+def test_a_batch_after_a_restart_is_still_its_tenants(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys")
+    settings: dict[str, Any] = {
+        "key_file": KeyFile(tmp_path / "keys", time.monotonic),
+        "batch_dir": str(tmp_path / "batches"),
+    }
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            stuck = FakeFrontend(step_s=0.0)
+            stuck.gate = asyncio.Event()
+            async with served(app_with_jobs(stuck, **settings)) as url:
+                batch = await begin_batch(World([url], session, keys, False, stuck, []), "own", "tiny")
+            frontend = FakeFrontend(step_s=0.0)
+            async with served(app_with_jobs(frontend, **settings)) as url:
+                there = World([url], session, keys, False, frontend, [])
+                done = await there.until("own", f"/v1/batches/{batch}", "status", ("completed",))
+                assert not {"tenant", "cache_group", "key"} & done.keys()
+                output = await there.ask("own", "GET", f"/v1/files/{done['output_file_id']}/content")
+                response = json.loads(output.body)["response"]["body"]["id"]
+                assert (await there.ask("mate", "GET", f"/v1/responses/{response}")).status == 200
+                assert (await there.ask("other", "GET", f"/v1/responses/{response}")).status == 404
+            assert frontend.submitted[0].kwargs["tenant"] == "lab"
+            assert frontend.submitted[0].kwargs["cache_salt"] == "lab\n"
+
+    asyncio.run(run())
+
+
+async def begin_batch(there: World, who: str, model: str, **fields: Any) -> str:
+    """Begin a batch of one response; return its id."""
+    body = {"model": model, "input": "hi", **fields}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", json.dumps(line).encode(), filename="lines.jsonl")
+    file = (await there.ask(who, "POST", "/v1/files", data=form)).json["id"]
+    begin = {"input_file_id": file, "endpoint": "/v1/responses", "completion_window": "24h"}
+    return str((await there.ask(who, "POST", "/v1/batches", json=begin)).json["id"])
+
+
+def test_a_batch_has_the_rights_of_its_key_and_no_more(tmp_path: Path) -> None:
+    """Also at a gateway that starts again: the models that the key may use."""
+
+    async def run() -> None:
+        async with world("gateway", tmp_path) as there:
+            for name, models in (("small", ("other-*",)), ("big", ("ti*",))):
+                key = ApiKey(name, "lab", "", created=datetime.now(UTC), models=models)
+                there.keys[name] = create_key(tmp_path / "keys", key)
+            await asyncio.sleep(1.1)  # the file is read again
+            for who, failed in (("small", 1), ("big", 0)):
+                batch = await begin_batch(there, who, "tiny")
+                done = await there.until(who, f"/v1/batches/{batch}", "status", ("completed",))
+                assert done["request_counts"]["failed"] == failed, who
+
+        kept: dict[str, Any] = {}
+
+        async def first() -> None:
+            enter_owner(
+                {
+                    "tenant": "lab",
+                    "cache_group": "+pool",
+                    "key": {"name": "small", "models": ["o*"], "weight": 2.0},
+                }
+            )
+            kept.update(json.loads(json.dumps(kept_owner())))
+
+        async def later() -> None:
+            enter_owner(kept)
+            assert kept_owner() == kept
+
+        await asyncio.create_task(first())
+        await asyncio.create_task(later())
+        enter_owner({})
+        assert kept["key"]["models"] == ["o*"]
 
     asyncio.run(run())
 

@@ -8,9 +8,7 @@ _JOURNAL = ("tests/api/test_api_journal.py",)
 _IDS = ("tests/gateway/test_ownership.py",)
 _SALTS = ("tests/gateway/test_ownership.py", "-k", "salt or routing or group")
 _TABLE = ("tests/gateway/test_isolation.py::test_no_tenant_goes_on_with_what_another_has[serve]",)
-_GATEWAY = (
-    "tests/gateway/test_isolation.py::test_a_batch_goes_on_with_its_tenants_responses_alone[gateway]",
-)
+_BATCH = ("tests/gateway/test_isolation.py::test_a_batch_has_the_rights_of_its_key_and_no_more",)
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -167,10 +165,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tenants-batch-without-tenant",
-        "the requests of a batch run without its tenant",
+        "the requests of a batch run without its tenant after a restart",
         "src/quire/jobs/runner.py",
-        """        TENANT.set(batch.get("tenant", ""))\n""",
+        "        enter_owner(batch)\n",
         "",
-        _GATEWAY,
+        ("tests/gateway/test_isolation.py::test_a_batch_after_a_restart_is_still_its_tenants",),
+    ),
+    Mutant(
+        "tenants-batch-without-key",
+        "the requests of a batch may use models that its key may not",
+        "src/quire/http/edge.py",
+        "                scope[_API_KEY] = key\n",
+        "                scope.setdefault(_OWN_KEY, True)\n",
+        _BATCH,
     ),
 )

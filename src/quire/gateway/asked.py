@@ -75,8 +75,11 @@ class Asked:
         is_named = model == self.model or (
             self.path.startswith(OLLAMA_ROOT) and f"{model}{LATEST}" == self.model
         )
-        if is_named and not adds_usage and self.priority is None and salt is None:
-            return self.raw
+        if is_named and not adds_usage and self.priority is None:
+            if salt is None:
+                return self.raw
+            if self.body and "cache_salt" not in self.body:  # a large body is not read again
+                return b'%b,"cache_salt":%b}' % (self.raw.rstrip()[:-1], msgspec.json.encode(salt))
         fields = _fields(self.raw)
         fields["model"] = msgspec.Raw(msgspec.json.encode(model))
         if self.priority is not None:

@@ -35,6 +35,8 @@ _API_KEY = "quire.api_key"
 TENANT: ContextVar[str] = ContextVar("quire.tenant", default="")
 # The tenants of one group share cached blocks. "": the tenant is a group of its own.
 CACHE_GROUP: ContextVar[str] = ContextVar("quire.cache_group", default="")
+# The line of the key file that let it in: calls of this process, such as a batch's, have its rights.
+_KEY: ContextVar[ApiKey | None] = ContextVar("quire.key", default=None)
 TENANT_WEIGHT: ContextVar[float] = ContextVar("quire.tenant_weight", default=1.0)
 log = Log("api")
 
@@ -84,6 +86,8 @@ class Edge:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _SCOPE_KEY in scope:  # a call from this process has a name already
+            if scope["type"] == "http" and (key := _KEY.get()) is not None:
+                scope[_API_KEY] = key
             await self._app(scope, receive, send)
             return
         given = usable_request_id(header(scope, b"x-request-id"))
@@ -134,6 +138,7 @@ class Edge:
             return Refusal(403, text, code="forbidden")
         else:
             scope[_API_KEY] = found
+            _KEY.set(found)
             TENANT.set(found.tenant)
             CACHE_GROUP.set(table.group_of(found.tenant) if table is not None else "")
             TENANT_WEIGHT.set(found.weight)
@@ -151,6 +156,24 @@ def _keys_of(scope: Scope) -> list[bytes]:
 def holds_key(scope: Scope, key: str | None) -> bool:
     """Whether a request has ``key``; no request has one that is not set."""
     return key is not None and any(hmac.compare_digest(one, key.encode()) for one in _keys_of(scope))
+
+
+def kept_owner() -> dict[str, Any]:
+    """Return key and tenant of the request that this task serves, for `enter_owner` later: values of JSON."""
+    key = _KEY.get()
+    rights = None if key is None else {"name": key.name, "models": list(key.models), "weight": key.weight}
+    return {"tenant": TENANT.get(), "cache_group": CACHE_GROUP.get(), "key": rights}
+
+
+def enter_owner(kept: Mapping[str, Any]) -> None:
+    """Have this task work for the key and tenant of `kept_owner`, with the models that the key could use then."""
+    tenant, rights = kept.get("tenant", ""), kept.get("key")
+    TENANT.set(tenant)
+    CACHE_GROUP.set(kept.get("cache_group", ""))
+    if rights is not None:
+        models, epoch = tuple(rights["models"]), datetime.fromtimestamp(0, UTC)
+        _KEY.set(ApiKey(rights["name"], tenant, "", epoch, models=models, weight=rights["weight"]))
+        TENANT_WEIGHT.set(rights["weight"])
 
 
 def key_of(scope: Scope) -> ApiKey | None:

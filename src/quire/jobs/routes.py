@@ -35,7 +35,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _STAMPS = (
     "in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at",
 )  # fmt: skip
-_OURS = ("output_expires_after_s", "validating_at", "created_s", "tenant", "cache_group")
+_OURS = ("output_expires_after_s", "validating_at", "created_s", "tenant", "cache_group", "key")
 _EXPIRES_S = (3600, 2_592_000)  # OpenAI's: an hour to thirty days
 
 

@@ -19,7 +19,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from quire.http.client import post_local
-from quire.http.edge import CACHE_GROUP, TENANT
+from quire.http.edge import TENANT, enter_owner, kept_owner
 from quire.http.limits import BATCH_LINE_BYTES, BODY_VALUES, num_marks
 from quire.jobs.disk import BatchFolder
 from quire.jobs.files import FileStore
@@ -75,7 +75,7 @@ class BatchRunner:
         """
         batch_id = f"batch_{self._new_id()}"
         batch = {"id": batch_id, "object": "batch", **values, "created_s": self._unix_time()}
-        batch["tenant"], batch["cache_group"] = TENANT.get(), CACHE_GROUP.get()
+        batch |= kept_owner()
         batch["created_at"] = int(batch["created_s"])
         batch["expires_at"] = batch["created_at"] + window_s
         batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
@@ -124,8 +124,7 @@ class BatchRunner:
 
     async def _run(self, batch: dict[str, Any]) -> None:
         batch_id = batch["id"]
-        TENANT.set(batch.get("tenant", ""))
-        CACHE_GROUP.set(batch.get("cache_group", ""))
+        enter_owner(batch)
         try:
             if batch["status"] == "validating" and not await self._validate(batch):
                 return
