@@ -113,4 +113,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "found = self._running.get(used.request_id)",
         (f"{BOOKING}::test_a_killed_gateways_requests_are_booked",),
     ),
+    Mutant(
+        "goodput-of-broken-answers",
+        "an answer that broke off in time counts as goodput",
+        "src/quire/gateway/rows.py",
+        'if exchange.outcome != "ok" or exchange.backend is None:',
+        "if exchange.backend is None:",
+        ("tests/gateway/test_costs.py::test_an_answer_meets_every_latency_or_not",),
+    ),
+    Mutant(
+        "cost-told-to-clients",
+        "every client gets the costs that are for gateways",
+        "src/quire/gateway/headers.py",
+        "        COST_HEADER.encode(),\n",
+        "",
+        ("tests/gateway/test_costs.py::test_a_whole_answers_cost_is_in_its_row",),
+    ),
 )

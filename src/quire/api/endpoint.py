@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from quire.api.finished import telling_cost
 from quire.api.generation import CANCELLED_BY_CLIENT, Generation
 from quire.api.job import Job
 from quire.api.journal import Entry, event_of
@@ -205,6 +206,7 @@ class GenerateEndpoint(PostEndpoint):
             raise RequestError("background = true is not supported by this server.", param="background")
         ids = frozenset((job.answer.head.id, request_id_of(scope)))
         send = telling_blocks(send, scope, self._state, body, job, generation.streams)
+        send = telling_cost(send, account_of(scope), generation.streams.cost)
         try:
             with self._state.running.entered(ids, generation):
                 await self._answer(generation, ignored, client, send)
@@ -212,7 +214,8 @@ class GenerateEndpoint(PostEndpoint):
             if begun is not None and state.journal is not None:
                 await state.journal.release(begun)
             seconds, tokens = self._state.now() - arrival_s, generation.usage.counts
-            self._state.finished.put(account_of(scope), model, self._path, tokens, seconds)
+            cost = generation.streams.cost()
+            self._state.finished.put(account_of(scope), model, self._path, tokens, seconds, cost)
         if log.debugging:
             names = dict(zip(("prompt_tokens", "cached_tokens", "output_tokens"), tokens, strict=True))
             request_id = request_id_of(scope)

@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Send
 
-from quire.http.account import Account, Used, UsedPage, check_gateway_key
+from quire.api.relayed import TAGGED
+from quire.http.account import COST_HEADER, Account, Used, UsedPage, check_gateway_key, cost_text
 from quire.http.body import json_response
 
 KEPT_S = 600.0
@@ -30,16 +32,32 @@ class FinishedUsage:
         self._next = int(self._since * 1e6)  # above all numbers before a restart
 
     def put(
-        self, account: Account | None, model: str, endpoint: str, tokens: tuple[int, int, int], seconds: float
+        self,
+        account: Account | None,
+        model: str,
+        endpoint: str,
+        tokens: tuple[int, int, int],
+        seconds: float,
+        cost: tuple[float, float] = (0.0, 0.0),
     ) -> None:
-        """Keep what a gateway's request has used. ``tokens``: of the prompt, those of it from the cache, output."""
+        """Keep what a gateway's request has used.
+
+        ``tokens``: of the prompt, those of it from the cache, output. ``cost``: engine-seconds, KV-block-seconds.
+        """
         if account is None or not tokens[0]:
             return
         now, records = self._unix_time(), self._records
         records.pop(account.request_id, None)  # it came back after another replica had given it up
         names = (account.tenant, account.key, model, endpoint)
         records[account.request_id] = Used(
-            self._next, account.request_id, now, *names, *tokens, round(1e3 * seconds, 3), account.ledger
+            self._next,
+            account.request_id,
+            now,
+            *names,
+            *tokens,
+            round(1e3 * seconds, 3),
+            account.ledger,
+            *cost,
         )
         self._next += 1
         while len(records) > MAX_KEPT or next(iter(records.values())).finished_at < now - KEPT_S:
@@ -58,3 +76,23 @@ class FinishedUsage:
         records = [used for used in self._records.values() if used.number > first]
         those = [used for used in records if ledgers is None or used.ledger in ledgers][: PAGE + 1]
         return json_response(UsedPage(self._since, those[:PAGE], len(those) > PAGE))
+
+
+def telling_cost(send: Send, account: Account | None, cost: Callable[[], tuple[float, float]]) -> Send:
+    """Return a `send` that adds the cost to an answer for a gateway with a ledger; else ``send`` itself."""
+    if account is None or not account.ledger:
+        return send
+    is_tagged = False
+
+    async def telling(message: Message) -> None:
+        nonlocal is_tagged
+        if message["type"] == "http.response.start":
+            names = dict(message["headers"])
+            is_tagged = TAGGED in names
+            if names.get(b"content-type", b"").startswith(b"application/json"):
+                message["headers"] = [*message["headers"], (COST_HEADER.encode(), cost_text(*cost()))]
+        elif is_tagged and not message.get("more_body", False):
+            message = {**message, "body": message.get("body", b"") + b":0 0 %b\n" % cost_text(*cost())}
+        await send(message)
+
+    return telling

@@ -172,6 +172,11 @@ class PromptStreams:
             self.usage.notes = self._job.notes
             self.usage.timing = timing_of(streams, self._job.answer.head.determinism, total_s, stats)
 
+    def cost(self) -> tuple[float, float]:
+        """Return the engine-seconds and KV-block-seconds of what has been computed."""
+        outputs = [prompt.stream.output for prompt in self._prompts]
+        return sum(each.engine_s for each in outputs), sum(each.kv_block_s for each in outputs)
+
     def predicted_ms(self) -> float | None:
         """Return the predicted time to the first token of the last prompt to have one; None without a forecast."""
         predicted_s = [prompt.ticket.predicted_s for prompt in self._prompts if prompt.ticket is not None]

@@ -31,6 +31,7 @@ from quire.http.client import ANSWER_KEY
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 
 MAX_DELIVERED_BYTES = 4 << 20  # of the resume form, beside the client's body
+TAGGED = b"x-quire-tagged"
 _FLOOR = -9999.0  # JSON has no -Infinity; an answer shows this number as well
 _SEED_MASK = (1 << 53) - 1
 _encode = msgspec.json.Encoder().encode
@@ -172,7 +173,7 @@ class Tags:
     """Writes the groups of a stream with their tags."""
 
     def __init__(self, fingerprint: str) -> None:
-        self.headers = ((b"x-quire-tagged", fingerprint.encode()),)
+        self.headers = ((TAGGED, fingerprint.encode()),)
 
     def chunk(self, choice: int, chunk: OutputChunk, cached_tokens: int, events: bytes) -> bytes:
         return b":%d %b\n%b" % (len(events), tag_of(choice, chunk, cached_tokens), events)

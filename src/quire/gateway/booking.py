@@ -86,7 +86,8 @@ class Booking:
                 return
             if page.data:
                 used = page.data[0]
-                exchange.usage = Usage(used.prompt_tokens, used.cached_tokens, used.output_tokens)
+                tokens = used.prompt_tokens, used.cached_tokens, used.output_tokens
+                exchange.usage = Usage(*tokens, None, used.engine_s, used.kv_block_s)
                 return
 
     async def _run(self) -> None:

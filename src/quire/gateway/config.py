@@ -27,6 +27,7 @@ from quire.gateway.region_config import RegionConfig
 from quire.gateway.routing import Policy
 from quire.http.browser_guard import BrowserRules, allowed_hosts
 from quire.http.listen import resolved
+from quire.workload.slo import Slo
 
 # What a fallback may be taken for. failure: its backends are down, fail or give no valid answer; saturated: they have
 # no room (429, 503, max_requests); 429 and 5xx: any answer of that status; the last two are refusals of the request.
@@ -48,6 +49,7 @@ class GatewayArgs:
     redis: str | None = None
     ledger: str | None = None
     ledger_spool: str | None = None
+    slo: str | None = None
     max_body_mib: int = 32
     max_answer_mib: int = 64
     batch_dir: str | None = None
@@ -185,6 +187,7 @@ class GatewayConfig:
     tenant_limits: Mapping[str, Limit] = field(default_factory=dict)
     model_limits: Mapping[str, Limit] = field(default_factory=dict)
     prices: Mapping[str, Price] = field(default_factory=dict)  # by the name that backends serve
+    slo: Slo | None = None  # what goodput counts
 
     def timeouts_of(self, path: str) -> TimeoutArgs:
         return self.path_timeouts.get(path, self.timeouts)

@@ -31,6 +31,7 @@ from quire.gateway.filters import FilterArgs, FilterConfig
 from quire.gateway.ledger_row import Price
 from quire.gateway.quotas import Limit
 from quire.gateway.region_config import regions_of
+from quire.workload.slo import Slo
 
 _TABLES = ("routing", "timeouts", "health", "retries", "backends", "models", "filters", "auto", "regions", "hedging",
            "limits", "prices")  # fmt: skip
@@ -71,8 +72,9 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
         owner: _each(Limit, limits, owner, f"{origin}: [limits") for owner in ("keys", "tenants", "models")
     }
     timeouts = make_args(TimeoutArgs, paths, origin=f"{origin}: [timeouts]")
+    server = make_args(GatewayArgs, top, origin=origin)
     config = GatewayConfig(
-        server=make_args(GatewayArgs, top, origin=origin),
+        server=server,
         routing=_args(RoutingArgs, data, "routing", origin),
         timeouts=timeouts,
         path_timeouts=_path_timeouts(own, timeouts, origin),
@@ -89,9 +91,17 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
         tenant_limits=owners["tenants"],
         model_limits=owners["models"],
         prices=_each(Price, dict(data), "prices", f"{origin}: ["),
+        slo=_slo(server.slo, origin),
     )
     _check_whole(config, origin)
     return config
+
+
+def _slo(text: str | None, origin: str) -> Slo | None:
+    try:
+        return Slo.parse(text) if text is not None else None
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {str(error).replace('--slo', 'slo =')}", param="slo") from None
 
 
 def _check_whole(config: GatewayConfig, origin: str) -> None:

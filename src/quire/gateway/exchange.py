@@ -77,6 +77,7 @@ class Exchange:
     reserved: Reserved = field(default_factory=Reserved)
     reservation: Reservation | None = None
     journal_slot: int | None = None
+    met_slo: bool = False  # known at the end
     chain: Sequence[bytes] = ()  # digests of the prompt's pieces, of the last attempt
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from starlette.types import Scope
 
 from quire.gateway.migrate import TAGGED
+from quire.http.account import COST_HEADER
 from quire.http.body import header
 from quire.http.cache_messages import BLOCKS_HEADER
 
@@ -33,6 +34,7 @@ _WRITTEN_ANEW = frozenset(
         b"x-request-id",
         TAGGED,
         BLOCKS_HEADER.encode(),
+        COST_HEADER.encode(),
     )
 )
 

@@ -49,6 +49,9 @@ class GatewayMetrics:
         self.books: Books | None = None
         self.tenants: Counter[tuple[str, str]] = Counter()  # (tenant, outcome)
         self.tenant_tokens: Counter[tuple[str, str]] = Counter()  # (tenant, prompt | cached | output)
+        self.engine_s: dict[str, float] = defaultdict(float)  # by tenant
+        self.kv_block_s: dict[str, float] = defaultdict(float)
+        self.goodput: Counter[tuple[str, str]] = Counter()  # (tenant, key)
         self._tenants: set[str] = set()
         self._ttft: dict[str, Histogram] = defaultdict(lambda: Histogram(_SECONDS))
         self._total: dict[str, Histogram] = defaultdict(lambda: Histogram(_SECONDS))
@@ -75,6 +78,9 @@ class GatewayMetrics:
             num = getattr(usage, f"{kind}_tokens") or 0
             self.tokens[backend.name, target.model, kind] += num
             self.tenant_tokens[tenant, kind] += num
+        self.engine_s[tenant] += usage.engine_s
+        self.kv_block_s[tenant] += usage.kv_block_s
+        self.goodput[tenant, self._key(tenant, exchange.key)] += exchange.met_slo
 
     def _tenant(self, name: str) -> str:
         """Return the label of a tenant: the first `MAX_TENANTS` have their own."""
@@ -84,6 +90,10 @@ class GatewayMetrics:
             return "other"
         self._tenants.add(name)
         return name
+
+    def _key(self, tenant: str, name: str) -> str:
+        """Return the label of a key: the first `MAX_TENANTS` of them have their own."""
+        return name if (tenant, name) in self.goodput or len(self.goodput) < MAX_TENANTS else "other"
 
     def exposition(self, accept: str, *, with_tenants: bool = True) -> tuple[bytes, str]:
         """Return (body, content type) of /metrics for an Accept header."""
@@ -106,6 +116,12 @@ class GatewayMetrics:
                        ("tenant", "outcome"), self.tenants)  # fmt: skip
         yield _counter("quire:gateway_tenant_tokens", "Tokens by tenant and kind, as answers say.",
                        ("tenant", "kind"), self.tenant_tokens)  # fmt: skip
+        yield _counter("quire:gateway_tenant_slo_met", "Answers within every latency of slo, by tenant and key.",
+                       ("tenant", "key"), self.goodput)  # fmt: skip
+        yield _counter("quire:gateway_tenant_engine_seconds", "Engine time by tenant, as replicas of Quire say.",
+                       ("tenant",), {(name,): value for name, value in self.engine_s.items()})  # fmt: skip
+        yield _counter("quire:gateway_tenant_kv_block_seconds", "KV blocks held, times seconds, by tenant.",
+                       ("tenant",), {(name,): value for name, value in self.kv_block_s.items()})  # fmt: skip
         for name, kind, text in _ENVOY_FAILURES:
             counts = {(backend,): n for (backend, found), n in self.failures.items() if found == kind}
             yield _counter(name, text, ("backend",), counts)
@@ -177,7 +193,9 @@ class _WithoutTenants:
                 yield family
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, int]) -> CounterMetricFamily:
+def _counter(
+    name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, float]
+) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=labels)
     for values, count in sorted(counts.items()):
         family.add_metric(values, count)

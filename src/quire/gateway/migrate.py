@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.http.account import cost_of
+
 MAX_TAG_BYTES = 1 << 20  # of a stream's tags that are kept; a longer stream cannot be continued
 MAX_GROUP_BYTES = 8 << 20
 _MOVES = 503  # status of an error event that another replica can answer better: shutdown, a dead engine
@@ -27,6 +29,7 @@ class Continuation:
     created: int  # seconds since 1970
     seed: int  # of a request that gives none
     fingerprint: str = ""  # of the replica that began the stream; empty: the stream is not tagged
+    cost: tuple[float, float] = (0.0, 0.0)  # of the last replica, if it said so at the end
     num_in_vain: int = 0  # attempts since the stream last moved on
     _tags: list[bytes] = field(default_factory=list)
     _num_bytes: int = 0
@@ -103,11 +106,13 @@ class Groups:
                 break
             if tag[:1] == b"[":
                 self._continuation.keep(tag)
-            elif int(tag) == _MOVES and self._continuation.can_move:
+            elif int((status := tag.split(b" ", 1))[0]) == _MOVES and self._continuation.can_move:
                 self._moves = True
                 break
             else:
                 self._has_ended = True
+                if len(status) > 1:
+                    self._continuation.cost = cost_of(status[1].decode("ascii"))
             whole.append(data[start:stop])
             at = stop
         self._rest = data[at:]

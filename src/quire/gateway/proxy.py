@@ -34,6 +34,7 @@ from quire.gateway.sending import open_answer
 from quire.gateway.state import GatewayState
 from quire.gateway.stream_errors import StreamError
 from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, closing, failures, read_whole
+from quire.http.account import COST_HEADER, cost_of
 from quire.http.body import Disconnected
 from quire.http.cache_messages import BLOCKS_HEADER
 from quire.http.edge import request_id_of
@@ -169,6 +170,8 @@ class Proxy:
         self._own(exchange, placed)
         if whole.status >= 400:
             exchange.outcome = "refused" if whole.status < 500 else "failed"
+        if (cost := response.headers.get(COST_HEADER)) is not None:
+            exchange.usage.engine_s, exchange.usage.kv_block_s = cost_of(cost)
         body = whole.body
         if exchange.filtering is not None and whole.status == 200 and "json" in kind:
             body = await exchange.filtering.whole(body)
@@ -219,6 +222,8 @@ class Proxy:
             if is_first:
                 raise BackendFailed("garbage", "The backend's stream ended without an event.")
             rest = frames.end()
+            if exchange.continuation is not None:
+                exchange.usage.engine_s, exchange.usage.kv_block_s = exchange.continuation.cost
             if exchange.filtering is not None:
                 rest = await exchange.filtering.end(rest)
         except ValueError as error:

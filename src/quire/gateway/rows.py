@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -10,6 +11,7 @@ from quire.gateway.fleet import Backend
 from quire.gateway.ledger_row import RECOVERED, Price, Row
 from quire.gateway.quotas import Usage
 from quire.http.account import Used
+from quire.workload.slo import Slo
 
 Prices = Mapping[str, Price]  # by model
 _FREE = Price()
@@ -39,6 +41,9 @@ def row_of(exchange: Exchange, now: float, outcome: str, used: Usage) -> Row:
         e2el_ms=1e3 * (now - begin_s),
         price_nano=used.money_nano,
         estimated=int(used.input_tokens > 0 and exchange.usage.is_estimate),
+        met_slo=int(exchange.met_slo),
+        engine_s=exchange.usage.engine_s,
+        kv_block_s=exchange.usage.kv_block_s,
     )
 
 
@@ -59,6 +64,8 @@ def row_of_record(used: Used, backend: Backend) -> Row:
         ttft_ms=0.0,
         e2el_ms=used.e2el_ms,
         price_nano=0,
+        engine_s=used.engine_s,
+        kv_block_s=used.kv_block_s,
     )
 
 
@@ -83,3 +90,20 @@ def output_so_far(exchange: Exchange) -> int:
     """Return the output tokens of an answer up to now; an estimate is at most what the request has reserved."""
     counted = exchange.usage.output_tokens or 0
     return max(counted, min(counted + exchange.usage.uncounted, exchange.reserved.output_tokens))
+
+
+def meets(slo: Slo, exchange: Exchange, now: float) -> bool:
+    """Whether an answer that ended ``now`` was whole and within every latency.
+
+    The first token of an answer that is not streamed is not seen: the whole has to come in what TTFT and TPOT allow.
+    """
+    if exchange.outcome != "ok" or exchange.backend is None:
+        return False
+    e2el_s, num_more = now - exchange.arrival_s, max(output_so_far(exchange) - 1, 0)
+    if exchange.first_s is None:
+        both_s = math.inf
+        if slo.ttft_s is not None and slo.tpot_s is not None:
+            both_s = slo.ttft_s + num_more * slo.tpot_s
+        return e2el_s <= min(both_s, math.inf if slo.e2el_s is None else slo.e2el_s)
+    ttft_s = exchange.first_s - exchange.arrival_s
+    return slo.met(ttft_s, (e2el_s - ttft_s) / num_more if num_more else None, e2el_s)

@@ -35,6 +35,7 @@ from quire.gateway.regions import Regions
 from quire.gateway.reports import Reports
 from quire.gateway.retries import RetryBudget, pays
 from quire.gateway.routing import Router
+from quire.gateway.rows import meets
 from quire.gateway.salts import Salts
 from quire.gateway.sealed import opened_request, sealing_of
 from quire.gateway.tenants import Tenants
@@ -227,7 +228,8 @@ class GatewayState:
         assert self._booking is not None
         now = self.now()
         await self._booking.settle(exchange)
-        usage = exchange.usage
+        usage, slo = exchange.usage, self.config.slo
+        exchange.met_slo = slo is not None and meets(slo, exchange, now)
         self.metrics.ended(exchange, now)
         await self.tenants.settle(exchange, now)
         if exchange.asked is not None and exchange.target is not None and usage.prompt_tokens is not None:

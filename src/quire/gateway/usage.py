@@ -64,6 +64,8 @@ class Usage:
     cached_tokens: int | None = None
     output_tokens: int | None = None
     answer_id: str | None = None
+    engine_s: float = 0.0
+    kv_block_s: float = 0.0
     error: StreamError | None = None  # which ended the stream
     num_texts: int = 0  # pieces of text behind the last count of the output
     num_text_bytes: int = 0

@@ -5,11 +5,14 @@ x-quire-account       "<id> <weight> <tenant or -> <key's name or ->"; the id is
 x-quire-ledger        the id of the ledger that the request is booked in: gateways of another one do not book it
 x-quire-cache-group   within which the tenant shares cached blocks, where that is not the tenant alone
 x-quire-second        the same request runs elsewhere, too: what it uses here is not noted
+x-quire-cost          "<engine-seconds> <KV-block-seconds>" of such a request, with its whole answer. A tagged stream
+                      ends with a group of no events that has them: ``:0 0 <engine-seconds> <KV-block-seconds>``
 """
 
 from __future__ import annotations
 
 import hmac
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +22,7 @@ from quire.http.body import header
 from quire.http.refusals import HttpError, Refusal
 
 USAGE_PATH = "/gateway/usage"  # of a replica: the `Used` of the requests that have ended
+COST_HEADER = "x-quire-cost"
 MAX_LEDGER_CHARS = 64
 _SCOPE_KEY = "quire.account"
 _NONE = "-"  # no name of a tenant or key begins with it
@@ -74,6 +78,18 @@ class UsedPage(msgspec.Struct, frozen=True):
 def ledger_header(ledger_id: str) -> list[tuple[str, str]]:
     """Return what names the ledger of a request; nothing where its id is not known."""
     return [("x-quire-ledger", ledger_id)] if ledger_id else []
+
+
+def cost_text(engine_s: float, kv_block_s: float) -> bytes:
+    return b"%.6f %.6f" % (engine_s, kv_block_s)
+
+
+def cost_of(text: str) -> tuple[float, float]:
+    """Return the engine-seconds and KV-block-seconds of `cost_text`; raises `ValueError` for another text."""
+    engine_s, kv_block_s = map(float, text.split(" "))
+    if not (0.0 <= engine_s < math.inf and 0.0 <= kv_block_s < math.inf):
+        raise ValueError(f"{text!r} is no cost")
+    return engine_s, kv_block_s
 
 
 def has_gateway_key(scope: Scope, key: str | None) -> bool:
