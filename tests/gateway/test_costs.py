@@ -91,7 +91,7 @@ def test_a_replica_tells_a_gateway_with_a_ledger_alone(stream: bool) -> None:
     api = Api(gateway_key=KEY)
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 4, "stream": stream}
     key = {"x-quire-gateway-key": KEY, "x-quire-answer": f"{'0' * 32} 1 2"}
-    account = key | dict([Account("row-1").header()])
+    account = key | dict(Account("row-1").headers())
     for headers, tells in (({}, False), (account, False), (account | dict(ledger_header(LEDGER)), True)):
         found = api.post("/v1/completions", body, headers=headers)
         assert found.status_code == 200
