@@ -28,6 +28,7 @@ EXTRAS = {
     "redis": Extra(("redis",), "limits that several gateways share (redis of the gateway)"),
     "postgres": Extra(("psycopg",), "a ledger that several gateways share (ledger = 'postgresql://…')"),
     "ray": Extra(("ray",), "ranks and replicas on a Ray cluster (--executor ray)"),
+    "zstd": Extra(("zstandard",), "bodies of requests that are coded by zstd"),
     "cockpit": Extra(("nicegui", "fastapi"), "the page (quire cockpit, --cockpit)"),
     "otel": Extra(
         ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),

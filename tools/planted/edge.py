@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 
+HTTP1 = "tests/http/test_http1_edge.py"
 GUARD = "tests/http/test_browser_guard.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -86,5 +87,30 @@ MUTANTS: tuple[Mutant, ...] = (
         "    return key is not None and any(",
         "    return key is None or any(",
         ("tests/gateway/test_admin.py::test_metrics_name_tenants_to_the_admin_key_alone",),
+    ),
+    Mutant(
+        "bombs-in-coded-bodies",
+        "the limit of a body holds before it is decoded, and not after",
+        "src/quire/http/body.py",
+        "            if decoded_size > max_bytes:\n",
+        "            if False:\n",
+        (f"{HTTP1}::test_codings_are_bounded_known_and_whole[server]",),
+    ),
+    Mutant(
+        "head-in-one-read",
+        "a head that comes in one read may have any length",
+        "src/quire/http/connections.py",
+        "        if self._field_bytes > MAX_HEAD_BYTES:\n",
+        "        if False:\n",
+        (f"{HTTP1}::test_heads_beyond_64_kib_are_refused[server]",),
+    ),
+    Mutant(
+        "unread-body-is-the-next-request",
+        "a connection goes on behind a body that was expected and never came",
+        "src/quire/http/connections.py",
+        "            self.transport.close()  # the client may keep the body to itself",
+        "            pass  # the client may keep the body to itself",
+        (f"{HTTP1}::test_expect_is_answered_before_the_body[server]",),
+        hangs=True,
     ),
 )

@@ -22,6 +22,7 @@ from quire.cockpit.frame import show_frame
 from quire.cockpit.visitors import Visitors
 from quire.cockpit.watched import Watched
 from quire.http.browser_guard import BrowserGuard, BrowserRules
+from quire.http.connections import WatchedProtocol
 
 STATIC = Path(__file__).parent / "static"
 
@@ -85,6 +86,7 @@ def serve_page(url: str, admin_url: str | None, listen: Listen, commands: bytes)
         host=listen.host,
         port=listen.port,
         uds=listen.uds,
+        http=WatchedProtocol,
         log_level="warning",
         access_log=False,
         ws="websockets-sansio",

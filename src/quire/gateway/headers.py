@@ -20,7 +20,15 @@ _HOP_BY_HOP = frozenset(
 _OF_PAGES = frozenset((b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest", b"sec-fetch-user"))
 # Set anew for each backend. Answers must be readable here, so no coding is asked for.
 _REPLACED = frozenset(
-    (b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"x-forwarded-for")
+    (
+        b"host",
+        b"content-length",
+        b"content-encoding",
+        b"accept-encoding",
+        b"expect",
+        b"x-request-id",
+        b"x-forwarded-for",
+    )
 )
 _KEYS = frozenset((b"authorization", b"x-api-key"))
 _OWN_PREFIX = b"x-quire-"

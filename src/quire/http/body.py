@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import RequestError, clip
+from quire.http.codings import decoder_of
+from quire.http.held_bytes import hold_more
 from quire.http.limits import INLINE_BYTES, check_fields, takes_long
 from quire.http.refusals import OLLAMA_ROOT, HttpError, Refusal
 from quire.http.wire import not_allowed
@@ -96,14 +99,18 @@ async def body_pieces(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the body in pieces as they arrive. ``flag`` is the server's flag that sets the limit.
 
+    A body that the client has coded is yielded as it was before, and ``max_bytes`` holds for both.
+
     Raises:
-        HttpError: 413 beyond ``max_bytes``.
+        HttpError: 413 beyond ``max_bytes``, 415 for a coding that is not known.
+        RequestError: the body is not of its coding.
         Disconnected: the client left before the end.
     """
+    decoder = decoder_of(header(scope, b"content-encoding"))
     length = header(scope, b"content-length")
     if length is not None and length.isdigit() and int(length) > max_bytes:
         raise _too_large(length.decode(), max_bytes, flag)
-    size, more = 0, True
+    size, decoded_size, more = 0, 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -112,8 +119,19 @@ async def body_pieces(
         size += len(piece)
         if size > max_bytes:
             raise _too_large(f"over {max_bytes}", max_bytes, flag)
-        yield piece
         more = message.get("more_body", False)
+        if decoder is None:
+            yield piece
+            continue
+        for part in decoder.decode(piece):
+            decoded_size += len(part)
+            if decoded_size > max_bytes:
+                raise _too_large(f"over {max_bytes}", max_bytes, flag)
+            hold_more(scope, len(part))
+            yield part
+            await asyncio.sleep(0)  # other requests have their turn
+    if decoder is not None:
+        decoder.end()
 
 
 def json_response(value: object, status: int = 200) -> Response:

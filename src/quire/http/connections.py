@@ -15,9 +15,11 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -28,6 +30,9 @@ Phase = Literal["head", "body", "write"]
 SLOW_READER, HALF_REQUEST = "slow_reader", "half_request"  # reasons of a cut
 _ANSWER = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 MAX_HEAD_BYTES = 64 * 1024
+_HEAD_END_BYTES = 3
+_BETWEEN_BYTES = 4  # a colon, a space and the end of the line
+_OF_OFFERS = (b"upgrade", b"http2-settings")
 _TRY_AGAIN_LATER = 1013  # of WebSockets' close codes
 log = Log("http")
 
@@ -42,14 +47,43 @@ class Patience:
     write_s: float = 60.0
 
 
+class ClosedAtEnd(RequestResponseCycle):
+    """A request of HTTP/1.0, which knows no chunks: an answer without a length ends where the connection does."""
+
+    _has_length = True
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(
+                name.lower() == b"content-length" for name, _ in message.get("headers", ())
+            )
+            if not self._has_length:
+                self.chunked_encoding = False
+        elif not self._has_length and not self.disconnected:
+            if self.flow.write_paused:
+                await self.flow.drain()
+            if self.scope["method"] != "HEAD":
+                self.transport.write(message.get("body", b""))
+            message = {**message, "body": b""}
+        await super().send(message)
+
+
 class WatchedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which also counts what arrives, and refuses a head of more than `MAX_HEAD_BYTES`."""
+    """uvicorn's protocol, which also counts what arrives, and refuses a head of more than `MAX_HEAD_BYTES`.
+
+    An offer of another protocol than WebSocket (``Upgrade: h2c``, of Java's clients) is ignored, as RFC 9110 allows:
+    the parser, which would leave the body to that protocol, gets the head once more without the offer.
+    """
 
     num_received = 0  # bytes
     closes = False  # with its next answer
     on_idle: Callable[[WatchedProtocol], object] | None = None  # called after each answer
     _head_bytes = -1  # of a head that has begun, in whole reads; -1: none has
+    _head_tail = b""  # its last bytes so far, where the mark of its end may have begun
+    _field_bytes = 0  # of this head: target, names and values
     _in_message = False  # a request has come in part
+    _has_body = False  # a byte of its body has come
+    _is_offer = False  # the parser stops behind this head
 
     @property
     def is_idle(self) -> bool:
@@ -65,21 +99,54 @@ class WatchedProtocol(HttpToolsProtocol):
             )
 
     def on_message_begin(self) -> None:
-        self._head_bytes = 0
-        self._in_message = True
+        self._head_bytes = self._field_bytes = 0
+        self._in_message, self._has_body, self._is_offer = True, False, False
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._field_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._field_bytes += len(name) + len(value) + _BETWEEN_BYTES
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._head_bytes = -1
+        if self.transport.is_closing():
+            return
+        if self._field_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+            return
+        is_offer = self.parser.should_upgrade() and not self._should_upgrade()
+        if is_offer and self.parser.get_method() != b"CONNECT":
+            self._is_offer = True
+            return
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is before:  # a WebSocket
+            return
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = ClosedAtEnd
+            self.cycle.waiting_for_100_continue = False  # it would take that for the answer
         if self.closes:
             self.cycle.keep_alive = False
 
+    def on_body(self, body: bytes) -> None:
+        self._has_body = True
+        if self.cycle is not None:  # else its head was refused
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
+        if self._is_offer:
+            return
         self._in_message = False
-        super().on_message_complete()
+        if self.cycle is not None or self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self.expect_100_continue and self._in_message and not self._has_body:
+            self.transport.close()  # the client may keep the body to itself, and the next request would pass for it
         super().on_response_complete()
         if self.on_idle is not None:
             self.loop.call_soon(self.on_idle, self)  # what was written leaves this process first
@@ -87,13 +154,57 @@ class WatchedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Count ``data`` and handle it."""
         self.num_received += len(data)
-        super().data_received(data)
-        if self._head_bytes < 0 or self.transport.is_closing():
+        self._unset_keepalive_if_required()
+        if self._is_long_head(data):
+            self._refuse_head()
             return
-        self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self.transport.write(_ANSWER % b"431 Request Header Fields Too Large")
-            self.transport.close()
+        self._parse(data)
+        if self._head_bytes >= 0:
+            self._head_bytes += len(data)
+            self._head_tail = (self._head_tail + data)[-_HEAD_END_BYTES:]
+
+    def _is_long_head(self, data: bytes) -> bool:
+        """Whether ``data`` begins with a head, or goes on with one, that has more than `MAX_HEAD_BYTES` in all."""
+        if not self._in_message:
+            self._head_tail = b""
+        elif self._head_bytes < 0:
+            return False
+        before = max(self._head_bytes, 0)
+        if before + len(data) <= MAX_HEAD_BYTES:
+            return False
+        end = (self._head_tail + data).find(b"\r\n\r\n")
+        return end < 0 or before + end - len(self._head_tail) > MAX_HEAD_BYTES
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            if not self.transport.is_closing():
+                self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as offer:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            elif self._is_offer:
+                self._parse_without_offer(data[offer.args[0] :])
+
+    def _parse_without_offer(self, rest: bytes) -> None:
+        """Parse the head that has come once more, without its offer, and then ``rest``."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(token for token in tokens if token.lower() not in _OF_OFFERS)
+            if name not in _OF_OFFERS:
+                lines.append(b"%b: %b" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        with suppress(AttributeError):  # httptools before 0.6.3
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def _refuse_head(self) -> None:
+        self.transport.write(_ANSWER % b"431 Request Header Fields Too Large")
+        self.transport.close()
 
 
 class BoundedWebSocket(WebSocketsSansIOProtocol):
@@ -179,6 +290,9 @@ class ConnectionWatch:
         return patience.head_s if seen.phase == "head" else patience.write_s
 
     def _cut(self, connection: WatchedProtocol, phase: Phase, seconds: float) -> None:
+        if not connection.num_received:  # browsers open connections ahead, and may need none
+            connection.transport.close()
+            return
         reason = SLOW_READER if phase == "write" else HALF_REQUEST
         path = None if phase == "head" else connection.scope["path"]
         log.warning(reason, phase=phase, client=connection.client, path=path, seconds=round(seconds, 1))

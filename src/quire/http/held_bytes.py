@@ -116,6 +116,12 @@ class HeldBodies:
             body.release()
 
 
+def hold_more(scope: Scope, num_bytes: int) -> None:
+    """Count what a coded body has become beside the bytes that came. Raises `HttpError`."""
+    if (body := scope.get(_SCOPE_KEY)) is not None:
+        body.take(num_bytes)
+
+
 def release_body(scope: Scope) -> None:
     """The request's body is not needed any more."""
     if (body := scope.get(_SCOPE_KEY)) is not None:
