@@ -20,6 +20,7 @@ from quire.api.full_queue import FullQueue
 from quire.api.health import About, Models, Probes
 from quire.api.journal import Journal
 from quire.api.live_feed import LIVE_PATH, LiveFeed
+from quire.api.native_forms import llama_completion_job, llama_infill_job, tgi_job, tgi_stream_job
 from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
 from quire.api.ollama import embeddings_job as ollama_embeddings_job
 from quire.api.ollama_models import OllamaModels, show
@@ -180,6 +181,15 @@ def _routes(state: ApiState) -> list[Route]:
     routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
     streams = StreamEndpoint(state, {path: endpoints[path] for path in JOURNALED})
     routes.append(Route("/v1/streams/{stream_id}", streams, methods=["GET"]))
+    native = {
+        "/completion": llama_completion_job,
+        "/infill": llama_infill_job,
+        "/generate": tgi_job,
+        "/generate_stream": tgi_stream_job,
+    }
+    for path, job in native.items():
+        endpoint = GenerateEndpoint(state, path, job)
+        routes.append(Route(path, endpoint, methods=["POST"], include_in_schema=False))
     return routes + _ollama_routes(state)
 
 

@@ -1,0 +1,219 @@
+"""llama.cpp's ``/completion`` and ``/infill`` and TGI's ``/generate``: a text completion in their own forms.
+
+Thin: the body becomes one of ``/v1/completions``, which checks it; the answer is written as that server writes it. One
+prompt and one answer per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from quire.api.completions import completion_job
+from quire.api.job import Answer, Head, Job, Usage
+from quire.api.parts import TokenNames
+from quire.api.state import ApiState
+from quire.engine.output import OutputChunk
+from quire.errors import RequestError
+from quire.http.refusals import Refusal
+from quire.http.wire import not_allowed
+from quire.request import FinishReason
+
+_encode = msgspec.json.Encoder().encode
+_LIMITS = ("n_predict", "max_tokens", "num_predict", "max_new_tokens")
+_TGI_MAX_TOKENS = 100  # TGI's default
+# Any of these makes TGI sample; else it is greedy.
+_TGI_SAMPLES = ("temperature", "top_k", "top_p", "typical_p")
+
+
+async def llama_completion_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Return the job of ``/completion``: llama.cpp's names are those of ``/v1/completions`` here, without a limit."""
+    if not isinstance(body, dict):
+        return await completion_job(state, body, ignored)
+    limit = {} if any(body.get(name) is not None for name in _LIMITS) else {"max_tokens": -1}
+    job = _single(await completion_job(state, {**body, **limit}, ignored), "prompt")
+    return replace(job, timing=True, answer=LlamaAnswer(job.answer, str(body.get("prompt", ""))))
+
+
+async def llama_infill_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Return the job of ``/infill``: the text between ``input_prefix`` and ``input_suffix``.
+
+    ``prompt`` is the beginning of the line at the cursor, and ``input_extra`` has other files, which come first.
+    """
+    if not isinstance(body, dict):
+        return await completion_job(state, body, ignored)
+    rest = dict(body)
+    texts = {name: rest.pop(name, None) or "" for name in ("input_prefix", "input_suffix", "prompt")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise not_allowed(name, text, "a string", "invalid_type")
+    extra = rest.pop("input_extra", None) or []
+    if not isinstance(extra, list) or not all(isinstance(each, dict) for each in extra):
+        raise not_allowed("input_extra", extra, "a list of objects with filename and text", "invalid_type")
+    before = "".join(f"{each.get('filename', '')}\n{each.get('text', '')}\n" for each in extra)
+    prompt = before + texts["input_prefix"] + texts["prompt"]
+    return await llama_completion_job(
+        state, {**rest, "prompt": prompt, "suffix": texts["input_suffix"] or "\n"}, ignored
+    )
+
+
+async def tgi_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Return the job of ``/generate``, and of ``/generate_stream`` (`tgi_stream_job`)."""
+    return await _tgi_job(state, body, ignored, streamed=False)
+
+
+async def tgi_stream_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+    """Return the job of ``/generate_stream``: as ``/generate``, in events."""
+    return await _tgi_job(state, body, ignored, streamed=True)
+
+
+async def _tgi_job(state: ApiState, body: Any, ignored: list[str] | None, *, streamed: bool) -> Job:
+    if not isinstance(body, dict):
+        return await completion_job(state, body, ignored)
+    given = body.get("parameters") or {}
+    if not isinstance(given, dict):
+        raise not_allowed("parameters", given, "an object", "invalid_type")
+    if not isinstance(body.get("inputs"), str):
+        raise not_allowed("inputs", body.get("inputs"), "a string", "invalid_type")
+    fields = {name: value for name, value in given.items() if value is not None}
+    details = fields.pop("details", False) is True
+    full_text = fields.pop("return_full_text", False) is True
+    samples = fields.pop("do_sample", False) is True or any(name in fields for name in _TGI_SAMPLES)
+    for name in ("watermark", "decoder_input_details", "top_n_tokens"):
+        if not fields.get(name):
+            fields.pop(name, None)
+    form = fields.get("grammar")
+    if isinstance(form, dict):
+        del fields["grammar"]
+        name = "guided_regex" if form.get("type") == "regex" else "guided_json"
+        fields[name] = form.get("value")
+    if not samples:
+        fields["temperature"] = 0
+    if not any(name in fields for name in _LIMITS):
+        fields["max_tokens"] = _TGI_MAX_TOKENS
+    rest = {name: value for name, value in body.items() if name not in ("inputs", "parameters", "stream")}
+    made = {**rest, **fields, "prompt": body["inputs"], "logprobs": 0, "stream": streamed}
+    job = _single(await completion_job(state, made, ignored), "inputs")
+    names = TokenNames(state.frontend.tokenizer, as_ids=False)
+    answer = TgiAnswer(
+        job.answer, names, prefix=body["inputs"] if full_text else "", details=details, seed=given.get("seed")
+    )
+    return replace(job, prompt_param="inputs", answer=answer)
+
+
+def _single(job: Job, param: str) -> Job:
+    if len(job.prompts) * job.sampling.n != 1:
+        raise RequestError(
+            f"{param}: one prompt with one answer (n = 1) is allowed here; /v1/completions takes several.",
+            param=param,
+        )
+    return job
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+class LlamaAnswer(Answer):
+    """``{content, stop, …}``; a stream has one event per piece and a last one with everything but the text."""
+
+    def __init__(self, plain: Answer, prompt: str) -> None:
+        self.head: Head = plain.head
+        self.streamed = plain.streamed
+        self._prompt = prompt
+        self._last = OutputChunk(0)
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        return _encode({"content": chunks[0].text, **self._end(chunks[0], usage)})
+
+    def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
+        return b""
+
+    def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
+        if chunk.finish_reason is not None:
+            self._last = chunk
+        return _event({"index": 0, "content": chunk.text, "stop": False}) if chunk.text else b""
+
+    def closing(self, usage: Usage) -> bytes:
+        return _event({"content": "", **self._end(self._last, usage)})
+
+    def error(self, refusal: Refusal) -> bytes:
+        return b"data: " + refusal.body() + b"\n\n"
+
+    def _end(self, chunk: OutputChunk, usage: Usage) -> dict[str, Any]:
+        word = chunk.stop_reason if isinstance(chunk.stop_reason, str) else ""
+        kind = "word" if word else "eos" if chunk.finish_reason is FinishReason.STOP else "limit"
+        timing = usage.timing if isinstance(usage.timing, dict) else {}
+        prefill_ms, total_ms = (timing.get(name) or 0.0 for name in ("first_token_ms", "total_ms"))
+        return {
+            "index": 0, "id_slot": 0, "stop": True, "model": self.head.model, "prompt": self._prompt,
+            "tokens_predicted": usage.completion_tokens, "tokens_evaluated": usage.prompt_tokens,
+            "tokens_cached": usage.cached_tokens, "truncated": usage.truncated_tokens > 0,
+            "stop_type": kind, "stopping_word": word,
+            "timings": {
+                "prompt_n": usage.prompt_tokens - usage.cached_tokens, "prompt_ms": prefill_ms,
+                "predicted_n": usage.completion_tokens, "predicted_ms": max(0.0, total_ms - prefill_ms),
+            },
+        }  # fmt: skip
+
+
+class TgiAnswer(Answer):
+    """``{generated_text, details}``; a stream has one event per token, the last with the whole text."""
+
+    def __init__(self, plain: Answer, names: TokenNames, *, prefix: str, details: bool, seed: Any) -> None:
+        self.head: Head = plain.head
+        self.streamed = plain.streamed
+        self._names, self._prefix, self._details, self._seed = names, prefix, details, seed
+        self._text = ""
+        self._num_tokens = 0
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        chunk = chunks[0]
+        value: dict[str, Any] = {"generated_text": self._prefix + chunk.text}
+        if self._details:
+            tokens = [self._token(chunk, i, self._names.text(t)) for i, t in enumerate(chunk.token_ids)]
+            value["details"] = {**self._ended(chunk, usage), "prefill": [], "tokens": tokens}
+        return _encode(value)
+
+    def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:
+        return b""
+
+    def frame(self, index: int, chunk: OutputChunk, usage: Usage) -> bytes:
+        self._text += chunk.text
+        last = chunk.finish_reason is not None
+        events = []
+        for i in range(len(chunk.token_ids)):
+            self._num_tokens += 1
+            ends = last and i == len(chunk.token_ids) - 1
+            events.append(
+                _event(
+                    {
+                        "index": self._num_tokens,
+                        # The texts of the events add up to the answer's.
+                        "token": self._token(chunk, i, "" if i else chunk.text),
+                        "generated_text": self._prefix + self._text if ends else None,
+                        "details": self._ended(chunk, usage) if ends else None,
+                    }
+                )
+            )
+        return b"".join(events)
+
+    def closing(self, usage: Usage) -> bytes:
+        return b""
+
+    def error(self, refusal: Refusal) -> bytes:
+        return _event({"error": refusal.message, "error_type": refusal.code or "generation"})
+
+    def _token(self, chunk: OutputChunk, i: int, text: str) -> dict[str, Any]:
+        token_id = chunk.token_ids[i]
+        logprob = chunk.logprobs[i].logprob if chunk.logprobs else 0.0
+        special = token_id in self._names.tokenizer.special_token_ids
+        return {"id": token_id, "text": text, "logprob": max(logprob, -9999.0), "special": special}
+
+    def _ended(self, chunk: OutputChunk, usage: Usage) -> dict[str, Any]:
+        stopped = "stop_sequence" if isinstance(chunk.stop_reason, str) else "eos_token"
+        finish = stopped if chunk.finish_reason is FinishReason.STOP else "length"
+        return {"finish_reason": finish, "generated_tokens": usage.completion_tokens, "seed": self._seed}
