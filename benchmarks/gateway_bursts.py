@@ -224,9 +224,9 @@ def rss_mib(pid: int) -> float:
 class Site:
     """Two replicas behind a gateway, a bare socket beside them."""
 
-    def __init__(self, folder: Path, stack: ExitStack, rest_s: float) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, rest_s: float, flags: list[str]) -> None:
         self.rest_s = rest_s
-        serve = ["-m", "quire.cli", "serve", "quill", "--port", "0"]
+        serve = ["-m", "quire.cli", "serve", "quill", "--port", "0", *flags]
         self.replicas = [stack.enter_context(running(serve, folder / f"replica{i}")) for i in range(2)]
         config = folder / "gateway.toml"
         tables = "".join(
@@ -393,6 +393,7 @@ def main() -> int:
     parser.add_argument(
         "--rest", type=float, default=REST_S, help="seconds before the second look at the memory"
     )
+    parser.add_argument("--replica", default="", help="flags of the replicas, such as '--max-queue 100'")
     args = parser.parse_args()
     problems = 0
 
@@ -402,7 +403,7 @@ def main() -> int:
         print(f"{name}: {json.dumps(figures)}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        site = Site(Path(folder), stack, args.rest)
+        site = Site(Path(folder), stack, args.rest, args.replica.split())
         if "bursts" in args.parts:
             bursts(site, args.streams, show)
         if "bodies" in args.parts:

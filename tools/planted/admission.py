@@ -134,4 +134,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "and not is_at_rest()",
         ("tests/http/test_held_bytes.py::test_memory_is_given_back_after_growth_and_at_rest",),
     ),
+    Mutant(
+        "promise-of-any-backend",
+        "a request that comes back at its time goes to a backend that holds no place for it",
+        "src/quire/gateway/placing.py",
+        " or exchange.promised_by\n",
+        "\n",
+        ("tests/gateway/test_promises.py::test_a_refused_request_is_served_when_it_comes_back",),
+    ),
+    Mutant(
+        "promise-kept-for-all",
+        "every equal request takes the same promise",
+        "src/quire/gateway/promises.py",
+        "found = dues.pop(0)[1]",
+        "found = dues[0][1]",
+        ("tests/gateway/test_promises.py::test_equal_requests_share_the_times_told",),
+    ),
+    Mutant(
+        "backends-503-without-time",
+        "a backend's 503 without Retry-After passes as it is",
+        "src/quire/gateway/proxy.py",
+        "if answer.status == 503 else []",
+        "if answer.status == 504 else []",
+        ("tests/gateway/test_promises.py::test_no_503_is_without_its_time",),
+    ),
 )

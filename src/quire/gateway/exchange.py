@@ -28,7 +28,6 @@ from quire.http.edge import CACHE_GROUP
 # broken: after the first bytes; left: the client did; filtered: a filter refused the request or the answer
 Outcome = Literal["ok", "refused", "failed", "broken", "left", "filtered"]
 
-
 MAX_NAME_CHARS = 256  # of what a client has named, in rows and logs
 
 
@@ -50,6 +49,7 @@ class Exchange:
     owed: set[str] = field(default_factory=set)  # models whose next attempt is paid from the retry budget
     closed: set[str] = field(default_factory=set)  # models that get no further attempt
     causes: set[Cause] = field(default_factory=set)  # of the attempts that failed
+    promised_by: str | None = None  # the backend that holds a place for it
     backend: Backend | None = None  # of the last attempt
     target: Target | None = None
     failure: BackendFailed | None = None  # of the last attempt

@@ -17,6 +17,7 @@ from aiohttp import ClientResponse
 
 from quire.gateway.config import HedgeArgs
 from quire.gateway.frames import has_event, is_stream
+from quire.gateway.headers import to_client
 from quire.gateway.placing import Placed
 from quire.gateway.retries import RetryBudget
 from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, failures
@@ -115,7 +116,8 @@ def _refused(opened: Opened) -> BackendFailed:
     """Close the answer of an attempt that another one may still better."""
     opened.response.close()
     status = opened.response.status
-    return BackendFailed("status", f"The backend answered {status}.", Whole(status, [], b""))
+    kept = [pair for pair in to_client(opened.response.raw_headers) if pair[0] == b"retry-after"]
+    return BackendFailed("status", f"The backend answered {status}.", Whole(status, kept, b""))
 
 
 async def _open(send: Send, placed: Placed) -> Opened:

@@ -71,7 +71,7 @@ class Placing:
         target, candidates = self._target(exchange, now)
         if target is None:
             return None
-        owner = self._owners.get(asked.body.get("previous_response_id"))
+        owner = self._owners.get(asked.body.get("previous_response_id")) or exchange.promised_by
         holding = [b for b in candidates if b.name == owner]
         candidates = holding or self._of_region(target.model, candidates, now)
         demand = self._demand(exchange, target.model)

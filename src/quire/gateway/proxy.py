@@ -24,7 +24,7 @@ from quire.gateway.asked import Asked, read_asked
 from quire.gateway.exchange import Exchange
 from quire.gateway.filters import FILTERED
 from quire.gateway.frames import LINES, Frames, error_frame, has_event, is_stream, without_usage
-from quire.gateway.headers import to_client
+from quire.gateway.headers import Pairs, to_client
 from quire.gateway.hedging import Opened
 from quire.gateway.migrate import TAGGED, Groups, StreamMoves
 from quire.gateway.placing import Placed
@@ -97,7 +97,10 @@ class Proxy:
 
     async def _serve(self, exchange: Exchange) -> None:
         """Try backends until one has answered, or no more may be tried."""
-        self._state.budget.earn()
+        state, asked = self._state, exchange.asked
+        assert asked is not None
+        state.budget.earn()
+        exchange.promised_by = state.promises.backend_of(asked, exchange.tenant)
         while (placed := await self._retrying.place(exchange)) is not None:
             exchange.num_attempts += 1
             exchange.backend, exchange.target = placed.backend, placed.target
@@ -243,7 +246,17 @@ class Proxy:
             await self._refuse(exchange, _refusal(error))
         else:
             exchange.outcome = "failed"
-            await exchange.answer(error.answer.status, error.answer.headers, error.answer.body)
+            headers = self._with_time(exchange, error.answer)
+            await exchange.answer(error.answer.status, headers, error.answer.body)
+
+    def _with_time(self, exchange: Exchange, answer: Whole) -> Pairs:
+        """Return the headers of a refusal with its `Retry-After`, and remember who gave it."""
+        after = dict(answer.headers).get(b"retry-after")
+        if after is None:
+            return [*answer.headers, *([(b"retry-after", b"1")] if answer.status == 503 else [])]
+        if after.isdigit() and len(after) < 6 and exchange.asked is not None and exchange.backend is not None:
+            self._state.promises.told(exchange.asked, exchange.tenant, exchange.backend.name, int(after))
+        return answer.headers
 
     async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
         """Answer with an error; a stream that has begun ends with one."""

@@ -31,6 +31,7 @@ from quire.gateway.model_pool import ModelPool
 from quire.gateway.ownership import Tenancy
 from quire.gateway.placing import Owners, Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
+from quire.gateway.promises import Promises
 from quire.gateway.regions import Regions
 from quire.gateway.reports import Reports
 from quire.gateway.retries import RetryBudget, pays
@@ -60,6 +61,7 @@ class GatewayState:
     discovery: Discovery
     budget: RetryBudget
     owners: Owners
+    promises: Promises
     tenancy: Tenancy
     salts: Salts
     metrics: GatewayMetrics
@@ -274,6 +276,7 @@ def make_state(
         discovery=Discovery(fleet, poller, config.backends, now),
         budget=budget,
         owners=owners,
+        promises=Promises(now),
         tenancy=tenancy,
         salts=salts,
         metrics=GatewayMetrics(fleet, budget),
