@@ -87,7 +87,7 @@ def test_those_that_return_as_told_reach_the_engine() -> None:
             queue.rejected(BUSY, 7.0)
         assert await check(b"asked") == "9"
         now_s = 100.9
-        assert await check(b"promised 1") == "7", "what is left of its time"
+        assert await check(b"promised 1") == "9", "it may be another client's: it gets a time of its own"
         now_s = 107.1
         assert await check(b"promised 2") == "", "nothing was rejected for a while"
         queue.rejected(BUSY, 7.0)
@@ -98,6 +98,43 @@ def test_those_that_return_as_told_reach_the_engine() -> None:
         assert await check(b"asked") == ""
         waits_s[:] = [0.0]
         assert await check(b"new") == "", "the engine lets it come"
+
+    asyncio.run(go())
+
+
+def test_equal_requests_get_a_place_each() -> None:
+    """Of a burst of equal requests each is told a time for which the engine holds a place."""
+    now_s, num_asked = 100.0, 0
+
+    async def call(make: Callable[[str], Call]) -> Reply:
+        nonlocal num_asked
+        message = make("call")
+        assert isinstance(message, AskPlaces)
+        waits_s = [float(3 + num_asked + i) for i in range(len(message.asked))]
+        num_asked += len(message.asked)
+        return Reply("call", {"waits_s": waits_s, "why": "The queue is full."})
+
+    queue = FullQueue(call, lambda: now_s)
+
+    async def check() -> int:
+        FullQueue.read([b"equal"])
+        try:
+            await queue.check()
+        except HttpError as error:
+            return int(dict(error.refusal.headers)[b"retry-after"])
+        return 0
+
+    async def go() -> None:
+        nonlocal now_s
+        FullQueue.read([b"another"])
+        queue.rejected(BUSY, 7.0)
+        told = [await check() for _ in range(6)]
+        assert (told, num_asked) == ([3, 4, 5, 6, 7, 8], 6)
+        for seconds in told:
+            now_s = 100.0 + seconds
+            FullQueue.read([b"another"])
+            queue.rejected(BUSY, 7.0)
+            assert await check() == 0
 
     asyncio.run(go())
 

@@ -158,4 +158,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "if answer.status == 504 else []",
         ("tests/gateway/test_promises.py::test_no_503_is_without_its_time",),
     ),
+    Mutant(
+        "equal-requests-share-a-place",
+        "a request whose equal was told to come back is told the same time, and no place is held for it",
+        "src/quire/api/full_queue.py",
+        "        refusal = await self._ask(body)\n",
+        "        refusal = self._refusal if dues else await self._ask(body)\n",
+        ("tests/faults/test_full_queue.py::test_equal_requests_get_a_place_each",),
+    ),
 )

@@ -7,9 +7,8 @@ request that asks for a place costs a hash of its body and a share of one messag
 
     no rejection for `MEMORY_S`                        goes to the engine in full
     comes when it was told to                          goes to the engine in full: a place is held for it
-    comes earlier                                      is told what is left of its time
     more than `MOST_ASKED` wait for an answer          is refused before its body is read, with the latest time
-    else                                               asks; goes to the engine in full, or is told when to come
+    else, also where it comes earlier                  asks; goes to the engine in full, or is told when to come
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import math
 from bisect import insort
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import NamedTuple
 
 from quire.engine.messages import AskPlaces, Call, Reply
@@ -104,11 +102,7 @@ class FullQueue:
         if dues and now_s >= dues[0] - _EARLY_S:
             del dues[0]
             return
-        refusal = self._refusal
-        if dues and refusal is not None:
-            after = str(math.ceil(dues[0] - now_s)).encode()
-            raise HttpError(replace(refusal, headers=((b"retry-after", after),)))
-        self._told.pop(body.key, None)
+        # One that comes earlier may as well be a new request with an equal body: it gets a place and a time of its own.
         refusal = await self._ask(body)
         if refusal is not None:
             raise HttpError(refusal)
@@ -121,8 +115,8 @@ class FullQueue:
         self._refusal = refusal
         if len(self._told) >= _MAX_TOLD:
             self._told = {k: dues for k, dues in self._told.items() if dues and dues[-1] + _GRACE_S > now_s}
-        if len(self._told) < _MAX_TOLD:
-            insort(self._told.setdefault(key, []), now_s + after_s)
+        if len(self._told) < _MAX_TOLD and len(dues := self._told.setdefault(key, [])) < _MAX_TOLD:
+            insort(dues, now_s + after_s)
 
     def _ask(self, body: Body) -> asyncio.Future[Refusal | None]:
         loop = asyncio.get_running_loop()

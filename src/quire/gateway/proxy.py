@@ -250,7 +250,7 @@ class Proxy:
             await exchange.answer(error.answer.status, headers, error.answer.body)
 
     def _with_time(self, exchange: Exchange, answer: Whole) -> Pairs:
-        """Return the headers of a refusal with its `Retry-After`, and remember who gave it."""
+        """Return the headers of a refusal with its `Retry-After`, and remember the backend that gave it."""
         after = dict(answer.headers).get(b"retry-after")
         if after is None:
             return [*answer.headers, *([(b"retry-after", b"1")] if answer.status == 503 else [])]
