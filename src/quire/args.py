@@ -55,6 +55,7 @@ class EngineArgs:
     gate: GateKind = "continuous"
     order: OrderKind = "fcfs"
     enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int | None = None
     dynamic_max_wait_ms: float = 50.0
     speculate: str | None = None
     draft_model: str | None = None

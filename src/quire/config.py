@@ -90,6 +90,8 @@ class SchedulerConfig:
     max_queue_bytes: int | None = None  # about, of the requests of waiting sequences; None: any number
     max_ttft_s: float | None = None  # a request whose first token is predicted to come later is rejected
     enable_chunked_prefill: bool = True  # off: a prompt is computed in one step or waits
+    # Prompts with more tokens left to compute have at most so many of a step, together; 0: as many as there are.
+    long_prefill_token_threshold: int = 0
     # Dynamic gate: a batch starts when full or when its oldest waited this long.
     dynamic_max_wait_s: float = 0.05
     max_loras: int = 0  # adapters in running sequences at once; 0: only the base model

@@ -18,6 +18,7 @@ from quire.config import (
     RunnerConfig,
     SchedulerConfig,
     packed_cache_config,
+    row_tile,
 )
 from quire.device import FP8_CAPABILITY
 from quire.errors import ConfigError
@@ -93,7 +94,7 @@ def resolve(
     drafts = draft_config(args, spec, draft, dtype)
     weights += draft_bytes(drafts, args.block_size * topology.cp)[0] + held.copies(drafts)
     max_model_len, num_blocks = _lengths(args, spec, device, held, weights, drafts)
-    layout = spec.kv_layout(max_model_len)
+    layout, runner = spec.kv_layout(max_model_len), _runner(args, device, topology)
     return EngineConfig(
         model=ModelConfig(
             path=path, name=args.model, spec=spec, dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len,
@@ -105,8 +106,10 @@ def resolve(
         cache=_cache_config(
             args, num_blocks, layout, _model_key(args, path, spec, dtype, kv_dtype, plan, topology)
         ),
-        scheduler=scheduler_config(args, max_model_len, 0 if lora is None else lora.max_loras),
-        runner=_runner(args, device, topology),
+        scheduler=scheduler_config(
+            args, max_model_len, 0 if lora is None else lora.max_loras, long_tokens=long_tokens(device, runner)
+        ),
+        runner=runner,
         device=device,
         lora=lora,
         speculate=speculate_config(args, device, drafts, max_model_len, len(layout.groups)),
@@ -241,8 +244,16 @@ def _backend(args: EngineArgs, device: DeviceInfo, topology: Topology) -> Runner
     return RunnerConfig(threads, "native", level, step_log=args.step_log)
 
 
-def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -> SchedulerConfig:
-    """Return the settings of the scheduler.
+def long_tokens(device: DeviceInfo, runner: RunnerConfig) -> int:
+    """Return the default of ``long_prefill_token_threshold``: tiles that keep the cores busy, and no more; GPU: 0."""
+    tile = row_tile(runner.kernels)
+    return -(-max(108, 24 * device.num_cores) // tile) * tile if device.kind == "cpu" else 0
+
+
+def scheduler_config(
+    args: EngineArgs, max_model_len: int, max_loras: int = 0, *, long_tokens: int = 0
+) -> SchedulerConfig:
+    """Return the settings of the scheduler. ``long_tokens``: a default.
 
     Raises:
         ConfigError: a long prompt could never run.
@@ -252,6 +263,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
             f"max_num_batched_tokens = {args.max_num_batched_tokens} is less than max_model_len = {max_model_len}, and "
             "enable_chunked_prefill is off: a long prompt could never run. Raise it, or allow chunks"
         )
+    asked_long = args.long_prefill_token_threshold
     return SchedulerConfig(
         gate=args.gate,
         order=args.order,
@@ -263,6 +275,7 @@ def scheduler_config(args: EngineArgs, max_model_len: int, max_loras: int = 0) -
         max_queue_bytes=args.max_queue_mib * 2**20,
         max_ttft_s=None if args.max_ttft_ms is None else args.max_ttft_ms / 1e3,
         enable_chunked_prefill=args.enable_chunked_prefill,
+        long_prefill_token_threshold=long_tokens if asked_long is None else asked_long,
         dynamic_max_wait_s=args.dynamic_max_wait_ms / 1e3,
         max_loras=max_loras,
         max_num_drafts=spec_tokens(args),

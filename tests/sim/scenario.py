@@ -83,6 +83,8 @@ def make_scenario(seed: int) -> Scenario:
     rng = random.Random(f"adapters-{seed}")
     scenario = _draw(seed)
     scheduler = replace(scenario.scheduler, max_loras=rng.choice((1, 2, 5, 5)))
+    threshold = random.Random(f"long-{seed}").choice((0, 0, 1, 4, 12))
+    scheduler = replace(scheduler, long_prefill_token_threshold=threshold)
     return replace(scenario, scheduler=scheduler, adapter_rate=rng.choice((0.1, 0.1, 0.1, 0.9)))
 
 

@@ -42,6 +42,7 @@ class RuntimePatch(Wire):
     order: Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline"] | None = None
     max_num_seqs: Int64 | None = None
     max_num_batched_tokens: Int64 | None = None
+    long_prefill_token_threshold: Int64 | None = None
     max_queue: Int64 | None = None
     dynamic_max_wait_ms: Number | None = None
     spec_tokens: Annotated[

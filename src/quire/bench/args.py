@@ -12,7 +12,7 @@ from quire.gateway.routing import Policy
 SIMULATED = (
     "max_model_len", "kv_memory", "num_kv_blocks", "block_size", "enable_prefix_caching", "max_num_seqs",
     "max_num_batched_tokens", "max_queue", "max_queue_tokens", "max_queue_mib", "max_ttft_ms", "gate", "order",
-    "enable_chunked_prefill", "dynamic_max_wait_ms",
+    "enable_chunked_prefill", "long_prefill_token_threshold", "dynamic_max_wait_ms",
 )  # fmt: skip
 
 

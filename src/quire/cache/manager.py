@@ -58,20 +58,28 @@ class CacheManager:
         return self.prefix.find(table.chain, len(token_ids), step)
 
     def admit(
-        self, table: BlockTable, token_ids: Sequence[int], target: int, budget: int, *, whole: bool
+        self,
+        table: BlockTable,
+        token_ids: Sequence[int],
+        target: int,
+        budget: int,
+        *,
+        whole: bool,
+        num_held: int = 0,
     ) -> Admitted | None:
         """Give ``table`` its cached blocks and those of its first chunk, or return None and change nothing.
 
         The chunk ends at ``target`` or after ``budget`` tokens (``whole``: at ``target`` or not at all). Blocks for
-        all of ``token_ids`` must be available, so that an admitted sequence is not preempted at once.
+        all of ``token_ids`` must be available beside ``num_held``, so that an admitted sequence is not preempted at
+        once.
         """
         step = self.references.planning.step
         hit = self.match(table, token_ids, step)
-        end = self._admissible_end(hit, len(token_ids), target, budget, whole=whole)
+        end = self._admissible_end(hit, len(token_ids), target, budget, num_held, whole=whole)
         if end is None and hit.copy_tail:
             # No room for the copy beside its source: compute the last block again.
             hit = self.prefix.find(table.chain[: len(hit.nodes) - 1], len(token_ids), step)
-            end = self._admissible_end(hit, len(token_ids), target, budget, whole=whole)
+            end = self._admissible_end(hit, len(token_ids), target, budget, num_held, whole=whole)
         if end is None:
             return None
         self.fill(table, hit, -(-end // self.block_size) - len(hit.nodes))
@@ -154,7 +162,7 @@ class CacheManager:
         table.clear()
 
     def _admissible_end(
-        self, hit: Hit, num_known: int, target: int, budget: int, *, whole: bool
+        self, hit: Hit, num_known: int, target: int, budget: int, num_held: int, *, whole: bool
     ) -> int | None:
         """Return where the first chunk of a new sequence would end, or None where it cannot be admitted now."""
         todo = target - hit.num_tokens
@@ -162,7 +170,7 @@ class CacheManager:
         if whole and todo > budget:
             return None
         end = hit.num_tokens + min(todo, budget)
-        room = self.references.num_available - hit.num_idle(self.pool.ref_counts)
+        room = self.references.num_available - num_held - hit.num_idle(self.pool.ref_counts)
         room -= self._num_groups * hit.copy_tail
         room -= self.windows.num_full * (-(-num_known // self.block_size) - len(hit.nodes))
         if room < 0:

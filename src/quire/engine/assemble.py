@@ -186,6 +186,7 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
             values[name] = tuple(f"{adapter}={path}" for adapter, path in value.items())
         else:
             values[name] = VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
+    values.setdefault("long_prefill_token_threshold", 0)  # no user waits for one prompt of a list
     return make_args(EngineArgs, values, origin="LLM")
 
 

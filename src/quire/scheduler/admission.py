@@ -33,6 +33,8 @@ def add_request(state: SchedulerState, request: Request, now: float) -> list[Tok
         return []
     state.requests[request.request_id] = group
     predict_ttft(state, group)
+    if len(request.prompt_token_ids) <= state.config.long_prefill_token_threshold:
+        state.last_short_s = now
     state.deadlines.add(request)
     if sampling.use_beam_search:
         start_search(state, group)

@@ -13,6 +13,8 @@ STEP_ROWS = 4.0
 # Weights in bf16 that a core multiplies a row with in a millisecond, which is about the host's part of a step on a
 # stage.
 HOST_WEIGHTS = 1e8
+LONG_SHARE = 8  # long prompts have one token for so many of short ones
+LEAST_LONG_SHARE = 16  # but at least one in so many of what they have without short ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def stage_chunk(num_tokens: int, num_stages: int, rows: StageRows) -> int:
 class Budget:
     """Tokens left in the step being planned."""
 
-    __slots__ = ("_limit", "_num_stages", "_stage_rows", "_whole_prompts", "left")
+    __slots__ = ("_kept", "_limit", "_long", "_num_stages", "_stage_rows", "_whole_prompts", "left")
 
     def __init__(self, config: SchedulerConfig, num_stages: int = 1, rows: StageRows = ONE_STAGE) -> None:
         """``num_stages``: of a pipeline, whose steps share decodes and prompt tokens evenly, so that none is idle."""
@@ -53,6 +55,22 @@ class Budget:
         self._limit = config.max_num_batched_tokens
         self._whole_prompts = not config.enable_chunked_prefill
         self.left = self._limit
+        # Of these, what long prompts may have, and what is kept for those that run.
+        self._long, self._kept = self._limit, 0
+
+    @property
+    def cuts_prompts(self) -> bool:
+        return not self._whole_prompts
+
+    @property
+    def long_room(self) -> int:
+        """Tokens that long prompts may have."""
+        return min(self.left, self._long)
+
+    @property
+    def short_room(self) -> int:
+        """Tokens that other prompts may have."""
+        return self.left - self._kept
 
     def decode_limit(self, num_running: int) -> int:
         """Return how many decodes the step may have."""
@@ -71,6 +89,28 @@ class Budget:
             tile = self._stage_rows.tile
             whole_tiles = -(-rows // tile) * tile
             self.left = min(-(-self.left // self._num_stages), whole_tiles - num_decodes)
+
+    def share_with_long(self, threshold: int, num_short: int, *, runs: bool) -> None:
+        """Divide what is left among long prompts and short ones, which want ``num_short`` tokens.
+
+        ``runs``: a long one does, and goes on whatever short ones want.
+        """
+        self._long = min(self.left, threshold)
+        if num_short:
+            least = max(1, self._long // LEAST_LONG_SHARE)
+            self._long = max(least, min(num_short, self.left) // LONG_SHARE)
+        self._kept = min(self._long, self.left // LONG_SHARE) if runs else 0
+
+    def spend(self, num_tokens: int, *, is_long: bool) -> None:
+        """A prompt was given some of the step's tokens."""
+        self.left -= num_tokens
+        if is_long:
+            self._long = max(0, self._long - num_tokens)
+            self._kept = max(0, self._kept - num_tokens)
+
+    def keep_nothing(self) -> None:
+        """The long prompts that run have had theirs."""
+        self._kept = 0
 
     def must_be_whole(self, num_tokens: int) -> bool:
         """Tell whether a chunk of ``num_tokens`` may not be cut.

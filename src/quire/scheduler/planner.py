@@ -7,6 +7,7 @@ from quire.scheduler.adapters import AdapterGate
 from quire.scheduler.beam_steps import fork_beams
 from quire.scheduler.budget import Budget
 from quire.scheduler.drafts import choose_drafts, room_for_drafts
+from quire.scheduler.long_prompts import LongPrompts
 from quire.scheduler.sequence import Sequence, SequenceState, SortKey
 from quire.scheduler.state import SchedulerState, StepRecord
 from quire.step import NewSeq, SeqPlan, StepPlan
@@ -24,6 +25,7 @@ class Planner:
         self._now = now
         self._step = state.next_step
         self._budget = Budget(state.config, state.num_stages, state.stage_rows)
+        self._long = LongPrompts(state, self._budget, now)
         self._new_seqs: list[NewSeq] = []
         self._seqs: list[SeqPlan] = []
         self._sequences: list[Sequence] = []  # parallel to `_seqs`
@@ -47,13 +49,16 @@ class Planner:
             control.any_held = False
             drafts = choose_drafts(state, decodes, self._budget.left)
             self._budget.left -= sum(drafts.values())
-        for seq in sorted(prefills, key=lambda s: s.key):
+        prefills.sort(key=lambda s: s.key)
+        self._long.share(prefills, _entering(state, self._now) if self._starved is None else [])
+        for seq in prefills:
             if self._budget.left and seq.state is SequenceState.RUNNING:
                 self._plan_chunk(seq)
+        self._budget.keep_nothing()
         if state.counters.num_preemptions > num_preemptions:
             decodes = [seq for seq in decodes if seq.state is SequenceState.RUNNING]
         elif self._starved is None:  # else a sequence that was just preempted would come straight back
-            self._admit()
+            self._admit(prefills)
         self._emit_decodes(decodes, drafts)
         transfers, state.new_transfers = tuple(state.new_transfers), []
         empty = not self._seqs and not record.moves and not transfers
@@ -143,9 +148,10 @@ class Planner:
         cache = self._state.cache
         todo = seq.target - seq.num_planned
         whole = self._budget.must_be_whole(todo)
-        if whole and todo > self._budget.left:
+        num_tokens = min(todo, self._long.room(seq, todo))
+        if num_tokens == 0 or (whole and todo > self._budget.left):
             return
-        end = seq.num_planned + min(todo, self._budget.left)
+        end = seq.num_planned + num_tokens
         if self._barred(seq):
             room = seq.table.capacity
             if room <= seq.num_planned or (whole and room < end):
@@ -160,31 +166,30 @@ class Planner:
             assert allocated
         self._emit(seq, end)
 
-    def _admit(self) -> None:
-        """Let sequences in, in order, until seats, tokens or blocks run out."""
-        state, config = self._state, self._state.config
-        num_waiting = len(state.waiting)
-        oldest_s = state.waiting.oldest_arrival_s() if num_waiting and config.gate == "dynamic" else 0.0
-        seats = state.gate.seats(config, self._now, len(state.running), num_waiting, oldest_s)
-        seats = min(seats, config.max_num_seqs - len(state.running))
+    def _admit(self, prefills: list[Sequence]) -> None:
+        """Let sequences in, in order, until seats, tokens or blocks run out. ``prefills`` run already."""
+        state = self._state
+        seats = free_seats(state, self._now)
         if seats <= 0 or self._budget.left == 0:
             return
-        adapters = AdapterGate(state.adapters)
+        adapters, num_held = AdapterGate(state.adapters), self._long.held_blocks(prefills)
         for seq in _in_order_of_entry(state, seats):
-            if self._budget.left == 0 or seats == 0 or len(state.running) >= config.max_num_seqs:
+            if self._budget.left == 0 or seats == 0 or len(state.running) >= state.config.max_num_seqs:
                 break
-            if not adapters.lets_in(seq):
+            room = self._long.room_of_waiting(seq)
+            if room == 0 or not adapters.lets_in(seq):
                 continue
-            if not self._admit_one(seq):
+            if not self._admit_one(seq, room, num_held):
                 break
+            num_held += self._long.held_blocks((seq,))
             seats -= 1
 
-    def _admit_one(self, seq: Sequence) -> bool:
+    def _admit_one(self, seq: Sequence, room: int, num_held: int) -> bool:
         state = self._state
         target = seq.target
         whole = self._budget.must_be_whole(target)
         seq.table.reads_prefix = seq.group.reads_prefix
-        admitted = state.cache.admit(seq.table, seq.token_ids, target, self._budget.left, whole=whole)
+        admitted = state.cache.admit(seq.table, seq.token_ids, target, room, whole=whole, num_held=num_held)
         if admitted is None:
             return False
         state.waiting.remove(seq)
@@ -206,7 +211,7 @@ class Planner:
     def _emit(self, seq: Sequence, end: int) -> None:
         """Plan a chunk of ``seq`` up to ``end``; its blocks are there."""
         num_tokens = end - seq.num_planned
-        self._budget.left -= num_tokens
+        self._budget.spend(num_tokens, is_long=self._long.is_long(seq, seq.target - seq.num_planned))
         self._num_prompt_tokens += num_tokens
         self._seqs.append(self._plan_tokens(seq, end))
         self._sequences.append(seq)
@@ -289,7 +294,9 @@ def _new_seq(seq: Sequence, adapter_slot: int) -> NewSeq:
 
 
 def _note_admission(state: SchedulerState, seq: Sequence, num_cached: int, now: float) -> None:
-    """Note what the first admission of a request tells of it."""
+    """Note what an admission, and the first one of a request, tells of it."""
+    if seq.target - num_cached <= state.config.long_prefill_token_threshold:
+        state.last_short_s = now
     state.shares.charge_prompt(seq, seq.num_prompt - num_cached)
     group = seq.group
     if group.admitted:
@@ -314,12 +321,28 @@ def cache_miss(cache: CacheManager, seq: Sequence, num_cached: int) -> str:
     return "not in the cache from there on" if num_cached else "not in the cache"
 
 
+def free_seats(state: SchedulerState, now: float) -> int:
+    """Return how many sequences the gate and the limit let in."""
+    config, num_waiting = state.config, len(state.waiting)
+    oldest_s = state.waiting.oldest_arrival_s() if num_waiting and config.gate == "dynamic" else 0.0
+    seats = state.gate.seats(config, now, len(state.running), num_waiting, oldest_s)
+    return min(seats, config.max_num_seqs - len(state.running))
+
+
+def _entering(state: SchedulerState, now: float) -> list[Sequence]:
+    """Return the sequences that would enter next if tokens and blocks allowed; none where no share depends on it."""
+    if not state.config.long_prefill_token_threshold or not state.waiting:
+        return []
+    seats = free_seats(state, now)
+    return _in_order_of_entry(state, seats) if seats > 0 else []
+
+
 def _in_order_of_entry(state: SchedulerState, count: int) -> list[Sequence]:
     """Return the first ``count`` of the waiting sequences, in the order in which they may enter.
 
-    With adapters there are more, since some may be passed over.
+    With adapters, or a share for long prompts, there are more, since some may be passed over.
     """
-    if state.adapters.num_slots:
+    if state.adapters.num_slots or state.config.long_prefill_token_threshold:
         count += _LOOKAHEAD
     if state.config.order == "fair":
         return state.shares.order(state.waiting.by_tenant, state.running, count)

@@ -35,6 +35,7 @@ class PolicyChange:
 
     max_num_seqs: int | None = None  # sequences that run above a lowered limit go on
     max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None  # 0: long prompts may have whole steps
     max_queue: int | None = None  # requests that wait above a lowered limit stay
     gate: GateKind | None = None
     order: OrderKind | None = None
@@ -78,12 +79,13 @@ def changed(config: SchedulerConfig, change: PolicyChange, start: SchedulerConfi
         ConfigError: names the setting (`param`), its value and what is allowed.
     """
     sized = "the engine's buffers were sized with that many at its start"
-    for name, high, why in (
-        ("max_num_seqs", start.max_num_seqs, sized),
-        ("max_num_batched_tokens", start.max_num_batched_tokens, sized),
-        ("max_queue", 2**31, ""),
+    for name, low, high, why in (
+        ("max_num_seqs", 1, start.max_num_seqs, sized),
+        ("max_num_batched_tokens", 1, start.max_num_batched_tokens, sized),
+        ("long_prefill_token_threshold", 0, 2**31, ""),
+        ("max_queue", 1, 2**31, ""),
     ):
-        value, low = getattr(change, name), 1
+        value = getattr(change, name)
         if value is not None and not low <= value <= high:
             raise _wrong(name, value, f"an integer in {low}…{high}" + (f" ({why})" if why else ""))
     if change.max_num_drafts is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -72,6 +73,7 @@ class SchedulerState:
     new_transfers: list[KvTransfer] = field(default_factory=list)  # begin with the next plan
     next_transfer_id: int = 0
     shares: FairShares = field(default_factory=FairShares)
+    last_short_s: float = -math.inf  # when a short prompt entered last; see `long_prompts`
     now: float = 0.0  # the time of the last plan, result or request
     next_step: int = 0
     next_seq_id: int = 0

@@ -1,0 +1,145 @@
+"""A long prompt has a bounded part of each step, so that short ones come through; neither starves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, rows_of, step
+
+from quire.errors import ConfigError
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.slo import PolicyChange
+
+LIMIT = 16
+
+
+def make(**config: Any) -> Scheduler:
+    settings: dict[str, Any] = {
+        "num_blocks": 400, "max_model_len": 1000, "max_num_batched_tokens": 64, "max_num_seqs": 8,
+        "long_prefill_token_threshold": LIMIT,
+    }  # fmt: skip
+    return make_scheduler(**{**settings, **config})
+
+
+def test_a_long_prompt_alone_has_its_threshold_per_step() -> None:
+    scheduler = make()
+    scheduler.add(request("long", 100), 0.0)
+    chunks = []
+    while scheduler.stats().num_generated_tokens == 0:
+        plan = scheduler.plan(0.0)
+        chunks += rows_of(plan).values()
+        assert plan is not None
+        scheduler.apply(answer(scheduler, plan), 0.0)
+    assert chunks == [16] * 6 + [4]
+
+
+def test_a_short_prompt_is_computed_in_the_next_step() -> None:
+    scheduler = make()
+    scheduler.add(request("long", 500), 0.0)
+    step(scheduler)
+    scheduler.add(request("short", 10), 0.0)
+    assert rows_of(scheduler.plan(0.0)) == {0: 1, 1: 10}  # a sixteenth of 16 is the long one's
+
+
+def test_without_a_threshold_a_long_prompt_has_whole_steps() -> None:
+    scheduler = make(long_prefill_token_threshold=0)
+    scheduler.add(request("long", 500), 0.0)
+    step(scheduler)
+    scheduler.add(request("short", 10), 0.0)
+    assert rows_of(scheduler.plan(0.0)) == {0: 64}
+
+
+def test_short_prompts_without_end_do_not_stop_a_long_one() -> None:
+    scheduler = make(num_blocks=2000)
+    scheduler.add(request("long", 200), 0.0)
+    steps = 0
+    while not any(event.request_id == "long" and event.token_ids for event in step(scheduler)):
+        for i in range(4):
+            scheduler.add(request(f"short-{steps}-{i}", 15, max_tokens=1), 0.0)
+        steps += 1
+        assert steps <= 200 // 7 + 4  # an eighth of 60 tokens per step
+    assert steps >= 20  # they were let through
+
+
+def test_long_prompts_take_turns_by_rank_while_short_ones_pass() -> None:
+    scheduler = make()
+    for name in ("first", "second", "third"):
+        scheduler.add(request(name, 48, max_tokens=1), 0.0)
+    scheduler.add(request("short", 8, max_tokens=1), 0.0)
+    ends = []
+    for _ in range(40):
+        # Within a step's budget, so that they are cut only since a short one came.
+        ends += [event.request_id for event in step(scheduler) if event.finish_reason is not None]
+    assert ends == ["short", "first", "second", "third"]
+
+
+def test_a_prompt_that_fits_a_step_is_whole_where_no_short_one_came() -> None:
+    scheduler = make()
+    scheduler.add(request("middle", 60, max_tokens=1), 0.0)
+    assert rows_of(scheduler.plan(0.0)) == {0: 60}
+
+
+def test_a_cached_prefix_makes_a_prompt_short() -> None:
+    scheduler = make()
+    prefix = list(range(5000, 5096))
+    scheduler.add(request("before", prefix, max_tokens=1), 0.0)
+    while scheduler.has_work:
+        step(scheduler)
+    scheduler.add(request("long", 500), 0.0)
+    step(scheduler)
+    scheduler.add(request("turn", [*prefix, 1, 2, 3], max_tokens=1), 0.0)
+    assert rows_of(scheduler.plan(0.0)) == {1: 1, 2: 3}
+
+
+def test_short_prompts_leave_a_running_prompt_its_blocks() -> None:
+    scheduler = make(num_blocks=60)  # of 4 tokens: the long one needs 51 of them
+    scheduler.add(request("long", 200, max_tokens=4), 0.0)
+    step(scheduler)
+    for i in range(12):
+        scheduler.add(request(f"short-{i}", 12, max_tokens=2), 0.0)
+    ends = []
+    while scheduler.has_work:
+        ends += [event.request_id for event in step(scheduler) if event.finish_reason is not None]
+    assert scheduler.stats().num_preemptions == 0
+    assert len(ends) == 13
+    assert ends.index("long") > 6  # short ones ran in what was free
+
+
+def test_priority_decides_among_those_that_fit() -> None:
+    scheduler = make(order="priority", max_num_batched_tokens=20)
+    scheduler.add(request("long", 500), 0.0)
+    step(scheduler)
+    scheduler.add(request("late", 14, priority=5), 0.0)
+    scheduler.add(request("first", 14, priority=-5), 0.0)
+    assert rows_of(scheduler.plan(0.0)) == {0: 2, 2: 14, 1: 4}  # an eighth of 20
+
+
+def test_a_full_house_of_short_ones_does_not_slow_the_long_one() -> None:
+    scheduler = make(max_num_seqs=1)
+    scheduler.add(request("long", 500), 0.0)
+    step(scheduler)
+    scheduler.add(request("short", 10), 0.0)  # finds no seat
+    assert rows_of(scheduler.plan(0.0)) == {0: 16}
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_shares_change_no_token(in_flight: int) -> None:
+    requests = [request("long", 300, max_tokens=6)]
+    requests += [request(f"short-{i}", 3 + i, max_tokens=5, n=1 + i % 2) for i in range(6)]
+    engine = Engine(make(num_blocks=120), in_flight=in_flight)
+    engine.put(requests)
+    engine.run()
+    for one in requests:
+        for index in range(one.sampling.n):
+            assert engine.tokens(one.request_id, index) == oracle(one, index)
+
+
+def test_the_threshold_changes_while_the_engine_runs() -> None:
+    scheduler = make()
+    scheduler.add(request("long", 500), 0.0)
+    step(scheduler)
+    scheduler.change_policy(PolicyChange(long_prefill_token_threshold=0))
+    assert rows_of(scheduler.plan(0.0)) == {0: 64}
+    with pytest.raises(ConfigError, match=r"long_prefill_token_threshold = -1 .* 0…"):
+        scheduler.change_policy(PolicyChange(long_prefill_token_threshold=-1))
