@@ -43,7 +43,8 @@ def test_changed_settings_are_answered_with_the_old_values() -> None:
     assert before["order"] == "fcfs"
     assert before["dynamic_max_wait_ms"] == 50.0
     body = {"order": "priority", "gate": "dynamic", "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue": 9,
-            "dynamic_max_wait_ms": 20, "spec_tokens": 0, "spec_tree": 1}  # fmt: skip
+            "long_prefill_token_threshold": 48, "dynamic_max_wait_ms": 20, "spec_tokens": 0,
+            "spec_tree": 1}  # fmt: skip
     answer = api.call("PATCH", "/runtime", json=body).json()
     assert answer["runtime"] == body == api.call("GET", "/runtime").json()["runtime"]
     assert answer["changed"] == {name: {"old": before[name], "new": body[name]} for name in body}
