@@ -219,10 +219,14 @@ class Campaign:
         row.queues.append(min(map(watch.waiting, names)))
         number = self._random.randrange(len(names))
         victim, since_s = self._replicas[number], live.state.now()
+        life = live.state.fleet.named(names[number]).life
         if row.fault == "kill -9":
             victim.kill()
             victim.start()
             await self._served(asking, row)
+            async with asyncio.timeout(START_S):
+                while live.state.fleet.named(names[number]).life == life:  # until it has started again
+                    await asyncio.sleep(0.02)
         else:
             assert victim.process is not None
             os.killpg(victim.process.pid, signal.SIGSTOP)

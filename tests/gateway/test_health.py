@@ -136,6 +136,22 @@ def test_a_recovered_backend_starts_slowly() -> None:
     assert fleet.candidates("m", 101.0) == [a]  # better than none
 
 
+def test_the_failures_of_a_dead_process_are_not_its_heirs() -> None:
+    fleet, (a, _) = fleet_of(2)
+    for _ in range(3):
+        a.breaker.failed(100.0)  # all its connections broke
+    fleet.set_ready(a, False, "refused", 100.0, is_lost=True)
+    fleet.set_ready(a, True, "", 101.0)
+    assert a.breaker.state(101.0) == "closed"
+    assert a.breaker.share(101.0) == pytest.approx(0.1)
+    for _ in range(3):
+        a.breaker.failed(102.0)
+    fleet.set_ready(a, False, "too late", 103.0, is_silent=True, is_lost=True)
+    fleet.set_ready(a, True, "", 104.0)
+    assert a.breaker.state(104.0) == "open", "it is the same process"
+    assert a.breaker.state(111.9) == "open", "and this time for ten seconds"
+
+
 def test_a_number_is_used_again_without_its_past() -> None:
     fleet, (a, b) = fleet_of(2)
     fleet.router.route("r", among=[a.number])

@@ -113,6 +113,14 @@ MUTANTS: tuple[Mutant, ...] = (
         (REPLICAS + "test_a_dead_replica_gets_nothing_from_that_moment",),
     ),
     Mutant(
+        "breaker-of-a-dead-process",
+        "a replica that was started again is shut out for the failures of the process that died",
+        "src/quire/gateway/fleet.py",
+        "            if backend.has_died:\n                backend.breaker.close(now)\n",
+        "",
+        ("tests/gateway/test_health.py::test_the_failures_of_a_dead_process_are_not_its_heirs",),
+    ),
+    Mutant(
         "queue-opens-a-breaker",
         "a first token that waited behind others counts as late",
         "src/quire/gateway/placing.py",

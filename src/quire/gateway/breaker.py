@@ -59,9 +59,8 @@ class Breaker:
         if self.state(now) == "half-open":
             self._trials += 1
             if self._trials >= TRIALS:
-                self._open_until = None
                 self._open_s = self._args.open_s
-                self._window = (now, 0, 0)
+                self.close(now)
                 self.recover(now)
 
     def failed(self, now: float) -> None:
@@ -76,6 +75,15 @@ class Breaker:
             state == "closed" and (self._in_row >= self._args.max_failures or share >= self._args.error_share)
         ):
             self._open(now)
+
+    def close(self, now: float) -> None:
+        """Forget the failures; after a restart they are those of another process.
+
+        The next opening is as long as it would have been, for a process that fails in each of its lives.
+        """
+        self._open_until = None
+        self._in_row = self._trials = self._on_trial = 0
+        self._window = (now, 0, 0)
 
     def recover(self, now: float) -> None:
         """The backend is back: its share of the traffic grows from now on."""

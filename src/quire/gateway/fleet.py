@@ -36,6 +36,7 @@ class Backend:
     was_ready: bool = False  # at any time before
     is_silent: bool = False  # was ready until its polls timed out: it may be the network, or this process
     is_lost: bool = False  # not ready, and not because it drains: requests at it may go elsewhere
+    has_died: bool = False  # lost, and not silent: what is ready next is another process
     is_suspect: bool = False  # a connection has broken, and no poll has said since whether the backend lives
     answered_s: float = -math.inf  # of the clock: its last poll that was good
     missed_s: float = -math.inf  # when the first of the polls was sent that have failed since then
@@ -146,6 +147,7 @@ class Fleet:
         backend.failure = "" if ready else why
         backend.is_silent = is_silent and not ready and (backend.is_ready or backend.is_silent)
         backend.is_lost = is_lost and not ready
+        backend.has_died |= backend.is_lost and not is_silent
         backend.is_suspect = False
         backend.answered_s = now if ready else backend.answered_s
         if backend.is_ready != ready:
@@ -159,7 +161,10 @@ class Fleet:
         if ready:
             self._begin_life(backend)
         if ready and backend.was_ready:
+            if backend.has_died:
+                backend.breaker.close(now)
             backend.breaker.recover(now)
+        backend.has_died &= not ready
         backend.was_ready |= ready
         if ready:
             log.info("backend_ready", backend=backend.name, models=",".join(sorted(backend.models)))
