@@ -78,7 +78,7 @@ async def served(app: App, cuts: list[str]) -> AsyncGenerator[int, None]:
 
 @pytest.mark.parametrize(
     ("sent", "told"),
-    [(b"", b"408"), (b"POST /x HT", b"408"), (HEAD + b"abc", b"408")],
+    [(b"", b""), (b"POST /x HT", b"408"), (HEAD + b"abc", b"408")],
     ids=["nothing", "half a head", "half a body"],
 )
 def test_a_half_sent_request_times_out(sent: bytes, told: bytes) -> None:
@@ -92,8 +92,10 @@ def test_a_half_sent_request_times_out(sent: bytes, told: bytes) -> None:
             writer.close()
             return answer
 
-    assert told in asyncio.run(body())
-    assert cuts == ["half_request"]
+    answer = asyncio.run(body())
+    assert told in answer
+    assert bool(answer) is bool(sent), "a connection that a browser opened ahead ends without an answer"
+    assert cuts == ["half_request"] * bool(sent)
 
 
 def test_a_slow_but_steady_body_is_waited_for() -> None:
