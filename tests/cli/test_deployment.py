@@ -6,6 +6,8 @@ import configparser
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -57,7 +59,7 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
         assert each["command"][0] == "quire"
         yield f"kubernetes {each['name']}", each["command"][1:]
     for unit in sorted((DEPLOY / "systemd").glob("*.service")):
-        parser = configparser.ConfigParser(strict=True, interpolation=None)
+        parser = configparser.ConfigParser(strict=False, interpolation=None)  # a list has a line per part
         parser.optionxform = str  # type: ignore[assignment,method-assign]
         parser.read_string(unit.read_text())
         assert set(parser) == {"DEFAULT", "Unit", "Service", "Install"}
@@ -124,6 +126,58 @@ def test_manifests_name_what_exists() -> None:
         probes = [each[key]["httpGet"]["port"] for key in each if key.endswith("Probe")]
         assert set(probes) <= ports
         assert each["image"] == "quire"
+
+
+@pytest.mark.parametrize("name", [m["metadata"]["name"] for m in of_kind("Deployment")])
+def test_pods_run_without_privileges(name: str) -> None:
+    (pod,) = (m["spec"]["template"]["spec"] for m in of_kind("Deployment") if m["metadata"]["name"] == name)
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    user = re.search(r"^USER (\d+)$", DOCKERFILE, re.MULTILINE)
+    assert user is not None, "by number: the kubelet cannot tell that a name is not root"
+    assert context["runAsUser"] == int(user[1])
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    for each in pod["containers"]:
+        assert each["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounts = {mount["mountPath"]: mount for mount in each["volumeMounts"]}
+        assert {mount["name"] for mount in mounts.values()} <= volumes
+        assert "/tmp" in mounts, "sockets of processes"
+        home = {variable["name"]: variable.get("value") for variable in each.get("env", ())}.get("HOME")
+        assert home in (None, "/data")
+        assert home is None or home in mounts
+    needs_token = pod.get("serviceAccountName") is not None
+    assert pod.get("automountServiceAccountToken", True) is needs_token
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.parametrize("unit", sorted((DEPLOY / "systemd").glob("*.service")), ids=lambda unit: unit.name)
+def test_units_expose_little(unit: Path) -> None:
+    """The scale of `systemd-analyze security` ends at 10; a unit without any setting has 9.6."""
+    command = ["systemd-analyze", "security", "--offline=true", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    level = re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
+    assert level is not None, done.stderr
+    assert float(level[1]) <= 4.0
+
+
+@pytest.mark.parametrize("unit", sorted((DEPLOY / "systemd").glob("*.service")), ids=lambda unit: unit.name)
+def test_units_keep_what_the_service_needs(unit: Path) -> None:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(unit.read_text())
+    service = parser["Service"]
+    assert "ProcSubset" not in service, "memory and processors are read from /proc"
+    assert {"AF_INET", "AF_INET6", "AF_UNIX"} <= set(service["RestrictAddressFamilies"].split())
+    assert "@resources" not in unit.read_text().replace("~@resources, which", ""), (
+        "threads are pinned to cores"
+    )
+    if unit.name == "quire.service":
+        assert service["MemoryDenyWriteExecute"] == "no", "oneDNN writes machine code"
 
 
 def test_the_autoscaler_may_do_what_it_does_and_no_more() -> None:
