@@ -155,6 +155,7 @@ def each(operation: Any, count: int, send: Any) -> None:
 LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi", "max_tokens": 2}}'
 
 
+@pytest.mark.slow
 def test_what_the_description_allows_is_accepted(live: LiveServer) -> None:
     count = int(os.environ.get("POSITIVE_CASES", "6"))
     assert not (found := refusals(live, count)), "\n".join(found[:10])

@@ -12,7 +12,7 @@ from tests.faults.streams import KINDS, Ask, Outcome, mixed
 from tests.faults.world import World, may_mount
 
 # Of these the injection takes less than a second, and the server is the module's; the others are `slow`.
-QUICK = ("halves", "vanish", "kill-helper", "schemas", "nan")
+QUICK = ("kill-helper", "nan")
 NUM_STREAMS = 8
 
 

@@ -139,6 +139,7 @@ def test_a_laptop_that_slept_is_no_hang(server: LiveServer) -> None:
     assert server.log.read_text().count("engine_died") == before
 
 
+@pytest.mark.slow
 def test_a_busy_loop_leaves_its_stacks_and_its_plan(tmp_path: Path) -> None:
     """Also one that holds the GIL, which no thread of Python's could report."""
     command = ["-m", "tests.faults.serve_stuck", "30"]

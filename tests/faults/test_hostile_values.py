@@ -64,6 +64,7 @@ def test_fields_that_forbid_every_token_are_the_clients(attacked: LiveServer, st
     assert "forbid every id" in answer.text
 
 
+@pytest.mark.slow
 @seed(17)
 @settings(
     max_examples=int(os.environ.get("EXTREMES", "1500")) // 15,
@@ -104,6 +105,7 @@ def forms() -> Iterator[tuple[bytes, bytes]]:
     yield b"b", b"--b\r\n\r\n\r\n" * 30 + whole
 
 
+@pytest.mark.slow
 def test_forms_of_any_shape_are_answered(attacked: LiveServer) -> None:
     statuses = []
     for boundary, body in forms():

@@ -98,7 +98,7 @@ def test_ranks_draft_what_one_process_drafts(case: Case, drafts: Drafting, helpe
     ("case", "drafts", "topology"),
     [
         pytest.param(FEW, "eagle", ROWS, id="eagle-rows"),
-        pytest.param(FEW, "eagle3", STAGES, id="eagle3-stages"),
+        pytest.param(FEW, "eagle3", STAGES, id="eagle3-stages", marks=pytest.mark.slow),
         *(
             pytest.param(Case(model, dtype, 52, 16, isa), drafts, topology, id=name, marks=pytest.mark.slow)
             for model, dtype, isa, drafts, topology, name in (

@@ -50,9 +50,10 @@ def test_two_tensor_parallel_ranks_are_exact(two: RanksExecutor, truth: Truth, p
 
 @pytest.mark.parametrize(
     "topology",
-    [Topology(ep=2, redundant_experts=2), pytest.param(Topology(ep=2, pp=2), marks=pytest.mark.slow)],
+    [Topology(ep=2, redundant_experts=2), Topology(ep=2, pp=2)],
     ids=str,
 )
+@pytest.mark.slow
 def test_experts_over_ranks_give_the_tokens_of_one_process(topology: Topology) -> None:
     """The processes of the ranks move experts between steps; what they report reaches the engine."""
     case = Case("moe", "bfloat16", 71, num_requests=8, cpu_isa=NATIVE, max_prompt=60, max_output=8)
