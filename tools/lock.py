@@ -18,7 +18,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("redis", "postgres", "otel", "cockpit")  # of the image
+EXTRAS = ("redis", "postgres", "otel", "cockpit", "zstd")  # of the image
 HEAD = "# Written by `make lock` from constraints.txt: do not edit.\n"
 PYTHON = "3.11.16"  # of the image
 TORCH = "https://download.pytorch.org/whl/cpu/torch/"
