@@ -90,6 +90,7 @@ def measure(
             max_num_seqs=num_seqs,
             max_num_batched_tokens=num_seqs * (num_prompt + 16),
             max_model_len=longest + 1,
+            max_queue=num_seqs,
             max_num_drafts=num_drafts,
             adaptive_drafts=True,
         ),
@@ -123,7 +124,7 @@ def measure(
 def tick_us(num_seqs: int, rounds: int = 20, calls: int = 2000) -> float:
     """Return the CPU time of what a step adds for the heartbeat, with ``num_seqs`` sequences in the step in flight."""
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs * 16),
+        SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs * 16, max_queue=num_seqs),
         CacheConfig(num_blocks=4 * num_seqs),
     )
     for i in range(num_seqs):

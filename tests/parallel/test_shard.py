@@ -136,3 +136,14 @@ def test_an_mlp_too_narrow_for_its_groups_is_refused() -> None:
         ConfigError, match=r"tensor_parallel_size = 3: .*down.weight has 256 inputs in groups of 128"
     ):
         shard(replace(spec), Topology(3), 0, formats)
+
+
+def test_the_last_mlp_counts_as_decoding_alone() -> None:
+    """Of three equal layers, the second stage has two: a prompt's last MLP is computed for its last token alone."""
+    spec = SPECS[
+        next(name for name, each in SPECS.items() if not any(layer.mlp.moe for layer in each.layers))
+    ]
+    layer = spec.layers[0]
+    wide = replace(layer, mlp=replace(layer.mlp, intermediate_size=64 * spec.hidden_size))
+    three = replace(spec, layers=(wide,) * 3, vocab_size=8)
+    assert [len(each.layers) for each in shards(three, Topology(pp=2))] == [1, 2]
