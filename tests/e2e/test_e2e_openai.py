@@ -120,9 +120,9 @@ def test_logprobs(client: openai.OpenAI, chat: bool, is_real: bool) -> None:
     if is_real and not chat:
         pieces = [entry[0] for entry in answer.logprobs]
         assert "".join(pieces).removeprefix(" ") == answer.text.removeprefix(" ")
-        assert [entry[3] for entry in answer.logprobs] == [
-            len("".join(pieces[:i])) for i in range(len(pieces))
-        ]
+        begin = len(PROMPT)  # they count from its start, though it is not echoed
+        offsets = [begin + len("".join(pieces[:i])) for i in range(len(pieces))]
+        assert [entry[3] for entry in answer.logprobs] == offsets
 
 
 def test_an_answer_goes_on_from_the_prompt(client: openai.OpenAI, is_real: bool) -> None:

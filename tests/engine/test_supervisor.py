@@ -15,6 +15,7 @@ from quire.engine.client import EngineHealth
 from quire.engine.in_flight import InFlight
 from quire.engine.messages import AbortRequest, ChangePolicy, FinishSample, Message, Reply
 from quire.engine.process import decode, encode
+from quire.engine.recording_file import default_folder
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
@@ -339,7 +340,7 @@ class Silent(ScriptedClient):
 def test_a_hung_engine_is_killed_late_or_never(
     timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     first = Silent()
     policy = RestartPolicy(backoff_s=0.0, hang_timeout_s=timeout_s)
     supervisor = Supervisor(first, clients(ScriptedClient()), VirtualClock(), policy)
@@ -350,7 +351,7 @@ def test_a_hung_engine_is_killed_late_or_never(
         assert supervisor.receive(0.0) == []
         assert supervisor.health().status == "hung"
         assert not first.closed
-    (dump,) = tmp_path.iterdir()
+    (dump,) = default_folder().iterdir()
     assert dump.read_text() == "plans and stacks"
     first.now_health = hung(1e6 if not timeout_s else 10.0)
     assert supervisor.receive(0.0) == []
