@@ -106,6 +106,21 @@ def test_short_prompts_leave_a_running_prompt_its_blocks() -> None:
     assert ends.index("long") > 6  # short ones ran in what was free
 
 
+def test_blocks_of_a_running_prompt_are_not_given_away() -> None:
+    """Of 16 blocks, the long one needs 13, and one as it enters. Each short one stays within a block of its own."""
+    scheduler = make(num_blocks=16, block_size=16, caching=False, max_num_seqs=12)
+    scheduler.add(request("long", 200, max_tokens=4), 0.0)
+    step(scheduler)
+    for i in range(40):
+        scheduler.add(request(f"short-{i}", 8, max_tokens=8), 0.0)
+    ends = []
+    while "long" not in ends:
+        ends += [event.request_id for event in step(scheduler) if event.finish_reason is not None]
+        assert scheduler.stats().num_running <= 1 + 3
+    assert scheduler.stats().num_preemptions == 0
+    assert len(ends) > 4  # short ones ran meanwhile
+
+
 def test_priority_decides_among_those_that_fit() -> None:
     scheduler = make(order="priority", max_num_batched_tokens=20)
     scheduler.add(request("long", 500), 0.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.scheduler.harness import answer, make_scheduler, request, rows_of, step
 
 from quire.request import Deadline, Tenant
-from quire.scheduler.queue import AGING_S, PREFILL
+from quire.scheduler.queue import AGING_S, DECODE, PREFILL, RESIDENCY
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import PolicyChange
 
@@ -58,7 +58,9 @@ def test_a_prompt_is_charged_once_to_its_tenant() -> None:
         step(scheduler)
         assert served[tenant] == before  # outputs are counted when an order is asked for, or at an end
     ends(scheduler)
-    assert served[tenant] < before + 2 * 12 * 3.0 / tenant.weight
+    dearest = DECODE + RESIDENCY * (8 + 12)  # the last output token; a prompt charged twice would cost 8 more
+    outputs = (served[tenant] - before) * tenant.weight
+    assert 2 * 12 * DECODE < outputs <= 2 * 12 * dearest < 2 * 12 * DECODE + PREFILL * 8
 
 
 def test_a_step_of_priority_is_worth_half_a_minute() -> None:

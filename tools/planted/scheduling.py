@@ -82,6 +82,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/scheduler/test_long_prompts.py::test_a_short_prompt_is_computed_in_the_next_step",),
     ),
     Mutant(
+        "long-blocks-given-away",
+        "short prompts take the blocks that a long one needs yet",
+        "src/quire/scheduler/planner.py",
+        "adapters, num_held = AdapterGate(state.adapters), self._long.held_blocks(prefills)",
+        "adapters, num_held = AdapterGate(state.adapters), 0",
+        ("tests/scheduler/test_long_prompts.py::test_blocks_of_a_running_prompt_are_not_given_away",),
+    ),
+    Mutant(
+        "fair-prompt-twice",
+        "a preempted prompt is charged to its tenant again",
+        "src/quire/scheduler/queue.py",
+        "        if not seq.num_preemptions:\n            self._charge(seq, PREFILL",
+        "        if True:\n            self._charge(seq, PREFILL",
+        ("tests/scheduler/test_turns.py::test_a_prompt_is_charged_once_to_its_tenant",),
+    ),
+    Mutant(
         "step-charged-per-sequence",
         "a prompt of a step pays as much as a decode",
         "src/quire/scheduler/outcome.py",

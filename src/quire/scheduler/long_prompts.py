@@ -8,8 +8,8 @@ A prompt is long while it has more than `SchedulerConfig.long_prefill_token_thre
 
 A short one waits for the rest of a step that is at most that long, and shares the next one with few other tokens. The
 long one goes on in each step. Waiting prompts that are long are passed over while the share is taken; their seats and
-blocks are not held, since each of them is next when the share comes free. What a running prompt needs of blocks is held
-against those that enter, so that it preempts none of them.
+blocks are not held, since each of them is next when the share comes free. The blocks that a running prompt
+needs yet are held against those that enter; only what they generate may grow into them.
 
 A prompt that fits in one step is not cut unless short ones have come lately: smaller steps cost some throughput.
 """
