@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 HTTP1 = "tests/http/test_http1_edge.py"
+PIPELINED = "tests/http/test_pipelined.py"
 GUARD = "tests/http/test_browser_guard.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -103,5 +104,29 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if self._is_long_head(data):\n",
         "        if False:\n",
         (f"{HTTP1}::test_heads_beyond_64_kib_are_refused[server]",),
+    ),
+    Mutant(
+        "unread-body-is-the-next-request",
+        "a connection stays open behind a refusal whose promised body was never sent",
+        "src/quire/http/connections.py",
+        "if is_last and self.expect_100_continue and",
+        "if False and",
+        (f"{PIPELINED}::test_a_refusal_without_the_promised_body_closes",),
+    ),
+    Mutant(
+        "close-before-the-next-answer",
+        "an answer closes the connection of a second request that has promised its body",
+        "src/quire/http/connections.py",
+        "if is_last and self",
+        "if self",
+        (f"{PIPELINED}::test_an_answer_does_not_close_before_the_next_one",),
+    ),
+    Mutant(
+        "second-head-in-one-read",
+        "a second head that comes whole with the first one may have any length",
+        "src/quire/http/connections.py",
+        "        if self._field_bytes > MAX_HEAD_BYTES:\n",
+        "        if False:\n",
+        (f"{PIPELINED}::test_a_second_head_of_the_same_read_has_the_limit",),
     ),
 )

@@ -145,7 +145,8 @@ class WatchedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self.expect_100_continue and self._in_message and not self._has_body:
+        is_last = self.cycle.response_complete  # else the answer is to a request before it
+        if is_last and self.expect_100_continue and self._in_message and not self._has_body:
             self.transport.close()  # the client may keep the body to itself, and the next request would pass for it
         super().on_response_complete()
         if self.on_idle is not None:
