@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 RETRYING = "tests/gateway/test_retrying.py::"
+DESCRIPTIONS = "tests/gateway/test_descriptions.py::"
 REPLICAS = "tests/cli/test_replicas.py::"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -135,5 +136,37 @@ MUTANTS: tuple[Mutant, ...] = (
         "_SLACK = 1  #",
         "_SLACK = 0  #",
         ("tests/gateway/test_routing.py::test_one_running_request_takes_no_prefix_away",),
+    ),
+    Mutant(
+        "documents-of-other-servers",
+        "what a server of another kind says of its requests is relayed as a description of the model",
+        "src/quire/gateway/descriptions.py",
+        'backend.cards.get(model, {}).get("owned_by") == _OWNER',
+        "True",
+        (DESCRIPTIONS + "test_no_ready_replica_is_503_with_a_time",),
+    ),
+    Mutant(
+        "documents-for-every-key",
+        "a key reads of models that it may not use",
+        "src/quire/gateway/descriptions.py",
+        "key is not None and not key.allows_model(model)",
+        "False",
+        (DESCRIPTIONS + "test_a_key_reads_of_its_own_models",),
+    ),
+    Mutant(
+        "salt-inside-of-parameters",
+        "a field of TGI's parameters replaces the cache salt of the gateway",
+        "src/quire/api/native_forms.py",
+        "made = {**fields, **rest,",
+        "made = {**rest, **fields,",
+        (DESCRIPTIONS + "test_forms_of_other_servers_pass",),
+    ),
+    Mutant(
+        "generate-not-salted",
+        "tenants share cached prompts at TGI's path",
+        "src/quire/gateway/salts.py",
+        '"/generate", "/generate_stream", ',
+        "",
+        (DESCRIPTIONS + "test_forms_of_other_servers_pass",),
     ),
 )

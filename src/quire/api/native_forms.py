@@ -95,7 +95,8 @@ async def _tgi_job(state: ApiState, body: Any, ignored: list[str] | None, *, str
     if not any(name in fields for name in _LIMITS):
         fields["max_tokens"] = _TGI_MAX_TOKENS
     rest = {name: value for name, value in body.items() if name not in ("inputs", "parameters", "stream")}
-    made = {**rest, **fields, "prompt": body["inputs"], "logprobs": 0, "stream": streamed}
+    # The body's own fields win: a gateway writes model and cache_salt there.
+    made = {**fields, **rest, "prompt": body["inputs"], "logprobs": 0, "stream": streamed}
     job = _single(await completion_job(state, made, ignored), "inputs")
     names = TokenNames(state.frontend.tokenizer, as_ids=False)
     answer = TgiAnswer(

@@ -42,9 +42,11 @@ class Piece:
         """Put ``text`` there. Raises `msgspec.DecodeError` where JSON is needed and ``text`` is none."""
         is_json = not isinstance(self.holder[self.key], str)
         self.holder[self.key] = msgspec.json.decode(text) if is_json else text
-        for name in ("logprobs", "token_ids"):
+        for name in ("logprobs", "token_ids", "tokens"):
             if self.owner.get(name) is not None:
                 self.owner[name] = [] if isinstance(self.owner[name], list) else None
+        if isinstance(self.owner.get("id"), int):  # of the token that the text was
+            self.owner["id"] = 0
 
 
 def kind_of(channel: Channel) -> str:
@@ -80,6 +82,10 @@ def _pieces(value: dict[str, Any]) -> Iterator[Piece]:
         yield from _of_event(value, kind.removeprefix("response."))
     elif value.get("object") == "response":
         yield from _of_items(value.get("output"), repeats=False)
+    elif "generated_text" in value or isinstance(value.get("token"), dict):
+        yield from _of_tgi(value)
+    elif isinstance(value.get("content"), str) and "stop" in value:  # llama.cpp's
+        yield Piece((0, "content", 0), value, "content", value)
     elif value.get("object") == "list":
         yield from _of_items(value.get("data"), repeats=False)
 
@@ -110,6 +116,18 @@ def _of_line(value: dict[str, Any]) -> Iterator[Piece]:
     for at, call in enumerate(said.get("tool_calls") or ()):
         if isinstance(function := call.get("function"), dict) and function.get("arguments"):
             yield Piece((0, "arguments", _int(function.get("index", at))), function, "arguments", value)
+
+
+def _of_tgi(value: dict[str, Any]) -> Iterator[Piece]:
+    """Of TGI's API: a token of a stream, the whole text at its end, or an answer."""
+    channel = (0, "text", 0)
+    token = value.get("token")
+    if isinstance(token, dict) and isinstance(token.get("text"), str):
+        yield Piece(channel, token, "text", token)
+    if isinstance(value.get("generated_text"), str):
+        details = value.get("details")
+        owner = details if isinstance(details, dict) else value
+        yield Piece(channel, value, "generated_text", owner, repeats=token is not None)
 
 
 def _of_block(block: Any, index: int) -> Iterator[Piece]:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from quire.gateway.admin import admin_app
+from quire.gateway.descriptions import Descriptions
 from quire.gateway.model_routes import MODEL_PATHS, model_app
 from quire.gateway.ollama_lists import OllamaLists
 from quire.gateway.proxy import Proxy
@@ -31,7 +32,8 @@ POST_PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score",
     "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/v1/chat/completions/render",
     "/v1/messages/count_tokens", "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/pooling",
-    "/classify", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show",
+    "/classify", "/v1/responses/input_tokens", "/completion", "/infill", "/generate", "/generate_stream",
+    "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show",
 )  # fmt: skip
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -49,8 +51,6 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
         "/startupz": probes.readyz,
         "/health": probes.readyz,
         "/metrics": probes.metrics,
-        "/v1/models": probes.models,
-        "/v1/models/{model_id:path}": probes.model,
     }
     stored = StoredProxy(state)
     of_response = {"": ["GET", "DELETE"], "/input_items": ["GET"], "/cancel": ["POST"]}
@@ -66,6 +66,7 @@ def create_gateway(state: GatewayState, extension: Extension | None = None) -> A
                 Route(f"/v1/responses/{{response_id}}{end}", stored, methods=methods)
                 for end, methods in of_response.items()
             ),
+            *Descriptions(state, lambda: {r.path for r in app.routes if isinstance(r, Route)}).routes(),
             *OllamaLists(state).routes(),
             *extension.routes,
         ],
@@ -137,21 +138,6 @@ class Probes:
         with_tenants = server.metrics_tenants or holds_key(request.scope, server.admin_key)
         body, content_type = self._state.metrics.exposition(accept, with_tenants=with_tenants)
         return Response(body, headers={"content-type": content_type})
-
-    async def models(self, request: Request) -> Response:
-        """The models that clients may name."""
-        cards = [self._card(name) for name in self._state.catalog.names()]
-        return json_response({"object": "list", "data": cards})
-
-    async def model(self, request: Request) -> Response:
-        """One of them, or 404."""
-        name = request.path_params["model_id"]
-        self._state.catalog.targets(name)
-        return json_response(self._card(name))
-
-    def _card(self, name: str) -> dict[str, object]:
-        card: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "quire"}
-        return card if self._state.pool is None else card | self._state.pool.named(name).card()
 
 
 def _lifespan(state: GatewayState, extension: Extension) -> Lifespan[Starlette]:

@@ -19,7 +19,12 @@ from quire.http.wire import not_allowed
 
 DEFAULT_OUTPUT_TOKENS = 256  # counted for a request that names no limit
 _STREAMS = ("/api/chat", "/api/generate")  # of Ollama's: unless the body says otherwise
+_TGI_STREAM = "/generate_stream"
+TGI_PATHS = ("/generate", _TGI_STREAM)  # whose path says whether the answer is a stream, not the body
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_NO_LIMIT = -1  # llama.cpp's and Ollama's
+# llama.cpp's, Ollama's and TGI's names of a limit; what is no positive number there is the backend's to refuse.
+_OTHER_LIMITS = ("n_predict", "num_predict", "max_new_tokens")
 _SESSION_HEADERS = (b"x-session-id", b"x-session-affinity")
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "safety_identifier", "user")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -119,12 +124,18 @@ async def read_asked(scope: Scope, receive: Receive, max_bytes: int, decode_larg
         raw=raw,
         body=body,
         model=model,
-        streams=bool(stream) if stream is not None else scope["path"] in _STREAMS,
+        streams=_streams(scope["path"], stream),
         text=text_of(body),
         num_output_tokens=_num_output_tokens(body),
         session=_session(scope, body),
         priority=scope.get(PRIORITY_KEY),
     )
+
+
+def _streams(path: str, stream: bool | None) -> bool:
+    if path in TGI_PATHS:
+        return path == _TGI_STREAM
+    return stream if stream is not None else path in _STREAMS
 
 
 def _plain(value: Any) -> Any:
@@ -138,13 +149,15 @@ def _num_output_tokens(body: Mapping[str, Any]) -> int:
     for name in _MAX_TOKENS:
         value = body.get(name)
         if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise not_allowed(name, value, "an integer of 0 or more", "invalid_type")
-            limit = min(value, 1 << 31)
+            if isinstance(value, bool) or not isinstance(value, int) or value < _NO_LIMIT:
+                raise not_allowed(name, value, "an integer of 0 or more, or -1 for no limit", "invalid_type")
+            limit = min(value, 1 << 31) if value != _NO_LIMIT else limit
             break
-    options = body.get("options")  # Ollama's
-    if isinstance(options, dict) and type(num := options.get("num_predict")) is int and num > 0:
-        limit = min(num, 1 << 31)
+    for holder in (body, body.get("options"), body.get("parameters")):  # options: Ollama's; parameters: TGI's
+        given = holder if isinstance(holder, dict) else {}
+        for name in _OTHER_LIMITS if holder is body else (*_OTHER_LIMITS, *_MAX_TOKENS):
+            if type(num := given.get(name)) is int and num > 0:
+                limit = min(num, 1 << 31)
     num = body.get("n")
     return limit * (min(num, 1024) if isinstance(num, int) and num > 1 else 1)
 

@@ -30,7 +30,10 @@ class Catalog:
         served: Callable[[], list[str]],
         random: Random,
         auto: str | None = None,
+        base_of: Callable[[str], str] = lambda name: name,
     ) -> None:
+        """``base_of``: the name of the model that a served name is a further name or an adapter of."""
+        self._base_of = base_of
         self._auto = [auto] if auto is not None else []  # a name that `AutoModel` replaces
         self._models = models
         self._default = default
@@ -84,7 +87,7 @@ class Catalog:
 
     def _only(self) -> str:
         names = self.names()
-        primary = {model.name for model in self._models.values()} or set(self._served())
+        primary = {model.name for model in self._models.values()} or set(map(self._base_of, self._served()))
         if len(primary) == 1:
             return primary.pop()
         listed = ", ".join(map(repr, names)) or "none (no backend is up)"

@@ -62,8 +62,10 @@ def texts_of(body: Mapping[str, Any]) -> Iterator[bytes]:
         yield _message(message)
     if isinstance(messages, str):
         yield _text(messages)
-    if "prompt" in body:
-        yield _text(body["prompt"])
+    # llama.cpp's /infill has what stands around the cursor, TGI ``inputs``.
+    for key in ("input_extra", "input_prefix", "prompt", "inputs", "input_suffix", "suffix"):
+        if key in body and (key == "prompt" or body[key]):
+            yield _text(body[key])
 
 
 def _message(message: Any) -> bytes:

@@ -257,6 +257,10 @@ def _ended(value: dict[str, Any], channels: list[Channel]) -> list[Channel]:
         return [each for each in channels if each[0] == value.get("index")]
     if kind is None and "done" in value:
         return channels if value["done"] else []
+    if isinstance(value.get("token"), dict):  # TGI's
+        return channels if value.get("generated_text") is not None else []
+    if "content" in value and "stop" in value:  # llama.cpp's
+        return channels if value["stop"] else []
     goes_on = isinstance(kind, str) and (
         kind in ("ping", "message_start", "content_block_start", "content_block_delta")
         or kind.startswith("response.")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from quire.errors import NotFoundError, clip, nearest
 from quire.gateway.breaker import Breaker
@@ -31,6 +31,7 @@ class Backend:
     models: frozenset[str] = frozenset()
     # Of replicas of Quire, by model: where equal, one can continue a stream of the other.
     fingerprints: dict[str, str] = field(default_factory=dict)
+    cards: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its list of models, by name
     takes_salt: bool | None = None  # reads ``cache_salt``; None: not polled yet
     is_ready: bool = False  # by the last polls
     was_ready: bool = False  # at any time before
@@ -178,6 +179,15 @@ class Fleet:
     def serving(self, model: str) -> list[Backend]:
         """Return the backends that serve a model, whatever their state."""
         return self._by_model.get(model, [])
+
+    def base_of(self, model: str) -> str:
+        """Return the name of the model that a served name is a further name or an adapter of, by its card."""
+        for backend in self.serving(model):
+            card = backend.cards.get(model, {})
+            base = card.get("parent") or card.get("root")
+            if isinstance(base, str) and base in backend.models:
+                return base
+        return model
 
     def candidates(self, model: str, now: float, tried: Collection[tuple[int, str]] = ()) -> list[Backend]:
         """Return the backends that may get a request for ``model`` now, in order of their numbers.

@@ -73,6 +73,9 @@ def error_frame(path: str, refusal: Refusal) -> bytes:
     """Return the event that ends a stream of ``path`` that broke, as the client's library expects it."""
     if path.startswith(OLLAMA_ROOT):
         return refusal.body(path) + b"\n"
+    if path == "/generate_stream":
+        value = {"error": refusal.message, "error_type": refusal.code or "generation"}
+        return b"data: %b\n\n" % msgspec.json.encode(value)
     if path == ANTHROPIC_ROOT:
         return b"event: error\ndata: %b\n\n" % refusal.body(path)
     if path == "/v1/responses":

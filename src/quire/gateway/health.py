@@ -30,10 +30,7 @@ class _Status(msgspec.Struct):
     status: str = ""
 
 
-class _Card(msgspec.Struct):
-    id: str
-    fingerprint: Any = None  # of replicas of Quire
-    owned_by: Any = None  # the server's name
+_Card = dict[str, Any]  # of Quire: with a fingerprint
 
 
 class _Models(msgspec.Struct):
@@ -142,17 +139,18 @@ class Poller:
         if not backend.args.models or backend.source == "registered":
             cards = await self._models(backend)
             if not backend.args.models:
-                self._fleet.serves(backend, [card.id for card in cards])
+                self._fleet.serves(backend, [card["id"] for card in cards])
             self._fleet.fingerprinted(
                 backend,
-                {card.id: card.fingerprint for card in cards if isinstance(card.fingerprint, str)},
+                {c["id"]: c["fingerprint"] for c in cards if isinstance(c.get("fingerprint"), str)},
             )
-        elif backend.takes_salt is None and backend.args.takes_salt is None:
+        else:
             with suppress(BackendFailed):
                 cards = await self._models(backend)
-        elif backend.takes_salt is not None:
-            return
-        self.on_owners(backend, [card.owned_by for card in cards if isinstance(card.owned_by, str)])
+            if not cards and backend.takes_salt is not None:
+                return
+        backend.cards = {card["id"]: card for card in cards}
+        self.on_owners(backend, [c["owned_by"] for c in cards if isinstance(c.get("owned_by"), str)])
 
     async def _probe(self, backend: Backend) -> str:
         """Return the path that answered 200, or an empty text. A path that a backend lacks is not asked again."""
@@ -169,9 +167,12 @@ class Poller:
     async def _models(self, backend: Backend) -> list[_Card]:
         answer = await self._get(backend, "/v1/models")
         try:
-            return msgspec.json.decode(answer.body, type=_Models).data
-        except (msgspec.DecodeError, UnicodeError) as error:
+            cards = msgspec.json.decode(answer.body, type=_Models).data
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise BackendFailed("garbage", f"/v1/models is not a list of models: {error}.") from error
+        if any(not isinstance(card.get("id"), str) for card in cards):
+            raise BackendFailed("garbage", "/v1/models is not a list of models: one has no id.")
+        return cards
 
     async def _get(self, backend: Backend, path: str) -> Whole:
         assert self._upstream is not None

@@ -35,7 +35,7 @@ class OllamaLists:
         return [
             *(Route(f"/api/{name}", handler, methods=["GET"]) for name, handler in get.items()),
             *(Route(f"/api/{verb}", self.manage, methods=[method]) for verb, method in _MANAGE.items()),
-            Route("/api/blobs/{digest}", self.manage, methods=["POST"]),
+            Route("/api/blobs/{digest}", self.manage, methods=["GET", "POST"]),
         ]
 
     async def tags(self, request: Request) -> Response:

@@ -16,6 +16,7 @@ from quire.gateway.asked import Asked
 from quire.gateway.ownership import Owner
 
 RESPONSES = "/v1/responses"
+_NAMING = (RESPONSES, f"{RESPONSES}/input_tokens")  # whose requests name stored responses
 # Of a response, of an event of its stream, of a list of items, and of what a deletion answers.
 _IDS = ("id", "item_id", "response_id", "previous_response_id", "first_id", "last_id")
 _OBJECTS = ("response", "item")
@@ -42,7 +43,7 @@ def opened_request(asked: Asked, owner: Owner) -> Asked:
     Raises:
         RequestError: an id is not of the tenant, or the request goes on with something that has no owner here.
     """
-    if asked.path != RESPONSES or not owner.key:
+    if asked.path not in _NAMING or not owner.key:
         return asked
     changed: dict[str, Any] = {}
     if owner.seals and asked.body.get("conversation") is not None:
@@ -129,7 +130,7 @@ class Sealing:
 
 def sealing_of(owner: Owner, asked: Asked, before: Asked) -> Sealing | None:
     """Return what seals the answer to a request, which was ``before`` until it was opened; None: nothing is sealed."""
-    if asked.path != RESPONSES or not owner.seals:
+    if asked.path not in _NAMING or not owner.seals:
         return None
     given, shown = asked.body.get("previous_response_id"), before.body.get("previous_response_id")
     is_named = isinstance(given, str) and isinstance(shown, str) and bool(given)

@@ -262,7 +262,9 @@ def make_state(
         config=config,
         router=router,
         fleet=fleet,
-        catalog=Catalog(config.models, config.server.default_model, lambda: fleet.models, random, auto),
+        catalog=Catalog(
+            config.models, config.server.default_model, lambda: fleet.models, random, auto, fleet.base_of
+        ),
         placing=Placing(
             fleet,
             router,

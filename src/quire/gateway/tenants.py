@@ -28,6 +28,7 @@ _NO_OUTPUT = (
     "tokenize",
     "/render",
     "/count_tokens",
+    "/input_tokens",
     "/pooling",
     "/classify",
 )

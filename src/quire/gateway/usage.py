@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -49,6 +50,10 @@ class _Envelope(msgspec.Struct):
     prompt_eval_count: int | None = None  # Ollama's, at the end
     prompt_eval_cached_count: int | None = None  # of replicas of Quire
     eval_count: int | None = None
+    tokens_evaluated: int | None = None  # llama.cpp's, at the end
+    tokens_cached: int | None = None
+    tokens_predicted: int | None = None
+    details: Any = None  # TGI's, at the end: {generated_tokens}
     message: _Envelope | None = None  # Anthropic's message_start
     response: _Envelope | None = None  # events of Responses
 
@@ -140,15 +145,24 @@ class Usage:
         self.answer_id = self.answer_id or envelope.id
         counts = envelope.usage
         if counts is None:
-            self.prompt_tokens = _first(envelope.prompt_eval_count, self.prompt_tokens)
-            self._take_output(envelope.eval_count)
-            self.cached_tokens = _first(envelope.prompt_eval_cached_count, self.cached_tokens)
+            self.prompt_tokens = _first(
+                envelope.prompt_eval_count, envelope.tokens_evaluated, self.prompt_tokens
+            )
+            self._take_output(_first(envelope.eval_count, envelope.tokens_predicted, _generated(envelope)))
+            self.cached_tokens = _first(
+                envelope.prompt_eval_cached_count, envelope.tokens_cached, self.cached_tokens
+            )
             return
         details = counts.prompt_tokens_details or counts.input_tokens_details
         self.prompt_tokens = _first(counts.prompt_tokens, counts.input_tokens, self.prompt_tokens)
         self._take_output(_first(counts.completion_tokens, counts.output_tokens))
         cached = details.cached_tokens if details is not None else counts.cache_read_input_tokens
         self.cached_tokens = _first(cached, self.cached_tokens)
+
+
+def _generated(envelope: _Envelope) -> int | None:
+    count = envelope.details.get("generated_tokens") if isinstance(envelope.details, dict) else None
+    return count if type(count) is int else None
 
 
 def _first(*values: int | None) -> int | None:
