@@ -191,12 +191,14 @@ def imports(place: Place) -> list[str]:
     return done.stdout.splitlines()
 
 
-COMMANDS = (serve, replicas, two_models, gateway, demo)
+COMMANDS = (serve, replicas, two_models)
 # (what, whether the extras are blocked); the longest first
 CASES: tuple[tuple[Callable[[Place], list[str]], bool], ...] = (
-    *((command, True) for command in (*reversed(COMMANDS), doctor)),
+    *(
+        (command, True) for command in (demo, *reversed(COMMANDS), doctor)
+    ),  # the demo has a gateway and replicas
     (cockpit, False),
-    *((command, False) for command in (*reversed(COMMANDS), doctor, imports)),
+    *((command, False) for command in (imports, gateway, *reversed(COMMANDS), doctor)),
 )
 
 
