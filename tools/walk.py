@@ -1,12 +1,16 @@
-"""The files that a streamed chat request crosses: `python tools/walk.py [TREE …]` (default: this tree).
+"""What a streamed chat request crosses: `python tools/walk.py [--off] [--list] [TREE …]` (default: this tree).
 
-Starts `quire serve quill` of each tree with a profiler in every process, warms it up, traces one streamed chat request
-from its first byte to its last, and prints the files of `src/quire` in which a function ran, by process: the API
-process, the engine, and helpers. Files that only hold constants or types that are not called do not count.
+Starts `quire serve quill` of each tree with a profiler in every process, warms it up, and traces one streamed chat
+request from its first byte to its last. Prints, for all processes together, the files of `src/quire` in which a
+function ran with their lines, and those functions with theirs; and per process the lines of all modules that it has
+loaded. Files that only hold constants or types that are not called do not count. `--off` turns off what runs by default
+and is not needed for the answer; `--list` prints the files.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import json
 import os
 import re
@@ -15,9 +19,13 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# What runs by default and is not needed for the answer: the recorder, the hang watch, the golden prompt.
+OFF = ("--record-steps", "0", "--hang-timeout-s", "0", "--golden-interval-s", "0")
 TIMEOUT_S = 120
 BODY = {
     "model": "quill",
@@ -28,8 +36,9 @@ BODY = {
     "stream": True,
     "stream_options": {"include_usage": True},
 }
-# Every interpreter with this file on its path runs it when it starts. The profiler notes the module of each call while
-# the first byte of the file "switch" is 1; code that `dataclass` generates has no file, but the globals of its module.
+# Every interpreter with this file on its path runs it when it starts. The profiler notes each function that is called
+# while the first byte of the file "switch" is 1, and once all modules when it is 2. Code that `dataclass` generates has
+# no file, but the globals of its module; it counts for the file and is no function of ours.
 SITE = """
 import mmap, os, sys, threading
 folder = {folder!r}
@@ -38,28 +47,79 @@ switch = mmap.mmap(os.open(folder + "/switch", os.O_RDWR), 1)
 seen = set()
 
 def note(frame, event, argument):
-    if event == "call" and switch[0]:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith("quire") and name not in seen:
-            seen.add(name)
+    if event != "call" or not switch[0]:
+        return
+    name = frame.f_globals.get("__name__", "")
+    if name.startswith("quire"):
+        code = frame.f_code
+        if code not in seen:
+            seen.add(code)
             path = getattr(sys.modules.get(name), "__file__", name)
-            with open(folder + "/" + str(os.getpid()), "a") as out:
-                out.write(path + "\\n")
+            line = code.co_firstlineno if code.co_filename == path else 0
+            write("calls", path + ":" + str(line))
+    if switch[0] == 2 and "modules" not in seen:
+        seen.add("modules")
+        for name, module in list(sys.modules.items()):
+            if name.startswith("quire") and getattr(module, "__file__", None):
+                write("modules", module.__file__)
+
+def write(kind, text):
+    with open(folder + "/" + kind + "." + str(os.getpid()), "a") as out:
+        out.write(text + "\\n")
 
 threading.setprofile(note)
 sys.setprofile(note)
 """
 
 
-def walk(tree: Path) -> dict[str, list[str]]:
-    """Return process → the files below `src/quire` that the request crossed in it."""
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What one request crossed. Paths are relative to `src/quire`."""
+
+    files: dict[str, list[str]]  # process → files in which a function ran
+    functions: set[tuple[str, int]]  # file, first line
+    modules: dict[str, list[str]]  # process → files of the modules that it has loaded
+    tree: Path
+
+    @property
+    def together(self) -> set[str]:
+        """The files of all processes."""
+        return {name for files in self.files.values() for name in files}
+
+    def num_lines(self, files: Iterable[str]) -> int:
+        return sum((self.tree / "src" / "quire" / name).read_text().count("\n") for name in files)
+
+    def num_function_lines(self) -> int:
+        """Return the lines of the functions that ran; one nested in another that ran counts once."""
+        lines: set[tuple[str, int]] = set()
+        for file in {file for file, _ in self.functions}:
+            spans = function_spans(self.tree / "src" / "quire" / file)
+            for name, first in self.functions:
+                if name == file and first in spans:
+                    lines.update((file, line) for line in range(first, spans[first] + 1))
+        return len(lines)
+
+
+def function_spans(file: Path) -> dict[int, int]:
+    """Return first line (of the first decorator, as code objects have it) → last line, per function of a file."""
+    spans = {}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
+            assert node.end_lineno is not None
+            spans[min([node.lineno, *(d.lineno for d in decorators)])] = node.end_lineno
+    return spans
+
+
+def walk(tree: Path, options: Sequence[str] = ()) -> Walk:
+    """Serve Quill with ``options`` and trace one request."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         switch = folder / "switch"
         switch.write_bytes(b"\0")
         (folder / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
         with (folder / "log").open("wb") as log:
-            server = start(tree, folder, log)
+            server = start(tree, folder, log, options)
             try:
                 url = wait_for_url(server, folder / "log")
                 for _ in range(3):
@@ -69,19 +129,37 @@ def walk(tree: Path) -> dict[str, list[str]]:
                     byte.write(b"\1")
                     ask(url)
                     byte.seek(0)
+                    byte.write(b"\2")
+                    ask(url)
+                    byte.seek(0)
                     byte.write(b"\0")
             finally:
                 server.terminate()
                 server.wait(TIMEOUT_S)
-        crossed: dict[str, list[str]] = {}
-        for file in sorted(path for path in folder.iterdir() if path.name.isdigit()):
-            process = "api" if int(file.name) == server.pid else f"engine or helper {file.name}"
-            names = {str(Path(line).relative_to(tree / "src" / "quire")) for line in file.read_text().split()}
-            crossed[process] = sorted(names)
-        return crossed
+        return read(folder, tree, server.pid)
 
 
-def start(tree: Path, folder: Path, log: object) -> subprocess.Popen[bytes]:
+def read(folder: Path, tree: Path, api_pid: int) -> Walk:
+    """Return what the profilers have written into ``folder``."""
+    files, functions, modules = {}, set(), {}
+    source = tree / "src" / "quire"
+    for note in sorted(folder.glob("*.*")):
+        kind, _, pid = note.name.partition(".")
+        process = "api" if pid == str(api_pid) else f"engine or helper {pid}"
+        if kind == "modules":
+            modules[process] = sorted(
+                {str(Path(line).relative_to(source)) for line in note.read_text().split()}
+            )
+        elif kind == "calls":
+            calls = [line.rpartition(":") for line in note.read_text().split()]
+            files[process] = sorted({str(Path(path).relative_to(source)) for path, _, _ in calls})
+            functions |= {
+                (str(Path(path).relative_to(source)), int(line)) for path, _, line in calls if int(line)
+            }
+    return Walk(files, functions, modules, tree)
+
+
+def start(tree: Path, folder: Path, log: object, options: Sequence[str]) -> subprocess.Popen[bytes]:
     own = tree / ".venv" / "bin" / "python"
     path = os.pathsep.join((str(folder), str(tree / "src")))
     command = [
@@ -92,6 +170,7 @@ def start(tree: Path, folder: Path, log: object) -> subprocess.Popen[bytes]:
         "quill",
         "--port",
         "0",
+        *options,
     ]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tree)  # type: ignore[call-overload,no-any-return]
@@ -118,14 +197,23 @@ def ask(url: str) -> None:
 
 
 def main() -> None:
-    counts = []
-    for tree in [Path(name).resolve() for name in sys.argv[1:]] or [ROOT]:
-        crossed = walk(tree)
-        for process, files in crossed.items():
-            print(f"{process}: {len(files)} files", *(f"    {name}" for name in files), sep="\n")
-        together = {name for files in crossed.values() for name in files}
-        counts.append(f"{tree}: {len(together)} files on the walk of a streamed chat request")
-    print(*counts, sep="\n")
+    parser = argparse.ArgumentParser(description="Count what a streamed chat request crosses.")
+    parser.add_argument("trees", nargs="*", type=Path, default=[ROOT])
+    parser.add_argument("--off", action="store_true", help="turn off what is not needed for the answer")
+    parser.add_argument("--list", action="store_true", help="print the files")
+    args = parser.parse_args()
+    for tree in args.trees:
+        crossed = walk(tree.resolve(), OFF if args.off else ())
+        for process, files in crossed.files.items():
+            loaded = crossed.modules.get(process, [])
+            size = f"{len(loaded)} modules with {crossed.num_lines(loaded)} lines loaded" if loaded else ""
+            print(f"{process}: {len(files)} files{', ' + size if size else ''}")
+            print(*(f"    {name}" for name in files if args.list), sep="\n", end="\n" if args.list else "")
+        files = crossed.together
+        print(
+            f"{tree}: {len(files)} files with {crossed.num_lines(files)} lines; "
+            f"{len(crossed.functions)} functions with {crossed.num_function_lines()} lines"
+        )
 
 
 if __name__ == "__main__":
