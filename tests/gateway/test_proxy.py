@@ -304,7 +304,7 @@ def test_retries_stay_within_their_budget() -> None:
         (b"[1]", 400, "must be an object"),
         (b'{"model": 3}', 400, "model = 3"),
         (b'{"model": "m", "stream": "yes"}', 400, "stream = 'yes'"),
-        (b'{"model": "m", "max_tokens": -1}', 400, "max_tokens = -1"),
+        (b'{"model": "m", "max_tokens": -2}', 400, "max_tokens = -2"),
         (b'{"model": "other"}', 404, "Served: 'm'"),
         (b'{"model": "m", "x": "' + b"x" * (1 << 20) + b'"}', 413, "max_body_mib"),
     ],
