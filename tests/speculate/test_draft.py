@@ -111,11 +111,11 @@ def test_quill_has_a_draft_model_of_its_own(quill: Path) -> None:
 def test_the_speculative_config_of_vllm_is_understood() -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
     assert llm_args("quill", {"speculative_config": ngram}) == EngineArgs(
-        model="quill", speculate="ngram", spec_tokens=5
+        model="quill", speculate="ngram", spec_tokens=5, long_prefill_token_threshold=0
     )
     draft = {"model": "quill-draft", "num_speculative_tokens": 3}
     assert llm_args("quill", {"speculative_config": draft}) == EngineArgs(
-        model="quill", draft_model="quill-draft", spec_tokens=3
+        model="quill", draft_model="quill-draft", spec_tokens=3, long_prefill_token_threshold=0
     )
     for wrong, said in (
         ({"method": "hydra"}, "'hydra' must be one of ngram"),
