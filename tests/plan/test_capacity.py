@@ -113,6 +113,48 @@ def test_more_devices_a_replica_are_chosen_where_they_serve_more() -> None:
     assert "times the requests of" in " ".join(plan.advice.reasons)
 
 
+def test_replicas_have_no_clients_that_do_not_exist() -> None:
+    one = answer("llama-3.1-8b", concurrency=1, workload="1024/256").as_dict()
+    eight = answer("llama-3.1-8b", count=8, concurrency=1, workload="1024/256", split="TP1").as_dict()
+    for key in ("requests_per_s", "output_tokens_per_s", "running", "ttft_ms", "e2el_ms"):
+        assert eight["predicted"][key] == pytest.approx(one["predicted"][key])
+    assert eight["predicted"]["requests_per_s"] <= 1 / (eight["predicted"]["e2el_ms"] / 1e3) * 1.001
+    for key in ("usd_per_million_input", "usd_per_million_output"):
+        assert eight["cost"][key] == pytest.approx(8 * one["cost"][key]), "idle devices are paid for"
+
+
+@pytest.mark.parametrize("clients", [1, 2, 3, 8, 12, 64])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_closed_loops_obey_little_over_all_replicas(clients: int, count: int) -> None:
+    for option in answer("llama-3.1-8b", count=count, concurrency=clients).advice.options:
+        if (e := option.estimate) is None:
+            continue
+        dp = option.split.dp
+        assert dp <= clients
+        assert e.concurrency * dp == pytest.approx(clients)
+        assert e.rate * dp * e.e2el_s == pytest.approx(clients)
+        assert option.capacity == pytest.approx(e.rate * dp)
+
+
+def test_energy_of_a_token_counts_the_devices_that_run() -> None:
+    def joules(**more: object) -> float:
+        lines = explain(answer("llama-3.1-8b", concurrency=1, **more))
+        return float(next(x.value for x in lines if x.name == "energy of a token out").split()[0])
+
+    assert joules(count=8, split="TP1") == pytest.approx(8 * joules(count=1), rel=0.01)
+
+
+def test_the_line_keeps_the_models_own_format() -> None:
+    line, remarks = serve_command(answer("qwen3-235b-a22b-fp8", gpu="h200", count=4))
+    assert "--quantize" not in line
+    assert "--quantize int8" in serve_command(answer("qwen3-32b", count=2, quantize="int8"))[0]
+    assert answer("deepseek-r1", gpu="h200", count=8).advice.chosen is not None
+    mxfp4 = answer("gpt-oss-120b")
+    assert mxfp4.question.precision == "mxfp4"
+    assert any("expands MXFP4" in remark for remark in serve_command(mxfp4)[1])
+    assert not any("MXFP4" in remark for remark in remarks)
+
+
 def test_json_has_the_keys_of_the_issue() -> None:
     arguments = [
         "plan",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from quire.families import spec_from_config
+from quire.models.checkpoint import spec_of
+from quire.models.precision import precision_of
 from quire.modelspec import ModelSpec
 from quire.plan.hardware import GIB, find_hardware
 from quire.plan.presets import preset_of, preset_spec, presets
 from quire.plan.split import (
+    MemoryPlan,
     Split,
     kv_bytes_per_request,
     kv_bytes_per_token,
@@ -129,8 +136,72 @@ def test_memory_of_a_device_adds_up() -> None:
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
         ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("qwen3-235b-a22b-fp8", "qwen3-235b-a22b"),
+        ("RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", "llama-3.3-70b"),
         ("somebody/else", None),
     ],
 )
 def test_hub_ids_find_their_preset(name: str, preset: str | None) -> None:
     assert preset_of(name) == preset
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("gpt-oss-120b", "mxfp4"),
+        ("openai/gpt-oss-20b", "mxfp4"),
+        ("unsloth/gpt-oss-20b-BF16", "bf16"),
+        ("deepseek-ai/DeepSeek-V3.1", "fp8"),
+        ("nvidia/DeepSeek-R1-NVFP4", "fp4"),
+        ("moonshotai/Kimi-K2.5", "int4"),
+        ("qwen3-235b-a22b-fp8", "fp8"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "fp8"),
+        ("RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", "fp8"),
+        ("casperhansen/llama-3.3-70b-instruct-awq", "int4"),
+        ("llama-3.1-8b", "bf16"),
+    ],
+)
+def test_a_name_has_its_published_format(name: str, published: str) -> None:
+    assert precision_of(name, spec_of(name)) == published
+
+
+def test_sizes_of_published_formats() -> None:
+    """61 GiB of gpt-oss-120b are on the hub, and 642 GiB of DeepSeek-V3 without the layer that drafts."""
+    sizes = {name: shard_of(spec_of(name), precision_of(name, spec_of(name)), Split()).weight_bytes / GIB
+             for name in ("gpt-oss-120b", "gpt-oss-20b", "deepseek-v3")}  # fmt: skip
+    assert sizes["gpt-oss-120b"] == pytest.approx(60.8, abs=0.5)
+    assert sizes["gpt-oss-20b"] == pytest.approx(12.8, abs=0.3)
+    assert sizes["deepseek-v3"] == pytest.approx(627, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("stated", "precision"),
+    [
+        ({}, "bf16"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "int4"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "int8"),
+    ],
+    ids=["plain", "fp8", "awq", "gptq-8"],
+)  # fmt: skip
+def test_a_folder_has_the_format_of_its_config(
+    tmp_path: Path, stated: dict[str, object], precision: str
+) -> None:
+    config = dict(presets()["llama-3.2-1b"]) | ({"quantization_config": stated} if stated else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert precision_of(str(tmp_path), spec_of(str(tmp_path))) == precision
+
+
+@pytest.mark.parametrize(("model", "kv_dtype"), [("llama-3.1-70b", "bf16"), ("gpt-oss-20b", "int8")])
+def test_the_largest_context_fits_and_one_token_more_does_not(model: str, kv_dtype: str) -> None:
+    spec = replace(preset_spec(model), max_position_embeddings=10**9)
+
+    def plan(context: int) -> MemoryPlan:
+        return plan_memory(
+            spec, find_hardware("h100"), Split(tp=4), precision="bf16", kv_dtype=kv_dtype, context=context,
+            max_num_batched_tokens=8192, max_num_seqs=64,
+        )  # fmt: skip
+
+    most = plan(1000).max_context
+    assert plan(most).max_requests >= 1
+    assert plan(most + 1).max_requests == 0

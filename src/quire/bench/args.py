@@ -115,7 +115,7 @@ class SimulateArgs:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     enable_expert_parallel: bool = False
-    weights: str = "bf16"
+    weights: str | None = None
     max_in_flight: int | None = None
     scenario: str | None = None
     beside: str | None = None

@@ -257,7 +257,7 @@ class AutoscaleArgs:
     hardware: str | None = None
     model: str | None = None
     tensor_parallel: int = 1
-    weights: str = "bf16"
+    weights: str | None = None
     executor: Literal["local", "kubernetes", "ray", "webhook"] = "local"
     command: str | None = None
     target: str | None = None

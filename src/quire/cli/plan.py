@@ -6,9 +6,7 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +18,20 @@ from quire.bench.progress import ticking
 from quire.cli.flags import PlanArgs
 from quire.cli.hardware_list import show_hardware
 from quire.cli.plan_compare import compare, comparison_table, read_plan
+from quire.cli.plan_tables import advice_table, memory_table, search_table, speed_table
 from quire.config import MAX_DRAFTS
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
-from quire.plan.advice import Step, advice
+from quire.models.precision import precision_of
+from quire.plan.advice import advice
 from quire.plan.candidates import parse_split
 from quire.plan.capacity import CapacityPlan, Question, plan_capacity
 from quire.plan.draft import Draft
 from quire.plan.estimate import Load
 from quire.plan.explain import explain
 from quire.plan.explain_line import Line
-from quire.plan.hardware import GIB, Hardware, Price, find_hardware, this_machine
+from quire.plan.hardware import Hardware, Price, find_hardware, this_machine
 from quire.plan.links import Links
 from quire.plan.presets import preset_of
 from quire.plan.profile import load_profile
@@ -56,7 +56,8 @@ def question_of(asked: PlanArgs) -> Question:
     hardware = hardware_of(asked)
     spec = spec_of(asked.model)  # may ask the hub, so the errors above come first
     isl, osl = lengths_of(asked.workload)
-    precision = asked.quantize or ("bf16" if spec.dtype != "float32" else "fp32")
+    own = precision_of(asked.model, spec)
+    precision = asked.quantize or own
     if precision not in PRECISIONS:
         raise ConfigError(f"--quantize {precision!r} must be one of {', '.join(PRECISIONS)}")
     kv_dtype = asked.kv_dtype or "bf16"
@@ -84,6 +85,7 @@ def question_of(asked: PlanArgs) -> Question:
         efficiency=table[engine],
         slo=Slo.parse(asked.slo) if asked.slo else None,
         precision=precision,
+        own_precision=own,
         kv_dtype=kv_dtype,
         context=asked.context,
         max_num_batched_tokens=asked.max_num_batched_tokens or (2048 if hardware.kind == "cpu" else 8192),
@@ -181,7 +183,7 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
         "max_num_seqs": q.max_running(chosen.split) if chosen else 1,
         "max_num_batched_tokens": q.max_num_batched_tokens,
     }
-    if q.precision not in ("bf16", "fp32"):
+    if q.precision not in ("bf16", "fp32", q.own_precision):
         wanted["quantize"] = q.precision
     if q.kv_dtype != "bf16":
         wanted["kv_dtype"] = q.kv_dtype
@@ -216,6 +218,10 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     ]
     if q.slo is not None and q.slo.e2el_s is not None:
         lacking.append("the server holds ttft and tpot; e2el is predicted here alone")
+    if q.precision == q.own_precision == "mxfp4":
+        lacking.append(
+            "this version expands MXFP4 weights to bf16 when it loads them; --quantize bf16 plans that"
+        )
     if chosen and chosen.split.dp > 1:
         lacking.append(f"run {chosen.split.dp} of them, behind quire gateway")
     if preset_of(q.model) == q.model and not Path(q.model).exists():
@@ -249,14 +255,14 @@ def plan(asked: PlanArgs) -> int:
         _print(answer, command, lacking, explained)
         if steps := advice(answer):
             _console().print()
-            _console().print(_advice_table(steps, answer.question.objective))
+            _console().print(advice_table(steps, answer.question.objective))
         if other is not None:
             _console().print()
             _console().print(comparison_table(other, answer.as_dict() | {"command": command}))
         if found is not None:
             held = "the cheapest in bold" if found.best else "[red]none holds the SLO[/red]"
             _console().print(f"\n{len(found.tried)} of {found.grid_size} settings simulated, {held}\n")
-            _console().print(_search_table(found))
+            _console().print(search_table(found))
     return 0 if answer.advice.chosen else 2
 
 
@@ -277,10 +283,10 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], explained: li
     for reason in answer.advice.reasons:
         console.print(reason, highlight=False)
     console.print()
-    console.print(_memory_table(data["memory"]))
+    console.print(memory_table(data["memory"], q.spec.max_position_embeddings))
     if data["predicted"]:
         console.print()
-        console.print(_speed_table(data))
+        console.print(speed_table(data))
     console.print(f"\n  {command}", highlight=False, soft_wrap=True)
     for remark in lacking:
         console.print(f"  [dim]# {remark}[/dim]", highlight=False)
@@ -290,69 +296,6 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], explained: li
             table.add_row(line.name, line.value, line.formula)
         console.print()
         console.print(table)
-
-
-def _advice_table(steps: list[Step], objective: str) -> Table:
-    """Return what to change next, with what each change alone brings."""
-    unit, scale, better = {
-        "throughput": ("requests/s, at most", 1, "more"),
-        "latency": ("E2EL, ms", 1e3, "faster"),
-        "cost": ("device-seconds a request", 1, "cheaper"),
-    }[objective]
-    table = Table("what to turn on next", unit, "what it brings", "", box=None, pad_edge=False)
-    for step in steps:
-        before, after = (
-            "none" if x is None or (x == 0 and objective == "throughput") else f"{x * scale:,.4g}"
-            for x in (step.before, step.after)
-        )
-        brings = f"{step.effect:.2f} × {better}" if isfinite(step.effect) else "it works at all"
-        brings += "" if step.holds else ", and does not hold"
-        table.add_row(step.what, f"{before} → {after}", brings, step.flag)
-    return table
-
-
-def _memory_table(m: Mapping[str, Any]) -> Table:
-    table = Table("memory of one device", "GiB", "", box=None, pad_edge=False)
-    for name in ("weights", "draft", "activations", "workspace", "graphs", "prefix"):
-        if m[name] or name not in ("draft", "prefix"):
-            table.add_row(name, f"{m[name] / GIB:.2f}", "")
-    requests = f"{m['max_requests']:,} requests of {m['context']:,} tokens" if m["fits"] else "does not fit"
-    table.add_row("left for K and V", f"{m['kv_pool'] / GIB:.2f}", requests)
-    table.add_row("device", f"{m['capacity'] / GIB:.2f}", f"{m['usable'] / GIB:.2f} used")
-    table.add_row("K and V per token, whole model", "", f"{m['kv_bytes_per_token']:,} bytes")
-    table.add_row("K and V per request, whole model", f"{m['kv_bytes_per_request'] / GIB:.2f}", "")
-    return table
-
-
-def _speed_table(data: Mapping[str, Any]) -> Table:
-    p, load, cost = data["predicted"], data["load"], data["cost"]
-    how = f"{load['rate']:g} requests/s" if load["rate"] else f"{load['concurrency']} clients"
-    table = Table(f"predicted at {how}, {load['isl']} in, {load['osl']} out", "", box=None, pad_edge=False)
-    endless = "grows without bound: more requests arrive than can be served"
-    table.add_row("TTFT (mean)", endless if p["ttft_ms"] is None else f"{p['ttft_ms']:.0f} ms")
-    table.add_row("TPOT (mean)", f"{p['tpot_ms']:.1f} ms")
-    if p["e2el_ms"] is not None:
-        table.add_row("E2EL (mean)", f"{p['e2el_ms']:,.0f} ms")
-    running = p["running"] / data["split"]["dp"]
-    table.add_row("running, of at most", f"{running:.1f} of {p['max_batch']:,} in a replica")
-    table.add_row(
-        "prompt, decode step", f"{p['prefill_ms']:.1f} ms (among decodes), {p['decode_step_ms']:.1f} ms"
-    )
-    table.add_row("throughput", f"{p['requests_per_s']:.2f} requests/s, {p['input_tokens_per_s']:,.0f} tokens/s in, "
-                  f"{p['output_tokens_per_s']:,.0f} out")  # fmt: skip
-    if p["knee_per_s"] is not None:
-        held = "held" if p["meets_slo"] else "[red]not held[/red]"
-        goodput = f"goodput {p['goodput_per_s']:.2f} requests/s, knee at {p['knee_per_s']:.2f}"
-        table.add_row("SLO", f"{held}; {goodput}")
-        if p["devices_needed"] is not None:
-            table.add_row("", f"the fewest devices that hold it: {p['devices_needed']}")
-    if cost and cost["usd_per_hour"] is not None:
-        million = f"${cost['usd_per_million_input']:.3f} in, ${cost['usd_per_million_output']:.3f} out"
-        hour = f"${cost['usd_per_hour']:.2f} per hour"
-        table.add_row("cost", f"{hour}; per million tokens {million} ({cost['price_source']})")
-    else:
-        table.add_row("cost", "unknown: the table has no price")
-    return table
 
 
 def search(question: Question, workload: str) -> Found:
@@ -377,17 +320,3 @@ def search(question: Question, workload: str) -> Found:
 def _found(search: Search) -> Found:
     with ticking(lambda s: f"… simulating settings for {s:.0f} s"):
         return search.find()
-
-
-def _search_table(found: Found) -> Table:
-    """Return a table of the simulated settings, the cheapest first."""
-    table = Table(
-        "TP", "replicas", "chunk", "USD/h", "within SLO", "TTFT p95", "TPOT p95", box=None, pad_edge=False
-    )
-    for tried in sorted(found.tried, key=lambda t: (t.cost, -t.share)):
-        s, style = tried.setting, "bold" if tried is found.best else ""
-        usd = "unknown" if tried.usd_per_hour is None else f"{tried.usd_per_hour:.2f}"
-        late = [f"{ms:.0f} ms" if ms is not None else "" for ms in (tried.ttft_p95_ms, tried.tpot_p95_ms)]
-        cells = (str(s.tp), str(s.replicas), str(s.max_num_batched_tokens), usd, f"{tried.share:.1%}", *late)
-        table.add_row(*cells, style=style)
-    return table

@@ -191,8 +191,10 @@ def _turns(chosen: Option, first: Option, holds: bool, slo: Slo | None, objectiv
         assert chosen.estimate is not None
         assert first.estimate is not None
         more, quicker = chosen.capacity / first.capacity, first.estimate.e2el_s / chosen.estimate.e2el_s
+        used, before = chosen.split.num_devices, first.split.num_devices
+        devices = "with the same devices" if used == before else f"with {used} devices in place of {before}"
         reasons.append(
-            f"{chosen.split} serves {more:.2f} times the requests of {first.split} with the same devices, and "
+            f"{chosen.split} serves {more:.2f} times the requests of {first.split} {devices}, and "
             f"answers {quicker:.1f} times as fast."
         )
     if chosen.split.ep > 1:
@@ -215,6 +217,7 @@ class Question:
     efficiency: Efficiency
     slo: Slo | None = None
     precision: str = "bf16"
+    own_precision: str = "bf16"  # of the model's files: what `quire serve` loads without --quantize
     kv_dtype: str = "bf16"
     context: int | None = None  # tokens per request; None: its prompt and output
     max_num_batched_tokens: int = 8192
@@ -264,18 +267,22 @@ class Question:
         return min(self.max_num_seqs, max(1, fit))
 
     def look(self, split: Split) -> Option:
-        """Size one split and estimate its replica's share of the load."""
+        """Size one split and estimate its replica's share of the load.
+
+        Clients are whole: replicas that would have none are left out, unless the split is given.
+        """
         memory = self.memory(split)
         if not memory.fits:
             return Option(split, memory, None)
         replica = self.replica(split, memory)
-        if self.load.rate is None:
-            share = replace(self.load, concurrency=max(1, math.ceil((self.load.concurrency or 1) / split.dp)))
-            estimate = replica.closed(share)
-        else:
+        if self.load.rate is not None:
             share = replace(self.load, rate=self.load.rate / split.dp)
-            estimate = replica.open(share)
-        return Option(split, memory, estimate, replica.capacity(share, self.slo) * split.dp)
+            return Option(split, memory, replica.open(share), replica.capacity(share, self.slo) * split.dp)
+        clients = self.load.concurrency or 1
+        if self.split is None and split.dp > clients:
+            split = replace(split, dp=clients)
+        estimate = replica.shared(self.load, split.dp)
+        return Option(split, memory, estimate, estimate.rate * split.dp)
 
 
 @dataclass(frozen=True, slots=True)

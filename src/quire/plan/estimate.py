@@ -14,6 +14,7 @@ throughput, shared between input and output by time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quire.plan.cost_model import StepFeatures, StepTime, chunk_pairs
@@ -129,7 +130,34 @@ class Replica:
         ttft = e.first_s + td + tp * e.wave * b**e.wave_growth
         tpot = max(td, (e2el - ttft) / max(1, load.osl - 1))
         ttft += (load.concurrency - b) / b * e2el
-        return Estimate(ttft, tpot, ttft + (load.osl - 1) * tpot, b, b / e2el, tp, td)
+        whole = ttft + (load.osl - 1) * tpot
+        return Estimate(ttft, tpot, whole, b, load.concurrency / whole, tp, td)
+
+    def shared(self, load: Load, replicas: int) -> Estimate:
+        """Return the means per replica where ``load.concurrency`` clients are spread over ``replicas``.
+
+        Some replicas have one client more than the others; latencies are those of the mean request.
+        """
+        assert load.concurrency is not None
+        few, num_more = divmod(load.concurrency, replicas)
+        counts = ((few, replicas - num_more), (few + 1, num_more))
+        parts = [(self.closed(replace(load, concurrency=c)), n) for c, n in counts if c and n]
+        if len(parts) == 1 and parts[0][1] == replicas:
+            return parts[0][0]
+        rate = sum(n * each.rate for each, n in parts)
+
+        def mean(value: Callable[[Estimate], float]) -> float:
+            return sum(n * each.rate * value(each) for each, n in parts) / rate
+
+        return Estimate(
+            ttft_s=mean(lambda e: e.ttft_s),
+            tpot_s=mean(lambda e: e.tpot_s),
+            e2el_s=mean(lambda e: e.e2el_s),
+            concurrency=sum(n * each.concurrency for each, n in parts) / replicas,
+            rate=rate / replicas,
+            prefill_s=mean(lambda e: e.prefill_s),
+            decode_s=mean(lambda e: e.decode_s),
+        )
 
     def open(self, load: Load) -> Estimate:
         """Estimate ``load.rate`` requests/s at random times."""
@@ -153,9 +181,7 @@ class Replica:
         return Estimate(ttft, tpot, ttft + (load.osl - 1) * tpot, b, load.rate, tp, td)
 
     def capacity(self, load: Load, slo: Slo | None) -> float:
-        """Return the most requests/s: of ``load.concurrency`` clients, or at random times within ``slo``."""
-        if load.rate is None:
-            return self.closed(load).rate
+        """Return the most requests/s at random times, within ``slo``."""
         return self._rate_at(self.max_requests, load) if slo is None else self.knee(load, slo)
 
     def knee(self, load: Load, slo: Slo) -> float:

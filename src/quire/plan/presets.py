@@ -16,32 +16,54 @@ from typing import Any
 from quire.families import spec_from_config
 from quire.modelspec import ModelSpec
 
-# Endings of hub ids that name a tuning or a quantization of the same shapes.
+# Endings of hub ids that name a quantization of the same shapes → the planner's name for the format.
+_FORMATS = {
+    "fp8": "fp8", "nvfp4": "fp4", "fp4": "fp4", "mxfp4": "mxfp4", "awq": "int4", "gptq": "int4", "int4": "int4",
+    "w4a16": "int4", "int8": "int8", "w8a8": "int8", "w8a16": "int8", "bf16": "bf16",
+}  # fmt: skip
+# Those, and endings that name a tuning.
 _SAME_SHAPES = re.compile(
-    r"-(instruct|chat|hf|it|base|fp8|nvfp4|fp4|awq|gptq|int4|int8|bf16|thinking|\d{4}|v\d+(\.\d+)?)$"
+    rf"-({'|'.join(_FORMATS)}|instruct|chat|hf|it|base|dynamic|block|thinking|\d{{4}}|v\d+(\.\d+)?)$"
 )
 
 
 @cache
 def presets() -> Mapping[str, dict[str, Any]]:
     """Return name → the keys of the model's config.json that decide shapes."""
-    families = tomllib.loads((files("quire.plan") / "data" / "presets.toml").read_text())["family"]
     return {
         name: family["config"] | dict(zip(family["columns"], row, strict=True))
-        for family in families
+        for family in _table()["family"]
         for name, row in family["models"].items()
     }
 
 
+@cache
+def _table() -> Mapping[str, Any]:
+    return tomllib.loads((files("quire.plan") / "data" / "presets.toml").read_text())
+
+
 def preset_of(model: str) -> str | None:
     """Return the name of the preset that a hub id or a name means, None where there is none."""
-    name = model.rpartition("/")[2].lower().replace("meta-llama-", "llama-")
-    while name not in presets():
-        shorter = _SAME_SHAPES.sub("", name)
-        if shorter == name:
-            return None
-        name = shorter
+    name, _ = _read(model)
     return name
+
+
+def published_format(model: str) -> str | None:
+    """Return the format of the weights under this name: its ending's, or as the preset is published; None: bf16."""
+    name, stated = _read(model)
+    return stated or _table()["published"].get(name)
+
+
+def _read(model: str) -> tuple[str | None, str | None]:
+    """Return the preset of a name, and the format that the name's endings state."""
+    name, stated = model.rpartition("/")[2].lower().replace("meta-llama-", "llama-"), None
+    while name not in presets():
+        found = _SAME_SHAPES.search(name)
+        if found is None:
+            return None, None
+        stated = _FORMATS.get(found[1], stated)
+        name = name[: found.start()]
+    return name, stated
 
 
 def preset_spec(name: str) -> ModelSpec:

@@ -118,10 +118,16 @@ def _bytes(
     precision: str,
     formats: Mapping[str, WeightFormat],
 ) -> float:
-    """Return the bytes as Quire holds int8 and int4, or as checkpoints hold narrow floats: linears; bf16 elsewhere."""
+    """Return the bytes as Quire holds int8 and int4, or as checkpoints hold narrow floats: linears; bf16 elsewhere.
+
+    MXFP4 checkpoints of a model with experts (gpt-oss) hold only those in it.
+    """
     if precision in ("int8", "int4"):
         return matrix_bytes(shape, "bfloat16", formats.get(name, PLAIN))
-    if role_of(spec, name) != "linear" and not name.endswith("kv_b.weight"):
+    wide = role_of(spec, name) != "linear" and not name.endswith("kv_b.weight")
+    if precision == "mxfp4" and len(shape) < 3:
+        wide = wide or any(layer.mlp.moe for layer in spec.layers)
+    if wide:
         return prod(shape) * max(2.0, FLOAT_BYTES[precision])
     return prod(shape) * FLOAT_BYTES[precision]
 
@@ -151,6 +157,7 @@ class MemoryPlan:
     kv_pool: int  # left for K and V; below 0: the model does not fit
     kv_request_share: int  # of one request's K and V on one device
     max_requests: int  # of ``context`` tokens at once, in a replica
+    max_context: int  # tokens of the longest request that fits alone; at most the model's positions
     draft: int = 0  # weights of the draft model
     prefix: int = 0  # K and V of a prefix that all requests share
 
@@ -234,8 +241,21 @@ def plan_memory(
         kv_pool=pool,
         kv_request_share=share,
         max_requests=max(0, (pool - shared) // share) * split.attention_dp,
+        max_context=_max_context(spec, pool, kv_dtype, ways),
         prefix=shared,
     )
+
+
+def _max_context(spec: ModelSpec, pool: int, kv_dtype: str, ways: int) -> int:
+    """Return the most tokens of one request whose K and V fit into ``pool`` bytes on each of ``ways`` devices."""
+    low, high = 0, spec.max_position_embeddings
+    while low < high:
+        middle = (low + high + 1) // 2
+        if -(-kv_bytes_per_request(spec, middle, kv_dtype) // ways) <= pool:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def kv_ways(spec: ModelSpec, split: Split) -> int:

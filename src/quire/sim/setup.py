@@ -20,6 +20,7 @@ from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.gateway.autoscale import Bounds, Engine, PredictedLoad, Utilisation
 from quire.models.checkpoint import spec_of
+from quire.models.precision import precision_of
 from quire.parallel.topology import Topology
 from quire.plan.cost_model import StepTime
 from quire.plan.draft_cost import DraftCost
@@ -269,15 +270,16 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
     assert args.hardware is not None
     if args.model is None:
         raise ConfigError("--hardware needs --model: a preset of the planner, a folder or a hub id")
-    if args.weights not in PRECISIONS:
+    if args.weights is not None and args.weights not in PRECISIONS:
         raise ConfigError(f"weights = {args.weights!r} must be one of {', '.join(PRECISIONS)}")
     spec, hardware = spec_of(args.model), find_hardware(args.hardware)
+    weights = args.weights or precision_of(args.model, spec)
     topology, tp = _topology(args, args.model), args.tensor_parallel_size
     ep = tp if args.enable_expert_parallel else 1
     split = Split(tp=tp, pp=topology.pp, ep=ep, cp=topology.cp)
     chunk = int(settings.get("max_num_batched_tokens") or 2048)
     memory = plan_memory(
-        spec, hardware, split, precision=args.weights, kv_dtype="bf16", context=spec.max_position_embeddings,
+        spec, hardware, split, precision=weights, kv_dtype="bf16", context=spec.max_position_embeddings,
         max_num_batched_tokens=chunk, max_num_seqs=int(settings.get("max_num_seqs") or 256),
     )  # fmt: skip
     block_size = 16
@@ -286,11 +288,11 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
     num_blocks = int(memory.kv_pool * split.num_devices // block_bytes)
     if num_blocks < 2:
         raise ModelDoesNotFit(
-            f"{args.model} as {args.weights} does not fit {split.num_devices} × {hardware.title}: "
+            f"{args.model} as {weights} does not fit {split.num_devices} × {hardware.title}: "
             f"{memory.kv_pool / 2**30:.1f} GiB are left for the KV cache; raise --tensor-parallel-size"
         )
     efficiency = efficiencies()["default"]
-    work = work_of(spec, args.weights, "bf16", split)
+    work = work_of(spec, weights, "bf16", split)
     return _Engine(
         step_time=Roofline(work, hardware, efficiency, layout=args.tensor_parallel_layout),
         num_kv_blocks=num_blocks,
@@ -302,7 +304,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
         stage_rows=_stage_rows(args, args.model, "amx"),
         host=HostCost(request_s=efficiency.first_s),
         facts={
-            "model": f"{args.model} as {args.weights}",
+            "model": f"{args.model} as {weights}",
             "machine": f"{split.num_devices} × {hardware.title}",
             **_cut(topology),
             "step times": "the planner's roofline",

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 
 from quire.errors import ConfigError, nearest
 
-# Applications by name. Chat is read, a completion has to be there while one types, speech must not run out of text,
-# and of a batch only the whole answer counts.
+# Applications by name, with the limits that texts on serving give. Chat is read, a completion in an editor has to be
+# there while one types, speech must not run out of text, and of a batch only the whole answer counts.
 APPLICATIONS = {
     "chat": "ttft=500ms,tpot=50ms",
-    "code": "ttft=200ms,tpot=25ms",
-    "voice": "ttft=300ms,tpot=40ms",
+    "code": "ttft=100ms,tpot=25ms",
+    "voice": "ttft=300ms,tpot=20ms",
     "batch": "e2el=60s",
 }
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
