@@ -150,7 +150,7 @@ def test_a_stored_response_is_asked_of_its_owner() -> None:
                 for _ in range(3):  # the next turn goes where the last one is stored
                     body = {"model": "m", "previous_response_id": f"resp_{name}"}
                     assert json.loads((await live.post(body, "/v1/responses"))[1])["id"] == f"resp_{name}"
-            live.state.owners._names.clear()  # as after a restart
+            live.state.holders._names.clear()  # as after a restart
             async with live.session.delete(live.url + "/v1/responses/resp_two") as response:
                 assert await response.json() == {"held_by": "two"}
             async with live.session.get(live.url + "/v1/responses/resp_three") as response:

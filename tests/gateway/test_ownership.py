@@ -201,8 +201,9 @@ def test_a_request_reaches_the_backend_with_its_own_ids(tmp_path: Path) -> None:
             body = {"model": "m", "input": "hi", "stream": True}
             _, raw = await live.post(body, "/v1/responses", authorization=keys["lab"])
             events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith(b"data: {")]
-            assert events[0]["response"]["id"] == events[2]["response"]["id"] == owner.seal("resp_1")
-            assert events[1]["item_id"] == events[2]["response"]["output"][0]["id"] == owner.seal("msg_1")
+            response_id, item_id = (owner.seal(given, owner.hint_of("b0")) for given in ("resp_1", "msg_1"))
+            assert events[0]["response"]["id"] == events[2]["response"]["id"] == response_id
+            assert events[1]["item_id"] == events[2]["response"]["output"][0]["id"] == item_id
             assert events[1]["delta"] == "resp_1", "a text is no id"
             _, raw = await live.post({"model": "m", "prompt": "hi"}, authorization=keys["lab"])
             assert json.loads(raw)["id"] == "resp_1", "ids that grant nothing stay as they are"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 _JOURNAL = ("tests/api/test_api_journal.py",)
+_HOLDERS = "tests/gateway/test_holders.py"
 _IDS = ("tests/gateway/test_ownership.py",)
 _SALTS = ("tests/gateway/test_ownership.py", "-k", "salt or routing or group")
 _TABLE = ("tests/gateway/test_isolation.py::test_no_tenant_goes_on_with_what_another_has[serve]",)
@@ -55,8 +56,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "tenants-tag-not-compared",
         "the gateway takes an id with any tag",
         "src/quire/gateway/ownership.py",
-        "hmac.compare_digest(tag.encode(), self._tag(given).encode())",
-        "len(tag) == len(self._tag(given))",
+        "hmac.compare_digest(tag.encode(), self._tag(given, hint).encode())",
+        "len(tag) == len(self._tag(given, hint))",
         _IDS,
     ),
     Mutant(
@@ -84,6 +85,30 @@ MUTANTS: tuple[Mutant, ...] = (
         _IDS,
     ),
     Mutant(
+        "tenants-hint-unsigned",
+        "the hint of a backend in an id can be changed",
+        "src/quire/gateway/ownership.py",
+        'of_hint = text + b"\\0" + hint.encode("utf-8", "surrogatepass")',
+        "of_hint = text",
+        (f"{_HOLDERS}::test_a_hint_tells_no_name_and_cannot_be_changed",),
+    ),
+    Mutant(
+        "hint-not-followed",
+        "after a restart a gateway asks all backends where a response is, and knows none that only a hint names",
+        "src/quire/gateway/holders.py",
+        "if hint and owner.hint_of(b.name) == hint",
+        "if False",
+        (f"{_HOLDERS}::test_a_backend_that_shows_nothing_is_found_by_the_hint",),
+    ),
+    Mutant(
+        "holder-is-a-preference",
+        "a request whose response is at a backend that is down is sent to one that says it is lost",
+        "src/quire/gateway/fleet.py",
+        "            and only in (None, b.name)\n",
+        "",
+        (f"{_HOLDERS}::test_a_response_at_a_silent_backend_is_not_said_to_be_lost",),
+    ),
+    Mutant(
         "tenants-continue-unchecked",
         "the gateway lets a response of another tenant be continued",
         "src/quire/gateway/sealed.py",
@@ -95,8 +120,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "tenants-reference-unchecked",
         "the gateway passes references to items of another tenant on",
         "src/quire/gateway/sealed.py",
-        """(item.get("type") == "item_reference" or item.keys() <= _REFERENCE)""",
-        """not item.keys() & {"type", "id"}""",
+        "        if given is None and _refers(item):\n",
+        "        if False:\n",
         _IDS,
     ),
     Mutant(

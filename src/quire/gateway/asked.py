@@ -43,6 +43,7 @@ class Asked:
     num_output_tokens: int  # at most, over all choices
     session: bytes
     priority: int | None = None  # replaces the body's: that of a batch, whose lines are sent by this process
+    hint: str = ""  # of the backend that holds the stored response it names; see `gateway.ownership`
 
     @property
     def wants_usage(self) -> bool:

@@ -50,6 +50,7 @@ class Exchange:
     closed: set[str] = field(default_factory=set)  # models that get no further attempt
     causes: set[Cause] = field(default_factory=set)  # of the attempts that failed
     promised_by: str | None = None  # the backend that holds a place for it
+    holder: str | None = None  # the one backend that holds what it goes on with
     backend: Backend | None = None  # of the last attempt
     target: Target | None = None
     failure: BackendFailed | None = None  # of the last attempt

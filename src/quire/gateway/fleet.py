@@ -189,14 +189,16 @@ class Fleet:
                 return base
         return model
 
-    def candidates(self, model: str, now: float, tried: Collection[tuple[int, str]] = ()) -> list[Backend]:
+    def candidates(
+        self, model: str, now: float, tried: Collection[tuple[int, str]] = (), only: str | None = None
+    ) -> list[Backend]:
         """Return the backends that may get a request for ``model`` now, in order of their numbers.
 
         Backends whose breaker is open, and those that answer no polls, are left out, unless most are: then that tells
         more of the load or the network than of the backends, and all are used; but those whose breaker is open, too,
         only where nothing else is left. A recovered backend is left out at random as its share says.
 
-        ``tried``: (life, model) of the attempts that the request has had.
+        ``tried``: (life, model) of the attempts that the request has had; ``only``: the one backend that can take it.
         """
         known = [b for b in self.serving(model) if (b.is_ready or b.is_silent) and not b.is_draining]
         allowed = [b for b in known if b.is_ready and b.breaker.allows(now)]
@@ -207,6 +209,7 @@ class Fleet:
             b
             for b in allowed
             if (b.life, model) not in tried
+            and only in (None, b.name)
             and (b.args.max_requests is None or loads[b.number].requests < b.args.max_requests)
         ]
         warm = [b for b in free if (share := b.breaker.share(now)) == 1.0 or self._random.random() < share]

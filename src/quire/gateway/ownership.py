@@ -1,17 +1,22 @@
 """`Tenancy`: the tenants of a gateway's key file, and `Owner`: one of them, with its tag on ids.
 
 Ids of stored responses come from the backends, which need not know tenants. The gateway shows an id with a tag,
-a keyed hash of tenant and id, and takes an id only with the tag of the tenant that sends it:
+and takes an id only with the tag of the tenant that sends it:
 
-    backend ── resp_4f… ──► seal ── resp_4f…-9c3a… ──► client ── resp_4f…-9c3a… ──► open ── resp_4f… ──► backend
+    backend ── resp_4f… ──► seal ── resp_4f…-k2xq… ──► client ── resp_4f…-k2xq… ──► open ── resp_4f… ──► backend
 
-Nothing is stored: the key of the hash is derived from the secret in the key file, so a gateway that starts again, and
-every other one with the same key file, takes the same ids. With fewer than two tenants ids stay as they are.
+A tag is a hint, four characters that are a keyed hash of the backend's name, and a keyed hash of tenant, id and hint.
+Tags of ids from before there were hints, and of those whose backend is not known, are 24 hexadecimal digits.
+
+Nothing is stored: the key of the hashes is derived from the secret in the key file, so a gateway that starts again, and
+every other one with the same key file, takes the same ids and finds the backends of the same names. With fewer than two
+tenants ids stay as they are.
 """
 
 from __future__ import annotations
 
 import hmac
+from base64 import b32encode
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,7 +26,9 @@ from quire.gateway.config import GatewayArgs
 from quire.http.edge import TENANT
 from quire.http.keys import KeyFile, KeyTable
 
-_TAG_BYTES = 12
+_TAG_BYTES = 12  # of a tag without a hint: as many digits as one with a hint has characters
+_TAG_CHARS = 24
+_HINT_CHARS = 4  # 20 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +39,9 @@ class Owner:
     key: bytes = b""
     seals: bool = False
 
-    def seal(self, given: str) -> str:
-        """Return an id as the tenant is shown it."""
-        return f"{given}-{self._tag(given)}" if self.seals and given else given
+    def seal(self, given: str, hint: str = "") -> str:
+        """Return an id as the tenant is shown it. ``hint``: of the backend that holds what it names, if known."""
+        return f"{given}-{self._tag(given, hint)}" if self.seals and given else given
 
     def open(self, shown: str) -> str | None:
         """Return the backend's id; None for an id that the tenant was not shown.
@@ -42,13 +49,36 @@ class Owner:
         Without ``seals`` an id that has no tag is taken as it is, and one from before with the tenant's tag is opened.
         """
         given, _, tag = shown.rpartition("-")
-        if self.key and given and hmac.compare_digest(tag.encode(), self._tag(given).encode()):
+        if self.key and given and (self._is_tag(tag, given, tag[:_HINT_CHARS]) or self._is_tag(tag, given)):
             return given
         return None if self.seals else shown
 
-    def _tag(self, given: str) -> str:
+    def hint_in(self, shown: str) -> str:
+        """Return the hint in an id that the tenant was shown; empty for one without."""
+        given, _, tag = shown.rpartition("-")
+        hint = tag[:_HINT_CHARS]
+        return hint if self.key and given and self._is_tag(tag, given, hint) else ""
+
+    def hint_of(self, backend: str) -> str:
+        """Return the hint of a backend by its name; two backends may have the same one."""
+        return _chars(
+            blake2b(backend.encode("utf-8", "surrogatepass"), key=self.key, digest_size=5).digest()
+        )[:_HINT_CHARS]
+
+    def _is_tag(self, tag: str, given: str, hint: str = "") -> bool:
+        return hmac.compare_digest(tag.encode(), self._tag(given, hint).encode())
+
+    def _tag(self, given: str, hint: str) -> str:
         text = f"{self.tenant}\0{given}".encode("utf-8", "surrogatepass")
-        return blake2b(text, key=self.key, digest_size=_TAG_BYTES).hexdigest()
+        if not hint:
+            return blake2b(text, key=self.key, digest_size=_TAG_BYTES).hexdigest()
+        of_hint = text + b"\0" + hint.encode("utf-8", "surrogatepass")
+        return (hint + _chars(blake2b(of_hint, key=self.key, digest_size=15).digest()))[:_TAG_CHARS]
+
+
+def _chars(digest: bytes) -> str:
+    """Return a digest in the letters and digits of base 32, which names and addresses may have."""
+    return b32encode(digest).decode().lower()
 
 
 @dataclass(frozen=True, slots=True)

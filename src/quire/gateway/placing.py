@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from base64 import b64decode
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +23,6 @@ _BYTES_PER_TOKEN = 4.0  # of a model whose answers have said nothing yet
 _LEARNING = 0.05  # weight of one answer in a model's ratio
 _MIN_OBSERVED = 10  # first tokens of a backend, before one can be called late
 _LATE_S = 1.0
-MAX_OWNERS = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +45,6 @@ class Placing:
         self,
         fleet: Fleet,
         router: Router,
-        owners: Owners,
         piece_bytes: int,
         now: Callable[[], float],
         pays: Callable[[Exchange, str], bool],
@@ -58,7 +55,6 @@ class Placing:
         self._pays = pays
         self._fleet = fleet
         self._router = router
-        self._owners = owners
         self._piece_bytes = piece_bytes
         self._now = now
         self._bytes_per_token: dict[str, float] = {}
@@ -71,8 +67,8 @@ class Placing:
         target, candidates = self._target(exchange, now)
         if target is None:
             return None
-        owner = self._owners.get(asked.body.get("previous_response_id")) or exchange.promised_by
-        holding = [b for b in candidates if b.name == owner]
+        holder = exchange.holder or exchange.promised_by
+        holding = [b for b in candidates if b.name == holder]
         candidates = holding or self._of_region(target.model, candidates, now)
         demand = self._demand(exchange, target.model)
         exchange.chain = demand.chain
@@ -194,7 +190,7 @@ class Placing:
             model = target.model
             if model in exchange.closed or (target.is_fallback and not target.when & causes):
                 continue
-            candidates = self._fleet.candidates(model, now, exchange.tried)
+            candidates = self._fleet.candidates(model, now, exchange.tried, exchange.holder)
             if candidates and (model not in exchange.owed or self._pays(exchange, model)):
                 return target, candidates
             if not candidates:
@@ -223,20 +219,3 @@ class Placing:
         named = {among[number].name: each for number, each in scores.items()}
         value = {"policy": self._router.policy, "pieces": len(demand.chain), "backends": named}
         return b"x-quire-route", msgspec.json.encode(value)
-
-
-class Owners:
-    """Which backend holds which stored response: the last `MAX_OWNERS`."""
-
-    def __init__(self) -> None:
-        self._names: OrderedDict[str, str] = OrderedDict()
-
-    def put(self, response_id: str, backend: str) -> None:
-        """``backend`` answered with this id."""
-        self._names[response_id] = backend
-        if len(self._names) > MAX_OWNERS:
-            self._names.popitem(last=False)
-
-    def get(self, response_id: object) -> str | None:
-        """Return the backend, or None for an id that is not known."""
-        return self._names.get(response_id) if isinstance(response_id, str) else None

@@ -32,6 +32,7 @@ from quire.gateway.retrying import Retrying
 from quire.gateway.rows import output_so_far
 from quire.gateway.sending import open_answer
 from quire.gateway.state import GatewayState
+from quire.gateway.stored import holder_of
 from quire.gateway.stream_errors import StreamError
 from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, closing, failures, read_whole
 from quire.http.account import COST_HEADER, cost_of
@@ -101,6 +102,7 @@ class Proxy:
         assert asked is not None
         state.budget.earn()
         exchange.promised_by = state.promises.backend_of(asked, exchange.tenant)
+        exchange.holder = await holder_of(state, exchange)
         while (placed := await self._retrying.place(exchange)) is not None:
             exchange.num_attempts += 1
             exchange.backend, exchange.target = placed.backend, placed.target
@@ -183,7 +185,9 @@ class Proxy:
     def _own(self, exchange: Exchange, placed: Placed) -> None:
         """Remember where a response is stored."""
         if self._path == RESPONSES and exchange.usage.answer_id is not None:
-            self._state.owners.put(exchange.usage.answer_id, placed.backend.name)
+            self._state.holders.put(exchange.usage.answer_id, placed.backend.name)
+        if exchange.sealing is not None and not exchange.has_begun:
+            exchange.sealing.answered_by(placed.backend.name)
 
     async def _relay_stream(self, exchange: Exchange, opened: Opened, deadline: asyncio.Timeout) -> None:
         """Relay server-sent events from the first whole frame on."""
@@ -346,8 +350,13 @@ def _why_none(exchange: Exchange) -> QuireError:
     failure, backend = exchange.failure, exchange.backend
     if failure is not None and not (failure.tells_of_death and backend is not None and not backend.is_ready):
         return failure
-    model = exchange.targets[0].model
-    return HttpError(busy(f"No backend for the model {model!r} can take the request now.", "no_backend", 1))
+    text = f"No backend for the model {exchange.targets[0].model!r} can take the request now."
+    if exchange.holder is not None:
+        text = (
+            "The backend that holds the response that the request goes on with cannot take it now. Send it again, or "
+            "the whole conversation as input."
+        )
+    return HttpError(busy(text, "no_backend", 1))
 
 
 def _refusal(error: BackendFailed) -> Refusal:

@@ -16,7 +16,7 @@ from quire.gateway.asked import Asked
 from quire.gateway.ownership import Owner
 
 RESPONSES = "/v1/responses"
-_NAMING = (RESPONSES, f"{RESPONSES}/input_tokens")  # whose requests name stored responses
+NAMING_PATHS = (RESPONSES, f"{RESPONSES}/input_tokens")  # whose requests name stored responses
 # Of a response, of an event of its stream, of a list of items, and of what a deletion answers.
 _IDS = ("id", "item_id", "response_id", "previous_response_id", "first_id", "last_id")
 _OBJECTS = ("response", "item")
@@ -43,9 +43,10 @@ def opened_request(asked: Asked, owner: Owner) -> Asked:
     Raises:
         RequestError: an id is not of the tenant, or the request goes on with something that has no owner here.
     """
-    if asked.path not in _NAMING or not owner.key:
+    if asked.path not in NAMING_PATHS or not owner.key:
         return asked
     changed: dict[str, Any] = {}
+    hint = ""
     if owner.seals and asked.body.get("conversation") is not None:
         raise RequestError(
             "conversation is not supported by a gateway with several tenants: it cannot tell whose it is. Send "
@@ -64,20 +65,23 @@ def opened_request(asked: Asked, owner: Owner) -> Asked:
             )
         if given != previous:
             changed["previous_response_id"] = given
+            hint = owner.hint_in(previous)
     opened = _opened_items(asked.body.get("input"), owner)
     if opened:
-        changed["input"] = [opened.get(i, item) for i, item in enumerate(asked.body["input"])]
+        items = asked.body["input"]
+        changed["input"] = [opened.get(i, item) for i, item in enumerate(items)]
+        hint = hint or next((owner.hint_in(items[i]["id"]) for i in opened if _refers(items[i])), "")
     if not changed:
         return asked
     fields = _fields(asked.raw)
     if "previous_response_id" in changed:
         fields["previous_response_id"] = msgspec.Raw(_encode(changed["previous_response_id"]))
     if opened:
-        items = _items(fields["input"])
+        raw_items = _items(fields["input"])
         for i, item in opened.items():
-            items[i] = msgspec.Raw(_encode(_fields(items[i]) | {"id": item["id"]}))
-        fields["input"] = msgspec.Raw(_encode(items))
-    return replace(asked, raw=_encode(fields), body={**asked.body, **changed})
+            raw_items[i] = msgspec.Raw(_encode(_fields(raw_items[i]) | {"id": item["id"]}))
+        fields["input"] = msgspec.Raw(_encode(raw_items))
+    return replace(asked, raw=_encode(fields), body={**asked.body, **changed}, hint=hint)
 
 
 def _opened_items(items: Any, owner: Owner) -> dict[int, dict[str, Any]]:
@@ -91,7 +95,7 @@ def _opened_items(items: Any, owner: Owner) -> dict[int, dict[str, Any]]:
         if not isinstance(item, dict) or not isinstance(shown := item.get("id"), str):
             continue
         given = owner.open(shown)
-        if given is None and (item.get("type") == "item_reference" or item.keys() <= _REFERENCE):
+        if given is None and _refers(item):
             raise RequestError(
                 f"input[{i}].id = {clip(shown)} is not an item of a response stored here: send the item itself.",
                 param=f"input[{i}]",
@@ -101,12 +105,26 @@ def _opened_items(items: Any, owner: Owner) -> dict[int, dict[str, Any]]:
     return found
 
 
-class Sealing:
-    """Seals the ids in the answer to one request; ``shown``: those that the request named, by the backend's ids."""
+def _refers(item: dict[str, Any]) -> bool:
+    """Whether an item of a request stands for one that is stored."""
+    return item.get("type") == "item_reference" or item.keys() <= _REFERENCE
 
-    def __init__(self, owner: Owner, shown: dict[str, str] | None = None) -> None:
-        self._seal = owner.seal
+
+class Sealing:
+    """Seals the ids in the answer to one request."""
+
+    def __init__(self, owner: Owner, shown: dict[str, str] | None = None, hint: str = "") -> None:
+        """``shown``: the ids that the request named, by the backend's; ``hint``: of the backend that answers."""
+        self._owner = owner
         self._shown = shown or {}
+        self._hint = hint
+
+    def answered_by(self, backend: str) -> None:
+        """The answer begins. One that another backend continues keeps its ids."""
+        self._hint = self._owner.hint_of(backend)
+
+    def _seal(self, given: str) -> str:
+        return self._shown.get(given) or self._owner.seal(given, self._hint)
 
     def whole(self, status: int, body: bytes) -> bytes:
         """Return the body of an answer as the client sees it; in an error the ids are a part of its text."""
@@ -130,7 +148,7 @@ class Sealing:
 
 def sealing_of(owner: Owner, asked: Asked, before: Asked) -> Sealing | None:
     """Return what seals the answer to a request, which was ``before`` until it was opened; None: nothing is sealed."""
-    if asked.path not in _NAMING or not owner.seals:
+    if asked.path not in NAMING_PATHS or not owner.seals:
         return None
     given, shown = asked.body.get("previous_response_id"), before.body.get("previous_response_id")
     is_named = isinstance(given, str) and isinstance(shown, str) and bool(given)

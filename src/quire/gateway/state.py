@@ -25,11 +25,12 @@ from quire.gateway.filters import About, Filters
 from quire.gateway.fleet import Backend, Fleet
 from quire.gateway.health import Poller
 from quire.gateway.hedging import Hedging
+from quire.gateway.holders import Holders
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.migrate import SEED_BITS, Continuation
 from quire.gateway.model_pool import ModelPool
 from quire.gateway.ownership import Tenancy
-from quire.gateway.placing import Owners, Placing
+from quire.gateway.placing import Placing
 from quire.gateway.prefix_index import TICKS_TO_LIVE
 from quire.gateway.promises import Promises
 from quire.gateway.regions import Regions
@@ -60,7 +61,7 @@ class GatewayState:
     poller: Poller
     discovery: Discovery
     budget: RetryBudget
-    owners: Owners
+    holders: Holders
     promises: Promises
     tenancy: Tenancy
     salts: Salts
@@ -252,7 +253,7 @@ def make_state(
         of_text=True,
     )
     fleet = Fleet(router, config.health, random, tuple(model.name for model in pool or ()))
-    owners, tenancy = Owners(), Tenancy(config.server, now)
+    tenancy = Tenancy(config.server, now)
     poller, salts = Poller(fleet, random, now), Salts(tenancy)
     poller.on_owners = salts.listed
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
@@ -268,7 +269,6 @@ def make_state(
         placing=Placing(
             fleet,
             router,
-            owners,
             routing.piece_bytes,
             now,
             lambda exchange, model: pays(exchange, model, config.retries, budget),
@@ -277,7 +277,7 @@ def make_state(
         poller=poller,
         discovery=Discovery(fleet, poller, config.backends, now),
         budget=budget,
-        owners=owners,
+        holders=Holders(fleet),
         promises=Promises(now),
         tenancy=tenancy,
         salts=salts,

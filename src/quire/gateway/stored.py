@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from urllib.parse import quote
 
+from aiohttp import ClientResponse
 from starlette.types import Receive, Scope, Send
 
+from quire.gateway.exchange import Exchange
 from quire.gateway.filtering import Filtering
 from quire.gateway.filters import About
 from quire.gateway.fleet import Backend
 from quire.gateway.headers import to_backend
+from quire.gateway.patience import lasting
 from quire.gateway.sealed import RESPONSES, Sealing, not_stored
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, Whole, closing, failures, read_whole
@@ -22,35 +24,35 @@ from quire.http.refusals import Refusal
 
 
 class StoredProxy:
-    """ASGI: GET, DELETE and cancel of one response. Where the owner is not known, every backend is asked."""
+    """ASGI: GET, DELETE and cancel of one response, at the backend that holds it; see `Holders`."""
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant, shown = self._state.tenancy.owner(), scope["path_params"]["response_id"]
-        response_id = tenant.open(shown)
+        state, shown = self._state, scope["path_params"]["response_id"]
+        tenant = state.tenancy.owner()
+        response_id, hint = tenant.open(shown), tenant.hint_in(shown)
         if response_id is None:
             raise not_stored(shown)
-        owner = self._state.owners.get(response_id)
-        backends = [b for b in self._state.fleet if b.is_ready and owner in (None, b.name)]
+        likely, others = state.holders.likely(response_id, tenant, hint)
         whole: Whole | None = None
-        for backend in backends:
+        silent = set(likely)  # those that should hold it and have not answered
+        for backend in (b for b in (*likely, *others) if b.is_ready):
             try:
-                whole = await self._ask(scope, backend, _path_of(scope, response_id))
+                whole = await _ask(state, scope, backend, _path_of(scope, response_id))
             except BackendFailed:
                 continue
+            silent.discard(backend)
             if whole.status != 404:
                 break
-        if whole is None:
+        if whole is None or (whole.status == 404 and silent):
             refusal = Refusal(503, "No backend that may hold the response answers now.", code="no_backend")
             await send_json(send, refusal.status, refusal.body(), [(b"retry-after", b"1")])
             return
         if tenant.seals:
-            sealing, kind = (
-                Sealing(tenant, {response_id: shown}),
-                dict(whole.headers).get(b"content-type", b""),
-            )
+            sealing = Sealing(tenant, {response_id: shown}, hint)
+            kind = dict(whole.headers).get(b"content-type", b"")
             is_stream = kind.startswith(b"text/event-stream")
             body = sealing.frames(whole.body) if is_stream else sealing.whole(whole.status, whole.body)
             whole = replace(whole, body=body)
@@ -74,28 +76,55 @@ class StoredProxy:
             return stream
         return await filtering.whole(whole.body)
 
-    async def _ask(self, scope: Scope, backend: Backend, path: str) -> Whole:
-        config = self._state.config
-        headers = to_backend(
-            scope,
-            request_id_of(scope),
-            backend.args.api_key,
-            pass_keys=not config.server.checks_keys,
-            trace_id=self._state.new_id(),
-        )
-        owner, gateway_key = key_of(scope), self._state.key_of(backend)
-        if (
-            gateway_key is not None and backend.fingerprints and owner is not None
-        ):  # replicas keep tenants apart
-            account = Account(self._state.new_id(), owner.tenant, owner.name, owner.weight)
-            headers += [("x-quire-gateway-key", gateway_key), *account.headers()]
-        query = scope["query_string"].decode("latin-1")
-        url = f"{backend.url}{path}{'?' + query if query else ''}"
-        with failures():
-            async with asyncio.timeout(config.timeouts.total_s):
-                response = await self._state.upstream.open(scope["method"], url, headers, None)
-                with closing(response):
-                    return await read_whole(response, config.server.max_answer_mib << 20)
+
+async def holder_of(state: GatewayState, exchange: Exchange) -> str | None:
+    """Return the one backend that can take a request, as `Holders.find`."""
+
+    async def has(backend: Backend, response_id: str) -> bool:
+        try:
+            with failures():
+                async with lasting(state.config.health.timeout_s):
+                    response = await _open(state, exchange.scope, "GET", backend, _path_at(response_id))
+                    with closing(response):
+                        return response.status == 200
+        except BackendFailed:
+            return False
+
+    return await state.holders.find(exchange, state.tenancy.owner(), has)
+
+
+async def _ask(state: GatewayState, scope: Scope, backend: Backend, path: str) -> Whole:
+    query = scope["query_string"].decode("latin-1")
+    config = state.config
+    with failures():
+        async with lasting(config.timeouts.total_s):
+            response = await _open(
+                state, scope, scope["method"], backend, f"{path}{'?' + query if query else ''}"
+            )
+            with closing(response):
+                return await read_whole(response, config.server.max_answer_mib << 20)
+
+
+async def _open(
+    state: GatewayState, scope: Scope, method: str, backend: Backend, path: str
+) -> ClientResponse:
+    """Ask a backend for what it stores for the client of ``scope``; the caller closes the answer."""
+    headers = to_backend(
+        scope,
+        request_id_of(scope),
+        backend.args.api_key,
+        pass_keys=not state.config.server.checks_keys,
+        trace_id=state.new_id(),
+    )
+    owner, gateway_key = key_of(scope), state.key_of(backend)
+    if gateway_key is not None and backend.fingerprints and owner is not None:  # replicas keep tenants apart
+        account = Account(state.new_id(), owner.tenant, owner.name, owner.weight)
+        headers += [("x-quire-gateway-key", gateway_key), *account.headers()]
+    return await state.upstream.open(method, backend.url + path, headers, None)
+
+
+def _path_at(response_id: str) -> str:
+    return f"{RESPONSES}/{quote(response_id, safe='')}"
 
 
 def _path_of(scope: Scope, response_id: str) -> str:
@@ -103,4 +132,5 @@ def _path_of(scope: Scope, response_id: str) -> str:
     shown, raw = scope["path_params"]["response_id"], scope["raw_path"].decode("latin-1")
     if response_id == shown:
         return str(raw)
-    return f"{RESPONSES}/{quote(response_id, safe='')}{scope['path'].removeprefix(f'{RESPONSES}/{shown}')}"
+    rest: str = scope["path"].removeprefix(f"{RESPONSES}/{shown}")
+    return _path_at(response_id) + rest
