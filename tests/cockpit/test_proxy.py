@@ -1,11 +1,19 @@
-"""The page's proxy in the API process, without the page."""
+"""Bodies that are sent to the page: at the proxy in the API process, and in the page's own process."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import zlib
 from typing import Any
 
+import aiohttp
+import pytest
+
+from quire.cockpit.bodies import MAX_BODY_BYTES, PlainBodies
 from quire.cockpit.process import PageProxy
+
+BODY = b"40" * 1000
 
 
 class UpProcess:
@@ -36,3 +44,74 @@ def test_a_large_body_for_the_page_is_refused_unread() -> None:
     asyncio.run(PageProxy(app, UpProcess())(scope, receive, send))  # type: ignore[arg-type]
     assert sent[0]["status"] == 413
     assert received == 4
+
+
+class Page:
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[dict[bytes, bytes], bytes]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        self.seen.append((dict(scope["headers"]), message["body"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def status_of(page: Page, coding: bytes, body: bytes) -> int:
+    """Send a body that is coded so to the page's own process."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-encoding", coding), (b"content-length", str(len(body)).encode())]
+    scope = {"type": "http", "method": "POST", "path": "/_nicegui_ws/socket.io/", "headers": headers}
+    asyncio.run(PlainBodies(page)(scope, receive, send))
+    return int(sent[0]["status"])
+
+
+@pytest.mark.parametrize(("coding", "code"), [(b"gzip", gzip.compress), (b"deflate", zlib.compress)])
+def test_a_coded_body_reaches_the_page_decoded(coding: bytes, code: Any) -> None:
+    page = Page()
+    assert status_of(page, coding, code(BODY)) == 200
+    assert page.seen == [({b"content-length": b"2000"}, BODY)]
+
+
+@pytest.mark.parametrize(
+    ("coding", "body", "status"),
+    [
+        (b"br", b"x", 415),
+        (b"gzip", b"no gzip", 400),
+        (b"gzip", gzip.compress(bytes(MAX_BODY_BYTES + 1)), 413),
+    ],
+)
+def test_other_codings_and_large_bodies_are_refused(coding: bytes, body: bytes, status: int) -> None:
+    page = Page()
+    assert status_of(page, coding, body) == status
+    assert page.seen == []
+
+
+def test_the_proxy_hands_a_coded_body_on_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Client:
+        async def request(self, method: str, url: str, **options: Any) -> Any:
+            asked.append((dict(options["headers"]), options["data"]))
+            raise aiohttp.ClientError
+
+    async def app(*_: object) -> None: ...
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": gzip.compress(BODY), "more_body": False}
+
+    proxy = PageProxy(app, UpProcess())  # type: ignore[arg-type]
+    monkeypatch.setattr(proxy, "_client", Client)
+    headers = [(b"content-encoding", b"gzip"), (b"accept", b"*/*")]
+    scope = {"type": "http", "method": "POST", "path": "/cockpit/x", "headers": headers, "query_string": b""}
+    asyncio.run(proxy(scope, receive, app))  # type: ignore[arg-type]
+    assert asked == [({"accept": "*/*"}, BODY)]

@@ -3,6 +3,7 @@
 process   the server's side: starts the page's process, and hands `/` and the page's paths to it
 app       the page's process: NiceGUI on a socket
 watched   the client of the watched server: models, answers, the live feed, the admin surface
+bodies    what is sent to the page, decoded and limited
 frame     header, login, navigation
 chat live forms learn     the pages
 

@@ -17,6 +17,7 @@ from nicegui import app as page_app
 from nicegui import binding, ui
 from setproctitle import setproctitle
 
+from quire.cockpit.bodies import PlainBodies
 from quire.cockpit.forms import Commands
 from quire.cockpit.frame import show_frame
 from quire.cockpit.visitors import Visitors
@@ -67,6 +68,7 @@ def page_application(watched: Watched, rules: BrowserRules | None = None) -> Fas
         reconnect_timeout=10.0,
         show_welcome_message=False,
     )
+    application.add_middleware(PlainBodies)
     if rules is not None:
         application.add_middleware(BrowserGuard, rules=rules)
     return application

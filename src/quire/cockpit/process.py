@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.cockpit.bodies import read_body
 from quire.executor.child_process import child_environment
 from quire.metrics.log import Log
 
@@ -36,6 +37,7 @@ _OF_A_HOP = {
     "trailer",
     "host",
 }
+_DECODED = {"content-encoding"}  # of a request, whose body is handed on as it was before
 _HANDSHAKE = {
     "sec-websocket-key",
     "sec-websocket-version",
@@ -44,7 +46,6 @@ _HANDSHAKE = {
 }
 _START_S, _LOOK_S = 30.0, 0.1
 _MAX_MESSAGE_BYTES = 16 << 20
-_MAX_BODY_BYTES = 1 << 20  # the page sends what it has over its WebSocket
 log = Log("server")
 
 
@@ -141,18 +142,9 @@ class PageProxy:
         return self._session
 
     async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if len(body) > _MAX_BODY_BYTES:
-                await send({"type": "http.response.start", "status": 413, "headers": []})
-                await send({"type": "http.response.body", "body": b""})
-                return
-            if not message.get("more_body", False):
-                break
+        body = await read_body(scope, receive, send)
+        if body is None:
+            return
         try:
             answer = await self._client().request(
                 scope["method"],
@@ -223,5 +215,5 @@ def _headers(scope: Scope) -> Any:
     return [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in scope["headers"]
-        if name.decode("latin-1") not in _OF_A_HOP | _HANDSHAKE
+        if name.decode("latin-1") not in _OF_A_HOP | _HANDSHAKE | _DECODED
     ]
