@@ -6,6 +6,7 @@ process knows beside it:
     model      served names, context, block size, SLO
     latency    of TTFT, ITL and TPOT: {bounds, counts} since the start, in seconds
     answers    [path, status, count]
+    restarts, memory_bytes    of the engine; of all processes of the server
 
 The engine is asked a few times a second, only while a reader listens, and less often where a reply takes it long: the
 replies take at most `MAX_SHARE` of its time. All readers get the same bytes.
@@ -26,6 +27,7 @@ from quire.api.state import ApiState
 from quire.engine.messages import TakeLive
 from quire.errors import QuireError
 from quire.http.edge import key_of
+from quire.http.memory import family_bytes
 from quire.http.refusals import HttpError, Refusal
 
 LIVE_PATH = "/engine/live"
@@ -48,6 +50,7 @@ class LiveFeed:
         self._state = state
         self._readers: set[asyncio.Queue[bytes]] = set()
         self._task: asyncio.Task[None] | None = None
+        self._memory_bytes, self._measure_s = 0, 0.0  # when it is due next
 
     async def show(self, request: Request) -> Response:
         """The stream. It has the requests of all tenants: where there are several, it is for operators.
@@ -104,8 +107,16 @@ class LiveFeed:
                 "slo": {} if slo is None else {"ttft": slo.ttft_s, "tpot": slo.tpot_s},
             },
             "latency": {key: {"bounds": each.bounds, "counts": each.counts} for key, each in found.items()},
+            "restarts": state.frontend.health().num_restarts,
+            "memory_bytes": self._memory(),
             "answers": [(path, status, count) for (path, status), count in state.metrics.responses.items()],
         }
+
+    def _memory(self) -> int:
+        """Return what the server's processes have in memory, as of a moment ago: asking takes a millisecond."""
+        if (now := self._state.now()) >= self._measure_s:
+            self._memory_bytes, self._measure_s = family_bytes(), now + BEAT_S
+        return self._memory_bytes
 
     def _tell(self, message: bytes) -> None:
         for queue in self._readers:

@@ -5,6 +5,8 @@ app       the page's process: NiceGUI on a socket
 watched   the client of the watched server: models, answers, the live feed, the admin surface
 bodies    what is sent to the page, decoded and limited
 frame     header, login, navigation
+presence  whether the watched server answers, and since when
+readings figures   what the live feed says in figures, and how they are written
 chat live forms learn     the pages
 
 The whole package needs the extra `cockpit`: without it, importing a module of it raises the ConfigError that says so.

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from setproctitle import setproctitle
 from quire.cockpit.bodies import PlainBodies
 from quire.cockpit.forms import Commands
 from quire.cockpit.frame import show_frame
+from quire.cockpit.presence import Presence
 from quire.cockpit.visitors import Visitors
 from quire.cockpit.watched import Watched
 from quire.http.browser_guard import BrowserGuard, BrowserRules
@@ -41,7 +43,7 @@ class Listen:
 
 def page_application(watched: Watched, rules: BrowserRules | None = None) -> FastAPI:
     """Return the page over one server or gateway; ``rules`` None: a server in front keeps foreign pages out."""
-    visitors = Visitors()
+    visitors, presence = Visitors(), Presence(watched, lambda: datetime.now(UTC).timestamp())
     binding.MAX_PROPAGATION_TIME = 1.0  # seconds; it would warn on any busy machine
 
     @asynccontextmanager
@@ -53,7 +55,7 @@ def page_application(watched: Watched, rules: BrowserRules | None = None) -> Fas
     page_app.add_static_files("/cockpit/static", STATIC)
 
     async def show() -> None:
-        await show_frame(watched, visitors.of(str(page_app.storage.browser["id"])))
+        await show_frame(watched, presence, visitors.of(str(page_app.storage.browser["id"])))
 
     ui.page("/")(show)
     ui.page("/cockpit/{rest:path}")(show)

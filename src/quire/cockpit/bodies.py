@@ -1,6 +1,6 @@
 """`read_body` and `PlainBodies`: what is sent to the page, decoded and limited as at the server and the gateway.
 
-The page sends what it has over its WebSocket. Bodies are left to the transport that a browser without one falls back to.
+The page sends what it has over its WebSocket. Bodies come by the transport that it falls back to.
 """
 
 from __future__ import annotations

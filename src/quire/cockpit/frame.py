@@ -13,6 +13,7 @@ from quire.cockpit.chat import show_chat
 from quire.cockpit.forms import show_plan, show_simulate
 from quire.cockpit.learn import show_learn, show_lessons
 from quire.cockpit.live import show_live
+from quire.cockpit.presence import LOOK_S, Presence, State
 from quire.cockpit.visitors import Visitor
 from quire.cockpit.watched import Failed, Watched
 
@@ -27,7 +28,14 @@ Show = Callable[[Watched, Visitor], Awaitable[None] | None]
 KEYS = "1 … 5 pages · / write · Esc stop · d light or dark"
 
 
-async def show_frame(watched: Watched, visitor: Visitor) -> None:
+class StateView(Element, component="state.js"):
+    """What the header says of the server."""
+
+    def show(self, state: State, names: str) -> None:
+        self.run_method("show", {**state.as_dict(), "names": names})
+
+
+async def show_frame(watched: Watched, presence: Presence, visitor: Visitor) -> None:
     """Build the page of one browser."""
     ui.add_head_html('<link rel="stylesheet" href="/cockpit/static/cockpit.css">')
     ui.colors(primary="#0b7d73")
@@ -38,7 +46,16 @@ async def show_frame(watched: Watched, visitor: Visitor) -> None:
         visitor.is_dark = not dark.value
         dark.value = visitor.is_dark
 
-    links = _header(watched, visitor, problem or ", ".join(names), turn, is_up=not problem)
+    links, state_view = _header(watched, visitor, turn)
+
+    async def look() -> None:
+        state = await presence.look()
+        if problem and problem != _NEEDS_KEY and not state.is_gone:
+            ui.navigate.reload()  # it is back, and this page was built without it
+        elif not state_view.is_deleted:
+            state_view.show(state, problem or ", ".join(names))
+
+    ui.timer(LOOK_S, look)
 
     def pressed(event: KeyEventArguments) -> None:
         if not event.action.keydown or event.modifiers.ctrl or event.modifiers.meta or event.modifiers.alt:
@@ -78,9 +95,9 @@ async def show_frame(watched: Watched, visitor: Visitor) -> None:
 
 
 def _header(
-    watched: Watched, visitor: Visitor, said: str, turn: Callable[[], None], *, is_up: bool
-) -> dict[str, Element]:
-    """Build the header; return the links of the pages by path."""
+    watched: Watched, visitor: Visitor, turn: Callable[[], None]
+) -> tuple[dict[str, Element], StateView]:
+    """Build the header; return the links of the pages by path, and what shows the server's state."""
     with ui.header(elevated=False).classes("qc-head"):
         with ui.element("div").classes("qc-brand"):
             ui.element("img").props('src="/cockpit/static/quire.svg" alt=""')
@@ -88,14 +105,12 @@ def _header(
         links: dict[str, Element] = {
             path: ui.link(name, path).classes("qc-nav") for name, path in PAGES.items()
         }
-        with ui.element("div").classes("qc-state").tooltip(f"{watched.url} · {KEYS}"):
-            ui.element("span").classes("qc-dot" if is_up else "qc-dot off")
-            ui.label(said).style("display:inline")
+        state_view = StateView().tooltip(f"{watched.url} · {KEYS}")
         ui.button(icon="contrast", on_click=turn).props('flat dense color=grey aria-label="Light or dark"')
         if visitor.key is not None:
             leave = ui.button(icon="logout", on_click=lambda: _leave(visitor))
             leave.props('flat dense color=grey aria-label="Log out"')
-    return links
+    return links, state_view
 
 
 _NEEDS_KEY = "a key is needed"

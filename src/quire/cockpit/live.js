@@ -1,79 +1,73 @@
 // What an engine does, from the messages of /engine/live (quire/scheduler/live.py says what their columns are).
-const WINDOW_S = 20, KEEP = 480, HISTOGRAMS = { ttft: "Time to first token", itl: "Inter-token latency", tpot: "Time per output token" };
+// Rates, latencies and alarms come computed, with each message (quire/cockpit/readings.py).
+const LANES_S = 20, SERIES_S = 120, LOST_MS = 6000;
+const HISTOGRAMS = { ttft: "Time to first token", itl: "Inter-token latency", tpot: "Time per output token" };
 const PARTS = [["plan_s", "schedule", "--good"], ["compute_s", "compute", "--decode"], ["draft_s", "drafts", "--draft"], ["apply_s", "apply", "--prefill"]];
 const si = (x) => (Number.isInteger(x) && x < 1e4 ? String(x) : x >= 1e6 ? (x / 1e6).toFixed(1) + "M" : x >= 1e4 ? (x / 1e3).toFixed(1) + "k" : x >= 100 ? x.toFixed(0) : x >= 10 ? x.toFixed(1) : x.toFixed(x ? 2 : 0));
-const sec = (s) => (s == null ? "–" : s >= 10 ? s.toFixed(0) + " s" : s >= 1 ? s.toFixed(1) + " s" : s >= 0.01 ? (1e3 * s).toFixed(0) + " ms" : (1e3 * s).toFixed(1) + " ms");
+const sec = (s) => (s >= 10 ? s.toFixed(0) + " s" : s >= 1 ? s.toFixed(1) + " s" : s >= 0.01 ? (1e3 * s).toFixed(0) + " ms" : (1e3 * s).toFixed(1) + " ms");
 const hue = (i) => (i * 137.508) % 360;
-
-// The value below which a share `q` of the counted observations lies, as Prometheus interpolates it.
-export function quantile(bounds, counts, q) {
-  const total = counts.reduce((a, b) => a + b, 0);
-  if (!total) return null;
-  let seen = 0;
-  for (let i = 0; i < counts.length; i++) {
-    if (seen + counts[i] >= q * total && counts[i]) {
-      if (i >= bounds.length) return bounds[bounds.length - 1];
-      const low = i ? bounds[i - 1] : 0;
-      return low + ((bounds[i] - low) * (q * total - seen)) / counts[i];
-    }
-    seen += counts[i];
-  }
-  return bounds[bounds.length - 1];
-}
+const clock = (ms) => new Date(ms).toLocaleTimeString();
 
 export default {
-  template: `<div class="ql" :data-messages="count" :data-tokens="generated">
+  template: `<div class="ql" :class="{gone: quietSaid}" :data-messages="count" :data-tokens="generated">
+    <div v-if="quietSaid" class="w12 qc-gone" role="alert">{{ quietSaid }}</div>
     <div v-if="note" class="w12 qc-note">{{ note }}</div>
-    <div class="tiles"><div v-for="t in tiles" class="tile"><b :class="{alarm: t.alarm}">{{ t.value }}</b><span>{{ t.name }}</span></div></div>
-    <section class="w12"><h3>Requests, the last {{ span }} s<em><i style="background:var(--wait)"></i>queued<i style="background:var(--prefill)"></i>prompt chunk<i style="background:var(--decode)"></i>decode<template v-if="drafting"><i style="background:var(--draft)"></i>accepted drafts</template><i style="background:var(--bad)"></i>preempted
-      <a href="#" @click.prevent="paused = !paused" style="margin-left:12px">{{ paused ? "continue" : "pause" }}</a></em></h3><canvas ref="lanes" style="height:300px" role="img" aria-label="time line of requests"></canvas></section>
-    <section class="w6"><h3>KV blocks<em>{{ blocksSaid }}<i style="background:var(--cached)"></i>cached<i style="background:var(--shared)"></i>shared<i style="background:hsl(210 60% 55%)"></i>one owner</em></h3><canvas ref="blocks" style="height:220px"></canvas></section>
-    <section class="w6"><h3>Prefix tree<em>{{ treeSaid }}</em></h3><canvas ref="tree" style="height:220px"></canvas></section>
-    <section v-for="(title, key) in titles" class="w4"><h3>{{ title }}<em :class="{alarm: (latency[key] || {}).alarm}">{{ (latency[key] || {}).said }}</em></h3><canvas :ref="'h_' + key" style="height:120px"></canvas></section>
-    <section class="w4"><h3>Tokens/s<em><i style="background:var(--decode)"></i>generated<i style="background:var(--prefill)"></i>prompt</em></h3><canvas ref="tokens" style="height:120px"></canvas></section>
-    <section class="w4"><h3>Batch<em><i style="background:var(--decode)"></i>running<i style="background:var(--wait)"></i>waiting</em></h3><canvas ref="batch" style="height:120px"></canvas></section>
-    <section class="w4"><h3>Step, ms<em><template v-for="p in parts"><i :style="{background: 'var(' + p[2] + ')'}"></i>{{ p[1] }}</template></em></h3><canvas ref="steps" style="height:120px"></canvas></section>
+    <div class="tiles"><div v-for="t in tiles" class="tile" :class="{over: t.alarm}"><b>{{ t.value }}</b><span>{{ t.name }}</span></div></div>
+    <section class="w12"><h2>Requests, the last {{ span }} s<em><i style="background:var(--wait)"></i>queued<i style="background:var(--prefill)"></i>prompt chunk<i style="background:var(--decode)"></i>decode<template v-if="drafting"><i style="background:var(--draft)"></i>accepted drafts</template><i style="background:var(--bad)"></i>preempted
+      <button type="button" class="qc-link" :aria-pressed="paused" @click="paused = !paused">{{ paused ? "continue" : "pause" }}</button></em></h2><canvas ref="lanes" style="height:300px" role="img" :aria-label="'Time line of requests: ' + lanesSaid"></canvas></section>
+    <section class="w6"><h2>KV blocks<em>{{ blocksSaid }}<i style="background:var(--cached)"></i>cached<i style="background:var(--shared)"></i>shared<i style="background:hsl(210 60% 55%)"></i>one owner</em></h2><canvas ref="blocks" style="height:220px" role="img" :aria-label="'KV blocks by owner: ' + blocksSaid"></canvas></section>
+    <section class="w6"><h2>Prefix tree<em>{{ treeSaid }}</em></h2><canvas ref="tree" style="height:220px" role="img" :aria-label="'Prefix tree: ' + treeSaid"></canvas></section>
+    <section v-for="(title, key) in titles" class="w4" :class="{over: (latency[key] || {}).is_over}" :data-panel="key"><h2>{{ title }}<em>{{ (latency[key] || {}).said }}</em></h2><canvas :ref="'h_' + key" style="height:120px" role="img" :aria-label="title + ': ' + (latency[key] || {}).said"></canvas></section>
+    <section class="w4"><h2>Tokens/s<em><i style="background:var(--decode)"></i>generated<i style="background:var(--prefill)"></i>prompt</em></h2><canvas ref="tokens" style="height:130px" role="img" aria-label="Tokens per second over the last two minutes"></canvas></section>
+    <section class="w4"><h2>Batch<em><i style="background:var(--decode)"></i>running<i style="background:var(--wait)"></i>waiting</em></h2><canvas ref="batch" style="height:130px" role="img" aria-label="Running and waiting sequences over the last two minutes"></canvas></section>
+    <section class="w4"><h2>Step, ms<em><template v-for="p in parts"><i :style="{background: 'var(' + p[2] + ')'}"></i>{{ p[1] }}</template></em></h2><canvas ref="steps" style="height:130px" role="img" aria-label="Time of a step by its parts over the last two minutes"></canvas></section>
   </div>`,
-  data: () => ({ count: 0, generated: 0, note: "", tiles: [], paused: false, drafting: false, span: WINDOW_S, blocksSaid: "", treeSaid: "", latency: {}, titles: HISTOGRAMS, parts: PARTS.filter((p) => p[0] !== "draft_s") }),
+  data: () => ({ count: 0, generated: 0, note: "", quietSaid: "", tiles: [], paused: false, drafting: false, span: LANES_S, lanesSaid: "", blocksSaid: "", treeSaid: "", latency: {}, titles: HISTOGRAMS, parts: PARTS.filter((p) => p[0] !== "draft_s") }),
   created() {
-    Object.assign(this, { rows: new Map(), points: [], at: 0, offset: 0, last: null, first: null, tree_: [] });
+    Object.assign(this, { rows: new Map(), points: [], at: 0, offset: 0, last: null, heard: 0, tree_: [] });
   },
   mounted() {
     const draw = (t) => {
-      if (t - this.at > 90 && !this.paused && !document.hidden && this.last) {
+      if (t - this.at > 90 && !this.paused && !document.hidden && this.last && !this.quietSaid) {
         this.at = t;
         this.drawLanes();
       }
       this.frame = requestAnimationFrame(draw);
     };
     this.frame = requestAnimationFrame(draw);
+    // The process of the page may be gone with the server: then nobody says so.
+    this.watch = setInterval(() => { if (this.heard && Date.now() - this.heard > LOST_MS) this.quiet("Nothing comes from the page's process."); }, 1000);
     this.resized = new ResizeObserver(() => this.last && this.drawAll());
     this.resized.observe(this.$el);
   },
   beforeUnmount() {
     cancelAnimationFrame(this.frame);
+    clearInterval(this.watch);
     this.resized.disconnect();
   },
   methods: {
     say(text) { this.note = text; },
-    push(text) {
-      const m = JSON.parse(text), before = this.last;
-      this.note = "";
-      if (before && m.t < before.t) { this.rows.clear(); this.points = []; this.first = null; } // the engine started again
-      this.first ??= m;
+    quiet(text) {
+      if (this.quietSaid) return;
+      this.quietSaid = this.count ? `No news since ${clock(this.news)}: the figures below are of that time. ${text}` : text;
+    },
+    push(text, reading) {
+      const m = JSON.parse(text);
+      if (reading.is_new) { this.rows.clear(); this.points = []; }
+      this.note = this.quietSaid = "";
+      this.heard = this.news = Date.now();
       this.last = m;
       this.count++;
       this.offset = performance.now() / 1e3 - m.t;
       if (m.tree) this.tree_ = m.tree;
       this.follow(m);
-      const g = m.gauges, b = before && before.t <= m.t ? before.gauges : g, dt = Math.max(1e-3, m.t - m.since);
-      this.generated = g.num_generated_tokens;
-      if (this.count > 1) {
-        this.points.push({ t: m.t, made: Math.max(0, g.num_generated_tokens - b.num_generated_tokens) / dt, prompt: m.steps.prompt_tokens / dt, running: g.num_running, waiting: g.num_waiting, steps: m.steps, drafts: g.num_draft_tokens, accepted: g.num_accepted_tokens });
-        if (this.points.length > KEEP) this.points.shift();
-      }
-      this.drafting ||= g.num_draft_tokens > 0;
+      this.generated = m.gauges.num_generated_tokens;
+      this.tiles = reading.tiles;
+      this.latency = reading.latency;
+      this.drafting = reading.drafting;
       if (this.drafting) this.parts = PARTS;
+      if (reading.point) this.points.push(reading.point);
+      while (this.points.length && this.points[0].t < m.t - SERIES_S) this.points.shift();
       if (!this.paused && !document.hidden) this.drawAll();
     },
     follow(m) {
@@ -96,8 +90,8 @@ export default {
       for (const [id, a, b, n, drafts, accepted] of m.decodes) this.extend(row(id), "decode", a, b, n, drafts, accepted);
       for (const [id, r] of this.rows) {
         if (!live.has(id) && !r.end) r.end = Math.max(...r.segs.map((s) => s.b), r.seen);
-        while (r.segs.length && r.segs[0].b < m.t - 3 * WINDOW_S) r.segs.shift();
-        if (r.end && r.end < m.t - WINDOW_S) this.rows.delete(id);
+        while (r.segs.length && r.segs[0].b < m.t - 3 * LANES_S) r.segs.shift();
+        if (r.end && r.end < m.t - LANES_S) this.rows.delete(id);
       }
     },
     extend(r, k, a, b, n = 0, drafts = 0, accepted = 0) {
@@ -117,42 +111,19 @@ export default {
       return { c, w, h, ink: (v) => style.getPropertyValue(v).trim() };
     },
     drawAll() {
-      this.drawTiles();
       this.drawLanes();
       this.drawBlocks();
       this.drawTree();
-      for (const key in HISTOGRAMS) this.drawHistogram(key);
+      const range = this.latencyRange();
+      for (const key in HISTOGRAMS) this.drawHistogram(key, range);
       this.drawSeries("tokens", [["made", "--decode"], ["prompt", "--prefill"]]);
       this.drawSeries("batch", [["running", "--decode"], ["waiting", "--wait"]], this.last.limits.max_num_seqs);
       this.drawSteps();
     },
-    drawTiles() {
-      const m = this.last, g = m.gauges, f = this.first.gauges, late = this.points.slice(-8);
-      const mean = (get) => (late.length ? late.reduce((a, p) => a + get(p), 0) / late.length : 0);
-      const steps = late.reduce((a, p) => a + p.steps.count, 0), used = late.reduce((a, p) => a + PARTS.reduce((s, [k]) => s + p.steps[k], 0), 0);
-      const held = g.num_blocks - g.num_free_blocks - g.num_idle_blocks, per = (a, b) => (b > 0 ? ((100 * a) / b).toFixed(0) + " %" : "–");
-      const asked = g.num_prompt_tokens - f.num_prompt_tokens, hit = g.num_cached_tokens - f.num_cached_tokens;
-      this.tiles = [
-        { name: "generated tokens/s", value: si(mean((p) => p.made)) },
-        { name: "prompt tokens/s", value: si(mean((p) => p.prompt)) },
-        { name: `running of ${m.limits.max_num_seqs}`, value: g.num_running },
-        { name: "waiting", value: g.num_waiting },
-        { name: "KV blocks in use", value: held / g.num_blocks < 0.1 ? ((100 * held) / g.num_blocks).toFixed(1) + " %" : per(held, g.num_blocks) },
-        { name: asked > 0 ? "of prompts cached" : "of prompts cached, since start", value: asked > 0 ? per(hit, asked) : per(g.num_cached_tokens, g.num_prompt_tokens) },
-        { name: "a step", value: steps ? sec(used / steps) : "–" },
-      ];
-      if (this.drafting) {
-        const first = this.points[0] || { drafts: 0, accepted: 0 }, tried = g.num_draft_tokens - first.drafts;
-        this.tiles.push({ name: "drafts accepted", value: tried > 0 ? per(g.num_accepted_tokens - first.accepted, tried) : per(g.num_accepted_tokens, g.num_draft_tokens) });
-      }
-      if (g.num_preemptions) this.tiles.push({ name: "preemptions", value: si(g.num_preemptions), alarm: g.num_preemptions > f.num_preemptions });
-      if (g.num_refused) this.tiles.push({ name: "refused", value: si(g.num_refused), alarm: g.num_refused > f.num_refused });
-      if (g.num_loaded_blocks + g.num_stored_blocks) this.tiles.push({ name: "blocks from / to tiers", value: si(g.num_loaded_blocks) + " / " + si(g.num_stored_blocks) });
-    },
     drawLanes() {
       const p = this.pen("lanes");
       if (!p) return;
-      const { c, w, h, ink } = p, now = performance.now() / 1e3 - this.offset - 0.25, from = now - WINDOW_S;
+      const { c, w, h, ink } = p, now = performance.now() / 1e3 - this.offset - 0.25, from = now - LANES_S;
       const rows = [...this.rows.values()].filter((r) => (r.end || now) >= from).sort((a, b) => a.id - b.id), free = [];
       for (const r of rows) { // the lowest lane that is free by then
         const start = r.segs.length ? r.segs[0].a : r.seen, end = r.end || Infinity;
@@ -162,10 +133,10 @@ export default {
         r.lane = lane;
       }
       const room = h - 16, high = Math.min(20, Math.max(3, Math.floor(room / Math.max(1, free.length)))), most = Math.floor(room / high), shown = rows.filter((r) => r.lane < most), names = 0;
-      const x = (t) => names + ((w - names) * (t - from)) / WINDOW_S;
+      const x = (t) => names + ((w - names) * (t - from)) / LANES_S;
       c.strokeStyle = ink("--line");
       c.fillStyle = ink("--soft");
-      for (let s = 0; s <= WINDOW_S; s += 5) {
+      for (let s = 0; s <= LANES_S; s += 5) {
         const at = x(now - s);
         c.beginPath(); c.moveTo(at, 0); c.lineTo(at, room); c.stroke();
         c.textAlign = s === 0 ? "right" : "center";
@@ -187,6 +158,7 @@ export default {
       if (rows.length > shown.length) { c.fillStyle = ink("--soft"); c.textAlign = "left"; c.fillText(`${rows.length - shown.length} more are not drawn`, 4, h - 3); }
       if (!rows.length) { c.fillStyle = ink("--soft"); c.textAlign = "center"; c.fillText("no requests: send one in Chat, or by curl", w / 2, room / 2); }
       this.$el.dataset.rows = rows.length;
+      this.lanesSaid = `${rows.length} requests`;
     },
     drawBlocks() {
       const p = this.pen("blocks"), m = this.last, g = m.gauges;
@@ -226,40 +198,56 @@ export default {
       let top = 2;
       for (const n of roots) { place(n, top); top += unit * n.leaves; }
     },
-    drawHistogram(key) {
-      const p = this.pen("h_" + key), now = this.last.latency[key], base = this.first.latency[key].counts;
-      if (!p) return;
-      let counts = now.counts.map((x, i) => x - base[i]), since = "";
-      if (!counts.some((x) => x)) { counts = now.counts; since = ", since start"; }
-      const { c, w, h, ink } = p, b = now.bounds, [p50, p90, p99] = [0.5, 0.9, 0.99].map((q) => quantile(b, counts, q)), n = counts.reduce((a, x) => a + x, 0);
-      const wide = n >= 20 && p99 > 10 * p50, slo = this.last.model.slo[key === "itl" ? "tpot" : key];
-      this.latency[key] = { said: n ? `p50 ${sec(p50)} · p90 ${sec(p90)} · p99 ${sec(p99)}${wide ? ` · p99 is ${(p99 / p50).toFixed(0)} × p50` : ""}${since}` : "no request yet", alarm: wide };
-      const used = counts.map((x, i) => (x ? i : -1)).filter((i) => i >= 0), low = Math.max(0, (used[0] ?? 3) - 2), high = Math.min(b.length, (used[used.length - 1] ?? 10) + 2);
-      const step = w / (high - low + 1), top = Math.max(1, ...counts), room = h - 16;
-      for (let i = low; i <= high; i++) {
-        const tall = (room * counts[i]) / top;
-        c.fillStyle = slo && b[i - 1] >= slo ? ink("--bad") : ink("--decode");
-        c.fillRect((i - low) * step + 1, room - tall, step - 2, tall);
-        c.fillStyle = ink("--soft");
-        c.textAlign = "center";
-        if ((i - low) % Math.ceil(46 / step) === 0) c.fillText(i < b.length ? sec(b[i]) : ">", (i - low + 0.5) * step, h - 3);
+    // One axis of time, in powers of ten, for the three latencies: what all their bars need.
+    latencyRange() {
+      let low = Infinity, high = 0;
+      for (const key in HISTOGRAMS) {
+        const b = this.last.latency[key].bounds, { counts, slo } = this.latency[key];
+        counts.forEach((n, i) => { if (n) { low = Math.min(low, b[i - 1] ?? b[0] / 2); high = Math.max(high, b[i] ?? 2 * b[b.length - 1]); } });
+        if (slo && high) { low = Math.min(low, slo / 1.5); high = Math.max(high, 1.5 * slo); }
       }
-      const x = (v) => { let i = b.findIndex((bound) => bound >= v); if (i < 0) i = b.length; const from = i ? b[i - 1] : 0, to = b[i] ?? 2 * from; return (i - low + (v - from) / (to - from)) * step; };
-      for (const [v, ink_] of [[p50, "--ink"], [p99, "--prefill"], [slo, "--bad"]]) if (v && n) { c.strokeStyle = ink(ink_); c.setLineDash(ink_ === "--bad" ? [] : [3, 3]); c.beginPath(); c.moveTo(x(v), 0); c.lineTo(x(v), room); c.stroke(); c.setLineDash([]); }
+      return high ? [low, high] : [1e-3, 1];
     },
-    axis(p, most, text) {
-      const { c, w, h, ink } = p;
+    drawHistogram(key, [low, high]) {
+      const p = this.pen("h_" + key), { counts, p50, p99, slo } = this.latency[key];
+      if (!p) return;
+      const { c, w, h, ink } = p, b = this.last.latency[key].bounds, room = h - 16, top = Math.max(1, ...counts);
+      const x = (v) => (w * Math.log(Math.max(v, low) / low)) / Math.log(high / low);
       c.strokeStyle = ink("--line");
-      for (const share of [0.5, 1]) { const y = h - 4 - (h - 18) * share; c.beginPath(); c.moveTo(0, y); c.lineTo(w, y); c.stroke(); c.fillStyle = ink("--soft"); c.textAlign = "left"; c.fillText(text(most * share), 2, y - 3); }
-      return [(i) => w - (w * (this.points.length - 1 - i)) / Math.max(60, this.points.length - 1), (v) => h - 4 - ((h - 18) * v) / most];
+      for (let e = Math.ceil(Math.log10(low)); 10 ** e <= high; e++) {
+        const at = x(10 ** e);
+        c.beginPath(); c.moveTo(at, 0); c.lineTo(at, room); c.stroke();
+        c.fillStyle = ink("--soft");
+        c.textAlign = at < 20 ? "left" : at > w - 20 ? "right" : "center";
+        c.fillText(sec(10 ** e), at, h - 3);
+      }
+      counts.forEach((n, i) => {
+        if (!n) return;
+        const from = x(b[i - 1] ?? low), to = x(b[i] ?? high), tall = (room * n) / top;
+        c.fillStyle = slo && b[i - 1] >= slo ? ink("--bad") : ink("--decode");
+        c.fillRect(from, room - tall, Math.max(1, to - from - 1), tall);
+      });
+      for (const [v, colour] of [[p50, "--ink"], [p99, "--prefill"], [slo, "--bad"]]) {
+        if (!v) continue;
+        c.strokeStyle = ink(colour); c.setLineDash(colour === "--bad" ? [] : [3, 3]);
+        c.beginPath(); c.moveTo(x(v), 0); c.lineTo(x(v), room); c.stroke(); c.setLineDash([]);
+      }
+    },
+    // The axes of the three series: one axis of time for all, and y up to `most`.
+    axes(p, most, text) {
+      const { c, w, h, ink } = p, foot = h - 16, x = (t) => w - (w * (this.last.t - t)) / SERIES_S, y = (v) => foot - ((foot - 14) * v) / most;
+      c.strokeStyle = ink("--line"); c.fillStyle = ink("--soft");
+      for (const share of [0, 0.5, 1]) { c.beginPath(); c.moveTo(0, y(share * most)); c.lineTo(w, y(share * most)); c.stroke(); c.textAlign = "left"; if (share) c.fillText(text(share * most), 2, y(share * most) - 3); }
+      for (let s = 0; s <= SERIES_S; s += 30) { c.textAlign = s === 0 ? "right" : s === SERIES_S ? "left" : "center"; c.fillText(s ? `−${s} s` : "now", x(this.last.t - s), h - 3); }
+      return [x, y];
     },
     drawSeries(name, series, limit) {
       const p = this.pen(name);
       if (!p) return;
-      const most = Math.max(1, ...series.flatMap(([key]) => this.points.map((q) => q[key]))), [x, y] = this.axis(p, most, si);
+      const most = Math.max(1, ...series.flatMap(([key]) => this.points.map((q) => q[key]))), [x, y] = this.axes(p, most, si);
       for (const [key, colour] of series) {
         p.c.strokeStyle = p.ink(colour); p.c.lineWidth = 1.5; p.c.beginPath();
-        this.points.forEach((q, i) => p.c[i ? "lineTo" : "moveTo"](x(i), y(q[key])));
+        this.points.forEach((q, i) => { const before = this.points[i - 1]; p.c[before && q.t - q.seconds - before.t < 0.5 ? "lineTo" : "moveTo"](x(q.t), y(q[key])); });
         p.c.stroke();
       }
       if (limit && limit <= 1.5 * most) { p.c.strokeStyle = p.ink("--bad"); p.c.setLineDash([4, 3]); p.c.beginPath(); p.c.moveTo(0, y(limit)); p.c.lineTo(p.w, y(limit)); p.c.stroke(); p.c.setLineDash([]); }
@@ -267,9 +255,12 @@ export default {
     drawSteps() {
       const p = this.pen("steps");
       if (!p) return;
-      const each = this.points.map((q) => PARTS.map(([key]) => (q.steps.count ? (1e3 * q.steps[key]) / q.steps.count : 0))), most = Math.max(0.1, ...each.map((v) => v.reduce((a, b) => a + b, 0))), [x, y] = this.axis(p, most, (v) => si(v));
-      const wide = Math.max(1, x(1) - x(0));
-      each.forEach((v, i) => { let sum = 0; v.forEach((ms, k) => { p.c.fillStyle = p.ink(PARTS[k][2]); p.c.fillRect(x(i) - wide, y(sum + ms), wide + 0.3, y(sum) - y(sum + ms)); sum += ms; }); });
+      const each = this.points.map((q) => PARTS.map(([key]) => (q.steps.count ? (1e3 * q.steps[key]) / q.steps.count : 0))), most = Math.max(0.1, ...each.map((v) => v.reduce((a, b) => a + b, 0))), [x, y] = this.axes(p, most, si);
+      each.forEach((v, i) => {
+        const q = this.points[i], left = x(q.t - q.seconds);
+        let sum = 0;
+        v.forEach((ms, k) => { p.c.fillStyle = p.ink(PARTS[k][2]); p.c.fillRect(left, y(sum + ms), x(q.t) - left + 0.3, y(sum) - y(sum + ms)); sum += ms; });
+      });
     },
   },
 };

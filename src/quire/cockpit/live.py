@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from nicegui import background_tasks, ui
 from nicegui.element import Element
 
 from quire.cockpit.operate import show_gateway, show_operate
+from quire.cockpit.readings import Readings
 from quire.cockpit.visitors import Visitor
 from quire.cockpit.watched import Failed, Watched
 
@@ -17,11 +19,15 @@ _AGAIN_S = 1.0
 class LivePicture(Element, component="live.js"):
     """The picture in the browser."""
 
-    def push(self, message: str) -> None:
-        self.run_method("push", message)
+    def push(self, message: str, reading: dict[str, Any]) -> None:
+        self.run_method("push", message, reading)
 
     def say(self, text: str) -> None:
         self.run_method("say", text)
+
+    def quiet(self, text: str) -> None:
+        """Show the figures as old: in grey, with the time that they are of."""
+        self.run_method("quiet", text)
 
 
 async def show_live(watched: Watched, visitor: Visitor) -> None:
@@ -57,6 +63,7 @@ async def _replicas(watched: Watched, visitor: Visitor) -> dict[str, str]:
 
 
 async def _follow(picture: LivePicture, watched: Watched, visitor: Visitor, url: str | None) -> None:
+    readings = Readings()
     while not picture.is_deleted:
         if picture.client.has_socket_connection:
             try:
@@ -65,12 +72,15 @@ async def _follow(picture: LivePicture, watched: Watched, visitor: Visitor, url:
                     async for message in stream:
                         if picture.is_deleted or not picture.client.has_socket_connection:
                             break
-                        picture.push(message)
+                        if message:
+                            picture.push(message, readings.take(message))
+                        else:
+                            picture.quiet("The engine does not answer.")
                 finally:
                     await stream.aclose()
             except Failed as error:
                 if error.status == 404:
                     picture.say("This server has no live feed.")
                     return
-                picture.say(str(error))
+                picture.quiet(str(error))
         await asyncio.sleep(_AGAIN_S)

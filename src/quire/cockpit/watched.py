@@ -11,6 +11,8 @@ import msgspec
 
 _MAX_EVENT_BYTES = 4 << 20
 _TIMEOUT_S = 10.0
+_READY_S = 4.0
+_SILENT_S = 8.0  # without a message or a beat of the live feed, which has one every two seconds
 _ROUTE = ("x-quire-backend", "x-quire-route")
 _decode = msgspec.json.Decoder().decode
 
@@ -73,35 +75,59 @@ class Watched:
                 if data != b"[DONE]":
                     yield _decode(data)
 
+    async def ready(self) -> Mapping[str, Any]:
+        """Return what ``/readyz`` says, which needs no key. Raises `Failed` where nothing answers."""
+        try:
+            said = await self._ask(
+                "GET", self.url + "/readyz", None, None, timeout_s=_READY_S, or_refusal=True
+            )
+        except msgspec.DecodeError:
+            return {}
+        return said if isinstance(said, Mapping) and "error" not in said else {}
+
     async def live(self, key: str | None, *, at: str | None = None) -> AsyncGenerator[str, None]:
-        """Yield the messages of ``/engine/live`` as they are. Raises `Failed`; status 404: there is no such feed."""
-        async with self._opened("GET", (at or self.url) + "/engine/live", key, None) as answer:
-            async for data in _events(answer):
+        """Yield the messages of ``/engine/live`` as they are, and "" where the engine gives none for a while.
+
+        Raises `Failed`; status 404: there is no such feed.
+        """
+        silence = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=_SILENT_S)
+        url = (at or self.url) + "/engine/live"
+        async with self._opened("GET", url, key, None, timeout=silence) as answer:
+            async for data in _events(answer, beats=True):
                 yield data.decode()
 
-    async def _ask(self, method: str, url: str, key: str | None, body: Mapping[str, Any] | None) -> Any:
+    async def _ask(
+        self,
+        method: str,
+        url: str,
+        key: str | None,
+        body: Mapping[str, Any] | None,
+        *,
+        timeout_s: float = _TIMEOUT_S,
+        or_refusal: bool = False,
+    ) -> Any:
+        """``or_refusal``: an answer that is an error is returned as well."""
         try:
-            async with self._open(
-                method, url, key, body, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)
-            ) as answer:
-                await _check(answer)
+            async with self._open(method, url, key, body, timeout=aiohttp.ClientTimeout(timeout_s)) as answer:
+                if not or_refusal:
+                    await _check(answer)
                 raw = await answer.read()
         except TimeoutError:
-            raise Failed(f"{url} has not answered for {_TIMEOUT_S:.0f} s.") from None
+            raise Failed(f"{url} has not answered for {timeout_s:.0f} s.") from None
         except aiohttp.ClientError as error:
-            raise Failed(f"{url} does not answer: {error}") from None
+            raise Failed(f"{url} {_problem(error)}.") from None
         return _decode(raw) if "json" in answer.content_type else raw.decode(errors="replace")
 
     @asynccontextmanager
     async def _opened(
-        self, method: str, url: str, key: str | None, body: Mapping[str, Any] | None
+        self, method: str, url: str, key: str | None, body: Mapping[str, Any] | None, **more: Any
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         try:
-            async with self._open(method, url, key, body) as answer:
+            async with self._open(method, url, key, body, **more) as answer:
                 await _check(answer)
                 yield answer
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Failed(f"{url} does not answer: {error}") from None
+            raise Failed(f"{url} {_problem(error)}.") from None
 
     def _open(
         self, method: str, url: str, key: str | None, body: Mapping[str, Any] | None, **more: Any
@@ -133,6 +159,18 @@ def _base(url: str | None) -> str | None:
     return None if url is None else f"{url}/" if url.startswith("unix:") else url.rstrip("/")
 
 
+def _problem(error: Exception) -> str:
+    """Return what a connection's end means, in words."""
+    match error:
+        case TimeoutError():
+            return "has sent nothing for too long"
+        case aiohttp.ClientConnectorError():
+            return f"cannot be reached: {error.os_error.strerror or error}"
+        case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
+            return "has closed the connection"
+    return f"does not answer: {error}"
+
+
 async def _check(answer: aiohttp.ClientResponse) -> None:
     if answer.status < 400:
         return
@@ -146,8 +184,8 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
     raise Failed(text, answer.status)
 
 
-async def _events(answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """Yield the data of server-sent events."""
+async def _events(answer: aiohttp.ClientResponse, *, beats: bool = False) -> AsyncGenerator[bytes, None]:
+    """Yield the data of server-sent events; with ``beats``, nothing for a comment."""
     rest = bytearray()
     async for piece in answer.content.iter_any():
         rest += piece
@@ -156,3 +194,5 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]
             del rest[: end + 2]
             if frame.startswith(b"data: "):
                 yield frame[6:]
+            elif beats and frame.startswith(b":"):
+                yield b""

@@ -25,6 +25,18 @@ def resident_bytes() -> int:
         return 0
 
 
+def family_bytes(pid: int | None = None) -> int:
+    """Return what this process (or ``pid``) and its children have in memory; shared pages count for each of them."""
+    root = Path(f"/proc/{pid or os.getpid()}")
+    try:
+        num_pages = int((root / "statm").read_text().split()[1])
+        tasks = [(task / "children").read_text().split() for task in (root / "task").iterdir()]
+    except OSError:  # it has ended, or the system does not tell
+        return 0
+    children = sum(family_bytes(int(child)) for task in tasks for child in task)
+    return num_pages * os.sysconf("SC_PAGE_SIZE") + children
+
+
 def trim() -> None:
     """Return the C library's free memory to the system. Other threads may run meanwhile."""
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
