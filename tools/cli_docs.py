@@ -75,7 +75,10 @@ a hub id. Every setting can also stand in a TOML file given with `--config`; tab
     [scheduling]
     max_num_seqs = 64
 
-¹ Rarely needed: shown by `--help-all` instead of `--help`.
+¹ Rarely needed: shown by `--help-all` instead of `--help`. `quire run --help` and `quire chat --help` show ten flags.
+
+`quire --install-completion` has the shell complete commands, flags and their values. An unknown flag is answered with
+the nearest one.
 
 The keys of the file, the keywords of `quire.LLM` and the flags are the same names (`max_num_seqs`, `--max-num-seqs`).
 """

@@ -1,4 +1,4 @@
-"""Write docs/from-vllm.md and docs/from-llama-cpp.md: how Quire reads the command lines of these servers."""
+"""Write the pages docs/from-SERVER.md: how Quire reads the command lines of other servers."""
 
 from __future__ import annotations
 
@@ -43,6 +43,21 @@ KV cache is `--kv-memory`.
 
 The API answers llama.cpp's own fields (`n_predict`, `repeat_penalty`, `grammar`, `json_schema` …) in
 `/v1/completions` and `/v1/chat/completions`, and `/props`, `/slots`, `/tokenize`, `/health` (docs/api.md).
+""",
+    "sglang": """\
+A command line of `python -m sglang.launch_server` works as it is in most cases:
+
+```bash
+quire serve --model-path MODEL --tp 1 --context-length 4096 --max-running-requests 64 --port 30000
+```
+
+Flags that vLLM has as well (`--dtype`, `--quantization`, `--kv-cache-dtype`, `--tool-call-parser`,
+`--reasoning-parser`, `--trust-remote-code` …) are those of [from-vllm.md](from-vllm.md). The port is 8000 where none
+is given; there it is 30000.
+
+The API is OpenAI's, with SGLang's fields (`regex`, `ebnf`, `rid`, `separate_reasoning` …) in
+`/v1/completions` and `/v1/chat/completions`: docs/api.md. There is no `/generate` in SGLang's form:
+that path answers TGI's.
 """,
 }
 

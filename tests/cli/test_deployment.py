@@ -71,7 +71,8 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
 def parsed(arguments: list[str]) -> dict[str, Any]:
     """Parse a command line without running it; Typer raises for an unknown command, flag or value."""
     group: Any = typer.main.get_command(app)
-    params: dict[str, Any] = group.commands[arguments[0]].make_context(arguments[0], arguments[1:]).params
+    command = group.get_command(None, arguments[0])
+    params: dict[str, Any] = command.make_context(arguments[0], arguments[1:]).params
     return params
 
 

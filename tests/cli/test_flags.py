@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
-from quire.args import EngineArgs, ServerArgs, flag_name, rare_names
+from quire.args import EngineArgs, ServerArgs, flag_name, rare_names, settings_of
 from quire.cli import app
-from quire.cli.flags import pick, read_toml, with_model
+from quire.cli.command import PANELS
+from quire.cli.flags import ChatArgs, RunArgs, pick, read_toml, with_model
 from quire.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,20 +35,73 @@ def test_docs_are_what_the_flags_say() -> None:
     )
 
 
+def helped(*arguments: str, columns: int = 200) -> str:
+    result = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(app, arguments)
+    assert result.exit_code == 0
+    return result.output.replace("/", " ")
+
+
 @pytest.mark.parametrize(
-    ("command", "kinds"), [("serve", BOTH), ("run", (EngineArgs,)), ("chat", (EngineArgs,))]
+    ("command", "kinds"), [("serve", BOTH), ("run", (EngineArgs, RunArgs)), ("chat", (EngineArgs, ChatArgs))]
 )
 def test_help_shows_what_many_need_and_help_all_the_rest(command: str, kinds: tuple[type, ...]) -> None:
-    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-    plain, every = (runner.invoke(app, [command, option]) for option in ("--help", "--help-all"))
-    assert plain.exit_code == every.exit_code == 0
+    plain, every = helped(command, "--help"), helped(command, "--help-all")
+    shown = [spec.name for kind in kinds for spec in fields(kind) if f"{flag_name(spec.name)} " in plain]
+    if command == "serve":
+        assert {spec.name for kind in kinds for spec in fields(kind)} - {*shown, "model"} == rare_names()
+        assert "tensor_parallel_size" in shown
+    else:
+        assert len(shown) == 10
     for kind in kinds:
-        for spec in fields(kind):
+        for spec in settings_of(kind).values():
             if spec.name != "model":
-                assert f"{flag_name(spec.name)} " in every.output.replace("/", " ")
-                assert (f"{flag_name(spec.name)} " in plain.output.replace("/", " ")) == (
-                    spec.name not in rare_names()
-                )
+                assert f"{flag_name(spec.name)} " in every
+    assert "A GPU that can, else the CPU" in plain  # short
+    assert "interpret: a GPU's kernels in Triton's interpreter" in every
+
+
+def test_help_of_serve_has_sixty_lines_on_eighty_columns() -> None:
+    assert len(helped("serve", "--help", columns=80).splitlines()) <= 60
+
+
+def test_help_lists_commands_in_groups_those_of_the_first_hour_first() -> None:
+    output = helped("--help", columns=80)
+    places = [output.index(f" {name} ") for names in PANELS.values() for name in names]
+    assert places == sorted(places)
+    assert next(iter(PANELS.values())) == ("serve", "run", "chat", "doctor")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("serve --modle quill", "No such option: --modle. Did you mean --model?"),
+        ("serve --model-pth quill", "Did you mean --model-path?"),
+        ("serve --max_num_seq 4", "Did you mean --max-num-seqs?"),
+        ("chat --modle quill", "No such option: --modle. The model is an argument: quire chat MODEL"),
+        ("bench serve --ulr x", "Did you mean --url?"),
+        ("keys list --fil x", "Did you mean --file?"),
+        ("--versoin", "Did you mean --version?"),
+        ("run --zzzz", "No such option: --zzzz."),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(line: str, message: str) -> None:
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, line.split(), prog_name="quire")
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("quire do", ["doctor"]),
+        ("quire serve --tensor-parallel-l", ["--tensor-parallel-layout"]),  # of --help-all
+        ("quire serve --order d", ["deadline"]),
+    ],
+)
+def test_shells_complete_commands_options_and_values(words: str, offered: list[str]) -> None:
+    variables = {"_QUIRE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner(env=variables).invoke(app, [], prog_name="quire")
+    assert result.output.split() == offered
 
 
 def test_toml_keys_are_the_flags_and_flags_win(tmp_path: Path) -> None:

@@ -34,6 +34,12 @@ from quire.errors import ConfigError
         ("-m x.gguf -c 4096 -t 4", "x.gguf --max-model-len 4096 --threads 4"),
         ("-m x.gguf -np 2 -ctk q8_0", "x.gguf --max-num-seqs 2 --kv-dtype int8"),
         ('quill --speculative-config {"method":"ngram"}', "quill --speculate ngram"),
+        ("--model-path quill --tp 2 --context-length 4096", "quill --tensor-parallel-size 2 --max-model-len 4096"),
+        ("--model-path=quill --max-running-requests 8", "quill --max-num-seqs 8"),
+        ("--model-path quill --schedule-policy lpm", "quill --order longest-prefix"),
+        ("--model-path quill --disable-radix-cache", "quill --no-prefix-caching"),
+        ("--model-path quill --lora-paths x=1 y=2", "quill --lora x=1 --lora y=2"),
+        ("--model-path quill --speculative-algorithm EAGLE3", "quill --speculate eagle"),
     ],
 )  # fmt: skip
 def test_flags_of_other_servers_become_ours(given: str, ours: str) -> None:
@@ -50,6 +56,8 @@ def test_flags_of_other_servers_become_ours(given: str, ours: str) -> None:
         ),
         ("quill -ngl -1", "-ngl -1 has no effect"),
         ("quill --max-model-len auto", "--max-model-len auto has no effect"),
+        ("quill --attention-backend flashinfer", "--attention-backend flashinfer has no effect"),
+        ("quill --ep 1", "--ep 1 has no effect"),
     ],
 )
 def test_a_flag_without_effect_is_named(given: str, note: str) -> None:
@@ -67,6 +75,8 @@ def test_a_flag_without_effect_is_named(given: str, note: str) -> None:
         ("quill --task transcription", "Quire serves text generation, embeddings and scores"),
         ("quill --kv-cache-memory-bytes", "--kv-cache-memory-bytes needs a value; here it is --kv-memory"),
         ("quill --speculative-config {", "--speculative-config is not JSON"),
+        ("quill --max-total-tokens 4096", "--num-kv-blocks N is the KV cache in blocks"),
+        ("quill --node-rank 1", "one command starts all ranks"),
     ],
 )
 def test_what_cannot_be_done_says_what_to_do(given: str, message: str) -> None:

@@ -10,7 +10,9 @@ import typer
 
 from quire import __version__
 from quire.args import EngineArgs, ServerArgs, parts_of, settings_of
+from quire.cli.command import Commands, SettingsCommand
 from quire.cli.flags import (
+    FEW,
     ON_DEMAND,
     AutoscaleArgs,
     ChatArgs,
@@ -18,21 +20,18 @@ from quire.cli.flags import (
     PlanArgs,
     ReplayArgs,
     RunArgs,
-    SettingsCommand,
     command_with,
     pick,
     with_model,
 )
-from quire.cli.keys import keys_app
-from quire.cli.ledger import ledger_app
-from quire.cli.measure import bench_app, profile, simulate
 from quire.errors import QuireError
 
 app = typer.Typer(
     name="quire",
+    cls=Commands,
     help="Serve large language models: exact, fast on what you have, small enough to read.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -53,17 +52,13 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _top(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, metavar="", help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass
-
-
-app.add_typer(bench_app, name="bench")
-app.add_typer(keys_app, name="keys")
-app.add_typer(ledger_app, name="ledger")
-app.command(cls=SettingsCommand)(profile)
-app.command(cls=SettingsCommand)(simulate)
 
 
 @app.command(cls=SettingsCommand)
@@ -72,7 +67,7 @@ def serve(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL]...",
+            metavar="MODEL",
             help="'quill' (default), a local folder, a .gguf file, or a hub id. Several, each as MODEL or NAME=MODEL, "
             "are loaded on demand.",
             show_default=False,
@@ -81,7 +76,7 @@ def serve(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Serve models over an OpenAI-compatible HTTP API."""
+    """Serve a model over an OpenAI-compatible HTTP API."""
     models = models or [settings.get("model", EngineArgs().model)]
     if len(models) > 1 or any(name in settings for name in ON_DEMAND):
         from quire.cli.serve_models import serve_models
@@ -110,7 +105,7 @@ def gateway(
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option("--log-format", help="human or json.")] = "human",
 ) -> None:
-    """One address in front of many replicas: routing, health, retries, limits of time."""
+    """One address in front of many servers: routing, retries, limits."""
     from quire.cli.gateway import gateway
 
     names = None if allowed_hosts is None else parts_of(allowed_hosts)
@@ -131,7 +126,7 @@ def cockpit(
     ] = None,
     allowed_hosts: AllowedHosts = None,
 ) -> None:
-    """Show a page of a running server or gateway: chat, live view, plans and lessons (extra cockpit)."""
+    """Show a page of it: chat, live view, plans and lessons."""
     from quire.cli.cockpit import cockpit
 
     raise typer.Exit(cockpit(url, host, port, admin_url, allowed_hosts))
@@ -140,14 +135,19 @@ def cockpit(
 @app.command(cls=SettingsCommand)
 @command_with(AutoscaleArgs)
 def autoscale(*, settings: dict[str, Any]) -> None:
-    """Have as many replicas behind a gateway as its load will need, by the planner's model of one."""
+    """Start and end replicas behind a gateway as the load needs them."""
     from quire.cli.autoscale import autoscale
 
     raise typer.Exit(autoscale(pick(AutoscaleArgs, settings)))
 
 
 @app.command(cls=SettingsCommand)
-@command_with(RunArgs, EngineArgs, skip=("model",))
+@command_with(
+    RunArgs,
+    EngineArgs,
+    skip=("model",),
+    few=(*FEW, "max_tokens", "temperature", "sample_seed", "draft_model"),
+)
 def run(
     model: ModelArgument = None,
     prompt: Annotated[
@@ -156,7 +156,10 @@ def run(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Continue one text and print it as it comes. With one argument alone, that is the prompt, for Quill."""
+    """Continue one text and print it as it comes.
+
+    With one argument alone, that is the prompt, for Quill.
+    """
     from quire.cli.terminal import run
 
     if prompt is None and model is not None and (sys.stdin.isatty() or _is_text(model)):
@@ -170,7 +173,9 @@ def _is_text(argument: str) -> bool:
 
 
 @app.command(cls=SettingsCommand)
-@command_with(ChatArgs, EngineArgs, skip=("model",))
+@command_with(
+    ChatArgs, EngineArgs, skip=("model",), few=(*FEW, "max_tokens", "temperature", "system", "chat_template")
+)
 def chat(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     """Chat in the terminal: streaming, history, Ctrl-C stops an answer."""
     from quire.cli.terminal import chat
@@ -187,7 +192,10 @@ def plan(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Does it fit, how fast would it be, what would it cost: from formulas, with the line to run."""
+    """Does a model fit, how fast would it be, what would it cost.
+
+    It ends with the line to run.
+    """
     from quire.cli.plan import plan
 
     raise typer.Exit(plan(pick(PlanArgs, with_model(model, settings))))
@@ -202,7 +210,7 @@ def pull(
         str | None, typer.Option("--revision", help="Branch, tag or commit.", show_default=False)
     ] = None,
 ) -> None:
-    """Download what serving a model needs into the cache of the hub, and print where it is."""
+    """Download a model into the cache of the hub."""
     from quire.cli.models import pull
 
     pull(model, revision)
@@ -210,7 +218,7 @@ def pull(
 
 @app.command("list")
 def list_() -> None:
-    """List the models on this machine: those that ship with Quire, and those in the cache of the hub."""
+    """List the models of this machine."""
     from quire.cli.models import show_models
 
     show_models()
@@ -249,7 +257,10 @@ def doctor(
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of that server.", show_default=False)] = None,
 ) -> None:
-    """Say what this machine has and what to install; with a model, what it is held in and its bytes; or check one."""
+    """Say what this machine has, what is used, and what to install.
+
+    With a model, what it is held in and its bytes; with --check, read all of it.
+    """
     if check is not None:
         from quire.cli.check_model import check_model
 
@@ -281,7 +292,7 @@ def replay(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Run a recording of the flight recorder again, and show the first difference."""
+    """Run a recording of a server again, and show the first difference."""
     from quire.cli.replay import replay
 
     raise typer.Exit(replay(file, pick(ReplayArgs, settings)))
@@ -305,7 +316,7 @@ def diagnose(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what limits a running server, and what to change, from its metrics under load."""
+    """Say what limits it under load, and what to change."""
     from quire.cli.diagnose import run
 
     raise typer.Exit(run(url, seconds, api_key, admin_url, admin_key, as_json=json))
@@ -319,7 +330,7 @@ def learn(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the picture as one JSON object.")] = False,
 ) -> None:
-    """Simulations for learning how serving works; each takes its controls as --control VALUE."""
+    """Lessons on how serving works, each with its --control VALUE."""
     from quire.cli.learn import learn
 
     raise typer.Exit(learn(name, context.args, as_json=json))

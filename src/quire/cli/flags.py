@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
-from quire.args import Args, Setting, defaults, flag_name, make_args, rare_names, settings_of
+from quire.args import Args, Setting, defaults, flag_name, make_args, settings_of
 from quire.errors import ConfigError, nearest
 
 ModelArgument = Annotated[
@@ -23,50 +22,31 @@ ModelArgument = Annotated[
     typer.Argument(help="'quill' (default), a local folder, a .gguf file, or a hub id.", show_default=False),
 ]
 ON_DEMAND = ("model_memory", "pin", "keep_alive_s", "load_timeout_s")  # settings of `quire serve A B`
+# Settings of the engine that the help of `quire run` and `quire chat` shows.
+FEW = ("quantize", "lora", "max_model_len", "device", "threads", "speculate")
+_SHORT_PANELS = {"Adapters": "Model", "Admin": "Server"}  # groups that --help puts together
 _WIDEST = 16  # choices as wide as that stand beside the name
-CONFIG_HELP = "TOML file with the same names as the flags (max_model_len = 4096); flags win."
+_WIDEST_SHORT = 45  # choices as wide as that stand in the short help
+CONFIG_HELP = "TOML file with the names of the flags; flags win."
 
 
-def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+def command_with(
+    *kinds: type[Any], skip: tuple[str, ...] = (), few: Collection[str] = ()
+) -> Callable[[Any], Any]:
     """Decorate a command so that it takes every setting of ``kinds`` as a flag, and ``--config``.
 
     Where two kinds have a name in common, the flag of the first is shown, and both get the value. The function is
-    called with its own parameters and ``settings``: key → value, of the settings that were given.
+    called with its own parameters and ``settings``: key → value, of the settings that were given. ``few``: the settings
+    that ``--help`` shows, where these are not all but the rare ones.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(function).parameters.values() if p.name != "settings"]
-        shown = {
-            f.name: _option(f, d) for f, d in settings_with_defaults(reversed(kinds)) if f.name not in skip
-        }
-        options = [shown.pop(f.name) for f, _ in settings_with_defaults(kinds) if f.name in shown]
-        rare = rare_names()
-        config = inspect.Parameter(
-            "config",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                Path | None, typer.Option("--config", help=CONFIG_HELP, rich_help_panel="Settings")
-            ],
-        )
-
-        rest = [o for o in options if o.name in rare]
-        everything = inspect.Parameter(
-            "help_all",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False,
-            annotation=Annotated[
-                bool,
-                typer.Option(
-                    "--help-all",
-                    help=f"Show {len(rest)} more settings, which few people need, and exit.",
-                    rich_help_panel="Settings",
-                    is_eager=True,
-                    callback=_show_all,
-                    hidden=not rest,
-                ),
-            ],
-        )
+        every = {f.name: (f, d) for f, d in settings_with_defaults(reversed(kinds)) if f.name not in skip}
+        names = dict.fromkeys(f.name for f, _ in settings_with_defaults(kinds) if f.name in every)
+        rare = {n for n in names if (n not in few if few else every[n][0].rare)}
+        options = [_option(*every[name], is_rare=name in rare, in_panel=not few) for name in names]
+        extra = [_CONFIG, _help_all(every, rare)]
 
         def wrapper(**values: Any) -> None:
             values.pop("help_all")
@@ -78,7 +58,7 @@ def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any
         wrapper.__name__ = function.__name__
         wrapper.__doc__ = function.__doc__
         hints = get_type_hints(function, include_extras=True)
-        parameters = [p.replace(annotation=hints[p.name]) for p in own] + options + [config, everything]
+        parameters = [p.replace(annotation=hints[p.name]) for p in own] + options + extra
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapper
@@ -86,14 +66,32 @@ def command_with(*kinds: type[Any], skip: tuple[str, ...] = ()) -> Callable[[Any
     return decorate
 
 
-def _show_all(context: typer.Context, asked: bool) -> None:
-    """Print the help with every option and exit."""
-    if asked:
-        for parameter in context.command.params:
-            if parameter.name in rare_names():
-                parameter.hidden = False  # type: ignore[attr-defined]
-        typer.echo(context.get_help())
-        raise typer.Exit
+_CONFIG = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP, metavar="FILE")],
+)
+
+
+def _help_all(every: Mapping[str, tuple[Setting, Any]], rare: Collection[str]) -> inspect.Parameter:
+    """Return the option ``--help-all`` of a command with the settings ``every``, of which ``rare`` are hidden."""
+
+    def show(context: typer.Context, asked: bool) -> None:
+        if asked:
+            for parameter in context.command.params:
+                if parameter.name in every:
+                    parameter.hidden = False  # type: ignore[attr-defined]
+                    parameter.help = _help(*every[parameter.name])  # type: ignore[attr-defined]
+                    parameter.rich_help_panel = every[parameter.name][0].group  # type: ignore[attr-defined]
+            typer.echo(context.get_help())
+            raise typer.Exit
+
+    text = f"Show {len(rare)} more, all with their whole text."
+    option = typer.Option("--help-all", help=text, metavar="", is_eager=True, callback=show, hidden=not rare)
+    return inspect.Parameter(
+        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+    )
 
 
 def settings_with_defaults(kinds: Iterable[type[Any]]) -> Iterator[tuple[Setting, Any]]:
@@ -103,7 +101,7 @@ def settings_with_defaults(kinds: Iterable[type[Any]]) -> Iterator[tuple[Setting
             yield known[key], default
 
 
-def _option(spec: Setting, default: Any) -> inspect.Parameter:
+def _option(spec: Setting, default: Any, *, is_rare: bool, in_panel: bool) -> inspect.Parameter:
     kinds = [t for t in spec.types if t is not type(None)]
     python_type = bool if bool in kinds else float if float in kinds else int if kinds == [int] else str
     name = flag_name(spec.name)
@@ -119,20 +117,29 @@ def _option(spec: Setting, default: Any) -> inspect.Parameter:
             (list[str] if tuple in kinds else python_type) | None,
             typer.Option(
                 name,
-                help=_help(spec, default),
-                rich_help_panel=spec.group,
+                help=_help(spec, default, is_short=bool(spec.short)),
+                rich_help_panel=_SHORT_PANELS.get(spec.group, spec.group) if in_panel else None,
                 metavar=choices if 0 < len(choices) <= _WIDEST else metavar,
-                hidden=spec.name in rare_names(),
+                hidden=is_rare,
+                autocompletion=_completion(spec),
             ),
         ],
     )
 
 
-def _help(spec: Setting, default: Any) -> str:
+def _completion(spec: Setting) -> Callable[[str], list[str]] | None:
+    """Return what a shell asks for values that begin with a text, None where a setting takes any."""
+    if not spec.choices:
+        return None
+    return lambda incomplete: [choice for choice in spec.choices if choice.startswith(incomplete)]
+
+
+def _help(spec: Setting, default: Any, *, is_short: bool = False) -> str:
     # Square brackets hold the default in ``settings.toml``; in Typer's help they would be markup.
-    text = spec.help.replace("[", "(").replace("]", ")")
-    if len("|".join(spec.choices)) > _WIDEST:
-        text += f" One of {', '.join(spec.choices)}."
+    text = (spec.short if is_short else spec.help).replace("[", "(").replace("]", ")")
+    choices, widest = ", ".join(spec.choices), _WIDEST_SHORT if is_short else None
+    if len("|".join(spec.choices)) > _WIDEST and (widest is None or len(choices) <= widest):
+        text += f" One of {choices}."
     if default is None or default == ():
         return text
     if default is True:
@@ -142,21 +149,6 @@ def _help(spec: Setting, default: Any) -> str:
 
 def _negative(flag: str, default: Any) -> str:
     return f"--no-{flag[2:].removeprefix('enable-') if default else flag[2:]}"
-
-
-class SettingsCommand(TyperCommand):
-    """A command whose help has one column for names: a negative name stands in the text of its setting."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """As click's; parsing knows all names."""
-        saved = [(p, p.secondary_opts) for p in self.params]
-        for parameter, _ in saved:
-            parameter.secondary_opts = []
-        try:
-            super().format_help(ctx, formatter)
-        finally:
-            for parameter, names in saved:
-                parameter.secondary_opts = names
 
 
 def read_toml(path: Path, kinds: tuple[type[Any], ...]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Command lines written for vLLM and llama.cpp: `translated` gives the same in the flags of `quire serve`.
+"""Command lines written for vLLM, SGLang and llama.cpp: `translated` gives the same in the flags of `quire serve`.
 
 What each flag becomes stands in ``foreign_flags.toml``. A flag that has our name and meaning is in no table.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from quire.args import ServerArgs, flag_name, settings_of
 from quire.errors import ConfigError
 
-SERVERS = {"vllm": "vLLM", "llama-cpp": "llama.cpp"}
+SERVERS = {"vllm": "vLLM", "llama-cpp": "llama.cpp", "sglang": "SGLang"}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _COUNTS = ("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")  # may be written as 4k

@@ -11,7 +11,9 @@ import typer
 
 from quire.http import keys as key_file
 
-keys_app = typer.Typer(help="API keys in a file: create, list, rotate, revoke.", no_args_is_help=True)
+keys_app = typer.Typer(
+    help="API keys in a file: create, list, rotate, revoke.", no_args_is_help=True, add_completion=False
+)
 FileOption = Annotated[Path, typer.Option("--file", help="The file of keys.")]
 DEFAULT = Path("quire-keys.txt")
 Name = Annotated[str, typer.Argument(help="The name of the key.")]

@@ -17,7 +17,9 @@ from quire.gateway.ledger_report import GROUPS, forget, report
 from quire.gateway.ledger_row import NANO
 from quire.http.keys import read_time
 
-ledger_app = typer.Typer(help="The gateway's ledger: report, forget.", no_args_is_help=True)
+ledger_app = typer.Typer(
+    help="The gateway's ledger: report, forget.", no_args_is_help=True, add_completion=False
+)
 Url = Annotated[str, typer.Option("--ledger", help="A path, sqlite:///PATH or postgresql://…")]
 DEFAULT = "quire-ledger.sqlite"
 FORMATS = ("table", "csv", "json")

@@ -17,9 +17,14 @@ from quire.bench.args import (
     SpeculateBenchArgs,
     ThroughputArgs,
 )
-from quire.cli.flags import ModelArgument, SettingsCommand, command_with, pick, with_model
+from quire.cli.command import SettingsCommand
+from quire.cli.flags import ModelArgument, command_with, pick, with_model
 
-bench_app = typer.Typer(help="Measure: serve, latency, throughput, speculate.", no_args_is_help=True)
+bench_app = typer.Typer(
+    help="Measure: serve, latency, throughput, speculate.", no_args_is_help=True, add_completion=False
+)
+profile_app = typer.Typer(add_completion=False)
+simulate_app = typer.Typer(add_completion=False)
 
 
 @bench_app.command("serve", cls=SettingsCommand)
@@ -81,9 +86,10 @@ SPECULATION = ("speculate", "draft_model", "spec_tokens", "spec_tree", "spec_acc
 _PROFILED = (_names(EngineArgs) - {"model"}) | _names(ProfileArgs)
 
 
+@profile_app.command(cls=SettingsCommand)
 @command_with(ProfileArgs, EngineArgs, ServerArgs, skip=_all_but(_PROFILED, EngineArgs, ServerArgs))
 def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
-    """Measure this machine's step times for a model in two minutes, for simulate, plan and serve --slo."""
+    """Measure this machine's steps, for plan, simulate and serve --slo."""
     from quire.bench.profile import profile
 
     given = with_model(model, settings)
@@ -91,6 +97,7 @@ def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     raise typer.Exit(profile(pick(EngineArgs, given), pick(ProfileArgs, given), flags))
 
 
+@simulate_app.command(cls=SettingsCommand)
 @command_with(
     SimulateArgs,
     ServeBenchArgs,
@@ -99,7 +106,10 @@ def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     skip=_all_but(_SHOWN, ServeBenchArgs, EngineArgs, ServerArgs),
 )
 def simulate(*, settings: dict[str, Any]) -> None:
-    """Run a workload through the real scheduler, cache and router on a virtual clock; no model, no torch."""
+    """Run a workload through the real scheduler on a virtual clock.
+
+    Cache and router are the real ones too; it needs no model and no torch.
+    """
     args = pick(SimulateArgs, settings)
     if args.scenario is not None:
         from quire.sim.scenario import run_scenario
