@@ -1,11 +1,11 @@
 """First token of short requests beside a prompt of 8,000 tokens, and what the share costs: on and off in turns, live.
 
-    python benchmarks/long_prompts.py MODEL [--tokens 8000] [--rounds 3] [--threshold N] [--serve "--threads 2"]
+    python benchmarks/long_prompts.py MODEL [--tokens 8000] [--shorts 20] [--rounds 3] [--threshold N] [--serve "…"]
 
 One server; `PATCH /runtime` sets ``long_prefill_token_threshold`` to N (the server's default) and to 0 in turns. Each
-turn sends one long request, and beside it short ones of 30 tokens and 8 output tokens, one after another, until the
-long one has ended. Prints the first token of short requests alone and beside, and the tokens per second of each turn:
-prompt and output tokens of all requests, divided by the time until the long one has ended.
+turn sends one long request, and beside it short ones of 30 tokens and 8 output tokens at the same times whatever the
+setting, while the long one takes without the share. Prints the first token of short requests alone and beside, and
+the tokens per second of each turn: prompt and output tokens of all requests, divided by the time until all have ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 SHORT, SHORT_OUTPUT, LONG_OUTPUT = 30, 8, 16
@@ -44,6 +44,7 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=8000, help="of the long prompt")
+    parser.add_argument("--shorts", type=int, default=20, help="short requests of a turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns with the share, and as many without")
     parser.add_argument("--threshold", type=int, default=None, help="tokens [the server's default]")
     parser.add_argument("--serve", default="", help="more flags of quire serve")
@@ -56,11 +57,14 @@ def main() -> None:
         stream(port, prompt(rng, SHORT), SHORT_OUTPUT)
         turns: dict[int, list[Turn]] = {threshold: [], 0: []}
         alone: list[float] = []
+        call(admin, "/runtime", {"long_prefill_token_threshold": 0})
+        span_s = 0.95 * stream(port, prompt(rng, args.tokens), LONG_OUTPUT)[0]
         for number in range(args.rounds):
             alone += [stream(port, prompt(rng, SHORT), SHORT_OUTPUT)[0] for _ in range(5)]
+            arrivals_s = sorted(rng.uniform(0.3, span_s) for _ in range(args.shorts))
             for value in (threshold, 0) if number % 2 == 0 else (0, threshold):
                 call(admin, "/runtime", {"long_prefill_token_threshold": value})
-                turns[value].append(turn(port, rng, args.tokens))
+                turns[value].append(turn(port, rng, args.tokens, arrivals_s))
     report(args, threshold, alone, turns)
 
 
@@ -88,27 +92,22 @@ def report(
     print(json.dumps({"throughput_ratio": round(rates[threshold] / rates[0], 3)}))
 
 
-def turn(port: int, rng: random.Random, num_tokens: int) -> Turn:
-    """Send a long request, and short ones one after another until it has ended."""
-    found: dict[str, float] = {}
+def turn(port: int, rng: random.Random, num_tokens: int, arrivals_s: list[float]) -> Turn:
+    """Send a long request and short ones at their times; wait for all."""
+    prompts = [prompt(rng, SHORT) for _ in arrivals_s]
     start_s = time.perf_counter()
 
-    def send_long() -> None:
-        found["ttft"], _ = stream(port, prompt(rng, num_tokens), LONG_OUTPUT)
-        found["end"] = time.perf_counter()
+    def send_short(number: int) -> float:
+        time.sleep(max(0.0, start_s + arrivals_s[number] - time.perf_counter()))
+        return stream(port, prompts[number], SHORT_OUTPUT)[0]
 
-    thread = threading.Thread(target=send_long)
-    thread.start()
-    own, ttft_s = random.Random(rng.random()), []
-    time.sleep(0.3)
-    while thread.is_alive():
-        ttft_s.append(stream(port, prompt(own, SHORT), SHORT_OUTPUT)[0])
-        time.sleep(own.uniform(0.05, 0.3))  # their arrival must not follow the steps
-    thread.join()
-    # A short one that was sent before the long one's end may end after it.
+    with ThreadPoolExecutor(len(prompts) + 1) as pool:
+        long = pool.submit(stream, port, prompt(rng, num_tokens), LONG_OUTPUT)
+        ttft_s = list(pool.map(send_short, range(len(prompts))))
+        long_ttft_s, _ = long.result()
     took_s = time.perf_counter() - start_s
     total = num_tokens + LONG_OUTPUT + len(ttft_s) * (SHORT + SHORT_OUTPUT)
-    return Turn(ttft_s, found["ttft"], total / took_s)
+    return Turn(ttft_s, long_ttft_s, total / took_s)
 
 
 def prompt(rng: random.Random, num_tokens: int) -> list[int]:

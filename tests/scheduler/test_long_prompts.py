@@ -14,6 +14,14 @@ from quire.scheduler.slo import PolicyChange
 LIMIT = 16
 
 
+def make_busy(**config: Any) -> Scheduler:
+    """One to which a short prompt came just now, as sequence 0."""
+    scheduler = make(**config)
+    scheduler.add(request("earlier", 1, max_tokens=1), 0.0)
+    step(scheduler)
+    return scheduler
+
+
 def make(**config: Any) -> Scheduler:
     settings: dict[str, Any] = {
         "num_blocks": 400, "max_model_len": 1000, "max_num_batched_tokens": 64, "max_num_seqs": 8,
@@ -22,16 +30,19 @@ def make(**config: Any) -> Scheduler:
     return make_scheduler(**{**settings, **config})
 
 
-def test_a_long_prompt_alone_has_its_threshold_per_step() -> None:
-    scheduler = make()
-    scheduler.add(request("long", 100), 0.0)
-    chunks = []
-    while scheduler.stats().num_generated_tokens == 0:
-        plan = scheduler.plan(0.0)
+@pytest.mark.parametrize(("after_s", "expected"), [(1.0, [16] * 6 + [4]), (61.0, [64, 36])])
+def test_a_long_prompt_alone_has_four_times_its_threshold_unless_short_ones_came_lately(
+    after_s: float, expected: list[int]
+) -> None:
+    scheduler = make_busy()
+    scheduler.add(request("long", 100), after_s)
+    chunks: list[int] = []
+    while sum(chunks) < 100:
+        plan = scheduler.plan(after_s)
         chunks += rows_of(plan).values()
         assert plan is not None
-        scheduler.apply(answer(scheduler, plan), 0.0)
-    assert chunks == [16] * 6 + [4]
+        scheduler.apply(answer(scheduler, plan), after_s)
+    assert chunks == expected
 
 
 def test_a_short_prompt_is_computed_in_the_next_step() -> None:
@@ -51,7 +62,7 @@ def test_without_a_threshold_a_long_prompt_has_whole_steps() -> None:
 
 
 def test_short_prompts_without_end_do_not_stop_a_long_one() -> None:
-    scheduler = make(num_blocks=2000)
+    scheduler = make_busy(num_blocks=2000)
     scheduler.add(request("long", 200), 0.0)
     steps = 0
     while not any(event.request_id == "long" and event.token_ids for event in step(scheduler)):
@@ -81,7 +92,7 @@ def test_a_prompt_that_fits_a_step_is_whole_where_no_short_one_came() -> None:
 
 
 def test_a_cached_prefix_makes_a_prompt_short() -> None:
-    scheduler = make()
+    scheduler = make_busy()
     prefix = list(range(5000, 5096))
     scheduler.add(request("before", prefix, max_tokens=1), 0.0)
     while scheduler.has_work:
@@ -89,7 +100,7 @@ def test_a_cached_prefix_makes_a_prompt_short() -> None:
     scheduler.add(request("long", 500), 0.0)
     step(scheduler)
     scheduler.add(request("turn", [*prefix, 1, 2, 3], max_tokens=1), 0.0)
-    assert rows_of(scheduler.plan(0.0)) == {1: 1, 2: 3}
+    assert rows_of(scheduler.plan(0.0)) == {2: 1, 3: 3}
 
 
 def test_short_prompts_leave_a_running_prompt_its_blocks() -> None:
@@ -108,7 +119,7 @@ def test_short_prompts_leave_a_running_prompt_its_blocks() -> None:
 
 def test_blocks_of_a_running_prompt_are_not_given_away() -> None:
     """Of 16 blocks, the long one needs 13, and one as it enters. Each short one stays within a block of its own."""
-    scheduler = make(num_blocks=16, block_size=16, caching=False, max_num_seqs=12)
+    scheduler = make_busy(num_blocks=16, block_size=16, caching=False, max_num_seqs=12)
     scheduler.add(request("long", 200, max_tokens=4), 0.0)
     step(scheduler)
     for i in range(40):

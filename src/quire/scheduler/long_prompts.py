@@ -2,7 +2,8 @@
 
 A prompt is long while it has more than `SchedulerConfig.long_prefill_token_threshold` tokens left to compute.
 
-    no short prompt can be computed now    long ones have that many tokens of the step together, in order of rank
+    no short prompt can be computed now    long ones have that many tokens of the step together, in order of rank;
+                                           four times as many if no short one came in the last minute
     short prompts can                      long ones have an eighth as many tokens as they, at least a sixteenth of the
                                            threshold, and short ones have the rest of the step
 
@@ -11,7 +12,8 @@ long one goes on in each step. Waiting prompts that are long are passed over whi
 blocks are not held, since each of them is next when the share comes free. The blocks that a running prompt
 needs yet are held against those that enter; only what they generate may grow into them.
 
-A prompt that fits in one step is not cut unless short ones have come lately: smaller steps cost some throughput.
+A prompt that fits in one step is not cut unless short ones have come lately: smaller steps cost some throughput, most
+of it where a kernel arranges the keys of the context anew in each step (AMX).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 
 LATELY_S = 60.0
+QUIET_TIMES = 4  # as many tokens when no short prompt came lately
 # Waiting prompts per step whose cached part is looked up; further ones count as if nothing of them were cached.
 _MAX_LOOKUPS = 8
 
@@ -35,6 +38,7 @@ class LongPrompts:
         self.threshold = state.config.long_prefill_token_threshold if budget.cuts_prompts else 0
         lately = now - state.last_short_s <= LATELY_S
         self._uncut = 0 if lately else state.config.max_num_batched_tokens
+        self._share = self.threshold * (1 if lately else QUIET_TIMES)
         self._num_left: dict[Sequence, int] = {}  # of waiting sequences, without what is cached
 
     def is_long(self, seq: Sequence, num_left: int) -> bool:
@@ -53,7 +57,7 @@ class LongPrompts:
             else:
                 num_short += num_left
         num_short += self._entering_tokens(prefills, entering)
-        self._budget.share_with_long(self.threshold, num_short, runs=num_long > 0)
+        self._budget.share_with_long(self._share, num_short, runs=num_long > 0)
 
     def room(self, seq: Sequence, num_left: int) -> int:
         """Return the tokens that a running sequence with so many left to compute may have in this step."""
