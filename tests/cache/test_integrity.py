@@ -60,7 +60,7 @@ def wrong_idle_count(bench: Bench) -> None:
 def child_without_parent(bench: Bench) -> None:
     node = next(n for n in bench.cache.prefix.nodes.values() if n.parent is not None)
     assert node.parent is not None
-    node.parent.num_children -= 1
+    node.unlink()
 
 
 def wrong_owner(bench: Bench) -> None:

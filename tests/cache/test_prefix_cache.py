@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from itertools import pairwise
 
+import pytest
 from tests.cache.cache_bench import Bench
 
-from quire.cache.block_table import Node
-from quire.cache.events import BlockRemoved, BlockStored, EventBuffer, EventsLost
-from quire.cache.prefix_cache import IdleQueue
+from quire.cache import prefix_cache
+from quire.cache.block_table import BlockTable, Node
+from quire.cache.events import BlockRemoved, BlockStored, CacheEvent, EventBuffer, EventsLost
+from quire.cache.prefix_cache import IdleQueue, PrefixCache
 
 
 def hashes_of(bench: Bench) -> dict[bytes, set[int]]:
@@ -156,11 +160,179 @@ def test_the_first_idle_node_comes_first() -> None:
 
 
 def test_a_node_with_children_comes_after_the_last_of_them() -> None:
-    queue, parent, child, other = IdleQueue(), *(Node(b"", None, b"", (0,), 0) for _ in range(3))
-    parent.num_children = 1
+    queue, parent, other = IdleQueue(), *(Node(b"", None, b"", (0,), 0) for _ in range(2))
+    child = Node(b"", parent, b"", (0,), 0)
+    child.link()
     for node in (parent, child, other):
         queue.add(node, num_nodes=3)
     assert queue.pop() is child
-    parent.num_children = 0
+    child.unlink()
     queue.lost_children(parent)
     assert [queue.pop(), queue.pop(), queue.pop()] == [parent, other, None]
+
+
+class Unwalkable(dict[bytes, Node]):
+    """A tree that must not be gone through."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        raise AssertionError("the whole tree was looked at")
+
+    values = items = keys = __iter__  # type: ignore[assignment]
+
+
+def test_withdrawal_looks_at_what_it_removes_alone() -> None:
+    bench = Bench(num_blocks=64)
+    bench.run(tuple(range(8)))
+    kept, _ = bench.run((*range(8), 20, 21, 22, 23))
+    gone, _ = bench.run((*range(8), 30, 31, 32, 33, 34, 35, 36, 37))
+    prefix, top, rest = bench.cache.prefix, gone.tip, kept.tip
+    assert top is not None
+    assert top.parent is not None
+    prefix.nodes = Unwalkable(prefix.nodes)
+    prefix.withdraw([top, top.parent])
+    prefix.nodes = dict(dict.items(prefix.nodes))
+    bench.check()
+    assert not top.alive
+    assert rest is not None
+    assert rest.alive
+    assert len(prefix.nodes) == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_withdrawn_paths_take_their_subtrees_along(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(num_blocks=256, windows=rng.choice([(None,), (None, 5), (5,)]))
+    for _ in range(25):
+        table, _ = bench.run(tuple(rng.randrange(2) for _ in range(rng.randrange(1, 24))))
+        if rng.random() < 0.6:
+            bench.release(table)
+    prefix = bench.cache.prefix
+    nodes = list(prefix.nodes.values())
+    chosen = rng.sample(nodes, min(len(nodes), 3))
+    doomed = {n.block_hash for n in nodes if any(top in path_of(n) for top in chosen)}
+    prefix.withdraw(chosen)
+    bench.check()
+    left = {n.block_hash for n in nodes} - set(prefix.nodes)
+    # Where all groups slide, parents without blocks go with their last child.
+    assert left >= doomed
+    assert left == doomed or not bench.cache.windows.num_full
+
+
+def path_of(node: Node | None) -> list[Node]:
+    path = []
+    while node is not None:
+        path.append(node)
+        node = node.parent
+    return path
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("windows", [(None,), (None, 5), (5,)], ids=str)
+def test_a_cleared_tree_is_taken_apart_between_steps(
+    seed: int, windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hits, publications, evictions and withdrawals go on meanwhile, and the books are right after every step."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(prefix_cache, "SLICE", 2)
+    events = EventBuffer(capacity=10_000)
+    bench = Bench(num_blocks=40, windows=windows, events=events)
+    prefix, mirror = bench.cache.prefix, dict[bytes, set[int]]()
+    for _ in range(60):
+        if rng.random() < 0.15:
+            prefix.clear()
+            assert not prefix.nodes
+            bench.check()
+        prompt = tuple(rng.randrange(2) for _ in range(rng.randrange(1, 20)))
+        before = set(prefix.nodes)
+        with bench.step():
+            done = bench.admit(prompt)
+        if done is not None:
+            chain = done[0].chain
+            assert done[1] == 0 or chain[0] in before, "only what was published since is hit"
+            bench.cache.settle(done[0], prompt, min(len(prompt), done[0].capacity))
+        bench.apply()
+        if rng.random() < 0.1 and prefix.nodes:
+            prefix.withdraw([rng.choice(list(prefix.nodes.values()))])
+            bench.check()
+        while bench.tables and (done is None or rng.random() < 0.6):
+            bench.release(rng.choice(bench.tables))
+            done = done or (None, 0)  # type: ignore[assignment]
+        follow(mirror, prefix, events)
+        assert {h: g for h, g in mirror.items() if g} == hashes_of(bench)
+    for table in list(bench.tables):
+        bench.release(table)
+    prefix.clear()
+    while prefix.take_apart():
+        pass
+    bench.check()
+    assert bench.cache.pool.num_free == 40
+
+
+def follow(mirror: dict[bytes, set[int]], prefix: PrefixCache, events: EventBuffer) -> None:
+    """Read the events as a gateway does: after lost ones it starts from a snapshot."""
+    drained: list[CacheEvent] = events.drain()
+    if drained and isinstance(drained[0], EventsLost):
+        mirror.clear()
+        drained = list(prefix.snapshot())
+    for event in drained:
+        if isinstance(event, BlockStored):
+            mirror.setdefault(event.block_hash, set()).update(event.groups)
+        else:
+            assert isinstance(event, BlockRemoved)
+            mirror[event.block_hash] -= set(event.groups)
+
+
+def test_no_step_takes_more_than_a_slice_apart() -> None:
+    bench = Bench(num_blocks=4096)
+    bench.release(long_prompt(bench, 3500))
+    prefix = bench.cache.prefix
+    assert prefix.clear() == 3500, "all can be had again at once"
+    nums = [bench.cache.pool.num_free]
+    while prefix._cleared:
+        with bench.step():
+            assert bench.admit((1, 2)) is not None
+        bench.apply()
+        bench.release(bench.tables[0])
+        nums.append(bench.cache.pool.num_free)
+    assert nums[0] == 4096 - 3500 + prefix_cache.SLICE
+    assert max(b - a for a, b in pairwise(nums)) <= prefix_cache.SLICE
+
+
+def test_a_long_chain_without_blocks_goes_with_its_last_child() -> None:
+    """Where all groups slide the inner nodes of a long answer lose their blocks to others."""
+    bench = Bench(num_blocks=4000, windows=(4,))
+    table, prefix = long_prompt(bench, 3000), bench.cache.prefix
+    bench.cache.slide(table, 4 * 3000 - 1)
+    prefix.evict(prefix.num_idle)
+    bench.check()
+    assert sum(not node.has_blocks for node in prefix.nodes.values()) == 2999
+    prefix.withdraw([n for n in prefix.nodes.values() if n.first_child is None])
+    bench.check()
+    assert not prefix.nodes
+
+
+def long_prompt(bench: Bench, num_blocks: int) -> BlockTable:
+    """Compute a prompt of so many blocks in one step."""
+    with bench.step():
+        done = bench.admit(tuple(range(4 * num_blocks)), budget=4 * num_blocks)
+    assert done is not None
+    bench.apply()
+    return done[0]
+
+
+def test_places_are_swept_a_few_at_a_time() -> None:
+    queue, nodes = IdleQueue(), [Node(b"", None, b"", (0,), 0) for _ in range(1000)]
+    most = 0
+    for node in nodes * 5:
+        before = len(queue._nodes) + len(queue._swept)
+        queue.add(node, num_nodes=len(nodes))
+        after = len(queue._nodes) + len(queue._swept)
+        most = max(most, before - after)
+        assert after <= 2 * len(nodes) + 65
+    assert most <= 8
+    assert [queue.pop() for _ in nodes] == nodes
+
+
+def test_links_cost_16_bytes_a_block() -> None:
+    """Three pointers in place of a count of children; without them a node had ten fields, 112 bytes in CPython 3.11."""
+    assert len(Node.__slots__) == 10 + 2  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import NO_BLOCK, BlockTable, Node
 from quire.cache.manager import CacheManager
+from quire.cache.prefix_cache import PrefixCache
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import SequenceState
@@ -67,7 +68,7 @@ def _check_counts(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
     held = [b for record in cache.references.steps.values() for b in record.held]
     held += [b for transfer in cache.references.transfers.values() for b in transfer.held]
     rows = [b for table in tables for group in table.rows for b in group]
-    tree = [b for node in cache.prefix.nodes.values() for b in node.block_ids]
+    tree = [b for node in _all_nodes(cache.prefix) for b in node.block_ids]
     for block_id in (*held, *rows, *tree):
         owners[block_id] += 1
     counts = cache.pool.ref_counts
@@ -122,16 +123,34 @@ def _check_path(cache: CacheManager, table: BlockTable) -> None:
     assert row == -1
 
 
+def _all_nodes(prefix: PrefixCache) -> list[Node]:
+    """Return the nodes of the tree, and those that were cleared and still hold blocks."""
+    return [node for tree in (prefix.nodes, *prefix._cleared) for node in tree.values() if node.alive]
+
+
+def _linked_children(node: Node) -> set[Node]:
+    found, before, child = set[Node](), None, node.first_child
+    while child is not None:
+        assert child.prev_sibling is before
+        assert child not in found
+        found.add(child)
+        before, child = child, child.next_sibling
+    return found
+
+
 def _check_tree(cache: CacheManager) -> None:
     prefix = cache.prefix
     num_blocks = num_idle = 0
-    num_children = Counter(node.parent for node in prefix.nodes.values())
-    for block_hash, node in prefix.nodes.items():
-        assert node.alive
-        assert node.block_hash == block_hash
+    assert all(node.alive for node in prefix.nodes.values())
+    assert all(node.block_hash == block_hash for block_hash, node in prefix.nodes.items())
+    children = {node.parent: set[Node]() for node in _all_nodes(prefix)}
+    for node in _all_nodes(prefix):
+        children[node.parent].add(node)
+    for node in _all_nodes(prefix):
         assert node.parent is None or node.parent.alive
-        assert node.num_children == num_children[node]
-        assert node.num_children or node.groups, "a node without blocks and children is of no use"
+        assert node.parent is None or prefix.has(node) == prefix.has(node.parent)
+        assert _linked_children(node) == children.get(node, set())
+        assert node.first_child or node.groups, "a node without blocks and children is of no use"
         used = 0
         for group, block_id in enumerate(node.block_ids):
             if block_id == NO_BLOCK:
@@ -150,7 +169,7 @@ def _check_evictable(cache: CacheManager) -> None:
     """Idle blocks of full groups lie in subtrees without used ones, so that they can be evicted leaf by leaf."""
     counts, windows = cache.pool.ref_counts, cache.windows.windows
     used: set[Node] = set()
-    for node in cache.prefix.nodes.values():
+    for node in _all_nodes(cache.prefix):
         if any(b != NO_BLOCK and windows[g] is None and counts[b] > 1 for g, b in enumerate(node.block_ids)):
             used.add(node)
     for node in used:

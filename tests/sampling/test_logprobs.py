@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.sampling.harness import Sampler
 
-from quire.kernels.sampling import log_normalizer, token_logprobs
+from quire.kernels.sampling import log_normalizer, logprob_tensors, token_logprobs
 from quire.kernels.sampling.truncate import top_candidates
 from quire.request import SamplingParams
 from quire.step import NewSeq
@@ -49,6 +49,23 @@ def test_ranks_are_distinct_among_equal_logits() -> None:
     for entry in entries:
         if entry.rank <= 20:
             assert entry.top_token_ids[entry.rank - 1] == entry.token_id
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_masked_ids_are_named_by_id_whatever_the_batch(seed: int) -> None:
+    """A grammar leaves few ids: those named behind them are the lowest of the others, alone and among other rows."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(16, 301, generator=generator)
+    logits[:8].masked_fill_(torch.rand(8, 301, generator=generator) > 0.02, -torch.inf)
+    logits[:, 7] = 0.0  # a row has at least one id
+    tokens = torch.full((16,), 7)
+    together = logprob_tensors(logits, tokens, 20)[2]
+    for row in range(16):
+        order = sorted(range(301), key=lambda i: (-float(logits[row, i]), i))[:20]
+        assert together[row].tolist() == order
+        assert logprob_tensors(logits[row : row + 1], tokens[:1], 20)[2][0].tolist() == order
+        found = token_logprobs(logits[row : row + 1], tokens[:1], [20])[0]
+        assert list(found.top_token_ids) == order, "the same at the level of this machine"
 
 
 def test_normalizer_has_the_same_bits_alone_and_in_a_batch() -> None:

@@ -8,11 +8,13 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 from tests.fakes.executor import FakeExecutor, FakeTransferRates
 from tests.fakes.integrity import check_integrity
 from tests.sim.scenario import RequestMaker, Scenario, expected_output
 
+from quire.cache import prefix_cache
 from quire.clock import VirtualClock
 from quire.config import GATES, ORDERS
 from quire.engine.core import EngineCore
@@ -32,6 +34,7 @@ from quire.scheduler.slo import PolicyChange
 from quire.step import StepPlan, StepResult
 
 STEP_S = 0.01
+CLEARED_A_STEP = 3  # nodes, so that a small tree takes several steps to come apart
 MAX_STEPS = 20_000  # the longest end (seed 5522, one token per step, 130 preemptions) comes after 7,300
 
 
@@ -103,6 +106,10 @@ class Driver:
 
     def run(self) -> Counter[str]:
         """Run to the end and return what was seen. AssertionError where anything is wrong."""
+        with patch.object(prefix_cache, "SLICE", CLEARED_A_STEP):
+            return self._run()
+
+    def _run(self) -> Counter[str]:
         num_left = self.scenario.num_requests
         shutdown_at = self.rng.randint(5, 100) if self.rng.random() < 0.1 else None
         idle, progress = 0, (0, 0)
@@ -122,6 +129,7 @@ class Driver:
             check_integrity(self.scheduler)
             assert not self.executor.violations, self.executor.violations[:3]
             self.seen["steps"] += 1
+            self.seen["steps with cleared nodes"] += bool(self.scheduler.cache.prefix._cleared)
             assert self.seen["steps"] < MAX_STEPS, "no end"
             progress, before = (self.core.stats().num_steps, self.core.num_out), progress
             waits = progress == before and not events and not isinstance(self.core.rest, Sleep)
@@ -218,6 +226,8 @@ class Driver:
         assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks, "blocks leaked"
         assert self.executor.seq_ids <= set(self.scheduler._state.gone), "worker state leaked"
         self.scheduler.cache.prefix.clear()
+        while self.scheduler.cache.prefix.take_apart():
+            pass
         assert self.scheduler.cache.pool.num_free == stats.num_blocks
         for name in ("preemptions", "forks", "zombie_results", "failed_steps", "restarted_readers", "chunks"):
             self.seen[name] += getattr(stats, f"num_{name}")

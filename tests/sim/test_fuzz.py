@@ -50,6 +50,7 @@ COVERAGE = {
     "late total": 20,
     "late first_token": 20,
     "cache resets in flight": 30,
+    "steps with cleared nodes": 200,
     "beams": 60,
     "scored prompts": 50,
 }

@@ -156,11 +156,38 @@ class Node:
     parent_hash: bytes  # the root's hash where there is no parent
     block_ids: tuple[int, ...]  # per cache group, or NO_BLOCK
     step: int  # the step that computes the block: in flight for a prompt block just published
-    num_children: int = 0  # nodes whose parent it is
+    # The nodes whose parent it is are a list linked in both directions, so that a subtree is found without the tree.
+    first_child: Node | None = None
+    next_sibling: Node | None = None
+    prev_sibling: Node | None = None
     num_used: int = 0  # how many of block_ids have a reference beside the tree's
     num_places: int = 0  # in the `IdleQueue`
     alive: bool = True  # in the tree
     token_ids: tuple[int, ...] = ()  # kept only where events are on
+
+    def link(self) -> None:
+        """Become the first child of the parent."""
+        parent = self.parent
+        if parent is not None:
+            first = self.next_sibling = parent.first_child
+            if first is not None:
+                first.prev_sibling = self
+            parent.first_child = self
+
+    def unlink(self) -> None:
+        """Leave the parent's children."""
+        before, behind = self.prev_sibling, self.next_sibling
+        if before is not None:
+            before.next_sibling = behind
+        elif self.parent is not None:
+            self.parent.first_child = behind
+        if behind is not None:
+            behind.prev_sibling = before
+        self.prev_sibling = self.next_sibling = None
+
+    def put(self, group: int, block_id: int) -> None:
+        """Have ``block_id`` of a cache group, or `NO_BLOCK`."""
+        self.block_ids = (*self.block_ids[:group], block_id, *self.block_ids[group + 1 :])
 
     @property
     def has_blocks(self) -> bool:

@@ -56,6 +56,11 @@ class EventBuffer:
             self._num_lost += 1
         self._events.append(event)
 
+    def forget(self) -> None:
+        """The tree was cleared: its reader starts afresh, from a snapshot."""
+        self._num_lost += len(self._events) + 1
+        self._events.clear()
+
     def drain(self) -> list[CacheEvent]:
         """Return the events since the last call, oldest first, and forget them."""
         events: list[CacheEvent] = [EventsLost(self._num_lost)] if self._num_lost else []

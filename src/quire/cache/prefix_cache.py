@@ -39,6 +39,7 @@ from quire.cache.block_table import NO_BLOCK, Node, Windows
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer
 
 HASH_BYTES = 32
+SLICE = 500  # nodes that one step takes apart after `PrefixCache.clear`: about half a millisecond
 _TOKEN_BYTES = 4
 _ROOT = b"quire.root.v1"  # `person` of BLAKE2b: at most 16 bytes
 _BLOCK = blake2b(digest_size=HASH_BYTES, person=b"quire.block.v2")  # copied, which is quicker than begun anew
@@ -131,6 +132,7 @@ class PrefixCache:
         self.windows = windows
         self._block_size = block_size
         self._idle = IdleQueue()
+        self._cleared: list[dict[bytes, Node]] = []  # what `clear` forgot and `take_apart` has left
         self._strippable: dict[int, None] = {}  # idle blocks of sliding groups, least recently used first
 
     def find(self, chain: Sequence[bytes], num_known: int, step: int) -> Hit:
@@ -168,7 +170,7 @@ class PrefixCache:
         self.nodes[block_hash] = node
         if parent is not None:
             assert parent.alive
-            parent.num_children += 1
+            node.link()
         for block_id in block_ids:
             if block_id != NO_BLOCK:
                 self._adopt(node, block_id)
@@ -182,7 +184,7 @@ class PrefixCache:
     def fill(self, node: Node, group: int, block_id: int) -> None:
         """Give ``node`` the block of a sliding group that it lacked."""
         assert node.block_ids[group] == NO_BLOCK
-        node.block_ids = _replaced(node.block_ids, group, block_id)
+        node.put(group, block_id)
         self._adopt(node, block_id)
         if self.events is not None:
             self.events.add(BlockStored(node.block_hash, node.parent_hash, node.token_ids, (group,)))
@@ -198,7 +200,8 @@ class PrefixCache:
 
     def mark_idle(self, block_ids: Iterable[int]) -> None:
         """Blocks have one reference left: those of the tree, where it is the tree's own, are idle now."""
-        node_of, sliding, num_nodes = self.node_of, self.windows.sliding, len(self.nodes)
+        node_of, sliding = self.node_of, self.windows.sliding
+        num_nodes = len(self.nodes) + sum(map(len, self._cleared))
         for block_id in block_ids:
             node = node_of[block_id]
             if node is None:
@@ -225,25 +228,47 @@ class PrefixCache:
         self.num_evicted += before - self.num_blocks
 
     def withdraw(self, nodes: Iterable[Node]) -> None:
-        """Remove nodes and everything below them; blocks in use stay with their users.
-
-        It looks at every node of the tree: steps fail rarely, and so no node has to know its children.
-        """
-        going = {node for node in nodes if node.alive}
-        subtrees = []
-        for node in self.nodes.values():  # in order of insertion: parents before children
-            if node in going or node.parent in going:
-                going.add(node)
-                subtrees.append(node)
-        for node in reversed(subtrees):
-            if node.alive:  # a parent left without blocks went with its last child
-                self._remove(node)
+        """Remove nodes and everything below them; blocks in use stay with their users."""
+        for top in nodes:
+            if not self.has(top):
+                continue
+            subtree = [top]
+            for node in subtree:  # grows: parents before children
+                child = node.first_child
+                while child is not None:
+                    subtree.append(child)
+                    child = child.next_sibling
+            for node in reversed(subtree):
+                if node.alive:  # a parent left without blocks went with its last child
+                    self._remove(node)
 
     def clear(self) -> int:
-        """Forget every published block and return how many came free: those in use stay with their users."""
-        num_free = self.pool.num_free
-        self.withdraw(list(self.nodes.values()))
-        return self.pool.num_free - num_free
+        """Forget every published block; return how many can be had again: those in use stay with their users.
+
+        No chain finds the nodes any more. Their blocks are given up in slices, or evicted where needed sooner.
+        """
+        num_idle = self.num_idle
+        if self.events is not None:
+            self.events.forget()
+        self._cleared.append(self.nodes)
+        self.nodes = {}
+        self.take_apart()
+        return num_idle
+
+    def take_apart(self) -> bool:
+        """Remove up to `SLICE` nodes that `clear` forgot, children before parents; tell whether some are left."""
+        for _ in range(SLICE if self._cleared else 0):
+            if not self._cleared[-1]:
+                self._cleared.pop()
+                break
+            _, node = self._cleared[-1].popitem()
+            if node.alive:
+                self._remove(node)
+        return bool(self._cleared)
+
+    def has(self, node: Node) -> bool:
+        """Whether chains find ``node``: it is alive, and not of before a `clear`."""
+        return node.alive and (not self._cleared or self.nodes.get(node.block_hash) is node)
 
     def snapshot(self) -> Iterator[BlockStored]:
         """Yield every block as a `BlockStored`, parents first, for a reader that lost events."""
@@ -259,23 +284,27 @@ class PrefixCache:
 
     def _evict_leaves(self, num_blocks: int) -> None:
         """`evict` where no group slides: every node has all its blocks, and those of an idle leaf are unused."""
-        nodes, node_of, pop = self.nodes, self.node_of, self._idle.pop
+        node_of, pop = self.node_of, self._idle.pop
         block_ids: list[int] = []
         while len(block_ids) < num_blocks:
             node = pop()
             assert node is not None
-            node.alive = False
-            del nodes[node.block_hash]
-            if node.parent is not None:
-                node.parent.num_children -= 1
-            if self.events is not None:
-                self.events.add(BlockRemoved(node.block_hash, node.groups))
+            self._forget(node)
+            node.unlink()
             block_ids += node.block_ids
         for block_id in block_ids:
             node_of[block_id] = None
         self.pool.drop_all(block_ids)
         self.num_blocks -= len(block_ids)
         self.num_idle -= len(block_ids)
+
+    def _forget(self, node: Node) -> None:
+        """Chains find ``node``, which is alive, no longer."""
+        if self.has(node):
+            del self.nodes[node.block_hash]
+            if self.events is not None and node.has_blocks:
+                self.events.add(BlockRemoved(node.block_hash, node.groups))
+        node.alive = False
 
     def _disown(self, node: Node, block_id: int) -> None:
         """Give up the tree's reference to a block of ``node``."""
@@ -293,36 +322,30 @@ class PrefixCache:
         node = self.node_of[block_id]
         assert node is not None
         group = node.block_ids.index(block_id)
-        node.block_ids = _replaced(node.block_ids, group, NO_BLOCK)
+        node.put(group, NO_BLOCK)
         self._disown(node, block_id)
-        if self.events is not None:
+        if self.events is not None and self.has(node):
             self.events.add(BlockRemoved(node.block_hash, (group,)))
-        if not node.num_children and not node.has_blocks:
+        if node.first_child is None and not node.has_blocks:
             self._remove(node)
 
     def _remove(self, node: Node) -> None:
         """Take a leaf out of the tree, and its ancestors that are left with neither blocks nor children."""
-        assert not node.num_children
-        node.alive = False
-        del self.nodes[node.block_hash]
-        for block_id in node.block_ids:
-            if block_id != NO_BLOCK:
-                self._disown(node, block_id)
-        if self.events is not None and node.has_blocks:
-            self.events.add(BlockRemoved(node.block_hash, node.groups))
-        parent = node.parent
-        if parent is None:
-            return
-        parent.num_children -= 1
-        if parent.num_children == 0 and self.windows.sliding:
-            if not parent.has_blocks:
-                self._remove(parent)
-            elif not parent.num_used:
-                self._idle.lost_children(parent)
-
-
-def _replaced(block_ids: tuple[int, ...], group: int, block_id: int) -> tuple[int, ...]:
-    return (*block_ids[:group], block_id, *block_ids[group + 1 :])
+        while True:
+            assert node.first_child is None
+            self._forget(node)
+            for block_id in node.block_ids:
+                if block_id != NO_BLOCK:
+                    self._disown(node, block_id)
+            node.unlink()
+            parent = node.parent
+            if parent is None or parent.first_child is not None or not self.windows.sliding:
+                return
+            if parent.has_blocks:
+                if not parent.num_used:
+                    self._idle.lost_children(parent)
+                return
+            node = parent
 
 
 class IdleQueue:
@@ -335,30 +358,40 @@ class IdleQueue:
     """
 
     def __init__(self) -> None:
+        self._swept: deque[Node] = deque()  # places that counted when a sweep came past; older than `_nodes`
         self._nodes: deque[Node] = deque()
 
     def add(self, node: Node, num_nodes: int) -> None:
         """``node`` became idle. ``num_nodes`` (in the tree) tells when it pays to sweep."""
         node.num_places += 1
         self._nodes.append(node)
-        if len(self._nodes) > 2 * num_nodes + 64:
-            self._nodes = deque([each for each in self._nodes if self._counts(each)])
-            for each in self._nodes:
-                each.num_places = 1
+        if self._swept or len(self._nodes) > 2 * num_nodes + 64:
+            self._sweep()
 
     def lost_children(self, node: Node) -> None:
         """The last child of an idle node went; if it lost its place before, no other was idle for longer."""
         if node.num_places == 0:
             node.num_places = 1
-            self._nodes.appendleft(node)
+            (self._swept or self._nodes).appendleft(node)
 
     def pop(self) -> Node | None:
         """Take out and return the leaf that was idle for the longest time, or None."""
-        while self._nodes:
-            node = self._nodes.popleft()
-            if self._counts(node) and not node.num_children:
+        while places := self._swept or self._nodes:
+            node = places.popleft()
+            if self._counts(node) and node.first_child is None:
                 return node
         return None
+
+    def _sweep(self) -> None:
+        """Drop places that do not count, eight at a time, so that no step waits for all of them."""
+        for _ in range(8):
+            if not self._nodes:
+                self._nodes, self._swept = self._swept, self._nodes
+                return
+            node = self._nodes.popleft()
+            if self._counts(node):
+                node.num_places = 1
+                self._swept.append(node)
 
     def _counts(self, node: Node) -> bool:
         """Take a place of ``node`` away; tell whether it counted."""

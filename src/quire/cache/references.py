@@ -73,6 +73,7 @@ class References:
     def open_step(self, step: int) -> StepBlocks:
         """Start planning ``step``: moves and publications from now on are its."""
         assert self._planning is None
+        self.prefix.take_apart()
         self._planning = self.steps[step] = StepBlocks(step)
         return self._planning
 
@@ -156,7 +157,7 @@ class Publisher:
         chain, find = table.chain, self._prefix.nodes.get
         if len(chain) < num_rows:
             extend_chain(chain, table.root, token_ids, self._block_size)
-        if table.tip is not None and not table.tip.alive:
+        if table.tip is not None and not self._prefix.has(table.tip):
             # Only a holder of all blocks above may add below, or idle blocks could not be evicted.
             table.publishable = False
             return

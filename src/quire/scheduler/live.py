@@ -216,7 +216,7 @@ def _runs(scheduler: Scheduler, hits: Counter[bytes]) -> list[tuple[int, int, in
     if len(nodes) > _MAX_NODES:
         return []
     ids = {block_hash: i for i, block_hash in enumerate(nodes)}
-    ends: list[Node] = [node for node in nodes.values() if node.num_children != 1 or node.block_hash in hits]
+    ends = [node for node in nodes.values() if not _has_one_child(node) or node.block_hash in hits]
     is_end = {node.block_hash for node in ends}
     runs = []
     for node in ends:
@@ -249,3 +249,7 @@ def _runs(scheduler: Scheduler, hits: Counter[bytes]) -> list[tuple[int, int, in
         for node, above, length in sorted(ranked, key=lambda run: end_row(run[0]))
         if node.block_hash in kept and (above is None or above.block_hash in kept)
     ]  # fmt: skip
+
+
+def _has_one_child(node: Node) -> bool:
+    return node.first_child is not None and node.first_child.next_sibling is None

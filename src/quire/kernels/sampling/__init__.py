@@ -152,7 +152,7 @@ def logprob_tensors(logits: Tensor, token_ids: Tensor, widest: int) -> tuple[Ten
     ranks = ahead.sum(dim=1) + 1
     if widest == 0:
         return logprobs, ranks, token_ids.new_empty(len(ranks), 0), logprobs.new_empty(len(ranks), 0)
-    values, best_ids = top_candidates(logits, widest)
+    values, best_ids = top_candidates(logits, widest, masked_too=True)
     return logprobs, ranks, best_ids, values.to(torch.float64) - normalizer[:, None]
 
 

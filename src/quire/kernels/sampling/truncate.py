@@ -133,18 +133,21 @@ def keep_typical(row: Tensor, temperature: float, typical_p: float) -> None:
     row[kept] = values
 
 
-def top_candidates(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_candidates(scores: Tensor, k: int, *, masked_too: bool = False) -> tuple[Tensor, Tensor]:
     """Return the best k of each row, in the order (score descending, id ascending), exact among equal scores.
 
     scores: ``[rows, vocab]`` float32 without NaN, ``1 ≤ k ≤ vocab``. Returns (scores, ids), both ``[rows, k]``.
-    Which ids stand for scores of −inf is left open, since they cannot be sampled.
+    Which ids stand for scores of −inf is left open, since they cannot be sampled, unless ``masked_too``: then the
+    lowest do.
     """
     values, ids = torch.topk(scores, k, dim=1, sorted=False)
     kth = values.amin(dim=1, keepdim=True)
     if scores.device.type != "cpu":
         return _in_order(scores, lowest_of_equals(scores, kth, k))
     # topk picks any of the ids that equal the k-th value; where there are more of them than places, pick the lowest.
-    crowded = ((scores >= kth).sum(dim=1, keepdim=True) > k) & (kth > -torch.inf)
+    crowded = (scores >= kth).sum(dim=1, keepdim=True) > k
+    if not masked_too:
+        crowded &= kth > -torch.inf
     for row in crowded.squeeze(1).nonzero().flatten().tolist():
         above = (scores[row] > kth[row]).nonzero().flatten()
         equal = (scores[row] == kth[row]).nonzero().flatten()[: k - above.numel()]
