@@ -39,6 +39,22 @@ def test_who_is_ahead_counts_until_its_first_token() -> None:
     assert forecast.enter(1000).predicted_s == pytest.approx(first.predicted_s)
 
 
+def test_a_short_prompt_waits_for_a_share_of_long_ones() -> None:
+    def shared() -> EngineStats:
+        return EngineStats(ttft=Predictor(CONFIG, MODEL).ttft_stats(0, 500, 100))
+
+    forecast = TtftForecast(Slo(), shared)
+    alone = forecast.enter(30)
+    long, another = forecast.enter(5000), forecast.enter(4000)
+    assert another.predicted_s > (5000 + 4000) * 1e-4
+    short = forecast.enter(30)
+    assert short.predicted_s == pytest.approx(0.01 + (60 + 7) * 1e-4 + (0.01 + 0.01) / 2)
+    long.first(1.0)
+    for each in (alone, another, short, long):
+        each.leave()
+    assert forecast.enter(30).predicted_s == pytest.approx(alone.predicted_s)
+
+
 def test_an_slo_makes_chunks_smaller_and_waits_longer() -> None:
     controller = SloController(Predictor(CONFIG, MODEL), CONFIG, 0.02)
     budget = 1 + controller.chunk(1)  # beside one decode

@@ -11,7 +11,7 @@ import pytest
 
 from quire.args import EngineArgs
 from quire.bench.args import ProfileArgs
-from quire.bench.profile import profile, report, warnings_of
+from quire.bench.profile import profile, report, settings_of, warnings_of
 from quire.bench.profile_serving import _line
 from quire.bench.profile_steps import REPEATS, StepProfiler, cases
 from quire.bench.progress import ticking
@@ -82,6 +82,10 @@ class Stopwatch:
 def config_of(**settings: object) -> EngineConfig:
     given = {"max_model_len": 1024, "num_kv_blocks": 900, "max_num_seqs": 24, "max_num_batched_tokens": 512}
     return configure(EngineArgs(**(given | settings)), detect_device())[0]  # type: ignore[arg-type]
+
+
+def test_a_profile_knows_how_long_prompts_were_cut() -> None:
+    assert settings_of(config_of(long_prefill_token_threshold=77))["long_prefill_token_threshold"] == 77
 
 
 def test_the_grid_keeps_within_the_engine_s_limits() -> None:

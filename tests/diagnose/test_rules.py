@@ -17,7 +17,8 @@ READINGS = sorted((Path(__file__).parent / "readings").glob("*.json"))
 HEALTHY = Figures(
     model="m", seconds=5.0, requests=50.0, prompt_tokens=5_000.0, output_tokens=5_000.0, running=12.0, waiting=0.0,
     kv_usage=0.3, kv_blocks=4096.0, kv_full=0.0, slots_full=0.0, idle_slots=0.0, max_num_seqs=64,
-    max_num_batched_tokens=512, gate="continuous", prefix_caching=True, preemptions=0.0, recomputed=0.0, hit_rate=0.0,
+    max_num_batched_tokens=512, long_tokens=None, gate="continuous", prefix_caching=True, preemptions=0.0,
+    recomputed=0.0, hit_rate=0.0,
     shared=0.0, prompt_share=0.3, chunks_per_prompt=0.0, chunk_tokens=100.0, chunk_step_s=0.02, decode_step_s=0.01,
     ttft_s=0.04, queue_s=0.005, itl_s=0.012, itl_p50_s=0.01, itl_p99_s=0.022, host_share=0.05, step_s=0.011,
     draft_share=0.0, drafted=0.0, accepted=0.0, draft_gain=1.0, computed_tokens=10_000.0, rejected=0.0, deadlines=0.0,
@@ -87,6 +88,22 @@ def test_a_server_without_load_is_idle() -> None:
 )
 def test_each_limit_has_its_finding(name: str, changed: dict[str, Any]) -> None:
     assert first(**changed) == name
+
+
+@pytest.mark.parametrize(
+    ("threshold", "chunk_tokens", "setting"),
+    [
+        (108, 108.0, "--long-prefill-token-threshold 432 (it is 108)"),
+        (0, 108.0, "--max-num-batched-tokens 2048 (it is 512)"),
+        (None, 108.0, "--max-num-batched-tokens 2048 (it is 512)"),
+        (108, 500.0, "--max-num-batched-tokens 2048 (it is 512)"),  # short prompts fill the steps
+    ],
+)
+def test_small_chunks_name_what_cuts_them(threshold: int | None, chunk_tokens: float, setting: str) -> None:
+    cut = {"chunks_per_prompt": 20.0, "chunk_step_s": 0.012, "long_tokens": threshold}
+    (found,) = diagnose(replace(HEALTHY, chunk_tokens=chunk_tokens, **cut)).findings
+    assert found.name == "chunk-too-small"
+    assert found.change[0].startswith(setting)
 
 
 def test_paying_drafts_are_no_finding() -> None:

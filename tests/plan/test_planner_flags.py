@@ -34,6 +34,21 @@ def test_a_split_that_is_asked_for_is_the_only_one() -> None:
     assert answer(count=8, split="TP1").advice.chosen is None
 
 
+def test_long_prompts_are_cut_by_their_threshold() -> None:
+    long, short = {"workload": "20000/100"}, {"workload": "4000/100"}
+    for workload, is_cut in ((long, True), (short, False)):
+        whole, cut = (
+            answer("llama-3.2-1b", **workload, long_prefill_token_threshold=num) for num in (0, 512)
+        )
+        assert (cut.question.chunk, whole.question.chunk) == (512 if is_cut else 8192, 8192)
+        assert (chosen(cut).estimate.ttft_s != chosen(whole).estimate.ttft_s) == is_cut
+        assert "--long-prefill-token-threshold 512" in serve_command(cut)[0]
+        assert "threshold" not in serve_command(whole)[0]
+    assert (
+        answer("llama-3.2-1b", **long, prefix=19_800, long_prefill_token_threshold=512).question.chunk == 8192
+    )
+
+
 def test_machines_that_share_no_memory_are_joined_by_ray() -> None:
     """A model that no machine holds alone: stages and ranks over the network are compared."""
     plan = answer("llama-3.3-70b", "ryzen-9950x", count=4, nodes=4)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, rows_of, step
 
 from quire.errors import ConfigError
+from quire.plan.cost_model import CostModel, Curve, StepTime
+from quire.request import Deadline, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import PolicyChange
 
@@ -169,3 +172,84 @@ def test_the_threshold_changes_while_the_engine_runs() -> None:
     assert rows_of(scheduler.plan(0.0)) == {0: 64}
     with pytest.raises(ConfigError, match=r"long_prefill_token_threshold = -1 .* 0…"):
         scheduler.change_policy(PolicyChange(long_prefill_token_threshold=-1))
+
+
+def timed(scheduler: Scheduler, now: float) -> tuple[float, list[TokenEvent]]:
+    """One step at a millisecond per token; return when it was over and what came."""
+    plan = scheduler.plan(now)
+    assert plan is not None
+    now += 1e-3 * sum(rows_of(plan).values())
+    return now, scheduler.apply(answer(scheduler, plan), now)
+
+
+def under_long_prompts(step_time: StepTime | None = None, **config: Any) -> tuple[Scheduler, float]:
+    """A scheduler that has measured its pace, with one long prompt that runs and twelve that wait; the time."""
+    scheduler, now = make(max_num_seqs=3, num_blocks=2000, **config), 0.0
+    scheduler.predictor.step_time = step_time
+    for i in range(13):
+        scheduler.add(request(f"long-{i}", 400, max_tokens=40), now)
+    for _ in range(4):
+        now, _ = timed(scheduler, now)
+    return scheduler, now
+
+
+def first_token_s(scheduler: Scheduler, now: float, name: str) -> float:
+    """Run until a request has its first token; return when that was."""
+    while True:
+        now, events = timed(scheduler, now)
+        if any(event.request_id == name and event.token_ids for event in events):
+            return now
+
+
+@pytest.mark.parametrize("num_prompt", [2, 10, 16])
+def test_a_short_request_is_not_refused_for_long_prompts(num_prompt: int) -> None:
+    """Its first token is due in far less than the long prompts take, and comes in time."""
+    limit_s = 0.08  # the prompts before it take 5 s, and their outputs twelve seats
+    for threshold, accepts in ((LIMIT, True), (0, False)):
+        for how in ("deadline", "max_ttft", "place"):
+            settings = {"max_ttft_s": limit_s} if how != "deadline" else {}
+            scheduler, now = under_long_prompts(long_prefill_token_threshold=threshold, **settings)
+            if how == "place":
+                (wait_s,), why = scheduler.give_places([(1, num_prompt)], now)
+                assert (wait_s == 0.0) == accepts, why
+                continue
+            short = request("short", num_prompt, arrival_s=now)
+            if how == "deadline":
+                short = replace(short, deadline=Deadline(limit_s, None))
+            refused = [event.error for event in scheduler.add(short, now)]
+            assert (not refused) == accepts, refused
+            if accepts:
+                assert first_token_s(scheduler, now, "short") - now <= limit_s
+
+
+def test_a_long_request_waits_for_all_before_it() -> None:
+    scheduler, now = under_long_prompts(max_ttft_s=4.5)
+    (refused,) = scheduler.add(request("another", 400, arrival_s=now), now)
+    assert refused.error_kind == "capacity"
+    assert scheduler.give_places([(1, 400)], now)[0][0] > 0.0
+
+
+def test_refused_long_prompts_hold_no_place_before_short_ones() -> None:
+    scheduler, now = under_long_prompts(max_ttft_s=0.2)
+    for i in range(3):
+        (refused,) = scheduler.add(request(f"another-{i}", 400, arrival_s=now), now)
+        assert refused.error_kind == "capacity"
+    assert not scheduler.add(request("short", 10, arrival_s=now), now)
+
+
+@pytest.mark.parametrize("num_shorts", [0, 3])
+def test_the_first_token_of_a_short_prompt_is_predicted(num_shorts: int) -> None:
+    """With a model of step times, and behind others of its kind."""
+    model = CostModel(0.0, Curve((0.0, 1.0), (0.0, 1e-3)))
+    scheduler, now = under_long_prompts(step_time=model)
+    for i in range(num_shorts):
+        scheduler.add(request(f"before-{i}", 12, arrival_s=now), now)
+    scheduler.add(request("short", 12, arrival_s=now), now)
+    predicted_s = scheduler._state.requests["short"].predicted_s
+    stats = scheduler.stats().ttft
+    assert stats.long_tokens == LIMIT
+    assert predicted_s == pytest.approx(
+        stats.seconds(12 * num_shorts, 12, busy=True, num_long=13 * 400), rel=1e-6
+    )
+    measured_s = first_token_s(scheduler, now, "short") - now
+    assert 0.5 * measured_s <= predicted_s <= 2.0 * measured_s

@@ -63,6 +63,16 @@ def test_it_writes_what_bench_serve_writes_and_repeats_it(profile: Path, tmp_pat
     assert 0.0 < summary["simulation"]["kv_peak"] < 1.0
 
 
+@pytest.mark.parametrize(("flag", "threshold"), [(None, 64), (0, 0), (32, 32)])
+def test_long_prompts_are_cut_as_at_the_profiled_server(
+    flag: int | None, threshold: int, tmp_path: Path
+) -> None:
+    replace(MADE, settings=MADE.settings | {"long_prefill_token_threshold": 64}).save(tmp_path / "p.json")
+    given = {} if flag is None else {"long_prefill_token_threshold": flag}
+    setup = set_up(SimulateArgs(profile=str(tmp_path / "p.json")), ServeBenchArgs(), given)
+    assert setup.config.scheduler.long_prefill_token_threshold == threshold
+
+
 def test_one_record_a_line(profile: Path, tmp_path: Path) -> None:
     quire("--profile", str(profile), *WORK, "--jsonl", str(tmp_path / "r.jsonl"))
     lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]

@@ -338,6 +338,7 @@ class Ticket:
 
     _forecast: TtftForecast
     num_tokens: int
+    is_long: bool
     predicted_s: float
     state: str = "waiting"  # then "decoding", then "gone"
 
@@ -345,13 +346,13 @@ class Ticket:
         """The first token came ``measured_s`` after arrival. Return measured / predicted."""
         if self.state == "waiting":
             self.state = "decoding"
-            self._forecast.started(self.num_tokens)
+            self._forecast.started(self)
         return measured_s / self.predicted_s
 
     def leave(self) -> None:
         """The request is over, however it ended."""
         if self.state != "gone":
-            self._forecast.left(self.num_tokens, waiting=self.state == "waiting")
+            self._forecast.left(self, waiting=self.state == "waiting")
             self.state = "gone"
 
 
@@ -361,22 +362,24 @@ class TtftForecast:
     def __init__(self, slo: Slo, stats: Callable[[], EngineStats]) -> None:
         self.slo = slo
         self._stats = stats
-        self._tokens_ahead = 0  # prompt tokens of requests without a token
+        self._ahead = [0, 0]  # prompt tokens of requests without a token: of short prompts, and of long ones
         self._num_decoding = 0
 
     def enter(self, num_prompt_tokens: int) -> Ticket:
         """A request was sent to the engine; its ticket knows the prediction."""
-        busy = bool(self._num_decoding or self._tokens_ahead)
-        predicted_s = self._stats().ttft.seconds(self._tokens_ahead, num_prompt_tokens, busy=busy)
-        self._tokens_ahead += num_prompt_tokens
-        return Ticket(self, num_prompt_tokens, predicted_s)
+        stats, (num_short, num_long) = self._stats().ttft, self._ahead
+        busy = bool(self._num_decoding or num_short or num_long)
+        predicted_s = stats.seconds(num_short, num_prompt_tokens, busy=busy, num_long=num_long)
+        is_long = num_prompt_tokens > stats.long_tokens > 0
+        self._ahead[is_long] += num_prompt_tokens
+        return Ticket(self, num_prompt_tokens, is_long, predicted_s)
 
-    def started(self, num_tokens: int) -> None:
-        self._tokens_ahead -= num_tokens
+    def started(self, ticket: Ticket) -> None:
+        self._ahead[ticket.is_long] -= ticket.num_tokens
         self._num_decoding += 1
 
-    def left(self, num_tokens: int, *, waiting: bool) -> None:
+    def left(self, ticket: Ticket, *, waiting: bool) -> None:
         if waiting:
-            self._tokens_ahead -= num_tokens
+            self._ahead[ticket.is_long] -= ticket.num_tokens
         else:
             self._num_decoding -= 1

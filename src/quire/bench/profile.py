@@ -201,6 +201,7 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
         "max_model_len": config.scheduler.max_model_len,
         "max_num_seqs": config.scheduler.max_num_seqs,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "long_prefill_token_threshold": config.scheduler.long_prefill_token_threshold,
         "max_in_flight": 1,
     } | ({"speculate": config.speculate.method} if config.speculate else {})
 

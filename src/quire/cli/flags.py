@@ -230,6 +230,7 @@ class PlanArgs:
     engine: str | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 256
+    long_prefill_token_threshold: int = 0
     draft: str | None = None
     objective: Literal["throughput", "latency", "cost"] = "throughput"
     api_price: float | None = None

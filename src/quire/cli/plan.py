@@ -90,6 +90,7 @@ def question_of(asked: PlanArgs) -> Question:
         context=asked.context,
         max_num_batched_tokens=asked.max_num_batched_tokens or (2048 if hardware.kind == "cpu" else 8192),
         max_num_seqs=asked.max_num_seqs,
+        long_prefill_token_threshold=asked.long_prefill_token_threshold,
         objective=asked.objective,
         split=parse_split(asked.split, spec, asked.count) if asked.split else None,
         draft=draft_of(asked.draft) if asked.draft else None,
@@ -183,6 +184,8 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
         "max_num_seqs": q.max_running(chosen.split) if chosen else 1,
         "max_num_batched_tokens": q.max_num_batched_tokens,
     }
+    if q.long_prefill_token_threshold:
+        wanted["long_prefill_token_threshold"] = q.long_prefill_token_threshold
     if q.precision not in ("bf16", "fp32", q.own_precision):
         wanted["quantize"] = q.precision
     if q.kv_dtype != "bf16":

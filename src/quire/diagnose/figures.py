@@ -39,6 +39,7 @@ class Figures:
     )
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    long_tokens: int | None  # long_prefill_token_threshold
     gate: str | None
     prefix_caching: bool | None
     preemptions: float
@@ -85,6 +86,7 @@ def figures(reading: Reading) -> Figures:
         kv_blocks=after.get("quire:kv_blocks", 0.0),
         max_num_seqs=limits.get("max_num_seqs"),
         max_num_batched_tokens=limits.get("max_num_batched_tokens"),
+        long_tokens=limits.get("long_prefill_token_threshold"),
         gate=limits.get("gate"),
         prefix_caching=_prefix_caching(after),
         shared=steps.shared,

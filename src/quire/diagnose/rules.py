@@ -14,6 +14,7 @@ from quire.diagnose.figures import Figures
 
 _MIN_COST = 0.05
 _STALL = 5.0  # p99 of ITL over its median, from which on chunks are felt
+_FULL = 0.75  # share of max_num_batched_tokens from which on a step had no room for more
 _GOOD_STALL = 3.0  # steps with a chunk that are aimed at, in steps without
 
 
@@ -167,6 +168,12 @@ def _small_chunks(f: Figures) -> Finding | None:
     fixed = min(1.0, f.decode_step_s / f.chunk_step_s)
     if fixed < 0.5:
         return None
+    change = f"--max-num-batched-tokens {4 * f.max_num_batched_tokens} (it is {f.max_num_batched_tokens})"
+    if f.long_tokens and f.chunk_tokens and f.chunk_tokens + f.running < _FULL * f.max_num_batched_tokens:
+        change = (  # the steps had room for more, which long prompts may not have
+            f"--long-prefill-token-threshold {4 * f.long_tokens} (it is {f.long_tokens}): short prompts then wait "
+            "longer for a step with a long one"
+        )
     return Finding(
         "chunk-too-small",
         "Prompts are computed in chunks that are too small",
@@ -176,7 +183,7 @@ def _small_chunks(f: Figures) -> Finding | None:
             f"and one without a chunk {_ms(f.decode_step_s)}",
             f"prompts take {f.prompt_share:.0%} of the engine's time; TTFT is {_ms(f.ttft_s)}",
         ),
-        (f"--max-num-batched-tokens {4 * f.max_num_batched_tokens} (it is {f.max_num_batched_tokens})",),
+        (change,),
     )
 
 

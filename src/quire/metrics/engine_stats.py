@@ -46,6 +46,22 @@ def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of `step_tokens`
 
 
+LONG_SHARE = 8  # long prompts have one token for so many of short ones
+LEAST_LONG_SHARE = 16  # but at least one in so many of what they have without short ones
+
+
+def long_part(threshold: int, num_short: int, left: int) -> int:
+    """Return what long prompts have of ``left`` tokens of a step in which short ones want ``num_short``."""
+    most = min(left, threshold)
+    return max(1, most // LEAST_LONG_SHARE, min(num_short, left) // LONG_SHARE) if num_short else most
+
+
+def long_beside(threshold: int, num_short: int, num_long: int, chunk: int) -> int:
+    """Return how many of ``num_long`` tokens of long prompts are computed until ``num_short`` of short ones are."""
+    part = long_part(threshold, num_short, chunk)
+    return min(num_long, -(-num_short // max(1, chunk - part)) * part) if threshold else num_long
+
+
 @dataclass(frozen=True, slots=True)
 class TtftStats:
     """What the engine's predictor knows of the way to a first token."""
@@ -54,16 +70,21 @@ class TtftStats:
     step_s: float = 0.0  # of a step with a chunk, beside the chunk's tokens
     token_s: float = 0.0  # per prompt token
     ratio: float = 1.0  # seconds measured / predicted, of the last requests
+    long_tokens: int = 0  # long prompts have at most so many of a step together; 0: all of it
 
-    def seconds(self, num_ahead: int, num_tokens: int, *, busy: bool) -> float:
+    def seconds(self, num_ahead: int, num_tokens: int, *, busy: bool, num_long: int = 0) -> float:
         """Return when a prompt of ``num_tokens`` behind ``num_ahead`` others' tokens has its first token.
 
-        Half of the step in flight, if the engine is ``busy``, then as many steps as all these tokens take.
+        Half of the step in flight, if the engine is ``busy``, then as many steps as all these tokens take. Of
+        ``num_long`` tokens of long prompts before it, a short one waits only for what each step has of them.
         """
-        todo = max(1, num_ahead + num_tokens)
+        in_flight = min(self.chunk_tokens, max(1, num_ahead, min(num_long, self.long_tokens)))
+        if num_tokens <= self.long_tokens:
+            num_long = long_beside(self.long_tokens, num_ahead + num_tokens, num_long, self.chunk_tokens)
+        todo = max(1, num_ahead + num_long + num_tokens)
         seconds = -(-todo // self.chunk_tokens) * self.step_s + todo * self.token_s
         if busy:
-            seconds += (self.step_s + min(self.chunk_tokens, max(1, num_ahead)) * self.token_s) / 2
+            seconds += (self.step_s + in_flight * self.token_s) / 2
         return max(seconds * self.ratio, 1e-6)
 
 

@@ -222,6 +222,7 @@ class Question:
     context: int | None = None  # tokens per request; None: its prompt and output
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
+    long_prefill_token_threshold: int = 0  # of each step for prompts that do not fit in one; 0: all of it
     objective: Objective = "throughput"
     split: Split | None = None  # the only one to consider; None: the best
     draft: Draft | None = None
@@ -229,9 +230,14 @@ class Question:
 
     def replica(self, split: Split, memory: MemoryPlan) -> Replica:
         """Return one replica of ``split``."""
-        return Replica(
-            self.steps(split), self.max_running(split), self.max_num_batched_tokens, self._drafting(split)
-        )
+        return Replica(self.steps(split), self.max_running(split), self.chunk, self._drafting(split))
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prompt in one step. Prompts that fit in a step are not cut: of one length, none is short."""
+        long, whole = self.long_prefill_token_threshold, self.max_num_batched_tokens
+        is_cut = 0 < long < self.load.isl - self.load.prefix and self.load.isl > whole
+        return min(long, whole) if is_cut else whole
 
     def steps(self, split: Split) -> Roofline:
         """Return the step times of one replica of ``split``."""

@@ -50,7 +50,7 @@ def limits(plan: CapacityPlan) -> list[Line]:
         Line("words", f"{each * WORDS_PER_TOKEN:.1f}/s", f"{WORDS_PER_TOKEN} a token · {each:.1f} tokens/s a request; "
              f"all together {total * WORDS_PER_TOKEN:,.0f}/s")
     )  # fmt: skip
-    stages, chunks = chosen.split.pp, -(-(q.load.isl - q.load.prefix) // q.max_num_batched_tokens)
+    stages, chunks = chosen.split.pp, -(-(q.load.isl - q.load.prefix) // q.chunk)
     if stages > 1:
         idle = max(0.0, 1 - chosen.estimate.concurrency / stages)
         text = f"({stages} − 1) / ({chunks} chunks + {stages} − 1) of a prompt alone; of decodes {idle:.0%}"

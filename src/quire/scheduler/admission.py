@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from quire.request import FinishReason, Request, SampleTiming, TokenEvent
 from quire.scheduler.beam_steps import start_search
-from quire.scheduler.deadline import predict_ttft, too_late, too_late_behind_all
+from quire.scheduler.deadline import lines_behind_all, predict_ttft, too_late, too_late_behind_all
 from quire.scheduler.outcome import finish_reason
 from quire.scheduler.overload import full_queue, promise
 from quire.scheduler.queue import place_key, sort_key
@@ -111,10 +111,11 @@ def give_places(
     """
     waits_s, why = [], ""
     state.promises.expire(now)
+    lines = lines_behind_all(state)
     for key, num_prompt in asked:
-        full = full_queue(state, num_prompt, 0, now, kept=False) or too_late_behind_all(
-            state, num_prompt, now
-        )
+        full = full_queue(state, num_prompt, 0, now, kept=False)
+        if full is None and lines is not None:
+            full = too_late_behind_all(state, num_prompt, lines, now)
         state.counters.num_requests += full is not None
         state.counters.num_refused += full is not None
         if full is None:

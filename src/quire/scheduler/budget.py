@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from quire.config import SchedulerConfig, row_tile
+from quire.metrics.engine_stats import LONG_SHARE, long_part
 
 # Rows of a prompt that take a core as long as what a step costs whatever its rows. Measured: a step of c rows of a 1B
 # model as int8 takes 17 ms + c * 4.4 ms on one thread, from 16 to 256 rows.
@@ -13,8 +14,6 @@ STEP_ROWS = 4.0
 # Weights in bf16 that a core multiplies a row with in a millisecond, which is about the host's part of a step on a
 # stage.
 HOST_WEIGHTS = 1e8
-LONG_SHARE = 8  # long prompts have one token for so many of short ones
-LEAST_LONG_SHARE = 16  # but at least one in so many of what they have without short ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,11 @@ def stage_chunk(num_tokens: int, num_stages: int, rows: StageRows) -> int:
     return max(rows.tile, -(-num_tokens // num_chunks))
 
 
+def long_threshold(config: SchedulerConfig) -> int:
+    """Return how many tokens a prompt may have left that is not long; 0: none is long."""
+    return config.long_prefill_token_threshold if config.enable_chunked_prefill else 0
+
+
 class Budget:
     """Tokens left in the step being planned."""
 
@@ -57,10 +61,6 @@ class Budget:
         self.left = self._limit
         # Of these, what long prompts may have, and what is kept for those that run.
         self._long, self._kept = self._limit, 0
-
-    @property
-    def cuts_prompts(self) -> bool:
-        return not self._whole_prompts
 
     @property
     def long_room(self) -> int:
@@ -95,10 +95,7 @@ class Budget:
 
         ``runs``: a long one does, and goes on whatever short ones want.
         """
-        self._long = min(self.left, threshold)
-        if num_short:
-            least = max(1, self._long // LEAST_LONG_SHARE)
-            self._long = max(least, min(num_short, self.left) // LONG_SHARE)
+        self._long = long_part(threshold, num_short, self.left)
         self._kept = min(self._long, self.left // LONG_SHARE) if runs else 0
 
     def spend(self, num_tokens: int, *, is_long: bool) -> None:

@@ -10,11 +10,13 @@ Both are functions of ``now`` and of what the scheduler measured, so a simulated
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from quire.config import OrderKind
+from quire.metrics.engine_stats import long_beside
 from quire.request import FinishReason, Request, TokenEvent
+from quire.scheduler.budget import long_threshold
 from quire.scheduler.overload import RESERVED_S, TTFT_RESERVE, TTFT_SLACK, place_s, seats_of
 from quire.scheduler.predictor import Backlog
 from quire.scheduler.queue import aged_s, due_s, sort_key
@@ -25,13 +27,30 @@ _LOOKAHEAD = 128  # waiting sequences that `demote` looks at per step
 
 
 class Line(NamedTuple):
-    """Sequences that enter before a request, and the tokens of their prompts."""
+    """Sequences that enter before a request, and the tokens of their prompts.
+
+    A short request has ``num_long`` tokens of long prompts apart, which hold it by a part of each step alone, and of
+    their sequences at most one, since the others are passed over (`quire.scheduler.long_prompts`).
+    """
 
     num_seqs: int
     num_tokens: int
+    num_long: int = 0
 
-    def behind(self, other: tuple[int, int]) -> Line:
-        return Line(self.num_seqs + other[0], self.num_tokens + other[1])
+    @classmethod
+    def of(cls, lengths: Iterable[int], num_own: int, threshold: int) -> Line:
+        """Return the line of prompts of these lengths before a request with ``num_own`` tokens to compute."""
+        short = all_lengths = list(lengths)
+        if num_own <= threshold > 0:
+            short = [num for num in all_lengths if num <= threshold]
+        num_long = sum(all_lengths) - sum(short)
+        return cls(len(short) + (num_long > 0), sum(short), num_long)
+
+    def behind(self, promised: tuple[int, int], most: int | None = None) -> Line:
+        """Return the line behind (sequences, tokens) that come first; each counts at ``most`` so many tokens."""
+        num_seqs, num_tokens = promised
+        num_tokens = num_tokens if most is None else min(num_tokens, num_seqs * most)
+        return Line(self.num_seqs + num_seqs, self.num_tokens + num_tokens, self.num_long)
 
 
 def expire(state: SchedulerState, now: float) -> list[TokenEvent]:
@@ -80,35 +99,46 @@ def too_late(
     if not limits or not state.predictor.step_s or not (state.running or state.waiting):
         return None
     elapsed_s, num_own = now - request.arrival_s, _num_uncached(state, request)
-    ahead = [seq.num_total for seq in state.waiting if _is_ahead(state.config.order, seq, request)]
-    line = Line(len(ahead), sum(ahead))
+    ahead = (seq.num_total for seq in state.waiting if _is_ahead(state.config.order, seq, request))
+    line = Line.of(ahead, num_own, long_threshold(state.config))
     first_s = elapsed_s + _first_s(state, line, num_own, now, kept=kept)
     more_s = (_least_output(request) - 1) * state.predictor.step_s
     for name, kind, limit_s in limits:
         expected_s = first_s + more_s * (name == "deadline_ms.total")
         if expected_s > limit_s:
-            last_s = elapsed_s + _first_s(state, line.behind(state.promises.expected()), num_own)
+            last_s = elapsed_s + _last_s(state, line, num_own)
             return kind, _missed_text(state, name, limit_s, expected_s), max(expected_s, last_s) - limit_s
     return None
 
 
-def too_late_behind_all(state: SchedulerState, num_prompt: int, now: float) -> tuple[str, float] | None:
-    """As `too_late`, for a request of which only the prompt's length is known: by max_ttft_s, behind all that wait.
+def lines_behind_all(state: SchedulerState) -> tuple[Line, Line] | None:
+    """Return the line of all that wait before a short request, and before a long one, for `too_late_behind_all`.
 
-    Orders by what is not known of it are not judged.
+    None: it refuses nothing. Orders by what is not known of a request are not judged.
     """
-    config = state.config
+    config, threshold = state.config, long_threshold(state.config)
     if config.max_ttft_s is None or config.order in ("priority", "shortest-first", "deadline"):
         return None
-    line = Line(len(state.waiting), state.waiting.num_tokens)
+    lengths = [seq.num_prompt for seq in state.waiting]
+    return Line.of(lengths, 0, threshold), Line.of(lengths, threshold + 1, threshold)
+
+
+def too_late_behind_all(
+    state: SchedulerState, num_prompt: int, lines: tuple[Line, Line], now: float
+) -> tuple[str, float] | None:
+    """As `too_late`, for a request of which only the prompt's length is known: by max_ttft_s, behind all that wait.
+
+    ``lines``: of `lines_behind_all`.
+    """
+    num_own = round(num_prompt * _uncached_share(state))
+    line = lines[num_own > long_threshold(state.config)]
     if not state.predictor.step_s or not (state.running or line.num_seqs or state.promises.num_called):
         return None
     limit_s = most_ttft_s(state, now, kept=False)
-    num_own = round(num_prompt * _uncached_share(state))
     expected_s = _first_s(state, line, num_own, now)
     if expected_s <= limit_s:
         return None
-    last_s = _first_s(state, line.behind(state.promises.expected()), num_own)
+    last_s = _last_s(state, line, num_own)
     return _missed_text(state, "max_ttft_ms", limit_s, expected_s), max(expected_s, last_s) - limit_s
 
 
@@ -145,12 +175,17 @@ def predict_ttft(state: SchedulerState, group: RequestState) -> None:
     """Note when the first token of a request that just came is predicted; the predictor learns from what comes."""
     if state.predictor.step_time is None:
         return
+    config, threshold = state.config, long_threshold(state.config)
     decoding = [seq for seq in state.running if seq.told_first]
-    ahead = [seq for seq in (*state.running, *state.waiting) if not seq.told_first and seq.group is not group]
-    stats = state.predictor.ttft_stats(len(decoding), state.config.max_num_batched_tokens)
-    num_ahead = sum(seq.num_prompt for seq in ahead)
-    num_prompt = len(group.request.prompt_token_ids)
-    group.predicted_s = stats.seconds(num_ahead, num_prompt, busy=bool(decoding or ahead))
+    ahead = [
+        seq.num_prompt
+        for seq in (*state.running, *state.waiting)
+        if not seq.told_first and seq.group is not group
+    ]
+    stats = state.predictor.ttft_stats(len(decoding), config.max_num_batched_tokens, threshold)
+    num_long = sum(num for num in ahead if num > threshold > 0)
+    num_prompt, is_busy = len(group.request.prompt_token_ids), bool(decoding or ahead)
+    group.predicted_s = stats.seconds(sum(ahead) - num_long, num_prompt, busy=is_busy, num_long=num_long)
 
 
 def _missed(seq: Sequence, now: float) -> str | None:
@@ -189,7 +224,7 @@ def most_ttft_s(state: SchedulerState, now: float, *, kept: bool) -> float:
     if not len(state.promises):
         return limit_s
     num_soon, _ = state.promises.expected(now + limit_s + RESERVED_S)
-    seats, typical_s, _ = seats_of(state)
+    seats, typical_s, *_ = seats_of(state)
     return limit_s - min(limit_s * TTFT_RESERVE, num_soon * typical_s / len(seats))
 
 
@@ -207,13 +242,33 @@ def _first_s(
 
     ``now``: behind the requests too that are expected to come back before that, unless it is ``kept`` itself.
     """
-    num_tokens = seats_of(state)[2] + int(line.num_tokens * _uncached_share(state))
+    share, threshold = _uncached_share(state), long_threshold(state.config)
+    *_, num_tokens, num_long = seats_of(state)
+    num_tokens += int(line.num_tokens * share)
+    num_long += int(line.num_long * share)
+    if num_own > threshold:
+        num_tokens += num_long
+    else:
+        chunk = state.config.max_num_batched_tokens
+        num_tokens += long_beside(threshold, num_tokens + num_own, num_long, chunk)
     backlog = Backlog(num_tokens, place_s(state, line.num_seqs + 1))
     first_s = state.predictor.first_token_s(backlog, num_own)
     # A free seat is held for no request.
     if now is None or kept or not (state.waiting or state.promises.num_called):
         return first_s
-    return _first_s(state, line.behind(state.promises.expected(now + first_s)), num_own)
+    coming = state.promises.expected(now + first_s)
+    return _first_s(state, line.behind(coming, _most_before(num_own, threshold)), num_own)
+
+
+def _last_s(state: SchedulerState, line: Line, num_own: int) -> float:
+    """Return the same as `_first_s`, behind all requests that are expected to come back."""
+    most = _most_before(num_own, long_threshold(state.config))
+    return _first_s(state, line.behind(state.promises.expected(), most), num_own)
+
+
+def _most_before(num_own: int, threshold: int) -> int | None:
+    """Return the most tokens of a promised prompt that are computed before ``num_own`` of a new one; None: all."""
+    return threshold if num_own <= threshold > 0 else None
 
 
 def _uncached_share(state: SchedulerState) -> float:

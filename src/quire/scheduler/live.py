@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from quire.cache.block_table import NO_BLOCK, Node
 from quire.clock import Clock
+from quire.scheduler.budget import long_threshold
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.state import SchedulerState
 from quire.step import StepPlan, StepResult
@@ -105,6 +106,7 @@ class LiveLog:
         values["limits"] = {
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
+            "long_prefill_token_threshold": long_threshold(config),
             "block_size": scheduler.cache.block_size,
             "order": config.order,
             "gate": config.gate,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.scheduler.budget import Budget
+from quire.scheduler.budget import Budget, long_threshold
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 
@@ -35,7 +35,7 @@ class LongPrompts:
 
     def __init__(self, state: SchedulerState, budget: Budget, now: float) -> None:
         self._state, self._budget = state, budget
-        self.threshold = state.config.long_prefill_token_threshold if budget.cuts_prompts else 0
+        self.threshold = long_threshold(state.config)
         lately = now - state.last_short_s <= LATELY_S
         self._uncut = 0 if lately else state.config.max_num_batched_tokens
         self._share = self.threshold * (1 if lately else QUIET_TIMES)

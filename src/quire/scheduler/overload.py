@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+from quire.scheduler.budget import long_threshold
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 
@@ -28,7 +29,7 @@ ASSUMED_STEP_S = 0.05  # until a step was measured
 
 def place_s(state: SchedulerState, number: int) -> float:
     """Return the seconds until the ``number``-th sequence (from 1) of the queue finds a seat."""
-    seats, typical_s, _ = seats_of(state)
+    seats, typical_s, *_ = seats_of(state)
     turns, index = divmod(max(1, number) - 1, len(seats))
     return seats[index] + turns * typical_s
 
@@ -76,13 +77,15 @@ def promise(state: SchedulerState, key: int, num_prompt: int, now: float, after_
     return wait_s
 
 
-def seats_of(state: SchedulerState) -> tuple[list[float], float, int]:
+def seats_of(state: SchedulerState) -> tuple[list[float], float, int, int]:
     """Return when each seat is free, the earliest first, for how long one is taken, and the prompt tokens to compute.
 
-    Times are seconds from now; the tokens are of those that run. Free seats are as many as max_num_seqs and the free
-    blocks allow. Computed once per step: a burst of requests that are rejected reads the same.
+    Times are seconds from now; the tokens are of those that run, of short prompts and of long ones. Free seats are as
+    many as max_num_seqs and the free blocks allow. Computed once per step: a burst of requests that are rejected reads
+    the same.
     """
-    stamp = (state.next_step, len(state.running), len(state.in_flight))
+    threshold = long_threshold(state.config)
+    stamp = (state.next_step, len(state.running), len(state.in_flight), threshold)
     if state.seats is not None and state.seats[0] == stamp:
         return state.seats[1:]
     predictor, running = state.predictor, state.running
@@ -98,8 +101,10 @@ def seats_of(state: SchedulerState) -> tuple[list[float], float, int]:
         _num_left(seq, mean) * step_s + max(0, seq.num_prompt - seq.num_planned) * predictor.prompt_token_s
         for seq in running
     )
-    num_left = sum(max(0, seq.num_total - seq.num_planned - 1) for seq in running)
-    state.seats = (stamp, [0.0] * max(0, free) + taken or [0.0], max(1.0, typical) * step_s, num_left)
+    left = [max(0, seq.num_total - seq.num_planned - 1) for seq in running]
+    num_long = sum(num for num in left if num > threshold > 0)
+    seats = [0.0] * max(0, free) + taken or [0.0]
+    state.seats = (stamp, seats, max(1.0, typical) * step_s, sum(left) - num_long, num_long)
     return state.seats[1:]
 
 

@@ -158,14 +158,17 @@ class Predictor:
         step = StepFeatures(num_decodes + num_tokens, num_decodes + 1, num_decodes + 1, keys, chunk_kv, pairs)
         return self.step_time.seconds(step) * self._mixed_ratio.value
 
-    def ttft_stats(self, num_decodes: int, budget: int) -> TtftStats:
-        """Return what a prediction of TTFT needs: ``budget`` tokens per step, beside so many decodes."""
+    def ttft_stats(self, num_decodes: int, budget: int, long_tokens: int = 0) -> TtftStats:
+        """Return what a prediction of TTFT needs: ``budget`` tokens per step, beside so many decodes.
+
+        ``long_tokens``: what long prompts may have of it.
+        """
         chunk = max(1, budget - num_decodes)
         if self.step_time is None:
-            return TtftStats(chunk, 0.0, self.prompt_token_s, self._ttft_ratio.value)
+            return TtftStats(chunk, 0.0, self.prompt_token_s, self._ttft_ratio.value, long_tokens)
         least_s, most_s = self.mixed_s(num_decodes, 1), self.mixed_s(num_decodes, chunk)
         token_s = (most_s - least_s) / max(1, chunk - 1)
-        return TtftStats(chunk, max(0.0, least_s - token_s), token_s, self._ttft_ratio.value)
+        return TtftStats(chunk, max(0.0, least_s - token_s), token_s, self._ttft_ratio.value, long_tokens)
 
     def _correct(self, step_time: StepTime, seqs: Sequence[SeqPlan], took_s: float) -> None:
         step = features(StepPlan(0, seqs=tuple(seqs)), {seq.seq_id for seq in seqs})

@@ -24,7 +24,7 @@ from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission import add_request, give_places
 from quire.scheduler.beam_steps import end_all, park_idle
-from quire.scheduler.budget import ONE_STAGE, StageRows
+from quire.scheduler.budget import ONE_STAGE, StageRows, long_threshold
 from quire.scheduler.deadline import demote, expire
 from quire.scheduler.draft_control import DraftControl
 from quire.scheduler.outcome import apply_result
@@ -206,7 +206,9 @@ class Scheduler:
             num_idle_blocks=prefix.num_idle,
             num_peak_blocks=self._num_peak_blocks,
             ttft=self.predictor.ttft_stats(
-                sum(seq.told_first for seq in state.running), state.config.max_num_batched_tokens
+                sum(seq.told_first for seq in state.running),
+                state.config.max_num_batched_tokens,
+                long_threshold(state.config),
             ),
             num_unused_slots=num_unused,
             kv_fragmentation=num_unused / num_slots if num_slots else 0.0,

@@ -64,7 +64,7 @@ class SchedulerState:
     deadlines: Deadlines = field(default_factory=Deadlines)
     promises: Promises = field(default_factory=Promises)
     # When seats come free, as of a step; see `overload`.
-    seats: tuple[tuple[int, int, int], list[float], float, int] | None = None
+    seats: tuple[tuple[int, ...], list[float], float, int, int] | None = None
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
     # Beams selected since the last plan: (parent, what is forked from it); see `beam_steps`.
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)

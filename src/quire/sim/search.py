@@ -125,6 +125,7 @@ class Search:
         scheduler = SchedulerConfig(
             max_num_seqs=q.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,
+            long_prefill_token_threshold=q.long_prefill_token_threshold,
             max_model_len=self._longest,
             max_queue=len(self.workload.requests),
         )

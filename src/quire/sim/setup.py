@@ -43,6 +43,8 @@ from quire.workload.slo import Slo
 
 DEFAULT_NETWORK = 50e9  # bytes/s between replicas where the table has no figure: 400 Gb/s
 ROOFLINE_STEPS_IN_FLIGHT = 2  # as on a GPU
+# Settings of the server that was profiled, where no others are given.
+_DEFAULTS = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
 # Settings that a profile was measured with.
 MEASURED = ("dtype", "kv_dtype", "quantize", "threads", "cpu_isa")
 
@@ -222,7 +224,7 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
                 + (f", median error {profile.error.median:.1%}" if profile.error else ""),
                 **_cut(_topology(args, profile.model)),
             },
-            defaults={k: measured[k] for k in ("max_num_seqs", "max_num_batched_tokens") if k in measured},
+            defaults={k: measured[k] for k in _DEFAULTS if k in measured},
         )
     except KeyError as error:
         raise ConfigError(f"profile {args.profile}: settings lack {error}") from error
