@@ -7,6 +7,7 @@ import gzip
 import json
 import socket
 import zlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -17,7 +18,8 @@ from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend
 from tests.gateway.live import Scripted, gateway, says
 
-from quire.http import connections
+from quire.engine.large_body import LargeBodies
+from quire.http import connections, held_bytes
 from quire.http.connections import MAX_HEAD_BYTES, ConnectionWatch, Patience
 from quire.http.drain import UVICORN
 
@@ -28,13 +30,13 @@ Port = int
 
 
 @asynccontextmanager
-async def server() -> AsyncGenerator[Port, None]:
+async def server(max_body_mib: int = 1) -> AsyncGenerator[Port, None]:
     frontend = FakeFrontend()
     frontend.model = type(frontend.model)(
         **{**{f: getattr(frontend.model, f) for f in frontend.model.__slots__}, "names": ("m",)}
     )
     sock = socket.create_server(("127.0.0.1", 0))
-    app = app_with_jobs(frontend, max_body_bytes=1 << 20)
+    app = app_with_jobs(frontend, max_body_bytes=max_body_mib << 20)
     running = uvicorn.Server(uvicorn.Config(app, **UVICORN, lifespan="on"))
     serving = asyncio.create_task(running._serve([sock]))
     try:
@@ -48,8 +50,8 @@ async def server() -> AsyncGenerator[Port, None]:
 
 
 @asynccontextmanager
-async def gateway_port() -> AsyncGenerator[Port, None]:
-    async with gateway(Scripted(says("hello")), max_body_mib=1) as live:
+async def gateway_port(max_body_mib: int = 1) -> AsyncGenerator[Port, None]:
+    async with gateway(Scripted(says("hello")), max_body_mib=max_body_mib) as live:
         yield int(live.url.rpartition(":")[2])
 
 
@@ -188,6 +190,43 @@ def test_codings_are_bounded_known_and_whole(surface: str) -> None:
                     assert (status, "invalid_encoding" in text) == (400, True), (coding, broken, text)
 
     run(main())
+
+
+@on_both
+def test_bombs_are_bounded_in_sum(surface: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty at once: each within the limit of a body, all together far above that of waiting ones."""
+    most, size, most_held = 8 << 20, 2 << 20, 0
+    monkeypatch.setattr(held_bytes.LARGE, "most", most)
+    monkeypatch.setattr(held_bytes.SMALL, "most", most)
+    grow = held_bytes.Held.grow
+
+    def watched(self: held_bytes.Held, num_bytes: int) -> bool:
+        nonlocal most_held
+        fits = grow(self, num_bytes)
+        most_held = max(most_held, held_bytes.LARGE.held, held_bytes.SMALL.held)
+        return fits
+
+    monkeypatch.setattr(held_bytes.Held, "grow", watched)
+    body = json.dumps({"model": "m", "prompt": "hi", "stop": "x" * size}).encode()
+    whole = post(gzip.compress(body), b"content-encoding: gzip", b"connection: close")
+    helpers = LargeBodies()
+    monkeypatch.setattr("quire.api.app.LargeBodies", lambda: helpers)
+
+    async def main() -> None:
+        async with SURFACES[surface](8) as port:
+            answers = await asyncio.gather(*(ask(port, whole) for _ in range(40)))
+            statuses = Counter(status for status, _, _ in answers)
+            assert statuses.keys() <= {400, 503}, "the text is above its limit, or there is no room"
+            assert min(statuses[400], statuses[503]) > 0
+            assert all(b"retry-after: 1" in head for status, head, _ in answers if status == 503)
+            assert (await ask(port, post(BODY, b"connection: close")))[0] == 200
+        assert size < most_held <= most
+        assert (held_bytes.LARGE.held, held_bytes.SMALL.held) == (0, 0)
+
+    try:
+        run(main())
+    finally:
+        helpers.close()
 
 
 @on_both

@@ -46,6 +46,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/gateway/test_limits.py::test_the_time_to_come_back_is_that_of_the_request",),
     ),
     Mutant(
+        "bombs-unbounded-in-sum",
+        "what coded bodies become is not counted among the bodies that wait",
+        "src/quire/http/body.py",
+        "            hold_more(scope, len(part))\n",
+        "",
+        ("tests/http/test_http1_edge.py::test_bombs_are_bounded_in_sum",),
+    ),
+    Mutant(
         "unknown-models-first",
         "a model is looked up before the limits of its request",
         "src/quire/gateway/state.py",
