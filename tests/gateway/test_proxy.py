@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -143,6 +144,33 @@ def test_a_bad_backend_is_retried_at_a_good_one(bad: Script, streams: bool) -> N
                 assert body.endswith(b"[DONE]\n\n") if streams else json.loads(body)["text"] == "ok"
             assert len(wrong.received) >= 1
             assert live.state.metrics.failures.total() >= 1
+
+    run(main())
+
+
+def test_the_loops_own_lateness_is_not_the_backends() -> None:
+    """Limits of the first token, of silence and of a whole answer: the loop stands still for longer than each."""
+
+    async def while_the_loop_stands(request: Received, writer: asyncio.StreamWriter) -> None:
+        if not request.body.get("stream"):
+            time.sleep(0.6)
+            await says("ok")(request, writer)
+            return
+        await begin_stream(writer)
+        for letter in "ab":
+            await asyncio.sleep(0.02)
+            time.sleep(0.6)
+            await chunk(writer, frame({"text": letter}))
+        await chunk(writer, b"data: [DONE]\n\n")
+        await chunk(writer, b"")
+
+    async def main() -> None:
+        backend = Scripted(while_the_loop_stands)
+        async with gateway(backend, timeouts=SHORT) as live:
+            status, body = await live.post(STREAM)
+            assert (status, body.count(b"data:")) == (200, 3), body
+            assert (await live.post(ASK))[0] == 200
+            assert len(backend.received) == 2
 
     run(main())
 

@@ -8,7 +8,6 @@ Another server's are not relayed: what they say of other requests is not known. 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from quire import __version__
 from quire.errors import NotFoundError
 from quire.gateway.fleet import Backend
 from quire.gateway.headers import to_backend
+from quire.gateway.patience import lasting
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, Whole, closing, failures, read_whole
 from quire.http.body import json_response
@@ -167,7 +167,7 @@ class Descriptions:
             trace_id=state.new_id(),
         )
         with failures():
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with lasting(_TIMEOUT_S):
                 response = await state.upstream.open("GET", backend.url + path, headers, None)
                 with closing(response):
                     return await read_whole(response, _MOST_BYTES)

@@ -14,22 +14,39 @@ from contextlib import asynccontextmanager
 TICKS = 8
 
 
-@asynccontextmanager
-async def lasting(limit_s: float) -> AsyncGenerator[None, None]:
-    """Raise `TimeoutError` in the block after ``limit_s`` seconds of a loop that keeps up."""
-    loop = asyncio.get_running_loop()
-    part_s = limit_s / TICKS
-    timers: list[asyncio.TimerHandle] = []  # that have been started
+class Limit:
+    """The time that a block has yet."""
 
-    def tick() -> None:
-        if len(timers) < TICKS:
-            timers.append(loop.call_later(part_s, tick))
+    def __init__(self, deadline: asyncio.Timeout) -> None:
+        self._deadline = deadline
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_left, self._part_s = 0, 0.0
+
+    def renew(self, limit_s: float | None) -> None:
+        """Let the block last so much longer from now on; None: as long as it takes."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if limit_s is not None:
+            self._num_left, self._part_s = TICKS, max(0.0, limit_s) / TICKS
+            self._tick()
+
+    def _tick(self) -> None:
+        if self._num_left:
+            self._num_left -= 1
+            self._timer = self._loop.call_later(self._part_s, self._tick)
         else:
-            deadline.reschedule(loop.time())
+            self._deadline.reschedule(self._loop.time())
 
+
+@asynccontextmanager
+async def lasting(limit_s: float | None) -> AsyncGenerator[Limit, None]:
+    """Raise `TimeoutError` in the block after ``limit_s`` seconds of a loop that keeps up; None: there is no limit."""
     async with asyncio.timeout(None) as deadline:
-        tick()
+        limit = Limit(deadline)
+        limit.renew(limit_s)
         try:
-            yield
+            yield limit
         finally:
-            timers[-1].cancel()
+            limit.renew(None)

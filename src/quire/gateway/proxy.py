@@ -27,6 +27,7 @@ from quire.gateway.frames import LINES, Frames, error_frame, has_event, is_strea
 from quire.gateway.headers import Pairs, to_client
 from quire.gateway.hedging import Opened
 from quire.gateway.migrate import TAGGED, Groups, StreamMoves
+from quire.gateway.patience import Limit, lasting
 from quire.gateway.placing import Placed
 from quire.gateway.retrying import Retrying
 from quire.gateway.rows import output_so_far
@@ -128,14 +129,14 @@ class Proxy:
         try:
             state.books.begun(exchange, state.now())
             with failures():
-                async with asyncio.timeout(limit_s) as deadline:
+                async with lasting(limit_s) as limit:
                     with self._retrying.watching(exchange, placed):
                         opened = await open_answer(
                             state, exchange, placed, adds_usage=self._adds_usage(asked)
                         )
                         placed = opened.placed
                         with closing(opened.response):
-                            await self._relay(exchange, opened, deadline)
+                            await self._relay(exchange, opened, limit)
             is_good = True
         except BackendFailed as error:
             if exchange.is_writing:  # the time passed while the client took nothing
@@ -158,13 +159,13 @@ class Proxy:
         self._state.count_failure(placed.backend, BackendFailed("broken", error.message))
         return False
 
-    async def _relay(self, exchange: Exchange, opened: Opened, deadline: asyncio.Timeout) -> None:
+    async def _relay(self, exchange: Exchange, opened: Opened, limit: Limit) -> None:
         """Relay one answer: a stream as it comes, any other once it is whole."""
         placed, response = opened.placed, opened.response
         kind = response.headers.get("content-type", "")
         self._state.placing.learn_blocks(exchange, response.headers.get(BLOCKS_HEADER))
         if response.status == 200 and is_stream(kind):
-            await self._relay_stream(exchange, opened, deadline)
+            await self._relay_stream(exchange, opened, limit)
             return
         whole = await read_whole(response, self._state.config.server.max_answer_mib << 20)
         exchange.is_reading = False
@@ -189,13 +190,12 @@ class Proxy:
         if exchange.sealing is not None and not exchange.has_begun:
             exchange.sealing.answered_by(placed.backend.name)
 
-    async def _relay_stream(self, exchange: Exchange, opened: Opened, deadline: asyncio.Timeout) -> None:
+    async def _relay_stream(self, exchange: Exchange, opened: Opened, limit: Limit) -> None:
         """Relay server-sent events from the first whole frame on."""
         placed, response = opened.placed, opened.response
         is_lines = response.headers["content-type"].startswith(LINES)
         read = exchange.usage.read_lines if is_lines else exchange.usage.read_frames
         now, timeouts, frames = self._state.now, self._timeouts, _frames_of(exchange, response)
-        loop_s = asyncio.get_running_loop().time() - now()  # the loop's clock may have another origin
         total_s = timeouts.stream_total_s
         end_s = exchange.arrival_s + total_s if total_s is not None else float("inf")
         assert exchange.asked is not None
@@ -225,7 +225,7 @@ class Proxy:
                 await _send(exchange, response, whole)
                 if now() >= renew_s:
                     renew_s = now() + slack_s
-                    deadline.reschedule(min(renew_s + timeouts.idle_s, end_s) + loop_s)
+                    limit.renew(min(slack_s + timeouts.idle_s, end_s - now()))
             if is_first:
                 raise BackendFailed("garbage", "The backend's stream ended without an event.")
             rest = frames.end()

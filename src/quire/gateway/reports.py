@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from quire.cache.events import EVENT_BYTES, unpack
 from quire.gateway.fleet import Backend, Fleet
+from quire.gateway.patience import lasting
 from quire.gateway.upstream import BackendFailed, Upstream, closing, failures
 from quire.http.cache_messages import BEAT, CACHE_PATH, SNAPSHOT, messages
 from quire.metrics.log import Log
@@ -59,13 +60,13 @@ class Reports:
             headers.append(("authorization", f"Bearer {backend.args.api_key}"))
         try:
             with failures():
-                async with asyncio.timeout(SILENCE_S) as deadline:
+                async with lasting(SILENCE_S) as limit:
                     response = await self._upstream.open("GET", backend.url + CACHE_PATH, headers, None)
                     with closing(response):
                         if response.status != 200:
                             raise BackendFailed("status", f"{CACHE_PATH} answered {response.status}.")
                         async for kind, payload in messages(response.content.iter_any()):
-                            deadline.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
+                            limit.renew(SILENCE_S)
                             if kind != BEAT:
                                 await self._take(backend, payload, is_snapshot=kind == SNAPSHOT)
         except BackendFailed as error:
