@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
 
-from quire.cockpit.operate import table, tables_of
+from quire.cockpit.operate import Sightings, table, tables_of
 
 CARD = {
     "name": "one", "state": "ready", "breaker": "closed", "region": None, "requests": 3, "queued_tokens": 1200,
@@ -36,3 +36,19 @@ def test_tenants_are_shown_where_there_are_quotas() -> None:
 
 def test_what_a_replica_says_is_text_in_the_page() -> None:
     assert "<script>" not in table(["name"], [["<script>alert(1)</script>"]])
+
+
+def test_a_replica_that_is_gone_is_grey_and_says_for_how_long() -> None:
+    sightings = Sightings()
+    assert sightings.note([CARD], 100.0)[0]["state"] == "ready"
+    gone = CARD | {"state": "unready", "why": "refused"}
+    assert sightings.note([gone], 102.0)[0]["state"] == "unready for 0 s"
+    cards = sightings.note([gone], 114.0)
+    assert cards[0]["state"] == "unready for 12 s"
+    (_, replicas), _ = tables_of({"data": cards}, ROUTING, None)
+    assert '<tr class="gone">' in replicas
+    assert sightings.note([CARD], 120.0)[0]["state"] == "ready"
+
+
+def test_a_replica_that_was_gone_before_says_no_time() -> None:
+    assert Sightings().note([CARD | {"state": "unready"}], 1.0)[0]["state"] == "unready"

@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
 
 from tests.cockpit.browser import MISSING, WAIT_S, Browser
-from tests.cockpit.test_forms import terminal
 from tests.e2e.live import LiveServer
 
 from quire.cockpit.watched import Watched
@@ -100,8 +99,60 @@ def test_chat_streams_and_shows_tokens_and_time(browser: Browser) -> None:
     browser.shot("chat")
     browser.click("Again")
     browser.until(lambda: len(browser.all(".qc-bar")) == 1 and browser.all(".tok"))
-    browser.click("Clear")
+    browser.click("New")
     browser.until(lambda: not browser.all(".qc-said"))
+    browser.click("Token by token")
+
+
+def ended(browser: Browser) -> str:
+    """How the last answer has ended, when it has."""
+    return str(browser.until(lambda: browser.all(".qc-end"))[-1].get_attribute("data-finish"))
+
+
+def test_a_cut_answer_says_so_and_goes_on(browser: Browser) -> None:
+    browser.open("/", ".qc-write textarea")
+    browser.one(".qc-s-max_tokens input").send_keys("\ue009a\ue0004\ue004")  # Ctrl+A, 4, Tab
+    send(browser, "Tell me a story about a fox.")
+    assert ended(browser) == "length"
+    assert "cut at max_tokens = 4" in browser.one(".qc-end").text
+    browser.shot("cut")
+    before = browser.one(".qc-answer").text
+    browser.click("Go on")
+    browser.until(lambda: browser.all(".qc-end") and len(browser.one(".qc-answer").text) > len(before))
+    assert browser.one(".qc-answer").text.startswith(before)
+    assert len(browser.all(".qc-one")) == 1
+
+
+def test_conversations_are_kept_in_the_browser(browser: Browser) -> None:
+    browser.open("/", ".qc-write textarea")
+    browser.click("New")
+    send(browser, "Where is the fox?")
+    ended(browser)
+    browser.driver.delete_all_cookies()  # the page's process does not know this browser any more
+    browser.open("/", ".qc-said")
+    assert browser.one(".qc-said").text == "Where is the fox?"
+    assert browser.all(".qc-answer")
+    browser.click("New")
+    browser.until(lambda: not browser.all(".qc-said"))
+    browser.click("Where is the fox?", ".qc-open")
+    browser.until(lambda: browser.all(".qc-said"))
+    browser.click("Forget all")
+    browser.until(lambda: not browser.all(".qc-open"))
+    assert browser.script("return localStorage.getItem('quire.conversations')") is None
+
+
+def test_the_page_scrolls_to_the_answer(browser: Browser) -> None:
+    browser.open("/", ".qc-write textarea")
+    browser.driver.set_window_size(900, 600)
+    try:
+        for _ in range(3):
+            send(browser, "Tell me a story.")
+            browser.until(lambda: browser.all(".qc-end"))
+        left = "const c = document.querySelector('.qc-turns'); return c.scrollHeight - c.scrollTop - c.clientHeight"
+        browser.until(lambda: browser.script(left) < 4)
+    finally:
+        browser.driver.set_window_size(1440, 1000)
+        browser.click("New")
 
 
 def test_two_models_answer_side_by_side(browser: Browser) -> None:
@@ -110,7 +161,7 @@ def test_two_models_answer_side_by_side(browser: Browser) -> None:
     send(browser, "Hello!")
     browser.until(lambda: len(browser.all(".qc-bar")) + len(browser.all(".qc-error")) == 2)
     assert len(browser.all(".qc-said")) == 2
-    browser.click("Clear")
+    browser.click("New")
     browser.click("Two side by side")
 
 
@@ -151,14 +202,47 @@ def test_live_moves_while_a_load_runs(browser: Browser, server: LiveServer) -> N
         thread.join()
 
 
-def test_a_form_gives_what_the_command_line_gives(browser: Browser) -> None:
-    browser.open("/cockpit/plan", ".qc-line")
-    line = browser.one(".qc-line").text
-    assert line == "quire plan llama-3.1-8b --gpu h100"
-    browser.click("Run")
-    said = browser.until(lambda: [each.text for each in browser.all(".qc-out")])[0]
-    assert said.split() == terminal(*line.split()[1:]).split()
+def fill(browser: Browser, name: str, value: str) -> None:
+    """Replace what a field of a form has."""
+    browser.one(f".qc-f-{name} input").send_keys("\ue009a\ue000" + value)
+
+
+def lengths(browser: Browser, section: int) -> list[tuple[str, float]]:
+    """The bars of a part in each of the pictures: what they say, and how long they are per millisecond."""
+    found = []
+    for picture in browser.all(".qc-picture"):
+        part = picture.find_elements("css selector", "section[data-kind=bars]")[section]
+        for bar in part.find_elements("css selector", "rect"):
+            said = bar.find_element("css selector", "title").get_attribute("textContent")
+            found.append((said, float(bar.get_attribute("width"))))
+    return found
+
+
+def test_a_plan_is_a_form_with_units_and_pictures(browser: Browser) -> None:
+    browser.open("/cockpit/plan", ".qc-f-model input")
+    form = browser.one(".qc-form").text
+    assert "--" not in form
+    assert "requests/s" in form
+    fill(browser, "rate", "4")
+    fill(browser, "slo-ttft", "500")
+    browser.click("Plan", "button")
+    browser.until(lambda: browser.all(".qc-picture section"))
+    assert "it fits and holds the targets" in browser.one(".qc-picture").text
+    assert "--rate 4" in browser.one(".qc-line").get_attribute("textContent")
     browser.shot("plan")
+
+
+def test_pictures_beside_each_other_have_one_axis(browser: Browser) -> None:
+    browser.open("/cockpit/plan", ".qc-picture section")  # the one that was made before is still there
+    fill(browser, "workload-answer", "512")
+    browser.click("Beside the one before")
+    browser.click("Plan", "button")
+    browser.until(lambda: len(browser.all(".qc-picture section[data-kind=bars]")) >= 6)
+    values = [(float(said.split()[-2].replace(",", "")), wide) for said, wide in lengths(browser, 0)]
+    assert len(values) == 4
+    scale = [wide / value for value, wide in values if wide > 40]
+    assert max(scale) < 1.02 * min(scale)
+    browser.shot("plan-beside")
 
 
 LESSONS = ["kv-growth", pytest.param("all", marks=pytest.mark.slow)]
@@ -230,7 +314,7 @@ def test_a_narrow_screen_scrolls_only_down(browser: Browser) -> None:
         for path, selector in (
             ("/", ".qc-write"),
             ("/cockpit/live", ".ql .tile"),
-            ("/cockpit/plan", ".qc-line"),
+            ("/cockpit/plan", ".qc-f-model"),
         ):
             browser.open(path, selector)
             wide = browser.script(
@@ -253,8 +337,10 @@ def test_keys_of_the_keyboard_turn_pages_and_light(browser: Browser) -> None:
     browser.one("body").send_keys("d")
 
 
-def test_the_small_page_is_back_when_the_process_dies(server: LiveServer) -> None:
+def test_the_small_page_is_back_when_the_process_dies(server: LiveServer, browser: Browser) -> None:
     """The last test of this file: the page does not come back."""
+    browser.open("/cockpit/live", ".ql .tile")
+    browser.until(lambda: browser.all(".qc-state[data-status=ready]"))
     assert "nicegui" in httpx.get(server.url + "/", timeout=WAIT_S).text.lower()
     os.kill(page_process(server.process.pid), signal.SIGKILL)
     deadline_s = time.monotonic() + WAIT_S
@@ -263,6 +349,9 @@ def test_the_small_page_is_back_when_the_process_dies(server: LiveServer) -> Non
     while "cockpit_ended" not in server.log.read_text():
         assert time.monotonic() < deadline_s
     assert httpx.get(server.url + "/readyz").status_code == 200
+    browser.until(lambda: browser.all(".ql.gone"))  # a page that is still open says so by itself
+    browser.until(lambda: browser.all(".qc-state[data-status=lost]"))
+    browser.errors()
 
 
 def page_process(server_pid: int) -> int:

@@ -21,6 +21,7 @@ from quire.http.browser_guard import BrowserRules, allowed_hosts, open_note
 from quire.http.listen import bind, is_loopback, url_of
 from quire.plan.hardware import hardware_table
 from quire.plan.presets import presets
+from quire.sim.scenario import SCENARIOS
 
 PLANNED_MODEL = "A preset or hub id, a local folder, or 'quill'."
 HIDDEN = {
@@ -85,6 +86,7 @@ def commands_of(*, local: bool) -> bytes:
         "gpu": (*hardware_table(),),
         "hardware": (*hardware_table(),),
         "model": ("quill", *presets()),
+        "scenario": SCENARIOS,
     }
     choices: dict[str, tuple[str, ...]] = {}
     for kind in (ServerArgs, EngineArgs, ServeBenchArgs, SimulateArgs, PlanArgs):

@@ -7,6 +7,8 @@ bodies    what is sent to the page, decoded and limited
 frame     header, login, navigation
 presence  whether the watched server answers, and since when
 readings figures   what the live feed says in figures, and how they are written
+chat_request conversations    what the chat asks for and shows; what the browser keeps
+fields results    labels and units of the forms; what the commands answer, as pictures
 chat live forms learn     the pages
 
 The whole package needs the extra `cockpit`: without it, importing a module of it raises the ConfigError that says so.

@@ -27,24 +27,43 @@ export function processed(tops, s) {
 export default {
   template: `<div class="qc-one">
     <div v-if="think" class="qc-answer qc-think">{{ think }}</div>
-    <div class="qc-answer" ref="text"></div>
+    <div class="qc-answer" ref="text" role="group" aria-label="Answer" @keydown="move"></div>
     <div v-for="c in calls" class="qc-call">{{ c.name }}({{ c.arguments }})</div>
-    <div v-if="error" class="qc-error">{{ error }}</div>
+    <div v-if="error" class="qc-error" role="alert">{{ error }}</div>
+    <div v-if="end" class="qc-end" :class="{cut: end.is_cut}" :data-finish="end.reason" role="status">
+      <span>{{ end.text }}</span> <code>finish_reason {{ end.reason }}</code>
+      <button v-if="end.can_go_on" type="button" class="qc-goon" @click="$emit('go_on')">Go on</button></div>
     <div v-if="parts.length" class="qc-bar" role="img" :aria-label="said"><i v-for="p in parts" :style="{flex: p.ms, background: p.color}" :title="p.name + ' ' + p.ms.toFixed(1) + ' ms'"></i></div>
     <div v-if="parts.length" class="qc-keys"><span v-for="p in parts"><i :style="{background: p.color}"></i>{{ p.name }} <b>{{ p.ms.toFixed(1) }} ms</b></span><span v-for="f in facts">{{ f[0] }} <b>{{ f[1] }}</b></span></div>
-    <table v-if="picked" class="qc-probs" style="max-width:640px"><thead><tr><th>token {{ picked.at + 1 }}</th><th>raw</th>
-      <th v-if="picked.exact">sampled from</th><th v-else>sampled from (of these {{ picked.rows.length }})</th><th class="b"></th></tr></thead>
+    <table v-if="picked" ref="probs" class="qc-probs" style="max-width:640px"><thead><tr><th scope="col">token {{ picked.at + 1 }}</th><th scope="col">raw</th>
+      <th v-if="picked.exact" scope="col">sampled from</th><th v-else scope="col">sampled from (of these {{ picked.rows.length }})</th><td class="b"></td></tr></thead>
       <tbody><tr v-for="r in picked.rows" :class="{on: r.on}"><td>{{ r.token }}</td>
       <td>{{ r.raw }}</td><td>{{ r.after }}</td><td class="b"><i :style="{width: r.width}"></i></td></tr></tbody></table>
   </div>`,
-  data: () => ({ think: "", calls: [], error: "", picked: null, parts: [], facts: [], said: "" }),
+  data: () => ({ think: "", calls: [], error: "", end: null, picked: null, parts: [], facts: [], said: "" }),
+  mounted() { this.show(true); },
   methods: {
     restart(settings) {
-      Object.assign(this, { think: "", calls: [], error: "", picked: null, parts: [], facts: [], settings, tokens: [] });
+      Object.assign(this, { think: "", calls: [], error: "", end: null, picked: null, parts: [], facts: [], settings, tokens: [] });
       this.$refs.text.replaceChildren();
+      this.show(true);
+    },
+    resume() {
+      Object.assign(this, { error: "", end: null, picked: null, parts: [], facts: [] });
+      this.show(true);
     },
     push(events) {
+      const column = this.$el.closest(".qc-turns"), isAtEnd = column && column.scrollHeight - column.scrollTop - column.clientHeight < 160;
       for (const e of events) this.take(e);
+      this.$nextTick(() => this.show(isAtEnd)); // follows, unless its reader has scrolled up
+    },
+    // Scroll to what has happened: the end of the conversation, and the conversation where the page is longer than the window.
+    show(really) {
+      const column = this.$el.closest(".qc-turns");
+      if (!really || !column) return;
+      column.scrollTop = column.scrollHeight;
+      const box = column.getBoundingClientRect();
+      if (box.bottom < 80 || box.top > innerHeight - 80) column.scrollIntoView({ block: "nearest" });
     },
     take(e) {
       if (e.error) this.error = e.error;
@@ -57,22 +76,32 @@ export default {
       if (e.tokens && e.tokens.length) e.tokens.forEach((t) => this.token(t));
       else if (e.text) this.$refs.text.append(e.text);
       if (e.timing) this.bar(e.timing);
-      const column = this.$el.closest(".qc-turns"); // follows, unless its reader has scrolled up
-      if (column && column.scrollHeight - column.scrollTop - column.clientHeight < 160) column.scrollTop = column.scrollHeight;
+      if (e.end) this.end = e.end;
     },
     token(t) {
       const at = this.tokens.push(t) - 1;
       const span = document.createElement("span");
       const p = Math.exp(t.logprob);
       span.className = "tok";
-      span.tabIndex = 0;
+      span.tabIndex = at ? -1 : 0; // one stop of the Tab key; arrows go from token to token
       span.textContent = t.text;
       span.title = `${(100 * p).toFixed(1)} %`;
-      span.style.background = `color-mix(in srgb, var(--prefill) ${Math.round(70 * (1 - p))}%, transparent)`;
+      span.style.background = `color-mix(in srgb, var(--prefill) ${Math.round(45 * (1 - p))}%, transparent)`;
       span.onmouseenter = span.onfocus = () => this.pick(at);
       this.$refs.text.append(span);
     },
+    move(e) {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[e.key], from = document.activeElement;
+      if (!step || !from.classList.contains("tok")) return;
+      const spans = [...this.$refs.text.querySelectorAll(".tok")], to = spans[spans.indexOf(from) + step];
+      if (!to) return;
+      from.tabIndex = -1;
+      to.tabIndex = 0;
+      to.focus();
+      e.preventDefault();
+    },
     pick(at) {
+      const isFirst = !this.picked;
       const t = this.tokens[at];
       const tops = t.top || [];
       const after = tops.length ? processed(tops, this.settings) : [];
@@ -82,6 +111,7 @@ export default {
       }));
       const kept = after.filter((x) => x > 0).length;
       this.picked = { at, rows, exact: !this.settings.temperature || (this.settings.top_k > 0 && this.settings.top_k <= tops.length) || (kept < tops.length && this.settings.top_p === 1) };
+      if (isFirst) this.$nextTick(() => this.$refs.probs.scrollIntoView({ block: "nearest" }));
     },
     bar(t) {
       const style = getComputedStyle(document.body);

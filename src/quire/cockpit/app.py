@@ -64,6 +64,7 @@ def page_application(watched: Watched, rules: BrowserRules | None = None) -> Fas
         title="Quire",
         favicon=STATIC / "quire.svg",
         dark=None,
+        language="en-US",
         tailwind=False,
         binding_refresh_interval=0.25,
         storage_secret=secrets.token_hex(),

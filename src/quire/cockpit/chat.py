@@ -1,28 +1,21 @@
-"""*Chat*: any model or adapter, two side by side, token by token."""
+"""*Chat*: any model or adapter, two side by side, token by token; conversations are kept in the browser."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from nicegui import background_tasks, ui
 from nicegui.element import Element
 
+from quire.cockpit.chat_request import FORMS, SAMPLING, STOPPED, Talk, bar_of, body_of, end_of, event_of
+from quire.cockpit.conversations import Keeper, begin_anew, put_back
 from quire.cockpit.visitors import Visitor
 from quire.cockpit.watched import Failed, Watched
 
+_MOST_BY_SLIDER = 1000
 _FLUSH_S = 0.04  # tokens of this time go to the browser together
-SAMPLING: dict[str, tuple[str, float, float, float, float]] = {  # label, default, low, high, step
-    "temperature": ("Temperature", 0.8, 0.0, 2.0, 0.05),
-    "top_p": ("top_p", 1.0, 0.05, 1.0, 0.01),
-    "top_k": ("top_k, 0: off", 0, 0, 200, 1),
-    "min_p": ("min_p", 0.0, 0.0, 1.0, 0.01),
-    "max_tokens": ("Tokens at most", 128, 1, 4096, 1),
-}
-FORMS = {"text": "Text", "json_object": "JSON", "json_schema": "JSON schema", "regex": "Regular expression"}
 
 
 class Answer(Element, component="answer.js"):
@@ -31,218 +24,180 @@ class Answer(Element, component="answer.js"):
     def restart(self, settings: dict[str, Any]) -> None:
         self.run_method("restart", settings)
 
+    def resume(self) -> None:
+        """Go on behind the text that is there."""
+        self.run_method("resume")
+
     def push(self, events: list[dict[str, Any]]) -> None:
         self.run_method("push", events)
 
 
-@dataclass(slots=True)
-class Talk:
-    """What the page keeps of a browser between two visits to the chat."""
-
-    settings: dict[str, Any] = field(default_factory=lambda: {name: row[1] for name, row in SAMPLING.items()})
-    models: list[str] = field(default_factory=list)  # of the panes
-    turns: list[list[dict[str, Any]]] = field(default_factory=lambda: [[], []])  # messages, per pane
-    is_double: bool = False
-    is_by_token: bool = False
-    seed: int | None = None
-    system: str = ""
-    tools: str = ""
-    form: str = "text"
-    form_text: str = ""
-
-
-def body_of(talk: Talk, model: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the request. Raises `Failed` where tools or a schema are no JSON."""
-    system = [{"role": "system", "content": talk.system}] if talk.system.strip() else []
-    body: dict[str, Any] = {
-        "model": model,
-        "messages": [*system, *messages],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "timing": True,
-        **{
-            name: int(value) if name in ("top_k", "max_tokens") else value
-            for name, value in talk.settings.items()
-        },
-    }
-    if talk.seed is not None:
-        body["seed"] = int(talk.seed)
-    if talk.is_by_token:
-        body |= {"logprobs": True, "top_logprobs": 20}
-    if talk.tools.strip():
-        body["tools"] = _json(talk.tools, "Tools")
-    if talk.form == "json_object":
-        body["response_format"] = {"type": "json_object"}
-    elif talk.form == "json_schema":
-        schema = _json(talk.form_text, "The schema")
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
-    elif talk.form == "regex":
-        body["structured_outputs"] = {"regex": talk.form_text}
-    return body
-
-
-def _json(text: str, what: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise Failed(f"{what}: no JSON ({error}).") from None
-
-
-def event_of(chunk: dict[str, Any]) -> dict[str, Any]:
-    """Return what the browser draws of a chunk of a stream."""
-    found: dict[str, Any] = {}
-    if "error" in chunk:
-        found["error"] = chunk["error"].get("message", "failed")
-    for choice in chunk.get("choices", ())[:1]:
-        delta = choice.get("delta") or {}
-        found["text"] = delta.get("content") or ""
-        found["think"] = delta.get("reasoning") or delta.get("reasoning_content") or ""
-        found["calls"] = [
-            {"index": call.get("index", 0), **(call.get("function") or {})}
-            for call in delta.get("tool_calls") or ()
-        ]
-        tokens = (choice.get("logprobs") or {}).get("content") or ()
-        if tokens and not found["think"] and not found["calls"]:
-            found["tokens"] = [
-                {
-                    "token": one["token"],
-                    "text": one["token"],
-                    "logprob": one["logprob"],
-                    "top": [
-                        {"token": top["token"], "logprob": top["logprob"]} for top in one["top_logprobs"]
-                    ],
-                }
-                for one in tokens
-            ]
-    return {key: value for key, value in found.items() if value}
-
-
-def bar_of(timing: dict[str, Any], seen_ms: float, usage: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a request's time in ms, and facts; ``seen_ms``: as the page's process measured it whole."""
-    total, first = timing.get("total_ms") or seen_ms, timing.get("first_token_ms") or 0.0
-    queued = timing.get("queued_ms") or 0.0
-    num_tokens = timing.get("completion_tokens") or usage.get("completion_tokens") or 0
-    decode = max(0.0, total - first)
-    facts = [["tokens", str(num_tokens)]]
-    if decode > 0 and num_tokens > 1:
-        facts.append(["tokens/s", f"{1000 * (num_tokens - 1) / decode:.1f}"])
-    for key, name in (
-        ("prompt_tokens", "prompt"), ("cached_tokens", "cached"), ("chunks", "chunks"), ("steps", "steps"),
-        ("accepted_drafts", "accepted drafts"), ("preemptions", "preemptions"), ("seed", "seed"),
-    ):  # fmt: skip
-        if timing.get(key) is not None and (timing[key] or key in ("cached_tokens",)):
-            facts.append([name, str(timing[key])])
-    return {
-        "queue": queued,
-        "prefill": max(0.0, first - queued),
-        "decode": decode,
-        "network": max(0.0, seen_ms - total),
-        "facts": facts,
-    }
-
-
 class Pane:
-    """One model and its conversation."""
+    """One model and its side of the conversation."""
 
-    def __init__(self, watched: Watched, visitor: Visitor, talk: Talk, index: int, models: list[str]) -> None:
+    def __init__(
+        self,
+        watched: Watched,
+        visitor: Visitor,
+        talk: Talk,
+        index: int,
+        models: list[str],
+        save: Callable[[], None],
+    ) -> None:
+        """``save`` is called when a message is sent and when an answer has ended."""
         self._watched, self._visitor, self._talk, self._index = watched, visitor, talk, index
+        self._models, self._save = models, save
         self._task: asyncio.Task[None] | None = None
-        while len(talk.models) <= index:
-            talk.models.append(models[min(index, len(models) - 1)] if models else "")
-        if talk.models[index] not in models and models:
-            talk.models[index] = models[0]
-        with ui.element("div").classes("qc-panel") as self.box:
-            ui.select(models, value=talk.models[index] or None, on_change=self._choose).props(
+        with (
+            ui.element("section").classes("qc-panel").props(f'aria-label="Answers, {index + 1}"') as self.box
+        ):
+            self._select = ui.select(models, value=self._model() or None, on_change=self._choose).props(
                 'outlined dense options-dense aria-label="Model"'
-            ).classes(f"full-width qc-model-{index}")
+            )
+            self._select.classes(f"full-width qc-model-{index}")
             self.column = ui.element("div").classes("qc-turns").style("margin-top:10px")
-            with self.column:
-                for message in talk.turns[index]:
-                    self._show(message)
+            self.column.props('tabindex=0 role=region aria-label="Conversation"')
+        self.draw()
+
+    def _model(self) -> str:
+        """Return the model of this pane, which is one of those that are served."""
+        talk, models = self._talk, self._models
+        while len(talk.models) <= self._index:
+            talk.models.append(models[min(self._index, len(models) - 1)] if models else "")
+        if talk.models[self._index] not in models and models:
+            talk.models[self._index] = models[0]
+        return talk.models[self._index]
 
     def _choose(self, event: Any) -> None:
         self._talk.models[self._index] = event.value
 
-    def _show(self, message: dict[str, Any]) -> None:
-        if message["role"] == "user":
-            ui.label(message["content"]).classes("qc-said")
-        else:
-            Answer().push([{"text": message.get("content") or ""}])
-
     @property
-    def is_running(self) -> bool:
-        return self._task is not None and not self._task.done()
+    def _turns(self) -> list[dict[str, Any]]:
+        return self._talk.turns[self._index]
+
+    def draw(self) -> None:
+        """Show the conversation from its beginning."""
+        self._select.value = self._model() or None
+        self.column.clear()
+        with self.column:
+            for turn in self._turns:
+                self._show(turn)
+            if not self._turns:
+                ui.label("Ask something: the answer comes token by token, with where its time went.").classes(
+                    "qc-note qc-empty"
+                )
+
+    def _show(self, turn: dict[str, Any]) -> None:
+        if turn["role"] == "user":
+            ui.label(turn["content"]).classes("qc-said")
+            return
+        answer = self._answer()
+        shown = {"text": turn["content"], "think": turn.get("think"), "calls": turn.get("calls")}
+        answer.push([shown, {"end": end_of(self._talk, turn)}])
+
+    def _answer(self) -> Answer:
+        answer = Answer()
+        answer.on("go_on", self.go_on)
+        return answer
 
     def stop(self) -> None:
         """Abort the running answer; what there is stays."""
         if self._task is not None:
             self._task.cancel()
 
-    def clear(self) -> None:
-        self.stop()
-        self._talk.turns[self._index].clear()
-        self.column.clear()
-
     def ask(self, text: str) -> None:
         """Send a message."""
-        self._talk.turns[self._index].append({"role": "user", "content": text})
+        self.stop()
+        if not self._turns:
+            self.column.clear()
+        self._turns.append({"role": "user", "content": text})
         with self.column:
-            self._show(self._talk.turns[self._index][-1])
+            self._show(self._turns[-1])
         self._begin()
 
     def again(self) -> None:
         """Make the last answer again."""
-        turns = self._talk.turns[self._index]
+        self.stop()
+        turns = self._turns
         if turns and turns[-1]["role"] == "assistant":
             turns.pop()
-            children = list(self.column)
-            self.column.remove(children[-1])
+            self.column.remove(list(self.column)[-1])
         if turns:
             self._begin()
 
-    def _begin(self) -> None:
-        self.stop()
-        with self.column:
-            answer = Answer()
-        answer.restart(self._talk.settings)
-        self._task = background_tasks.create(self._run(answer))
+    def go_on(self) -> None:
+        """Continue the last answer, which was cut."""
+        turns = self._turns
+        if turns and turns[-1]["role"] == "assistant" and (self._task is None or self._task.done()):
+            answer = list(self.column)[-1]
+            assert isinstance(answer, Answer)
+            answer.resume()
+            self._task = background_tasks.create(self._run(answer, turns, turns.pop()))
 
-    async def _run(self, answer: Answer) -> None:
-        turns, said, calls = self._talk.turns[self._index], [], []
+    def _begin(self) -> None:
+        with self.column:
+            answer = self._answer()
+        answer.restart(self._talk.settings)
+        self._save()
+        self._task = background_tasks.create(self._run(answer, self._turns, None))
+
+    async def _run(self, answer: Answer, turns: list[dict[str, Any]], cut: dict[str, Any] | None) -> None:
+        """Stream an answer behind ``turns``; ``cut`` is the answer that it continues."""
+        turn = cut or {"role": "assistant", "content": "", "think": "", "calls": []}
+        told = turns + ([{**cut}] if cut is not None else [])
+        turns.append(turn)
         waiting: list[dict[str, Any]] = []
+        try:
+            await self._stream(answer, told, turn, waiting, goes_on=cut is not None)
+        except Failed as error:
+            waiting.append({"error": str(error)})
+        except asyncio.CancelledError:
+            turn["finish"] = STOPPED
+        waiting.append({"end": end_of(self._talk, turn)})
+        if not answer.is_deleted:
+            answer.push(waiting)
+            if turns is self._turns:
+                self._save()
+
+    async def _stream(
+        self,
+        answer: Answer,
+        told: list[dict[str, Any]],
+        turn: dict[str, Any],
+        waiting: list[dict[str, Any]],
+        *,
+        goes_on: bool,
+    ) -> None:
         now = asyncio.get_running_loop().time
         begin = flushed = now()
         timing: dict[str, Any] = {}
         usage: dict[str, Any] = {}
         route: dict[str, str] = {}
+        body = body_of(self._talk, self._talk.models[self._index], told, goes_on=goes_on)
+        turn["max_tokens"] = body.get("max_tokens")
+        stream = self._watched.stream("/v1/chat/completions", body, self._visitor.key)
         try:
-            body = body_of(self._talk, self._talk.models[self._index], turns)
-            stream = self._watched.stream("/v1/chat/completions", body, self._visitor.key)
-            try:
-                async for chunk in stream:
-                    event = event_of(chunk)
-                    timing = chunk.get("timing") or timing
-                    route = chunk.get("route") or route
-                    usage = chunk.get("usage") or usage
-                    if event:
-                        said.append(event.get("text", ""))
-                        calls += event.get("calls", [])
-                        waiting.append(event)
-                    if now() - flushed > _FLUSH_S and waiting:
-                        answer.push(waiting)
-                        waiting, flushed = [], now()
-            finally:
-                await stream.aclose()
-            bar = bar_of(timing, 1000 * (now() - begin), usage)
-            bar["facts"] += [[name.removeprefix("x-quire-"), said] for name, said in route.items()]
-            waiting.append({"timing": bar})
-        except Failed as error:
-            waiting.append({"error": str(error)})
-        except asyncio.CancelledError:
-            waiting.append({"error": "stopped"})
-        turns.append({"role": "assistant", "content": "".join(said)})
-        if not answer.is_deleted:
-            answer.push(waiting)
+            async for chunk in stream:
+                event = event_of(chunk)
+                timing = chunk.get("timing") or timing
+                route = chunk.get("route") or route
+                usage = chunk.get("usage") or usage
+                if event:
+                    turn["content"] += event.get("text", "")
+                    turn["think"] = turn.get("think", "") + event.get("think", "")
+                    turn["calls"] = [*turn.get("calls", []), *event.get("calls", [])]
+                    turn["finish"] = event.get("finish") or turn.get("finish")
+                    waiting.append(event)
+                if now() - flushed > _FLUSH_S and waiting:
+                    answer.push(list(waiting))
+                    waiting.clear()
+                    flushed = now()
+        finally:
+            await stream.aclose()
+        bar = bar_of(timing, 1000 * (now() - begin), usage)
+        turn["num_tokens"] = timing.get("completion_tokens") or usage.get("completion_tokens")
+        bar["facts"] += [[name.removeprefix("x-quire-"), said] for name, said in route.items()]
+        waiting.append({"timing": bar})
 
 
 async def show_chat(watched: Watched, visitor: Visitor) -> None:
@@ -250,20 +205,50 @@ async def show_chat(watched: Watched, visitor: Visitor) -> None:
     try:
         found = await watched.get("/v1/models", visitor.key)
         models = [card["id"] for card in found.get("data", [])]
-    except Failed as error:
-        ui.label(str(error)).classes("qc-error")
+    except Failed:
         models = []
+    is_fresh = "chat" not in visitor.kept
     talk: Talk = visitor.kept.setdefault("chat", Talk())
+    if is_fresh:
+        begin_anew(talk)
+    panes: list[Pane] = []
+
+    def draw() -> None:
+        for pane in panes:
+            pane.stop()
+            pane.draw()
+        keeper.save(talk)
+
+    def begin() -> None:
+        begin_anew(talk)
+        draw()
+
+    def restored(kept: Any) -> None:
+        if is_fresh and not any(talk.turns):
+            opened(kept)
+
+    def opened(kept: Any) -> None:
+        if put_back(talk, kept):
+            draw()
+
     with ui.element("div").classes("qc-chat"):
         with ui.element("div"):
             with ui.element("div").classes("qc-two"):
-                panes = [Pane(watched, visitor, talk, index, models) for index in range(2)]
+                panes += [
+                    Pane(watched, visitor, talk, index, models, lambda: keeper.save(talk))
+                    for index in range(2)
+                ]
             panes[1].box.bind_visibility_from(talk, "is_double")
-            _writing(talk, panes)
-        _controls(talk)
+            _writing(talk, panes, begin)
+        with ui.element("div").style("align-self:start;display:grid;gap:14px"):
+            with ui.element("div").classes("qc-panel"):
+                keeper = Keeper(opened, restored, begin)
+            _controls(talk)
+    if any(talk.turns):
+        keeper.save(talk)
 
 
-def _writing(talk: Talk, panes: list[Pane]) -> None:
+def _writing(talk: Talk, panes: list[Pane], begin: Callable[[], None]) -> None:
     def active() -> list[Pane]:
         return panes if talk.is_double else panes[:1]
 
@@ -288,16 +273,24 @@ def _writing(talk: Talk, panes: list[Pane]) -> None:
         box.on("keydown.esc", each(Pane.stop))
         with ui.row().style("margin-top:8px;gap:8px;align-items:center"):
             ui.button("Send", on_click=send).props("unelevated dense").classes("qc-wide")
-            for name, act in (("Stop", Pane.stop), ("Again", Pane.again), ("Clear", Pane.clear)):
-                ui.button(name, on_click=each(act)).props("outline dense").classes("qc-wide")
+            for name, act in (("Stop", each(Pane.stop)), ("Again", each(Pane.again)), ("New", begin)):
+                ui.button(name, on_click=act).props("outline dense").classes("qc-wide")
             ui.switch("Two side by side").bind_value(talk, "is_double").props("dense")
             ui.switch("Token by token").bind_value(talk, "is_by_token").props("dense")
 
 
 def _controls(talk: Talk) -> None:
-    with ui.element("div").classes("qc-panel").style("align-self:start"):
-        ui.label("Sampling").classes("qc-title")
+    with ui.element("div").classes("qc-panel"):
+        ui.html("Sampling", tag="h2", sanitize=False).classes("qc-title")
         for name, (label, _, low, high, step) in SAMPLING.items():
+            if high > _MOST_BY_SLIDER:
+                box = ui.number(label, min=low, max=high, step=step, format="%d").bind_value(
+                    talk.settings, name
+                )
+                box.props("outlined dense stack-label").classes(f"full-width qc-s-{name}").style(
+                    "margin:8px 0"
+                )
+                continue
             with ui.row().style("width:100%;justify-content:space-between;font-size:13px;gap:0"):
                 ui.label(label)
                 ui.label().classes("qc-mono").bind_text_from(talk.settings, name, backward=lambda v: f"{v:g}")
@@ -307,7 +300,7 @@ def _controls(talk: Talk) -> None:
         ui.number("Seed", format="%d").bind_value(talk, "seed").props("outlined dense clearable").classes(
             "full-width"
         )
-        ui.label("Answer's form").classes("qc-title").style("margin-top:12px")
+        ui.html("Answer's form", tag="h2", sanitize=False).classes("qc-title").style("margin-top:12px")
         ui.select(FORMS).bind_value(talk, "form").props('outlined dense aria-label="Form"').classes(
             "full-width"
         )

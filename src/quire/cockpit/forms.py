@@ -1,6 +1,6 @@
-"""*Plan* and *simulate*: forms over the flags of `quire plan` and `quire simulate`, which run as they do in a terminal.
+"""*Plan* and *simulate*: forms with units over `quire plan` and `quire simulate`, and pictures of what they answer.
 
-The flags come as data from the command line itself, so a form has each of them, with its help.
+The settings come as data from the command line itself, so a form has each of them; the command runs as in a terminal.
 """
 
 from __future__ import annotations
@@ -10,42 +10,39 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from nicegui import background_tasks, ui
 
+from quire.cockpit.fields import FIRST, LOOKS, Flag, arguments_of, in_labels
+from quire.cockpit.picture import PictureView
+from quire.cockpit.results import Request, plan_picture, simulate_picture
 from quire.cockpit.visitors import Visitor
-from quire.cockpit.watched import Watched
+from quire.cockpit.watched import Failed, Watched
 from quire.executor.child_process import child_environment
+from quire.learn.picture import Picture
 
-_COLUMNS = 110
-_MAX_CHARS = 200_000
+_MAX_CHARS = 4000  # of an error
 _AT_ONCE = asyncio.Semaphore(2)
-_FIRST = {
-    "plan": {"model": "llama-3.1-8b", "gpu": "h100"},
-    "simulate": {"hardware": "h100", "model": "llama-3.1-8b", "rate": "8"},
-}
+_STARTS: dict[str, dict[str, Any]] = {
+    "plan": {
+        "model": "llama-3.1-8b", "gpu": "h100", "count": "1", "workload.prompt": "1024", "workload.answer": "256",
+    },
+    "simulate": {
+        "hardware": "h100", "model": "llama-3.1-8b", "rate": "8", "input_len": "512", "output_len": "128",
+    },
+}  # fmt: skip
 _ABOUT = {
     "plan": "Does it fit, how fast would it be, what would it cost: from formulas.",
-    "simulate": "A workload through the real scheduler, cache and router, on a virtual clock.",
+    "simulate": "A load through the real scheduler, cache and router, on a virtual clock.",
 }
-
-
-class Flag(msgspec.Struct, frozen=True):
-    """One flag of a command, or its argument (``flag`` is empty)."""
-
-    name: str
-    flag: str
-    help: str
-    panel: str
-    kind: str = "text"  # or "bool", "choice"
-    choices: tuple[str, ...] = ()
-    suggested: tuple[str, ...] = ()
-    negative: str = ""  # of a bool that is on by default
+_VERB = {"plan": "Plan", "simulate": "Simulate"}
 
 
 class Commands(msgspec.Struct, frozen=True):
@@ -55,31 +52,22 @@ class Commands(msgspec.Struct, frozen=True):
     local: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a command has answered: a picture, or a problem."""
+
+    line: str
+    picture: Picture | None = None
+    problem: str = ""
+
+
 @dataclass(slots=True)
 class Filled:
     """A browser's form."""
 
     values: dict[str, Any]
     is_beside: bool = False
-    results: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # (command line, what it printed), newest first
-
-
-def arguments_of(flags: Sequence[Flag], values: Mapping[str, Any]) -> list[str]:
-    """Return the command's arguments for the fields that are filled in."""
-    first, rest = [], []
-    for each in flags:
-        value = values.get(each.name)
-        if value in (None, "", False) and not (each.negative and value is False):
-            continue
-        if each.kind == "bool":
-            rest += [each.negative] if value is False else [each.flag] if not each.negative else []
-        elif each.flag:
-            rest += [each.flag, str(value)]
-        else:
-            first.append(str(value))
-    return first + rest
+    results: list[Result] = field(default_factory=list)  # newest first
 
 
 def command_line(command: str, arguments: Sequence[str]) -> str:
@@ -87,24 +75,50 @@ def command_line(command: str, arguments: Sequence[str]) -> str:
     return shlex.join(["quire", command, *arguments])
 
 
-async def printed(command: str, arguments: Sequence[str], *, local: bool) -> str:
-    """Run a command and return what it prints, with low priority. Cancelling ends it."""
+async def answer_of(command: str, arguments: Sequence[str], *, local: bool) -> Picture:
+    """Run a command with low priority and return its answer as a picture. Cancelling ends it.
+
+    Raises:
+        Failed: what the command says is wrong.
+    """
     named = [each for each in arguments if os.path.exists(each)]
     if named and not local:
-        return f"{named[0]!r} is a file of the server's machine: only a page on 127.0.0.1 may name it."
+        raise Failed(f"{named[0]!r} is a file of the server's machine: only a page on 127.0.0.1 may name it.")
+    with tempfile.TemporaryDirectory(prefix="quire-form-") as folder:
+        said, requests = Path(folder) / "said.json", Path(folder) / "requests.jsonl"
+        files = ["--json"] if command == "plan" else ["--json", str(said), "--jsonl", str(requests)]
+        out, problem = await _run([command, *arguments, *files])
+        if command == "plan":
+            said.write_bytes(out)
+        try:
+            found = msgspec.json.decode(said.read_bytes())
+        except (OSError, msgspec.DecodeError):
+            text = (
+                problem.decode(errors="replace")
+                or out.decode(errors="replace")
+                or "The command says nothing."
+            )
+            raise Failed(text.strip().removeprefix("quire: ")[-_MAX_CHARS:]) from None
+        if command == "plan":
+            return plan_picture(found)
+        lines = requests.read_bytes().splitlines() if requests.exists() else []
+        decoder = msgspec.json.Decoder(Request)
+        return simulate_picture(found, [decoder.decode(line) for line in lines])
+
+
+async def _run(arguments: Sequence[str]) -> tuple[bytes, bytes]:
     nice = [found, "-n", "10"] if (found := shutil.which("nice")) else []
     async with _AT_ONCE:
         process = await asyncio.create_subprocess_exec(
-            *nice, sys.executable, "-P", "-m", "quire.cli", command, *arguments,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            env=child_environment() | {"COLUMNS": str(_COLUMNS), "NO_COLOR": "1", "TERM": "dumb"},
+            *nice, sys.executable, "-P", "-m", "quire.cli", *arguments,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            env=child_environment() | {"COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"},
         )  # fmt: skip
         try:
-            out, _ = await process.communicate()
+            return await process.communicate()
         finally:
             with suppress(ProcessLookupError):
                 process.kill()
-    return out.decode(errors="replace")[:_MAX_CHARS].rstrip()
 
 
 def show_plan(watched: Watched, visitor: Visitor) -> None:
@@ -119,45 +133,84 @@ class _Form:
     def __init__(self, command: str, commands: Commands, visitor: Visitor) -> None:
         self._command, self._local = command, commands.local
         self._flags = commands.flags.get(command, ())
-        self._filled: Filled = visitor.kept.setdefault(command, Filled(dict(_FIRST[command])))
+        self._filled: Filled = visitor.kept.setdefault(command, Filled(dict(_STARTS[command])))
         self._task: asyncio.Task[None] | None = None
 
     def show(self) -> None:
         with ui.element("div").classes("qc-form"):
             with ui.element("div").classes("qc-panel"):
                 ui.label(_ABOUT[self._command]).classes("qc-note")
+                by_name = {each.name: each for each in self._flags}
+                first = [by_name[name] for name in FIRST[self._command] if name in by_name]
+                for each in first:
+                    self._setting(each)
                 panels: dict[str, list[Flag]] = {}
                 for each in self._flags:
-                    panels.setdefault(each.panel, []).append(each)
-                for number, (panel, flags) in enumerate(panels.items()):
-                    is_open = number < 2 or any(each.name in self._filled.values for each in flags)
+                    if each not in first:
+                        panels.setdefault(each.panel, []).append(each)
+                for panel, flags in panels.items():
+                    is_open = any(self._filled.values.get(each.name) for each in flags)
                     with (
-                        ui.expansion(panel, value=is_open)
+                        ui.expansion(f"More: {panel.lower()}", value=is_open)
                         .props("dense dense-toggle header-class=qc-title")
                         .classes("full-width")
                     ):
                         for each in flags:
-                            self._field(each)
-            with ui.element("div"):
+                            self._setting(each)
+            with ui.element("div").style("min-width:0"):
                 self._buttons()
                 self._results = ui.element("div").classes("qc-two").style("margin-top:14px")
                 self._draw()
 
-    def _field(self, flag: Flag) -> None:
-        values = self._filled.values
-        label = flag.name.replace("_", " ")
+    def _setting(self, flag: Flag) -> None:
+        look = LOOKS[flag.name]
+        if look.parts:
+            with ui.element("fieldset").classes("qc-parts"):
+                ui.html(look.label, tag="legend", sanitize=False)
+                for part in look.parts:
+                    self._number(f"{flag.name}.{part.name}", part.label, part.unit)
+            return
+        values, label = self._filled.values, look.label
         made: Any
         if flag.kind == "bool":
             made = ui.checkbox(label, value=bool(values.get(flag.name, bool(flag.negative)))).props("dense")
-        elif flag.kind == "choice":
-            made = ui.select(["", *flag.choices], value=values.get(flag.name, ""), label=label)
+        elif (
+            choices := flag.choices
+            or look.options
+            or (flag.suggested if flag.name in ("gpu", "hardware") else ())
+        ):
+            options = {"": "default", **{each: each for each in choices}}
+            made = ui.select(options, value=values.get(flag.name) or "", label=label)
+        elif look.is_number:
+            self._number(flag.name, label, look.unit or "", flag)
+            return
         else:
-            made = ui.input(label, value=values.get(flag.name, ""), autocomplete=list(flag.suggested) or None)
-        made.props("outlined dense options-dense hide-bottom-space").classes(f"full-width qc-f-{flag.name}")
-        made.style("margin:0 0 6px").tooltip(flag.help)
-        made.on_value_change(lambda event, name=flag.name: self._change(name, event.value))
-        if flag.kind == "text":
-            made.on("keydown.enter", self._run)
+            made = self._text(flag, label)
+        self._finish_field(made, flag.name, in_labels(flag.help, self._flags))
+
+    def _text(self, flag: Flag, label: str) -> Any:
+        look = LOOKS[flag.name]
+        made = ui.input(label, value=self._filled.values.get(flag.name) or "", placeholder=look.hint)
+        if look.unit:
+            made.props(f'suffix="{look.unit}"')
+        if flag.suggested:
+            names = "".join(f'<option value="{name}"></option>' for name in flag.suggested)
+            ui.html(names, tag="datalist", sanitize=False).props(f"id=qc-known-{flag.name}")
+            made.props(f"list=qc-known-{flag.name}")
+        made.on("keydown.enter", self._run)
+        return made
+
+    def _number(self, name: str, label: str, unit: str, flag: Flag | None = None) -> None:
+        made = ui.input(label, value=self._filled.values.get(name) or "")
+        made.props(f'type=number step=any min=0 suffix="{unit}"').on("keydown.enter", self._run)
+        self._finish_field(made, name, "" if flag is None else in_labels(flag.help, self._flags))
+
+    def _finish_field(self, made: Any, name: str, help_text: str) -> None:
+        made.props("outlined dense options-dense hide-bottom-space stack-label")
+        made.classes(f"full-width qc-f-{name.replace('.', '-')}").style("margin:0 0 6px")
+        if help_text:
+            made.tooltip(help_text)
+        made.on_value_change(lambda event: self._change(name, event.value))
 
     def _change(self, name: str, value: Any) -> None:
         self._filled.values[name] = value.strip() if isinstance(value, str) else value
@@ -169,43 +222,55 @@ class _Form:
     def _buttons(self) -> None:
         with ui.element("div").classes("qc-panel"):
             with ui.row().style("gap:8px;align-items:center"):
-                ui.button("Run", on_click=self._run).props("unelevated dense").style("padding:2px 16px")
-                ui.button("Stop", on_click=self._stop).props("outline dense").style("padding:2px 10px")
-                ui.button("Copy the command", on_click=lambda: ui.clipboard.write(self._said())).props(
-                    "flat dense"
+                ui.button(_VERB[self._command], on_click=self._run).props("unelevated dense").classes(
+                    "qc-wide"
                 )
+                ui.button("Stop", on_click=self._stop).props("outline dense").classes("qc-wide")
                 ui.switch("Beside the one before", on_change=self._draw).bind_value(
                     self._filled, "is_beside"
                 ).props("dense")
-                self._busy = ui.spinner(size="20px")
+                self._busy = ui.spinner(size="20px").props('role=status aria-label="it is computed"')
                 self._busy.visible = False
-            self._line = (
-                ui.label(self._said()).classes("qc-pre qc-line").style("margin-top:8px;white-space:pre-wrap")
-            )
+            with ui.expansion("The same in a terminal").props("dense dense-toggle").classes("full-width"):
+                self._line = ui.label(self._said()).classes("qc-pre qc-line").style("white-space:pre-wrap")
+                ui.button("Copy", on_click=lambda: ui.clipboard.write(self._said())).props("flat dense")
 
     def _run(self) -> None:
         self._stop()
-        self._task = background_tasks.create(self._finish())
+        self._task = background_tasks.create(self._answer())
 
     def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    async def _finish(self) -> None:
+    async def _answer(self) -> None:
         self._busy.visible = True
+        arguments = arguments_of(self._flags, self._filled.values)
+        line = command_line(self._command, arguments)
         try:
-            arguments = arguments_of(self._flags, self._filled.values)
-            said = await printed(self._command, arguments, local=self._local)
-            self._filled.results = [(command_line(self._command, arguments), said), *self._filled.results[:1]]
+            result = Result(line, await answer_of(self._command, arguments, local=self._local))
+        except Failed as error:
+            result = Result(line, problem=in_labels(str(error), self._flags))
         finally:
             if not self._busy.is_deleted:
                 self._busy.visible = False
-                self._draw()
+        self._filled.results = [result, *self._filled.results[:1]]
+        if not self._results.is_deleted:
+            self._draw(reveal=True)
 
-    def _draw(self) -> None:
+    def _draw(self, *_: Any, reveal: bool = False) -> None:
         self._results.clear()
+        shown = self._filled.results[: 2 if self._filled.is_beside else 1][::-1]
+        pictures = [each.picture.as_dict() for each in shown if each.picture is not None]
         with self._results:
-            for line, said in reversed(self._filled.results[: 2 if self._filled.is_beside else 1]):
+            for each in shown:
                 with ui.element("div").classes("qc-panel"):
-                    ui.label(line).classes("qc-note qc-mono")
-                    ui.label(said).classes("qc-pre qc-out").style("margin-top:8px")
+                    view = PictureView()
+                    if each.picture is not None:
+                        view.push(each.picture.as_dict(), pictures)
+                    else:
+                        view.fail(each.problem)
+                    if reveal and each is shown[-1]:
+                        view.reveal()
+            if not shown:
+                ui.label(f"“{_VERB[self._command]}” shows the answer here, as pictures.").classes("qc-note")

@@ -77,7 +77,10 @@ async def show_frame(watched: Watched, presence: Presence, visitor: Visitor) -> 
         async def build() -> None:
             for link, element in links.items():
                 element.classes(replace="qc-nav on" if link == path else "qc-nav")
-            with ui.element("main").classes("qc-page"):
+            with ui.element("div").classes("qc-page"):
+                ui.html(next(n for n, p in PAGES.items() if p == path), tag="h1", sanitize=False).classes(
+                    "qc-hidden"
+                )
                 found = show(watched, visitor)
                 if found is not None:
                     await found
@@ -106,10 +109,10 @@ def _header(
             path: ui.link(name, path).classes("qc-nav") for name, path in PAGES.items()
         }
         state_view = StateView().tooltip(f"{watched.url} · {KEYS}")
-        ui.button(icon="contrast", on_click=turn).props('flat dense color=grey aria-label="Light or dark"')
+        ui.button(icon="contrast", on_click=turn).props('flat dense color=qc-soft aria-label="Light or dark"')
         if visitor.key is not None:
             leave = ui.button(icon="logout", on_click=lambda: _leave(visitor))
-            leave.props('flat dense color=grey aria-label="Log out"')
+            leave.props('flat dense color=qc-soft aria-label="Log out"')
     return links, state_view
 
 
@@ -141,10 +144,10 @@ def _show_login(watched: Watched, visitor: Visitor) -> None:
             ui.navigate.reload()
 
     with (
-        ui.element("main").classes("qc-page"),
+        ui.element("div").classes("qc-page"),
         ui.element("div").classes("qc-panel qc-login"),
     ):
-        ui.label("This server asks for a key").style("font-weight:600;font-size:16px")
+        ui.html("This server asks for a key", tag="h1", sanitize=False).classes("qc-name")
         field = ui.input("API key", password=True).props("outlined dense autofocus").classes("full-width")
         field.on("keydown.enter", enter)
         ui.button("Log in", on_click=enter).props("unelevated").style("margin-top:8px")

@@ -7,8 +7,8 @@ import shlex
 from typing import Any
 
 from nicegui import background_tasks, run, ui
-from nicegui.element import Element
 
+from quire.cockpit.picture import PictureView
 from quire.cockpit.visitors import Visitor
 from quire.cockpit.watched import Watched
 from quire.errors import QuireError
@@ -16,16 +16,6 @@ from quire.learn.registry import SIMULATIONS
 from quire.learn.simulation import Control, Simulation
 
 _SETTLE_S = 0.12  # a slider that moves is drawn when it rests for so long
-
-
-class PictureView(Element, component="picture.js"):
-    """A `Picture` in the browser."""
-
-    def push(self, picture: dict[str, Any]) -> None:
-        self.run_method("push", picture)
-
-    def fail(self, text: str) -> None:
-        self.run_method("fail", text)
 
 
 def show_lessons(watched: Watched, visitor: Visitor) -> None:

@@ -5,7 +5,8 @@ Nothing is changed without an admin key, also where the server asks for none.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from html import escape
 from typing import Any
@@ -27,12 +28,15 @@ _COLUMNS = {
 }  # fmt: skip
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table as HTML."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    lines = ("".join(f"<td>{escape(_said(value))}</td>" for value in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<table class="qc-table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], gone: Collection[int] = ()) -> str:
+    """Return a table as HTML; the rows whose numbers are in ``gone`` are grey."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' if name else "<td></td>" for name in header)
+    body = ""
+    for number, row in enumerate(rows):
+        cells = "".join(f"<td>{escape(_said(value))}</td>" for value in row)
+        body += f'<tr class="gone">{cells}</tr>' if number in gone else f"<tr>{cells}</tr>"
+    head = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
+    return f'<table class="qc-table">{head}<tbody>{body}</tbody></table>'
 
 
 def _said(value: Any) -> str:
@@ -41,14 +45,39 @@ def _said(value: Any) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
+class Sightings:
+    """Since when each replica has been in its state, as far as a browser's pages have seen it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[str, float | None]] = {}
+
+    def note(self, cards: Sequence[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:
+        """Return the cards, with the time for which a replica is in another state than "ready"."""
+        found = []
+        for card in cards:
+            state, since_s = self._seen.get(card["name"], (card["state"], None))
+            if state != card["state"]:
+                since_s = now_s
+            self._seen[card["name"]] = (card["state"], since_s)
+            is_told = since_s is not None and card["state"] != "ready"
+            told = (
+                f"{card['state']} for {now_s - since_s:.0f} s"
+                if is_told and since_s is not None
+                else card["state"]
+            )
+            found.append({**card, "state": told})
+        return found
+
+
 def tables_of(backends: Any, routing: Any, limits: Any) -> list[tuple[str, str]]:
     """Return (title, table) of what a gateway says; a column or a table that would be empty is left out."""
     cards = backends["data"]
+    gone = {number for number, card in enumerate(cards) if card["state"].startswith("unready")}
     shown = [key for key in _COLUMNS if any(card.get(key) not in (None, "", []) for card in cards)]
     found = [
         (
             "Replicas",
-            table([_COLUMNS[key] for key in shown], [[card[key] for key in shown] for card in cards]),
+            table([_COLUMNS[key] for key in shown], [[card[key] for key in shown] for card in cards], gone),
         )
     ]
     rows = [["policy", routing["policy"]], ["retries taken", routing["retries"]["taken"]]]
@@ -70,28 +99,38 @@ async def show_gateway(watched: Watched, visitor: Visitor) -> bool:
     except Failed as error:
         if error.status not in (401, 403):
             return False
-    box = ui.element("div").style("display:grid;gap:12px;margin-bottom:12px")
+    note = ui.label().classes("qc-gone").props("role=status")
+    note.visible = False
+    box = ui.element("div").classes("qc-replicas")
+    sightings: Sightings = visitor.kept.setdefault("replicas", Sightings())
+    now_s = asyncio.get_running_loop().time
 
     async def fill() -> bool:
         if not watched.commands.local and visitor.admin_key is None:
             return False
         names = ("backends", "routing", "limits")
         try:
-            parts = [await watched.get(f"/admin/{name}", visitor.admin_key) for name in names]
-        except Failed:
+            backends, *rest = [await watched.get(f"/admin/{name}", visitor.admin_key) for name in names]
+        except Failed as error:
+            if not box.is_deleted:
+                note.text, note.visible = f"These tables are old. {error}", True
+                box.classes(add="gone")
             return False
         if not box.is_deleted:
+            note.visible = False
+            box.classes(remove="gone")
             box.clear()
             with box:
-                for title, html in tables_of(*parts):
+                for title, html in tables_of({"data": sightings.note(backends["data"], now_s())}, *rest):
                     with ui.element("div").classes("qc-panel qc-gateway"):
-                        ui.label(title).classes("qc-title")
+                        ui.html(escape(title), tag="h2", sanitize=False).classes("qc-title")
                         ui.html(html, sanitize=False)
         return True
 
     if await fill():
         ui.timer(_EVERY_S, fill)
     else:
+        note.visible = False
         with box, ui.element("div").classes("qc-panel"):
             ui.label("The replicas of a gateway are shown with its admin key.").classes("qc-note")
             _ask_key(visitor, lambda key: watched.get("/admin/backends", key))

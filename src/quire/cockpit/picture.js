@@ -1,4 +1,7 @@
 // A `quire.learn.picture.Picture` as SVG and tables.
+//
+// Charts that are compared have one axis: the parts of a picture whose x axes have one title and unit share its range,
+// and the pictures that stand beside each other share all axes of like parts.
 const COLOURS = ["--decode", "--prefill", "--good", "--draft", "--bad", "--accent", "--soft"];
 const STATES = { wait: "--wait", idle: "--line", prefill: "--prefill", decode: "--decode", draft: "--draft", cached: "--cached", transfer: "--bad", link: "--bad" };
 const OWNERS = { "": "--faint", waste: "--bad", shared: "--shared", accepted: "--good", missed: "--bad" };
@@ -25,14 +28,34 @@ function ticks(low, high, log, most = 6) {
   for (let v = Math.ceil(low / step) * step; v <= high + step / 1e6; v += step) found.push(+v.toPrecision(12));
   return found;
 }
+const nameOf = (a) => `${a.title}|${a.unit}|${a.log ? "log" : ""}`;
+const valuesOf = (line, axis, log) => line[axis].filter((v) => v != null && (!log || v > 0));
+const longest = (p) => (p.stacked ? p.names.map((_, i) => Object.values(p.bars).reduce((a, v) => a + (v[i] || 0), 0)) : Object.values(p.bars).flat().map((v) => v || 0));
+const endsOf = (p) => [0, ...p.rows.flatMap((r) => r.spans.flatMap((s) => [s.start, s.end]))];
+// The values of each axis of a part, with the name under which other parts share its range.
+function axesOf(p) {
+  if (p.kind === "lines") return [[`x|${nameOf(p.x)}`, p.lines.flatMap((l) => valuesOf(l, "x", p.x.log))], [`y|${p.title}|${nameOf(p.y)}`, p.lines.flatMap((l) => valuesOf(l, "y", p.y.log))]];
+  if (p.kind === "timeline") return [[`x|${nameOf(p.x)}`, endsOf(p)]];
+  return p.kind === "bars" ? [[`y|${p.title}|${nameOf(p.y)}`, longest(p)]] : [];
+}
+function rangesOf(pictures) {
+  const ranges = new Map();
+  for (const p of pictures.flatMap((each) => each.parts)) for (const [name, values] of axesOf(p)) {
+    const [low, high] = ranges.get(name) || [Infinity, -Infinity];
+    ranges.set(name, [values.reduce((a, v) => Math.min(a, v), low), values.reduce((a, v) => Math.max(a, v), high)]);
+  }
+  return ranges;
+}
 const text = (x, y, s, anchor = "middle", fill = "--soft") => `<text x="${x}" y="${y}" text-anchor="${anchor}" fill="var(${fill})">${esc(s)}</text>`;
+const svg = (w, h, inner, p) => `<svg width="${w}" height="${h}" role="img" aria-label="${esc(p.title || title(p.y || p.x || { title: "cells" }))}">${inner}</svg>`;
 const legend = (names, from = "") => `<div class="qc-keys">${from}${names.map(([n, c]) => `<span><i style="background:${c}"></i>${esc(n)}</span>`).join("")}</div>`;
 
-function lines(p, w) {
-  const h = 300, left = 62, low = 34, all = p.lines.flatMap((l) => l.x.map((x, i) => [x, l.y[i]])).filter(([x, y]) => x != null && y != null && (!p.x.log || x > 0) && (!p.y.log || y > 0));
-  if (!all.length) return "";
-  const range = (k, log) => { let a = Math.min(...all.map((q) => q[k])), b = Math.max(...all.map((q) => q[k])); if (k && !log) a = Math.min(0, a); if (a === b) b = a + (Math.abs(a) || 1); return [a, b]; };
-  const [x0, x1] = range(0, p.x.log), [y0, y1] = range(1, p.y.log), L = Math.log, right = w - 14, top = 12, foot = h - low;
+function lines(p, w, ranges) {
+  const h = 260, left = 64, low = 34, isEmpty = axesOf(p).some(([, values]) => !values.length);
+  if (isEmpty) return "";
+  const [[xName], [yName]] = axesOf(p), wide = ([a, b]) => (a === b ? [a, b + (Math.abs(a) || 1)] : [a, b]);
+  const [x0, x1] = wide(ranges.get(xName)), [yLow, yHigh] = ranges.get(yName), [y0, y1] = wide([p.y.log ? yLow : Math.min(0, yLow), yHigh]);
+  const L = Math.log, right = w - 14, top = 12, foot = h - low;
   const X = (v) => left + ((right - left) * (p.x.log ? L(v / x0) / L(x1 / x0) : (v - x0) / (x1 - x0))), Y = (v) => foot - ((foot - top) * (p.y.log ? L(v / y0) / L(y1 / y0) : (v - y0) / (y1 - y0)));
   let s = "";
   if (p.zone && p.zone[0] != null) { const a = Math.max(x0, p.zone[0]), b = Math.min(x1, p.zone[1] ?? x1); if (b > a) s += `<rect x="${X(a)}" y="${top}" width="${X(b) - X(a)}" height="${foot - top}" fill="var(--good)" opacity=".13"/>` + text((X(a) + X(b)) / 2, top + 12, p.zone[2], "middle", "--good"); }
@@ -45,28 +68,36 @@ function lines(p, w) {
   });
   p.marks.forEach(([v, label], i) => { if (v >= x0 && v <= x1) s += `<path d="M${X(v)} ${top}V${foot}" stroke="var(--ink)" stroke-dasharray="2 3"/>` + text(X(v) + (X(v) > w * 0.7 ? -5 : 5), top + 26 + 14 * (i % 5), label, X(v) > w * 0.7 ? "end" : "start", "--ink"); });
   s += text((left + right) / 2, h - 4, title(p.x));
-  return `<div class="qc-note">${esc(title(p.y))}</div><svg width="${w}" height="${h}">${s}</svg>` + legend(p.lines.filter((l) => l.name).map((l) => [l.name, colour(p.lines.indexOf(l))]));
+  return `<div class="qc-note">${esc(title(p.y))}</div>${svg(w, h, s, p)}` + legend(p.lines.filter((l) => l.name).map((l) => [l.name, colour(p.lines.indexOf(l))]));
 }
-function bars(p, w) {
-  const series = Object.entries(p.bars), sums = p.names.map((_, i) => (p.stacked ? series.reduce((a, [, v]) => a + (v[i] || 0), 0) : Math.max(...series.map(([, v]) => v[i] || 0)))), most = Math.max(...sums, 1e-12);
-  const left = Math.min(w * 0.36, 14 + 7 * Math.max(...p.names.map((n) => n.length))), bar = 18, each = p.stacked ? bar : bar * series.length, wide = w - left - 110;
+// A label in at most two lines of `most` characters.
+function lined(label, most) {
+  if (label.length <= most) return [label];
+  const at = label.lastIndexOf(" ", most), cut = at > most / 2 ? at : most, rest = label.slice(cut).trim();
+  return [label.slice(0, cut), rest.length > most ? rest.slice(0, most - 1) + "…" : rest];
+}
+function bars(p, w, ranges) {
+  const series = Object.entries(p.bars), sums = p.names.map((_, i) => series.reduce((a, [, v]) => a + (v[i] || 0), 0)), most = Math.max(ranges.get(axesOf(p)[0][0])[1], 1e-12);
+  const left = Math.min(w * 0.36, 14 + 7 * Math.max(0, ...p.names.map((n) => n.length))), bar = 18, wide = w - left - 150;
   let s = "", y = 4;
   p.names.forEach((name, i) => {
-    s += text(left - 8, y + each / 2 + 4, name, "end", "--ink");
+    const said = lined(name, Math.floor((left - 10) / 7)), each = Math.max(p.stacked ? bar : bar * series.length, 15 * said.length), middle = y + each / 2 + 4 - 7 * (said.length - 1);
+    said.forEach((line, k) => { s += text(left - 8, middle + 14 * k, line, "end", "--ink"); });
     let x = left;
-    series.forEach(([, v], k) => {
+    series.forEach(([kind, v], k) => {
       const long = (wide * (v[i] || 0)) / most;
-      s += `<rect x="${x}" y="${p.stacked ? y : y + k * bar}" width="${Math.max(v[i] ? 1 : 0, long)}" height="${bar - 3}" fill="${colour(k)}"/>`;
+      s += `<rect x="${x}" y="${p.stacked ? y : y + k * bar}" width="${Math.max(v[i] ? 1 : 0, long)}" height="${bar - 3}" fill="${colour(k)}"><title>${esc(`${kind} ${show(v[i])} ${p.y.unit}`)}</title></rect>`;
       if (p.stacked) x += long;
       else s += text(x + long + 6, y + k * bar + 12, `${show(v[i])} ${p.y.unit}`, "start");
     });
     if (p.stacked) s += text(x + 6, y + 12, `${show(sums[i])} ${p.y.unit}`, "start");
     y += each + 8;
   });
-  return `<div class="qc-note">${esc(title(p.y))}</div><svg width="${w}" height="${y}">${s}</svg>` + (series.length > 1 ? legend(series.map(([n], k) => [n, colour(k)])) : "");
+  const names = series.map(([n, v], k) => [p.stacked && p.names.length === 1 ? `${n} ${show(v[0])} ${p.y.unit}` : n, colour(k)]);
+  return `<div class="qc-note">${esc(title(p.y))}</div>${svg(w, y, s, p)}` + (series.length > 1 ? legend(names) : "");
 }
-function timeline(p, w) {
-  const spans = p.rows.flatMap((r) => r.spans), a = Math.min(0, ...spans.map((s) => s.start)), b = Math.max(...spans.map((s) => s.end), a + 1e-9), seen = new Map(), used = new Map();
+function timeline(p, w, ranges) {
+  const [a, last] = ranges.get(axesOf(p)[0][0]), b = Math.max(last, a + 1e-9), seen = new Map(), used = new Map();
   const left = Math.min(w * 0.3, 12 + 7 * Math.max(0, ...p.rows.map((r) => r.name.length))), high = Math.max(7, Math.min(24, Math.floor(460 / Math.max(1, p.rows.length)))), X = (v) => left + ((w - left - 8) * (v - a)) / (b - a), foot = high * p.rows.length;
   let s = ticks(a, b, false, 8).map((v) => `<path d="M${X(v)} 0V${foot}" stroke="var(--line)"/>` + text(X(v), foot + 14, short(v))).join("");
   p.rows.forEach((r, i) => {
@@ -79,7 +110,7 @@ function timeline(p, w) {
     }
   });
   s += text((left + w) / 2, foot + 30, title(p.x));
-  return `<svg width="${w}" height="${foot + 34}">${s}</svg>` + legend([...used]);
+  return `${svg(w, foot + 34, s, p)}` + legend([...used]);
 }
 function grid(p, w) {
   const seen = new Map(), used = new Map(), most = Math.max(1, ...p.rows.map((r) => r.length)), left = p.names.length ? Math.min(w * 0.3, 12 + 7 * Math.max(...p.names.map((n) => n.length))) : 0, long = Math.max(0, ...p.rows.flat().map((c) => c.text.length));
@@ -94,15 +125,16 @@ function grid(p, w) {
       if (cell.text && wide > 6.4 * cell.text.length) s += `<text x="${left + k * wide + wide / 2}" y="${i * high + high / 2 + 4}" text-anchor="middle" fill="${cell.owner ? "#fff" : "var(--soft)"}">${esc(cell.text)}</text>`;
     });
   });
-  return `<svg width="${w}" height="${high * p.rows.length + 2}">${s}</svg>` + (used.size <= 24 ? legend([...used]) : "");
+  return `${svg(w, high * p.rows.length + 2, s, p)}` + (used.size <= 24 ? legend([...used]) : "");
 }
-const cells = (tag, row) => row.map((v) => `<${tag}>${esc(typeof v === "string" ? v : show(v))}</${tag}>`).join("");
-const table = (p) => `<table class="qc-table"><thead><tr>${cells("th", p.header)}</tr></thead><tbody>${p.rows.map((r) => `<tr>${cells("td", r)}</tr>`).join("")}</tbody></table>`;
-const facts = (p) => `<table class="qc-table qc-facts"><tbody>${p.facts.map((f) => `<tr><th>${esc(f.text)}</th><td>${esc(show(f.value))} ${esc(f.unit)}</td></tr>`).join("")}</tbody></table>`;
+const value = (v) => esc(typeof v === "string" ? v : show(v));
+const head = (header) => (header.some((h) => h) ? `<thead><tr>${header.map((h) => (h ? `<th scope="col">${esc(h)}</th>` : "<td></td>")).join("")}</tr></thead>` : "");
+const table = (p) => `<table class="qc-table">${head(p.header)}<tbody>${p.rows.map((r) => `<tr>${r.map((v) => `<td>${value(v)}</td>`).join("")}</tr>`).join("")}</tbody></table>`;
+const facts = (p) => `<table class="qc-table qc-facts"><tbody>${p.facts.map((f) => `<tr><th scope="row">${esc(f.text)}</th><td>${value(f.value)} ${esc(f.unit)}</td></tr>`).join("")}</tbody></table>`;
 const KINDS = { lines, bars, timeline, grid, table, facts };
 
 export default {
-  template: `<div class="qc-picture" :data-drawn="count"><div v-if="error" class="qc-error">{{ error }}</div><div ref="parts"></div></div>`,
+  template: `<div class="qc-picture" :data-drawn="count"><div v-if="error" class="qc-error" role="alert">{{ error }}</div><div ref="parts"></div></div>`,
   data: () => ({ count: 0, error: "" }),
   mounted() {
     this.resized = new ResizeObserver(() => this.picture && Math.abs(this.$el.clientWidth - this.wide) > 2 && this.draw());
@@ -111,11 +143,19 @@ export default {
   beforeUnmount() { this.resized.disconnect(); },
   methods: {
     fail(text) { this.error = text; },
-    push(picture) { this.error = ""; this.picture = picture; this.count++; this.draw(); },
+    push(picture, compared) {
+      Object.assign(this, { error: "", picture, ranges: rangesOf([picture, ...compared]) });
+      this.count++;
+      this.draw();
+    },
+    reveal() {
+      const calm = matchMedia("(prefers-reduced-motion: reduce)").matches, box = this.$el.getBoundingClientRect();
+      if (box.top < 60 || box.top > innerHeight - 120) this.$el.scrollIntoView({ behavior: calm ? "auto" : "smooth", block: "start" });
+    },
     draw() {
       this.wide = this.$el.clientWidth;
       const w = Math.max(260, this.wide - 2);
-      this.$refs.parts.innerHTML = `<div class="qc-name">${esc(this.picture.title)}</div>` + this.picture.parts.map((p) => `<section data-kind="${p.kind}">${p.title ? `<h4>${esc(p.title)}</h4>` : ""}${KINDS[p.kind](p, w)}</section>`).join("");
+      this.$refs.parts.innerHTML = `<h2 class="qc-name">${esc(this.picture.title)}</h2>` + this.picture.parts.map((p) => `<section data-kind="${p.kind}">${p.title ? `<h3>${esc(p.title)}</h3>` : ""}${KINDS[p.kind](p, w, this.ranges)}</section>`).join("");
     },
   },
 };
