@@ -40,7 +40,7 @@ def test_long_prompts_are_cut_by_their_threshold() -> None:
         whole, cut = (
             answer("llama-3.2-1b", **workload, long_prefill_token_threshold=num) for num in (0, 512)
         )
-        assert (cut.question.chunk, whole.question.chunk) == (512 if is_cut else 8192, 8192)
+        assert (cut.question.chunk, whole.question.chunk) == (2048 if is_cut else 8192, 8192)
         assert (chosen(cut).estimate.ttft_s != chosen(whole).estimate.ttft_s) == is_cut
         assert "--long-prefill-token-threshold 512" in serve_command(cut)[0]
         assert "threshold" not in serve_command(whole)[0]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from quire.metrics.engine_stats import QUIET_TIMES
 from quire.modelspec import ModelSpec
 from quire.plan.candidates import candidates, striped
 from quire.plan.draft import Draft, Drafting
@@ -234,10 +235,10 @@ class Question:
 
     @property
     def chunk(self) -> int:
-        """Tokens of a prompt in one step. Prompts that fit in a step are not cut: of one length, none is short."""
+        """Tokens of a prompt in one step. Prompts are of one length: none is short, and those that fit are not cut."""
         long, whole = self.long_prefill_token_threshold, self.max_num_batched_tokens
         is_cut = 0 < long < self.load.isl - self.load.prefix and self.load.isl > whole
-        return min(long, whole) if is_cut else whole
+        return min(QUIET_TIMES * long, whole) if is_cut else whole
 
     def steps(self, split: Split) -> Roofline:
         """Return the step times of one replica of ``split``."""

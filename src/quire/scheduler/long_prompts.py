@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quire.metrics.engine_stats import QUIET_TIMES
 from quire.scheduler.budget import Budget, long_threshold
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 
 LATELY_S = 60.0
-QUIET_TIMES = 4  # as many tokens when no short prompt came lately
 # Waiting prompts per step whose cached part is looked up; further ones count as if nothing of them were cached.
 _MAX_LOOKUPS = 8
 
