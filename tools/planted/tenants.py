@@ -125,6 +125,22 @@ MUTANTS: tuple[Mutant, ...] = (
         _IDS,
     ),
     Mutant(
+        "filters-leave-ids",
+        "ids of tokens without a text of their own pass the filters that removed what they are of",
+        "src/quire/gateway/filtering.py",
+        "(_is_empty(piece) and text.is_changed_at(start))",
+        "False",
+        ("tests/gateway/test_native_streams.py::test_ids_without_text_go_with_the_text_around_them",),
+    ),
+    Mutant(
+        "filters-release-ids-early",
+        "an id without a text leaves before the text that follows it is filtered",
+        "src/quire/gateway/filtering.py",
+        "(self.is_over or not is_empty)",
+        "True",
+        ("tests/gateway/test_native_streams.py::test_ids_without_text_go_with_the_text_around_them",),
+    ),
+    Mutant(
         "tenants-salt-without-tenant",
         "the salt of a request does not depend on its tenant",
         "src/quire/gateway/salts.py",

@@ -14,6 +14,8 @@ import msgspec
 
 Channel = tuple[int, str, int]
 _REASONING = ("reasoning", "reasoning_content", "thinking", "reasoning_text", "summary_text")
+# Fields that tell the tokens of a text: of OpenAI's answers, llama.cpp's and TGI's.
+_OF_TOKENS = ("logprobs", "token_ids", "tokens", "completion_probabilities", "top_tokens")
 _BLOCK_KEYS = ("text", "thinking", "partial_json")  # of Anthropic's blocks and deltas
 _EVENT_KINDS = {
     "reasoning_summary_text": "summary_text",
@@ -42,11 +44,16 @@ class Piece:
         """Put ``text`` there. Raises `msgspec.DecodeError` where JSON is needed and ``text`` is none."""
         is_json = not isinstance(self.holder[self.key], str)
         self.holder[self.key] = msgspec.json.decode(text) if is_json else text
-        for name in ("logprobs", "token_ids", "tokens"):
+        for name in _OF_TOKENS:
             if self.owner.get(name) is not None:
                 self.owner[name] = [] if isinstance(self.owner[name], list) else None
-        if isinstance(self.owner.get("id"), int):  # of the token that the text was
-            self.owner["id"] = 0
+        if isinstance(self.holder.get("id"), int):  # of the token that the text was
+            self.holder["id"] = 0
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether something beside the text tells its tokens."""
+        return any(self.owner.get(name) for name in _OF_TOKENS) or isinstance(self.holder.get("id"), int)
 
 
 def kind_of(channel: Channel) -> str:
@@ -61,9 +68,16 @@ def kind_of(channel: Channel) -> str:
     )
 
 
-def pieces_of(value: dict[str, Any]) -> list[Piece]:
-    """Return the texts of a whole answer, or of an event; empty ones are left out."""
-    return [each for each in _pieces(value) if each.holder[each.key]]
+def pieces_of(value: dict[str, Any], *, with_tokens: bool = False) -> list[Piece]:
+    """Return the texts of a whole answer, or of an event.
+
+    Empty ones are left out; ``with_tokens``: unless their tokens are told, which have a part of another event's text.
+    """
+    return [
+        each
+        for each in _pieces(value)
+        if each.holder[each.key] or (with_tokens and not each.repeats and each.tells_tokens)
+    ]
 
 
 def _pieces(value: dict[str, Any]) -> Iterator[Piece]:
@@ -123,7 +137,7 @@ def _of_tgi(value: dict[str, Any]) -> Iterator[Piece]:
     channel = (0, "text", 0)
     token = value.get("token")
     if isinstance(token, dict) and isinstance(token.get("text"), str):
-        yield Piece(channel, token, "text", token)
+        yield Piece(channel, token, "text", value)
     if isinstance(value.get("generated_text"), str):
         details = value.get("details")
         owner = details if isinstance(details, dict) else value

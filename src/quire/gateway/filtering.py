@@ -46,6 +46,7 @@ class _Text:
     preceding: str = ""
     out: list[str] = field(default_factory=list)
     is_changed: bool = False
+    is_over: bool = False  # no more text comes
     segments: deque[_Segment] = field(default_factory=deque)
 
     @property
@@ -62,9 +63,17 @@ class _Text:
                 parts.append(each.raw[max(start - each.start, 0) : end - each.start])
             elif start <= each.start:
                 parts.append(each.changed)
-        while self.segments and self.segments[0].end <= end:
+        while self.segments and self.segments[0].end < end:
             self.segments.popleft()
         return "".join(parts)
+
+    def is_known(self, end: int, *, is_empty: bool) -> bool:
+        """Whether the text up to a place has been filtered, and behind an empty one what follows it."""
+        return end < self.num_filtered or (end == self.num_filtered and (self.is_over or not is_empty))
+
+    def is_changed_at(self, place: int) -> bool:
+        """Whether the filters changed the text before or after a place."""
+        return any(s.changed is not None and s.start <= place <= s.end for s in self.segments)
 
 
 @dataclass(slots=True)
@@ -123,7 +132,7 @@ class Filtering:
         out = await self.feed(rest)
         if self._refusal is None:
             try:
-                await self._flush(list(self._texts))
+                await self._flush(list(self._texts), are_over=True)
             except HttpError as error:
                 self._refusal = error
         return out + b"".join(self._released())
@@ -137,11 +146,11 @@ class Filtering:
         value = _value_of(raw, is_line=self._is_lines)
         if value is None:
             if b"data:" in raw:  # [DONE]
-                await self._flush(list(self._texts))
+                await self._flush(list(self._texts), are_over=True)
             self._held.append(_Held(raw, None, [], None))
             return
         texts = []
-        for piece in pieces_of(value):
+        for piece in pieces_of(value, with_tokens=True):
             text = self._texts.setdefault(piece.channel, _Text())
             start = text.num_chars
             if not piece.repeats or not start:
@@ -151,13 +160,15 @@ class Filtering:
         self._held.append(_Held(raw, value, texts, _choice_of(value), _without_ids(value)))
         ended = _ended(value, list(self._texts))
         repeated = [piece.channel for piece, _, _ in texts if piece.repeats]
-        await self._flush([*ended, *repeated])
+        await self._flush(repeated)
+        await self._flush(ended, are_over=True)
         for piece, _, _ in texts:
             await self._filter_sentences(piece.channel)
 
-    async def _flush(self, channels: list[Channel]) -> None:
+    async def _flush(self, channels: list[Channel], *, are_over: bool = False) -> None:
         for channel in channels:
             await self._filter(channel, len(self._texts[channel].pending))
+            self._texts[channel].is_over |= are_over
 
     async def _filter_sentences(self, channel: Channel) -> None:
         """Filter up to the last end of a sentence, or, where there is too much without one, of a word."""
@@ -188,12 +199,15 @@ class Filtering:
         waiting: set[int | None] = set()
         for each in self._held:
             is_behind = None in waiting or each.choice in waiting or (each.choice is None and waiting)
-            if is_behind or any(end > self._texts[p.channel].num_filtered for p, _, end in each.texts):
+            if is_behind or not all(self._is_known(*text) for text in each.texts):
                 kept.append(each)
                 waiting.add(each.choice)
             else:
                 yield self._written(each)
         self._held = kept
+
+    def _is_known(self, piece: Piece, _: int, end: int) -> bool:
+        return self._texts[piece.channel].is_known(end, is_empty=_is_empty(piece))
 
     def _written(self, held: _Held) -> bytes:
         is_changed = held.is_changed
@@ -203,7 +217,7 @@ class Filtering:
                 new = "".join(text.out) if text.is_changed else piece.text
             else:
                 new = text.between(start, end)
-            if new != piece.text:
+            if new != piece.text or (_is_empty(piece) and text.is_changed_at(start)):
                 _replace(piece, new)
                 is_changed = True
         if not is_changed:
@@ -214,6 +228,11 @@ class Filtering:
             line + b"\n" for line in held.raw.splitlines() if line and not line.startswith(b"data:")
         )
         return b"%bdata: %b\n\n" % (named, msgspec.json.encode(held.value))
+
+
+def _is_empty(piece: Piece) -> bool:
+    """Whether it has tokens of the text around it, and none of its own."""
+    return not piece.holder[piece.key]
 
 
 def _replace(piece: Piece, text: str) -> None:

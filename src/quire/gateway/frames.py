@@ -50,7 +50,7 @@ class Frames:
 
 def has_event(frames: bytes) -> bool:
     """Whether frames hold an event or a line, not only comments, which backends send to keep a connection open."""
-    return frames.startswith((b"data", b"event", b"{")) or b"data:" in frames or b"\n{" in frames
+    return frames.startswith((b"data", b"event", b"error:", b"{")) or b"data:" in frames or b"\n{" in frames
 
 
 def without_usage(frames: bytes) -> bytes:

@@ -2,7 +2,8 @@
 
 data: {"error": {"message", "type", "code"}}                 OpenAI's, and with {"type": "error"} Anthropic's
 data: {"type": "response.failed", "response": {"error": …}}  Responses, or {"type": "error", "code", "message"}
-{"error": "message"}                                         Ollama's
+{"error": "message"}                                         Ollama's, and with "error_type" TGI's
+error: {"code", "message", "type"}                           llama.cpp's
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from quire.errors import clip
 # Types and codes that tell of the request.
 _CLIENTS = frozenset((
     "invalid_request_error", "invalid_value", "context_length_exceeded", "not_found_error", "permission_error",
-    "authentication_error", "slow_reader",
+    "authentication_error", "slow_reader", "validation", "exceed_context_size_error", "not_supported_error",
 ))  # fmt: skip
 # Types and codes that tell of too little room or time.
 _LOAD = frozenset((
     "rate_limit_error", "overloaded_error", "service_unavailable_error", "queue_full", "deadline_hopeless",
-    "deadline_exceeded",
+    "deadline_exceeded", "overloaded", "unavailable_error",
 ))  # fmt: skip
+
+
+_FIELD = b"error:"  # of an event, in place of ``data:``
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,11 @@ class StreamError:
         return bool(self.names & _LOAD)
 
 
+def may_have_error(frames: bytes) -> bool:
+    """Whether it is worth looking for an error."""
+    return b'"error"' in frames or frames.startswith(_FIELD) or b"\n" + _FIELD in frames
+
+
 def error_in(frames: bytes) -> StreamError | None:
     """Return the first error among the events or lines of a stream."""
     for value in _values(frames):
@@ -56,17 +65,18 @@ def error_in(frames: bytes) -> StreamError | None:
             names = frozenset(str(error[name]) for name in ("type", "code") if error.get(name) is not None)
             return StreamError(clip(error.get("message")), names)
         if isinstance(error, str) and error:
-            return StreamError(clip(error), frozenset())
+            return StreamError(clip(error), frozenset((str(value.get("error_type", "")),)))
     return None
 
 
 def _values(frames: bytes) -> Iterator[dict[str, Any]]:
     for line in frames.splitlines():
-        if b'"error"' not in line:
+        is_error = line.startswith(_FIELD)
+        if not is_error and b'"error"' not in line:
             continue
         try:
-            value = msgspec.json.decode(line.removeprefix(b"data:"))
+            value = msgspec.json.decode(line.removeprefix(_FIELD if is_error else b"data:"))
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             continue
         if isinstance(value, dict):
-            yield value
+            yield {"error": value} if is_error else value

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.gateway.answer_texts import pieces_of
-from quire.gateway.stream_errors import StreamError, error_in
+from quire.gateway.stream_errors import StreamError, error_in, may_have_error
 
 BYTES_PER_TOKEN = 4  # of an answer's text that is counted
 _RESPONSES = "/v1/responses"
@@ -113,7 +113,7 @@ class Usage:
     def read_frames(self, frames: bytes, path: str = "") -> None:
         """Take what whole frames of a stream of ``path`` say; those without ``usage`` are only searched."""
         texts = _DELTA if path == _RESPONSES else _TEXT
-        if b'"error"' in frames:
+        if may_have_error(frames):
             self.error = self.error or error_in(frames)
         if self.answer_id is not None and not _HAS_USAGE.search(frames):
             self._count(*texts.findall(frames))
