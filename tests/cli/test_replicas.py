@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -165,6 +166,69 @@ def test_the_gateway_in_front_has_the_rules_for_pages() -> None:
     rules = gateway_args(args, "k").browser_rules
     assert rules.origins == ("https://ui.example.com", "app://x")
     assert rules.hosts == ("llm.example.com",)
+
+
+SERVED = ["-m", "quire.cli", "serve", "quill", "--port", "0", "--num-kv-blocks", "256", "--threads", "1"]
+TWO_READY = r"(?s)gateway listening url=(\S+).*backend_ready.*backend_ready"
+# What differs from one process, or one request, to the next.
+PASSING = {"created", "timings", "timing", "id", "modified_at", "build_info", "fingerprint"}
+ASKS: list[tuple[str, dict[str, Any] | None]] = [
+    ("/v1/models", None),
+    ("/v1/models/quill", None),
+    ("/props", None),
+    ("/tokenizer_info", None),
+    ("/openapi.json", None),
+    ("/docs", None),
+    ("/api/show", {"model": "quill"}),
+    ("/completion", {"prompt": "It was", "n_predict": 6, "temperature": 0}),
+    ("/completion", {"prompt": "It was", "n_predict": 6, "temperature": 0, "stream": True}),
+    ("/infill", {"input_prefix": "It was", "input_suffix": ".", "n_predict": 4, "temperature": 0}),
+    ("/generate", {"inputs": "It was", "parameters": {"max_new_tokens": 6, "details": True}}),
+    ("/generate_stream", {"inputs": "It was", "parameters": {"max_new_tokens": 6}}),
+]
+
+
+def lasting_part(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: lasting_part(each) for name, each in value.items() if name not in PASSING}
+    return [lasting_part(each) for each in value] if isinstance(value, list) else value
+
+
+def answer_of(server: LiveServer, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+    """Return the status and the parts of an answer that are the same at every server; of a stream, text and end."""
+    found = httpx.request("GET" if body is None else "POST", server.url + path, json=body, timeout=60)
+    if found.headers["content-type"].startswith("text/event-stream"):
+        events = [json.loads(each[6:]) for each in found.text.split("\n\n") if each.startswith("data: {")]
+        text = "".join(each.get("content", each.get("token", {}).get("text")) for each in events)
+        return found.status_code, (text, lasting_part(events[-1] | {"token": None}))
+    is_json = "json" in found.headers["content-type"]
+    return found.status_code, lasting_part(found.json()) if is_json else found.text
+
+
+@pytest.mark.slow
+def test_replicas_answer_as_a_single_server(tmp_path: Path) -> None:
+    """With Quill: what both have, and twice, so that both replicas were asked."""
+    with (
+        LiveServer(SERVED, tmp_path / "one.log") as single,
+        LiveServer([*SERVED, "--replicas", "2"], tmp_path / "two.log", ready=TWO_READY) as two,
+    ):
+        for path, body in ASKS:
+            status, expected = answer_of(single, path, body)
+            assert status == (400 if path == "/infill" else 200), "Quill does not fill in the middle"
+            for _ in range(2):
+                again, found = answer_of(two, path, body)
+                assert again == status
+                if path == "/openapi.json":  # the gateway lacks some paths, and has some of its own
+                    own = {name: each for name, each in expected["paths"].items() if name in found["paths"]}
+                    assert {"/v1/chat/completions", "/props", "/tokenizer_info"} <= own.keys()
+                    assert own.items() <= found["paths"].items()
+                elif path == "/docs":
+                    assert "/openapi.json" in found
+                else:
+                    assert found == expected, path
+        card = httpx.get(two.url + "/v1/models").json()["data"][0]
+        assert card["created"] > 0
+        assert card["max_model_len"] > 0
 
 
 @pytest.mark.slow
