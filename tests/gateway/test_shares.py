@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from tests.e2e.live import LiveServer
 from tests.gateway.live import gateway_of
-from tests.gateway.test_tenants import make_keys
 
 from quire.errors import ModelLoadError
-from quire.http.keys import ApiKey, create_key, read_keys
+from quire.http.keys import ApiKey, create_key
 from quire.models.hub import quill_path
 from quire.plan.cost_model import CostModel
 
 KEY = "between-us"
 STEP_S = 0.004
 TOKENS = 16
+SEATS = 4
+EACH = 24  # requests of a tenant
+MAX_LEN = 8192  # more steps than the test takes
 
 
 def timed_replica(folder: Path, **settings: Any) -> LiveServer:
@@ -37,27 +42,46 @@ def timed_replica(folder: Path, **settings: Any) -> LiveServer:
     return LiveServer(command, folder / "log", ready=r"ready +on (\S+)")
 
 
+async def num_waiting(url: str) -> int:
+    """Return how many requests wait in the engine behind an address."""
+    async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as response:
+        found = re.search(r"^vllm:num_requests_waiting\{[^}]*\} (\d+)", await response.text(), re.MULTILINE)
+    return int(found[1]) if found is not None else 0
+
+
 def test_tenants_share_a_replica_by_their_weights(tmp_path: Path) -> None:
-    keys = make_keys(tmp_path, small={})
-    heavy = ApiKey("large", "other", "", created=next(iter(read_keys(tmp_path / "keys").keys.values())).created,
-                   weight=3.0)  # fmt: skip
-    keys["large"] = "Bearer " + create_key(tmp_path / "keys", heavy)
-    served: Counter[str] = Counter()
+    """All requests wait before the first one enters, so that who enters depends on no clock."""
+    keys = {}
+    for name, weight in (("small", 1.0), ("large", 3.0), ("holder", 1.0)):
+        key = ApiKey(name, name, "", created=datetime.now(UTC), weight=weight)  # each of a tenant of its own
+        keys[name] = "Bearer " + create_key(tmp_path / "keys", key)
+    served: list[str] = []
 
     async def main(url: str) -> None:
         config = {"backends": [{"url": url}], "gateway_key": KEY, "key_file": str(tmp_path / "keys")}
         async with gateway_of(config) as live:
 
-            async def ask(name: str) -> None:
-                body = {"model": "quill", "prompt": "One day", "max_tokens": TOKENS, "ignore_eos": True}
-                while served.total() < 120:
-                    status, answer = await live.post(body, authorization=keys[name])
-                    assert status == 200, answer
-                    served[name] += 1
+            async def ask(name: str, num_tokens: int = TOKENS) -> None:
+                body = {"model": "quill", "prompt": "One day", "max_tokens": num_tokens, "ignore_eos": True}
+                status, answer = await live.post(body, authorization=keys[name])
+                assert status == 200, answer
+                served.append(name)
 
-            await asyncio.gather(*(ask(name) for name in ("small", "large") for _ in range(12)))
+            async def until_waiting(count: int) -> None:
+                while await num_waiting(url) < count:
+                    await asyncio.sleep(0.05)
 
-    with timed_replica(tmp_path, order="fair", max_num_seqs=4) as replica:
+            holders = [asyncio.create_task(ask("holder", MAX_LEN - 64)) for _ in range(SEATS + 1)]
+            await until_waiting(1)  # the seats are taken
+            asked = [asyncio.create_task(ask(name)) for name in ("small", "large") for _ in range(EACH)]
+            await until_waiting(1 + len(asked))
+            for task in holders:
+                task.cancel()
+            await asyncio.gather(*holders, return_exceptions=True)
+            await asyncio.gather(*asked)
+
+    with timed_replica(tmp_path, order="fair", max_num_seqs=SEATS, max_model_len=MAX_LEN) as replica:
         asyncio.run(asyncio.wait_for(main(replica.url), 120))
-    # Both had more work than places all the time; what ends behind the last of the 120 belongs to either.
-    assert 2.0 < served["large"] / served["small"] < 4.0, served
+    assert len(served) == 2 * EACH
+    early = Counter(served[:EACH])  # both had more work than places until then
+    assert abs(early["large"] - 3 * early["small"]) <= 2 * SEATS, early
