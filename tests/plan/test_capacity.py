@@ -246,7 +246,7 @@ def test_trace_and_lengths() -> None:
 @pytest.mark.parametrize(
     ("asked", "match"),
     [
-        (PlanArgs("llama-3-8b"), "--gpu"),
+        (PlanArgs("llama-3-8b", "h100", cpu=True), "--gpu NAME and --cpu"),
         (PlanArgs("llama-3-8b", "h100", quantize="int5"), "--quantize"),
         (PlanArgs("llama-3-8b", "h100", kv_dtype="int4"), "--kv-dtype"),
         (PlanArgs("llama-3-8b", "h100", rate=0.0), "--rate"),

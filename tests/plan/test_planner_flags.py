@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.cli.flags import PlanArgs
-from quire.cli.plan import question_of, serve_command
+from quire.cli.plan import hardware_of, question_of, serve_command
+from quire.config import DeviceInfo
 from quire.errors import ConfigError
 from quire.plan.capacity import CapacityPlan, Option, plan_capacity
+from quire.plan.hardware import find_hardware, hardware_named
 from quire.plan.split import Split, kv_bytes_per_request
 from quire.workload.slo import Slo
 
@@ -211,3 +214,45 @@ def test_a_plan_is_compared_with_its_own_json(tmp_path: Path) -> None:
     path.write_text('{"model": 1}')
     with pytest.raises(ConfigError, match="it lacks hardware, memory"):
         CliRunner().invoke(app, other, catch_exceptions=False)
+
+
+def test_a_plan_without_flags_is_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = DeviceInfo("cpu", "some CPU", 2, 16 << 30, 8 << 30, isa="avx512", native=True)
+    gpu = DeviceInfo("cuda", "NVIDIA H100 80GB HBM3", 2, 80 << 30, 79 << 30)
+    here = replace(find_hardware("epyc-9755"), name="this machine")
+    monkeypatch.setattr("quire.cli.plan.this_machine", lambda device, threads: here)
+    monkeypatch.setattr("quire.cli.plan.detect_device", lambda wanted: gpu if wanted == "auto" else cpu)
+    assert hardware_of(PlanArgs("quill")).name == "h100"
+    assert hardware_of(PlanArgs("quill", cpu=True)) is here
+    monkeypatch.setattr("quire.cli.plan.detect_device", lambda wanted: cpu)
+    result = CliRunner().invoke(app, ["plan"])
+    assert result.exit_code == 0, result.output
+    assert "quire serve quill --max-model-len 8192" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_of_its_driver(name: str, key: str) -> None:
+    assert hardware_named(name).name == key
+
+
+def test_an_unknown_gpu_is_named() -> None:
+    with pytest.raises(ConfigError, match="'NVIDIA TITAN V', is not in the hardware table"):
+        hardware_named("NVIDIA TITAN V")
+
+
+def test_the_line_proposes_the_context_of_the_model() -> None:
+    def length(*flags: str) -> int:
+        words = CliRunner().invoke(app, ["plan", "llama-3.1-8b", *flags]).output.split()
+        return int(words[words.index("--max-model-len") + 1])
+
+    assert length("--gpu", "h100", "--workload", "64/16") == 131_072
+    assert 1280 < length("--gpu", "l4") < 131_072  # as far as the memory holds it
+    assert length("--gpu", "h100", "--context", "4096") == 4096

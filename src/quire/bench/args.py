@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
+from quire.errors import ConfigError
 from quire.gateway.routing import Policy
+from quire.workload.distributions import Fixed, parse_workload
 
 # Settings of the engine that a simulation takes. Its step times were measured with the others, and depend on these only
 # through the work of each step.
@@ -29,6 +31,7 @@ class ServeBenchArgs:
     ready_s: float = 60.0
     extra_body: str | None = None
     warmup: int = 1
+    workload: str | None = None
     trace: str | None = None
     limit: int | None = None
     time_scale: float = 1.0
@@ -58,6 +61,7 @@ class ServeBenchArgs:
 class LatencyArgs:
     """One batch, repeated."""
 
+    workload: str | None = None
     input_len: int = 128
     output_len: int = 128
     batch_size: int = 1
@@ -72,6 +76,7 @@ class SpeculateBenchArgs:
 
     drafts: str = "2,4,8"
     batch_sizes: str = "1,4,16"
+    workload: str | None = None
     input_len: int = 16
     output_len: int = 128
     rounds: int = 5
@@ -84,6 +89,7 @@ class SpeculateBenchArgs:
 class ThroughputArgs:
     """Many requests at once."""
 
+    workload: str | None = None
     trace: str | None = None
     limit: int | None = None
     input_len: str = "512"
@@ -138,3 +144,38 @@ class SimulateArgs:
     draft_cost: float = 0.0
     disaggregate: str | None = None
     link_gb_s: float | None = None
+
+
+Args = TypeVar("Args", ServeBenchArgs, LatencyArgs, SpeculateBenchArgs, ThroughputArgs)
+
+
+def with_workload(args: Args) -> Args:
+    """Return ``args`` with ``workload`` as the lengths or the trace that it stands for.
+
+    Raises:
+        ConfigError: it is neither, or one of these is given as well; or the command takes no such lengths.
+    """
+    if args.workload is None:
+        return args
+    known = type(args).__dataclass_fields__
+    for name in ("trace", "input_len", "output_len"):
+        if name in known and getattr(args, name) != known[name].default:
+            raise ConfigError(f"--workload {args.workload} and --{name.replace('_', '-')}: give one of them")
+    lengths = parse_workload(args.workload)
+    if lengths is None and "trace" not in known:
+        raise ConfigError(
+            f"--workload {args.workload}: a trace is not taken here; give PROMPT/OUTPUT in tokens"
+        )
+    values: dict[str, Any] = {"workload": None}
+    if lengths is None:
+        values["trace"] = args.workload
+    elif "trace" in known:
+        values |= {"input_len": str(lengths[0]), "output_len": str(lengths[1])}
+    else:
+        for name, length in zip(("input_len", "output_len"), lengths, strict=True):
+            if not isinstance(length, Fixed):
+                raise ConfigError(
+                    f"--workload {args.workload}: requests are equal here; give two numbers, as 128/128"
+                )
+            values[name] = length.length
+    return replace(args, **values)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.args import EngineArgs
-from quire.bench.args import LatencyArgs, ThroughputArgs
+from quire.bench.args import LatencyArgs, ThroughputArgs, with_workload
 from quire.bench.page import console, print_summary, write
 from quire.bench.summary import ERROR, OK, RequestRecord, Timing, summarize
 from quire.clock import Clock, WallClock
@@ -165,6 +165,7 @@ class OfflineEngine:
 
 def latency(engine_args: EngineArgs, args: LatencyArgs) -> int:
     """Time batches of equal requests that start together; every request of every counted batch is one record."""
+    args = with_workload(args)
     engine = OfflineEngine(engine_args)
     synthetic = Synthetic(args.batch_size, Fixed(args.input_len), Fixed(args.output_len))
     batch = synthetic.build(engine_args.seed, engine.max_model_len)
@@ -185,6 +186,7 @@ def latency(engine_args: EngineArgs, args: LatencyArgs) -> int:
 
 def throughput(engine_args: EngineArgs, args: ThroughputArgs) -> int:
     """Run all requests at once and print tokens/s."""
+    args = with_workload(args)
     slo = Slo.parse(args.slo) if args.slo else None
     trace = None if args.trace is None else read_trace(args.trace)
     engine = OfflineEngine(engine_args)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.bench.args import ServeBenchArgs
+from quire.bench.args import ServeBenchArgs, with_workload
 from quire.bench.page import console, finite, print_summary, run_report, sweep_report, write
 from quire.bench.summary import RequestRecord
 from quire.errors import ConfigError
@@ -171,7 +171,7 @@ DEFAULT_REQUESTS = 100
 
 def make_workload(flags: ServeBenchArgs) -> Workload:
     """Return the workload that the flags describe."""
-    arrivals = None
+    flags, arrivals = with_workload(flags), None
     if flags.rate is not None or flags.sweep:
         arrivals = Arrivals(flags.rate or 1.0, flags.burstiness, flags.ramp_to)
     elif flags.burstiness != 1.0 or flags.ramp_to is not None:

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from quire.args import EngineArgs
-from quire.bench.args import SpeculateBenchArgs
+from quire.bench.args import SpeculateBenchArgs, with_workload
 from quire.bench.offline import OfflineEngine
 from quire.bench.page import console, write
 from quire.clock import WallClock
@@ -88,6 +88,7 @@ class Round:
 
 def speculate(engine_args: EngineArgs, args: SpeculateBenchArgs) -> int:
     """Print the table; write it and the plot where asked."""
+    args = with_workload(args)
     counts, batches = _numbers(args.drafts, "drafts"), _numbers(args.batch_sizes, "batch_sizes")
     if max(counts) > MAX_DRAFTS:
         raise ConfigError(f"drafts = {args.drafts!r} must be numbers in 1…{MAX_DRAFTS}")

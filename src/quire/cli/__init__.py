@@ -188,7 +188,7 @@ def chat(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
 def plan(
     model: Annotated[
         str, typer.Argument(help="A preset or hub id (docs/planner.md), a local folder, or 'quill'.")
-    ],
+    ] = "quill",
     *,
     settings: dict[str, Any],
 ) -> None:

@@ -8,6 +8,7 @@ import statistics
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from rich.console import Console
@@ -31,7 +32,7 @@ from quire.plan.draft import Draft
 from quire.plan.estimate import Load
 from quire.plan.explain import explain
 from quire.plan.explain_line import Line
-from quire.plan.hardware import Hardware, Price, find_hardware, this_machine
+from quire.plan.hardware import Hardware, Price, find_hardware, hardware_named, this_machine
 from quire.plan.links import Links
 from quire.plan.presets import preset_of
 from quire.plan.profile import load_profile
@@ -39,11 +40,12 @@ from quire.plan.roofline import IDEAL, efficiencies
 from quire.plan.split import PRECISIONS
 from quire.sim.search import SHARE, Found, Search
 from quire.workload.build import Synthetic, at_rate, from_trace
-from quire.workload.distributions import Arrivals, Fixed
+from quire.workload.distributions import Arrivals, Fixed, parse_workload
 from quire.workload.slo import Slo
 from quire.workload.traces import read_trace
 
 NUM_REQUESTS = 300  # that --search simulates
+MEANS = 10_000  # lengths of a distribution whose mean is taken
 
 
 def question_of(asked: PlanArgs) -> Question:
@@ -146,28 +148,29 @@ def _spread(asked: PlanArgs, device: Hardware) -> Hardware:
 
 
 def _device(asked: PlanArgs) -> Hardware:
-    """Return the requested device; ``--cpu`` is this machine, with its bandwidth and peak measured now."""
-    if asked.cpu == (asked.gpu is not None):
-        raise ConfigError("give either --gpu NAME (any name of the hardware table) or --cpu (this machine)")
+    """Return the requested device: by default this machine's GPU, else its CPU, measured now (``--cpu``)."""
+    if asked.cpu and asked.gpu is not None:
+        raise ConfigError(
+            "--gpu NAME and --cpu: give one of them; without both, the plan is for this machine"
+        )
     if asked.gpu is not None:
         return find_hardware(asked.gpu)
-    device = detect_device()
+    device = detect_device("cpu" if asked.cpu else "auto")
+    if device.kind == "cuda":
+        return hardware_named(device.name)
     if not device.native:
         raise ConfigError(
-            "--cpu measures this machine with the native extension, which is not built: see `quire doctor`"
+            "this machine is measured with the native extension, which is not built (see `quire doctor`): name a "
+            "device with --gpu; --gpu list shows all"
         )
     return this_machine(device, device.num_cores)
 
 
 def lengths_of(workload: str) -> tuple[int, int]:
-    """Return the mean (prompt, output) tokens of ``1024/256`` or of a trace file."""
-    parts = workload.split("/")
-    if len(parts) == 2 and all(p.isdigit() and int(p) > 0 for p in parts):
-        return int(parts[0]), int(parts[1])
-    if not Path(workload).is_file():
-        raise ConfigError(
-            f"--workload {workload!r} must be PROMPT/OUTPUT in tokens, such as 1024/256, or a trace file"
-        )
+    """Return the mean (prompt, output) tokens of what ``--workload`` names."""
+    if (lengths := parse_workload(workload)) is not None:
+        prompt, output = (statistics.fmean(each.draw(MEANS, Random(0))) for each in lengths)
+        return round(prompt), round(output)
     rows = read_trace(workload).rows
     if not rows:
         raise ConfigError(f"--workload {workload}: no row of the trace can be a request")
@@ -180,7 +183,7 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     q, chosen = plan.question, plan.advice.chosen
     known = {f.name for kind in (EngineArgs, ServerArgs) for f in fields(kind)}
     wanted: dict[str, Any] = {
-        "max_model_len": q.context or q.load.isl + q.load.osl,
+        "max_model_len": q.context or (chosen.memory.max_context if chosen else q.load.isl + q.load.osl),
         "max_num_seqs": q.max_running(chosen.split) if chosen else 1,
         "max_num_batched_tokens": q.max_num_batched_tokens,
     }

@@ -6,6 +6,7 @@ This machine is a device too: `this_machine` measures its read bandwidth and the
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,6 +106,23 @@ def find_hardware(name: str) -> Hardware:
             f"--gpu {name!r} is not in the hardware table{nearest(key, table)}; there are {', '.join(table)}"
         )
     return table[key]
+
+
+def hardware_named(name: str) -> Hardware:
+    """Return the device that its driver calls ``name``, as "NVIDIA H100 80GB HBM3".
+
+    Raises:
+        ConfigError: none of the table has such a name.
+    """
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    table = hardware_table()
+    known = [key for key in table if set(key.split("-")) <= words]
+    if not known:
+        raise ConfigError(
+            f"the GPU of this machine, {name!r}, is not in the hardware table: name a device with --gpu (list shows "
+            "all), or plan the CPU with --cpu"
+        )
+    return table[max(known, key=lambda key: key.count("-"))]
 
 
 def _read(name: str, row: Mapping[str, Any]) -> Hardware:

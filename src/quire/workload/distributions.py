@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from random import Random
 from typing import Protocol
 
@@ -162,6 +163,25 @@ def parse_lengths(text: str, name: str) -> Lengths:
     if made is None:
         raise ConfigError(f"{name} = {text!r} is not a distribution of lengths of 1 token or more: {_HOW}")
     return made
+
+
+def parse_workload(text: str) -> tuple[Lengths, Lengths] | None:
+    """Read ``--workload``: lengths of prompts and outputs with a slash between them; None: ``text`` is a file, a trace.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if Path(text).is_file():
+        return None
+    prompt, slash, output = text.partition("/")
+    try:
+        if slash:
+            return parse_lengths(prompt, "prompt"), parse_lengths(output, "output")
+    except ConfigError as error:
+        raise ConfigError(f"--workload {text!r}: {error}") from None
+    raise ConfigError(
+        f"--workload {text!r} must be PROMPT/OUTPUT in tokens, such as 1024/256, or the file of a trace"
+    )
 
 
 def _make(kind: str, numbers: list[float]) -> Lengths | None:
