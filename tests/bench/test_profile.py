@@ -6,12 +6,14 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from quire.args import EngineArgs
 from quire.bench.args import ProfileArgs
-from quire.bench.profile import profile, report, settings_of, warnings_of
+from quire.bench.profile import measure_steps, profile, report, warnings_of
 from quire.bench.profile_serving import _line
 from quire.bench.profile_steps import REPEATS, StepProfiler, cases
 from quire.bench.progress import ticking
@@ -22,8 +24,9 @@ from quire.engine.assemble import configure
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, Curve, StepFeatures, chunk_pairs, features
 from quire.plan.draft_cost import DraftCost, DraftLedger, fit_drafts
-from quire.plan.fit import FitError, fit
-from quire.plan.profile import Profile, Spread, load_profile
+from quire.plan.fit import FitError, MeasuredStep, cut_mean, fit
+from quire.plan.kept_profiles import kept, place_of, profile_folder, settings_of
+from quire.plan.profile import HostCost, Profile, Spread, load_profile
 from quire.request import SamplingParams
 from quire.step import SeqResult, StepPlan, StepResult
 
@@ -31,6 +34,7 @@ TRUTH = CostModel(
     0.002, Curve((1.0, 32.0, 512.0), (0.0, 0.0, 0.05)), Curve((1.0, 64.0), (0.0, 0.003)), 1e-6, 4e-8, 1e-8,
     per_draft_pair_s=2e-8,
 )  # fmt: skip
+STEADY = Spread.of([(1.0, 1.02, 1.0)])
 PROPOSING = DraftCost(0.0004, 0.00002, 0.000003, per_pair_s=5e-9, per_key_s=4e-9)
 
 
@@ -169,10 +173,108 @@ def test_a_line_of_two_costs() -> None:
     assert min(_line([(1, -0.5, 1.0), (4, -0.2, 1.0)])) >= 0.0
 
 
+def test_a_line_through_tokens_that_arrived_together_is_flat() -> None:
+    """A load generator that is late reads many tokens at once: most gaps, or all, are 0."""
+    assert cut_mean([0.0, 0.0, 0.0, 0.4]) == pytest.approx(0.1)
+    assert _line([(1, 0.0, 0.0), (2, 0.0, 0.0)]) == (0.0, 0.0)
+    assert _line([(1, 0.0, 0.0), (2, 0.002, 0.01), (4, 0.004, 0.01)]) == pytest.approx((0.0, 0.001))
+
+
 def test_it_says_where_the_file_cannot_go() -> None:
-    for out, said in ((None, "needs --out"), ("/no/such/folder/p.json", "does not exist")):
-        with pytest.raises(ConfigError, match=said):
-            profile(EngineArgs(), ProfileArgs(out=out), [])
+    with pytest.raises(ConfigError, match="does not exist"):
+        profile(EngineArgs(), ProfileArgs(out="/no/such/folder/p.json"), [])
+
+
+def test_settings_that_leave_nothing_to_fit_are_refused_before_measuring() -> None:
+    with pytest.raises(ConfigError, match="only 0 kinds of steps fit max_model_len = 64"):
+        measure_steps(
+            config_of(max_model_len=64), SamplingParams(max_tokens=None, seed=1), 1.0, VirtualClock()
+        )
+
+
+def measured_at_once(monkeypatch: pytest.MonkeyPatch, folder: Path, spread: Spread | None = STEADY) -> None:
+    """Have `quire profile` find the times of `TRUTH`, and keep its files in ``folder``."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    steps = [case.features for case in cases(config_of(), 500)]
+    points = [MeasuredStep(step, TRUTH.seconds(step)) for step in steps]
+    monkeypatch.setattr("quire.bench.profile.measure_steps", lambda *_: (points, [], spread))
+
+
+@pytest.mark.parametrize("failure", [ZeroDivisionError("float division by zero"), KeyboardInterrupt()])
+def test_steps_are_kept_whatever_comes_after_them(
+    failure: BaseException,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails(*_: object) -> HostCost:
+        raise failure
+
+    measured_at_once(monkeypatch, tmp_path)
+    monkeypatch.setattr("quire.bench.profile._serve", fails)
+    assert profile(EngineArgs(), ProfileArgs(), []) == 1
+    said = capsys.readouterr().err
+    assert "the server around the steps could not be measured" in said
+    assert "Ctrl-C" in said or "ZeroDivisionError: float division by zero" in said
+    found = kept("quill")
+    assert found is not None
+    assert found[1].host == HostCost()
+    assert found[1].executor.seconds(StepFeatures(8, 8, 8, 800, 0, 0)) == pytest.approx(
+        TRUTH.seconds(StepFeatures(8, 8, 8, 800, 0, 0)), rel=0.05
+    )
+    assert f"written to {found[0]}. quire serve --slo, plan and simulate find it there." in said
+
+
+def test_ctrl_c_fits_the_steps_measured_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_at_once(monkeypatch, tmp_path, spread=None)
+    assert profile(EngineArgs(), ProfileArgs(), []) == 130
+    assert kept("quill") is not None
+
+
+def test_ctrl_c_in_a_step_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    core = SimpleNamespace(executor=Stopwatch(clock))
+    core.executor.close = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setattr("quire.bench.profile.build_core", lambda *_: core)
+    visit, left = StepProfiler.visit, [30]
+
+    def until(self: StepProfiler, *arguments: object, **more: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        visit(self, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StepProfiler, "visit", until)
+    points, _, spread = measure_steps(config_of(), SamplingParams(max_tokens=None, seed=1), 5.0, clock)
+    assert spread is None
+    assert 10 <= len(points) <= 30
+    left[0] = 3
+    with pytest.raises(KeyboardInterrupt):
+        measure_steps(config_of(), SamplingParams(max_tokens=None, seed=1), 5.0, clock)
+
+
+def test_the_kept_profile_of_a_model_and_its_settings_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    machine = {"name": "x", "cores": 2, "isa": "amx"}
+    for index, (model, quantize) in enumerate([("a/m", None), ("a/m", "int8"), ("b", None), ("a/m", None)]):
+        settings = {"dtype": "bfloat16", "quantize": quantize, "threads": 2}
+        Profile(
+            model, machine, settings, CostModel(0.001 * (1 + index)), measured_at=f"2026-01-0{index + 1}"
+        ).save(place_of(model, machine, settings))
+    (profile_folder() / "other.json").write_text("{}")
+    assert len(list(profile_folder().glob("*.json"))) == 4  # the second of one kind replaced the first
+
+    def fixed(*given: Any, **more: Any) -> float | None:
+        found = kept(*given, **more)
+        return None if found is None else found[1].executor.fixed_s
+
+    assert fixed() == fixed("a/m") == 0.004
+    assert fixed("a/m", machine, {"quantize": "int8"}) == 0.002
+    assert fixed("b", settings={"threads": 2}) == 0.003
+    assert fixed("a/m", machine | {"cores": 4}) is None
+    assert fixed("c") is None
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.engine.toy import engine_config
@@ -22,6 +23,7 @@ from quire.metrics.engine_stats import EngineStats
 from quire.plan import hardware
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.plan.hardware import Bounds, find_hardware
+from quire.plan.kept_profiles import machine_of, place_of, settings_of
 from quire.plan.presets import preset_spec
 from quire.plan.profile import Profile
 from quire.plan.roofline import Roofline, efficiencies, sampled, work_of
@@ -69,6 +71,19 @@ def test_a_profile_is_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
     Profile("toy", {}, {}, MODEL).save(path)
     config = with_slo(engine_config(), ServerArgs(slo="ttft=500ms,tpot=20ms", profile=str(path)))
     assert config.slo == SLO
+
+
+def test_a_profile_that_was_kept_for_these_settings_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    config = engine_config()
+    name, machine, settings = config.model.name, machine_of(config), settings_of(config)
+    Profile(name, machine, settings, MODEL).save(place_of(name, machine, settings))
+    assert with_slo(config, ServerArgs(slo="ttft=500ms,tpot=20ms")).slo == SLO
+    other = replace(config, runner=replace(config.runner, num_threads=7))
+    with pytest.raises(ConfigError, match="native"):  # not measured with these: the machine is measured
+        with_slo(other, ServerArgs(slo="tpot=20ms"))
 
 
 def test_without_a_profile_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,10 @@ from quire.cli.plan import hardware_of, question_of, serve_command
 from quire.config import DeviceInfo
 from quire.errors import ConfigError
 from quire.plan.capacity import CapacityPlan, Option, plan_capacity
+from quire.plan.cost_model import CostModel, Curve
 from quire.plan.hardware import find_hardware, hardware_named
+from quire.plan.kept_profiles import place_of
+from quire.plan.profile import Profile
 from quire.plan.split import Split, kv_bytes_per_request
 from quire.workload.slo import Slo
 
@@ -216,18 +219,30 @@ def test_a_plan_is_compared_with_its_own_json(tmp_path: Path) -> None:
         CliRunner().invoke(app, other, catch_exceptions=False)
 
 
-def test_a_plan_without_flags_is_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_without_flags_is_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = DeviceInfo("cpu", "some CPU", 2, 16 << 30, 8 << 30, isa="avx512", native=True)
     gpu = DeviceInfo("cuda", "NVIDIA H100 80GB HBM3", 2, 80 << 30, 79 << 30)
     here = replace(find_hardware("epyc-9755"), name="this machine")
     monkeypatch.setattr("quire.cli.plan.this_machine", lambda device, threads: here)
     monkeypatch.setattr("quire.cli.plan.detect_device", lambda wanted: gpu if wanted == "auto" else cpu)
     assert hardware_of(PlanArgs("quill")).name == "h100"
-    assert hardware_of(PlanArgs("quill", cpu=True)) is here
+    assert hardware_of(PlanArgs("quill", cpu=True)) == here
     monkeypatch.setattr("quire.cli.plan.detect_device", lambda wanted: cpu)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     result = CliRunner().invoke(app, ["plan"])
     assert result.exit_code == 0, result.output
     assert "quire serve quill --max-model-len 8192" in result.output
+    assert "# quire profile quill measures the steps" in result.output
+    machine, settings = {"name": "x"}, {"dtype": "bfloat16", "kv_dtype": "bfloat16", "quantize": None}
+    model = CostModel(0.002, Curve((1.0, 1025.0), (0.0, 0.1024)))
+    Profile("quill", machine, settings, model, measured_at="2026-02-03T04:05:06+00:00").save(
+        place_of("quill", machine, settings)
+    )
+    said = CliRunner().invoke(app, ["plan", "--workload", "64/16"]).output
+    assert (
+        "measured here on 2026-02-03: a prompt of 64 tokens alone 8.3 ms, a decode step of 1 2.0 ms" in said
+    )
+    assert "measured here" not in CliRunner().invoke(app, ["plan", "--gpu", "h100"]).output
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from quire.bench.summary import summarize
 from quire.cli import app
 from quire.errors import ConfigError
 from quire.plan.cost_model import CostModel, Curve
+from quire.plan.kept_profiles import place_of
 from quire.plan.profile import HostCost, Profile, Spread
 from quire.sim.scenario import SCENARIOS, load_scenario, run_one, value_of
 from quire.sim.setup import set_up
@@ -71,6 +72,17 @@ def test_long_prompts_are_cut_as_at_the_profiled_server(
     given = {} if flag is None else {"long_prefill_token_threshold": flag}
     setup = set_up(SimulateArgs(profile=str(tmp_path / "p.json")), ServeBenchArgs(), given)
     assert setup.config.scheduler.long_prefill_token_threshold == threshold
+
+
+def test_step_times_that_profile_kept_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"there are no step times: `quire profile` measures"):
+        quire("--workload", "64/16")
+    MADE.save(path := place_of("quill", MADE.machine, MADE.settings))
+    quire("--workload", "64/16", "--limit", "5", "--json", str(tmp_path / "r.json"))
+    assert json.loads((tmp_path / "r.json").read_text())["run"]["step times"].startswith(str(path))
+    with pytest.raises(ConfigError, match="there are no step times of llama"):
+        quire("--model", "llama", "--workload", "64/16")
 
 
 def test_one_record_a_line(profile: Path, tmp_path: Path) -> None:

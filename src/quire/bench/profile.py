@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -16,7 +16,7 @@ from quire.args import EngineArgs
 from quire.bench.args import ProfileArgs
 from quire.bench.profile_links import measure_links
 from quire.bench.profile_serving import LiveServer, measure_host
-from quire.bench.profile_steps import StepProfiler, anchors, cases
+from quire.bench.profile_steps import Case, StepProfiler, anchors, cases
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.device import detect_device
@@ -26,7 +26,8 @@ from quire.errors import ConfigError
 from quire.parallel.topology import Topology
 from quire.plan.cost_model import CostModel
 from quire.plan.draft_cost import DraftCost, MeasuredDrafts, fit_drafts
-from quire.plan.fit import MeasuredStep, cross_validate, fit
+from quire.plan.fit import FOLDS, FitError, MeasuredStep, cross_validate, fit
+from quire.plan.kept_profiles import machine_of, place_of, settings_of
 from quire.plan.links import LinkCost, Links, RankedSteps
 from quire.plan.profile import HostCost, Profile, Spread, fit_steps, read_steps
 from quire.plan.ranks import cuts_rows
@@ -37,6 +38,7 @@ FIRST_REPEATS = 3  # of each case, before any case is measured at length
 # Share of the time after which a visit to one case is cut short: many short visits average over a noisy machine.
 SHARE = 1 / 400
 SAY_EVERY_S = 5.0
+LEAST_KINDS = FOLDS + 2  # of steps: those with the fewest and the most tokens are never left out
 BUSY = 0.5  # load per core above which other programs disturb the times
 CHANGED = 1.15  # slowest over fastest time of an anchor above which the machine is no steady one
 
@@ -44,94 +46,176 @@ CHANGED = 1.15  # slowest over fastest time of an anchor above which the machine
 def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[str]) -> int:
     """Measure, fit and save. ``serve_flags``: the same settings as flags of ``quire serve``.
 
+    The file is written as soon as the steps are fitted, and again with each part that is measured after them. Return
+    the exit status: 1 where such a part failed, 130 after Ctrl-C, which fits the steps measured so far.
+
     Raises:
-        ConfigError: there is no file to write to, or the settings leave nothing to measure.
+        ConfigError: the file cannot be written, or the settings leave nothing to measure.
     """
-    if args.out is None:
-        raise ConfigError("quire profile needs --out FILE")
-    out = Path(args.out)
+    config, checkpoint = configure(engine_args, detect_device())
+    machine, settings = machine_of(config), settings_of(config)
+    out = place_of(config.model.name, machine, settings) if args.out is None else Path(args.out)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {args.out}: the folder {out.absolute().parent} does not exist")
-    config, checkpoint = configure(engine_args, detect_device())
     defaults = asdict(checkpoint.generation)
     given = {k: v for k, v in defaults.items() if k in SAMPLING_DEFAULTS and v is not None}
-    sampling = SamplingParams(max_tokens=None, seed=1, **given)
-    spread = None
-    if args.steps is not None:
-        found = fit_steps(read_steps(Path(args.steps)))
-        model, points, loop, draft = found.executor, list(found.points), found.host, found.draft
-    else:
-        _warn_if_busy()
-        points, drafts, spread = measure_steps(config, sampling, args.seconds, WallClock())
-        model, loop, draft = fit(points), None, fit_drafts(drafts)
-    host = _host(config, model, serve_flags) if args.serving else HostCost()
-    if loop is not None:  # the log has the engine's own part; only a client sees the time around it
-        host = replace(loop, request_s=host.request_s, per_prompt_token_s=host.per_prompt_token_s)
-    links = _links() if args.parallel else None
+    steps = _logged(args.steps) if args.steps is not None else _measured(config, given, args.seconds)
     made = Profile(
         model=config.model.name,
-        machine=machine_of(config),
-        settings=settings_of(config) | {"sampling": given},
-        executor=model,
-        host=host,
-        error=cross_validate(points),
-        points=tuple(points),
+        machine=machine,
+        settings=settings | {"sampling": given},
+        executor=steps.executor,
+        host=steps.host or HostCost(),
+        error=_error(steps.points),
+        points=steps.points,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        spread=spread,
-        draft=draft,
-        links=links,
-        ranked=_ranked(config, model, links, serve_flags) if links is not None and args.serving else {},
+        spread=steps.spread,
+        draft=steps.draft,
     )
     made.save(out)
+    status = 130 if steps.is_cut else 0
+    for what, measure in _parts(config, args, serve_flags, steps.host) if not steps.is_cut else ():
+        try:
+            made = measure(made)
+        except (Exception, KeyboardInterrupt) as error:
+            why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+            _say(f"warning: {what} could not be measured ({why}): the profile is without it")
+            status = 1
+            continue
+        made.save(out)
     _say(report(made))
     for warning in warnings_of(made):
         _say(f"warning: {warning}")
-    _say(f"written to {out}")
-    return 0
+    finds = " quire serve --slo, plan and simulate find it there." if args.out is None else ""
+    _say(f"written to {out}.{finds}" if finds else f"written to {out}")
+    return status
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The fitted steps of the engine."""
+
+    executor: CostModel
+    points: tuple[MeasuredStep, ...]
+    host: HostCost | None = None  # the engine's own part of it, that a step log has
+    draft: DraftCost | None = None
+    spread: Spread | None = None
+    is_cut: bool = False  # by Ctrl-C
+
+
+def _logged(path: str) -> _Steps:
+    found = fit_steps(read_steps(Path(path)))
+    return _Steps(found.executor, found.points, found.host, found.draft)
+
+
+def _measured(config: EngineConfig, given: Mapping[str, Any], seconds: float) -> _Steps:
+    _warn_if_busy()
+    sampling = SamplingParams(max_tokens=None, seed=1, **given)
+    points, drafts, spread = measure_steps(config, sampling, seconds, WallClock())
+    return _Steps(fit(points), tuple(points), draft=fit_drafts(drafts), spread=spread, is_cut=spread is None)
+
+
+def _error(points: Sequence[MeasuredStep]) -> FitError | None:
+    try:
+        return cross_validate(points)
+    except ConfigError as error:
+        _say(f"warning: {error}; the profile has no error of its own")
+        return None
+
+
+Part = tuple[str, Callable[[Profile], Profile]]
+
+
+def _parts(
+    config: EngineConfig, args: ProfileArgs, serve_flags: Sequence[str], loop: HostCost | None
+) -> Iterator[Part]:
+    """Yield what is measured after the steps: its name, and what adds it to a profile."""
+
+    def with_host(made: Profile) -> Profile:
+        host = _host(config, made.executor, serve_flags)
+        if loop is not None:  # the log has the engine's own part; only a client sees the time around it
+            host = replace(loop, request_s=host.request_s, per_prompt_token_s=host.per_prompt_token_s)
+        return replace(made, host=host)
+
+    def with_ranked(made: Profile) -> Profile:
+        links = made.links
+        return (
+            made
+            if links is None
+            else replace(made, ranked=_ranked(config, made.executor, links, serve_flags))
+        )
+
+    if args.serving:
+        yield "the server around the steps", with_host
+    if args.parallel:
+        yield "the links between two ranks", lambda made: replace(made, links=_links())
+    if args.serving and args.parallel:
+        yield "a server of two ranks", with_ranked
 
 
 def measure_steps(
     config: EngineConfig, sampling: SamplingParams, seconds: float, clock: Clock
-) -> tuple[list[MeasuredStep], list[MeasuredDrafts], Spread]:
+) -> tuple[list[MeasuredStep], list[MeasuredDrafts], Spread | None]:
     """Time the grid on the real executor: once by rising cost, then in random order for about ``seconds``.
 
-    A few cases are timed on their own at the start, in the middle and at the end: the spread of the machine's speed.
+    A few cases are timed on their own at the start, in the middle and at the end: the spread of the machine's speed. It
+    is None after Ctrl-C.
+
+    Raises:
+        ConfigError: the settings leave too few kinds of steps to fit anything.
     """
     page = config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype)
     max_blocks = min(config.cache.num_blocks, MAX_KV_BYTES // page)
+    todo = cases(config, max_blocks)
+    if len(todo) < LEAST_KINDS:
+        raise ConfigError(
+            f"only {len(todo)} kinds of steps fit max_model_len = {config.scheduler.max_model_len}, max_num_seqs = "
+            f"{config.scheduler.max_num_seqs} and {max_blocks} KV blocks, and a fit needs {LEAST_KINDS}: raise them"
+        )
     executor = build_core(config, "local", clock).executor
     try:
         profiler = StepProfiler(executor, config, clock, sampling, max_blocks=max_blocks)
-        todo = cases(config, max_blocks)
         _say(f"measuring {len(todo)} kinds of steps of {config.model.name} for {seconds:.0f} s …")
-        profiler.fill()
-        end_s = clock.now() + seconds
-        said_s = clock.now()
-        for i, case in enumerate(todo):  # all of them, even beyond ``seconds``: a fit must not extrapolate
-            profiler.visit(case, FIRST_REPEATS, limit_s=seconds * SHARE)
-            if clock.now() - said_s >= SAY_EVERY_S:
-                said_s = clock.now()
-                _say(f"… {i + 1} of {len(todo)} kinds of steps")
-        probed = anchors(todo)
-        moments = [[profiler.probe(case) for case in probed]]
-        begin_s, round_number = clock.now(), 0
-        while clock.now() < end_s:
-            round_number += 1
-            for case in Random(round_number).sample(todo, len(todo)):
-                profiler.visit(case, limit_s=seconds * SHARE)
-                now_s = clock.now()
-                if now_s - said_s >= SAY_EVERY_S:
-                    said_s = now_s
-                    _say(f"… round {round_number}, {max(0.0, end_s - now_s):.0f} s left")
-                if len(moments) == 1 and now_s >= (begin_s + end_s) / 2:
-                    moments.append([profiler.probe(case) for case in probed])
-                if now_s >= end_s:
-                    break
-        moments.append([profiler.probe(case) for case in probed])
-        spread = Spread.of(list(zip(*moments, strict=True)))
+        try:
+            spread = _rounds(profiler, todo, seconds, clock)
+        except KeyboardInterrupt:
+            found = profiler.measured()
+            if len(found) < LEAST_KINDS:
+                raise
+            _say(f"stopped: fitting the {len(found)} kinds of steps that were measured")
+            return found, profiler.measured_drafts(), None
         return profiler.measured(), profiler.measured_drafts(), spread
     finally:
         executor.close()
+
+
+def _rounds(profiler: StepProfiler, todo: Sequence[Case], seconds: float, clock: Clock) -> Spread:
+    """Visit every case of ``todo``, then all of them again and again until the time is over."""
+    profiler.fill()
+    end_s = clock.now() + seconds
+    said_s = clock.now()
+    for i, case in enumerate(todo):  # all of them, even beyond ``seconds``: a fit must not extrapolate
+        profiler.visit(case, FIRST_REPEATS, limit_s=seconds * SHARE)
+        if clock.now() - said_s >= SAY_EVERY_S:
+            said_s = clock.now()
+            _say(f"… {i + 1} of {len(todo)} kinds of steps")
+    probed = anchors(todo)
+    moments = [[profiler.probe(case) for case in probed]]
+    begin_s, round_number = clock.now(), 0
+    while clock.now() < end_s:
+        round_number += 1
+        for case in Random(round_number).sample(todo, len(todo)):
+            profiler.visit(case, limit_s=seconds * SHARE)
+            now_s = clock.now()
+            if now_s - said_s >= SAY_EVERY_S:
+                said_s = now_s
+                _say(f"… round {round_number}, {max(0.0, end_s - now_s):.0f} s left")
+            if len(moments) == 1 and now_s >= (begin_s + end_s) / 2:
+                moments.append([profiler.probe(case) for case in probed])
+            if now_s >= end_s:
+                break
+    moments.append([profiler.probe(case) for case in probed])
+    return Spread.of(list(zip(*moments, strict=True)))
 
 
 def _host(config: EngineConfig, model: CostModel, serve_flags: Sequence[str]) -> HostCost:
@@ -175,37 +259,6 @@ def _links() -> Links:
     return measure_links()
 
 
-def machine_of(config: EngineConfig) -> dict[str, Any]:
-    """Return what the times depend on outside the program."""
-    device = config.device
-    return {
-        "name": device.name,
-        "cores": device.num_cores,
-        "isa": device.isa,
-        "memory_bytes": device.memory_total_bytes,
-    }
-
-
-def settings_of(config: EngineConfig) -> dict[str, Any]:
-    """Return the settings that the times depend on and that a simulation takes over, by the names of the flags."""
-    return {
-        "dtype": config.model.dtype,
-        "kv_dtype": config.model.kv_dtype,
-        "quantize": config.model.quantize,
-        "threads": config.runner.num_threads,
-        "cpu_isa": config.runner.kernels,
-        "block_size": config.cache.block_size,
-        "num_kv_blocks": config.cache.num_blocks,
-        "kv_block_bytes": config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype),
-        "windows": list(config.cache.windows),
-        "max_model_len": config.scheduler.max_model_len,
-        "max_num_seqs": config.scheduler.max_num_seqs,
-        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-        "long_prefill_token_threshold": config.scheduler.long_prefill_token_threshold,
-        "max_in_flight": 1,
-    } | ({"speculate": config.speculate.method} if config.speculate else {})
-
-
 def warnings_of(made: Profile) -> list[str]:
     """Return what a reader of the profile should know before trusting it."""
     found, error, spread = [], made.error, made.spread
@@ -233,14 +286,12 @@ def _warn_if_busy() -> None:
 def report(made: Profile) -> str:
     """Return the figures for a person."""
     m, host, error = made.executor, made.host, made.error
-    assert error is not None
     rows = ", ".join(
         f"{k:.0f}: {(m.fixed_s + v) * 1e3:.2f}" for k, v in zip(m.rows.knots, m.rows.values, strict=True)
     )
     return (
         f"{made.model} on {made.machine['name']}, {made.settings['threads']} threads\n"
-        f"error    median {error.median:.1%}, p90 {error.p90:.1%}, worst {error.worst:.1%}: steps left out of the fit, "
-        f"of {error.num_points}\n{_spread(made)}"
+        f"{_error_line(error)}{_spread(made)}"
         f"rows     {rows} ms\n"
         f"logits   {m.logits.values[-1] * 1e3:.3f} ms at {m.logits.knots[-1]:.0f}; "
         f"per sequence {m.per_seq_s * 1e6:.1f} µs\n"
@@ -250,6 +301,15 @@ def report(made: Profile) -> str:
         + (_drafts(made, made.draft) if made.draft else "")
         + "".join(_link(op, cost) for op, cost in (made.links or {}).items())
         + "".join(f"\n{_host_line(f'2 {kind:6}', cost)}" for kind, cost in made.ranked.items())
+    )
+
+
+def _error_line(error: FitError | None) -> str:
+    if error is None:
+        return ""
+    return (
+        f"error    median {error.median:.1%}, p90 {error.p90:.1%}, worst {error.worst:.1%}: steps left out of the fit, "
+        f"of {error.num_points}\n"
     )
 
 

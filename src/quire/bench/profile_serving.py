@@ -149,7 +149,10 @@ def _beyond(executor: CostModel | RankedSteps, num: int, gap_s: float) -> tuple[
 
 
 def _line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
-    """Fit ``y = a + b·x`` with a, b ≥ 0 to (x, y, whole), with errors relative to the whole."""
+    """Fit ``y = a + b·x`` with a, b ≥ 0 to (x, y, whole), with errors relative to the whole, which is above 0."""
+    points = [point for point in points if point[2] > 0.0]
+    if not points:
+        return 0.0, 0.0
     a = np.array([[1.0 / whole, x / whole] for x, _, whole in points])
     b = np.array([max(0.0, y) / whole for _, y, whole in points])
     fixed, slope = scaled_nnls(a, b).tolist()

@@ -19,6 +19,7 @@ from quire.bench.progress import ticking
 from quire.cli.flags import PlanArgs
 from quire.cli.hardware_list import show_hardware
 from quire.cli.plan_compare import compare, comparison_table, read_plan
+from quire.cli.plan_measured import measured_here, measured_lines
 from quire.cli.plan_tables import advice_table, memory_table, search_table, speed_table
 from quire.config import MAX_DRAFTS
 from quire.device import detect_device
@@ -32,7 +33,8 @@ from quire.plan.draft import Draft
 from quire.plan.estimate import Load
 from quire.plan.explain import explain
 from quire.plan.explain_line import Line
-from quire.plan.hardware import Hardware, Price, find_hardware, hardware_named, this_machine
+from quire.plan.hardware import HERE, Hardware, Price, find_hardware, hardware_named, this_machine
+from quire.plan.kept_profiles import kept
 from quire.plan.links import Links
 from quire.plan.presets import preset_of
 from quire.plan.profile import load_profile
@@ -96,11 +98,16 @@ def question_of(asked: PlanArgs) -> Question:
         objective=asked.objective,
         split=parse_split(asked.split, spec, asked.count) if asked.split else None,
         draft=draft_of(asked.draft) if asked.draft else None,
-        links=_links(asked.profile, hardware) if asked.profile else None,
+        links=_links(asked, hardware),
     )
 
 
-def _links(path: str, hardware: Hardware) -> Links:
+def _links(asked: PlanArgs, hardware: Hardware) -> Links | None:
+    """Return the links of the profile that is given, or that was kept of this machine."""
+    path = asked.profile
+    if path is None:
+        found = kept(asked.model) if hardware.name == HERE else None
+        return None if found is None else found[1].links
     links = load_profile(Path(path)).links
     if links is None:
         raise ConfigError(f"--profile {path!r} has no links: `quire profile --parallel` measures them")
@@ -246,10 +253,12 @@ def plan(asked: PlanArgs) -> int:
     found = search(question, asked.workload) if asked.search else None
     answer = plan_capacity(question)
     command, lacking = serve_command(answer)
+    measured = measured_here(answer)
     explained = explain(answer, asked.api_price, asked.power_price) if asked.explain else []
     if asked.json:
         said = answer.as_dict() | {"command": command, "remarks": lacking}
         said["advice"] = [step.as_dict() for step in advice(answer)]
+        said["measured"] = measured
         if asked.explain:
             said["explain"] = [asdict(line) for line in explained]
         if other is not None:
@@ -258,7 +267,7 @@ def plan(asked: PlanArgs) -> int:
             said["search"] = asdict(found) | {"share": SHARE}
         print(json.dumps(said, indent=1))
     else:
-        _print(answer, command, lacking, explained)
+        _print(answer, command, [*lacking, *measured_lines(answer, measured)], explained)
         if steps := advice(answer):
             _console().print()
             _console().print(advice_table(steps, answer.question.objective))

@@ -103,7 +103,6 @@ def _serve(
     takeover: Takeover | None,
 ) -> int:
     from quire.cli.serve_recorder import compare_to, supervised, with_recorder
-    from quire.cli.serve_slo import forecast_of, with_slo
     from quire.device import slow_kernels
     from quire.engine.assemble import load_text
     from quire.engine.process import ProcessClient
@@ -112,7 +111,7 @@ def _serve(
     style: Any = server_args.log_format
     configure_log(server_args.log_level, style=style)
     config, checkpoint = configured(engine_args, takeover)
-    config = with_recorder(with_slo(config, server_args), checkpoint, engine_args, server_args)
+    config = with_recorder(_with_slo(config, server_args), checkpoint, engine_args, server_args)
     child: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
     child["executor"] = executor_of(engine_args)
     if server_args.gateway_key is not None:
@@ -141,10 +140,8 @@ def _serve(
     tls = tls_of(server_args.tls_cert, server_args.tls_key)
     sock = bind(server_args.host, server_args.port) if takeover is None else takeover.sockets["api"]
     tracer = make_tracer(server_args.otlp_traces_endpoint, clock, __version__)
-    forecast = forecast_of(config, frontend.stats)
-    app = create_app(
-        frontend, api, extension=jobs_of_server(server_args, frontend), tracer=tracer, forecast=forecast
-    )
+    jobs, forecast = jobs_of_server(server_args, frontend), _forecast(config, frontend)
+    app = create_app(frontend, api, extension=jobs, tracer=tracer, forecast=forecast)
     admin = admin_listener(app, server_args, takeover)
     ended = nullcontext() if tracer is None else closing(tracer)
     with ended, page_of(server_args, app, sock, admin):
@@ -153,6 +150,24 @@ def _serve(
             app, sock=sock, drain_timeout_s=drain_s, on_ready=ready, admin=admin, tls=tls,
             takeover=takeover, on_leave=leave,
         )  # fmt: skip
+
+
+def _with_slo(config: EngineConfig, args: ServerArgs) -> EngineConfig:
+    """Return ``config`` with what ``--slo`` asks for."""
+    if args.slo is None and args.profile is None:
+        return config
+    from quire.cli.serve_slo import with_slo
+
+    return with_slo(config, args)
+
+
+def _forecast(config: EngineConfig, frontend: Any) -> Any:
+    """Return the forecast of a request's TTFT, None without ``--slo``."""
+    if config.slo is None:
+        return None
+    from quire.cli.serve_slo import forecast_of
+
+    return forecast_of(config, frontend.stats)
 
 
 @dataclass(eq=False)

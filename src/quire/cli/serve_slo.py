@@ -12,11 +12,15 @@ from quire.args import ServerArgs
 from quire.config import EngineConfig, SloConfig
 from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
+from quire.metrics.log import Log
 from quire.plan.cost_model import CostModel
 from quire.plan.hardware import this_machine
+from quire.plan.kept_profiles import kept, machine_of, settings_of
 from quire.plan.profile import load_profile
 from quire.plan.roofline import Roofline, efficiencies, sampled, work_of
 from quire.workload.slo import Slo
+
+log = Log("server")
 
 
 def with_slo(config: EngineConfig, args: ServerArgs) -> EngineConfig:
@@ -34,13 +38,24 @@ def with_slo(config: EngineConfig, args: ServerArgs) -> EngineConfig:
         raise ConfigError(f"--slo {args.slo!r}: e2el depends on how long answers are; give ttft and tpot")
     if not config.scheduler.enable_chunked_prefill:
         raise ConfigError("--slo needs chunked prefill, and enable_chunked_prefill is off: leave it on")
-    model = load_profile(Path(args.profile)).step_time if args.profile else _measured(config)
+    model = _profiled(config, args.profile) or _measured(config)
     return replace(config, slo=SloConfig(json.dumps(model.to_json()), slo.ttft_s, slo.tpot_s))
 
 
 def forecast_of(config: EngineConfig, stats: Callable[[], EngineStats]) -> TtftForecast | None:
     """Return the forecast of the TTFT of requests to an engine with these ``stats``; None without ``--slo``."""
     return None if config.slo is None else TtftForecast(Slo(config.slo.ttft_s, config.slo.tpot_s), stats)
+
+
+def _profiled(config: EngineConfig, path: str | None) -> CostModel | None:
+    """Return the step times of the file at ``path``, else of the profile that was kept for these settings, if any."""
+    if path is not None:
+        return load_profile(Path(path)).step_time
+    found = kept(config.model.name, machine_of(config), settings_of(config))
+    if found is None:
+        return None
+    log.info("slo_profile", path=str(found[0]), measured=found[1].measured_at)
+    return found[1].step_time
 
 
 def _measured(config: EngineConfig) -> CostModel:

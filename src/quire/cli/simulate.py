@@ -14,6 +14,7 @@ from quire.bench.progress import ticking
 from quire.bench.runs import Measured, Outcome, make_workload
 from quire.errors import ConfigError
 from quire.plan.cost_model import Scaled
+from quire.plan.kept_profiles import kept
 from quire.sim.run import both_sweeps, read_sweep, simulate, summary_of, timeline_charts
 from quire.sim.scenario import value_of
 from quire.sim.setup import Setup, set_up
@@ -29,7 +30,7 @@ def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) 
     Raises:
         ConfigError: a flag is wrong.
     """
-    setup = set_up(args, flags, settings)
+    setup = set_up(_with_profile(args), flags, settings)
     flags = replace(flags, max_model_len=setup.config.scheduler.max_model_len)
     workload = make_workload(flags)
     slo = Slo.parse(flags.slo) if flags.slo else None
@@ -39,6 +40,20 @@ def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) 
     measured = read_sweep(args.beside) if args.beside else []
     page = (lambda points: both_sweeps(measured, points)) if measured else None
     return Measured("quire simulate", flags, partial(_simulated, setup, slo), facts, page).run(workload)
+
+
+def _with_profile(args: SimulateArgs) -> SimulateArgs:
+    """Return ``args`` with the newest profile that `quire profile` kept, where they name no step times."""
+    if args.profile is not None or args.hardware is not None:
+        return args
+    found = kept(args.model)
+    if found is None:
+        of = "" if args.model is None else f" of {args.model}"
+        raise ConfigError(
+            f"there are no step times{of}: `quire profile` measures this machine's; or give "
+            "--profile FILE, or --hardware NAME with --model NAME"
+        )
+    return replace(args, profile=str(found[0]))
 
 
 def _simulated(setup: Setup, slo: Slo | None, workload: Workload, what: str) -> Outcome:

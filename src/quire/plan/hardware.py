@@ -22,6 +22,7 @@ try:
 except ImportError:  # no compiler at install
     native = None  # type: ignore[assignment]
 
+HERE = "this machine"  # the name of `this_machine`
 UNITS = ("bf16", "fp8", "int8", "fp4")
 GIB = 2**30
 READ_BYTES = 1 << 30  # that the probe of the bandwidth reads
@@ -185,7 +186,7 @@ def this_machine(device: DeviceInfo, num_threads: int) -> Hardware:
     bounds = measure(num_threads)
     peaks = {"bf16": bounds.peak(device.isa, "float"), "int8": bounds.peak(device.isa, "int8")}
     return Hardware(
-        name="this machine",
+        name=HERE,
         title=f"{device.name}, {num_threads} cores",
         source=f"measured now: {bounds}",
         memory_bytes=device.memory_total_bytes,
