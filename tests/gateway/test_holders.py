@@ -212,6 +212,9 @@ def test_a_backend_that_shows_nothing_is_found_by_the_hint(tmp_path: Path) -> No
         one, two = Store("one", has_get=False), Store("two", has_get=False)
         async with backends(one.server, two.server):
             made = await made_at_each(tmp_path, keys["lab"], one, two)
+        before = one.server.url, two.server.url
+        async with backends(one.server, two.server):  # started again at other addresses, by the same names
+            assert not {*before} & {one.server.url, two.server.url}
             for store in (one, two):
                 async with fresh(tmp_path, one, two) as live:
                     shown = made[store.name]
