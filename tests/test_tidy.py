@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,6 +153,15 @@ def test_no_test_takes_any_error_for_the_one_it_means() -> None:
             if kinds & bases and not any(keyword.arg == "match" for keyword in node.keywords):
                 bad.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not bad, f"expect the class of the error, or give match: {bad}"
+
+
+def test_planted_faults_are_where_the_code_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make mutants`, which takes hours, refuses a table whose text has gone from the code."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    table = importlib.import_module("mutant_table").MUTANTS
+    code = {path: (ROOT / path).read_text() for path in {mutant.file for mutant in table}}
+    gone = [mutant.name for mutant in table if code[mutant.file].count(mutant.old) != mutant.count]
+    assert not gone, f"bring their texts in tools/mutant_table.py and tools/planted up to date: {gone}"
 
 
 def test_the_clock_is_injected_below_the_engine() -> None:

@@ -551,10 +551,10 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "backoff-without-ceiling",
         "the pause before a restart doubles without end",
-        "src/quire/engine/supervisor.py",
-        "pause_s = min(policy.backoff_s * 2**num_doublings, policy.max_backoff_s)",
-        "pause_s = policy.backoff_s * 2 ** min(num_doublings, 12)",
-        ("tests/engine/test_supervisor.py",),
+        "src/quire/engine/restarts.py",
+        "return min(self._backoff_s * 2.0 ** min(count - 1, _MAX_DOUBLINGS), self._max_backoff_s)",
+        "return self._backoff_s * 2.0 ** min(count - 1, _MAX_DOUBLINGS)",
+        ("tests/engine/test_restarts.py",),
     ),
     Mutant(
         "helper-tried-once",

@@ -9,9 +9,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "late-loop",
         "a time limit counts what the loop itself is late",
         "src/quire/gateway/patience.py",
-        "        if len(timers) < TICKS:",
-        "        if len(timers) < 1:",
-        ("tests/gateway/test_bursts.py::test_a_late_loop_ends_no_attempt",),
+        "            self._num_left, self._part_s = TICKS, max(0.0, limit_s) / TICKS\n",
+        "            self._num_left, self._part_s = 1, max(0.0, limit_s)\n",
+        (
+            "tests/gateway/test_bursts.py::test_a_late_loop_ends_no_attempt",
+            "tests/gateway/test_proxy.py::test_the_loops_own_lateness_is_not_the_backends",
+        ),
     ),
     Mutant(
         "openings-of-one-backend",
