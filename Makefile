@@ -51,7 +51,7 @@ services:  ## install Redis, PostgreSQL, qemu and a cross compiler for Arm by ap
 	  redis-server postgresql qemu-user cmake g++-aarch64-linux-gnu
 
 test: dev  ## run the default tests in two processes (under 15 minutes on 2 cores; WORKERS=N for more)
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not browser" $(ARGS)
 
 test-plain: install  ## start every command that serves, as `make install` leaves them and with every extra blocked (a minute on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.plain.run $(ARGS)

@@ -17,6 +17,7 @@ from tests.cockpit.browser import MISSING, Browser
 from tests.e2e.live import LiveServer
 
 pytestmark = [
+    pytest.mark.browser,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     # selenium and a browser that is gone leave sockets to the collector
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

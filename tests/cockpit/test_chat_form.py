@@ -87,6 +87,11 @@ def test_the_bar_adds_up_to_what_was_seen() -> None:
     assert ["tokens/s", "100.0"] in bar["facts"]
 
 
+def test_tokens_that_came_together_give_no_rate() -> None:
+    timing = {"first_token_ms": 25.0, "total_ms": 25.02, "completion_tokens": 9}
+    assert [name for name, _ in bar_of(timing, 30.0, {})["facts"]] == ["tokens"]
+
+
 def test_a_conversation_comes_back_as_it_was() -> None:
     talk = Talk(models=["m"], system="Be short.")
     begin_anew(talk)

@@ -16,6 +16,7 @@ from tests.e2e.live import LiveServer
 from tests.gateway.services import free_port
 
 pytestmark = [
+    pytest.mark.browser,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     # selenium and a browser that is gone leave sockets to the collector
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

@@ -23,6 +23,7 @@ from quire.cockpit.watched import Watched
 from quire.learn.registry import SIMULATIONS
 
 pytestmark = [
+    pytest.mark.browser,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     # selenium and a browser that is gone leave sockets to the collector
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

@@ -17,6 +17,7 @@ SAMPLING: dict[str, tuple[str, float, float, float, float]] = {  # label, defaul
     "max_tokens": ("Tokens at most", 128, 1, 4096, 1),
 }
 FORMS = {"text": "Text", "json_object": "JSON", "json_schema": "JSON schema", "regex": "Regular expression"}
+_MIN_RATE_MS = 10.0  # tokens that came together say nothing about a rate
 STOPPED = "stopped"  # by the reader, beside the reasons that the API has
 _REASONS = {
     "stop": "ended by itself",
@@ -146,7 +147,7 @@ def bar_of(timing: dict[str, Any], seen_ms: float, usage: dict[str, Any]) -> dic
     num_tokens = timing.get("completion_tokens") or usage.get("completion_tokens") or 0
     decode = max(0.0, total - first)
     facts = [["tokens", str(num_tokens)]]
-    if decode > 0 and num_tokens > 1:
+    if decode >= _MIN_RATE_MS and num_tokens > 1:
         facts.append(["tokens/s", f"{1000 * (num_tokens - 1) / decode:.1f}"])
     for key, name in (
         ("prompt_tokens", "prompt"), ("cached_tokens", "cached"), ("chunks", "chunks"), ("steps", "steps"),

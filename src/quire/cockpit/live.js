@@ -219,7 +219,7 @@ export default {
         c.beginPath(); c.moveTo(at, 0); c.lineTo(at, room); c.stroke();
         c.fillStyle = ink("--soft");
         c.textAlign = at < 20 ? "left" : at > w - 20 ? "right" : "center";
-        c.fillText(sec(10 ** e), at, h - 3);
+        c.fillText(sec(10 ** e).replace(".0 ", " "), at, h - 3);
       }
       counts.forEach((n, i) => {
         if (!n) return;

@@ -3,7 +3,7 @@
 // Charts that are compared have one axis: the parts of a picture whose x axes have one title and unit share its range,
 // and the pictures that stand beside each other share all axes of like parts.
 const COLOURS = ["--decode", "--prefill", "--good", "--draft", "--bad", "--accent", "--soft"];
-const STATES = { wait: "--wait", idle: "--line", prefill: "--prefill", decode: "--decode", draft: "--draft", cached: "--cached", transfer: "--bad", link: "--bad" };
+const STATES = { wait: "--wait", idle: "--line", prefill: "--prefill", decode: "--decode", both: "--draft", draft: "--draft", cached: "--cached", transfer: "--bad", link: "--bad" };
 const OWNERS = { "": "--faint", waste: "--bad", shared: "--shared", accepted: "--good", missed: "--bad" };
 const esc = (s) => String(s).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 export const show = (v) => {
@@ -20,9 +20,10 @@ const title = (a) => a.title + (a.unit ? ", " + a.unit : "");
 function ticks(low, high, log, most = 6) {
   const found = [];
   if (log) {
-    for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++) found.push(10 ** e);
-    const every = Math.ceil(found.length / most);
-    return found.filter((v, i) => v >= low * 0.999 && v <= high * 1.001 && i % every === 0);
+    const steps = Math.log10(high / low) < 2 ? [1, 2, 5] : [1];
+    for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++) found.push(...steps.map((m) => +(m * 10 ** e).toPrecision(3)));
+    const inside = found.filter((v) => v >= low * 0.999 && v <= high * 1.001), every = Math.ceil(inside.length / most);
+    return inside.filter((_, i) => i % every === 0);
   }
   const rough = (high - low) / most, base = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 2.5, 5, 10].map((m) => m * base).find((s) => s >= rough) || base;
   for (let v = Math.ceil(low / step) * step; v <= high + step / 1e6; v += step) found.push(+v.toPrecision(12));
