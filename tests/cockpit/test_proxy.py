@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gzip
 import zlib
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from quire.cockpit.bodies import MAX_BODY_BYTES, PlainBodies
 from quire.cockpit.process import PageProxy
@@ -115,3 +117,42 @@ def test_the_proxy_hands_a_coded_body_on_decoded(monkeypatch: pytest.MonkeyPatch
     scope = {"type": "http", "method": "POST", "path": "/cockpit/x", "headers": headers, "query_string": b""}
     asyncio.run(proxy(scope, receive, app))  # type: ignore[arg-type]
     assert asked == [({"accept": "*/*"}, BODY)]
+
+
+def test_browsers_do_not_share_a_cookie(tmp_path: Path) -> None:
+    """The cookie names the browser, and with it its keys: the proxy must not keep one for the next browser."""
+
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(
+            text=request.headers.get("cookie", "none"), headers={"set-cookie": "session=first; path=/"}
+        )
+
+    async def main() -> list[tuple[bytes, bytes]]:
+        served = web.Application()
+        served.router.add_get("/", page)
+        runner = web.AppRunner(served)
+        await runner.setup()
+        process = UpProcess()
+        process.socket = str(tmp_path / "page.sock")
+        await web.UnixSite(runner, process.socket).start()
+        proxy = PageProxy(served, process)  # type: ignore[arg-type]
+        answers = [await ask(proxy) for _ in range(2)]
+        await proxy._client().close()
+        await runner.cleanup()
+        return answers
+
+    async def ask(proxy: PageProxy) -> tuple[bytes, bytes]:
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+        await proxy(scope, receive, send)  # type: ignore[arg-type]
+        body = b"".join(message.get("body", b"") for message in sent[1:])
+        return body, dict(sent[0]["headers"])[b"set-cookie"]
+
+    assert asyncio.run(main()) == [(b"none", b"session=first; path=/")] * 2

@@ -136,6 +136,7 @@ class PageProxy:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.UnixConnector(self._process.socket, limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),  # each browser has its own, which names it
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
                 auto_decompress=False,
             )

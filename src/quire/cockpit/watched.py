@@ -148,6 +148,7 @@ class Watched:
             )
             self._sessions[socket] = aiohttp.ClientSession(
                 connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),  # one browser's must not go with another one's requests
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
                 read_bufsize=_MAX_EVENT_BYTES,
             )
