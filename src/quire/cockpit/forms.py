@@ -35,7 +35,8 @@ _STARTS: dict[str, dict[str, Any]] = {
         "model": "llama-3.1-8b", "gpu": "h100", "count": "1", "workload.prompt": "1024", "workload.answer": "256",
     },
     "simulate": {
-        "hardware": "h100", "model": "llama-3.1-8b", "rate": "8", "input_len": "512", "output_len": "128",
+        "hardware": "h100", "model": "llama-3.1-8b", "rate": "8", "workload.prompt": "512",
+        "workload.answer": "128",
     },
 }  # fmt: skip
 _ABOUT = {
