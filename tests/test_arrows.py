@@ -48,6 +48,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
             "models.safetensors_file",
             "models.gguf_file",
             "models.weight_sources",
+            "models.generation_config",
             "models.checkpoint",
         ),
     ),

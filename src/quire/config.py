@@ -133,7 +133,7 @@ class ModelConfig:
     seed: int = 0  # for load_format="random"
     tokenizer: str = ""  # its folder or file; the worker reads it with the first grammar
     formats: dict[str, WeightFormat] = field(default_factory=dict)  # of quantized weights, by canonical name
-    remarks: tuple[str, ...] = ()  # matrices held in another format than asked, and why
+    remarks: tuple[str, ...] = ()  # what is held or read otherwise than asked
     packed_cache: PackedCacheConfig | None = None  # None: packed at every start
 
 

@@ -73,11 +73,12 @@ def resolve(
     stored: Mapping[str, WeightFormat] | None = None,
     adapters: Sequence[Adapter] = (),
     draft: DraftCheckpoint | HeadCheckpoint | None = None,
+    remarks: tuple[str, ...] = (),
 ) -> EngineConfig:
     """Choose every setting that ``args`` leave open. ``path`` and ``tokenizer``: where the two were found.
 
-    ``stored``: the formats for the matrices that the checkpoint has quantized (`Checkpoint.formats`).
-    ``adapters``: those loaded from the start (`EngineArgs.lora`). ``draft``: the draft model or heads.
+    ``stored``, ``remarks``: `Checkpoint.formats`, and what else is to be said of its files. ``adapters``: those loaded
+    from the start (`EngineArgs.lora`). ``draft``: the draft model or heads.
 
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
@@ -99,7 +100,7 @@ def resolve(
         model=ModelConfig(
             path=path, name=args.model, spec=spec, dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len,
             load_format=args.load_format, quantize=args.quantize, seed=args.seed, tokenizer=tokenizer,
-            formats=plan.formats, remarks=plan.remarks,
+            formats=plan.formats, remarks=(*remarks, *plan.remarks),
             packed_cache=packed_cache_config(args.packed_cache, args.packed_cache_mib),
         ),
         kv_layout=layout,

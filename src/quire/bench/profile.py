@@ -20,7 +20,7 @@ from quire.bench.profile_steps import Case, StepProfiler, anchors, cases
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.device import detect_device
-from quire.engine.assemble import SAMPLING_DEFAULTS, configure
+from quire.engine.assemble import configure
 from quire.engine.build import build_core
 from quire.errors import ConfigError
 from quire.parallel.topology import Topology
@@ -58,7 +58,7 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {args.out}: the folder {out.absolute().parent} does not exist")
     defaults = asdict(checkpoint.generation)
-    given = {k: v for k, v in defaults.items() if k in SAMPLING_DEFAULTS and v is not None}
+    given = {key: value for key, value in defaults.items() if value is not None}
     steps = _logged(args.steps) if args.steps is not None else _measured(config, given, args.seconds)
     made = Profile(
         model=config.model.name,

@@ -25,10 +25,8 @@ from quire.models.safetensors_file import reading
 from quire.plan.speculation import DraftCheckpoint, HeadCheckpoint
 from quire.resolve import resolve
 from quire.text.chat_template import ChatTemplate
+from quire.text.folder_config import read_text
 from quire.text.tokenizer import Tokenizer
-
-# Keys of generation_config.json that become defaults. Its max_new_tokens does not: an API has no such default.
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,7 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
         path=str(checkpoint.path),
         tokenizer=str(args.tokenizer or checkpoint.tokenizer),
         stored=checkpoint.formats,
+        remarks=checkpoint.remarks,
         adapters=read_adapters(args.lora, checkpoint.spec),
         draft=find_draft(args, checkpoint),
     )
@@ -84,9 +83,7 @@ def load_text(
     given = _read_template(chat_template)
     with reading(chat_template or config.model.tokenizer):
         template = ChatTemplate.of(tokenizer, local_time, given)
-    defaults = {
-        k: v for k, v in asdict(checkpoint.generation).items() if k in SAMPLING_DEFAULTS and v is not None
-    }
+    defaults = {key: value for key, value in asdict(checkpoint.generation).items() if value is not None}
     model = ModelInfo(
         names=names or (args.model,),
         max_model_len=config.model.max_model_len,
@@ -104,7 +101,7 @@ def _read_template(path: str | None) -> str | None:
     try:
         if Path(path).exists() and not Path(path).is_file():  # opening a pipe would wait for a writer
             raise OSError("it is no regular file")
-        return Path(path).read_text()
+        return read_text(Path(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"chat_template = {path!r} cannot be read: {error}. Give the path of a Jinja file"

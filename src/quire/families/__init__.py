@@ -37,23 +37,16 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     is supported, and `ModelLoadError` for a missing or wrong value, with its key.
     """
     f = Fields(config, where)
-    names = f.items("architectures")
-    if not names or not isinstance(names[0], str):
-        raise ModelLoadError(
-            f"{where}: architectures is missing or not a list of names, so the kind of model is unknown; "
-            f"supported are {', '.join(SUPPORTED)}."
-        )
-    family = next((item for item in _FAMILIES if item.architecture == names[0]), None)
-    if family is None:
-        raise UnsupportedModelError(
-            f"{where}: architecture {names[0]!r} is not supported; supported are {', '.join(SUPPORTED)}."
-        )
+    family = _family_of(f)
+    f = Fields({**config, "architectures": [family.architecture]}, where)
     for part in _OTHER_PARTS:
         if f.has(part):
             raise UnsupportedModelError(
-                f"{where}: {names[0]} with {part} is not supported: Quire runs text decoders, "
+                f"{where}: {family.architecture} with {part} is not supported: Quire runs text decoders, "
                 f"as they are in {', '.join(SUPPORTED)}."
             )
+    f.refuse("is_causal", unless=(True,), why="decoders attend to the past only")
+    f.refuse("use_bidirectional_attention", unless=(False,), why="decoders attend to the past only")
     quantization = f.nested("quantization_config")
     if quantization is not None and quantization.values.get("quant_method") not in family.quantizations:
         read_quantization(f, others=family.quantizations)
@@ -63,9 +56,31 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
 def quantization_of(config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:
     """Return how the linears of a checkpoint are quantized; None: they are not, or the family's weight map knows."""
     f = Fields(config, where)
-    names = f.items("architectures")
-    family = next((item for item in _FAMILIES if names and item.architecture == names[0]), None)
-    return read_quantization(f, others=family.quantizations if family else ())
+    return read_quantization(f, others=_family_of(f).quantizations)
+
+
+def _family_of(f: Fields) -> Family:
+    """Return the family of the first name in ``architectures`` that is known, else of ``model_type``."""
+    names, model_type = f.items("architectures"), f.values.get("model_type")
+    by_name = next((each for name in names for each in _FAMILIES if each.architecture == name), None)
+    by_type = next((each for each in _FAMILIES if (each.model_type or each.name) == model_type), None)
+    if by_name is not None and by_type not in (None, by_name):
+        raise ModelLoadError(
+            f"{f.where}: architectures = {names!r} and model_type = {model_type!r} are two kinds of model: correct the "
+            "one that is wrong."
+        )
+    family = by_name or by_type
+    if family is None and not names and model_type is None:
+        raise ModelLoadError(
+            f"{f.where}: architectures and model_type are missing, so the kind of model is unknown; supported are "
+            f"{', '.join(SUPPORTED)}."
+        )
+    if family is None:
+        raise UnsupportedModelError(
+            f"{f.where}: architectures = {names!r} with model_type = {model_type!r} is not supported; supported are "
+            f"{', '.join(SUPPORTED)}."
+        )
+    return family
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:

@@ -43,10 +43,12 @@ def read_v3(f: Fields) -> ModelSpec:
     f.refuse("topk_method", unless=("noaux_tc",), why="routing of DeepSeek-V3")
     f.refuse("scoring_func", unless=("sigmoid",), why="routing of DeepSeek-V3")
     f.refuse("rope_interleave", unless=(True,), why="the rotary layout of DeepSeek-V3")
+    if f.is_null("rope_interleave"):
+        raise f.wrong("rope_interleave", "true, or left out: null is read as false elsewhere")
     moe = replace(
         _moe_sizes(f),
         scoring="sigmoid",
-        normalize_topk=f.flag("norm_topk_prob", True),
+        normalize_topk=f.flag("norm_topk_prob", not f.is_null("norm_topk_prob")),
         routed_scale=f.number("routed_scaling_factor", 2.5),
         correction_bias=True,
         num_groups=f.integer("n_group", 8),
@@ -72,6 +74,10 @@ def _assemble(f: Fields, family: str, moe: MoeSpec) -> ModelSpec:
     f.refuse("rms_norm_eps", unless=(1e-6,), why="the norms inside the attention always use 1e-6")
     if moe.num_experts % moe.num_groups or moe.topk_groups > moe.num_groups:
         raise f.wrong("n_group", f"a divisor of n_routed_experts = {moe.num_experts}, at least topk_group")
+    if moe.group_score == "top2_sum" and moe.num_experts < 2 * moe.num_groups:
+        raise f.wrong(
+            "n_group", f"at most half of n_routed_experts = {moe.num_experts}: a group is scored by two"
+        )
     if moe.top_k > moe.num_experts * moe.topk_groups // moe.num_groups:
         raise f.wrong("num_experts_per_tok", "at most the experts of topk_group groups")
     count = f.integer("num_hidden_layers")

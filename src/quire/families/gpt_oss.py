@@ -43,10 +43,12 @@ def read(f: Fields) -> ModelSpec:
     kinds = layer_types(f, ["full_attention" if i % 2 else "sliding_attention" for i in range(count)])
     mlp = MlpSpec(moe.intermediate_size, "swiglu_oai", moe=moe)
     attentions = [
-        attention(f, rope=rope, window=window_of(f, kind), sinks=True, head_dim=head_dim, **biases(f, True))
+        attention(
+            f, rope=rope, window=window_of(f, kind, 128), sinks=True, head_dim=head_dim, **biases(f, True)
+        )
         for kind in kinds
     ]
-    return assemble(f, "gpt_oss", [LayerSpec(each, mlp) for each in attentions])
+    return assemble(f, "gpt_oss", [LayerSpec(each, mlp) for each in attentions], eps=1e-5)
 
 
 def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.families.rope import rope_from_config
+from quire.families.rope import rope_from_config, scaling_fields
 from quire.families.shape import (
     Fields,
     activation,
@@ -48,7 +48,7 @@ def read_granite(f: Fields) -> ModelSpec:
 def read_olmo2(f: Fields) -> ModelSpec:
     """OLMo 2 (arXiv:2501.00656): norms after the blocks, RMSNorm over the whole projection of q and of k."""
     attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), qk_norm="full", **biases(f))
-    return assemble(f, "olmo2", LayerSpec(attn, dense(f), norms="post"))
+    return assemble(f, "olmo2", LayerSpec(attn, dense(f), norms="post"), eps=1e-5)
 
 
 def olmo2_weights(spec: ModelSpec) -> WeightMap:
@@ -86,7 +86,7 @@ SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", read_smollm3, build_map)
 
 def read_mistral(f: Fields) -> ModelSpec:
     """Mistral 7B and its successors (Jiang et al. 2023): Llama with one sliding window for all layers, or none."""
-    attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), window=uniform_window(f))
+    attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), window=uniform_window(f, 4096))
     return assemble(f, "mistral", LayerSpec(attn, dense(f)))
 
 
@@ -101,7 +101,8 @@ def read_mixtral(f: Fields) -> ModelSpec:
         raise f.wrong("num_experts_per_tok", f"at most num_local_experts = {moe.num_experts}")
     rope = rope_from_config(f, head_dim_of(f), default_theta=1e6)
     mlp = MlpSpec(moe.intermediate_size, activation(f), moe=moe)
-    return assemble(f, "mixtral", LayerSpec(attention(f, rope=rope, window=uniform_window(f)), mlp))
+    layer = LayerSpec(attention(f, rope=rope, window=uniform_window(f)), mlp)
+    return assemble(f, "mixtral", layer, eps=1e-5)
 
 
 def _mixtral_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
@@ -128,8 +129,12 @@ MIXTRAL = Family("mixtral", "MixtralForCausalLM", read_mixtral, mixtral_weights)
 def read_phi3(f: Fields) -> ModelSpec:
     """Phi-3, Phi-3.5 mini and Phi-4 (arXiv:2404.14219): fused projections and, for long contexts, LongRoPE."""
     f = _longrope_by_its_old_name(f)
-    attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), window=uniform_window(f))
-    return assemble(f, "phi3", LayerSpec(attn, dense(f)))
+    rope = rope_from_config(f, head_dim_of(f), partial=True)
+    if rope.kind not in ("default", "longrope"):
+        raise scaling_fields(f).wrong("rope_type", "'default' or 'longrope', the kinds of Phi-3")
+    return assemble(
+        f, "phi3", LayerSpec(attention(f, rope=rope, window=uniform_window(f)), dense(f)), eps=1e-5
+    )
 
 
 def _longrope_by_its_old_name(f: Fields) -> Fields:

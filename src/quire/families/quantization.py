@@ -81,6 +81,8 @@ def read_quantization(f: Fields, *, others: tuple[str, ...] = ()) -> Quantizatio
     method = q.text("quant_method", "an unnamed method")
     if method in others:
         return None
+    if method == "bitsandbytes" and not q.flag("load_in_4bit") and not q.flag("load_in_8bit"):
+        return None  # the settings of a load that quantized nothing
     if method not in METHODS:
         raise UnsupportedModelError(
             f"{f.where}: weights quantized by {method!r} (quantization_config.quant_method) are not supported; "

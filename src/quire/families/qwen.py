@@ -64,8 +64,12 @@ def read_qwen3_moe(f: Fields) -> ModelSpec:
 def _read_moe(f: Fields, family: str, shared: int, **of_attention: Any) -> ModelSpec:
     """``shared``: the intermediate size of the shared expert; 0: there is none."""
     f.refuse("use_sliding_window", unless=(False,), why="no published checkpoint of this family slides")
+    if "sliding_attention" in layer_types(f, ["full_attention"] * f.integer("num_hidden_layers")):
+        raise f.wrong(
+            "layer_types", "'full_attention' for each layer: no published checkpoint of this family slides"
+        )
     moe = MoeSpec(
-        num_experts=f.integer("num_experts", f.optional_integer("num_local_experts", minimum=1)),
+        num_experts=f.integer("num_local_experts" if "num_local_experts" in f.values else "num_experts"),
         top_k=f.integer("num_experts_per_tok"),
         intermediate_size=f.integer("moe_intermediate_size"),
         normalize_topk=f.flag("norm_topk_prob", False),

@@ -26,6 +26,10 @@ class Fields:
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """Tell whether the key is there and null, for the few keys where that differs from leaving it out."""
+        return key in self.values and self.values[key] is None
+
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Return an integer ≥ ``minimum``, at most `LARGEST`; without a ``default`` the key is required."""
         value = self._get(key, default)
@@ -110,7 +114,9 @@ class Fields:
 
     def wrong(self, key: str, allowed: str) -> ModelLoadError:
         value = self.values.get(key)
-        said = f"{key} is missing" if value is None else f"{key} = {clip(value)} makes no sense"
+        said = f"{key} = {clip(value)} makes no sense"
+        if value is None:
+            said = f"{key} is {'null' if key in self.values else 'missing'}"
         return ModelLoadError(
             f"{self.where}: {said}; it must be {allowed}. Correct the file or download the model again."
         )
@@ -195,26 +201,37 @@ def layer_types(f: Fields, default: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def window_of(f: Fields, kind: str) -> int | None:
+def window_of(f: Fields, kind: str, default: int | None = None) -> int | None:
     """Return the window of a layer of that type: ``sliding_window`` for "sliding_attention", else None."""
-    return f.integer("sliding_window") if kind == "sliding_attention" else None
+    return f.integer("sliding_window", default) if kind == "sliding_attention" else None
 
 
-def uniform_window(f: Fields) -> int | None:
-    """Return ``sliding_window`` where it applies to every layer (Mistral, Phi-3); None means full attention."""
-    return f.optional_integer("sliding_window", minimum=1)
+def uniform_window(f: Fields, default: int | None = None) -> int | None:
+    """Return ``sliding_window`` where it applies to every layer (Mistral, Phi-3); None means full attention.
+
+    ``default``: the family's, for a file without the key; null says that there is no window.
+    """
+    found = f.optional_integer("sliding_window", minimum=1)
+    return found if "sliding_window" in f.values else default
+
+
+def soft_cap(f: Fields, key: str, default: float | None = None) -> float | None:
+    """Return a soft cap, the family's default in a file without the key; null says that there is none."""
+    return f.optional_number(key) if key in f.values else default
 
 
 def assemble(
-    f: Fields, family: str, layers: Sequence[LayerSpec] | LayerSpec, *, tied: bool = False, **more: Any
-) -> ModelSpec:
+    f: Fields, family: str, layers: Sequence[LayerSpec] | LayerSpec, *, tied: bool = False, eps: float = 1e-6,
+    **more: Any,
+) -> ModelSpec:  # fmt: skip
     """Put the layers (one spec: all are alike) and the fields that all families share into a `ModelSpec`.
 
-    ``tied``: the family's default of ``tie_word_embeddings``. ``more``: further fields of `ModelSpec`.
+    ``tied``, ``eps``: the family's defaults of ``tie_word_embeddings`` and ``rms_norm_eps``, as transformers has them.
+    ``more``: further fields of `ModelSpec`.
     """
     if isinstance(layers, LayerSpec):
         layers = [layers] * f.integer("num_hidden_layers")
-    bos = f.integers("bos_token_id")
+    bos = token_ids(f, "bos_token_id")
     longest = f.integer("max_position_embeddings")
     rope = next((layer.attention.rope for layer in layers if layer.attention.rope is not None), None)
     if rope is not None and rope.kind in ("dynamic", "yarn"):
@@ -226,19 +243,27 @@ def assemble(
         vocab_size=f.integer("vocab_size"),
         hidden_size=f.integer("hidden_size"),
         layers=tuple(layers),
-        norm_eps=f.number("rms_norm_eps", 1e-6),
+        norm_eps=f.number("rms_norm_eps", eps),
         max_position_embeddings=longest,
         dtype=dtype_of(f),
         tie_word_embeddings=f.flag("tie_word_embeddings", tied),
         bos_token_id=bos[0] if bos else None,
-        eos_token_ids=f.integers("eos_token_id"),
+        eos_token_ids=token_ids(f, "eos_token_id"),
         **more,
     )
 
 
+def token_ids(f: Fields, key: str) -> tuple[int, ...]:
+    """Return the token ids of a key that holds one of them or a list; -1 is how some files write that there is none."""
+    value = f.values.get(key)
+    listed = value if isinstance(value, list | tuple) else [value]
+    return Fields({key: [item for item in listed if item not in (None, -1)]}, f.where).integers(key)
+
+
 def dtype_of(f: Fields) -> str:
-    """Return ``dtype`` (transformers 5) or ``torch_dtype``; bfloat16 where neither is given."""
+    """Return ``dtype`` (transformers 5) or ``torch_dtype``; bfloat16 where neither is given, or "auto" is."""
     name = f.text("dtype", f.text("torch_dtype", "bfloat16")).removeprefix("torch.")
+    name = "bfloat16" if name == "auto" else name
     if name not in DTYPES:
         key = "dtype" if f.has("dtype") else "torch_dtype"
         raise UnsupportedModelError(

@@ -53,6 +53,7 @@ class WeightMap:
 
     sources: Mapping[str, tuple[Take, ...]]
     ignore: tuple[str, ...]
+    num_layers: int = 0  # of the model, for errors
 
 
 # (spec, layer index, prefix of the layer's names in the checkpoint) -> takes by the canonical name after "layers.{i}."
@@ -92,6 +93,12 @@ TOP_NAMES: Mapping[str, str] = {
     "lm_head.weight": "lm_head.weight",
 }
 
+# What trainers and quantizers leave in a checkpoint and no answer needs: value heads, and scales of quantized caches.
+UNUSED = (
+    r"(v_head|value_head|reward_head|score)\..*",
+    r".*\.self_attn\.(\w+\.)?(q|k|v|kv|prob_output)_(scale|zero_point)",
+    r".*\.[kv]_proj\.output_scale",
+)
 # Buffers that older versions of transformers saved; Quire computes them.
 COMPUTED = (r".*rotary_emb\.inv_freq", r".*rotary_emb\.(cos|sin)_cached", r".*\.masked_bias")
 
@@ -120,7 +127,7 @@ def build_map(
         sources[canonical] = (Take((stored,), shape),)
     if spec.tie_word_embeddings:
         ignore = (*ignore, top["lm_head.weight"].replace(".", r"\."))  # some tied checkpoints save it too
-    return WeightMap(sources, (*COMPUTED, *ignore))
+    return WeightMap(sources, (*COMPUTED, *UNUSED, *ignore), spec.num_layers)
 
 
 def expert_takes(
@@ -165,4 +172,5 @@ class Family:
     architecture: str  # the entry of "architectures" in config.json
     read: Callable[[Fields], ModelSpec]
     weights: Callable[[ModelSpec], WeightMap]
+    model_type: str = ""  # as in config.json; "": the name
     quantizations: tuple[str, ...] = ()  # values of quantization_config.quant_method that its map can read

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from quire.errors import ModelLoadError
 from quire.families import quantization_of, spec_from_config, weight_map
 from quire.families.gguf import BLOCK_TYPES, gguf_weight_map, spec_from_gguf
-from quire.families.shape import Fields
+from quire.models.generation_config import GenerationDefaults, read_generation
 from quire.models.gguf_file import read_gguf
 from quire.models.hub import INSTEAD, QUILL_NAMES, config_of, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
-from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats
+from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats, unused
 from quire.modelspec import ModelSpec
 from quire.plan.presets import preset_of, preset_spec
 from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
@@ -28,18 +28,6 @@ from quire.text.tokenizer import Tokenizer
 from quire.weight_format import WeightFormat
 
 Kind = Literal["safetensors", "gguf", "random"]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """Defaults of ``generation_config.json``; None where it has no such field."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +43,7 @@ class Checkpoint:
     tokenizer: Path  # the folder with the tokenizer's files, or the GGUF file that holds it
     # Canonical name of a quantized weight → the format that holds it.
     formats: Mapping[str, WeightFormat] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()  # what the files hold and no answer uses
 
     @property
     def weight_bytes(self) -> int:
@@ -120,18 +109,36 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
     files: tuple[Path, ...] = ()
     formats: Mapping[str, WeightFormat] = {}
     dtype = spec.dtype
+    remarks: tuple[str, ...] = ()
     if load_format != "random":
         files = checkpoint_files(path)
         stored = read_checkpoint(path)
         dtype = _common_dtype(stored.values())
+        spec, of_head = _own_head(spec, stored)
+        remarks = (*unused(stored), *of_head)
         quantization = quantization_of(config, str(config_path))
         if quantization is not None:
             formats = stored_formats(spec, find_sources(str(path), weight_map(spec), stored, quantization))
-    generation, eos = _generation(path)
+    generation, eos, left_out = _generation(path)
     merged = tuple(dict.fromkeys((*eos, *spec.eos_token_ids)))
     spec = replace(spec, dtype=dtype, eos_token_ids=merged)
     kind: Kind = "random" if load_format == "random" else "safetensors"
-    return Checkpoint(path, kind, spec, files, dtype, generation, path, formats)
+    remarks = (*remarks, *left_out)
+    return Checkpoint(path, kind, spec, files, dtype, generation, path, formats, remarks)
+
+
+def _own_head(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> tuple[ModelSpec, tuple[str, ...]]:
+    """Return ``spec``, untied and with a line where the file has an output matrix that differs from the embedding."""
+    head, table = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if not spec.tie_word_embeddings or head is None or table is None or head.equals(table):
+        return spec, ()
+    line = "lm_head.weight differs from the embedding, so it is used, though tie_word_embeddings says that both are one"
+    return replace(spec, tie_word_embeddings=False), (line,)
+
+
+def _generation(folder: Path) -> tuple[GenerationDefaults, tuple[int, ...], tuple[str, ...]]:
+    path = folder / "generation_config.json"
+    return read_generation(read_json(path) if path.is_file() else {}, path.name)
 
 
 def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
@@ -188,24 +195,6 @@ def _common_dtype(tensors: Iterable[StoredTensor]) -> str:
             continue
         sizes[tensor.dtype] += tensor.num_bytes
     return sizes.most_common(1)[0][0] if sizes else "bfloat16"
-
-
-def _generation(folder: Path) -> tuple[GenerationDefaults, tuple[int, ...]]:
-    """Return the defaults and the EOS ids of generation_config.json; both empty where there is no such file."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return GenerationDefaults(), ()
-    f = Fields(read_json(path), str(path))
-    top_k = f.optional_integer("top_k", minimum=0)
-    defaults = GenerationDefaults(
-        temperature=f.number("temperature", positive=False) if f.has("temperature") else None,
-        top_p=f.optional_number("top_p"),
-        top_k=top_k,
-        min_p=f.optional_number("min_p", positive=False),
-        repetition_penalty=f.optional_number("repetition_penalty"),
-        max_new_tokens=f.optional_integer("max_new_tokens", minimum=1),
-    )
-    return defaults, f.integers("eos_token_id")
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

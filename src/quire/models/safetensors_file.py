@@ -37,6 +37,8 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "BOOL": ("bool", 1),  # t2d of EAGLE-3 heads, which is not read
 }
 _HEADER_MAX = 100_000_000  # bytes, the limit of the reference implementation
+_BARE = ("embed_tokens.", "layers.", "norm.")
+_COMPARED = 1 << 22  # bytes at once
 INDEX_NAME = "model.safetensors.index.json"
 AGAIN = "the download is incomplete or the file is damaged: download it again"
 
@@ -51,6 +53,21 @@ class StoredTensor:
     offset: int  # bytes from the start of the file
     num_bytes: int
     file: Path
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Tell whether both hold the same bytes; reads them up to the first difference."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        same = True
+        for at in range(0, self.num_bytes, _COMPARED):
+            size = min(_COMPARED, self.num_bytes - at)
+            first, second = self.offset + at, other.offset + at
+            same = self.buffer[first : first + size] == other.buffer[second : second + size]
+            if not same:
+                break
+        self.unmap_pages()
+        other.unmap_pages()
+        return same
 
     def unmap_pages(self) -> None:
         """Drop the pages that were read from this process's memory: a later read brings them back from the file."""
@@ -189,7 +206,10 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a folder, from one file or from all shards of its index."""
+    """Return every tensor of a folder, from one file or from all shards of its index.
+
+    A decoder that was saved without its head has no "model." in its names; here it has.
+    """
     tensors: dict[str, StoredTensor] = {}
     for path in checkpoint_files(folder):
         tensors.update(read_safetensors(path))
@@ -198,6 +218,8 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
         for name, file in read_index(index).items():
             if name not in tensors:
                 raise ModelLoadError(f"{folder / file} lacks {name}, which {INDEX_NAME} puts there; {AGAIN}.")
+    if "embed_tokens.weight" in tensors and "model.embed_tokens.weight" not in tensors:
+        return {f"model.{n}" if n.startswith(_BARE) else n: tensor for n, tensor in tensors.items()}
     return tensors
 
 

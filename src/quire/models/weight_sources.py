@@ -14,7 +14,8 @@ from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import Take, WeightMap
 from quire.families.gguf import BLOCK_TYPES
 from quire.families.quantization import Quantization, Scheme
-from quire.families.weights import Shape, stored_shapes
+from quire.families.tensor_keys import keys_of
+from quire.families.weights import UNUSED, Shape, stored_shapes
 from quire.models.safetensors_file import StoredTensor
 from quire.modelspec import ModelSpec
 from quire.weight_format import GROUPS, PLAIN, Kind, WeightFormat, held_as
@@ -36,6 +37,8 @@ _PARTS: Mapping[str, Parts] = {
     "fp8_inverse": {"q": "weight", "scale": "weight_scale_inv"},
     "int8": {"q": "weight", "scale": "weight_scale", "zero": "weight_zero_point"},
 }  # fmt: skip
+
+_UNUSED = re.compile("|".join(f"(?:{pattern})" for pattern in UNUSED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +71,13 @@ def find_sources(
     if missing:
         raise ModelLoadError(
             f"{where}: {len(missing)} weights are missing, {_some(missing)}; the checkpoint is incomplete or "
-            "config.json belongs to another model."
+            f"config.json belongs to another model{_look_at(names, *missing)}."
         )
     _check_names(where, names, chosen, stored)
     for source in chosen.values():
         if source.scheme is None:
             for name, shape in zip(source.take.names, stored_shapes(source.take), strict=True):
-                _check(stored[name], name, shape, _types_of(source))
+                _check(stored[name], name, shape, _types_of(source), _look_at(names, name))
         else:
             for parts in source.parts:
                 _check_parts(source.take, source.scheme, parts, stored)
@@ -162,7 +165,7 @@ def _check_names(where: str, names: WeightMap, chosen: Mapping[str, Source], sto
     if over:
         raise ModelLoadError(
             f"{where}: {len(over)} tensors have no place in this model, {_some(over)}; config.json belongs to "
-            "another model, or the checkpoint has parts that Quire does not run."
+            f"another model, or the checkpoint has parts that Quire does not run{_look_at(names, *over)}."
         )
 
 
@@ -199,7 +202,9 @@ def _check_parts(take: Take, scheme: Scheme, parts: Parts, stored: Tensors) -> N
         _check(stored[name], name, shapes[part], types.get(part, integers))
 
 
-def _check(stored: StoredTensor, name: str, expected: Shape, types: tuple[str, ...]) -> None:
+def _check(
+    stored: StoredTensor, name: str, expected: Shape, types: tuple[str, ...], look_at: str = ""
+) -> None:
     if stored.dtype not in types:
         raise ModelLoadError(
             f"{stored.file}: {name} is of type {stored.dtype}, which is not how this weight is stored; config.json "
@@ -208,8 +213,21 @@ def _check(stored: StoredTensor, name: str, expected: Shape, types: tuple[str, .
     if stored.shape != expected:
         raise ModelLoadError(
             f"{stored.file}: {name} has shape {list(stored.shape)}, and the configuration asks for "
-            f"{list(expected)}; config.json and weights do not belong together."
+            f"{list(expected)}; config.json and weights do not belong together{look_at}."
         )
+
+
+def _look_at(names: WeightMap, *stored: str) -> str:
+    """Return the end of an error that names the keys of config.json to look at."""
+    keys = dict.fromkeys(key for name in stored for key in keys_of(name, names.num_layers))
+    return f": look at {', '.join(keys)}" if keys else ""
+
+
+def unused(stored: Tensors) -> tuple[str, ...]:
+    """Return a line that names the tensors that no answer needs, where there are any."""
+    found = [name for name in stored if _UNUSED.fullmatch(name)]
+    what = "is a tensor" if len(found) == 1 else "are tensors"
+    return (f"{len(found)} {what} that no answer needs, {_some(found)}: not read",) if found else ()
 
 
 def _some(names: Iterable[str]) -> str:

@@ -65,8 +65,9 @@ def add_tokens(backend: Backend, added: Mapping[int, AddedToken]) -> None:
         found = backend.token_to_id(token.content)
         if found != token_id:
             raise ModelLoadError(
-                f"The added token {token.content!r} should have id {token_id} but the vocabulary gives it {found}: "
-                "the tokenizer files do not belong together. Use all of them from one repository."
+                f"The added token {token.content!r} should have id {token_id} (added_tokens_decoder) but the "
+                f"vocabulary gives it {found}: the tokenizer files do not belong together. Use all of them from one "
+                "repository."
             )
 
 

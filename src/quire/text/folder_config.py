@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.text.tokenizer import SpecialTokens
 
+_MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -55,6 +57,11 @@ def _folder_config(folder: Path, config: Mapping[str, Any]) -> FolderConfig:
         extra = []
     listed = [_content(value) for value in (*(names.get("additional_special_tokens") or []), *extra)]
     additional = tuple(text for text in listed if text is not None)
+    if config.get("split_special_tokens") is True:
+        raise UnsupportedModelError(
+            f"{folder / 'tokenizer_config.json'}: split_special_tokens = true is not supported: the special tokens of "
+            "a chat template would be split too; remove it."
+        )
     return FolderConfig(
         special=SpecialTokens(roles=roles, additional=additional),
         added_tokens=_added_tokens(folder, config, {*roles.values(), *additional}),
@@ -72,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except (ValueError, OSError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}. Download it again.") from error
     if not isinstance(value, dict):
@@ -80,10 +87,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file of a model: UTF-8, or what its byte-order mark says, without that mark."""
+    raw = path.read_bytes()
+    for mark, encoding in _MARKS:
+        if raw.startswith(mark):
+            return raw[len(mark) :].decode(encoding)
+    return raw.decode("utf-8")
+
+
 def read_template(path: Path) -> str:
     """Return the text of a Jinja file."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (ValueError, OSError) as error:
         raise ModelLoadError(f"The chat template {path} cannot be read: {error}.") from error
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.text.byte_level import SPLITTINGS, add_bos_eos, add_tokens, byte_level_backend, load_tiktoken
-from quire.text.folder_config import FolderConfig, read_folder_config, read_json
+from quire.text.folder_config import FolderConfig, read_folder_config, read_json, read_text
 from quire.text.sentencepiece import load_sentencepiece
 from quire.text.token_text import token_text_of
 from quire.text.tokenizer import SpecialTokens, Tokenizer
@@ -89,19 +89,30 @@ def load_tokenizer_json(path: Path, config: FolderConfig) -> Tokenizer:
     )
     _add_missing(backend, config.special)
     _match_special_as_written(backend)
-    if config.add_bos is not None or config.add_eos is not None or backend.post_processor is None:
-        roles = config.special.roles
-        bos = roles.get("bos_token") if config.add_bos else None
-        add_bos_eos(backend, bos, roles.get("eos_token") if config.add_eos else None)
+    _apply_flags(backend, config)
     # transformers ignores the clean-up for BPE, where it would remove real spaces.
     is_bpe = type(backend.model).__name__ == "BPE"
     rule = token_text_of(backend, clean_up=config.clean_up_spaces and not is_bpe)
     return Tokenizer(backend, rule, config.special, config.chat_templates)
 
 
+def _apply_flags(backend: Backend, config: FolderConfig) -> None:
+    """Apply add_bos_token and add_eos_token; the side of a flag that is not there stays as tokenizer.json has it."""
+    roles, own = config.special.roles, backend.encode("").tokens
+    bos, eos = roles.get("bos_token"), roles.get("eos_token")
+    has = (bos in own, eos in own)
+    wanted = (
+        bos is not None and (has[0] if config.add_bos is None else config.add_bos),
+        eos is not None and (has[1] if config.add_eos is None else config.add_eos),
+    )
+    flagged = config.add_bos is not None or config.add_eos is not None
+    if backend.post_processor is None or (flagged and wanted != has):
+        add_bos_eos(backend, bos if wanted[0] else None, eos if wanted[1] else None)
+
+
 def _read_backend(path: Path) -> Backend:
     try:
-        return Backend.from_file(str(path))
+        return Backend.from_str(read_text(path))
     except Exception as error:  # the Rust side raises plain `Exception`
         repaired = _with_paired_merges(path)
         if repaired is not None:
@@ -119,7 +130,7 @@ def _with_paired_merges(path: Path) -> str | None:
     rejects it; the vocabulary tells where such a string divides.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_text(path))
         model = document["model"]
         model["merges"] = [_divided(merge, model["vocab"]) for merge in model["merges"]]
     except (ValueError, KeyError, TypeError):
@@ -192,7 +203,7 @@ def load_vocab_and_merges(folder: Path, config: FolderConfig) -> Tokenizer:
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
     merges = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip() or line.startswith("#version"):
             continue
         left, _, right = line.rstrip("\r").partition(" ")

@@ -1,0 +1,50 @@
+"""Planted faults in how model files are read: which spelling counts, defaults of families, and what a file adds."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+FILES = "tests/found/test_model_files.py::"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "second-rope-spelling-ignored",
+        "rope_scaling beside rope_parameters is not read",
+        "src/quire/families/rope.py",
+        '    if kind_of(old) == "default":\n        return new\n',
+        "    if old is not None:\n        return new\n",
+        (f"{FILES}test_of_two_rope_spellings_the_one_that_says_more_counts",),
+    ),
+    Mutant(
+        "own-head-of-a-tied-model-dropped",
+        "a stored output matrix that differs from the embedding is not used",
+        "src/quire/models/checkpoint.py",
+        "table is None or head.equals(table)",
+        "table is None or head.shape == table.shape",
+        (f"{FILES}test_a_stored_head_of_a_tied_model_is_used_where_it_differs",),
+    ),
+    Mutant(
+        "one-epsilon-for-all-families",
+        "a file without rms_norm_eps has Llama's default whatever its family is",
+        "src/quire/families/shape.py",
+        'f.number("rms_norm_eps", eps)',
+        'f.number("rms_norm_eps", 1e-6)',
+        (f"{FILES}test_families_have_their_own_defaults",),
+    ),
+    Mutant(
+        "do-sample-not-read",
+        "do_sample = false samples at the file's temperature",
+        "src/quire/models/generation_config.py",
+        'if values.get("do_sample") is False:',
+        'if values.get("do_sample") == "no":',
+        (f"{FILES}test_generation_config_never_stops_a_load",),
+    ),
+    Mutant(
+        "bos-lost-to-the-other-flag",
+        "add_eos_token alone takes the BOS of tokenizer.json away",
+        "src/quire/text/load.py",
+        "(has[0] if config.add_bos is None else config.add_bos)",
+        "config.add_bos is True",
+        (f"{FILES}test_a_flag_that_is_not_there_changes_nothing",),
+    ),
+)
