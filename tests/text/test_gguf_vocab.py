@@ -43,7 +43,7 @@ def test_the_tests_of_llama_cpp(name: str, tokenizers_folder: Path) -> None:
     if name == "phi-3":
         assert tokenizer.chat_templates["default"].startswith("{{ bos_token }}")
         assert tokenizer.bos_token_id == 1
-        assert tokenizer.eos_token_ids == (32000,)
+        assert tokenizer.eos_token_ids == (32000, 32007)
         assert tokenizer.encode("Hi")[0] == 1
 
 
@@ -108,6 +108,7 @@ def test_errors(tokenizers_folder: Path) -> None:
         "tokenizer.ggml.tokens": ["<unk>", "a", "b", "ab"],
         "tokenizer.ggml.scores": [0.0, -1.0, -2.0, -0.5],
         "tokenizer.ggml.token_type": [2, 1, 1, 1],
+        "tokenizer.ggml.add_bos_token": False,
     }
     with_space = tokenizer_from_gguf_metadata({**good, "tokenizer.ggml.add_space_prefix": False})
     assert with_space.encode("abba") == [3, 2, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 FILES = "tests/found/test_model_files.py::"
+GGUF = "tests/found/test_gguf_files.py::"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -46,5 +47,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "(has[0] if config.add_bos is None else config.add_bos)",
         "config.add_bos is True",
         (f"{FILES}test_a_flag_that_is_not_there_changes_nothing",),
+    ),
+    Mutant(
+        "old-name-of-the-rope-factor",
+        "rope.scale_linear of a GGUF file is not read",
+        "src/quire/families/gguf.py",
+        'f.number("rope.scale_linear", 0.0, positive=False)',
+        "0.0",
+        (f"{GGUF}test_a_factor_without_a_type_is_linear",),
+    ),
+    Mutant(
+        "ends-by-id-alone",
+        "the end of a turn is not found by its text in a GGUF file",
+        "src/quire/text/gguf_vocab.py",
+        "if text in _ENDS}",
+        "if not text}",
+        (f"{GGUF}test_the_end_of_a_turn_is_found_by_its_text",),
     ),
 )

@@ -7,6 +7,7 @@ llama.cpp, ``ggml-common.h``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from quire.errors import UnsupportedModelError
 from quire.families import spec_from_config
 from quire.families.llama import fused_takes
+from quire.families.rope import yarn_mscale
 from quire.families.shape import Fields
 from quire.families.weights import Take, WeightMap, build_map
 from quire.modelspec import ModelSpec
@@ -79,6 +81,7 @@ def config_from_gguf(
         raise UnsupportedModelError(
             f"{where}: GGUF with experts is not supported; models with experts load from safetensors."
         )
+    f = _one_value_each(f)
     heads = f.integer("attention.head_count")
     hidden = f.integer("embedding_length")
     head_dim = f.integer("attention.key_length", hidden // heads)
@@ -95,10 +98,11 @@ def config_from_gguf(
         "rms_norm_eps": float(f"{f.number('attention.layer_norm_rms_epsilon'):.7g}"),
         "max_position_embeddings": f.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v|output)\.bias", name) for name in tensors),
+        "mlp_bias": any(re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.bias", name) for name in tensors),
         "dtype": _DTYPES.get(int(metadata.get("general.file_type", 1)), "bfloat16"),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": special_id(metadata, "bos_token_id"),
+        "eos_token_id": special_id(metadata, "eos_token_id"),
     }
     config |= _rope(f, head_dim, floats)
     if arch in ("gemma2", "gemma3"):
@@ -108,15 +112,73 @@ def config_from_gguf(
     return config
 
 
+# What llama.cpp assumes of a sentencepiece vocabulary whose file does not say it.
+_SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+
+
+def special_id(metadata: Mapping[str, Any], key: str) -> int | None:
+    """Return the id ``tokenizer.ggml.{key}``, or llama.cpp's default where it is missing or no id of the vocabulary."""
+    value, tokens = metadata.get(f"tokenizer.ggml.{key}"), metadata.get("tokenizer.ggml.tokens") or ()
+    count = max(len(tokens), metadata.get(f"{metadata.get('general.architecture')}.vocab_size") or 0)
+    if isinstance(value, int) and (0 <= value < count or not count):
+        return value
+    default = _SENTENCEPIECE_IDS.get(key) if metadata.get("tokenizer.ggml.model") == "llama" else None
+    return default if default is not None and default < count else None
+
+
+def _one_value_each(f: Fields) -> Fields:
+    """Return the fields with one number where the file has an equal one for each layer."""
+    values = dict(f.values)
+    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        listed = values.get(key)
+        if isinstance(listed, list) and listed:
+            if len(set(listed)) > 1 or len(listed) != f.integer("block_count"):
+                raise f.wrong(key, "one number, or one for each of block_count layers, all equal")
+            values[key] = listed[0]
+    return Fields(values, f.where)
+
+
+def _scaling(f: Fields) -> dict[str, Any]:
+    """Return ``rope_scaling`` of the scaling keys, with llama.cpp's defaults; empty where nothing is scaled.
+
+    A factor without a type is linear; ``rope.scale_linear`` is the factor's older name, and 0 stands for 1.
+    """
+    factor = f.number(
+        "rope.scaling.factor", f.number("rope.scale_linear", 0.0, positive=False), positive=False
+    )
+    kind = f.text("rope.scaling.type", "linear")
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+        return {}
+    for key in ("yarn_ext_factor", "yarn_attn_factor"):
+        f.refuse(f"rope.scaling.{key}", unless=(1, 1.0), why="llama.cpp's own tuning of YaRN")
+    f.refuse("rope.scaling.yarn_log_multiplier", unless=(0, 0.0), why="it is DeepSeek's")
+    attention_factor = f.optional_number("rope.scaling.attn_factor")
+    if attention_factor is not None and kind == "yarn":
+        attention_factor *= yarn_mscale(factor)
+    return {
+        "rope_type": kind,
+        "factor": factor or None,
+        "attention_factor": attention_factor,
+        "beta_fast": f.optional_number("rope.scaling.yarn_beta_fast"),
+        "beta_slow": f.optional_number("rope.scaling.yarn_beta_slow"),
+        "original_max_position_embeddings": f.optional_integer(
+            "rope.scaling.original_context_length", minimum=1
+        ),
+    }
+
+
 def _rope(f: Fields, head_dim: int, floats: Floats) -> dict[str, Any]:
     rotated = f.integer("rope.dimension_count", head_dim)
     config: dict[str, Any] = {"partial_rotary_factor": rotated / head_dim}
     if f.has("rope.freq_base"):
         config["rope_theta"] = f.number("rope.freq_base")
     original = f.optional_integer("rope.scaling.original_context_length", minimum=1)
-    kind = f.text("rope.scaling.type", "none")
+    stated = _scaling(f)
     factors = floats("rope_freqs.weight")
     if factors is not None:  # Llama 3.1 and later: the scaling of each frequency, computed at conversion
+        if stated and stated["rope_type"] != "linear":
+            raise f.wrong("rope.scaling.type", "'linear' or 'none' beside rope_freqs.weight")
+        factors = tuple(each * stated["factor"] for each in factors) if stated else factors
         scaling: dict[str, Any] = {"factor": 1.0, "attention_factor": 1.0, "rope_type": "longrope"}
         config["rope_scaling"] = scaling | {"short_factor": factors, "long_factor": factors}
     elif floats("rope_factors_long.weight") is not None:
@@ -127,12 +189,8 @@ def _rope(f: Fields, head_dim: int, floats: Floats) -> dict[str, Any]:
             "long_factor": floats("rope_factors_long.weight"),
             "original_max_position_embeddings": original,
         }
-    elif kind != "none":
-        config["rope_scaling"] = {
-            "rope_type": kind,
-            "factor": f.optional_number("rope.scaling.factor"),
-            "original_max_position_embeddings": original,
-        }
+    elif stated:
+        config["rope_scaling"] = stated
     return config
 
 
@@ -142,16 +200,21 @@ def _gemma(f: Fields, arch: str, head_dim: int) -> dict[str, Any]:
     per_head = f.integer("embedding_length") // f.integer("attention.head_count")
     return {
         "query_pre_attn_scalar": per_head if is_27b else head_dim,
-        "sliding_window": f.integer("attention.sliding_window"),
-        "attn_logit_softcapping": f.optional_number("attn_logit_softcapping"),
-        "final_logit_softcapping": f.optional_number("final_logit_softcapping"),
+        "sliding_window": f.integer("attention.sliding_window", 4096 if arch == "gemma2" else None),
+        "attn_logit_softcapping": f.number("attn_logit_softcapping", 50.0) if arch == "gemma2" else None,
+        "final_logit_softcapping": f.number("final_logit_softcapping", 30.0) if arch == "gemma2" else None,
     }
 
 
 def gguf_weight_map(spec: ModelSpec, arch: str) -> WeightMap:
     """Return where a GGUF file of architecture ``arch`` keeps each canonical weight."""
     rules = {"llama": _llama_rules, "phi3": _phi3_rules}.get(arch)
-    return build_map(spec, _NAMES, rules, _ROPE_TENSORS, top=_TOP, layer_prefix="blk.{}.")
+    found = build_map(spec, _NAMES, rules, _ROPE_TENSORS, top=_TOP, layer_prefix="blk.{}.")
+    sources = {
+        name: (*takes, Take((), takes[0].shape)) if name.endswith(".bias") else takes  # each may be left out
+        for name, takes in found.sources.items()
+    }
+    return replace(found, sources=sources)
 
 
 def _llama_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:

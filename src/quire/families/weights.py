@@ -24,6 +24,7 @@ class Take:
     Order: each tensor is checked against ``shape`` → stacked on a new first dimension when ``stacked`` → the last
     two dimensions swapped when ``transpose`` → ``[start:stop:step]`` of dimension ``dim``.
     ``unpermute_heads``: the rows of each head are stored in the pairwise order of llama.cpp's RoPE, and are restored.
+    Without ``names`` it is zeros: a bias that a checkpoint may leave out.
     ``encoding`` "mxfp4": ``names`` are the blocks and the scales of one tensor of ``shape``; its rows may be cut.
     """
 

@@ -22,7 +22,7 @@ from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files,
 from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats, unused
 from quire.modelspec import ModelSpec
 from quire.plan.presets import preset_of, preset_spec
-from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
+from quire.text.gguf_vocab import end_ids, tokenizer_from_gguf_metadata
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weight_format import WeightFormat
@@ -145,7 +145,7 @@ def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
     file = read_gguf(path)
     spec = spec_from_gguf(file.metadata, file.tensors, file.floats, str(path))
     dtype = _common_dtype(file.tensors.values())
-    eos = (*spec.eos_token_ids, *_end_of_turn(file.metadata))
+    eos = (*spec.eos_token_ids, *end_ids(file.metadata))
     spec = replace(
         spec, dtype="bfloat16" if dtype in BLOCK_TYPES else dtype, eos_token_ids=tuple(dict.fromkeys(eos))
     )
@@ -168,12 +168,6 @@ def stored_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTens
     file = read_gguf(path)
     names = gguf_weight_map(spec, str(file.metadata.get("general.architecture")))
     return file.tensors, find_sources(str(path), names, file.tensors)
-
-
-def _end_of_turn(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids that end a chat turn, where the file names them beside the end of the text."""
-    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    return tuple(int(metadata[key]) for key in keys if metadata.get(key) is not None)
 
 
 def _only_gguf(folder: Path) -> Path:

@@ -125,6 +125,8 @@ def _weight(
 
 def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype, cut: Cut) -> Tensor:
     """Apply the steps of a `Take`, in the order that its docstring gives, to the part that ``cut`` names."""
+    if not take.names:
+        return torch.zeros(cut.shape(take.shape), dtype=dtype)
     taken: list[slice] = [slice(None)] * (take.dim + 1)
     taken[take.dim] = slice(take.start, take.stop, take.step)
     if take.encoding == "mxfp4":  # rows are cut before they are expanded

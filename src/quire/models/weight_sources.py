@@ -101,6 +101,8 @@ def stored_formats(spec: ModelSpec, sources: Mapping[str, Source]) -> dict[str, 
 
 def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> Source | None:
     """Return how ``take`` is stored, None where a part is missing."""
+    if not take.names:
+        return Source(take)
     scheme = _scheme(take, stored, quantization)
     if scheme is not None:
         parts = tuple(_parts(name, scheme, stored) for name in take.names)

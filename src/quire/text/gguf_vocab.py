@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.families.gguf import special_id
 from quire.text.byte_level import GGUF_SPLITTINGS, Splitting, add_bos_eos, byte_level_backend
 from quire.text.sentencepiece import Piece, PieceKind, PieceModel, pieces_backend
 from quire.text.token_text import token_text_of
@@ -23,7 +24,41 @@ _ROLE_IDS = {
     "sep_token": "seperator_token_id",  # the specification's spelling
     "mask_token": "mask_token_id",
 }
-_END_IDS = ("eot_token_id", "eom_token_id")
+_END_IDS = (
+    "eos_token_id",
+    "eot_token_id",
+    "eom_token_id",
+    "fim_pad_token_id",
+    "fim_rep_token_id",
+    "fim_sep_token_id",
+)
+# Texts of tokens that end an answer in llama.cpp, whatever the file says of their ids. "</s>" is not among them: it is
+# plain text in Qwen's vocabulary, and the end where a file says so.
+_ENDS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
+    "<eos>", "<turn|>", "<|tool_response>",
+    # Of infilling: what comes after a file or before another one.
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<reponame>", "<|file_sep|>",
+}  # fmt: skip
+# Where all of the first are in a vocabulary, the second stands between the parts of an answer.
+_BETWEEN = ((("<|return|>", "<|call|>"), "<|end|>"), (("<|flush|>", "<|calls|>"), "<|end|>"))
+
+
+def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids that end an answer: those that the file names, and those whose text says it, as in llama.cpp."""
+    named = [special_id(metadata, key) for key in _END_IDS]
+    by_text = _ends_by_text(metadata.get(_PREFIX + "tokens") or ())
+    return tuple(dict.fromkeys(each for each in (*named, *by_text) if each is not None))
+
+
+def _ends_by_text(tokens: Sequence[str]) -> list[int]:
+    found = {text: token_id for token_id, text in enumerate(tokens) if text in _ENDS}
+    for marks, inner in _BETWEEN:
+        if all(mark in found for mark in marks):
+            found.pop(inner, None)
+    return list(found.values())
 
 
 def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -67,6 +102,8 @@ def _get(metadata: Mapping[str, Any], key: str) -> Any:
 def _kinds(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[PieceKind]:
     try:
         kinds = [PieceKind(kind) for kind in metadata.get(_PREFIX + "token_type") or [1] * len(tokens)]
+        for token_id in _ends_by_text(tokens[: len(kinds)]):  # some files call them text
+            kinds[token_id] = PieceKind.CONTROL
     except ValueError as error:
         raise ModelLoadError(
             f"The GGUF file has a token of an unknown type ({error}; known are 1 to 6): "
@@ -89,7 +126,7 @@ def _pieces(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Backend:
     model = PieceModel(
         pieces=[Piece(*parts) for parts in zip(tokens, scores, kinds, strict=True)],
         is_unigram=False,
-        unk_id=int(metadata.get(_PREFIX + "unknown_token_id", 0)),
+        unk_id=special_id(metadata, "unknown_token_id") or 0,
         add_dummy_prefix=bool(metadata.get(_PREFIX + "add_space_prefix", True)),
         remove_extra_whitespaces=bool(metadata.get(_PREFIX + "remove_extra_whitespaces", False)),
     )
@@ -125,13 +162,12 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], splitting: S
 
 
 def _special(metadata: Mapping[str, Any], tokens: Sequence[str]) -> SpecialTokens:
-    def text_of(key: str) -> str | None:
-        token_id = metadata.get(_PREFIX + key)
-        return tokens[int(token_id)] if token_id is not None and 0 <= int(token_id) < len(tokens) else None
-
-    roles = {role: text for role, key in _ROLE_IDS.items() if (text := text_of(key)) is not None}
-    ends = tuple(text for key in _END_IDS if (text := text_of(key)) is not None)
-    return SpecialTokens(roles=roles, end_of_text=ends)
+    ids = {role: special_id(metadata, key) for role, key in _ROLE_IDS.items()}
+    known = {
+        role: token_id for role, token_id in ids.items() if token_id is not None and token_id < len(tokens)
+    }
+    ends = tuple(tokens[token_id] for token_id in end_ids(metadata) if token_id < len(tokens))
+    return SpecialTokens(roles={role: tokens[token_id] for role, token_id in known.items()}, end_of_text=ends)
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
