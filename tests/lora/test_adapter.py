@@ -116,7 +116,7 @@ def test_more_than_plain_lora_is_refused_by_name(tmp_path: Path, changes: dict[s
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"r": 0}, "r = 0"),
-    ({"r": None}, "r is missing"),
+    ({"r": None}, "r is null"),
     ({"lora_alpha": "many"}, "lora_alpha = 'many'"),
     ({"target_modules": None}, "target_modules is missing"),
     ({"target_modules": "("}, "no regular expression"),
@@ -180,7 +180,8 @@ def broken(stored: dict[str, torch.Tensor], what: str) -> dict[str, torch.Tensor
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, what: str, text: str) -> None:
-    write_adapter(tmp_path, broken(tensors(SHAPES, 4), what))
+    targets = [*ALL, "embed_tokens", "lm_head", "qq_proj"]
+    write_adapter(tmp_path, broken(tensors(SHAPES, 4), what), target_modules=targets)
     with pytest.raises(ModelLoadError, match=text):
         read_adapter("a", tmp_path, tiny.SPEC)
 

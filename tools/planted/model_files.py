@@ -64,4 +64,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not text}",
         (f"{GGUF}test_the_end_of_a_turn_is_found_by_its_text",),
     ),
+    Mutant(
+        "adapter-of-other-modules",
+        "tensors of modules that an adapter's configuration leaves out are applied",
+        "src/quire/lora/adapter.py",
+        "if not config.adapts(module_of(each))]",
+        "if not module_of(each) and not config.adapts(each)]",
+        (
+            "tests/found/test_adapter_files.py::test_tensors_that_the_configuration_leaves_out_are_not_applied",
+        ),
+    ),
 )

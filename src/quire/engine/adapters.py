@@ -6,16 +6,19 @@ carries its whole `Adapter`, so neither the core nor a restarted engine needs a 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError, NotFoundError, RequestError
-from quire.lora.adapter import read_adapter
+from quire.lora.adapter import AdapterFile, read_adapter
 from quire.models.hub import locate
 from quire.modelspec import ModelSpec
 from quire.request import Adapter
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -60,9 +63,12 @@ class AdapterRegistry:
                 f"{name!r} cannot be the name of an adapter: choose another.", param="lora_name"
             )
         try:
-            adapter = read_adapter(name, locate_adapter(path), self.spec).adapter
+            file = read_adapter(name, locate_adapter(path), self.spec)
         except ModelLoadError as error:
             raise RequestError(str(error), param="lora_path") from None
+        for line in file.remarks:
+            _log.warning(line)
+        adapter = file.adapter
         if adapter.rank > self.max_rank:
             raise RequestError(
                 f"The adapter at {path} has rank {adapter.rank}, and a slot of this engine holds {self.max_rank}: "
@@ -130,14 +136,14 @@ class AdapterRegistry:
         return self.adapters[name]
 
 
-def read_adapters(named: Sequence[str], spec: ModelSpec) -> tuple[Adapter, ...]:
+def read_adapters(named: Sequence[str], spec: ModelSpec) -> tuple[AdapterFile, ...]:
     """Return the adapters of ``--lora name=path …``, read and checked.
 
     Raises:
         ConfigError: an entry has another form, or a name occurs twice.
         ModelLoadError: an adapter cannot be read.
     """
-    found: dict[str, Adapter] = {}
+    found: dict[str, AdapterFile] = {}
     for text in named:
         name, _, path = text.partition("=")
         if not name.strip() or not path.strip():
@@ -146,7 +152,7 @@ def read_adapters(named: Sequence[str], spec: ModelSpec) -> tuple[Adapter, ...]:
             )
         if name in found:
             raise ConfigError(f"lora: the name {name!r} is given twice; each adapter needs its own")
-        found[name] = read_adapter(name, locate_adapter(path), spec).adapter
+        found[name] = read_adapter(name, locate_adapter(path), spec)
     return tuple(found.values())
 
 

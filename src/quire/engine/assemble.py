@@ -48,6 +48,7 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
     """
     path = locate(args.model, revision=args.revision)
     checkpoint = describe(path, args.load_format)
+    adapters = read_adapters(args.lora, checkpoint.spec)
     config = resolve(
         args,
         checkpoint.spec,
@@ -55,8 +56,8 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
         path=str(checkpoint.path),
         tokenizer=str(args.tokenizer or checkpoint.tokenizer),
         stored=checkpoint.formats,
-        remarks=checkpoint.remarks,
-        adapters=read_adapters(args.lora, checkpoint.spec),
+        remarks=(*checkpoint.remarks, *(line for each in adapters for line in each.remarks)),
+        adapters=[each.adapter for each in adapters],
         draft=find_draft(args, checkpoint),
     )
     return config, checkpoint

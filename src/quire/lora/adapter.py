@@ -33,6 +33,7 @@ from quire.weight_plan import adaptable
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
+_OF_LORA = re.compile(r"(?P<module>.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b.*")
 _OTHER_TENSORS = {
     "lora_embedding_": "adapters of the token embedding are not supported",
     "lora_magnitude_vector": "DoRA is not supported",
@@ -62,6 +63,7 @@ class AdapterFile:
 
     adapter: Adapter
     parts: Mapping[str, AdapterPart]
+    remarks: tuple[str, ...] = ()  # tensors that its configuration leaves out
 
 
 def read_adapter(name: str, folder: Path, spec: ModelSpec) -> AdapterFile:
@@ -83,9 +85,22 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec) -> AdapterFile:
     with reading(folder):
         config = read_peft_config(config_path, read_json(config_path))
         stored = read_safetensors(weights_path)
-        parts = _parts(weights_path, config, stored, spec)
+        left_out = [each for each in stored if not config.adapts(module_of(each))]
+        parts = _parts(weights_path, config, {n: t for n, t in stored.items() if n not in left_out}, spec)
         rank = max(part.rank for part in parts.values())
-    return AdapterFile(Adapter(name, str(folder), _digest(config_path, weights_path), rank), parts)
+    remarks: tuple[str, ...] = ()
+    if left_out:
+        some = ", ".join(left_out[:3])
+        remarks = (
+            f"adapter {name}: {len(left_out)} tensors are of modules that {CONFIG_NAME} leaves out, {some}",
+        )
+    return AdapterFile(Adapter(name, str(folder), _digest(config_path, weights_path), rank), parts, remarks)
+
+
+def module_of(tensor: str) -> str:
+    """Return the module that a tensor of LoRA belongs to, as PEFT names it; "" for one that is no part of LoRA."""
+    found = _OF_LORA.fullmatch(tensor.removeprefix(_PREFIX))
+    return "" if found is None else found["module"]
 
 
 def _digest(*paths: Path) -> str:
@@ -118,14 +133,14 @@ def _parts(
         for canonical, take in modules.takes[module]:
             rows = slice(take.start, take.stop, take.step)
             parts[canonical] = AdapterPart(a, b, rows, config.scale_of(module))
-    missing = [module for module in modules.takes if module not in pairs and config.expects(module)]
+    missing = [module for module in modules.takes if module not in pairs and config.adapts(module)]
     if missing:
         raise ModelLoadError(
             f"{path}: {_PREFIX}{missing[0]}.lora_A.weight is missing, and target_modules of {CONFIG_NAME} names it; "
             "the file is incomplete, or the adapter was trained on another model."
         )
     if not parts:
-        raise ModelLoadError(f"{path} holds no tensors.")
+        raise ModelLoadError(f"{path} holds no tensors for the target_modules of {CONFIG_NAME}.")
     return parts
 
 
@@ -231,7 +246,8 @@ class PeftConfig:
     alpha_pattern: Mapping[str, float]
     targets: tuple[str, ...] | str  # names or ends of names; one text: "all-linear" or a regular expression
     excluded: tuple[str, ...] | str
-    complete: bool  # every module that matches `targets` is adapted
+    layers: tuple[int, ...] | None  # those of `layers_to_transform`; None: all
+    layer_names: tuple[str, ...]  # before the number of a layer; (): any
 
     def rank_of(self, module: str) -> int:
         return int(_by_pattern(self.rank_pattern, module, self.rank))
@@ -241,11 +257,14 @@ class PeftConfig:
         rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
-    def expects(self, module: str) -> bool:
-        """Tell whether the file must have tensors for ``module``."""
-        if not self.complete or _matches(self.excluded, module):
+    def adapts(self, module: str) -> bool:
+        """Tell whether PEFT puts LoRA beside ``module``, and the file must have tensors for it. "": what is no LoRA."""
+        if not module:
+            return True
+        if _matches(self.excluded, module):
             return False
-        return self.targets == "all-linear" or _matches(self.targets, module)
+        chosen = module != "lm_head" if self.targets == "all-linear" else _matches(self.targets, module)
+        return chosen and (self.layers is None or _layer_of(module, self.layer_names) in self.layers)
 
 
 def read_peft_config(path: Path, values: Mapping[str, Any]) -> PeftConfig:
@@ -288,7 +307,8 @@ def read_peft_config(path: Path, values: Mapping[str, Any]) -> PeftConfig:
         alpha_pattern=_numbers(f, "alpha_pattern"),
         targets=targets,
         excluded=_names(f, "exclude_modules"),
-        complete=values.get("layers_to_transform") is None,
+        layers=f.integers("layers_to_transform") if f.has("layers_to_transform") else None,
+        layer_names=_patterns(f),
     )
 
 
@@ -302,6 +322,23 @@ def _names(f: Fields, key: str) -> tuple[str, ...] | str:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise f.wrong(key, "a list of module names, or one text")
     return tuple(value)
+
+
+def _patterns(f: Fields) -> tuple[str, ...]:
+    found = _names(f, "layers_pattern")
+    found = (found,) if isinstance(found, str) and found else tuple(found)
+    for pattern in found:
+        _compile(f, "layers_pattern", pattern)
+    return found
+
+
+def _layer_of(module: str, names: tuple[str, ...]) -> int | None:
+    """Return the number of a module's layer as PEFT finds it: behind one of ``names``, or behind any."""
+    for name in names or (r"[^.]*",):
+        found = re.match(rf".*\.{name}\.(\d+)\.", module)
+        if found is not None:
+            return int(found[1])
+    return None
 
 
 def _numbers(f: Fields, key: str) -> dict[str, Any]:
