@@ -18,13 +18,12 @@ help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
 # torch by itself first, pinned: another package that asks for plain torch would bring the CUDA build.
 # An editable install knows the packages it was made with, so a new one is a reason to install again.
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/* src/quire/*/__init__.py) | $(BIN)/python
-	$(PIP) torch==2.13.0
-	$(PIP) -e '.[cockpit]'
+	@$(PYTHON) tools/install.py $(VENV) $(VENV)/install.log -- -c constraints.txt torch==2.13.0 -- -c constraints.txt -e '.[cockpit]'
 	@touch $@
 
 # For users a build that fails falls back to the reference; who develops must see it.
@@ -41,7 +40,7 @@ install: $(VENV)/.installed  ## install Quire into .venv
 dev: $(VENV)/.dev  ## install Quire and what the tests need
 
 serve: install  ## serve Quill (MODEL=… PORT=… ARGS="…" change it)
-	$(BIN)/quire serve $(MODEL) --port $(PORT) --cockpit $(ARGS)
+	@$(BIN)/quire serve $(MODEL) --port $(PORT) --cockpit $(ARGS)
 
 gateway-demo: install  ## two Quill replicas behind a gateway, two keys, a replica that is killed
 	$(BIN)/python tools/gateway_demo.py

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # What servers of the tests record at a crash or a hang: not in this user's home.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"quire-tests-{os.getuid()}")
 
+# Folder of tests → seconds of processor time that one of its tests may take. Other work on the machine does not count.
+CPU_LIMITS_S = {"exact": 900.0, "parity": 300.0}
+_WALL_S = 7200  # for these, where a test waits for what never comes
+
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -28,6 +35,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail where a test would skip for missing data or a missing optional package",
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in CPU_LIMITS_S:
+            item.add_marker(pytest.mark.timeout(_WALL_S), append=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if (limit_s := CPU_LIMITS_S.get(item.path.parent.name)) is None:
+        return (yield)
+    with cpu_limit(limit_s):
+        return (yield)
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Fail what takes more processor time, of all threads of this process together."""
+
+    def fail(*_: object) -> None:
+        pytest.fail(f"took more than {seconds:g} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, fail)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -28,7 +28,7 @@ LINES: list[tuple[int, tuple[str, ...]]] = [
     (0, ("parallel",)),
     (0, ("config",)),
     (0, ("args",)),
-    (0, ("cores",)),
+    (0, ("cores", "recording_signal")),
     (1, ("device",)),
     (1, ("metrics",)),
     (1, ("private",)),

@@ -19,6 +19,7 @@ from quire.cli.foreign import foreign_flags
 from quire.families import SUPPORTED
 from quire.families.gguf import BLOCK_TYPES
 from quire.learn.registry import SIMULATIONS
+from quire.sim.scenario import SCENARIOS
 from quire.text.output.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,3 +255,21 @@ def test_the_simulators_median_errors_are_those_of_its_table() -> None:
         medians = [median(column) for column in zip(*errors[kind], strict=True)][:3]
         assert medians == pytest.approx(said, rel=0.11)
         assert " | ".join(f"{value:g} %" for value in said) in text
+
+
+def test_readme_counts_the_scenarios_and_lessons_that_ship() -> None:
+    """The words stand in README's table, and each scenario in the simulator's page."""
+    numbers = {
+        10: "ten",
+        11: "eleven",
+        12: "twelve",
+        15: "fifteen",
+        16: "sixteen",
+        17: "seventeen",
+        18: "eighteen",
+    }
+    text = (ROOT / "README.md").read_text()
+    assert f"{numbers[len(SCENARIOS)]} experiments whose answers" in text
+    assert f"{numbers[len(SIMULATIONS)]} simulations computed by the engine" in text
+    page = (ROOT / "docs/simulator.md").read_text()
+    assert not [name for name in SCENARIOS if f"`{name}`" not in page]

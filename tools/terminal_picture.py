@@ -78,7 +78,7 @@ def draw(picture: Picture) -> None:
         time.sleep(0.5)  # the report is printed once the port answers
         picture.command(f"{command} &")
         picture.output(
-            "".join(line for line in lines if line.startswith(("model", "kernels", "cache", "ready")))
+            "".join(line for line in lines if line.startswith(("ready", "model", "exact", "cache")))
         )
         picture.command(ASK)
         alone = bash(f"{ASK}\nask")

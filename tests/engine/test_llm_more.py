@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -96,3 +98,27 @@ def test_keywords_at_neutral_values_change_nothing() -> None:
 def test_what_cannot_be_done_is_refused_by_name(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         llm_args("quill", given)
+
+
+RAISES = """
+import atexit, threading
+from quire import LLM, SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
+atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate())))
+llm = LLM("quill", num_kv_blocks=4096)
+form = {"structured_outputs": StructuredOutputsParams(regex="[a-z ]+")}
+print(llm.generate(["It was"], SamplingParams(max_tokens=4))[0].outputs[0].finish_reason)
+print(llm.generate(["It was"], SamplingParams(max_tokens=4, **form))[0].outputs[0].finish_reason)
+raise ValueError("mine")
+"""
+
+
+def test_a_script_that_raises_ends_with_its_traceback_alone() -> None:
+    """No thread of the engine is left when the interpreter ends: native code in one would abort the process."""
+    done = subprocess.run([sys.executable, "-c", RAISES], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert done.stdout == "length\nlength\n['MainThread']\n"
+    lines = done.stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: mine"
+    assert done.stderr.count("Traceback") == 1

@@ -24,7 +24,6 @@ from quire.request import FinishReason, TokenLogprobs
 from quire.runner.model_runner import ModelRunner
 
 # A case serves 64 requests under twelve policies: minutes with reference kernels on a busy machine.
-pytestmark = pytest.mark.timeout(900)
 DTYPES = ("float32", "bfloat16")
 # In float32 the reference's kernels, in bfloat16 those that an engine takes here.
 KERNELS = {

@@ -5,12 +5,15 @@ frontend.start() → take over the sockets of a running server → listen, ready
 another server takes over → answers what it has begun → exit 0
 SIGTERM or SIGINT → draining (readyz and new requests 503) → running requests end, or the grace time → exit 0
 a second signal → exit at once
+SIGUSR2 → a recording of the last steps (`quire.executor.recorder`)
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +26,7 @@ from starlette.applications import Starlette
 from quire.api.health import Probes
 from quire.api.state import ApiState
 from quire.engine.build import EngineInfo
+from quire.engine.messages import SaveRecording
 from quire.errors import ConfigError, QuireError
 from quire.http.drain import DrainingServer, SideApp, served_beside
 from quire.http.edge import Work
@@ -83,6 +87,7 @@ class _Service:
         self._held: list[socket.socket] = []
         self._point: HandoverPoint | None = None  # where another server asks for the sockets
         self._leave_admin: Callable[[], None] = lambda: None
+        self._tasks: set[asyncio.Task[None]] = set()  # recordings
 
     async def serve(self, takeover: Takeover | None) -> int:
         """Serve to the end; return the exit status."""
@@ -90,6 +95,7 @@ class _Service:
             self._app, self._drain, on_cut=self._on_cut, ask=Probes(self._state).answers, tls=self._tls
         )
         self._starting = asyncio.create_task(self._start(announces=takeover is None))
+        self._watch_recording_signal()
         sweeping = asyncio.create_task(self._state.journal.run()) if self._state.journal is not None else None
         try:
             if takeover is not None and (status := await self._take(takeover)):
@@ -113,6 +119,18 @@ class _Service:
             if sweeping is not None and self._state.journal is not None:
                 sweeping.cancel()
                 await self._state.journal.close()
+
+    def _watch_recording_signal(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGUSR2, lambda: self._tasks.add(loop.create_task(self._record())))
+
+    async def _record(self) -> None:
+        """Save a recording, which the engine logs."""
+        try:
+            await self._frontend.call(SaveRecording)
+        except QuireError as error:
+            log.error("recording_not_saved", error=str(error))
 
     async def _start(self, *, announces: bool) -> int:
         try:

@@ -17,6 +17,7 @@ import aiohttp
 
 from quire.bench.summary import CANCELLED, ERROR, OK, RequestRecord, Timing
 from quire.errors import ConfigError
+from quire.http.client_errors import connection_problem
 from quire.workload.request import WorkloadRequest
 
 READY_POLL_S = 0.2
@@ -151,7 +152,7 @@ class StreamingClient:
                 found = {str(model["id"]): model.get("max_model_len") for model in value["data"]}
                 return {name: size if isinstance(size, int) else None for name, size in found.items()}
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise RequestFailed("connection", _reason(error)) from error
+            raise RequestFailed("connection", f"the server {connection_problem(error)}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestFailed("no list of models", _reason(error)) from error
 
@@ -170,9 +171,9 @@ class StreamingClient:
         except TimeoutError as error:
             raise RequestFailed("timeout", f"after {self.target.timeout_s:g} s") from error
         except aiohttp.ClientConnectorError as error:
-            raise RequestFailed("connection refused", _reason(error)) from error
+            raise RequestFailed("connection refused", f"the server {connection_problem(error)}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise RequestFailed("connection broken", _reason(error)) from error
+            raise RequestFailed("connection broken", f"the server {connection_problem(error)}") from error
         if not answer.finished:
             raise RequestFailed("cut off", "the stream ended without a finish_reason")
         if timing.num_output_tokens == 0:

@@ -16,6 +16,7 @@ from quire.cli.flags import AutoscaleArgs
 from quire.errors import ConfigError
 from quire.gateway.autoscale import Policy, Seen
 from quire.gateway.scalers import Kubernetes, LocalPool, Ray, ScaleError, Scaler, Webhook
+from quire.http.client_errors import connection_problem
 from quire.metrics.log import Log, configure
 from quire.sim.setup import set_up
 
@@ -122,8 +123,10 @@ async def look(session: aiohttp.ClientSession, gateway: str, now_s: float) -> Se
             if response.status != 200:
                 raise ScaleError(f"{url} answered {response.status}")
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        raise ScaleError(f"{url}: {error or type(error).__name__}") from error
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ScaleError(f"{url} {connection_problem(error)}") from error
+    except ValueError as error:
+        raise ScaleError(f"{url} has no metrics: {error}") from error
 
     def total(name: str, **labels: tuple[str, ...]) -> float:
         return sum(s.value for s in samples

@@ -10,8 +10,9 @@ import secrets
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ class Replicas:
         """Run them while the block does. They register at ``url``; ``stop`` ends the gateway."""
         with tempfile.TemporaryDirectory(prefix="quire-") as folder:
             path = Path(folder) / "serve.toml"  # the folder is this user's alone: the file has keys
+            record_all(lambda: self._children.values())
             path.write_text(as_toml(self._settings | {"gateway": url}))
             tasks = [
                 asyncio.create_task(self._keep(index, path, state, stop)) for index in range(len(self._cores))
@@ -196,6 +198,18 @@ class Replicas:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
+
+
+def record_all(children: Callable[[], Iterable[asyncio.subprocess.Process]]) -> None:
+    """Have ``SIGUSR2`` save a recording of each of these servers."""
+
+    def pass_on() -> None:
+        for child in children():
+            with suppress(ProcessLookupError):
+                child.send_signal(signal.SIGUSR2)
+
+    if threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, pass_on)
 
 
 async def start_server(config: Path, cores: set[int]) -> asyncio.subprocess.Process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -19,6 +20,7 @@ from quire.cli.flags import pick
 from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
 from quire.errors import ConfigError
 from quire.http.listen import LEAST_FILES, raise_file_limit, resolved
+from quire.metrics.log import Log
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from quire.models.checkpoint import Checkpoint
 
 GIB = 2**30
+log = Log("server")
 WORTH_SAYING = ("linears", "output matrix", "embedding table")
 
 
@@ -33,6 +36,7 @@ def serve(settings: dict[str, Any]) -> int:
     """Run the server until a signal; return the exit status."""
     begin = time.monotonic()
     setproctitle("quire: api")
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks for a recording, and nothing has been recorded yet
     engine_args, server_args = pick(EngineArgs, settings), pick(ServerArgs, settings)
     num_replicas = server_args.data_parallel_size or server_args.replicas
     if num_replicas > 1:
@@ -45,6 +49,8 @@ def serve(settings: dict[str, Any]) -> int:
         print(f"quire: {few}", file=sys.stderr)
     takeover = takeover_of(server_args)
     process = EngineProcess(executor_of(engine_args))
+    if server_args.log_format == "human":
+        print(f"loading  {engine_args.model} …", file=sys.stderr, flush=True)
     try:
         return _serve(engine_args, server_args, process, begin, takeover)
     finally:
@@ -184,10 +190,11 @@ class Announcement:
     def ready(self, url: str, info: Any) -> None:
         """The server answers at ``url``."""
         name, seconds = self._frontend.model.names[0], time.monotonic() - self._begin_s
-        report = start_up_report(url, info, name, seconds, self.note, self._weights + self._tools())
-        print(report, file=sys.stderr, flush=True)
         if (note := open_line(self._args)) is not None:
             print(note, file=sys.stderr, flush=True)
+        log.debug("kernels", kernels=info.kernels)
+        report = start_up_report(url, info, name, seconds, self.note, self._weights + self._tools())
+        print(f"\n{report}", file=sys.stderr, flush=True)
         self._heartbeat = None
         if self._args.gateway is not None:
             self._heartbeat = heartbeat_of(self._args, self._api, self._frontend, url)
@@ -354,14 +361,20 @@ def weights_report(model: Any) -> str:
 def start_up_report(
     url: str, info: Any, name: str, seconds: float, note: str | None = None, weights: str = ""
 ) -> str:
-    """Return the start-up log: model, bytes, kernels (and why they are slow), KV tokens, seconds, a command to try."""
+    """Return the block that ends the start: the page's address, then what is served, and a command to try.
+
+    ``note``: why the kernels are slow. Which kernels run is in `quire doctor`, and in the log from --log-level debug.
+    """
     slow = f"         {note}\n" if note else ""
+    is_exact = info.determinism == "exact"
+    exact = "yes: the same bits alone and in any batch" if is_exact else "no: see --batch-invariant"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me a story."}}], "max_tokens": 64}}'
     return (
+        f"ready    in {seconds:.1f} s on {url}\n"
         f"model    {name}, {info.weight_bytes / GIB:.2f} GiB of weights\n{weights}"
-        f"kernels  {info.kernels} ({info.determinism})\n"
+        f"exact    {exact}\n"
         f"{slow}cache    {info.num_kv_tokens:,} tokens in up to {info.kv_bytes / GIB:.2f} GiB\n"
-        f"ready    in {seconds:.1f} s on {url}\n\n"
+        f"stop     Ctrl-C\n\n"
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         f"    -d '{body}'\n"
     )

@@ -17,7 +17,7 @@ from typing import Any
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.cli.flags import ON_DEMAND, pick
 from quire.cli.gateway import batches
-from quire.cli.replicas import MEMORY, OWN, REFUSED, STOP_S, as_toml, gateway_args, start_server
+from quire.cli.replicas import MEMORY, OWN, REFUSED, STOP_S, as_toml, gateway_args, record_all, start_server
 from quire.config import DeviceInfo
 from quire.cores import usable_cpus
 from quire.device import detect_device
@@ -209,6 +209,7 @@ class ModelServers:
             for index, settings in enumerate(self._settings.values()):
                 (self._folder / f"{index}.toml").write_text(as_toml(settings | {"gateway": url}))
             assert state.pool is not None
+            record_all(lambda: self._children.values())
             try:
                 yield
             finally:

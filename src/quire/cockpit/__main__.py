@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from quire.cockpit.app import Listen, serve_page
+from quire.recording_signal import pass_recording_signal_on
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="quire.cockpit")
@@ -15,5 +16,7 @@ if __name__ == "__main__":
     parser.add_argument("--life", type=int)
     parser.add_argument("--commands", type=Path)
     given = parser.parse_args()
+    if given.life is not None:  # a server's own page
+        pass_recording_signal_on()
     listen = Listen(uds=given.uds, life_fd=given.life)
     raise SystemExit(serve_page(given.url, given.admin_url, listen, given.commands.read_bytes()))

@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from quire.http.client_errors import connection_problem
+
 _MAX_EVENT_BYTES = 4 << 20
 _TIMEOUT_S = 10.0
 _READY_S = 4.0
@@ -115,7 +117,7 @@ class Watched:
         except TimeoutError:
             raise Failed(f"{url} has not answered for {timeout_s:.0f} s.") from None
         except aiohttp.ClientError as error:
-            raise Failed(f"{url} {_problem(error)}.") from None
+            raise Failed(f"{url} {connection_problem(error)}.") from None
         return _decode(raw) if "json" in answer.content_type else raw.decode(errors="replace")
 
     @asynccontextmanager
@@ -127,7 +129,7 @@ class Watched:
                 await _check(answer)
                 yield answer
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Failed(f"{url} {_problem(error)}.") from None
+            raise Failed(f"{url} {connection_problem(error)}.") from None
 
     def _open(
         self, method: str, url: str, key: str | None, body: Mapping[str, Any] | None, **more: Any
@@ -158,18 +160,6 @@ class Watched:
 def _base(url: str | None) -> str | None:
     """Return a URL that paths are added to; the path of a unix socket ends in ``/``, so that ``//`` parts the two."""
     return None if url is None else f"{url}/" if url.startswith("unix:") else url.rstrip("/")
-
-
-def _problem(error: Exception) -> str:
-    """Return what a connection's end means, in words."""
-    match error:
-        case TimeoutError():
-            return "has sent nothing for too long"
-        case aiohttp.ClientConnectorError():
-            return f"cannot be reached: {error.os_error.strerror or error}"
-        case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
-            return "has closed the connection"
-    return f"does not answer: {error}"
 
 
 async def _check(answer: aiohttp.ClientResponse) -> None:

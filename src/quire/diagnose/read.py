@@ -18,6 +18,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.errors import ConfigError
+from quire.http.client_errors import connection_problem
 
 _POLL_S = 0.5
 _TIMEOUT_S = 10.0
@@ -90,7 +91,7 @@ async def read(
             await watching.aclose()
         runtime = {} if admin_url is None else await _runtime(admin_url, admin_key)
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ConfigError(f"{base} does not answer: {error or 'timeout'}") from None
+        raise ConfigError(f"{base} {connection_problem(error)}") from None
     on_this = parts.hostname in _LOOPBACK
     load = os.getloadavg()[0] / (os.cpu_count() or 1) if on_this else None
     return Reading(base, end_s - start_s, before, after, live, polled, runtime, card, load)

@@ -37,6 +37,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.errors import ModelLoadError, RequestError
 from quire.http.memory import trim
+from quire.recording_signal import pass_recording_signal_on
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import NUM_LEVELS, build_grammar
 from quire.text.grammar_matcher import TokenTable, compile_matcher, first_error, ll_tokenizer
@@ -54,6 +55,7 @@ def main(kind: str, tasks: BinaryIO, answers: BinaryIO) -> None:
     """Answer tasks until the parent closes the pipe."""
     setproctitle("quire: helper")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    pass_recording_signal_on()
     head = json.loads(_read(tasks))
     greeting, perform = {"grammar": _grammars, "template": _templates, "text": _texts, "body": _bodies}[kind](
         head

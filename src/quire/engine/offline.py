@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import random
 import tomllib
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -57,6 +59,10 @@ class OfflineEngine:
         self._executor = executor_of(args)
         self._client: InProcessClient | None = None
         self.wake_up()
+        # A thread that is inside native code when the interpreter ends would end the process by std::terminate.
+        this = weakref.ref(self)
+        self._at_exit = lambda: None if (engine := this()) is None else engine.close()
+        atexit.register(self._at_exit)
 
     @property
     def client(self) -> InProcessClient:
@@ -100,7 +106,8 @@ class OfflineEngine:
         ]
 
     def close(self) -> None:
-        """Free the engine; the object cannot be used afterwards."""
+        """Free the engine; the object cannot be used afterwards. One that is open at the program's end is closed."""
+        atexit.unregister(self._at_exit)
         self.sleep()
         self._grammars.close()
 

@@ -58,6 +58,7 @@ from quire.models.packed_cache import CheckpointWeights
 from quire.parallel.placement import place
 from quire.parallel.segment import Segment, remove
 from quire.parallel.shard import shard
+from quire.recording_signal import pass_recording_signal_on
 from quire.runner.expert_balance import ExpertBalancer
 from quire.runner.memory import PagesAhead, keep_freed_memory, torch_dtype
 from quire.runner.model_runner import ModelRunner, rank_config
@@ -74,6 +75,7 @@ def main(argv: list[str]) -> None:
     setproctitle(f"quire: rank {rank}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # for the server to handle: it drains
+    pass_recording_signal_on()
     wake_at_parents_end()
     threading.Thread(target=_end_with_parent, args=(life_fd, memory), daemon=True).start()
     stderr = sys.stderr

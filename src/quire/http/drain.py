@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ UVICORN: dict[str, Any] = {
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _GIVING_S = 0.05  # between looks for connections that may be given away
+_FORCED_END_S = 1.0
 _CLOSE_TIMEOUT_S = 5  # for the last bytes of answers, after the drain
 
 
@@ -135,6 +138,11 @@ class DrainingServer(uvicorn.Server):
         if self._front is not None:
             self._front.close()
         await super().shutdown(sockets)
+        if (
+            self.force_exit
+        ):  # uvicorn would leave the application's end to the loop's, which prints a traceback
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.lifespan.shutdown(), _FORCED_END_S)
 
     def _make_protocol(self) -> asyncio.Protocol:
         return WatchedProtocol(self.config, self.server_state, self.lifespan.state, self._loop)
@@ -154,11 +162,17 @@ class DrainingServer(uvicorn.Server):
         """Handle a signal. uvicorn would raise it again after its shutdown; a drain ends with status 0 instead."""
         self._num_signals += 1
         if self._num_signals == 1:
-            self._loop.call_soon_threadsafe(self._begin_drain)
+            self._loop.call_soon_threadsafe(self._begin_drain, sig == signal.SIGINT)
         else:
             self.should_exit = self.force_exit = True
 
-    def _begin_drain(self) -> None:
+    def _begin_drain(self, is_at_terminal: bool) -> None:
+        if is_at_terminal:
+            print(
+                "stopping when running requests have ended; Ctrl-C again stops at once",
+                file=sys.stderr,
+                flush=True,
+            )
         self._draining = self._loop.create_task(self._drain())
 
     async def _drain(self) -> None:

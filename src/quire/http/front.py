@@ -25,6 +25,8 @@ from array import array
 
 from setproctitle import setproctitle
 
+from quire.recording_signal import pass_recording_signal_on
+
 PATHS = (b"/livez", b"/readyz", b"/health", b"/startupz")
 HEAD_BYTES = 16
 SLOT = struct.Struct("<H1022s")  # one per path: length and bytes of the answer, without its connection header
@@ -239,6 +241,7 @@ def main(listen: int, control: int, state: int) -> None:
     """Serve until the server ends. It also handles the signals that a terminal sends to all of its processes."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
+    pass_recording_signal_on()
     setproctitle("quire: front")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 
+from quire.http.client_errors import connection_problem
 from quire.metrics.log import Log
 
 log = Log("server")
@@ -68,7 +69,7 @@ class Heartbeat:
                 if response.status >= 400:
                     failure = f"{response.status}: {(await response.text())[:200]}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            failure = str(error) or type(error).__name__
+            failure = connection_problem(error)
         if failure and failure != self._failure:
             log.error("gateway_unreachable", url=self._url, error=failure)
         elif not failure and self._failure:

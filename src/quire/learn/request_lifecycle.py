@@ -8,6 +8,9 @@ from quire.learn.picture import Axis, Fact, Facts, Picture, Row, Span, Table, Ti
 from quire.learn.simulation import Simulation, choice, number
 from quire.plan.roofline import efficiencies
 
+# What measured first tokens take beyond the planner's steps: a constant fitted to them, and nothing that was timed.
+RESIDUE = "outside of the steps (fitted)"
+
 
 def spans_of(steps: tuple[Step, ...], request: int, arrival_s: float) -> tuple[Span, ...]:
     """Return the parts of a request's life, in ms: waits, prefill chunks, decode steps."""
@@ -37,7 +40,7 @@ def draw(model: str, device: str, prompt: int, output: int, others: int, chunk: 
     run = watch(workload, roofline(model, device), config, prefix_cache=False, request_s=request_s)
     steps, last = run.steps[0], run.result.records[-1]
     spans = spans_of(steps, last.index, last.arrival_s + request_s)
-    way = Span(last.arrival_s * 1e3, (last.arrival_s + request_s) * 1e3, "network and parsing")
+    way = Span(last.arrival_s * 1e3, (last.arrival_s + request_s) * 1e3, RESIDUE)
     rows = [Row(f"request {r.index}", spans_of(steps, r.index, r.arrival_s + request_s))
             for r in run.result.records[-8:-1]]  # fmt: skip
     rows.append(Row("this request", (way, *spans)))
