@@ -22,6 +22,7 @@ from quire.parallel.traffic import step_bytes, uses
 from quire.plan.capacity import plan_capacity
 from quire.plan.cost_model import CostModel
 from quire.plan.explain import explain
+from quire.plan.explain_line import Line
 from quire.plan.hardware import hardware_table
 from quire.plan.laws import imbalance, owned_per_hour
 from quire.plan.links import LINK_OPS, LinkCost
@@ -189,3 +190,22 @@ def test_the_table_of_devices_has_what_they_cost() -> None:
     )
     listed = json.loads(CliRunner().invoke(app, ["plan", "quill", "--gpu", "list", "--json"]).output)
     assert set(listed) == set(table)
+
+
+def test_people_are_a_cost_of_own_devices_and_not_of_an_api() -> None:
+    plan = plan_capacity(question_of(PlanArgs("llama-3.1-8b", "h100", rate=2.0)))
+
+    def line(people: float, api: float | None = None) -> Line:
+        return next(x for x in explain(plan, api, 0.12, people) if x.name == "API break-even")
+
+    rent = 24 * plan.question.hardware.price.usd  # type: ignore[union-attr]
+    alone, staffed = line(0.0, 0.3), line(7300.0, 0.3)  # 10 USD an hour
+    assert alone.value == f"{rent / 0.3:,.1f} million tokens a day"
+    assert staffed.value == f"{(rent + 240) / 0.3:,.1f} million tokens a day"
+    assert "rent + $10.00 people)/h" in staffed.formula
+    assert float(line(7300.0).value[1:]) > float(line(0.0).value[1:])
+
+
+@pytest.mark.parametrize("name", ["rtx-6000-ada", "inferentia2"])
+def test_devices_that_texts_name_can_be_planned(name: str) -> None:
+    assert plan_capacity(question_of(PlanArgs("llama-3.1-8b", name))).advice.chosen is not None

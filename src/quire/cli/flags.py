@@ -234,6 +234,7 @@ class PlanArgs:
     draft: str | None = None
     objective: Literal["throughput", "latency", "cost"] = "throughput"
     api_price: float | None = None
+    people: float = 0.0
     compare: str | None = None
     json: bool = False
     explain: bool = False

@@ -254,7 +254,7 @@ def plan(asked: PlanArgs) -> int:
     answer = plan_capacity(question)
     command, lacking = serve_command(answer)
     measured = measured_here(answer)
-    explained = explain(answer, asked.api_price, asked.power_price) if asked.explain else []
+    explained = explain(answer, asked.api_price, asked.power_price, asked.people) if asked.explain else []
     if asked.json:
         said = answer.as_dict() | {"command": command, "remarks": lacking}
         said["advice"] = [step.as_dict() for step in advice(answer)]

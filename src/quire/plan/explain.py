@@ -12,17 +12,21 @@ from quire.plan.split import UTILIZATION, Split, row_bytes
 
 
 def explain(
-    plan: CapacityPlan, api_usd_per_million: float | None = None, usd_per_kwh: float = 0.12
+    plan: CapacityPlan,
+    api_usd_per_million: float | None = None,
+    usd_per_kwh: float = 0.12,
+    people_usd_per_month: float = 0.0,
 ) -> list[Line]:
     """Return the figures of ``plan``, each after those from which it follows.
 
-    ``api_usd_per_million``: USD per million tokens, in and out, of an API to compare with.
+    ``api_usd_per_million``: USD per million tokens, in and out, of an API to compare with, which needs no
+    ``people_usd_per_month``.
     """
     return (
         _memory(plan)
         + (_times(plan) + limits(plan) if plan.advice.chosen and plan.advice.chosen.estimate else [])
         + _cost(plan)
-        + money(plan, api_usd_per_million, usd_per_kwh)
+        + money(plan, api_usd_per_million, usd_per_kwh, people_usd_per_month)
     )
 
 

@@ -10,6 +10,7 @@ from quire.plan.capacity import CapacityPlan, Option, Question
 from quire.plan.cost_model import StepFeatures, chunk_pairs
 from quire.plan.explain_line import Line, ms
 from quire.plan.laws import (
+    HOURS_PER_MONTH,
     SECONDS_PER_DAY,
     WORDS_PER_TOKEN,
     break_even,
@@ -135,8 +136,13 @@ def _experts(steps: Roofline, running: int) -> list[Line]:
     return [Line("expert imbalance", f"{imbalance(running * work.top_k, bins):.2f} ×", text)]
 
 
-def money(plan: CapacityPlan, api_usd_per_million: float | None, usd_per_kwh: float) -> list[Line]:
-    """Return the energy of a token, and rent against spot, purchase and an API."""
+def money(
+    plan: CapacityPlan,
+    api_usd_per_million: float | None,
+    usd_per_kwh: float,
+    people_usd_per_month: float = 0.0,
+) -> list[Line]:
+    """Return the energy of a token, and rent against spot, purchase and an API, which needs fewer people."""
     q, chosen = plan.question, plan.advice.chosen
     hw = q.hardware
     if chosen is None or chosen.estimate is None:
@@ -169,22 +175,26 @@ def money(plan: CapacityPlan, api_usd_per_million: float | None, usd_per_kwh: fl
             )
         lines.append(Line("own devices", f"${own:.2f}/h", text))
     if rent:
-        lines.append(_api(rent, chosen.capacity * (q.load.isl + q.load.osl), api_usd_per_million))
+        capacity = chosen.capacity * (q.load.isl + q.load.osl)
+        lines.append(_api(rent, people_usd_per_month / HOURS_PER_MONTH, capacity, api_usd_per_million))
     return lines
 
 
-def _api(rent: float, capacity: float, api: float | None) -> Line:
-    """Return from where on the rent is less than an API's price; ``capacity``: tokens/s, in and out, at most."""
+def _api(rent: float, people: float, capacity: float, api: float | None) -> Line:
+    """Return from where on rent and people (USD an hour) are less than an API's price.
+
+    ``capacity``: tokens/s, in and out, at most.
+    """
     if not capacity:
         return Line("API break-even", "never", "these devices serve nothing within the SLO")
-    full, most = cost_per_million(rent, capacity), capacity * SECONDS_PER_DAY
+    own = rent + people
+    full, most = cost_per_million(own, capacity), capacity * SECONDS_PER_DAY
+    what = f"(${rent:.2f} rent + ${people:.2f} people)/h" if people else f"${rent:.2f}/h"
     if api is None:
         text = f"a million tokens, all, at full load ({most / 1e6:,.0f} million a day): an API above that costs more"
-        return Line("API break-even", f"${full:.3f}", text)
-    tokens = break_even(rent, api)
-    text = (
-        f"${rent:.2f}/h · 24 / ${api:g} a million, in and out; full load is {most / 1e6:,.0f} million a day"
-    )
+        return Line("API break-even", f"${full:.3f}", f"{text}; {what}" if people else text)
+    tokens = break_even(own, api)
+    text = f"{what} · 24 / ${api:g} a million, in and out; full load is {most / 1e6:,.0f} million a day"
     return Line(
         "API break-even", f"{tokens / 1e6:,.1f} million tokens a day" if tokens <= most else "never", text
     )

@@ -15,6 +15,7 @@ NVME_BANDWIDTH = 7e9  # bytes/s that a PCIe 4.0 x4 drive reads
 WORDS_PER_TOKEN = 0.75  # of English text
 MILLION = 1e6
 SECONDS_PER_DAY = 86_400
+HOURS_PER_MONTH = 365 * 24 / 12
 
 
 def ridge_point(hardware: Hardware, precision: str = "bf16") -> float:
