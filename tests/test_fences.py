@@ -21,8 +21,8 @@ MAX_DEFAULT = (110, 22_900, 690, 6_640)
 MAX_WITHOUT_OPTIONAL = (109, 22_700, 683, 6_580)
 # Lines of the modules that a process has loaded when it has answered one plain request.
 MAX_SERVER = 45_700
-MAX_LLM = 34_100
-MAX_CORE_LOOP = 27_700
+MAX_LLM = 32_500
+MAX_CORE_LOOP = 26_600
 
 CORE_LOOP = "import quire.engine.core, quire.executor.local, quire.runner.worker"
 LLM = """

@@ -19,7 +19,7 @@ from quire.engine.adapters import AdapterRegistry
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineHealth
 from quire.engine.core import EngineCore
-from quire.engine.messages import Call, Reply
+from quire.engine.messages import CoreCall, Reply
 from quire.engine.output import RequestOutputState
 from quire.engine.prompts import ModelInfo, RenderedChat, prepare_request
 from quire.engine.stream import RequestStream
@@ -219,7 +219,7 @@ class FakeFrontend:
     def num_requests(self) -> int:
         return sum(not s.stream.output.finished for s in self.submitted)
 
-    async def call(self, make: Callable[[str], Call]) -> Reply:
+    async def call(self, make: Callable[[str], CoreCall]) -> Reply:
         """The core's answers, from a scheduler with nothing in it."""
         self._core.put(make("call"))
         self._core.step()

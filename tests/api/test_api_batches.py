@@ -142,18 +142,18 @@ def test_adopting_again_after_a_crash_does_no_more(tmp_path: Path) -> None:
     store = FileStore(tmp_path, lambda: "0" * 32, lambda: 100.0)
     source = tmp_path / "out"
     source.write_bytes(b"x")
-    made = store.adopt(source, "b_output.jsonl", "batch_output", 5)
+    made = store.adopt(source, "b_output.jsonl", "batch_output", "", 5)
     assert made is not None
     assert (made["bytes"], made["expires_at"]) == (1, 105)
-    assert store.adopt(source, "b_output.jsonl", "batch_output", 5) == made
+    assert store.adopt(source, "b_output.jsonl", "batch_output", "", 5) == made
     (tmp_path / "files" / f"{made['id']}.json").unlink()  # died between the move and the description
-    assert store.adopt(source, "b_output.jsonl", "batch_output", 5) == made
-    assert store.adopt(source, "other.jsonl", "batch_output") is None
+    assert store.adopt(source, "b_output.jsonl", "batch_output", "", 5) == made
+    assert store.adopt(source, "other.jsonl", "batch_output", "") is None
     later = FileStore(tmp_path, lambda: "0" * 32, lambda: 105.0)
-    assert later.all() == []
+    assert later.all("") == []
     for odd in ("file-../../x", "", "file-" + "g" * 32):
-        assert store.get(odd) is None
-        assert not store.delete(odd)
+        assert store.get(odd, "") is None
+        assert not store.delete(odd, "")
 
 
 def test_without_a_folder_there_are_none() -> None:
@@ -315,18 +315,18 @@ def test_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_the_store_of_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uploads beyond its bytes or its number are 507; what a batch writes always has room."""
     store = FileStore(tmp_path, new_id, lambda: 100.0, max_bytes=1000)
-    first = store.add(io.BytesIO(b"x" * 600), "a", "batch")
+    first = store.add(io.BytesIO(b"x" * 600), "a", "batch", "")
     with pytest.raises(HttpError) as full:
-        store.add(io.BytesIO(b"x" * 500), "b", "batch")
+        store.add(io.BytesIO(b"x" * 500), "b", "batch", "")
     assert (full.value.refusal.status, full.value.refusal.code) == (507, "file_store_full")
     assert "--file-store-mib" in full.value.refusal.message
     written = tmp_path / "answers"
     written.write_bytes(b"x" * 5000)
-    assert store.adopt(written, "answers", "batch_output") is not None
-    store.delete(first["id"])
-    assert len(store.all()) == 1
+    assert store.adopt(written, "answers", "batch_output", "") is not None
+    store.delete(first["id"], "")
+    assert len(store.all("")) == 1
     roomy = FileStore(tmp_path, new_id, lambda: 100.0)
     monkeypatch.setattr(quire.jobs.files, "MAX_FILES", 2)
-    roomy.add(io.BytesIO(b"x"), "c", "batch")
+    roomy.add(io.BytesIO(b"x"), "c", "batch", "")
     with pytest.raises(HttpError):
-        roomy.add(io.BytesIO(b"x"), "d", "batch")
+        roomy.add(io.BytesIO(b"x"), "d", "batch", "")

@@ -25,6 +25,7 @@ from tests.api.test_api_server import server
 
 import quire.jobs.disk
 import quire.jobs.files
+from quire.http.call import Call
 from quire.http.edge import new_id
 from quire.jobs.files import FileStore
 from quire.jobs.runner import OPEN, BatchRunner
@@ -114,13 +115,13 @@ def test_a_batch_waits_for_room_and_goes_on(
 
     async def go() -> dict[str, Any]:
         files = FileStore(tmp_path, new_id, time.time)
-        made = files.add(io.BytesIO(_lines(12)), "lines", "batch")
+        made = files.add(io.BytesIO(_lines(12)), "lines", "batch", "")
         runner = BatchRunner(
             tmp_path, files, new_id=new_id, unix_time=time.time, is_busy=lambda: False, concurrency=3
         )
         runner.resume(answer_all)
         values = {"input_file_id": made["id"], "endpoint": CHAT, "output_expires_after_s": None}
-        batch = runner.create(values, 600)
+        batch = runner.create(values, 600, Call())
         disk.full = True
         while batch["status"] in OPEN:
             await asyncio.sleep(0.005)

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.api.asgi_client import Api, error_of, events
 
+from quire.http.call import Call
 from quire.http.client import post_local
 from quire.http.edge import Edge
 from quire.metrics.log import configure
@@ -47,7 +48,8 @@ def test_keys() -> None:
 def test_calls_from_this_process_need_no_key() -> None:
     api = Api(api_keys=("secret",))
     body = b'{"model": "tiny", "prompt": "hi", "max_tokens": 4}'
-    status, answer = asyncio.run(post_local(api.app, "/v1/completions", body, request_id="mine", priority=9))
+    call = Call("mine", is_local=True, priority=9)
+    status, answer = asyncio.run(post_local(api.app, "/v1/completions", body, call))
     assert status == 200, answer
     assert api.frontend.submitted[0].kwargs["priority"] == 9
 

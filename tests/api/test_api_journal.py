@@ -21,7 +21,7 @@ from quire.api.prompt_streams import PromptStreams
 from quire.api.relayed import Delivered, Relayed, tag_of
 from quire.engine.output import OutputChunk
 from quire.errors import ConfigError, NotFoundError, RequestError
-from quire.http.edge import TENANT
+from quire.http.call import AnswerName, Call
 from quire.http.refusals import HttpError
 from quire.request import FinishReason
 
@@ -60,8 +60,10 @@ def chunk(token_id: int) -> bytes:
     return tag_of(0, OutputChunk(0, "a", (token_id,)), 0)
 
 
-async def resume(made: Journal, name: str, num_seen: int) -> tuple[bytes, Sequence[Delivered], End | None]:
-    entry = await made.resume(name, num_seen)
+async def resume(
+    made: Journal, name: str, num_seen: int, tenant: str = ""
+) -> tuple[bytes, Sequence[Delivered], End | None]:
+    entry = await made.resume(tenant, name, num_seen)
     found = entry.body, entry.delivered, entry.end
     await made.release(entry)
     return found
@@ -81,13 +83,13 @@ def test_a_stream_is_found_again_by_another_server(tmp_path: Path) -> None:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             async with opened(tmp_path, clock) as second:
                 with pytest.raises(HttpError, match="another connection") as runs:
-                    await second.resume(NAMES[0], 1)
+                    await second.resume("", NAMES[0], 1)
                 assert runs.value.refusal.status == 409
             await first.release(entry)
         with path.open("ab") as file:
             file.write(b"[9,[0,[812],16,nul")  # the server died in the middle of it
         async with opened(tmp_path, clock) as third:
-            found = await third.resume(NAMES[0], 1)
+            found = await third.resume("", NAMES[0], 1)
             assert found.body == BODY
             assert found.delivered == [Delivered(0, (5,), 0), Delivered(0, (6,), 0)]
             assert found.numbered(b"data: a\n\ndata: b\n\n") == b"id: %b:2\ndata: b\n\n" % NAMES[0].encode()
@@ -98,7 +100,7 @@ def test_a_stream_is_found_again_by_another_server(tmp_path: Path) -> None:
             assert [each.token_ids for each in delivered] == [(5,), (6,), (7,)]
             assert end == End(500, 4, "data: error\n\n")
             with pytest.raises(RequestError, match="has 4 events"):
-                await third.resume(NAMES[0], 5)
+                await third.resume("", NAMES[0], 5)
 
     run(go)
 
@@ -119,7 +121,7 @@ def test_a_stream_is_kept_for_a_minute_after_its_end(tmp_path: Path) -> None:
             clock.now_s += KEPT_S
             first.sweep()
             with pytest.raises(NotFoundError, match="60 s after its end"):
-                await first.resume(NAMES[0], 1)
+                await first.resume("", NAMES[0], 1)
             assert [path.stem for path in tmp_path.iterdir()] == NAMES[1:2], "that one runs"
         assert entries[1] is not None
         entries[1].file.close()
@@ -153,11 +155,9 @@ def test_a_stream_is_its_tenants_alone(tmp_path: Path) -> None:
                 ("alice", NAMES[1]),
                 ("alice", "../../etc/passwd"),
             ):
-                TENANT.set(tenant)
                 with pytest.raises(NotFoundError, match="There is no stream"):
-                    await made.resume(name, 1)
-            TENANT.set("alice")
-            assert (await resume(made, NAMES[0], 1))[0] == BODY
+                    await made.resume(tenant, name, 1)
+            assert (await resume(made, NAMES[0], 1, "alice"))[0] == BODY
 
     run(go)
 
@@ -180,18 +180,16 @@ def test_another_tenant_does_not_touch_a_stream(tmp_path: Path, state: str) -> N
             if state == "is cut":
                 made._cut(entry, "the disk is full")
             asked = other if state == "runs in another server" else made
-            TENANT.set("bob")
             with pytest.raises(NotFoundError, match="There is no stream"):
-                await asyncio.wait_for(asked.resume(NAMES[0], 0), 5.0)
+                await asyncio.wait_for(asked.resume("bob", NAMES[0], 0), 5.0)
             assert not ended.is_set()
             assert b"data: a" in await entry.chunk(chunk(5), b"data: a\n\n")
-            TENANT.set("alice")
             if state == "runs here":
-                assert (await resume(made, NAMES[0], 0))[0] == BODY
+                assert (await resume(made, NAMES[0], 0, "alice"))[0] == BODY
                 assert ended.is_set()
                 return
             with pytest.raises(HttpError, match=r"another connection|disk was full"):
-                await asked.resume(NAMES[0], 0)
+                await asked.resume("alice", NAMES[0], 0)
             await made.release(entry)
 
     run(go)
@@ -212,7 +210,7 @@ def test_a_full_disk_stops_the_journal_and_nothing_else(
                 assert await begin(made, NAMES[2]) is None
             assert b":1\ndata: a" in await other.chunk(chunk(5), b"data: a\n\n")
             with pytest.raises(HttpError, match="disk was full") as refused:
-                await made.resume(NAMES[0], 1)
+                await made.resume("", NAMES[0], 1)
             assert refused.value.refusal.status == 507
             for each in (entry, other):
                 await made.release(each)
@@ -309,9 +307,9 @@ def test_a_replay_has_the_order_of_its_events(seed: int) -> None:
         written.append(Delivered(choice, (len(written),), 0, reason))
         if not left[choice]:
             del left[choice]
-    relayed = Relayed("cmpl-1", 0, 7, written, by_gateway=False)
+    relayed = Relayed(AnswerName("cmpl-1", 0, 7), written, by_gateway=False)
     job: Any = SimpleNamespace(relayed=relayed, sampling=SimpleNamespace(n=n))
-    streams = PromptStreams(SimpleNamespace(now=lambda: 0.0), job, 0.0, "req-1", {})  # type: ignore[arg-type]
+    streams = PromptStreams(SimpleNamespace(now=lambda: 0.0), job, 0.0, Call("req-1"), {})  # type: ignore[arg-type]
     finished = [Finished() for _ in range(num_prompts)]
     for prompt, metrics in enumerate(finished):
         events = relayed.of_prompt(prompt, n)["delivered"]

@@ -213,13 +213,13 @@ def test_the_store_is_bounded() -> None:
     assert each >= 1000
     store = ResponseStore(100 + 2 * each)
     for name in "abc":
-        store.put(name, Stored(b"x" * 20, b"", b"[]" + b" " * 18))
+        store.put("", name, Stored(b"x" * 20, b"", b"[]" + b" " * 18))
     assert (len(store), store.num_bytes) == (2, 80 + 2 * each)  # "a" made room
-    assert store.get("a") is None
-    assert store.get("b") is not None
-    store.put("d", Stored(b"x" * 20, b"", b"x" * 20))
-    assert store.get("c") is None  # "b" was used later
-    store.put("large", Stored(b"x" * (101 + 2 * each), b"", b""))
+    assert store.get("", "a") is None
+    assert store.get("", "b") is not None
+    store.put("", "d", Stored(b"x" * 20, b"", b"x" * 20))
+    assert store.get("", "c") is None  # "b" was used later
+    store.put("", "large", Stored(b"x" * (101 + 2 * each), b"", b""))
     assert (len(store), store.num_bytes) == (0, 0)
 
 

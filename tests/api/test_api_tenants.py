@@ -15,16 +15,16 @@ from tests.api.asgi_client import Api, error_of
 from quire.api import responses
 from quire.api.generation import Generation
 from quire.api.job import Job, cache_salt
-from quire.http.edge import TENANT
+from quire.http.call import Call
 from quire.http.keys import ApiKey, KeyFile, create_key
 from quire.metrics.engine_stats import EngineStats
 from quire.request import SamplingParams
 
-Call = Callable[..., httpx.Response]
+Ask = Callable[..., httpx.Response]
 
 
 @pytest.fixture
-def tenants(tmp_path: Path) -> tuple[Api, Call, Call, Call]:
+def tenants(tmp_path: Path) -> tuple[Api, Ask, Ask, Ask]:
     """An app, and calls of it as two keys of one tenant and as another tenant."""
     path = tmp_path / "keys"
     made = [
@@ -33,7 +33,7 @@ def tenants(tmp_path: Path) -> tuple[Api, Call, Call, Call]:
     ]
     api = Api(key_file=KeyFile(path, lambda: 0.0), batch_dir=str(tmp_path / "batches"))
 
-    def caller(key: str) -> Call:
+    def caller(key: str) -> Ask:
         def call(method: str, path: str, **kwargs: Any) -> httpx.Response:
             return api.call(method, path, headers={"authorization": f"Bearer {key}"}, **kwargs)
 
@@ -43,13 +43,13 @@ def tenants(tmp_path: Path) -> tuple[Api, Call, Call, Call]:
     return api, ann, ben, eve
 
 
-def test_without_a_key_only_probes_answer(tenants: tuple[Api, Call, Call, Call]) -> None:
+def test_without_a_key_only_probes_answer(tenants: tuple[Api, Ask, Ask, Ask]) -> None:
     api = tenants[0]
     assert api.call("GET", "/livez").status_code == 200
     assert error_of(api.call("GET", "/v1/models"), 401)["code"] == "invalid_api_key"
 
 
-def test_tenants_share_no_cached_blocks(tenants: tuple[Api, Call, Call, Call]) -> None:
+def test_tenants_share_no_cached_blocks(tenants: tuple[Api, Ask, Ask, Ask]) -> None:
     api, *callers = tenants
     body = {"model": "tiny", "prompt": "hi", "cache_salt": "s", "user": "u"}
     for call in callers:
@@ -69,7 +69,7 @@ def test_no_client_can_choose_the_salt_of_another_tenant() -> None:
     assert made["", ""] == ""
 
 
-def test_a_salt_reads_no_other_tenants_blocks(tenants: tuple[Api, Call, Call, Call]) -> None:
+def test_a_salt_reads_no_other_tenants_blocks(tenants: tuple[Api, Ask, Ask, Ask]) -> None:
     api, ann, _, eve = tenants
     assert ann("POST", "/v1/completions", json={"model": "tiny", "prompt": "hi"}).status_code == 200
     for salt in ("lab", "lab\n", "\n"):
@@ -104,10 +104,8 @@ def test_a_running_response_is_not_for_keys_without_a_tenant() -> None:
     running.job = Job((), SamplingParams(), cast(Any, None), tenant="lab", owner="lab", in_background=True)
     state = api.app.state.quire
     for tenant, sees in (("lab", True), ("", False), ("shop", False)):
-        TENANT.set(tenant)
         with state.running.entered(frozenset(("resp_1",)), running):
-            assert (responses._pending(state, "resp_1") is running) == sees
-    TENANT.set("")
+            assert (responses._pending(state, Call(tenant=tenant), "resp_1") is running) == sees
 
 
 def test_a_key_sees_what_runs_for_its_tenant_alone(tmp_path: Path) -> None:
@@ -132,7 +130,7 @@ def test_a_key_sees_what_runs_for_its_tenant_alone(tmp_path: Path) -> None:
     assert live == {"lab": 403, "shop": 403, "root": 200, "static": 200}
 
 
-def test_a_response_belongs_to_its_tenant(tenants: tuple[Api, Call, Call, Call]) -> None:
+def test_a_response_belongs_to_its_tenant(tenants: tuple[Api, Ask, Ask, Ask]) -> None:
     _, ann, ben, eve = tenants
     made = ann("POST", "/v1/responses", json={"model": "tiny", "input": "hi"}).json()["id"]
     assert ben("GET", f"/v1/responses/{made}").status_code == 200
@@ -143,7 +141,7 @@ def test_a_response_belongs_to_its_tenant(tenants: tuple[Api, Call, Call, Call])
     assert ben("POST", "/v1/responses", json=follow).status_code == 200
 
 
-def test_files_and_batches_belong_to_their_tenant(tenants: tuple[Api, Call, Call, Call]) -> None:
+def test_files_and_batches_belong_to_their_tenant(tenants: tuple[Api, Ask, Ask, Ask]) -> None:
     _, ann, ben, eve = tenants
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}
     form = {

@@ -15,7 +15,8 @@ from quire.api.full_queue import FullQueue
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AskPlaces, Call, Reply
+from quire.engine.messages import AskPlaces, CoreCall, Reply
+from quire.http.call import Call
 from quire.http.refusals import HttpError, busy
 from quire.scheduler.scheduler import Scheduler
 
@@ -26,7 +27,7 @@ def full(api: Api) -> FullQueue:
     """Make the API believe that the engine's queue is full, and too many ask already."""
     queue = FullQueue(api.frontend.call, lambda: 0.0)
     queue._num_asked = queue.MOST_ASKED
-    queue.rejected(BUSY)
+    queue.rejected(Call(), BUSY)
     object.__setattr__(api.app.state.quire, "full_queue", queue)
     return queue
 
@@ -64,7 +65,7 @@ def test_refusing_costs_little() -> None:
 def test_those_that_return_as_told_reach_the_engine() -> None:
     now_s, waits_s = 100.0, [9.0]
 
-    async def call(make: Callable[[str], Call]) -> Reply:
+    async def call(make: Callable[[str], CoreCall]) -> Reply:
         message = make("call")
         assert isinstance(message, AskPlaces)
         return Reply("call", {"waits_s": waits_s * len(message.asked), "why": "The queue is full."})
@@ -73,9 +74,8 @@ def test_those_that_return_as_told_reach_the_engine() -> None:
 
     async def check(body: bytes) -> str:
         """Return the seconds told, or nothing where the request goes to the engine."""
-        FullQueue.read([body])
         try:
-            await queue.check()
+            await queue.check(FullQueue.read(Call(), [body]))
         except HttpError as error:
             return dict(error.refusal.headers)[b"retry-after"].decode()
         return ""
@@ -83,18 +83,17 @@ def test_those_that_return_as_told_reach_the_engine() -> None:
     async def go() -> None:
         nonlocal now_s
         for i in range(3):
-            FullQueue.read([b"promised %d" % i])
-            queue.rejected(BUSY, 7.0)
+            queue.rejected(FullQueue.read(Call(), [b"promised %d" % i]), BUSY, 7.0)
         assert await check(b"asked") == "9"
         now_s = 100.9
         assert await check(b"promised 1") == "9", "it may be another client's: it gets a time of its own"
         now_s = 107.1
         assert await check(b"promised 2") == "", "nothing was rejected for a while"
-        queue.rejected(BUSY, 7.0)
+        queue.rejected(FullQueue.read(Call(), [b"promised 2"]), BUSY, 7.0)
         assert [await check(b"promised %d" % i) for i in range(2)] == ["", ""]
         assert await check(b"promised 1") == "9", "twice is not as promised"
         now_s = 109.0
-        queue.rejected(BUSY, 7.0)
+        queue.rejected(FullQueue.read(Call(), [b"promised 1"]), BUSY, 7.0)
         assert await check(b"asked") == ""
         waits_s[:] = [0.0]
         assert await check(b"new") == "", "the engine lets it come"
@@ -106,7 +105,7 @@ def test_equal_requests_get_a_place_each() -> None:
     """Of a burst of equal requests each is told a time for which the engine holds a place."""
     now_s, num_asked = 100.0, 0
 
-    async def call(make: Callable[[str], Call]) -> Reply:
+    async def call(make: Callable[[str], CoreCall]) -> Reply:
         nonlocal num_asked
         message = make("call")
         assert isinstance(message, AskPlaces)
@@ -117,23 +116,21 @@ def test_equal_requests_get_a_place_each() -> None:
     queue = FullQueue(call, lambda: now_s)
 
     async def check() -> int:
-        FullQueue.read([b"equal"])
         try:
-            await queue.check()
+            await queue.check(FullQueue.read(Call(), [b"equal"]))
         except HttpError as error:
             return int(dict(error.refusal.headers)[b"retry-after"])
         return 0
 
     async def go() -> None:
         nonlocal now_s
-        FullQueue.read([b"another"])
-        queue.rejected(BUSY, 7.0)
+        another = FullQueue.read(Call(), [b"another"])
+        queue.rejected(another, BUSY, 7.0)
         told = [await check() for _ in range(6)]
         assert (told, num_asked) == ([3, 4, 5, 6, 7, 8], 6)
         for seconds in told:
             now_s = 100.0 + seconds
-            FullQueue.read([b"another"])
-            queue.rejected(BUSY, 7.0)
+            queue.rejected(another, BUSY, 7.0)
             assert await check() == 0
 
     asyncio.run(go())
@@ -148,7 +145,7 @@ def test_refusing_what_was_read_costs_little() -> None:
     )
     num_calls = 0
 
-    async def call(make: Callable[[str], Call]) -> Reply:
+    async def call(make: Callable[[str], CoreCall]) -> Reply:
         nonlocal num_calls
         num_calls += 1
         core.put(make("call"))
@@ -160,7 +157,7 @@ def test_refusing_what_was_read_costs_little() -> None:
         for turn in range(5):
             start_s = time.thread_time()
             queue = FullQueue(call, lambda: 0.0)
-            queue.rejected(BUSY)
+            queue.rejected(Call(), BUSY)
             object.__setattr__(api.app.state.quire, "full_queue", queue)
             calls: list[Any] = [
                 RawCall(api.app, "/v1/completions", {"prompt": "x" * 1000 + str((turn, i))})

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.api.full_queue import BODY, FullQueue
+from quire.api.full_queue import FullQueue
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import Call, Reply
+from quire.engine.messages import CoreCall, Reply
 from quire.executor.timed import Taken, TimedExecutor
+from quire.http.call import Call
 from quire.http.refusals import HttpError, busy
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.scheduler.scheduler import Scheduler
@@ -84,7 +85,7 @@ class Server:
         self.step_end_s = end_s
 
     async def call(self, make: Any) -> Reply:
-        call: Call = make(str(next(self.ids)))
+        call: CoreCall = make(str(next(self.ids)))
         self.replies[call.call_id] = reply = self.loop.create_future()
         self.core.put(call)
         return await reply
@@ -107,26 +108,26 @@ class Server:
 
     async def request(self, body: bytes, prompt: tuple[int, ...], most: int) -> Sent:
         sent = Sent(self.now())
-        self.queue.read([body])
+        call = self.queue.read(Call(), [body])
         try:
             if self.queue.refusal() is not None:
                 raise HttpError(self.queue.refusal())  # type: ignore[arg-type]
-            await self.queue.check()
+            await self.queue.check(call)
         except HttpError as error:
             sent.told_s = float(dict(error.refusal.headers)[b"retry-after"])
             return sent
         self.num_full += 1
         name = str(next(self.ids))
         self.streams[name] = events = asyncio.Queue()
-        self.queue.tokenized(len(prompt))
+        self.queue.tokenized(call, len(prompt))
         sampling = SamplingParams(max_tokens=most, seed=0)
-        self.core.put(Request(name, prompt, sampling, self.now(), place=BODY.get().key))
+        self.core.put(Request(name, prompt, sampling, self.now(), place=call.body_key))
         while True:
             event = await events.get()
             if event.finish_reason is FinishReason.ERROR:
                 assert event.error_kind == "capacity"
                 sent.told_s = event.retry_after_s
-                self.queue.rejected(busy(event.error or "", "queue_full", 1), sent.told_s)
+                self.queue.rejected(call, busy(event.error or "", "queue_full", 1), sent.told_s)
                 return sent
             sent.first_s = sent.first_s or self.now()
             if event.finish_reason is not None:
@@ -217,7 +218,7 @@ def test_requests_of_a_burst_share_a_message() -> None:
         await below(server, 2.0)
         bodies = [b"%d" % i for i in range(1000)]
         await server.request(b"fills", (1,) * 50, 100)
-        server.queue.rejected(busy("full", "queue_full", 1), 1.0)
+        server.queue.rejected(Call(), busy("full", "queue_full", 1), 1.0)
         before, full = next(server.ids), server.num_full
         sent = await asyncio.gather(*(server.request(body, (1,) * 50, 100) for body in bodies))
         admitted = [each for each in sent if not each.told_s]
@@ -237,10 +238,10 @@ def test_an_engine_that_answers_nothing_is_not_waited_for() -> None:
             raise AssertionError
 
         queue = FullQueue(call, server.now)
-        queue.rejected(busy("full", "queue_full", 1), 1.0)
+        queue.rejected(Call(), busy("full", "queue_full", 1), 1.0)
         begin_s = server.now()
-        FullQueue.read([b"others"])
-        checks = [asyncio.create_task(queue.check()) for _ in range(queue.MOST_ASKED)]
+        others = FullQueue.read(Call(), [b"others"])
+        checks = [asyncio.create_task(queue.check(others)) for _ in range(queue.MOST_ASKED)]
         await asyncio.sleep(0.1)
         assert queue.refusal() is not None, "further ones are refused unread"
         await asyncio.gather(*checks)  # each goes to the engine in full, which knows its deadline

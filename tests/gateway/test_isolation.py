@@ -33,8 +33,8 @@ from quire.gateway.admin import admin_app
 from quire.gateway.app import create_gateway
 from quire.gateway.config_file import config_of
 from quire.gateway.state import GatewayState, make_state
+from quire.http.call import Call
 from quire.http.drain import UVICORN
-from quire.http.edge import enter_owner, kept_owner
 from quire.http.keys import ApiKey, KeyFile, create_key
 from quire.models.hub import quill_path
 
@@ -414,26 +414,14 @@ def test_a_batch_has_the_rights_of_its_key_and_no_more(tmp_path: Path) -> None:
                 done = await there.until(who, f"/v1/batches/{batch}", "status", ("completed",))
                 assert done["request_counts"]["failed"] == failed, who
 
-        kept: dict[str, Any] = {}
-
-        async def first() -> None:
-            enter_owner(
-                {
-                    "tenant": "lab",
-                    "cache_group": "+pool",
-                    "key": {"name": "small", "models": ["o*"], "weight": 2.0},
-                }
-            )
-            kept.update(json.loads(json.dumps(kept_owner())))
-
-        async def later() -> None:
-            enter_owner(kept)
-            assert kept_owner() == kept
-
-        await asyncio.create_task(first())
-        await asyncio.create_task(later())
-        enter_owner({})
-        assert kept["key"]["models"] == ["o*"]
+        rights = {"name": "small", "models": ["o*"], "weight": 2.0}
+        kept = json.loads(json.dumps({"tenant": "lab", "cache_group": "+pool", "key": rights}))
+        call = Call.of_kept(kept)
+        assert call.kept() == kept
+        assert call.key is not None
+        assert call.key.models == ("o*",)
+        assert (call.tenant, call.salt_group, call.weight, call.is_local) == ("lab", "+pool", 2.0, True)
+        assert Call.of_kept({}) == Call(is_local=True)
 
     asyncio.run(run())
 

@@ -28,7 +28,6 @@ from tests.gateway.live import (
 from quire.gateway.config import GatewayArgs
 from quire.gateway.ownership import Owner, Tenancy
 from quire.gateway.sealed import Sealing
-from quire.http.edge import TENANT
 from quire.http.keys import ApiKey, create_key, revoke_key
 
 VLLM = {"owned_by": "vllm"}
@@ -46,11 +45,7 @@ def make_keys(folder: Path, *tenants: str, group: str = "") -> dict[str, str]:
 
 def owner_of(folder: Path, tenant: str, **args: Any) -> Owner:
     """As a gateway that has just started sees the tenant."""
-    token = TENANT.set(tenant)
-    try:
-        return Tenancy(GatewayArgs(key_file=str(folder / "keys"), **args), lambda: 0.0).owner()
-    finally:
-        TENANT.reset(token)
+    return Tenancy(GatewayArgs(key_file=str(folder / "keys"), **args), lambda: 0.0).owner(tenant)
 
 
 def test_an_id_is_taken_from_its_tenant_alone(tmp_path: Path) -> None:

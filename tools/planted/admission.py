@@ -173,8 +173,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "equal-requests-share-a-place",
         "a request whose equal was told to come back is told the same time, and no place is held for it",
         "src/quire/api/full_queue.py",
-        "        refusal = await self._ask(body)\n",
-        "        refusal = self._refusal if dues else await self._ask(body)\n",
+        "        refusal = await self._ask(call)\n",
+        "        refusal = self._refusal if dues else await self._ask(call)\n",
         ("tests/faults/test_full_queue.py::test_equal_requests_get_a_place_each",),
     ),
 )

@@ -16,7 +16,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tenants-resume-after-effect",
         "another tenant's resume is refused once the stream that runs has ended",
         "src/quire/api/journal.py",
-        """        if await self._tenant(stream_id) != TENANT.get():
+        """        if await self._tenant(stream_id) != tenant:
             raise _not_found(stream_id)
         before = self._entries.get(stream_id)
         if before is not None and before.end_request is not None:
@@ -27,17 +27,17 @@ MUTANTS: tuple[Mutant, ...] = (
         if before is not None and before.end_request is not None:
             await before.end_request()
             await before.released.wait()
-        if await self._tenant(stream_id) != TENANT.get():
+        if await self._tenant(stream_id) != tenant:
             raise _not_found(stream_id)
 """,
         _JOURNAL,
     ),
     Mutant(
         "tenants-resume-by-anyone",
-        "a stream of an earlier server is resumed for any tenant",
+        "a stream of an earlier server belongs to clients without a tenant",
         "src/quire/api/journal.py",
         "        return found[0] if found else None\n",
-        "        return TENANT.get() if found else None\n",
+        '        return "" if found else None\n',
         _JOURNAL,
     ),
     Mutant(
@@ -144,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tenants-salt-without-tenant",
         "the salt of a request does not depend on its tenant",
         "src/quire/gateway/salts.py",
-        "{CACHE_GROUP.get() or TENANT.get()}",
+        "{call.salt_group}",
         "",
         _SALTS,
     ),
@@ -152,8 +152,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "tenants-group-ignored",
         "the gateway gives the tenants of one cache group different salts",
         "src/quire/gateway/salts.py",
-        "{CACHE_GROUP.get() or TENANT.get()}",
-        "{TENANT.get()}",
+        "{call.salt_group}",
+        "{call.tenant}",
         _SALTS,
     ),
     Mutant(
@@ -184,15 +184,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "tenants-running-response-read",
         "a key without a tenant reads all background responses that run",
         "src/quire/api/responses.py",
-        "if request.job.owner == TENANT.get() else None",
-        "if request.job.owner == TENANT.get() or not TENANT.get() else None",
+        "if request.job.owner == call.tenant else None",
+        "if request.job.owner == call.tenant or not call.tenant else None",
         ("tests/api/test_api_tenants.py",),
     ),
     Mutant(
         "tenants-item-of-another",
         "a reference to an item finds those of all tenants",
         "src/quire/api/state.py",
-        "if tenant == TENANT.get() and item_id.encode() in stored.response:",
+        "if owner == tenant and item_id.encode() in stored.response:",
         "if item_id.encode() in stored.response:",
         _TABLE,
     ),
@@ -200,7 +200,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tenants-file-of-another",
         "a file is found by its id alone",
         "src/quire/jobs/files.py",
-        """if value.pop("tenant", "") != TENANT.get():""",
+        """if value.pop("tenant", "") != tenant:""",
         """if value.pop("tenant", "") is None:""",
         ("tests/api/test_api_tenants.py",),
     ),
@@ -208,16 +208,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "tenants-batch-without-tenant",
         "the requests of a batch run without its tenant after a restart",
         "src/quire/jobs/runner.py",
-        "        enter_owner(batch)\n",
-        "",
+        "replace(Call.of_kept(batch), request_id",
+        "replace(Call(is_local=True), request_id",
         ("tests/gateway/test_isolation.py::test_a_batch_after_a_restart_is_still_its_tenants",),
     ),
     Mutant(
         "tenants-batch-without-key",
         "the requests of a batch may use models that its key may not",
-        "src/quire/http/edge.py",
-        "                scope[_API_KEY] = key\n",
-        "                scope.setdefault(_OWN_KEY, True)\n",
+        "src/quire/http/call.py",
+        'replace(call, key=key, weight=rights["weight"])',
+        'replace(call, weight=rights["weight"])',
         _BATCH,
     ),
 )

@@ -26,7 +26,7 @@ from quire.api.state import ApiState
 from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.http.body import named_event
-from quire.http.edge import TENANT
+from quire.http.call import Call
 from quire.http.refusals import ANTHROPIC_ROOT, Refusal
 from quire.http.wire import parse
 from quire.request import FinishReason, SamplingParams
@@ -39,7 +39,7 @@ _DELTAS = {
 }
 
 
-async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def messages_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of a message and render its prompt.
 
     Raises:
@@ -65,15 +65,15 @@ async def messages_job(state: ApiState, body: Any, ignored: list[str] | None) ->
     def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:
         return MessageAnswer(head, plan, streamed=request.stream)
 
-    tenant = TENANT.get() or metadata.user_id
-    if metadata.user_id and ignored is not None and not state.reads_tenants:
+    tenant = call.tenant or metadata.user_id
+    if metadata.user_id and ignored is not None and not state.reads_tenants(call):
         ignored.append("metadata.user_id")
     return await conversation_job(
-        state, request, conversation, sampling, "msg_", answer, ignored, tenant=tenant
+        state, call, request, conversation, sampling, "msg_", answer, ignored, tenant=tenant
     )
 
 
-async def count_tokens(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, int]:
+async def count_tokens(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> dict[str, int]:
     """Return ``{input_tokens}``: the length of the prompt that the same fields make in ``/v1/messages``.
 
     Raises:

@@ -42,13 +42,14 @@ from quire.api.state import ApiState
 from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError, clip
+from quire.http.call import Call
 from quire.http.wire import not_allowed, parse
 from quire.request import FinishReason, SamplingParams, TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
 
 
-async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def chat_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of a chat completion and render its prompt.
 
     Raises:
@@ -78,7 +79,7 @@ async def chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job
         return ChoicesAnswer(head, choices, options, sampling.n)
 
     conversation = await off_loop(len(request.messages), chat_conversation, request, ignored, request)
-    return await conversation_job(state, request, conversation, sampling, "chatcmpl-", answer, ignored)
+    return await conversation_job(state, call, request, conversation, sampling, "chatcmpl-", answer, ignored)
 
 
 def chat_conversation(

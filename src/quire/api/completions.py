@@ -22,6 +22,7 @@ from quire.api.protocol import (
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError
+from quire.http.call import Call
 from quire.http.wire import not_allowed, parse
 from quire.request import SamplingParams
 from quire.text.infill import infill_of, lead_of
@@ -30,14 +31,14 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _encode = msgspec.json.Encoder().encode
 
 
-async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def completion_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of a text completion.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
     request = parse(CompletionRequest, body, ignored=ignored)
-    head = new_head(state, "cmpl-", request.model)
+    head = new_head(state, call, "cmpl-", request.model)
     options = stream_options(request, ignored)
     prompts = await parse_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens)
     sampling = sampling_params(
@@ -70,7 +71,7 @@ async def completion_job(state: ApiState, body: Any, ignored: list[str] | None) 
         ChoicesAnswer(head, choices, options, sampling.n),
         continues=True,
         echo=request.echo,
-        **common_fields(request, ignored),
+        **common_fields(request, call, ignored),
     )
 
 

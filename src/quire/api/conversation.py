@@ -19,6 +19,7 @@ from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
 from quire.engine.prompts import RenderedChat
 from quire.errors import RequestError, clip
+from quire.http.call import Call
 from quire.request import SamplingParams, ThinkingBudget
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.output.call_grammar import after_reasoning, calls_in_text, form_of, required_calls
@@ -101,6 +102,7 @@ class Conversation:
 
 async def conversation_job(
     state: ApiState,
+    call: Call,
     request: RequestFields,
     conversation: Conversation,
     sampling: SamplingParams,
@@ -114,8 +116,8 @@ async def conversation_job(
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    head = new_head(state, id_prefix, request.model)
-    fields = common_fields(request, ignored) | fields
+    head = new_head(state, call, id_prefix, request.model)
+    fields = common_fields(request, call, ignored) | fields
     text, prompt = await conversation.prompt(state, within_context=fields["truncate_to"] is None)
     use = conversation.tools
     plan = conversation.output_plan(state, text, hide_special=sampling.skip_special_tokens)

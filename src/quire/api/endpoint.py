@@ -18,13 +18,11 @@ from quire.api.job import Job
 from quire.api.journal import Entry, event_of
 from quire.api.journal_file import Head
 from quire.api.piece_blocks import telling_blocks
-from quire.api.relayed import MAX_DELIVERED_BYTES, RELAYED, Relayed, enter, resumes
+from quire.api.relayed import MAX_DELIVERED_BYTES, Relayed, read_relayed, resumes
 from quire.api.state import ApiState
 from quire.errors import NotFoundError, QuireError, RequestError
-from quire.http.account import account_of
 from quire.http.body import Disconnected, decode_body, header, read_pieces, send_json
-from quire.http.client import BACKGROUND_KEY, PRIORITY_KEY
-from quire.http.edge import TENANT, adopt_request_id, request_id_of
+from quire.http.call import AnswerName, Call, adopt_request_id, call_of, put_call
 from quire.http.held_bytes import release_body
 from quire.http.refusals import Refusal, refusal_of
 from quire.http.wire import Ignored
@@ -36,10 +34,10 @@ JOURNALED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/res
 SEED_BITS = 53
 log = Log("api")
 
-# (state, body, what collects ignored fields and judges unknown names) → job
-Prepare = Callable[[ApiState, Any, list[str] | None], Awaitable[Job]]
+# (state, call, body, what collects ignored fields and judges unknown names) → job
+Prepare = Callable[[ApiState, Call, Any, list[str] | None], Awaitable[Job]]
 # The same → the JSON value of the answer.
-Compute = Callable[[ApiState, Any, list[str] | None], Awaitable[Any]]
+Compute = Callable[[ApiState, Call, Any, list[str] | None], Awaitable[Any]]
 
 
 class PostEndpoint:
@@ -107,7 +105,7 @@ class PostEndpoint:
 
     async def _refuse(self, error: Exception, scope: Scope, send: Send) -> int:
         refusal = refusal_of(error, retry_after_s=self._state.settings.retry_after_s)
-        request_id = request_id_of(scope)
+        request_id = call_of(scope).request_id
         if not isinstance(error, QuireError):
             log.exception("request_crashed", request_id=request_id, path=self._path)
         elif refusal.status >= 500 and refusal.code != "queue_full":  # which `FullQueue` logs once
@@ -127,7 +125,7 @@ class JsonEndpoint(PostEndpoint):
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         ignored = self._ignored()
-        answer = msgspec.json.encode(await self._compute(self._state, body, ignored))
+        answer = msgspec.json.encode(await self._compute(self._state, call_of(scope), body, ignored))
         client.release()
         await send_json(send, 200, answer, self._ignored_header(ignored))
 
@@ -143,18 +141,18 @@ class GenerateEndpoint(PostEndpoint):
         return self._state.full_queue.refusal() if self._may_wait(scope) else None
 
     async def _admit(self, scope: Scope, pieces: list[bytes]) -> None:
-        self._state.full_queue.read(pieces)
+        call = put_call(scope, self._state.full_queue.read(call_of(scope), pieces))
         resumed = self._state.journal is not None and header(scope, b"last-event-id") is not None
         if self._may_wait(scope) and not resumed:
-            await self._state.full_queue.check()
+            await self._state.full_queue.check(call)
 
     def _may_wait(self, scope: Scope) -> bool:
-        return PRIORITY_KEY not in scope and not resumes(scope, self._state.settings.gateway_key)
+        return not call_of(scope).is_local and not resumes(scope, self._state.settings.gateway_key)
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         journal, given = self._state.journal, header(scope, b"last-event-id")
         if journal is not None and given is not None:
-            entry = await journal.resume(*event_of(given))
+            entry = await journal.resume(call_of(scope).tenant, *event_of(given))
             try:
                 if (
                     entry.head is None
@@ -166,21 +164,28 @@ class GenerateEndpoint(PostEndpoint):
                         f"/v1/streams/{entry.stream_id} resumes it without a body.",
                         code="another_request",
                     )
-                await self.generate(body, arrival_s, scope, client, send, entry)
+                await self.resume(entry, body, arrival_s, scope, client, send)
             finally:
                 await journal.release(entry)
             return
-        body = enter(scope, body, self._state.settings.gateway_key)
-        if journal is not None and RELAYED.get() is None and self._path in JOURNALED and _is_streamed(body):
+        relayed, body = read_relayed(call_of(scope), scope, body, self._state.settings.gateway_key)
+        if journal is not None and relayed is None and self._path in JOURNALED and _is_streamed(body):
             state = self._state
-            RELAYED.set(
-                Relayed(state.new_id(), int(state.unix_time()), secrets.randbits(SEED_BITS), by_gateway=False)
-            )
-        await self.generate(body, arrival_s, scope, client, send)
+            answer = AnswerName(state.new_id(), int(state.unix_time()), secrets.randbits(SEED_BITS))
+            relayed = Relayed(answer, by_gateway=False)
+        await self._generate(body, relayed, arrival_s, scope, client, send)
 
-    async def generate(
+    async def resume(
+        self, entry: Entry, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send
+    ) -> None:
+        """Answer with the rest of a stream of the journal. ``body``: of the request that began it."""
+        relayed = entry.relayed(self._state.unix_time())
+        await self._generate(body, relayed, arrival_s, scope, client, send, entry)
+
+    async def _generate(
         self,
         body: Any,
+        relayed: Relayed | None,
         arrival_s: float,
         scope: Scope,
         client: Client,
@@ -188,25 +193,23 @@ class GenerateEndpoint(PostEndpoint):
         entry: Entry | None = None,
     ) -> None:
         """Answer a request. ``entry``: the stream that it resumes."""
-        state, ignored = self._state, self._ignored()
-        if entry is not None:
-            RELAYED.set(entry.relayed(state.unix_time()))
-        job = await self._prepare(state, body, ignored)
-        ignored += state.unread(body)
+        state, ignored, call = self._state, self._ignored(), call_of(scope)
+        if relayed is not None:
+            call = replace(call, answer=relayed.answer)
+        job = replace(await self._prepare(state, call, body, ignored), relayed=relayed)
+        ignored += state.unread(body, call)
         model = job.answer.head.model
-        if job.relayed is not None:
-            job.relayed.check(self._state.continuable_with(model), len(job.prompts) * job.sampling.n)
-        adopt_request_id(scope, job.client_request_id)
-        if scope.get(PRIORITY_KEY) is not None:
-            job = replace(job, priority=scope[PRIORITY_KEY])
+        if relayed is not None:
+            relayed.check(self._state.continuable_with(model), len(job.prompts) * job.sampling.n)
+        call = adopt_request_id(scope, job.client_request_id)
         trace = trace_headers(scope["headers"]) if self._state.tracer is not None else {}
-        begun = await self._begun(job, client) if entry is None else None
-        generation = Generation(state, job, arrival_s, request_id_of(scope), trace, entry or begun)
-        if job.in_background and BACKGROUND_KEY not in scope:
+        begun = await self._begun(job, call, client) if entry is None else None
+        generation = Generation(state, job, arrival_s, call, trace, entry or begun)
+        if job.in_background and not call.runs_in_background:
             raise RequestError("background = true is not supported by this server.", param="background")
-        ids = frozenset((job.answer.head.id, request_id_of(scope)))
+        ids = frozenset((job.answer.head.id, call.request_id))
         send = telling_blocks(send, scope, self._state, body, job, generation.streams)
-        send = telling_cost(send, account_of(scope), generation.streams.cost)
+        send = telling_cost(send, call.account, generation.streams.cost)
         try:
             with self._state.running.entered(ids, generation):
                 await self._answer(generation, ignored, client, send)
@@ -215,22 +218,22 @@ class GenerateEndpoint(PostEndpoint):
                 await state.journal.release(begun)
             seconds, tokens = self._state.now() - arrival_s, generation.usage.counts
             cost = generation.streams.cost()
-            self._state.finished.put(account_of(scope), model, self._path, tokens, seconds, cost)
+            self._state.finished.put(call.account, model, self._path, tokens, seconds, cost)
         if log.debugging:
             names = dict(zip(("prompt_tokens", "cached_tokens", "output_tokens"), tokens, strict=True))
-            request_id = request_id_of(scope)
-            log.debug("request_done", request_id=request_id, id=job.answer.head.id, seconds=seconds, **names)
+            log.debug(
+                "request_done", request_id=call.request_id, id=job.answer.head.id, seconds=seconds, **names
+            )
 
-    async def _begun(self, job: Job, client: Client) -> Entry | None:
+    async def _begun(self, job: Job, call: Call, client: Client) -> Entry | None:
         """Return the new entry of the journal for a stream; None if it is not written there."""
         state, relayed, pieces = self._state, job.relayed, client.pieces
         client.pieces = []
         if state.journal is None or relayed is None or relayed.by_gateway or not job.is_continuable:
             return None
-        answer = f"{relayed.answer_id} {relayed.created} {relayed.seed}"
         fingerprint = state.continuable_with(job.answer.head.model)
         num_bytes = sum(map(len, pieces))
-        head = Head(self._path, TENANT.get(), answer, fingerprint, state.unix_time(), num_bytes)
+        head = Head(self._path, call.tenant, str(relayed.answer), fingerprint, state.unix_time(), num_bytes)
         return await state.journal.begin(job.answer.head.id, head, pieces)
 
     async def _is_body(self, entry: Entry, body: Any) -> bool:
@@ -309,11 +312,12 @@ class StreamEndpoint(PostEndpoint):
             raise NotFoundError(
                 "This server keeps no streams: start it with --journal DIR.", code="no_journal"
             )
-        entry = await journal.resume(*event_of(header(scope, b"last-event-id") or b"0", stream_id))
+        event = event_of(header(scope, b"last-event-id") or b"0", stream_id)
+        entry = await journal.resume(call_of(scope).tenant, *event)
         try:
             assert entry.head is not None
             endpoint = self._endpoints[entry.head.path]
             body = await endpoint._decode([entry.body])
-            await endpoint.generate(body, arrival_s, scope, client, send, entry)
+            await endpoint.resume(entry, body, arrival_s, scope, client, send)
         finally:
             await journal.release(entry)

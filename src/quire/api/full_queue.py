@@ -17,12 +17,11 @@ import asyncio
 import math
 from bisect import insort
 from collections.abc import Awaitable, Callable, Sequence
-from contextvars import ContextVar
-from typing import NamedTuple
+from dataclasses import replace
 
-from quire.engine.messages import AskPlaces, Call, Reply
+from quire.engine.messages import AskPlaces, CoreCall, Reply
 from quire.errors import QuireError
-from quire.http.edge import TENANT
+from quire.http.call import Call
 from quire.http.refusals import HttpError, Refusal, busy
 from quire.metrics.log import Log
 
@@ -31,17 +30,6 @@ _MAX_TOLD = 16_384
 _EARLY_S, _GRACE_S = 0.25, 2.0  # around the time told, as the engine has them
 _WEIGHT = 1 / 32  # of the newest request in the mean of bytes per token
 log = Log("api")
-
-
-class Body(NamedTuple):
-    """What a request is known by, before it is parsed and when it comes again."""
-
-    key: int = 0
-    num_bytes: int = 0
-
-
-UNREAD = Body()
-BODY: ContextVar[Body] = ContextVar("quire.body", default=UNREAD)  # of the request that a task serves
 
 
 class FullQueue:
@@ -53,7 +41,7 @@ class FullQueue:
     MOST_ASKED = 1024
 
     def __init__(
-        self, call: Callable[[Callable[[str], Call]], Awaitable[Reply]], now: Callable[[], float]
+        self, call: Callable[[Callable[[str], CoreCall]], Awaitable[Reply]], now: Callable[[], float]
     ) -> None:
         """``call``: as `Frontend.call`."""
         self._call = call
@@ -61,49 +49,49 @@ class FullQueue:
         self._until_s = -math.inf
         self._refusal: Refusal | None = None  # the latest
         self._told: dict[int, list[float]] = {}  # body → when clients with it are to come back, ascending
-        self._asking: list[tuple[Body, asyncio.Future[Refusal | None]]] = []  # the next message
+        self._asking: list[tuple[Call, asyncio.Future[Refusal | None]]] = []  # the next message
         self._messages: set[asyncio.Task[None]] = set()
         self._num_asked = 0  # without an answer
         self._token_bytes = 5.0  # of a body
 
-    def rejected(self, refusal: Refusal, after_s: float = 0.0) -> None:
-        """The engine has no room for the task's request, which gets ``refusal`` and may come ``after_s`` later."""
-        self._note(BODY.get().key, refusal, after_s)
+    def rejected(self, call: Call, refusal: Refusal, after_s: float = 0.0) -> None:
+        """The engine has no room for a request, which gets ``refusal`` and may come ``after_s`` later."""
+        self._note(call.body_key, refusal, after_s)
 
     def refusal(self) -> Refusal | None:
         """Return the answer to a new request if it is refused unread."""
         return self._refusal if self._num_asked >= self.MOST_ASKED else None
 
     @staticmethod
-    def read(pieces: Sequence[bytes]) -> None:
-        """The body of the task's request was read."""
+    def read(call: Call, pieces: Sequence[bytes]) -> Call:
+        """Return the call of a request whose body was read."""
         num_bytes = sum(map(len, pieces))
-        key = hash((pieces[0][:_KEY_BYTES] if pieces else b"", num_bytes, TENANT.get()))
-        BODY.set(Body(key % 2**62 or 1, num_bytes))
+        key = hash((pieces[0][:_KEY_BYTES] if pieces else b"", num_bytes, call.tenant))
+        return replace(call, body_key=key % 2**62 or 1, num_body_bytes=num_bytes)
 
-    def tokenized(self, num_tokens: int) -> None:
-        """The task's request has so many tokens."""
-        num_bytes = BODY.get().num_bytes
+    def tokenized(self, call: Call, num_tokens: int) -> None:
+        """A request has so many tokens."""
+        num_bytes = call.num_body_bytes
         if num_bytes and num_tokens:
             self._token_bytes += (num_bytes / num_tokens - self._token_bytes) * _WEIGHT
 
-    async def check(self) -> None:
-        """Return where the task's request goes to the engine in full.
+    async def check(self, call: Call) -> None:
+        """Return where a request whose body was read goes to the engine in full.
 
         Raises:
             HttpError: the engine has no room for it.
         """
-        now_s, body = self._now(), BODY.get()
+        now_s = self._now()
         if now_s >= self._until_s:
             return
-        dues = self._told.get(body.key, [])
+        dues = self._told.get(call.body_key, [])
         while dues and dues[0] + _GRACE_S < now_s:
             del dues[0]
         if dues and now_s >= dues[0] - _EARLY_S:
             del dues[0]
             return
         # One that comes earlier may as well be a new request with an equal body: it gets a place and a time of its own.
-        refusal = await self._ask(body)
+        refusal = await self._ask(call)
         if refusal is not None:
             raise HttpError(refusal)
 
@@ -118,12 +106,12 @@ class FullQueue:
         if len(self._told) < _MAX_TOLD and len(dues := self._told.setdefault(key, [])) < _MAX_TOLD:
             insort(dues, now_s + after_s)
 
-    def _ask(self, body: Body) -> asyncio.Future[Refusal | None]:
+    def _ask(self, call: Call) -> asyncio.Future[Refusal | None]:
         loop = asyncio.get_running_loop()
         if not self._asking:
             loop.call_later(self.BATCH_S, self._send)
         future: asyncio.Future[Refusal | None] = loop.create_future()
-        self._asking.append((body, future))
+        self._asking.append((call, future))
         self._num_asked += 1
         return future
 
@@ -133,9 +121,11 @@ class FullQueue:
         self._messages.add(task)
         task.add_done_callback(self._messages.discard)
 
-    async def _answer(self, asking: list[tuple[Body, asyncio.Future[Refusal | None]]]) -> None:
+    async def _answer(self, asking: list[tuple[Call, asyncio.Future[Refusal | None]]]) -> None:
         """Ask the engine for places, and hand out its answers."""
-        asked = tuple((body.key, math.ceil(body.num_bytes / self._token_bytes)) for body, _ in asking)
+        asked = tuple(
+            (each.body_key, math.ceil(each.num_body_bytes / self._token_bytes)) for each, _ in asking
+        )
         waits_s, why = [0.0] * len(asking), ""
         try:
             async with asyncio.timeout(self.ANSWER_S):
@@ -146,13 +136,13 @@ class FullQueue:
         finally:
             self._num_asked -= len(asking)
             made: dict[int, Refusal] = {}
-            for (body, future), wait_s in zip(asking, waits_s, strict=True):
+            for (call, future), wait_s in zip(asking, waits_s, strict=True):
                 after_s, refusal = math.ceil(wait_s), None
                 if after_s:
                     refusal = made.get(after_s)
                     if refusal is None:
                         text = f"{why} Try again in {after_s} s."
                         refusal = made[after_s] = busy(text, "queue_full", after_s)
-                    self._note(body.key, refusal, after_s)
+                    self._note(call.body_key, refusal, after_s)
                 if not future.done():
                     future.set_result(refusal)

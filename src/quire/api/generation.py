@@ -20,6 +20,7 @@ from quire.engine.output import OutputChunk, merge
 from quire.engine.results import choose_best
 from quire.errors import QuireError
 from quire.http.body import STREAM_HEADERS, Headers, send_json
+from quire.http.call import Call
 from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.metrics.log import Log
 from quire.request import FinishReason
@@ -40,11 +41,11 @@ class Generation:
         state: ApiState,
         job: Job,
         arrival_s: float,
-        request_id: str,
+        call: Call,
         trace: Mapping[str, str],
         entry: Entry | None = None,
     ) -> None:
-        """``request_id``: the id for client and log; ``trace``: the headers that name the client's span.
+        """``trace``: the headers that name the client's span.
 
         ``entry``: of the journal, for a stream that is written there.
         """
@@ -52,8 +53,8 @@ class Generation:
         self.disconnected = False
         self._state = state
         self._arrival_s = arrival_s
-        self._request_id = request_id
-        self.streams = PromptStreams(state, job, arrival_s, request_id, trace)
+        self._call = call
+        self.streams = PromptStreams(state, job, arrival_s, call, trace)
         self._begun = False  # the first bytes of a stream were sent
         self._ended = False  # the last bytes were sent
         self._cancelled = ""  # the error's code
@@ -121,7 +122,7 @@ class Generation:
         """Return the line of ``GET /requests``."""
         return {
             "id": self.job.answer.head.id,
-            "request_id": self._request_id,
+            "request_id": self._call.request_id,
             "model": self.job.answer.head.model,
             "seconds": round(now_s - self._arrival_s, 3),
             "num_choices": len(self.job.prompts) * self.job.sampling.n,
@@ -142,7 +143,7 @@ class Generation:
             after_s = max(self._state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
             refusal = refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s)
             if chunk.error_kind == "capacity":
-                self._state.full_queue.rejected(refusal, after_s)
+                self._state.full_queue.rejected(self._call, refusal, after_s)
             raise HttpError(refusal)
         if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
             raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))

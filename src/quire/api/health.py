@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from quire.api.state import ApiState
 from quire.http.body import json_response
-from quire.http.edge import key_of
+from quire.http.call import call_of
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -184,7 +184,7 @@ class About:
 
         A key of the key file sees those of its tenant, unless it is an operator's.
         """
-        key = key_of(request.scope)
+        key = call_of(request.scope).key
         owner = None if key is None or key.admin else key.tenant
         running = self._state.running.describe(self._state.now(), owner)
         return json_response([self._slot(i, one) for i, one in enumerate(running)] or [self._slot(0, None)])

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from quire.api.protocol import RequestFields, SampledFields, deadline_of
-from quire.api.relayed import RELAYED, Relayed
+from quire.api.relayed import Relayed
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.http.edge import CACHE_GROUP, TENANT
+from quire.http.call import Call
 from quire.http.refusals import Refusal
 from quire.request import Deadline, Pooling, SamplingParams
 
@@ -79,16 +79,16 @@ class Head:
         }
 
 
-def new_head(state: ApiState, prefix: str, model: str | None) -> Head:
-    """Return the head of an answer under a new id, or its gateway's. ``model``: the name that the request gives.
+def new_head(state: ApiState, call: Call, prefix: str, model: str | None) -> Head:
+    """Return the head of an answer under a new id, or the one it has. ``model``: the name that the request gives.
 
     Raises:
         NotFoundError: the model is not served.
     """
-    info, relayed = state.frontend.info, RELAYED.get()
+    info, named = state.frontend.info, call.answer
     return Head(
-        id=prefix + (state.new_id() if relayed is None else relayed.answer_id),
-        created=int(state.unix_time()) if relayed is None else relayed.created,
+        id=prefix + (state.new_id() if named is None else named.id),
+        created=int(state.unix_time()) if named is None else named.created,
         model=state.check_model(model),
         fingerprint=state.settings.system_fingerprint,
         determinism=info.determinism if info is not None else state.model.determinism,
@@ -163,21 +163,19 @@ class Job:
         return self.pooling is not None or self.sampling.max_tokens == 0
 
 
-def common_fields(request: RequestFields, ignored: list[str] | None) -> dict[str, Any]:
+def common_fields(request: RequestFields, call: Call, ignored: list[str] | None) -> dict[str, Any]:
     """Return the fields of a `Job` that every endpoint takes from its request.
 
     Raises:
         RequestError: a deadline that is wrong.
     """
-    tenant = TENANT.get()
     given: dict[str, Any] = {
-        "priority": request.priority,
-        "cache_salt": cache_salt(CACHE_GROUP.get() or tenant, request.cache_salt),
+        "priority": request.priority if call.priority is None else call.priority,
+        "cache_salt": cache_salt(call.salt_group, request.cache_salt),
         "client_request_id": request.request_id or getattr(request, "rid", None),
-        "tenant": tenant or getattr(request, "user", ""),
-        "owner": tenant,
+        "tenant": call.tenant or getattr(request, "user", ""),
+        "owner": call.tenant,
         "truncate_to": getattr(request, "truncate_prompt_tokens", None),
-        "relayed": RELAYED.get(),
     }
     if isinstance(request, SampledFields):
         given |= {"deadline": deadline_of(request.deadline_ms, ignored), "timing": request.timing}

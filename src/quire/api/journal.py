@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from quire.api.journal_file import End, Head, StreamFile, WritingThread, encode
-from quire.api.relayed import Delivered, Relayed, answer_of
+from quire.api.relayed import Delivered, Relayed
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
-from quire.http.edge import TENANT
+from quire.http.call import AnswerName
 from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
 from quire.private import private_folder
@@ -56,8 +56,8 @@ class Entry:
         """Return what resumes the stream."""
         assert self.head is not None
         elapsed_s = max(0.0, unix_time - self.head.arrived_unix)
-        answer = answer_of(self.head.answer)
-        return Relayed(*answer, self.delivered, self.head.fingerprint, elapsed_s, by_gateway=False)
+        answer = AnswerName.read(self.head.answer)
+        return Relayed(answer, self.delivered, self.head.fingerprint, elapsed_s, by_gateway=False)
 
     def numbered(self, events: bytes) -> bytes:
         """Return the events that the client has not seen, each with its id."""
@@ -135,8 +135,8 @@ class Journal:
             self._is_full = False
             log.info("journal_goes_on")
 
-    async def resume(self, stream_id: str, num_seen: int) -> Entry:
-        """Return the stream as its file has it, to go on behind event ``num_seen``. A request that writes it ends.
+    async def resume(self, tenant: str, stream_id: str, num_seen: int) -> Entry:
+        """Return a tenant's stream as its file has it, to go on behind event ``num_seen``. What writes it ends.
 
         Another tenant's id is answered before anything is touched, and as one that does not exist.
 
@@ -145,7 +145,7 @@ class Journal:
             RequestError: it has less than ``num_seen`` events.
             HttpError: the disk was full (507), or another server has it (409).
         """
-        if await self._tenant(stream_id) != TENANT.get():
+        if await self._tenant(stream_id) != tenant:
             raise _not_found(stream_id)
         before = self._entries.get(stream_id)
         if before is not None and before.end_request is not None:
@@ -155,7 +155,7 @@ class Journal:
             text = f"The stream {clip(stream_id)} cannot be resumed: the server's disk was full, and a part is missing."
             raise HttpError(Refusal(507, text, code="journal_full"))
         entry = Entry(self, self._folder, stream_id, num_seen)
-        entry.tenant = TENANT.get()
+        entry.tenant = tenant
         if await self._read(entry):
             text = f"The stream {clip(stream_id)} goes to another connection, or runs in an older server: try again."
             raise HttpError(Refusal(409, text, code="stream_runs"))

@@ -26,7 +26,7 @@ from starlette.responses import Response, StreamingResponse
 from quire.api.state import ApiState
 from quire.engine.messages import TakeLive
 from quire.errors import QuireError
-from quire.http.edge import key_of
+from quire.http.call import call_of
 from quire.http.memory import family_bytes
 from quire.http.refusals import HttpError, Refusal
 
@@ -58,7 +58,7 @@ class LiveFeed:
         Raises:
             HttpError: 403, for a key of one of several tenants.
         """
-        key, file = key_of(request.scope), self._state.settings.key_file
+        key, file = call_of(request.scope).key, self._state.settings.key_file
         if key is not None and not key.admin and file is not None and len(file.table().groups) > 1:
             text = f"{LIVE_PATH} shows the requests of all tenants: it takes a key of --api-key or with scope=admin."
             raise HttpError(Refusal(403, text, code="forbidden"))

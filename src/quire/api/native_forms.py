@@ -18,6 +18,7 @@ from quire.api.parts import TokenNames
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.errors import RequestError
+from quire.http.call import Call
 from quire.http.refusals import Refusal
 from quire.http.wire import not_allowed
 from quire.request import FinishReason
@@ -29,22 +30,22 @@ _TGI_MAX_TOKENS = 100  # TGI's default
 _TGI_SAMPLES = ("temperature", "top_k", "top_p", "typical_p")
 
 
-async def llama_completion_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def llama_completion_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Return the job of ``/completion``: llama.cpp's names are those of ``/v1/completions`` here, without a limit."""
     if not isinstance(body, dict):
-        return await completion_job(state, body, ignored)
+        return await completion_job(state, call, body, ignored)
     limit = {} if any(body.get(name) is not None for name in _LIMITS) else {"max_tokens": -1}
-    job = _single(await completion_job(state, {**body, **limit}, ignored), "prompt")
+    job = _single(await completion_job(state, call, {**body, **limit}, ignored), "prompt")
     return replace(job, timing=True, answer=LlamaAnswer(job.answer, str(body.get("prompt", ""))))
 
 
-async def llama_infill_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def llama_infill_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Return the job of ``/infill``: the text between ``input_prefix`` and ``input_suffix``.
 
     ``prompt`` is the beginning of the line at the cursor, and ``input_extra`` has other files, which come first.
     """
     if not isinstance(body, dict):
-        return await completion_job(state, body, ignored)
+        return await completion_job(state, call, body, ignored)
     rest = dict(body)
     texts = {name: rest.pop(name, None) or "" for name in ("input_prefix", "input_suffix", "prompt")}
     for name, text in texts.items():
@@ -56,23 +57,25 @@ async def llama_infill_job(state: ApiState, body: Any, ignored: list[str] | None
     before = "".join(f"{each.get('filename', '')}\n{each.get('text', '')}\n" for each in extra)
     prompt = before + texts["input_prefix"] + texts["prompt"]
     return await llama_completion_job(
-        state, {**rest, "prompt": prompt, "suffix": texts["input_suffix"] or "\n"}, ignored
+        state, call, {**rest, "prompt": prompt, "suffix": texts["input_suffix"] or "\n"}, ignored
     )
 
 
-async def tgi_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def tgi_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Return the job of ``/generate``, and of ``/generate_stream`` (`tgi_stream_job`)."""
-    return await _tgi_job(state, body, ignored, streamed=False)
+    return await _tgi_job(state, call, body, ignored, streamed=False)
 
 
-async def tgi_stream_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def tgi_stream_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Return the job of ``/generate_stream``: as ``/generate``, in events."""
-    return await _tgi_job(state, body, ignored, streamed=True)
+    return await _tgi_job(state, call, body, ignored, streamed=True)
 
 
-async def _tgi_job(state: ApiState, body: Any, ignored: list[str] | None, *, streamed: bool) -> Job:
+async def _tgi_job(
+    state: ApiState, call: Call, body: Any, ignored: list[str] | None, *, streamed: bool
+) -> Job:
     if not isinstance(body, dict):
-        return await completion_job(state, body, ignored)
+        return await completion_job(state, call, body, ignored)
     given = body.get("parameters") or {}
     if not isinstance(given, dict):
         raise not_allowed("parameters", given, "an object", "invalid_type")
@@ -97,7 +100,7 @@ async def _tgi_job(state: ApiState, body: Any, ignored: list[str] | None, *, str
     rest = {name: value for name, value in body.items() if name not in ("inputs", "parameters", "stream")}
     # The body's own fields win: a gateway writes model and cache_salt there.
     made = {**fields, **rest, "prompt": body["inputs"], "logprobs": 0, "stream": streamed}
-    job = _single(await completion_job(state, made, ignored), "inputs")
+    job = _single(await completion_job(state, call, made, ignored), "inputs")
     names = TokenNames(state.frontend.tokenizer, as_ids=False)
     answer = TgiAnswer(
         job.answer, names, prefix=body["inputs"] if full_text else "", details=details, seed=given.get("seed")

@@ -33,6 +33,7 @@ from quire.engine.output import OutputChunk
 from quire.engine.pooling import NOTHING_SAMPLED, embedding
 from quire.errors import CapacityError
 from quire.http.body import send_json
+from quire.http.call import Call
 from quire.http.refusals import OLLAMA_ROOT, Refusal
 from quire.http.wire import Boolean, Integer, Text, parse
 from quire.request import FinishReason, Pooling, SamplingParams
@@ -54,7 +55,7 @@ class EmbeddingsRequest(RequestFields):
     prompt: Text = ""
 
 
-async def ollama_chat_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def ollama_chat_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of a chat and render its prompt.
 
     Raises:
@@ -66,10 +67,12 @@ async def ollama_chat_job(state: ApiState, body: Any, ignored: list[str] | None)
     conversation = await off_loop(len(request.messages or ()), chat_conversation, request, ignored)
     answer = partial(_answer, state, request)
     fields = _fields(request, ignored)
-    return await conversation_job(state, request, conversation, sampling, "chat-", answer, ignored, **fields)
+    return await conversation_job(
+        state, call, request, conversation, sampling, "chat-", answer, ignored, **fields
+    )
 
 
-async def ollama_generate_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def ollama_generate_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of a text, and render its prompt unless it is ``raw`` or the model has no template.
 
     Raises:
@@ -82,7 +85,7 @@ async def ollama_generate_job(state: ApiState, body: Any, ignored: list[str] | N
     if not (request.raw or request.suffix) and state.frontend.chat_template.names:
         answer = partial(_answer, state, request)
         job = await conversation_job(
-            state, request, text_conversation(request), sampling, "gen-", answer, ignored, **fields
+            state, call, request, text_conversation(request), sampling, "gen-", answer, ignored, **fields
         )
         prompts = job.prompts
     else:
@@ -91,8 +94,10 @@ async def ollama_generate_job(state: ApiState, body: Any, ignored: list[str] | N
             prompts, sampling = await filled_in(state, [request.prompt], request.suffix, sampling)
         else:
             prompts = [await state.frontend.prompts.tokenize(text)]
-        answered = _answer(state, request, new_head(state, "gen-", request.model), None, sampling)
-        job = Job(prompts, sampling, answered, continues=True, **common_fields(request, ignored) | fields)
+        answered = _answer(state, request, new_head(state, call, "gen-", request.model), None, sampling)
+        job = Job(
+            prompts, sampling, answered, continues=True, **common_fields(request, call, ignored) | fields
+        )
     return replace(job, prompts=[_behind(state, request.context or [], prompts[0])])
 
 
@@ -233,14 +238,14 @@ def _ns(milliseconds: float) -> int:
     return round(milliseconds * 1e6)
 
 
-async def embed_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def embed_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of ``/api/embed`` and tokenize its texts.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
     request = parse(EmbedRequest, body, ignored=ignored)
-    head = new_head(state, "embd-", request.model)
+    head = new_head(state, call, "embd-", request.model)
     texts = [request.input] if isinstance(request.input, str) else request.input
     prompts = [await state.frontend.prompts.tokenize(text) for text in texts]
     if request.truncate:
@@ -252,21 +257,21 @@ async def embed_job(state: ApiState, body: Any, ignored: list[str] | None) -> Jo
         answer,
         pooling=Pooling("last"),
         prompt_param="input",
-        **common_fields(request, ignored) | {"timing": True},
+        **common_fields(request, call, ignored) | {"timing": True},
     )
 
 
-async def embeddings_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def embeddings_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of ``/api/embeddings``.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
     request = parse(EmbeddingsRequest, body, ignored=ignored)
-    head = new_head(state, "embd-", request.model)
+    head = new_head(state, call, "embd-", request.model)
     prompt = await state.frontend.prompts.tokenize(request.prompt)
     answer = EmbedAnswer(head, request)
-    fields = common_fields(request, ignored)
+    fields = common_fields(request, call, ignored)
     return Job([prompt], NOTHING_SAMPLED, answer, pooling=Pooling("last"), **fields)
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from quire.api.state import ApiState
 from quire.http.body import json_response, read_json
+from quire.http.call import Call
 from quire.http.refusals import LATEST, OLLAMA_VERSION, HttpError, Refusal
 from quire.http.wire import Text, Wire, parse
 from quire.text.infill import infill_of
@@ -159,7 +160,7 @@ def _short(count: int) -> str:
     return f"{count / unit:.1f}{letter}"
 
 
-async def show(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
+async def show(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> dict[str, Any]:
     """Return what is known of one model.
 
     Raises:

@@ -26,6 +26,7 @@ from quire.engine.pooling import (
 )
 from quire.engine.prompts import too_long
 from quire.errors import RequestError
+from quire.http.call import Call
 from quire.http.wire import Boolean, Integer, Text, User, Wire, not_allowed, parse
 from quire.request import Pooling
 
@@ -55,14 +56,14 @@ class EmbeddingRequest(PoolingFields):
     add_special_tokens: Boolean = True
 
 
-async def embeddings_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def embeddings_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of a request for embeddings.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
     request = parse(EmbeddingRequest, body, ignored=ignored)
-    head = new_head(state, "embd-", request.model)
+    head = new_head(state, call, "embd-", request.model)
     special = request.add_special_tokens
     prompts = await parse_prompts(state, request.input, "input", add_special_tokens=special)
     _check_count("input", len(prompts))
@@ -73,7 +74,7 @@ async def embeddings_job(state: ApiState, body: Any, ignored: list[str] | None) 
         WholeAnswer(head, partial(_write, request)),
         pooling=Pooling(request.pooling),
         prompt_param="input",
-        **common_fields(request, ignored),
+        **common_fields(request, call, ignored),
     )
 
 
@@ -156,7 +157,7 @@ class Document(Wire):
     text: Text
 
 
-async def rerank_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def rerank_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of a rerank request (Jina's, Cohere's, vLLM's) and make its prompts.
 
     Raises:
@@ -168,10 +169,10 @@ async def rerank_job(state: ApiState, body: Any, ignored: list[str] | None) -> J
     documents = [_document(item, i, ignored) for i, item in enumerate(request.documents)]
     _check_texts("query", [request.query])
     written = partial(_ranking, documents if request.return_documents else None, request.top_n)
-    return await _job(state, request, [(request.query, d) for d in documents], "rerank-", written)
+    return await _job(state, call, request, [(request.query, d) for d in documents], "rerank-", written)
 
 
-async def score_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def score_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of a score request (vLLM's) and make its prompts.
 
     Raises:
@@ -189,7 +190,7 @@ async def score_job(state: ApiState, body: Any, ignored: list[str] | None) -> Jo
             param="text_1",
         )
     queries = queries * len(documents) if len(queries) == 1 else queries
-    return await _job(state, request, list(zip(queries, documents, strict=True)), "score-", _score_list)
+    return await _job(state, call, request, list(zip(queries, documents, strict=True)), "score-", _score_list)
 
 
 def _document(item: Any, index: int, ignored: list[str] | None) -> str:
@@ -210,10 +211,15 @@ def _check_texts(param: str, texts: Sequence[str]) -> None:
 
 
 async def _job(
-    state: ApiState, request: ScoringFields, pairs: Sequence[Pair], id_prefix: str, written: Written
+    state: ApiState,
+    call: Call,
+    request: ScoringFields,
+    pairs: Sequence[Pair],
+    id_prefix: str,
+    written: Written,
 ) -> Job:
     frontend, found = state.frontend, _Scores(written)
-    head = new_head(state, id_prefix, request.model)
+    head = new_head(state, call, id_prefix, request.model)
     limit = request.max_tokens_per_doc
     _check_at_least_1("max_tokens_per_doc", limit)
     if limit is not None:
@@ -233,7 +239,7 @@ async def _job(
         WholeAnswer(head, found.write),
         pooling=prompts[0].pooling,
         prompt_param=param,
-        **common_fields(request, None),
+        **common_fields(request, call, None),
     )
 
 

@@ -9,13 +9,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.api.full_queue import BODY
 from quire.api.job import Job, Usage
 from quire.api.state import ApiState, Ticket
 from quire.engine.output import OutputChunk
 from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip
-from quire.http.edge import TENANT_WEIGHT
+from quire.http.call import Call
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.prometheus import RequestMetrics
 from quire.metrics.trace import RequestPhases
@@ -41,7 +40,7 @@ class PromptStreams:
     _state: ApiState
     _job: Job
     _arrival_s: float
-    _request_id: str
+    _call: Call
     _trace: Mapping[str, str]
     usage: Usage = field(default_factory=Usage)
     echoes: list[str] = field(default_factory=list)  # the text of each prompt, with `Job.echo`
@@ -51,7 +50,7 @@ class PromptStreams:
     async def submit(self) -> None:
         """Start all prompts, or none."""
         job, relayed, n = self._job, self._job.relayed, self._job.sampling.n
-        place = BODY.get().key
+        place = self._call.body_key
         adapter = self._state.adapter_of(job.answer.head.model)
         try:
             for i, given in enumerate(job.prompts):
@@ -68,7 +67,7 @@ class PromptStreams:
                     request_id=job.answer.head.id + (f"-{i}" if len(job.prompts) > 1 else ""),
                     priority=job.priority,
                     cache_salt=job.cache_salt,
-                    tenant=Tenant(job.tenant, TENANT_WEIGHT.get()),
+                    tenant=Tenant(job.tenant, self._call.weight),
                     continues=job.continues,
                     pooling=job.pooling,
                     deadline=job.deadline,
@@ -114,7 +113,7 @@ class PromptStreams:
         self._prompts.append(_Started(stream, metrics, ticket))
         self._open.append(self._prompts[-1])
         self.usage.prompt_tokens += num_tokens
-        state.full_queue.tokenized(num_tokens)
+        state.full_queue.tokenized(self._call, num_tokens)
 
     async def _cut(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
         """Apply ``truncate_prompt_tokens``; the usage counts the tokens that are cut off."""
@@ -145,7 +144,7 @@ class PromptStreams:
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.n": sampling.n,
-            "http.request_id": self._request_id,
+            "http.request_id": self._call.request_id,
         }
         return self._state.tracer.follow(self._trace, attributes)
 

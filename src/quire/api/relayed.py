@@ -16,7 +16,6 @@ the end of the stream, or the status of the error that ends it. A group may be e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from quire.engine.output import OutputChunk
 from quire.errors import RequestError, clip
 from quire.http.account import has_gateway_key
 from quire.http.body import header
-from quire.http.client import ANSWER_KEY
+from quire.http.call import AnswerName, Call
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 
 MAX_DELIVERED_BYTES = 4 << 20  # of the resume form, beside the client's body
@@ -59,9 +58,7 @@ class _Resumption(msgspec.Struct):
 class Relayed:
     """An answer that a gateway relays. ``delivered``: what its client has of it, in order; empty at first."""
 
-    answer_id: str
-    created: int  # seconds since 1970
-    seed: int
+    answer: AnswerName
     delivered: Sequence[Delivered] = ()
     fingerprint: str | None = None  # of the replica that began the answer; None where this one does
     elapsed_s: float = 0.0  # since it arrived at its first replica
@@ -101,14 +98,10 @@ class Relayed:
             if first <= each.choice < first + n
         ]  # fmt: skip
         return {
-            "seed": (self.seed + prompt) & _SEED_MASK,
+            "seed": (self.answer.seed + prompt) & _SEED_MASK,
             "delivered": events,
             "elapsed_s": self.elapsed_s,
         }
-
-
-# Of the request that a task serves; None if it does not come from a gateway with the key.
-RELAYED: ContextVar[Relayed | None] = ContextVar("quire.relayed", default=None)
 
 
 def resumes(scope: Scope, key: str | None) -> bool:
@@ -116,47 +109,25 @@ def resumes(scope: Scope, key: str | None) -> bool:
     return header(scope, b"x-quire-resume") is not None and has_gateway_key(scope, key)
 
 
-def enter(scope: Scope, body: Any, key: str | None) -> Any:
-    """Set `RELAYED` for this task, and return the client's body.
+def read_relayed(call: Call, scope: Scope, body: Any, key: str | None) -> tuple[Relayed | None, Any]:
+    """Return what lets the answer go on elsewhere, None if nothing does, and the client's body.
 
     Raises:
         RequestError: the gateway's headers or its resume form are wrong.
     """
-    RELAYED.set(None)
-    if ANSWER_KEY in scope:  # of a call in this process
-        RELAYED.set(Relayed(*answer_of(scope[ANSWER_KEY])))
-        return body
+    if call.answer is not None:  # of a call in this process
+        return Relayed(call.answer), body
     given = header(scope, b"x-quire-answer")
     if given is None or not has_gateway_key(scope, key):
-        return body
-    answer_id, created, seed = answer_of(given.decode("latin-1"))
+        return None, body
+    answer = AnswerName.read(given.decode("latin-1"))
     if not resumes(scope, key):
-        RELAYED.set(Relayed(answer_id, created, seed))
-        return body
+        return Relayed(answer), body
     try:
         form = msgspec.convert(body, _Resumption)
     except msgspec.ValidationError as error:
         raise RequestError(f"The resume form is wrong: {error}.", code="invalid_resume_form") from None
-    RELAYED.set(Relayed(answer_id, created, seed, form.delivered, form.fingerprint, max(0.0, form.elapsed_s)))
-    return form.request
-
-
-def answer_of(text: str) -> tuple[str, int, int]:
-    """Return id, time and seed of the value of ``x-quire-answer``.
-
-    Raises:
-        RequestError: it is wrong.
-    """
-    try:
-        answer_id, created, seed = text.split(" ")
-        int(answer_id, 16)
-        if len(answer_id) == 32 and int(created) >= 0 and 0 <= int(seed) <= _SEED_MASK:
-            return answer_id, int(created), int(seed)
-    except ValueError:
-        pass
-    raise RequestError(
-        f"x-quire-answer = {clip(text)} is not allowed: it must be '<32 hexadecimal digits> <created> <seed>'."
-    )
+    return Relayed(answer, form.delivered, form.fingerprint, max(0.0, form.elapsed_s)), form.request
 
 
 def tag_of(choice: int, chunk: OutputChunk, cached_tokens: int) -> bytes:

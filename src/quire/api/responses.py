@@ -27,19 +27,19 @@ from quire.api.state import ApiState, Stored
 from quire.engine.large_input import off_loop
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of
-from quire.http.edge import TENANT
+from quire.http.call import Call, call_of
 from quire.http.wire import parse
 from quire.request import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
 
-async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -> Job:
+async def responses_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
     """Check the body of a response and render its prompt.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    request = _without_references(state, parse(ResponsesRequest, body, ignored=ignored))
+    request = _without_references(state, call, parse(ResponsesRequest, body, ignored=ignored))
     if request.background and (request.stream or not request.store):
         other = "stream = true" if request.stream else "store = false"
         raise RequestError(
@@ -49,7 +49,7 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
         )
     state.check_model(request.model)
     num_logprobs = _num_logprobs(request)
-    messages, conversation = await _conversation(state, request, ignored)
+    messages, conversation = await _conversation(state, call, request, ignored)
     for grammar in conversation.tools.grammars.values():
         if grammar.lark is not None:  # by itself, so that an error names it
             await state.frontend.check_form(
@@ -68,11 +68,8 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
     def store(response: dict[str, Any]) -> None:
         if request.store:
             add_input(messages, response["output"])
-            state.responses.put(
-                response["id"],
-                Stored(*map(msgspec.json.encode, (response, items, messages))),
-                durable=request.background,
-            )
+            stored = Stored(*map(msgspec.json.encode, (response, items, messages)))
+            state.responses.put(call.tenant, response["id"], stored, durable=request.background)
 
     def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:
         tokenizer = state.frontend.tokenizer
@@ -91,35 +88,35 @@ async def responses_job(state: ApiState, body: Any, ignored: list[str] | None) -
 
     background = request.background
     return await conversation_job(
-        state, request, conversation, sampling, "resp_", answer, ignored, in_background=background
+        state, call, request, conversation, sampling, "resp_", answer, ignored, in_background=background
     )
 
 
-async def count_input(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
+async def count_input(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> dict[str, Any]:
     """Return ``{object, input_tokens}``: the length of the prompt that the same fields make in ``/v1/responses``.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    request = _without_references(state, parse(ResponsesRequest, body, ignored=ignored))
+    request = _without_references(state, call, parse(ResponsesRequest, body, ignored=ignored))
     state.check_model(request.model)
     form_of(request, ignored)
-    _, conversation = await _conversation(state, request, ignored)
+    _, conversation = await _conversation(state, call, request, ignored)
     _, prompt = await conversation.prompt(state)
     return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
 
 async def _conversation(
-    state: ApiState, request: ResponsesRequest, ignored: list[str] | None
+    state: ApiState, call: Call, request: ResponsesRequest, ignored: list[str] | None
 ) -> tuple[list[dict[str, Any]], Conversation]:
     """Return the messages of the earlier turns and the input, and the conversation that they make."""
     check_compaction(request.context_management, state.model.max_model_len, ignored)
     size = 0 if isinstance(request.input, str) else len(request.input)
-    messages = await off_loop(size, _messages, state, request, ignored)
+    messages = await off_loop(size, _messages, state, call, request, ignored)
     return messages, conversation_of(request, messages, ignored)
 
 
-def _without_references(state: ApiState, request: ResponsesRequest) -> ResponsesRequest:
+def _without_references(state: ApiState, call: Call, request: ResponsesRequest) -> ResponsesRequest:
     """Return the request with stored items in place of the references to them.
 
     Raises:
@@ -131,7 +128,7 @@ def _without_references(state: ApiState, request: ResponsesRequest) -> Responses
     for i, item in enumerate(items):
         if not isinstance(item, dict) or "id" not in item or item.get("type") != "item_reference":
             continue
-        found = state.responses.item(str(item["id"])) if item["id"] else None
+        found = state.responses.item(call.tenant, str(item["id"])) if item["id"] else None
         if found is None:
             raise RequestError(
                 f"input[{i}].id = {clip(item['id'])} is not an item of a response stored here (--response-store-mib): "
@@ -142,9 +139,11 @@ def _without_references(state: ApiState, request: ResponsesRequest) -> Responses
     return request.model_copy(update={"input": items})
 
 
-def _messages(state: ApiState, request: ResponsesRequest, ignored: list[str] | None) -> list[dict[str, Any]]:
+def _messages(
+    state: ApiState, call: Call, request: ResponsesRequest, ignored: list[str] | None
+) -> list[dict[str, Any]]:
     """Return the messages of the earlier turns and of the request's input."""
-    messages = _before(state, request.previous_response_id)
+    messages = _before(state, call, request.previous_response_id)
     add_input(messages, request.input, ignored)
     if not messages:
         raise RequestError("input = [] is not allowed without previous_response_id.", param="input")
@@ -154,12 +153,12 @@ def _messages(state: ApiState, request: ResponsesRequest, ignored: list[str] | N
     return messages
 
 
-def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
+def _before(state: ApiState, call: Call, previous: str | None) -> list[dict[str, Any]]:
     """Return the conversation that ``previous_response_id`` ends."""
     if previous is None:
         return []
-    stored = state.responses.get(previous)
-    if stored is None and _pending(state, previous) is not None:
+    stored = state.responses.get(call.tenant, previous)
+    if stored is None and _pending(state, call, previous) is not None:
         raise RequestError(
             f"previous_response_id = {clip(previous)} is not complete yet: wait until it is.",
             param="previous_response_id",
@@ -174,11 +173,11 @@ def _before(state: ApiState, previous: str | None) -> list[dict[str, Any]]:
     return stored.conversation()
 
 
-def _pending(state: ApiState, response_id: str) -> Generation | None:
+def _pending(state: ApiState, call: Call, response_id: str) -> Generation | None:
     """Return the background response of this id if it is still running."""
     for request in state.running.named(response_id):
         if isinstance(request, Generation) and request.job.in_background:
-            return request if request.job.owner == TENANT.get() else None
+            return request if request.job.owner == call.tenant else None
     return None
 
 
@@ -236,9 +235,9 @@ class StoredResponses:
             NotFoundError: an id that is not stored.
             RequestError: a query that would change the answer.
         """
-        response_id = request.path_params["response_id"]
+        response_id, call = request.path_params["response_id"], call_of(request.scope)
         if request.method == "DELETE":
-            if not self._state.responses.delete(response_id):
+            if not self._state.responses.delete(call.tenant, response_id):
                 raise _not_found(response_id)
             deleted = {"id": response_id, "object": "response", "deleted": True}
             return json_response(deleted)
@@ -246,9 +245,9 @@ class StoredResponses:
             raise RequestError(
                 "stream is not supported here: send stream = true with the request itself.", param="stream"
             )
-        pending = _pending(self._state, response_id)
+        pending = _pending(self._state, call, response_id)
         if pending is None:
-            return Response(self._stored(response_id).response, media_type="application/json")
+            return Response(self._stored(call, response_id).response, media_type="application/json")
         assert isinstance(pending.job.answer, ResponseAnswer)
         has_tokens = pending.usage.completion_tokens > 0
         return json_response(pending.job.answer.begun("in_progress" if has_tokens else "queued"))
@@ -260,10 +259,10 @@ class StoredResponses:
             NotFoundError: an id that is not stored.
             RequestError: a query that is wrong.
         """
-        response_id = request.path_params["response_id"]
-        pending = _pending(self._state, response_id)
+        response_id, call = request.path_params["response_id"], call_of(request.scope)
+        pending = _pending(self._state, call, response_id)
         if pending is None:
-            items = msgspec.json.decode(self._stored(response_id).input_items)
+            items = msgspec.json.decode(self._stored(call, response_id).input_items)
         else:
             assert isinstance(pending.job.answer, ResponseAnswer)
             items = pending.job.answer.input_items
@@ -277,7 +276,7 @@ class StoredResponses:
             RequestError: it was not a background response.
         """
         response_id = request.path_params["response_id"]
-        stored = self._stored(response_id).response
+        stored = self._stored(call_of(request.scope), response_id).response
         if not msgspec.json.decode(stored)["background"]:
             raise RequestError(
                 f"{response_id} is complete. Only background responses can be cancelled; close the "
@@ -286,8 +285,8 @@ class StoredResponses:
             )
         return Response(stored, media_type="application/json")
 
-    def _stored(self, response_id: str) -> Stored:
-        stored = self._state.responses.get(response_id)
+    def _stored(self, call: Call, response_id: str) -> Stored:
+        stored = self._state.responses.get(call.tenant, response_id)
         if stored is None:
             raise _not_found(response_id)
         return stored

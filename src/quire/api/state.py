@@ -20,7 +20,7 @@ from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, NotFoundError, clip
-from quire.http.edge import TENANT
+from quire.http.call import Call
 from quire.http.keys import KeyFile
 from quire.http.refusals import LATEST
 from quire.jobs.disk import write_json
@@ -119,18 +119,17 @@ class ApiState:
             )
         return name
 
-    def unread(self, body: Any) -> list[str]:
+    def unread(self, body: Any, call: Call) -> list[str]:
         """Return the fields of a body that are for the scheduler, and that its order does not read."""
         order = self.frontend.stats().order
         if not order or not isinstance(body, dict):
             return []
-        read = {"priority": order == "priority", "user": self.reads_tenants}
+        read = {"priority": order == "priority", "user": self.reads_tenants(call)}
         return [name for name, is_read in read.items() if body.get(name) and not is_read]
 
-    @property
-    def reads_tenants(self) -> bool:
+    def reads_tenants(self, call: Call) -> bool:
         """Whether the order reads the tenant that a request names; that of its key replaces it."""
-        return self.frontend.stats().order in ("", "fair") and not TENANT.get()
+        return self.frontend.stats().order in ("", "fair") and not call.tenant
 
     def continuable_with(self, name: str) -> str:
         """Return a digest of all that the output of model ``name`` depends on, beside the request.
@@ -273,14 +272,14 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, response_id: str, stored: Stored, *, durable: bool = False) -> None:
+    def put(self, tenant: str, response_id: str, stored: Stored, *, durable: bool = False) -> None:
         """Keep an answer under its id. ``durable``: on disk, too, as long as there is room on it."""
         if durable and self._folder is not None:
             try:
-                write_json(self._folder / f"{response_id}.json", (TENANT.get(), stored))
+                write_json(self._folder / f"{response_id}.json", (tenant, stored))
             except OSError as error:
                 log.error("response_not_written", id=response_id, error=str(error))
-        self._add((TENANT.get(), response_id), stored)
+        self._add((tenant, response_id), stored)
 
     def _add(self, key: tuple[str, str], stored: Stored) -> None:
         before = self._items.pop(key, None)  # an answer that a gateway resumed here twice
@@ -305,27 +304,27 @@ class ResponseStore:
         for tenant, response_id, stored in msgspec.convert(kept, list[tuple[str, str, Stored]]):
             self._add((tenant, response_id), stored)
 
-    def get(self, response_id: str) -> Stored | None:
+    def get(self, tenant: str, response_id: str) -> Stored | None:
         """Return an answer, which is then the most recently used, or None."""
-        key = (TENANT.get(), response_id)
+        key = (tenant, response_id)
         stored = self._items.get(key)
         if stored is not None:
             self._items.move_to_end(key)
         return stored
 
-    def item(self, item_id: str) -> dict[str, Any] | None:
+    def item(self, tenant: str, item_id: str) -> dict[str, Any] | None:
         """Return the item of this id in the output of an answer, the newest answers first, or None."""
-        for (tenant, _), stored in reversed(self._items.items()):
-            if tenant == TENANT.get() and item_id.encode() in stored.response:
+        for (owner, _), stored in reversed(self._items.items()):
+            if owner == tenant and item_id.encode() in stored.response:
                 output = msgspec.json.decode(stored.response)["output"]
                 found = next((item for item in output if item.get("id") == item_id), None)
                 if found is not None:
                     return dict(found)
         return None
 
-    def delete(self, response_id: str) -> bool:
+    def delete(self, tenant: str, response_id: str) -> bool:
         """Delete an answer; return whether it was stored."""
-        stored = self._items.pop((TENANT.get(), response_id), None)
+        stored = self._items.pop((tenant, response_id), None)
         if stored is not None:
             self.num_bytes -= stored.num_bytes
             self._unlink(response_id)

@@ -14,6 +14,7 @@ from quire.api.state import ApiState
 from quire.engine.large_body import json_in_pieces
 from quire.engine.large_input import off_loop
 from quire.errors import RequestError, clip
+from quire.http.call import Call
 from quire.http.wire import Boolean, Text, TokenIds, Wire, parse
 
 
@@ -35,7 +36,7 @@ class DetokenizeRequest(Wire):
     tokens: TokenIds
 
 
-async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
+async def tokenize(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> dict[str, Any]:
     """Return ``{count, max_model_len, tokens, token_strs}``.
 
     Raises:
@@ -67,7 +68,7 @@ async def tokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dic
     }
 
 
-async def detokenize(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
+async def detokenize(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> dict[str, Any]:
     """Return ``{prompt}``: the text of the ids, special tokens included.
 
     Raises:
@@ -86,9 +87,9 @@ async def detokenize(state: ApiState, body: Any, ignored: list[str] | None) -> d
     return {"prompt": await off_loop(len(request.tokens), decode)}
 
 
-async def render(state: ApiState, body: Any, ignored: list[str] | None) -> dict[str, Any]:
+async def render(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> dict[str, Any]:
     """Check a whole chat completion and return its prompt as text and ids, as the engine would get them."""
-    job = await chat_job(state, body, ignored)
+    job = await chat_job(state, call, body, ignored)
     ids = job.prompts[0]
     assert not isinstance(ids, str)
     return {

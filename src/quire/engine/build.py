@@ -22,7 +22,6 @@ from quire.config import Determinism, EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.executor.base import Executor, RankLoaded
-from quire.executor.logged import LoggedExecutor
 from quire.executor.profile_control import Profiles
 from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.metrics.engine_stats import RankStats
@@ -66,6 +65,8 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         recorder = Recorder(config.recorder.num_steps)
         chosen = RecordingExecutor(chosen, recorder, clock)
     if config.runner.step_log is not None:
+        from quire.executor.logged import LoggedExecutor
+
         chosen = LoggedExecutor(
             chosen, Path(config.runner.step_log), clock, config.scheduler.max_num_batched_tokens
         )

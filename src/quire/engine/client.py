@@ -20,7 +20,7 @@ from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.build import EngineInfo, build_core, describe
 from quire.engine.core import EngineCore
-from quire.engine.messages import Call, Message, Reply
+from quire.engine.messages import CoreCall, Message, Reply
 from quire.errors import CapacityError, ConfigError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import TokenEvent
@@ -176,7 +176,7 @@ class Calls:
         self._waiting: dict[str, asyncio.Future[Reply]] = {}
         self._ids = itertools.count()
 
-    async def ask(self, make: Callable[[str], Call]) -> Reply:
+    async def ask(self, make: Callable[[str], CoreCall]) -> Reply:
         """Send the call that ``make`` builds with an id, and wait for its reply.
 
         Raises:

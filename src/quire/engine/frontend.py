@@ -29,7 +29,7 @@ from quire.engine.build import EngineInfo
 from quire.engine.client import Calls, EngineClient
 from quire.engine.grammar_checker import GrammarChecker
 from quire.engine.in_flight import continued
-from quire.engine.messages import AbortRequest, Call, Message, Reply
+from quire.engine.messages import AbortRequest, CoreCall, Message, Reply
 from quire.engine.output import RequestOutputState
 from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, RequestOptions, prepare_request
 from quire.engine.stream import RequestStream
@@ -184,7 +184,7 @@ class Frontend:
         """Number of requests in flight, including those that wait in the queue."""
         return len(self.streams)
 
-    async def call(self, make: Callable[[str], Call]) -> Reply:
+    async def call(self, make: Callable[[str], CoreCall]) -> Reply:
         """Call the core, which replies between two steps; ``make`` builds the message with a call id.
 
         Raises:

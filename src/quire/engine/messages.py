@@ -142,13 +142,15 @@ class TakeLive:
     call_id: str
 
 
-Call = AskPlaces | ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents | TakeLive | TakeProfile
+CoreCall = (
+    AskPlaces | ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents | TakeLive | TakeProfile
+)
 Message = (
     Request  # to be queued
     | AbortRequest
     | FinishSample
     | PolicyChange
-    | Call
+    | CoreCall
     | LoadKv
     | StoreKv
     | TransfersDone

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope
 from quire.errors import RequestError, clip
 from quire.gateway.digest import text_of
 from quire.http.body import DecodeLarge, decode_body, header, read_bytes
-from quire.http.client import PRIORITY_KEY
+from quire.http.call import call_of
 from quire.http.refusals import LATEST, OLLAMA_ROOT
 from quire.http.wire import not_allowed
 
@@ -129,7 +129,7 @@ async def read_asked(scope: Scope, receive: Receive, max_bytes: int, decode_larg
         text=text_of(body),
         num_output_tokens=_num_output_tokens(body),
         session=_session(scope, body),
-        priority=scope.get(PRIORITY_KEY),
+        priority=call_of(scope).priority,
     )
 
 

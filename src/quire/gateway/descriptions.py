@@ -24,7 +24,7 @@ from quire.gateway.patience import lasting
 from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, Whole, closing, failures, read_whole
 from quire.http.body import json_response
-from quire.http.edge import key_of, request_id_of
+from quire.http.call import call_of
 from quire.http.refusals import HttpError, Refusal, busy
 
 _TIMEOUT_S = 5.0
@@ -116,7 +116,7 @@ class Descriptions:
         """Return the served name of the model that is asked about. Raises `RequestError` if none can be told."""
         state = self._state
         name = state.catalog.tagged(request.query_params.get("model") or state.config.server.default_model)
-        target, key = state.catalog.targets(name)[0].model, key_of(request.scope)
+        target, key = state.catalog.targets(name)[0].model, call_of(request.scope).key
         model = target if name is None else state.catalog.served_as(name)
         if key is not None and not key.allows_model(model):
             raise NotFoundError(
@@ -161,7 +161,7 @@ class Descriptions:
         state = self._state
         headers = to_backend(
             request.scope,
-            request_id_of(request.scope),
+            call_of(request.scope).request_id,
             backend.args.api_key,
             pass_keys=not state.config.server.checks_keys,
             trace_id=state.new_id(),

@@ -23,7 +23,7 @@ from quire.gateway.upstream import BackendFailed
 from quire.gateway.usage import Usage
 from quire.http.account import Account
 from quire.http.body import header
-from quire.http.edge import CACHE_GROUP
+from quire.http.call import Call, call_of
 
 # broken: after the first bytes; left: the client did; filtered: a filter refused the request or the answer
 Outcome = Literal["ok", "refused", "failed", "broken", "left", "filtered"]
@@ -82,8 +82,12 @@ class Exchange:
     chain: Sequence[bytes] = ()  # digests of the prompt's pieces, of the last attempt
 
     @property
+    def call(self) -> Call:
+        return call_of(self.scope)
+
+    @property
     def account(self) -> Account:
-        return Account(self.ledger_id, self.tenant, self.key, self.weight, cache_group=CACHE_GROUP.get())
+        return Account(self.ledger_id, self.tenant, self.key, self.weight, cache_group=self.call.cache_group)
 
     @property
     def named_model(self) -> str:

@@ -23,7 +23,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 from quire.gateway.config import GatewayArgs
-from quire.http.edge import TENANT
 from quire.http.keys import KeyFile, KeyTable
 
 _TAG_BYTES = 12  # of a tag without a hint: as many digits as one with a hint has characters
@@ -113,10 +112,10 @@ class Tenancy:
         assert known is not None, "there is no key file"
         return known.salt_key
 
-    def owner(self) -> Owner:
-        """Return the tenant of the request that this task serves."""
+    def owner(self, tenant: str) -> Owner:
+        """Return a tenant as the owner of ids."""
         known = self._look()
-        return Owner() if known is None else Owner(TENANT.get(), known.id_key, known.num_tenants > 1)
+        return Owner() if known is None else Owner(tenant, known.id_key, known.num_tenants > 1)
 
     def _look(self) -> _Known | None:
         if self.key_file is None:

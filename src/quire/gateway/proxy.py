@@ -39,7 +39,7 @@ from quire.gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, closing
 from quire.http.account import COST_HEADER, cost_of
 from quire.http.body import Disconnected
 from quire.http.cache_messages import BLOCKS_HEADER
-from quire.http.edge import request_id_of
+from quire.http.call import call_of
 from quire.http.refusals import HttpError, Refusal, busy, refusal_of
 from quire.metrics.log import Log
 
@@ -59,7 +59,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
-        exchange = Exchange(scope, send, request_id_of(scope), self._path, state.now())
+        exchange = Exchange(scope, send, call_of(scope).request_id, self._path, state.now())
         exchange.ledger_id = state.new_id()
         state.num_open += 1
         try:

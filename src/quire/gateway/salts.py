@@ -15,7 +15,7 @@ from quire.gateway.asked import Asked
 from quire.gateway.config import BackendArgs
 from quire.gateway.fleet import Backend
 from quire.gateway.ownership import Tenancy
-from quire.http.edge import CACHE_GROUP, TENANT
+from quire.http.call import Call
 from quire.http.wire import not_allowed
 from quire.metrics.log import Log
 
@@ -44,8 +44,8 @@ class Salts:
         """Whether there are tenants to keep apart."""
         return self._tenancy.has_groups
 
-    def of(self, asked: Asked) -> str | None:
-        """Return the salt of a request of the tenant that this task serves; None: the client's own, if any, counts.
+    def of(self, asked: Asked, call: Call) -> str | None:
+        """Return the salt of a request; None: the client's own, if any, counts.
 
         Raises:
             RequestError: the client's is not a text.
@@ -55,7 +55,7 @@ class Salts:
         given = asked.body.get("cache_salt")
         if given is not None and not isinstance(given, str):
             raise not_allowed("cache_salt", given, "a string", "invalid_type")
-        text = f"{CACHE_GROUP.get() or TENANT.get()}\n{given or ''}".encode("utf-8", "surrogatepass")
+        text = f"{call.salt_group}\n{given or ''}".encode("utf-8", "surrogatepass")
         return blake2b(text, key=self._tenancy.salt_key, digest_size=_SALT_BYTES).hexdigest()
 
     def listed(self, backend: Backend, owners: Collection[str]) -> None:

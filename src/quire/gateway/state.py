@@ -42,7 +42,7 @@ from quire.gateway.salts import Salts
 from quire.gateway.sealed import opened_request, sealing_of
 from quire.gateway.tenants import Tenants
 from quire.gateway.upstream import BackendFailed, Upstream
-from quire.http.edge import TENANT, key_of, new_id
+from quire.http.edge import new_id
 from quire.http.refusals import OLLAMA_ROOT
 from quire.metrics.log import Log
 
@@ -175,10 +175,10 @@ class GatewayState:
         Raises:
             RequestError: an id is not of the tenant.
         """
-        asked, owner = exchange.asked, self.tenancy.owner()
+        asked, owner = exchange.asked, self.tenancy.owner(exchange.call.tenant)
         assert asked is not None
-        exchange.tenant = TENANT.get()
-        exchange.salt = self.salts.of(asked)
+        exchange.tenant = exchange.call.tenant
+        exchange.salt = self.salts.of(asked, exchange.call)
         exchange.asked = opened_request(asked, owner)
         exchange.sealing = sealing_of(owner, exchange.asked, asked)
 
@@ -210,7 +210,7 @@ class GatewayState:
         if exchange.path.startswith(OLLAMA_ROOT):
             name = self.catalog.tagged(name)
         if self.auto is not None and name == self.auto.name:
-            name = await self.auto.choose(exchange.asked, key_of(exchange.scope))
+            name = await self.auto.choose(exchange.asked, exchange.call.key)
             exchange.extra_headers.append((b"x-quire-model", name.encode()))
         return self.catalog.targets(name)
 

@@ -19,7 +19,7 @@ from quire.gateway.state import GatewayState
 from quire.gateway.upstream import BackendFailed, Whole, closing, failures, read_whole
 from quire.http.account import Account
 from quire.http.body import send_json
-from quire.http.edge import key_of, request_id_of
+from quire.http.call import call_of
 from quire.http.refusals import Refusal
 
 
@@ -31,7 +31,7 @@ class StoredProxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, shown = self._state, scope["path_params"]["response_id"]
-        tenant = state.tenancy.owner()
+        tenant = state.tenancy.owner(call_of(scope).tenant)
         response_id, hint = tenant.open(shown), tenant.hint_in(shown)
         if response_id is None:
             raise not_stored(shown)
@@ -65,11 +65,11 @@ class StoredProxy:
 
     async def _filtered(self, scope: Scope, whole: Whole) -> bytes:
         """Return the body after the filters, which the replica that stores it does not know."""
-        filters, key = self._state.filters, key_of(scope)
+        filters, call = self._state.filters, call_of(scope)
         if filters is None or not filters.reads_answers or whole.status != 200:
             return whole.body
-        owner = (key.tenant, key.name) if key is not None else ("", "")
-        filtering = Filtering(filters, About(request_id_of(scope), scope["path"], "", *owner))
+        owner = (call.tenant, call.key.name) if call.key is not None else ("", "")
+        filtering = Filtering(filters, About(call.request_id, scope["path"], "", *owner))
         if dict(whole.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
             stream = await filtering.end(whole.body)
             filtering.check()
@@ -90,7 +90,7 @@ async def holder_of(state: GatewayState, exchange: Exchange) -> str | None:
         except BackendFailed:
             return False
 
-    return await state.holders.find(exchange, state.tenancy.owner(), has)
+    return await state.holders.find(exchange, state.tenancy.owner(exchange.call.tenant), has)
 
 
 async def _ask(state: GatewayState, scope: Scope, backend: Backend, path: str) -> Whole:
@@ -111,12 +111,12 @@ async def _open(
     """Ask a backend for what it stores for the client of ``scope``; the caller closes the answer."""
     headers = to_backend(
         scope,
-        request_id_of(scope),
+        call_of(scope).request_id,
         backend.args.api_key,
         pass_keys=not state.config.server.checks_keys,
         trace_id=state.new_id(),
     )
-    owner, gateway_key = key_of(scope), state.key_of(backend)
+    owner, gateway_key = call_of(scope).key, state.key_of(backend)
     if gateway_key is not None and backend.fingerprints and owner is not None:  # replicas keep tenants apart
         account = Account(state.new_id(), owner.tenant, owner.name, owner.weight)
         headers += [("x-quire-gateway-key", gateway_key), *account.headers()]

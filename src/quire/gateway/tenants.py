@@ -15,7 +15,6 @@ from quire.gateway.limits import LEASE_S, Decision, Limits, LimitTable, MemorySt
 from quire.gateway.quotas import Unit, Usage
 from quire.gateway.redis_store import RedisStore
 from quire.gateway.rows import price_of, used_of
-from quire.http.edge import key_of
 from quire.http.refusals import HttpError, Refusal
 
 # Paths that generate no tokens: only the prompt is reserved.
@@ -61,7 +60,7 @@ class Tenants:
         Raises:
             HttpError: 429, a limit is used up; 503, it cannot be booked.
         """
-        asked, key = exchange.asked, key_of(exchange.scope)
+        asked, key = exchange.asked, exchange.call.key
         assert asked is not None
         if key is not None:
             exchange.key, exchange.tenant, exchange.weight = key.name, key.tenant, key.weight
@@ -80,7 +79,7 @@ class Tenants:
 
     def check_model(self, exchange: Exchange, model: str) -> None:
         """Leave out the targets that the request's key may not use. Raises `NotFoundError` if that is ``model``."""
-        key = key_of(exchange.scope)
+        key = exchange.call.key
         if key is None:
             return
         if not key.allows_model(model):

@@ -24,7 +24,6 @@ from quire.http.refusals import HttpError, Refusal
 USAGE_PATH = "/gateway/usage"  # of a replica: the `Used` of the requests that have ended
 COST_HEADER = "x-quire-cost"
 MAX_LEDGER_CHARS = 64
-_SCOPE_KEY = "quire.account"
 _NONE = "-"  # no name of a tenant or key begins with it
 
 
@@ -105,8 +104,8 @@ def check_gateway_key(scope: Scope, key: str | None) -> None:
         raise HttpError(Refusal(403, text, code="forbidden"))
 
 
-def enter_account(scope: Scope, key: str | None) -> Account | None:
-    """Note for whom a gateway with ``key`` says that the request runs; None where it says nothing."""
+def read_account(scope: Scope, key: str) -> Account | None:
+    """Return for whom a gateway with ``key`` says that the request runs; None where it says nothing."""
     given = header(scope, b"x-quire-account")
     if given is None or not has_gateway_key(scope, key):
         return None
@@ -118,14 +117,9 @@ def enter_account(scope: Scope, key: str | None) -> Account | None:
         found = Account(request_id, *names, float(weight), ledger.decode("ascii")[:MAX_LEDGER_CHARS], group)
     except ValueError:
         return None
-    if not 0.001 <= found.weight <= 1000.0:
-        return None
-    if header(scope, b"x-quire-second") is None:
-        scope[_SCOPE_KEY] = found
-    return found
+    return found if 0.001 <= found.weight <= 1000.0 else None
 
 
-def account_of(scope: Scope) -> Account | None:
-    """Return what `enter_account` has noted: whose usage is to be kept."""
-    found: Account | None = scope.get(_SCOPE_KEY)
-    return found
+def is_second(scope: Scope) -> bool:
+    """Whether the same request runs elsewhere, too, which notes what it uses."""
+    return header(scope, b"x-quire-second") is not None

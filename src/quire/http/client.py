@@ -6,23 +6,12 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Scope
 
-from quire.http.edge import name_scope
-
-PRIORITY_KEY = "quire.priority"  # in a scope: replaces the body's priority
-BACKGROUND_KEY = "quire.background"  # in a scope: a response may run in the background
-ANSWER_KEY = "quire.answer"  # in a scope: the answer's id, time and seed, as `quire.api.relayed` has them
+from quire.http.call import Call, put_call
 
 
-async def post_local(
-    app: ASGIApp,
-    path: str,
-    body: bytes,
-    *,
-    request_id: str,
-    priority: int | None = None,
-    answer: str | None = None,
-) -> tuple[int, bytes]:
-    """POST ``body`` (JSON) and return the answer's status and body. Cancelling the call ends the request."""
+async def post_local(app: ASGIApp, path: str, body: bytes, call: Call) -> tuple[int, bytes]:
+    """POST ``body`` (JSON) as ``call`` and return the answer's status and body. Cancelling ends the request."""
+    assert call.is_local, call
     status = 0
     pieces: list[bytes] = []
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -49,10 +38,7 @@ async def post_local(
         "root_path": "",
         "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
-        PRIORITY_KEY: priority,
     }
-    if answer is not None:
-        scope[ANSWER_KEY] = answer
-    name_scope(scope, request_id)
+    put_call(scope, call)
     await app(scope, receive, send)
     return status, b"".join(pieces)

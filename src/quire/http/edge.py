@@ -5,8 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,26 +17,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from quire.errors import QuireError
-from quire.http.account import enter_account
+from quire.http.account import is_second, read_account
 from quire.http.body import header, send_json
-from quire.http.keys import ApiKey, KeyFile
-from quire.http.refusals import Refusal, refusal_of
+from quire.http.call import Call, call_of, has_call, put_call, usable_request_id
+from quire.http.keys import KeyFile
+from quire.http.refusals import HttpError, Refusal, refusal_of
 from quire.http.wire import Body
 from quire.metrics.log import Log
 
 # Probes and scrapers send no key, as with vLLM; the two pages have nothing of the model without one.
 OPEN_PATHS = frozenset({"/", "/docs", "/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"})
-MAX_REQUEST_ID_CHARS = 128
-_SCOPE_KEY = "quire.request_id"
-_OWN_KEY = "quire.request_id_is_own"
-_API_KEY = "quire.api_key"
-# The tenant of the request that a task serves: of the key that let it in, here or at its gateway. "": it had none.
-TENANT: ContextVar[str] = ContextVar("quire.tenant", default="")
-# The tenants of one group share cached blocks. "": the tenant is a group of its own.
-CACHE_GROUP: ContextVar[str] = ContextVar("quire.cache_group", default="")
-# The line of the key file that let it in: calls of this process, such as a batch's, have its rights.
-_KEY: ContextVar[ApiKey | None] = ContextVar("quire.key", default=None)
-TENANT_WEIGHT: ContextVar[float] = ContextVar("quire.tenant_weight", default=1.0)
 log = Log("api")
 
 
@@ -85,18 +74,15 @@ class Edge:
         self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _SCOPE_KEY in scope:  # a call from this process has a name already
-            if scope["type"] == "http" and (key := _KEY.get()) is not None:
-                scope[_API_KEY] = key
+        if scope["type"] != "http" or has_call(scope):
             await self._app(scope, receive, send)
             return
         given = usable_request_id(header(scope, b"x-request-id"))
-        scope[_OWN_KEY] = given is None
-        scope[_SCOPE_KEY] = given or self._new_id()
+        call = put_call(scope, Call(given or self._new_id(), draws_id=given is None))
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                name = (b"x-request-id", scope[_SCOPE_KEY].encode())
+                name = (b"x-request-id", call_of(scope).request_id.encode())
                 message["headers"] = [*message.get("headers", ()), name]
             try:
                 await send(message)
@@ -104,29 +90,42 @@ class Edge:
                 if _CLOSED not in str(error):
                     raise
 
-        refusal = None if scope["path"] in OPEN_PATHS else self._key_problem(scope)
-        if refusal is not None:
+        try:
+            call = call if scope["path"] in OPEN_PATHS else self._with_key(call, scope)
+        except HttpError as error:
+            refusal = error.refusal
             await send_json(send_named, refusal.status, refusal.body(scope["path"]), refusal.headers)
             return
-        account = enter_account(scope, self._gateway_key) if self._gateway_key is not None else None
-        if account is not None and account.tenant:
-            TENANT.set(account.tenant)
-            CACHE_GROUP.set(account.cache_group)
-            TENANT_WEIGHT.set(account.weight)
+        put_call(scope, self._with_account(call, scope))
         await self._app(scope, receive, send_named)
 
-    def _key_problem(self, scope: Scope) -> Refusal | None:
-        """Return why the request's key does not suffice; None if it does, or if no key is needed."""
+    def _with_account(self, call: Call, scope: Scope) -> Call:
+        """Return the call as a gateway with the key says for whom it runs."""
+        account = None if self._gateway_key is None else read_account(scope, self._gateway_key)
+        if account is None:
+            return call
+        if not is_second(scope):
+            call = replace(call, account=account)
+        if not account.tenant:
+            return call
+        return replace(call, tenant=account.tenant, cache_group=account.cache_group, weight=account.weight)
+
+    def _with_key(self, call: Call, scope: Scope) -> Call:
+        """Return the call with the rights of the request's key.
+
+        Raises:
+            HttpError: a key is needed, and the request's does not suffice.
+        """
         if not self._keys and self._key_file is None:
-            return None
+            return call
         given = _keys_of(scope)
         # Each comparison takes constant time, which reveals neither a length nor where a difference is.
         matches = [hmac.compare_digest(one, key) for one in given for key in self._keys]
         if any(matches):
-            return None
+            return call
         table = self._key_file.table() if self._key_file is not None else None
         found = next((key for one in given if table and (key := table.find(one)) is not None), None)
-        if found is None:
+        if found is None or table is None:
             text = (
                 "Missing or wrong API key: send the header Authorization: Bearer <key> (or x-api-key: <key>)."
             )
@@ -135,15 +134,12 @@ class Edge:
         elif not found.allows_endpoint(scope["path"]):
             allowed = ", ".join(found.endpoints)
             text = f"The API key {found.name!r} may not call {scope['path']}; it may call {allowed}."
-            return Refusal(403, text, code="forbidden")
+            raise HttpError(Refusal(403, text, code="forbidden"))
         else:
-            scope[_API_KEY] = found
-            _KEY.set(found)
-            TENANT.set(found.tenant)
-            CACHE_GROUP.set(table.group_of(found.tenant) if table is not None else "")
-            TENANT_WEIGHT.set(found.weight)
-            return None
-        return Refusal(401, text, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
+            group = table.group_of(found.tenant)
+            return replace(call, key=found, tenant=found.tenant, cache_group=group, weight=found.weight)
+        challenge = ((b"www-authenticate", b"Bearer"),)
+        raise HttpError(Refusal(401, text, code="invalid_api_key", headers=challenge))
 
 
 def _keys_of(scope: Scope) -> list[bytes]:
@@ -158,63 +154,12 @@ def holds_key(scope: Scope, key: str | None) -> bool:
     return key is not None and any(hmac.compare_digest(one, key.encode()) for one in _keys_of(scope))
 
 
-def kept_owner() -> dict[str, Any]:
-    """Return key and tenant of the request that this task serves, for `enter_owner` later: values of JSON."""
-    key = _KEY.get()
-    rights = None if key is None else {"name": key.name, "models": list(key.models), "weight": key.weight}
-    return {"tenant": TENANT.get(), "cache_group": CACHE_GROUP.get(), "key": rights}
-
-
-def enter_owner(kept: Mapping[str, Any]) -> None:
-    """Have this task work for the key and tenant of `kept_owner`, with the models that the key could use then."""
-    tenant, rights = kept.get("tenant", ""), kept.get("key")
-    TENANT.set(tenant)
-    CACHE_GROUP.set(kept.get("cache_group", ""))
-    if rights is not None:
-        models, epoch = tuple(rights["models"]), datetime.fromtimestamp(0, UTC)
-        _KEY.set(ApiKey(rights["name"], tenant, "", epoch, models=models, weight=rights["weight"]))
-        TENANT_WEIGHT.set(rights["weight"])
-
-
-def key_of(scope: Scope) -> ApiKey | None:
-    """Return the line of the key file that let the request in."""
-    found: ApiKey | None = scope.get(_API_KEY)
-    return found
-
-
 def new_id() -> str:
     """Return 32 hexadecimal digits that no other id gives away: an id may be all that it takes to read an answer.
 
     One system call per id (0.5 µs) leaves no state in this process that a fork could repeat.
     """
     return os.urandom(16).hex()
-
-
-def name_scope(scope: Scope, request_id: str) -> None:
-    """Name a request that this process makes itself; `Edge` then asks for no key."""
-    scope[_SCOPE_KEY] = request_id
-    scope[_OWN_KEY] = False
-
-
-def request_id_of(scope: Scope) -> str:
-    """Return the id under which this request is logged and answered."""
-    return str(scope.get(_SCOPE_KEY, ""))
-
-
-def adopt_request_id(scope: Scope, given: str | None) -> None:
-    """Take the id from the body (vLLM's ``request_id``, SGLang's ``rid``) unless a header named the request."""
-    usable = usable_request_id(given)
-    if usable is not None and scope.get(_OWN_KEY, True):
-        scope[_SCOPE_KEY] = usable
-
-
-def usable_request_id(value: Any) -> str | None:
-    """Return a client's own request id if it is fit for a header and a log line, else None."""
-    if isinstance(value, bytes):
-        value = value.decode("latin-1")
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_REQUEST_ID_CHARS:
-        return None
-    return value if value.isascii() and value.isprintable() else None
 
 
 def error_handlers(count: Callable[[int], None]) -> dict[Any, Any]:
@@ -246,7 +191,7 @@ async def _quire_error(request: Request, error: Exception) -> Response:
 
 
 async def _crash(request: Request, error: Exception) -> Response:
-    log.error("request_crashed", request_id=request_id_of(request.scope), error=repr(error))
+    log.error("request_crashed", request_id=call_of(request.scope).request_id, error=repr(error))
     return _response(request, refusal_of(error), {})
 
 

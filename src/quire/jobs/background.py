@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import CapacityError, clip
 from quire.http.body import first_data, json_response, send_json
-from quire.http.client import ANSWER_KEY, BACKGROUND_KEY, post_local
-from quire.http.edge import CACHE_GROUP, TENANT, TENANT_WEIGHT
+from quire.http.call import AnswerName, Call, call_of, put_call
+from quire.http.client import post_local
 from quire.jobs.disk import within_disk, write_json
 from quire.metrics.log import Log
 from quire.private import private_folder
@@ -41,6 +42,17 @@ class _Record(msgspec.Struct):
     weight: float
     body: str
     cache_group: str = ""
+
+    @property
+    def answer_id(self) -> str:
+        return self.answer.partition(" ")[0]
+
+    def call(self, request_id: str) -> Call:
+        """Return what runs it again."""
+        return Call(
+            request_id, tenant=self.tenant, cache_group=self.cache_group, weight=self.weight, is_local=True,
+            answer=AnswerName.read(self.answer),
+        )  # fmt: skip
 
 
 class BackgroundResponses:
@@ -70,7 +82,7 @@ class BackgroundResponses:
     def adopt(self, records: list[Any]) -> None:
         """Take what `stop` returned in another server."""
         for record in msgspec.convert(records, list[_Record]):
-            self._adopted[record.answer.partition(" ")[0]] = record
+            self._adopted[record.answer_id] = record
 
     def start(self, app: ASGIApp) -> None:
         """Run what was adopted, and what a server that ended has left in the folder."""
@@ -96,16 +108,11 @@ class BackgroundResponses:
         return [msgspec.to_builtins(record) for record in records.values()]
 
     async def _run_again(self, app: ASGIApp, answer_id: str, record: _Record) -> None:
-        TENANT.set(record.tenant)
-        TENANT_WEIGHT.set(record.weight)
-        CACHE_GROUP.set(record.cache_group)
         self._records[answer_id] = record
         while True:
             while not self._is_ready():
                 await asyncio.sleep(_PAUSE_S)
-            status, body = await post_local(
-                app, ROOT, record.body.encode(), request_id=self._new_id(), answer=record.answer
-            )
+            status, body = await post_local(app, ROOT, record.body.encode(), record.call(self._new_id()))
             if status not in (429, 503):
                 break
             await asyncio.sleep(_RETRY_S)
@@ -115,14 +122,12 @@ class BackgroundResponses:
             )
             self._forget(answer_id)
 
-    def _keep(self, record: _Record) -> str:
-        """Have the request run again after a restart; return its id."""
-        answer_id = record.answer.partition(" ")[0]
+    def _keep(self, record: _Record) -> None:
+        """Have the request run again after a restart."""
         if self._folder is not None:
             with within_disk():
-                write_json(self._folder / f"{answer_id}.json", record)
-        self._records[answer_id] = record
-        return answer_id
+                write_json(self._folder / f"{record.answer_id}.json", record)
+        self._records[record.answer_id] = record
 
     def _forget(self, answer_id: str) -> None:
         if self._records.pop(answer_id, None) is not None and self._folder is not None:
@@ -142,13 +147,13 @@ class BackgroundResponses:
         if messages[-1]["type"] != "http.request" or not _in_background(body):
             await app(scope, _replayed(messages, receive), send)
             return
-        scope[BACKGROUND_KEY] = True
-        is_again = ANSWER_KEY in scope
-        answer = scope.setdefault(
-            ANSWER_KEY, f"{self._new_id()} {int(self._unix_time())} {secrets.randbits(_SEED_BITS)}"
+        call = call_of(scope)
+        answer = call.answer or AnswerName(
+            self._new_id(), int(self._unix_time()), secrets.randbits(_SEED_BITS)
         )
-        record = _Record(answer, TENANT.get(), TENANT_WEIGHT.get(), body.decode(), CACHE_GROUP.get())
-        answer_id = self._keep(record)
+        put_call(scope, replace(call, runs_in_background=True, answer=answer))
+        record = _Record(str(answer), call.tenant, call.weight, body.decode(), call.cache_group)
+        self._keep(record)
         run = _Run(app, scope, messages)
         try:
             has_begun = await run.begun(send)
@@ -156,26 +161,27 @@ class BackgroundResponses:
             run.task.cancel()
             raise
         if not has_begun:
-            if not is_again:
-                self._forget(answer_id)
+            if call.answer is None:  # else it runs again, and its record stays
+                self._forget(answer.id)
             return
         response = run.response
-        key = (TENANT.get(), response["id"])
+        key = (call.tenant, response["id"])
         self._running[key] = run
 
         def ended(task: asyncio.Task[None]) -> None:
             self._running.pop(key, None)
             if not task.cancelled():
-                self._forget(answer_id)
+                self._forget(answer.id)
 
         run.task.add_done_callback(ended)
         await send_json(send, 200, msgspec.json.encode(response), run.headers)
 
     async def _other(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         response_id, _, action = scope["path"].removeprefix(ROOT + "/").partition("/")
-        run = self._running.get((TENANT.get(), response_id))
+        tenant = call_of(scope).tenant
+        run = self._running.get((tenant, response_id))
         record = self._records.get(response_id.removeprefix("resp_"))
-        if run is None and record is not None and record.tenant == TENANT.get():
+        if run is None and record is not None and record.tenant == tenant:
             text = f"The response {clip(response_id)} continues as soon as the model is loaded."
             raise CapacityError(text, retryable=True)
         deletes = scope["method"] == "DELETE" and not action

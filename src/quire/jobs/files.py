@@ -24,7 +24,6 @@ from starlette.types import Receive, Scope
 
 from quire.errors import RequestError
 from quire.http.body import body_pieces
-from quire.http.edge import TENANT
 from quire.http.limits import CONTENT_TYPE_BYTES, FORM_HEADER_BYTES, FORM_PARTS, too_many
 from quire.http.refusals import HttpError, Refusal
 from quire.jobs.disk import removed_on_failure, write_json
@@ -55,9 +54,9 @@ class FileStore:
             left.unlink()
 
     def add(
-        self, source: BinaryIO, filename: str, purpose: str, expires_after_s: int | None = None
+        self, source: BinaryIO, filename: str, purpose: str, tenant: str, expires_after_s: int | None = None
     ) -> dict[str, Any]:
-        """Copy ``source`` and return its file object.
+        """Copy ``source`` and return its file object. Only ``tenant`` may read it.
 
         Raises:
             HttpError: 507 where there are too many files, or too many bytes in them.
@@ -68,10 +67,10 @@ class FileStore:
         with removed_on_failure(self.path(file_id)):
             with written_anew(self.path(file_id)) as file:
                 shutil.copyfileobj(source, file)
-            return self._describe(file_id, filename, purpose, expires_after_s)
+            return self._describe(file_id, filename, purpose, tenant, expires_after_s)
 
     def adopt(
-        self, path: Path, filename: str, purpose: str, expires_after_s: int | None = None
+        self, path: Path, filename: str, purpose: str, tenant: str, expires_after_s: int | None = None
     ) -> dict[str, Any] | None:
         """Move the file at ``path`` into the store; None if there is none.
 
@@ -82,10 +81,11 @@ class FileStore:
             os.replace(path, self.path(file_id))
         if not self.path(file_id).exists():
             return None
-        return self.get(file_id) or self._describe(file_id, filename, purpose, expires_after_s)
+        known = self.get(file_id, tenant)
+        return known or self._describe(file_id, filename, purpose, tenant, expires_after_s)
 
-    def get(self, file_id: str) -> dict[str, Any] | None:
-        """Return the file object, or None if the file does not exist or has expired."""
+    def get(self, file_id: str, tenant: str) -> dict[str, Any] | None:
+        """Return the object of a tenant's file, or None if the file does not exist or has expired."""
         if _ID.fullmatch(file_id) is None:
             return None
         try:
@@ -93,7 +93,7 @@ class FileStore:
         except FileNotFoundError:
             return None
         expires_at = value.get("expires_at")
-        if value.pop("tenant", "") != TENANT.get():
+        if value.pop("tenant", "") != tenant:
             return None
         if expires_at is not None and expires_at <= self._unix_time():
             self._delete(file_id)
@@ -105,16 +105,16 @@ class FileStore:
         assert _ID.fullmatch(file_id), file_id
         return self._folder / f"{file_id}.data"
 
-    def all(self) -> list[dict[str, Any]]:
-        """Return every file object, the oldest first."""
+    def all(self, tenant: str) -> list[dict[str, Any]]:
+        """Return the objects of a tenant's files, the oldest first."""
         # Descriptions are written once, so their times are those of creation.
         paths = sorted(self._folder.glob("file-*.json"), key=lambda path: path.stat().st_mtime_ns)
-        found = [self.get(path.stem) for path in paths]
+        found = [self.get(path.stem, tenant) for path in paths]
         return [value for value in found if value is not None]
 
-    def delete(self, file_id: str) -> bool:
-        """Delete a file; return whether it existed."""
-        if self.get(file_id) is None:
+    def delete(self, file_id: str, tenant: str) -> bool:
+        """Delete a tenant's file; return whether it existed."""
+        if self.get(file_id, tenant) is None:
             return False
         return self._delete(file_id)
 
@@ -139,7 +139,7 @@ class FileStore:
         return self._folder / f"{file_id}.json"
 
     def _describe(
-        self, file_id: str, filename: str, purpose: str, expires_after_s: int | None
+        self, file_id: str, filename: str, purpose: str, tenant: str, expires_after_s: int | None
     ) -> dict[str, Any]:
         created_at = int(self._unix_time())
         value = {
@@ -153,7 +153,7 @@ class FileStore:
             "status": "processed",
             "status_details": None,
         }
-        write_json(self._meta(file_id), {**value, "tenant": TENANT.get()})
+        write_json(self._meta(file_id), {**value, "tenant": tenant})
         return value
 
 

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, read_bytes
+from quire.http.call import call_of
 from quire.http.wire import Ignored, Wire, not_allowed, parse
 from quire.jobs.disk import within_disk
 from quire.jobs.runner import MESSAGES, OPEN, BatchRunner, check_lines
@@ -88,7 +89,8 @@ class MessageBatches:
         if request.method == "POST":
             with within_disk():
                 return await self._create(request)
-        shown = [self._shown(batch, request) for batch in self._runner().listed() if is_messages(batch)]
+        listed = self._runner().listed(call_of(request.scope).tenant)
+        shown = [self._shown(batch, request) for batch in listed if is_messages(batch)]
         return json_response(_page(shown[::-1], request))
 
     async def batch(self, request: Request) -> Response:
@@ -118,25 +120,27 @@ class MessageBatches:
         return StreamingResponse(lines, media_type="application/x-jsonl")
 
     async def _create(self, request: Request) -> Response:
-        runner = self._runner()
+        runner, call = self._runner(), call_of(request.scope)
         raw = await read_bytes(request.scope, request.receive, self._max_bytes, "--max-body-mib")
         lines = await asyncio.to_thread(_lines_of, raw, self._ignored())
-        source = await asyncio.to_thread(runner.files.add, io.BytesIO(lines), "requests.jsonl", "batch")
+        source = await asyncio.to_thread(
+            runner.files.add, io.BytesIO(lines), "requests.jsonl", "batch", call.tenant
+        )
         num_lines, errors = await asyncio.to_thread(check_lines, runner.files.path(source["id"]), MESSAGES)
         if errors:
-            runner.files.delete(source["id"])
+            runner.files.delete(source["id"], call.tenant)
             where = f"requests[{(errors[0].line or 1) - 1}]"
             text = errors[0].message.replace("body", "params").replace(f"Line {errors[0].line}", where, 1)
             raise RequestError(text, param=where)
         values = {"input_file_id": source["id"], "endpoint": MESSAGES, "completion_window": "24h"}
         batch = runner.create(
-            {**values, "metadata": None, "output_expires_after_s": None}, _WINDOW_S, num_lines
+            {**values, "metadata": None, "output_expires_after_s": None}, _WINDOW_S, call, num_lines
         )
         return json_response(self._shown(batch, request))
 
     def _found(self, request: Request) -> dict[str, Any]:
         batch_id = request.path_params["batch_id"]
-        found = self._runner().get(str(batch_id).removeprefix("msg"))
+        found = self._runner().get(str(batch_id).removeprefix("msg"), call_of(request.scope).tenant)
         if found is None or not is_messages(found) or not batch_id.startswith("msg"):
             raise NotFoundError(f"There is no batch of messages {clip(batch_id)} here.", param="batch_id")
         return found
@@ -144,7 +148,7 @@ class MessageBatches:
     def _lines(self, batch: dict[str, Any]) -> Iterator[dict[str, msgspec.Raw]]:
         files = self._runner().files
         for name in ("output_file_id", "error_file_id"):
-            if batch[name] is not None and files.get(batch[name]) is not None:
+            if batch[name] is not None and files.get(batch[name], batch.get("tenant", "")) is not None:
                 with files.path(batch[name]).open("rb") as file:
                     for line in file:
                         yield msgspec.json.decode(line, type=dict[str, msgspec.Raw])

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of, read_json
+from quire.http.call import call_of
 from quire.http.edge import Extension, Work, new_id
 from quire.http.wire import Body, Ignored, Integer, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
@@ -117,7 +118,7 @@ class JobRoutes:
                 return await self._upload(request)
         files = [
             f
-            for f in self._runner.files.all()
+            for f in self._runner.files.all(call_of(request.scope).tenant)
             if f["purpose"] == request.query_params.get("purpose", f["purpose"])
         ]
         return page_of(request, files, default=10_000, most=10_000)
@@ -133,7 +134,7 @@ class JobRoutes:
                 param="file_id",
                 code="file_in_use",
             )
-        self._runner.files.delete(found["id"])
+        self._runner.files.delete(found["id"], call_of(request.scope).tenant)
         return json_response({"id": found["id"], "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
@@ -146,7 +147,11 @@ class JobRoutes:
         if request.method == "POST":
             with within_disk():
                 return await self._create(request)
-        shown = [_shown(batch) for batch in self._runner.listed() if not is_messages(batch)]
+        shown = [
+            _shown(batch)
+            for batch in self._runner.listed(call_of(request.scope).tenant)
+            if not is_messages(batch)
+        ]
         return page_of(request, shown, default=20, most=100)
 
     async def batch(self, request: Request) -> Response:
@@ -189,12 +194,12 @@ class JobRoutes:
                 raise not_allowed("purpose", values.get("purpose"), "'batch'")
             after_s = None if expires is None else _expires_after(expires, "expires_after", self._ignored())
             name = upload.filename or "file"
-            return json_response(
-                await asyncio.to_thread(runner.files.add, upload.file, name, "batch", after_s)
-            )
+            tenant = call_of(request.scope).tenant
+            made = await asyncio.to_thread(runner.files.add, upload.file, name, "batch", tenant, after_s)
+            return json_response(made)
 
     async def _create(self, request: Request) -> Response:
-        runner, ignored = self._runner, self._ignored()
+        runner, ignored, call = self._runner, self._ignored(), call_of(request.scope)
         body = await read_json(request.scope, request.receive, self._settings.max_body_bytes)
         asked = parse(BatchRequest, body, ignored=ignored)
         if asked.endpoint not in ENDPOINTS:
@@ -204,7 +209,7 @@ class JobRoutes:
         if not 0 < seconds <= _EXPIRES_S[1]:
             allowed = "'24h', or another number with s, m, h or d, up to 30d"
             raise not_allowed("completion_window", asked.completion_window, allowed)
-        source = runner.files.get(asked.input_file_id)
+        source = runner.files.get(asked.input_file_id, call.tenant)
         if source is None or source["purpose"] != "batch":
             raise RequestError(
                 f"input_file_id = {clip(asked.input_file_id)} is not a file with the purpose 'batch' here.",
@@ -216,14 +221,14 @@ class JobRoutes:
             **asked.model_dump(exclude={"output_expires_after"}),
             "output_expires_after_s": after_s,
         }
-        return json_response(_shown(runner.create(values, seconds)))
+        return json_response(_shown(runner.create(values, seconds, call)))
 
     def _ignored(self) -> Ignored:
         return Ignored.of(lenient=self._settings.lenient, strict=self._settings.strict_fields)
 
     def _file(self, request: Request) -> dict[str, Any]:
         file_id = request.path_params["file_id"]
-        found = self._runner.files.get(file_id)
+        found = self._runner.files.get(file_id, call_of(request.scope).tenant)
         if found is None:
             message = f"There is no file {clip(file_id)} here."
             raise NotFoundError(message, param="file_id", code="file_not_found")
@@ -231,7 +236,7 @@ class JobRoutes:
 
     def _batch(self, request: Request) -> dict[str, Any]:
         batch_id = request.path_params["batch_id"]
-        found = self._runner.get(batch_id)
+        found = self._runner.get(batch_id, call_of(request.scope).tenant)
         if found is None or is_messages(found):
             message = f"There is no batch {clip(batch_id)} here."
             raise NotFoundError(message, param="batch_id", code="batch_not_found")

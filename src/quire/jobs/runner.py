@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.types import ASGIApp
 
+from quire.http.call import Call
 from quire.http.client import post_local
-from quire.http.edge import TENANT, enter_owner, kept_owner
 from quire.http.limits import BATCH_LINE_BYTES, BODY_VALUES, num_marks
 from quire.jobs.disk import BatchFolder
 from quire.jobs.files import FileStore
@@ -68,14 +69,16 @@ class BatchRunner:
                 log.info("batch_resumed", batch=batch["id"], status=batch["status"])
                 self._start(batch)
 
-    def create(self, values: dict[str, Any], window_s: int, num_lines: int = 0) -> dict[str, Any]:
+    def create(self, values: dict[str, Any], window_s: int, call: Call, num_lines: int = 0) -> dict[str, Any]:
         """Begin a batch that has ``window_s`` seconds, and return its object. ``values``: what the client set.
+
+        ``call``: of the client; the batch's requests have its rights.
 
         ``num_lines``: those of its file, if they are checked; else they are counted before the first one is run.
         """
         batch_id = f"batch_{self._new_id()}"
         batch = {"id": batch_id, "object": "batch", **values, "created_s": self._unix_time()}
-        batch |= kept_owner()
+        batch |= call.kept()
         batch["created_at"] = int(batch["created_s"])
         batch["expires_at"] = batch["created_at"] + window_s
         batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
@@ -85,14 +88,14 @@ class BatchRunner:
         self._start(batch)
         return batch
 
-    def get(self, batch_id: str) -> dict[str, Any] | None:
+    def get(self, batch_id: str, tenant: str) -> dict[str, Any] | None:
         """Return a batch of the tenant."""
         batch = self._batches.get(batch_id)
-        return batch if batch is not None and batch.get("tenant", "") == TENANT.get() else None
+        return batch if batch is not None and batch.get("tenant", "") == tenant else None
 
-    def listed(self) -> list[dict[str, Any]]:
+    def listed(self, tenant: str) -> list[dict[str, Any]]:
         """Return the batches of the tenant, the oldest first."""
-        return [batch for batch in self.all() if batch.get("tenant", "") == TENANT.get()]
+        return [batch for batch in self.all() if batch.get("tenant", "") == tenant]
 
     def all(self) -> list[dict[str, Any]]:
         """Every batch, the oldest first."""
@@ -124,7 +127,6 @@ class BatchRunner:
 
     async def _run(self, batch: dict[str, Any]) -> None:
         batch_id = batch["id"]
-        enter_owner(batch)
         try:
             if batch["status"] == "validating" and not await self._validate(batch):
                 return
@@ -182,10 +184,9 @@ class BatchRunner:
         """Run a line until it has an answer, and write the answer to disk."""
         assert self._app is not None
         request_id = self._new_id()
+        call = replace(Call.of_kept(batch), request_id=request_id, priority=LOWEST_PRIORITY)
         while True:
-            status, body = await post_local(
-                self._app, batch["endpoint"], line.body, request_id=request_id, priority=LOWEST_PRIORITY
-            )
+            status, body = await post_local(self._app, batch["endpoint"], line.body, call)
             if status not in (429, 503):
                 break
             await asyncio.sleep(_RETRY_S)
@@ -225,6 +226,7 @@ def _publish(files: FileStore, disk: BatchFolder, batch: dict[str, Any]) -> None
             disk.lines(batch, kind),
             f"{batch['id']}_{kind}.jsonl",
             "batch_output",
+            batch.get("tenant", ""),
             batch["output_expires_after_s"],
         )
         batch[field] = None if made is None else made["id"]

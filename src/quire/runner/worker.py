@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from quire.lora.slots import LoraSlots
 from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.runner.branches import BranchBlocks, Move
-from quire.runner.draft_model import make_drafting
 from quire.runner.input_batch import InputBatch
 from quire.runner.model_runner import ModelRunner, PendingResult, Runner
 from quire.runner.prompt_outputs import PROMPT_NOT_FINITE, PromptOutput, PromptScorer, spans_of
@@ -29,6 +29,9 @@ from quire.sampling.draft_tree import NO_DRAFTS, Drafts
 from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, SeqSample
 from quire.speculate.proposer import Proposer, Wanted
 from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, SeqTold, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.runner.draft_model import DraftModel
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +77,7 @@ class Worker:
             num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
             release=self.runner.release, samples=answers,
         )  # fmt: skip
-        self.draft_model, self.proposer = make_drafting(config, self.seqs, self.runner, shard, answers)
+        self.draft_model, self.proposer = _drafting(config, self.seqs, self.runner, shard, answers=answers)
         self._has_drafts = False  # some sequence may have drafts of the last step
         num_branch_blocks = 0 if config.speculate is None else config.speculate.num_branch_blocks
         self._branch_blocks = BranchBlocks(config.cache.num_blocks, num_branch_blocks, block_size)
@@ -306,3 +309,14 @@ def _unknown(plans: Sequence[SeqPlan], found: Sequence[WorkerSeq]) -> StepError:
     return StepError(
         f"The plan names sequence {plan.seq_id} in epoch {plan.epoch}; the worker does not have it."
     )
+
+
+def _drafting(
+    config: EngineConfig, seqs: WorkerSeqs, runner: Runner, shard: Shard | None, *, answers: bool
+) -> tuple[DraftModel | None, Proposer | None]:
+    """Return what drafts in a worker whose rank samples if ``answers``."""
+    if config.speculate is None:
+        return None, None
+    from quire.runner.draft_model import make_drafting
+
+    return make_drafting(config, seqs, runner, shard, answers)

@@ -1,0 +1,127 @@
+"""`Call`: one request as the edge has named it, and for whom it runs.
+
+`quire.http.edge.Edge` makes it from headers and keys and puts it into the ASGI scope; `call_of` takes it out. From the
+endpoint on it is an argument. What this process asks itself (`quire.http.client.post_local`) brings a call of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from starlette.types import Scope
+
+from quire.errors import RequestError, clip
+from quire.http.account import Account
+from quire.http.keys import ApiKey
+
+MAX_REQUEST_ID_CHARS = 128
+_SEED_MASK = (1 << 53) - 1
+_SCOPE_KEY = "quire.call"
+
+
+class AnswerName(NamedTuple):
+    """What an answer is called that may go on elsewhere, as a gateway, the journal or a background response says."""
+
+    id: str  # 32 hexadecimal digits
+    created: int  # seconds since 1970
+    seed: int  # of a request that gives none
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.created} {self.seed}"
+
+    @classmethod
+    def read(cls, text: str) -> AnswerName:
+        """Return what `str` has written, the value of ``x-quire-answer``.
+
+        Raises:
+            RequestError: it is wrong.
+        """
+        try:
+            answer_id, created, seed = text.split(" ")
+            int(answer_id, 16)
+            if len(answer_id) == 32 and int(created) >= 0 and 0 <= int(seed) <= _SEED_MASK:
+                return cls(answer_id, int(created), int(seed))
+        except ValueError:
+            pass
+        raise RequestError(
+            f"x-quire-answer = {clip(text)} is not allowed: it must be '<32 hexadecimal digits> <created> <seed>'."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request: its name, its rights, and what this process or a gateway says of it."""
+
+    request_id: str = ""  # under which it is logged and answered
+    draws_id: bool = False  # no header named the request, so its body may
+    tenant: str = ""  # of the key that let it in, here or at its gateway; empty: it had none
+    cache_group: str = ""  # whose tenants share cached blocks; empty: the tenant is a group of its own
+    weight: float = 1.0  # of the tenant: share of the engine under the order "fair"
+    key: ApiKey | None = None  # the line of the key file that let it in
+    account: Account | None = None  # of a gateway, which is told what the request uses
+    is_local: bool = False  # this process asks: a full queue does not refuse it
+    priority: int | None = None  # replaces the body's
+    runs_in_background: bool = False  # a response may go on without its client
+    answer: AnswerName | None = None
+    body_key: int = 0  # what its body is known by when it comes again; 0: it was not read
+    num_body_bytes: int = 0
+
+    @property
+    def salt_group(self) -> str:
+        """Within which its cached blocks are shared."""
+        return self.cache_group or self.tenant
+
+    def kept(self) -> dict[str, Any]:
+        """Return for whom it runs as values of JSON, for `of_kept` after a restart."""
+        key = self.key
+        rights = None if key is None else {"name": key.name, "models": list(key.models), "weight": key.weight}
+        return {"tenant": self.tenant, "cache_group": self.cache_group, "key": rights}
+
+    @classmethod
+    def of_kept(cls, kept: Mapping[str, Any]) -> Call:
+        """Return a call of this process for the owner of `kept`, with the models that the key could use then."""
+        tenant, rights = kept.get("tenant", ""), kept.get("key")
+        call = cls(tenant=tenant, cache_group=kept.get("cache_group", ""), is_local=True)
+        if rights is None:
+            return call
+        models, epoch = tuple(rights["models"]), datetime.fromtimestamp(0, UTC)
+        key = ApiKey(rights["name"], tenant, "", epoch, models=models, weight=rights["weight"])
+        return replace(call, key=key, weight=rights["weight"])
+
+
+_NONE = Call()
+
+
+def call_of(scope: Scope) -> Call:
+    """Return the call of a request; one without name and tenant where no edge was passed."""
+    found: Call = scope.get(_SCOPE_KEY, _NONE)
+    return found
+
+
+def put_call(scope: Scope, call: Call) -> Call:
+    """Have `call_of` find ``call``, and return it."""
+    scope[_SCOPE_KEY] = call
+    return call
+
+
+def has_call(scope: Scope) -> bool:
+    """Whether the edge was passed already, or this process asks."""
+    return _SCOPE_KEY in scope
+
+
+def adopt_request_id(scope: Scope, given: str | None) -> Call:
+    """Take the id from the body (vLLM's ``request_id``, SGLang's ``rid``) unless a header named the request."""
+    call, usable = call_of(scope), usable_request_id(given)
+    return put_call(scope, replace(call, request_id=usable)) if usable is not None and call.draws_id else call
+
+
+def usable_request_id(value: Any) -> str | None:
+    """Return a client's own request id if it is fit for a header and a log line, else None."""
+    if isinstance(value, bytes):
+        value = value.decode("latin-1")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_REQUEST_ID_CHARS:
+        return None
+    return value if value.isascii() and value.isprintable() else None
