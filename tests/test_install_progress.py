@@ -44,7 +44,7 @@ def test_each_part_of_an_install_is_told_with_the_time_since_its_start() -> None
         " 0:24  compile   1 of 105",
         " 0:30  compile   21 of 105, about 1 min left",
         " 0:36  compile   105 of 105",
-        " 0:42  unpacking",
+        " 0:42  unpacking what was downloaded",
     ]
 
 
@@ -52,7 +52,7 @@ def test_a_terminal_has_one_line_that_changes() -> None:
     out = Terminal()
     told(out)
     assert out.getvalue().count("\n") == 1  # behind the last object
-    assert out.getvalue().endswith("\r\x1b[K 0:42  unpacking")
+    assert out.getvalue().endswith("\r\x1b[K 0:42  unpacking what was downloaded")
 
 
 def test_a_failure_shows_the_end_of_pips_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -74,3 +74,13 @@ def test_output_is_read_as_it_comes_and_kept(tmp_path: Path) -> None:
         assert run([sys.executable, "-c", "print('[7/9] Building')"], steps, log) == 0
     assert steps.num_objects == 7
     assert (tmp_path / "log").read_text() == "[7/9] Building\n"
+
+
+def test_another_step_is_told_at_once() -> None:
+    out = io.StringIO()
+    steps = Steps(Progress(out, lambda: 1.0), lambda: 1.0)
+    for line in LINES.splitlines()[1:4]:
+        steps.read(line)
+    assert [line.split("  ", 1)[1] for line in out.getvalue().splitlines()] == [
+        "download  1: torch (191.8 MB)", "fetching what the build needs", "configuring the build of the kernels",
+    ]  # fmt: skip

@@ -29,7 +29,7 @@ _FETCHED = re.compile(
 _PHASES = (
     (re.compile(r"Installing build dependencies"), "fetching what the build needs"),
     (re.compile(r"Building (?:editable|wheel) for "), "configuring the build of the kernels"),
-    (re.compile(r"Installing collected packages"), "unpacking"),
+    (re.compile(r"Installing collected packages"), "unpacking what was downloaded"),
 )
 
 
@@ -43,13 +43,13 @@ class Progress:
         self._last_s = -EVERY_S
         self._text = ""
 
-    def say(self, text: str, *, is_last: bool = False) -> None:
-        """Show the state of a step."""
+    def say(self, text: str, *, is_new: bool = False, is_last: bool = False) -> None:
+        """Show the state of a step; ``is_new``: of another step, which is shown at once."""
         minutes, seconds = divmod(int(self._now() - self._start_s), 60)
         line = f"{minutes:2}:{seconds:02}  {text}"
         if self._is_terminal:
             self._out.write(f"\r\x1b[K{line}" + "\n" * is_last)
-        elif is_last or (text != self._text and self._now() - self._last_s >= EVERY_S):
+        elif is_last or (text != self._text and (is_new or self._now() - self._last_s >= EVERY_S)):
             self._out.write(line + "\n")
             self._last_s = self._now()
         self._text = text
@@ -76,7 +76,7 @@ class Steps:
         else:
             for pattern, text in _PHASES:
                 if pattern.search(line):
-                    self._progress.say(text)
+                    self._progress.say(text, is_new=True)
 
     def _compiled(self, done: int, of: int) -> None:
         now_s = self._now()
