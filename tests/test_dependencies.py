@@ -41,16 +41,39 @@ def test_extras_are_those_of_pyproject() -> None:
     assert {name: set(extra.modules) for name, extra in EXTRAS.items()} == groups
 
 
+# Lines that fetch the distribution `quire`, with or without options before it, an extra or a version behind it.
+OTHER = re.compile(
+    r"(?:uvx|pipx install|pipx run|uv tool install|uv tool run|pip install|--from)(?: -\S+)* ['\"]?quire(?![\w./-])"
+)
+
+
 def test_no_text_names_another_projects_distribution() -> None:
-    other = "quire" + "["
-    texts = [
-        file
-        for folder in ("src", "docs", "deploy", "tools")
-        for file in (ROOT / folder).rglob("*")
-        if file.suffix in (".py", ".md", ".toml", ".yaml")
+    folders = ("src", "docs", "deploy", "tools", ".github", "benchmarks", "examples")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*")] + [*ROOT.glob("*.md")]
+    texts = [file for file in files if file.suffix in (".py", ".md", ".toml", ".yaml", ".yml", ".sh")]
+    named = [
+        f"{file.name}: {line}"
+        for file in texts
+        for line in file.read_text().splitlines()
+        if OTHER.search(line) and "never" not in line
     ]
-    named = [file.name for file in [*texts, ROOT / "README.md"] if f"'{other}" in file.read_text()]
     assert not named, f"say {install_command('EXTRA')}"
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ("uvx quire serve quill", True),
+        ("pip install -q 'quire[redis]'", True),
+        ("pipx install quire==0.2.0", True),
+        ("uvx --from quire quire serve", True),
+        ("pip install 'quire-llm[redis]'", False),
+        ("uvx --from ./quire_llm-0.1.0-py3-none-any.whl quire serve", False),
+        ("pipx install ./quire", False),
+    ],
+)
+def test_lines_that_fetch_another_project_are_found(line: str, other: bool) -> None:
+    assert bool(OTHER.search(line)) == other
 
 
 def test_ci_tests_the_plain_install_before_dev() -> None:

@@ -184,7 +184,9 @@ def test_workflows_parse_and_have_time_limits() -> None:
 
 
 def test_the_changelog_has_this_version() -> None:
-    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    releases = [heading for heading in headings if heading != "Unreleased"]
+    assert re.fullmatch(rf"{re.escape(__version__)} \(\d{{4}}-\d{{2}}-\d{{2}}\)", releases[0])
 
 
 def test_readme_speeds_are_in_the_results() -> None:

@@ -53,7 +53,7 @@ def test_a_missing_extra_is_named_with_its_command(extra: str, monkeypatch: pyte
     with pytest.raises(ConfigError) as caught:
         OPENED[extra]()
     assert f"needs the extra {extra!r}" in str(caught.value)
-    assert f"pip install '.[{extra}]'" in str(caught.value)
+    assert f"pip install 'quire-llm[{extra}]'" in str(caught.value)
 
 
 def test_a_missing_cockpit_is_named_with_its_command() -> None:
@@ -63,7 +63,7 @@ def test_a_missing_cockpit_is_named_with_its_command() -> None:
     assert done.returncode == 1
     assert done.stderr == (
         "quire: The cockpit needs the extra 'cockpit' (no module named nicegui): "
-        "run pip install '.[cockpit]' in a clone of Quire.\n"
+        "run pip install 'quire-llm[cockpit]'.\n"
     )
 
 
@@ -83,7 +83,7 @@ def test_doctor_says_which_extras_are_absent(monkeypatch: pytest.MonkeyPatch) ->
     hide(monkeypatch, "otel", "postgres")
     assert {"otel", "postgres"} <= set(absent_extras())
     rows = {row[0]: row[1:] for row in absent()}
-    assert rows["otel"] == ("spans of requests (--otlp-traces-endpoint)", "pip install '.[otel]'")
+    assert rows["otel"] == ("spans of requests (--otlp-traces-endpoint)", "pip install 'quire-llm[otel]'")
 
 
 def test_an_extra_lacks_where_one_package_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,4 +97,4 @@ def test_doctor_prints_absent_extras(
     hide(monkeypatch, "redis")
     monkeypatch.setenv("COLUMNS", "120")
     report()
-    assert "pip install '.[redis]'" in capsys.readouterr().out
+    assert "pip install 'quire-llm[redis]'" in capsys.readouterr().out

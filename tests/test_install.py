@@ -1,25 +1,38 @@
-"""Quire installs without a compiler, on torch, and says so; from its sdist with one it is native; a wheel serves.
+"""Quire installs without a compiler, on torch, and says so; a wheel made from its sdist serves, however it is installed.
 
-The slow tests install into environments of their own: minutes, and 800 MB of disk while they run.
+The slow tests install into environments of their own: minutes, and 1 GB of disk for each while it runs. QUIRE_WHEEL
+names a wheel to test instead of one that is built here.
 """
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
+import threading
+import tomllib
 import urllib.request
 import venv
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from quire.extras import DISTRIBUTION
+
 ROOT = Path(__file__).resolve().parents[1]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CONSTRAINTS = str(ROOT / "constraints.txt")
 BUILD = ("-q", "--no-deps", "--no-build-isolation", "--no-index")
 NO_COMPILER = {"CXX": "/bin/false", "CC": "/bin/false"}
 
@@ -62,73 +75,161 @@ def test_install_without_a_compiler(tmp_path: Path) -> None:
 def make_sdist(folder: Path) -> Path:
     """Build the source distribution from a copy of what git tracks."""
     copy = folder / "tree"
-    shutil.copytree(
-        ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "__pycache__", "results", "*.so")
-    )
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "__pycache__", "*.so"))
     script = "import sys; from scikit_build_core.build import build_sdist; print(build_sdist(sys.argv[1]))"
     name = run([sys.executable, "-c", script, folder], cwd=copy).split()[-1]
     shutil.rmtree(copy)
     return folder / name
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_sdist_builds_natively(tmp_path: Path) -> None:
+def test_the_distribution_has_one_name() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == DISTRIBUTION
+
+
+def test_the_sdist_has_no_results_of_benchmarks(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core")
+    with tarfile.open(make_sdist(tmp_path)) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert {"pyproject.toml", "csrc/bind.h", "src/quire/models/quill_data/quill/model.safetensors"} <= {
+        *names
+    }
+    assert "benchmarks/README.md" in names
+    assert not [name for name in names if name.startswith(("benchmarks/results", ".ci", ".git/"))]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of QUIRE_WHEEL, or one that is built from the source distribution, with the native kernels."""
+    if "QUIRE_WHEEL" in os.environ:
+        return Path(os.environ["QUIRE_WHEEL"]).resolve()
     pytest.importorskip("scikit_build_core")
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
-    sdist = make_sdist(tmp_path)
-    run([sys.executable, "-m", "pip", "install", *BUILD, "--target", tmp_path / "site", sdist], timeout=800)
-    native, backends = probe(tmp_path / "site").split(" ", 1)
-    assert native == "True"
-    assert "scalar" in backends
+    folder = tmp_path_factory.mktemp("wheel")
+    run([sys.executable, "-m", "pip", "wheel", *BUILD, "-w", folder, make_sdist(folder)], timeout=1500)
+    (built,) = folder.glob("quire_llm-*.whl")
+    return built
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_wheel_serves_in_a_fresh_environment(tmp_path: Path) -> None:
-    """No compiler, no source tree, nothing but what the wheel's metadata asks for."""
-    pytest.importorskip("scikit_build_core")
-    build = ["-C", f"build-dir={tmp_path / 'build'}", "-w", tmp_path, ROOT]
-    run([sys.executable, "-m", "pip", "wheel", *BUILD, *build], **NO_COMPILER)
-    (wheel,) = tmp_path.glob("quire-*.whl")
-    assert "quire/py.typed" in zipfile.ZipFile(wheel).namelist()
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    pip = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        "-c",
-        ROOT / "constraints.txt",
-    ]
-    run([*pip, "torch==2.13.0"], timeout=800, **NO_COMPILER)  # by itself: see the Makefile
-    run([*pip, wheel], timeout=800, **NO_COMPILER)
-    assert "False" not in run([python, "-c", "import quire; print('site-packages' in quire.__file__)"])
-    command = [python.with_name("quire"), "serve", "quill", "--port", "0", "--kv-memory", "256MiB"]
-    with subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, text=True) as server:
+@pytest.fixture(scope="module")
+def index() -> Iterator[str]:
+    """An index with the CPU build of torch: where PIP_FIND_LINKS has it on this machine's disk, one of that."""
+    links = Path(os.environ.get("PIP_FIND_LINKS", "/nowhere"))
+    python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    builds = [file for file in links.glob("torch-*+cpu-*.whl") if f"-{python}-" in file.name]
+    if not builds:
+        yield CPU_INDEX
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "torch").mkdir()
+        for file in builds:
+            (Path(folder) / "torch" / file.name).symlink_to(file)
+        handler = partial(Quiet, directory=folder)
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            yield f"http://127.0.0.1:{server.server_port}"
+            server.shutdown()
+            thread.join()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder without a line per request."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def documented(tool: str, wheel: Path, index: str) -> list[str]:
+    """Return the words of the line for ``tool`` in docs/install.md, with this wheel and this index."""
+    lines = (ROOT / "docs" / "install.md").read_text().splitlines()
+    (line,) = (line for line in lines if re.match(rf"{tool} .*quire_llm-\S+\.whl", line))
+    assert CPU_INDEX in line
+    return shlex.split(re.sub(r"\./quire_llm-\S+\.whl", str(wheel), line.replace(CPU_INDEX, index)))
+
+
+def environment(folder: Path, *packages: str) -> Path:
+    """Make an environment in ``folder`` with pip and ``packages``; return its folder of programs."""
+    venv.create(folder, with_pip=True)
+    if packages:
+        run([folder / "bin" / "pip", "install", "-q", "--disable-pip-version-check", *packages], timeout=800)
+    return folder / "bin"
+
+
+def served(command: Sequence[str | Path], **env: str) -> str:
+    """Serve Quill by ``command`` from another folder, ask it for a completion; return what the server printed."""
+    options = ["--port", "0", "--kv-memory", "256MiB"]
+    with subprocess.Popen(
+        [*map(str, command), *options], cwd="/", stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, **NO_COMPILER, **env},
+    ) as server:  # fmt: skip
         assert server.stderr is not None
-        said = []
-        for line in server.stderr:
-            said.append(line)
-            if match := re.search(r"^ready .* on (http\S+)", line):
-                break
-        else:
-            pytest.fail("".join(said))
+        lines = []
         try:
+            for line in server.stderr:
+                lines.append(line)
+                if match := re.search(r"^ready .* on (http\S+)", line):
+                    break
+            else:
+                pytest.fail("".join(lines))
             body = {"prompt": "It was a dark and", "max_tokens": 8, "ignore_eos": True}
             request = urllib.request.Request(
                 f"{match[1]}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
             )
             answer = json.load(urllib.request.urlopen(request, timeout=60))
         finally:
-            server.terminate()
+            os.killpg(server.pid, signal.SIGTERM)
     assert answer["determinism"] == "exact"
     assert answer["usage"]["completion_tokens"] == 8
     assert answer["choices"][0]["text"]
-    assert "not built" in "".join(said) or "reference" in "".join(said), (
-        "start-up says that kernels are missing"
-    )
+    return "".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_wheel_of_the_sdist_is_native(wheel: Path, tmp_path: Path) -> None:
+    assert "quire/py.typed" in zipfile.ZipFile(wheel).namelist()
+    run([sys.executable, "-m", "pip", "install", *BUILD, "--target", tmp_path / "site", wheel])
+    native, backends = probe(tmp_path / "site").split(" ", 1)
+    assert native == "True"
+    assert "scalar" in backends
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_pip_installs_a_wheel_that_serves(wheel: Path, index: str, tmp_path: Path) -> None:
+    """No compiler, no source tree, nothing but what the wheel's metadata asks for; then an extra as errors name it."""
+    programs = environment(tmp_path / "venv")
+    env = NO_COMPILER | {"PIP_CONSTRAINT": CONSTRAINTS}
+    run([programs / "pip", *documented("pip", wheel, index)[1:], "-q"], timeout=800, **env)
+    imported = run([programs / "python", "-c", "import quire; print(quire.__file__)"])
+    assert imported.startswith(str(tmp_path))
+    assert "not built" not in served([programs / "quire", "serve", "quill"])
+    run([programs / "pip", "install", "-q", f"{DISTRIBUTION}[zstd]"], timeout=200, **env)
+    run([programs / "python", "-c", "import zstandard"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_uvx_serves_from_a_wheel(wheel: Path, index: str, tmp_path: Path) -> None:
+    programs = environment(tmp_path / "uv", "uv")
+    env = {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_PYTHON": sys.executable, "UV_CONSTRAINT": CONSTRAINTS}
+    command = documented("uvx", wheel, index)
+    assert command[-3:] == ["quire", "serve", "quill"]
+    assert "not built" not in served([programs / command[0], *command[1:]], **env)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_pipx_installs_a_wheel_that_serves(index: str, tmp_path: Path) -> None:
+    """The wheel is one that was built without a compiler: it serves as well, and says what is missing."""
+    pytest.importorskip("scikit_build_core")
+    build = ["-C", f"build-dir={tmp_path / 'build'}", "-w", tmp_path, ROOT]
+    run([sys.executable, "-m", "pip", "wheel", *BUILD, *build], **NO_COMPILER)
+    (wheel,) = tmp_path.glob("quire_llm-*.whl")
+    programs = environment(tmp_path / "pipx", "pipx")
+    homes = {"PIPX_HOME": str(tmp_path / "home"), "PIPX_BIN_DIR": str(tmp_path / "bin")}
+    command = documented("pipx", wheel, index)
+    run([programs / command[0], *command[1:]], timeout=800, PIP_CONSTRAINT=CONSTRAINTS, **homes)
+    said = served([tmp_path / "bin" / "quire", "serve", "quill"])
+    assert "not built" in said or "reference" in said

@@ -59,6 +59,15 @@ def test_constraints_name_every_package_of_an_install() -> None:
     assert not missing, "write them into constraints.txt, as `pip freeze` prints them"
 
 
+def test_constraints_name_what_the_package_asks_for() -> None:
+    """Of every extra, those included that developers do not have installed."""
+    lines = PROJECT["project"]["dependencies"] + [line for extra in EXTRAS.values() for line in extra]
+    pins = lock.constraints()
+    for requirement in map(Requirement, lines):
+        name = canonicalize_name(requirement.name)
+        assert name in FREE or requirement.specifier.contains(pins[name]), requirement
+
+
 def test_locks_name_the_versions_of_constraints() -> None:
     pins = lock.constraints()
     for locked in (lock.locked("requirements.lock"), lock.locked("build.lock")):

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 
 from quire.errors import ConfigError
 
-# A clone of the source: on the package index the name `quire` belongs to another project.
-_DISTRIBUTION = "."
+# The name on the package index, where `quire` is another project. Pip looks for nothing there that is installed.
+DISTRIBUTION = "quire-llm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ def absent_extras() -> list[str]:
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that installs ``extras``, to run in a clone of the source."""
-    return f"pip install '{_DISTRIBUTION}[{','.join(extras)}]'"
+    """Return the command that installs ``extras`` beside Quire."""
+    return f"pip install '{DISTRIBUTION}[{','.join(extras)}]'"
 
 
 def _missing(extra: str, what: str, cause: str, param: str | None) -> ConfigError:
     return ConfigError(
-        f"{what} needs the extra {extra!r} ({cause}): run {install_command(extra)} in a clone of Quire.",
+        f"{what} needs the extra {extra!r} ({cause}): run {install_command(extra)}.",
         param=param,
     )
 

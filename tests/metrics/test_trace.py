@@ -86,7 +86,7 @@ def test_the_api_takes_a_traceparent(exporter: InMemorySpanExporter) -> None:
 
 def test_a_missing_extra_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'quire-llm\[otel\]'"):
         RequestTracer.to("http://localhost:1/v1/traces", lambda: 0.0, lambda: 0.0, "1")
 
 

@@ -376,7 +376,7 @@ except ConfigError as error:
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     config = replace(config_of(CASE, TWO), ray=RayConfig(None, None))
-    with pytest.raises(ConfigError, match=r"needs the extra 'ray' .*pip install '\.\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"needs the extra 'ray' .*pip install 'quire-llm\[ray\]'"):
         start_on_ray(config)
 
 

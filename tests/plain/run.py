@@ -177,7 +177,7 @@ def doctor(place: Place) -> list[str]:
     done = subprocess.run(
         [QUIRE, "doctor"], capture_output=True, text=True, cwd=place.folder, env=env, check=True
     )
-    absent = re.findall(r"pip install '\.\[(\w+)\]'", done.stdout)
+    absent = re.findall(r"pip install 'quire-llm\[(\w+)\]'", done.stdout)
     if "PYTHONPATH" in env and absent != [*EXTRAS]:
         raise Failed(f"not all extras are blocked: `quire doctor` misses {absent}")
     return [f"absent extras: {', '.join(absent) or 'none'}"]

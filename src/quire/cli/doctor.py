@@ -173,7 +173,7 @@ def report() -> None:
     console.print(rows)
     console.print()
     if missing := absent():
-        extras = Table("absent extra", "would bring", "in a clone of Quire", box=None, pad_edge=False)
+        extras = Table("absent extra", "would bring", "by", box=None, pad_edge=False)
         for row in missing:
             extras.add_row(*(escape(cell) for cell in row))
         console.print(extras)

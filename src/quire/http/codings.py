@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from quire.errors import RequestError, clip
+from quire.extras import install_command
 from quire.http.refusals import HttpError, Refusal
 
 try:
@@ -121,7 +122,7 @@ def decoder_of(coding: bytes | None) -> Decoder | None:
     if name == "zstd" and zstandard is not None:
         return Zstandard()
     known = "gzip, deflate, zstd" if zstandard is not None else "gzip, deflate"
-    hint = "; zstd needs the extra zstd here (pip install '.[zstd]')" if name == "zstd" else ""
+    hint = f"; zstd needs the extra zstd here ({install_command('zstd')})" if name == "zstd" else ""
     text = (
         f"Content-Encoding {clip(name)} is not supported: send the body as it is, or coded by {known}{hint}."
     )
