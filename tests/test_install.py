@@ -1,4 +1,4 @@
-"""Quire installs without a compiler, on torch, and says so; a wheel made from its sdist serves, however it is installed.
+"""Quire installs without a compiler, on torch, and says so; a wheel of its sdist serves, however it is installed.
 
 The slow tests install into environments of their own: minutes, and 1 GB of disk for each while it runs. QUIRE_WHEEL
 names a wheel to test instead of one that is built here.

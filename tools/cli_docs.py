@@ -37,6 +37,7 @@ HEAD = """\
 Written by `python tools/cli_docs.py` from the tables of settings and `src/quire/settings.toml`; a test compares them.
 
     quire serve [MODEL]            serve a model over an OpenAI-compatible API; several are loaded on demand
+    quire launch TOOL              start a coding agent or another tool with a server's model (docs/connect.md)
     quire gateway --config FILE    one address in front of many replicas (docs/gateway.md has the keys of the file)
     quire autoscale                have as many replicas behind a gateway as its load will need (docs/autoscale.md)
     quire run [MODEL] "prompt"     continue one text and print it as it comes

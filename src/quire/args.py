@@ -108,6 +108,7 @@ class ServerArgs:
     tls_cert: str | None = None
     tls_key: str | None = None
     served_model_name: str | None = None
+    clients: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_format: str = "auto"
     admin_port: int | None = None
@@ -174,7 +175,7 @@ Args = TypeVar("Args", bound="DataclassInstance")
 
 
 def flag_name(key: str) -> str:
-    return "--" + key.replace("_", "-")
+    return "--for" if key == "clients" else "--" + key.replace("_", "-")
 
 
 @cache

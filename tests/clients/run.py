@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 CLIENTS: dict[str, dict[str, Any]] = tomllib.loads((HERE / "clients.toml").read_text())
 ENVIRONMENTS = Path(os.environ.get("QUIRE_CLIENTS_DIR", HERE.parents[1] / "build" / "clients"))
 TIMEOUT_S = 600
+LONG = 60  # characters of a text
 QUILL = ["-m", "quire.cli", "serve", "quill", "--port", "0", "--threads", "1", "--num-kv-blocks", "4096",
          "--chat-template", str(HERE / "hermes.jinja")]  # fmt: skip
 # Bodies that name what only the server of the recording holds.
@@ -115,9 +116,21 @@ def shape(value: Any) -> str:
     return type(value).__name__
 
 
+def shortened(value: Any) -> Any:
+    """Return a body without its long texts and descriptions; a call that the scripted model repeats stays."""
+    if isinstance(value, dict):
+        texts = {name for name, item in value.items() if name == "description" and isinstance(item, str)}
+        return {name: "what it does" if name in texts else shortened(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [shortened(item) for item in value]
+    if isinstance(value, str) and len(value) > LONG and not value.startswith("CALL "):
+        return f"{len(value)} characters"
+    return value
+
+
 def environment(name: str) -> Path:
     """Return the interpreter of a client's environment, which is made where its packages changed."""
-    if CLIENTS[name].get("runs_on") == "node":
+    if "runs_on" in CLIENTS[name]:
         return node_folder(name)
     wanted = json.dumps(CLIENTS[name], sort_keys=True)
     folder = ENVIRONMENTS / name
@@ -133,7 +146,7 @@ def environment(name: str) -> Path:
 
 
 def node_folder(name: str) -> Path:
-    """Return node, beside a folder of the client's packages; modules are looked for beside the script."""
+    """Return what runs the script: node, beside a folder of the client's packages; for an agent this interpreter."""
     node, client = shutil.which("node"), CLIENTS[name]
     if node is None:
         raise SystemExit(f"{name} needs node and npm: install them, or name the other clients")
@@ -144,6 +157,8 @@ def node_folder(name: str) -> Path:
         npm = ["npm", "install", "--no-fund", "--no-audit", "--loglevel=error", *client["packages"]]
         subprocess.run(npm, cwd=folder, check=True)
         mark.write_text(wanted)
+    if client["runs_on"] == "agent":
+        return Path(sys.executable)
     shutil.copy(HERE / "real" / client["script"], folder)
     return Path(node)
 
@@ -154,10 +169,13 @@ async def run_client(name: str, quill: str, scripted: str, *, record: bool) -> l
     recorder = Recorder()
     interpreter = environment(name)
     folder = ENVIRONMENTS / name if client.get("runs_on") == "node" else HERE / "real"
-    command = [str(interpreter), str(folder / client["script"])]
+    command = [str(interpreter), str(folder / client["script"]), name]
     async with recorder.before(quill, "quill") as first, recorder.before(scripted, "scripted") as second:
         env = {**os.environ, "QUILL_URL": first, "SCRIPTED_URL": second, "NO_PROXY": "127.0.0.1"}
         env.pop("PYTHONPATH", None)
+        if client.get("runs_on") == "agent":
+            bin_folder = ENVIRONMENTS / name / "node_modules" / ".bin"
+            env |= {"AGENT_BIN": str(bin_folder), "QUIRE_PATH": str(HERE.parents[1] / "src")}
         process = await asyncio.create_subprocess_exec(
             *command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -171,7 +189,10 @@ async def run_client(name: str, quill: str, scripted: str, *, record: bool) -> l
         tail = err.decode(errors="replace")[-2000:]
         checks.append({"check": "the script ends", "error": f"status {process.returncode}: {tail}"})
     if record:
-        lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in recorder.kept.values())
+        entries = list(recorder.kept.values())
+        if client.get("runs_on") == "agent":  # whose instructions are long, and their makers'
+            entries = [entry | {"body": shortened(entry["body"])} for entry in entries]
+        lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
         (HERE / "recorded" / f"{name}.json").write_text(f"[\n{lines}\n]\n")
     for line in recorder.refused:
         print(f"    refused: {line}")

@@ -1,10 +1,12 @@
 """A model that knows one tool, behind the real API: ``python -m tests.clients.scripted``.
 
-Asked for the weather, it calls ``get_weather``; given a tool's result, it says what it was told; else it says hello.
+Asked for the weather, it calls ``get_weather``; asked to ``CALL {"name": …, "arguments": …}``, it calls that; given a
+tool's result, it says what it was told; else it says hello.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +18,7 @@ from quire.api.server import run
 from quire.metrics.log import configure
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+NAMED = re.compile(r'CALL (\{"name": "\w+", "arguments": \{[^{}]*\}\})')
 # Tool results of every dialect are rendered as messages of the role "tool".
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}{# reasoning_effort #}"
 
@@ -26,7 +29,10 @@ def script(prompt: Sequence[int], index: int, seed: int) -> Sequence[int]:
     _, _, last = text.rpartition("<tool>")
     if last != text and "<user>" not in last:
         return say("It is " + last.strip().strip('"') + ".")
-    return say(f"<think>I look.</think>{CALL}" if "weather" in text.rpartition("<user>")[2] else "Hello.")
+    asked = text.rpartition("<user>")[2]
+    if match := NAMED.search(text.rpartition("<assistant>")[2]):
+        return say(f"<tool_call>\n{match[1]}\n</tool_call>")
+    return say(f"<think>I look.</think>{CALL}" if "weather" in asked else "Hello.")
 
 
 def frontend() -> FakeFrontend:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +65,7 @@ class ApiSettings:
     journal_dir: Path | None = None  # of streams that can be resumed
     journal_bytes: int = 256 * 2**20
     model: ModelConfig | None = None  # what Ollama's clients are told of the model
+    stand_ins: tuple[str, ...] = PLACEHOLDERS  # names of whatever is served; * stands for anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +108,13 @@ class ApiState:
             NotFoundError: ``name`` is not served; lists the names that are.
         """
         names = self.model.names
-        if name is None or (name in PLACEHOLDERS and name not in (*names, *self.adapter_names)):
+        if name is None:
             return names[0]
         if name.endswith(LATEST) and name not in names:
             name = name.removesuffix(LATEST)
         if name not in names and name not in self.adapter_names:
+            if any(fnmatchcase(name, pattern) for pattern in self.settings.stand_ins):
+                return names[0]
             served = ", ".join(repr(n) for n in names)
             loaded = ", ".join(repr(n) for n in self.adapter_names)
             text = f"The model {clip(name)} is not served here. Served: {served}."

@@ -87,6 +87,26 @@ def serve(
     raise typer.Exit(serve(with_model(models[0], settings)))
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def launch(
+    context: typer.Context,
+    tool: Annotated[
+        str, typer.Argument(help="claude, codex, opencode, qwen, aider, open-webui (docs/connect.md).")
+    ],
+    url: Annotated[str, typer.Option("--url", help="Of a running server.")] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of a model there (the first).", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help="Key of the server.", show_default=False)
+    ] = None,
+) -> None:
+    """Start a coding agent or another tool with its model."""
+    from quire.cli.clients import launch
+
+    launch(tool, context.args, url, model, api_key)
+
+
 @app.command()
 def gateway(
     config: Annotated[Path, typer.Option("--config", help="TOML file of the gateway (docs/gateway.md).")],

@@ -19,7 +19,7 @@ PANELS = {
     "Start here": ("serve", "run", "chat", "doctor"),
     "Models": ("pull", "list", "rm"),
     "Before you rent or change something": ("plan", "profile", "simulate", "learn"),
-    "A running server": ("cockpit", "bench", "diagnose", "replay"),
+    "A running server": ("launch", "cockpit", "bench", "diagnose", "replay"),
     "Many servers": ("gateway", "autoscale", "keys", "ledger"),
     "This program": ("version",),
 }

@@ -17,14 +17,15 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from quire.args import ServerArgs, flag_name, parts_of
+from quire.args import EngineArgs, ServerArgs, flag_name, parts_of
+from quire.cli.clients import guide, model_names
 from quire.cli.gateway import batches
 from quire.cores import core_groups
 from quire.engine.restarts import Restarts
 from quire.errors import ConfigError
 from quire.executor.child_process import child_environment
 from quire.gateway.config import GatewayArgs, GatewayConfig
-from quire.gateway.server import run_gateway
+from quire.gateway.server import Beside, run_gateway
 from quire.gateway.state import GatewayState
 from quire.metrics.log import Log, configure
 
@@ -43,6 +44,7 @@ OWN = (
     "admin_key",
     "cors_origins",
     "allowed_hosts",
+    "clients",
     "batch_dir",
     "max_file_mib",
 )
@@ -75,9 +77,12 @@ def serve_replicas(settings: dict[str, Any], args: ServerArgs, num: int) -> int:
     if not any(name in shared for name in MEMORY):
         shared["gpu_memory_utilization"] = round(_MEMORY_SHARE / num, 4)
     shared |= {"host": "127.0.0.1", "port": 0, "api_key": key, "gateway_key": key}
+    model = str(settings.get("model", EngineArgs().model))
     replicas = Replicas(shared, core_groups(num), args.max_restarts)
     status = run_gateway(
-        GatewayConfig(server=gateway_args(args, key)), beside=replicas.running, extend=batches
+        GatewayConfig(server=gateway_args(args, key)),
+        beside=guided(replicas.running, args, (parts_of(args.served_model_name) or (model,))[0]),
+        extend=batches,
     )
     return status or replicas.status
 
@@ -96,7 +101,20 @@ def gateway_args(args: ServerArgs, admin_key: str) -> GatewayArgs:
         drain_timeout_s=args.drain_timeout_s,
         cors_origins=parts_of(args.cors_origins),
         allowed_hosts=parts_of(args.allowed_hosts),
+        stand_ins=model_names(args.clients),
     )
+
+
+def guided(beside: Beside, args: ServerArgs, model: str) -> Beside:
+    """Return ``beside`` that first prints the lines of ``--for``, with the gateway's address."""
+
+    @asynccontextmanager
+    async def running(state: GatewayState, url: str, stop: Callable[[], None]) -> AsyncGenerator[None, None]:
+        print(guide(args, url, model), file=sys.stderr, flush=True)
+        async with beside(state, url, stop):
+            yield
+
+    return running if args.clients else beside
 
 
 Start = Callable[[Path, set[int]], Awaitable[asyncio.subprocess.Process]]

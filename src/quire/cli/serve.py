@@ -192,6 +192,10 @@ class Announcement:
         name, seconds = self._frontend.model.names[0], time.monotonic() - self._begin_s
         if (note := open_line(self._args)) is not None:
             print(note, file=sys.stderr, flush=True)
+        if self._args.clients:
+            from quire.cli.clients import guide
+
+            print(guide(self._args, url, name), file=sys.stderr, flush=True)
         log.debug("kernels", kernels=info.kernels)
         report = start_up_report(url, info, name, seconds, self.note, self._weights + self._tools())
         print(f"\n{report}", file=sys.stderr, flush=True)
@@ -226,10 +230,15 @@ def open_line(args: ServerArgs) -> str | None:
 
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     """Return the settings of the API."""
-    from quire.api.state import ApiSettings, fingerprint
+    from quire.api.state import PLACEHOLDERS, ApiSettings, fingerprint
     from quire.http.browser_guard import allowed_hosts
     from quire.http.keys import KeyFile
 
+    names: tuple[str, ...] = ()
+    if args.clients:
+        from quire.cli.clients import model_names
+
+        names = model_names(args.clients)
     return ApiSettings(
         version=__version__,
         system_fingerprint=fingerprint(config, __version__),
@@ -241,6 +250,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         lenient=args.lenient,
         strict_fields=args.strict_fields,
         tool_format=args.tool_format,
+        stand_ins=(*PLACEHOLDERS, *names),
         max_body_bytes=args.max_body_mib * 2**20,
         response_store_bytes=args.response_store_mib * 2**20,
         response_dir=Path(args.batch_dir) / "responses" if args.batch_dir else None,

@@ -17,7 +17,17 @@ from typing import Any
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.cli.flags import ON_DEMAND, pick
 from quire.cli.gateway import batches
-from quire.cli.replicas import MEMORY, OWN, REFUSED, STOP_S, as_toml, gateway_args, record_all, start_server
+from quire.cli.replicas import (
+    MEMORY,
+    OWN,
+    REFUSED,
+    STOP_S,
+    as_toml,
+    gateway_args,
+    guided,
+    record_all,
+    start_server,
+)
 from quire.config import DeviceInfo
 from quire.cores import usable_cpus
 from quire.device import detect_device
@@ -100,9 +110,10 @@ def serve_models(settings: dict[str, Any], models: list[str], args: ServerArgs) 
     pool.keys = (args.admin_key,) if args.admin_key else ()
     pool.is_closed = pool.keys == () and (args.api_key is not None or args.api_key_file is not None)
     print(report(shares, memory, args.pin), file=sys.stderr, flush=True)
-    return run_gateway(
-        GatewayConfig(server=gateway_args(args, key)), beside=servers.running, extend=batches, pool=pool
-    )
+    first = next(iter(paths))
+    server = replace(gateway_args(args, key), default_model=first if args.clients else None)
+    beside = guided(servers.running, args, first)
+    return run_gateway(GatewayConfig(server=server), beside=beside, extend=batches, pool=pool)
 
 
 def named_models(models: list[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from random import Random
 
 from quire.errors import NotFoundError, RequestError, clip, nearest
@@ -31,8 +32,13 @@ class Catalog:
         random: Random,
         auto: str | None = None,
         base_of: Callable[[str], str] = lambda name: name,
+        stand_ins: tuple[str, ...] = (),
     ) -> None:
-        """``base_of``: the name of the model that a served name is a further name or an adapter of."""
+        """``base_of``: the name of the model that a served name is a further name or an adapter of.
+
+        ``stand_ins``: names, with * for anything, that stand for the default model where no model is called so.
+        """
+        self._stand_ins = stand_ins
         self._base_of = base_of
         self._auto = [auto] if auto is not None else []  # a name that `AutoModel` replaces
         self._models = models
@@ -64,7 +70,8 @@ class Catalog:
             RequestError: no name is given and no default can be told.
             NotFoundError: the name is not known; lists those that are.
         """
-        name = name or self._default or self._only()
+        if not name or self._is_stand_in(name):
+            name = self._default or self._only()
         model = self._models.get(name)
         if model is None:
             if name not in self._served() and name not in self._auto:
@@ -79,6 +86,10 @@ class Catalog:
             served = self._pick(other.split) if other is not None else fallback
             targets.append(Target(served, is_fallback=True, when=model.when))
         return targets
+
+    def _is_stand_in(self, name: str) -> bool:
+        is_like = any(fnmatchcase(name, pattern) for pattern in self._stand_ins)
+        return is_like and name not in self.names()
 
     def _pick(self, split: Mapping[str, float]) -> str:
         if len(split) == 1:

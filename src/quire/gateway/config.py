@@ -45,6 +45,7 @@ class GatewayArgs:
     admin_key: str | None = None
     gateway_key: str | None = None
     default_model: str | None = None
+    stand_ins: tuple[str, ...] = ()
     key_file: str | None = None
     redis: str | None = None
     ledger: str | None = None

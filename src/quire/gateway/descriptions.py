@@ -117,7 +117,7 @@ class Descriptions:
         state = self._state
         name = state.catalog.tagged(request.query_params.get("model") or state.config.server.default_model)
         target, key = state.catalog.targets(name)[0].model, call_of(request.scope).key
-        model = target if name is None else state.catalog.served_as(name)
+        model = state.catalog.served_as(name) if name in state.catalog.names() else target
         if key is not None and not key.allows_model(model):
             raise NotFoundError(
                 f"The key {key.name!r} may not use the model {model!r}; it may use {', '.join(key.models)}.",

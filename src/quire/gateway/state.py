@@ -257,15 +257,12 @@ def make_state(
     poller, salts = Poller(fleet, random, now), Salts(tenancy)
     poller.on_owners = salts.listed
     budget = RetryBudget(config.retries.budget, config.retries.reserve)
-    auto = config.auto.args.name if config.auto is not None else None
     regions = Regions(config.regions) if config.regions is not None else None
     state = GatewayState(
         config=config,
         router=router,
         fleet=fleet,
-        catalog=Catalog(
-            config.models, config.server.default_model, lambda: fleet.models, random, auto, fleet.base_of
-        ),
+        catalog=_catalog(config, fleet, random),
         placing=Placing(
             fleet,
             router,
@@ -296,3 +293,17 @@ def make_state(
         state.hedging = state.metrics.hedging = Hedging(config.hedging)
     state.metrics.filters, state.metrics.auto, state.metrics.regions = state.filters, state.auto, regions
     return state
+
+
+def _catalog(config: GatewayConfig, fleet: Fleet, random: Random) -> Catalog:
+    auto = config.auto.args.name if config.auto is not None else None
+    server = config.server
+    return Catalog(
+        config.models,
+        server.default_model,
+        lambda: fleet.models,
+        random,
+        auto,
+        fleet.base_of,
+        server.stand_ins,
+    )
