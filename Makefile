@@ -55,7 +55,7 @@ test: dev  ## run the default tests in two processes (under 15 minutes on 2 core
 test-plain: install  ## start every command that serves, as `make install` leaves them and with every extra blocked (a minute on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.plain.run $(ARGS)
 
-test-clients: dev  ## run the real clients, each in an environment of its own (downloads them; ARGS="openai litellm …")
+test-clients: dev  ## run the real clients, directly and through a gateway, each in an environment of its own (downloads them; ARGS="openai litellm …"); jdk needs a JDK (openjdk-17-jdk-headless)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients.run $(ARGS)
 
 test-browser: dev  ## drive the cockpit in Chromium (installed by apt, as root); screenshots come to build/cockpit

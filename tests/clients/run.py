@@ -1,9 +1,9 @@
-"""Run real clients against real servers: ``python -m tests.clients.run [NAME …] [--record]``.
+"""Run real clients against real servers: ``python -m tests.clients.run [NAME …] [--record] [--through gateway]``.
 
 Each client of ``clients.toml`` gets an environment of its own below ``build/clients`` and talks to two servers: Quill
 with a template for tools, and a scripted model behind the same API (`tests.clients.scripted`). A proxy in front of
 both sees what the client sends; ``--record`` keeps one body of each shape in ``recorded/``, which the default tests
-replay.
+replay. Then the client runs once more with a gateway in front of each server.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,10 @@ def shortened(value: Any) -> Any:
 
 def environment(name: str) -> Path:
     """Return the interpreter of a client's environment, which is made where its packages changed."""
-    if "runs_on" in CLIENTS[name]:
+    runs_on = CLIENTS[name].get("runs_on")
+    if runs_on == "java":
+        return java()
+    if runs_on is not None:
         return node_folder(name)
     wanted = json.dumps(CLIENTS[name], sort_keys=True)
     folder = ENVIRONMENTS / name
@@ -143,6 +146,16 @@ def environment(name: str) -> Path:
     subprocess.run([*pip, *CLIENTS[name]["packages"]], check=True)
     mark.write_text(wanted)
     return python
+
+
+def java() -> Path:
+    """Return the JDK's launcher, which compiles and runs a source file."""
+    launcher = shutil.which("java")
+    if launcher is None or shutil.which("javac") is None:
+        raise SystemExit(
+            "jdk needs a JDK: apt-get install openjdk-17-jdk-headless, or name the other clients"
+        )
+    return Path(launcher)
 
 
 def node_folder(name: str) -> Path:
@@ -188,7 +201,7 @@ async def run_client(name: str, quill: str, scripted: str, *, record: bool) -> l
     if not checks or (process.returncode and all(check["error"] is None for check in checks)):
         tail = err.decode(errors="replace")[-2000:]
         checks.append({"check": "the script ends", "error": f"status {process.returncode}: {tail}"})
-    if record:
+    if record and "unrecorded" not in client:
         entries = list(recorder.kept.values())
         if client.get("runs_on") == "agent":  # whose instructions are long, and their makers'
             entries = [entry | {"body": shortened(entry["body"])} for entry in entries]
@@ -199,24 +212,45 @@ async def run_client(name: str, quill: str, scripted: str, *, record: bool) -> l
     return checks
 
 
-async def run_all(names: list[str], *, record: bool) -> int:
+async def run_all(names: list[str], ways: list[str], *, record: bool) -> int:
     """Run the named clients one after the other and print a table; return how many checks failed."""
     failed = 0
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
-        with (
-            LiveServer([*QUILL, "--batch-dir", f"{folder}/a"], folder / "quill.log") as quill,
-            LiveServer(["-m", "tests.clients.scripted", f"{folder}/b"], folder / "scripted.log") as scripted,
-        ):
-            for name in names:
-                checks = await run_client(name, quill.url, scripted.url, record=record)
+
+        def start(command: list[str], name: str, **more: Any) -> str:
+            return stack.enter_context(LiveServer(command, folder / f"{name}.log", **more)).url
+
+        direct = (
+            start([*QUILL, "--batch-dir", f"{folder}/a"], "quill"),
+            start(["-m", "tests.clients.scripted", f"{folder}/b"], "scripted"),
+        )
+        urls = {"direct": direct}
+        if "gateway" in ways:
+            urls["gateway"] = tuple(
+                gateway(url, folder / f"gateway{i}", start) for i, url in enumerate(direct)
+            )
+        for name in names:
+            for way in ways:
+                checks = await run_client(name, *urls[way], record=record and way == "direct")
                 bad = [check for check in checks if check["error"] is not None]
                 failed += len(bad)
                 packages = " ".join(CLIENTS[name]["packages"])
-                print(f"{name:16} {packages:48} {len(checks) - len(bad)} of {len(checks)}", flush=True)
+                print(
+                    f"{name:16} {way:8} {packages:48} {len(checks) - len(bad)} of {len(checks)}", flush=True
+                )
                 for check in bad:
                     print(f"    {check['check']}: {check['error']}", flush=True)
     return failed
+
+
+def gateway(url: str, folder: Path, start: Callable[..., str]) -> str:
+    """Start a gateway in front of ``url``, with files and batches of its own; return its address."""
+    folder.mkdir()
+    config = folder / "gateway.toml"
+    config.write_text(f'port = 0\nbatch_dir = "{folder}/batches"\n[[backends]]\nurl = "{url}"\n')
+    command = ["-m", "quire.cli", "gateway", "--config", str(config)]
+    return start(command, folder.name, ready=r"gateway +on (\S+),")
 
 
 def main() -> int:
@@ -224,11 +258,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)} (all)")
+    ways = ["direct", "gateway"]
+    parser.add_argument("--through", choices=ways, help="only so; both, one after the other, without it")
     parser.add_argument("--record", action="store_true", help="write recorded/NAME.json")
     args = parser.parse_args()
     if unknown := set(args.names) - set(CLIENTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    return 1 if asyncio.run(run_all(args.names or list(CLIENTS), record=args.record)) else 0
+    ways = ways if args.through is None else [args.through]
+    return 1 if asyncio.run(run_all(args.names or list(CLIENTS), ways, record=args.record)) else 0
 
 
 if __name__ == "__main__":
