@@ -168,10 +168,10 @@ def served(command: Sequence[str | Path], **env: str) -> str:
         try:
             for line in server.stderr:
                 lines.append(line)
-                if match := re.search(r"^ready .* on (http\S+)", line):
+                if line.startswith("stop "):  # the end of what a start says
                     break
-            else:
-                pytest.fail("".join(lines))
+            match = re.search(r"^ready .* on (http\S+)", "".join(lines), re.MULTILINE)
+            assert match is not None, "".join(lines)
             body = {"prompt": "It was a dark and", "max_tokens": 8, "ignore_eos": True}
             request = urllib.request.Request(
                 f"{match[1]}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
