@@ -17,7 +17,7 @@ from quire import __version__
 from quire.cli import app
 from quire.cli.foreign import foreign_flags
 from quire.families import SUPPORTED
-from quire.families.gguf import BLOCK_TYPES
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.learn.registry import SIMULATIONS
 from quire.sim.scenario import SCENARIOS
 from quire.text.output.formats import FORMATS

@@ -45,6 +45,7 @@ LATE_IMPORTS: dict[str, str] = {
     "metrics/trace.py": "opentelemetry is the extra `otel`",
     "gateway/redis_store.py": "redis is the extra `redis`",
     "gateway/ledger_database.py": "psycopg is the extra `postgres`",
+    "models/checkpoint.py": "the reader of GGUF is loaded for a GGUF file",
     "models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.families import Take
-from quire.families.gguf import BLOCK_TYPES
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.families.quantization import Scheme
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor

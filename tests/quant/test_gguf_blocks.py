@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.families.gguf import BLOCK_TYPES
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.quant.stored import decode_rows, dequantize
 
 SEED = 11

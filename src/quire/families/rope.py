@@ -35,7 +35,11 @@ def rope_from_config(
     factor = scaling.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
     dim = int(head_dim * factor)
     if dim % 2 or not 0 < dim <= head_dim:
-        raise f.wrong("partial_rotary_factor", f"such that an even part of head_dim = {head_dim} is rotated")
+        raise (scaling if scaling.has("partial_rotary_factor") else f).wrong(
+            "partial_rotary_factor",
+            f"such that an even part of head_dim = {head_dim} (hidden_size / num_attention_heads unless it is given) "
+            "is rotated",
+        )
     return scaled_rope(f, scaling, RopeSpec(theta, dim, interleaved=interleaved))
 
 

@@ -14,15 +14,13 @@ from typing import Any, Literal
 
 from quire.errors import ModelLoadError
 from quire.families import quantization_of, spec_from_config, weight_map
-from quire.families.gguf import BLOCK_TYPES, gguf_weight_map, spec_from_gguf
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.models.generation_config import GenerationDefaults, read_generation
-from quire.models.gguf_file import read_gguf
 from quire.models.hub import INSTEAD, QUILL_NAMES, config_of, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
 from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats, unused
 from quire.modelspec import ModelSpec
 from quire.plan.presets import preset_of, preset_spec
-from quire.text.gguf_vocab import end_ids, tokenizer_from_gguf_metadata
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weight_format import WeightFormat
@@ -142,6 +140,10 @@ def _generation(folder: Path) -> tuple[GenerationDefaults, tuple[int, ...], tupl
 
 
 def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
+    from quire.families.gguf import gguf_weight_map, spec_from_gguf
+    from quire.models.gguf_file import read_gguf
+    from quire.text.gguf_vocab import end_ids
+
     file = read_gguf(path)
     spec = spec_from_gguf(file.metadata, file.tensors, file.floats, str(path))
     dtype = _common_dtype(file.tensors.values())
@@ -165,6 +167,9 @@ def stored_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTens
         config, tensors = path / "config.json", read_checkpoint(path)
         quantization = quantization_of(read_json(config), str(config))
         return tensors, find_sources(str(path), weight_map(spec), tensors, quantization)
+    from quire.families.gguf import gguf_weight_map
+    from quire.models.gguf_file import read_gguf
+
     file = read_gguf(path)
     names = gguf_weight_map(spec, str(file.metadata.get("general.architecture")))
     return file.tensors, find_sources(str(path), names, file.tensors)
@@ -195,6 +200,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer at `Checkpoint.tokenizer`. Raises `ModelLoadError` where there is none."""
     with reading(path):
         if path.suffix == ".gguf":
+            from quire.models.gguf_file import read_gguf
+            from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
+
             return tokenizer_from_gguf_metadata(read_gguf(path).metadata)
         return load_tokenizer(path)
 

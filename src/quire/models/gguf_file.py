@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.families.gguf import BLOCK_TYPES, OTHER_TYPES, TENSOR_TYPES
+from quire.families.gguf_types import BLOCK_TYPES, OTHER_TYPES, TENSOR_TYPES
 from quire.models.safetensors_file import AGAIN, StoredTensor, map_file
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

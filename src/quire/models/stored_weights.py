@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.families.gguf import BLOCK_TYPES
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.families.quantization import Scheme
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor

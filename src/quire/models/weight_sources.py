@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import Take, WeightMap
-from quire.families.gguf import BLOCK_TYPES
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.families.quantization import Quantization, Scheme
 from quire.families.tensor_keys import keys_of
 from quire.families.weights import UNUSED, Shape, stored_shapes

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.families.gguf import BLOCK_TYPES
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.kernels.linear import reference
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.weight_format import Kind, WeightFormat
