@@ -1,13 +1,13 @@
 """How far the planner's roofline is from engines on GPUs: median and p90 of |log(predicted / measured)|.
 
-Before and after fitting a handful of constants an engine on half of the configurations. Prints Markdown tables; see
-docs/planner.md.
+Prints Markdown tables of the shipped constants, or fits them on half of the configurations (`benchmarks.roofline_fit`);
+see docs/planner.md.
 
-    python benchmarks/roofline_accuracy.py [--data FILE] [--fit]
+    python -m benchmarks.roofline_accuracy [--data FILE] [--before FILE]
+    python -m benchmarks.roofline_accuracy --fit > constants.toml
 
 Points are ``measured_ttft_tpot.csv.gz`` (closed loop: so many clients, each with one request at a time). A
-configuration is in the fitted half where the BLAKE2b hash of its id is even. Without ``--fit`` the shipped
-constants are evaluated.
+configuration is in the fitted half where the BLAKE2b hash of its id is even.
 """
 
 from __future__ import annotations
@@ -16,29 +16,33 @@ import argparse
 import csv
 import gzip
 import hashlib
+import json
 import math
-import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from benchmarks.roofline_fit import check, fit
 
 from quire.families import spec_from_config
 from quire.modelspec import ModelSpec
+from quire.plan.efficiency import FORMATS, GENERATIONS, MEASURED, Efficiency, efficiency_of, generation_of
 from quire.plan.estimate import Load, Replica
 from quire.plan.hardware import Hardware, find_hardware
 from quire.plan.presets import preset_of, preset_spec, presets
-from quire.plan.roofline import IDEAL, Efficiency, Roofline, Work, efficiencies, work_of
+from quire.plan.roofline import Roofline, Work, work_of
 from quire.plan.split import Split, plan_memory
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/gpu_profiles/measured_ttft_tpot.csv.gz"
 DEFAULT = Path("/work/shared/data/gpu_profiles/measured_ttft_tpot.csv.gz")
 WEIGHTS = {"fp8": "fp8", "fp8_block": "fp8", "nvfp4": "fp4", "int4_wo": "int4", "": "bf16"}
 CHUNK = 8192  # tokens a step: the engines' own default on these GPUs
-FITTED = ("compute", "memory", "experts", "layer_s", "step_s", "link_s", "first_s", "wave", "wave_growth")
-START = Efficiency(0.5, 0.9, 0.7, 1e-5, 1e-3, 1.5e-5, 0.03, 1.0, 0.5, how="start of the search")
-HALF_OF = ("compute", "memory", "experts")  # at most 1
-DENSE = ("llama", "qwen3")
+LEAST_POINTS = 6  # on the fitted half, for constants of their own
+# Generation → the devices whose points its constants are fitted on.
+FITTED = {"hopper": ("h100", "h200"), "blackwell": ("b200", "b300"), "b300": ("b300",)}
 # A family that Quire does not run, by shapes: attention and experts are of a kind that it knows.
 STAND_INS = {
     "MiniMaxAI/MiniMax-M2.5": presets()["qwen3-30b-a3b"] | {
@@ -54,6 +58,7 @@ class Point:
     engine: str
     gpu: str
     model: str
+    spec: ModelSpec
     mode: str
     hardware: Hardware
     prefill: Work
@@ -67,6 +72,19 @@ class Point:
     @property
     def dense(self) -> bool:
         return not self.decode.num_experts
+
+    @property
+    def kind(self) -> str:
+        return "dense" if self.dense else "experts"
+
+    @property
+    def weights(self) -> str:
+        """Format by which constants differ."""
+        return {"fp8": "fp8", "fp4": "fp4"}.get(self.decode.precision, "bf16")
+
+    @property
+    def generation(self) -> str:
+        return generation_of(self.hardware)
 
     @property
     def fitted_half(self) -> bool:
@@ -137,7 +155,8 @@ def point_of(row: dict[str, str], spec: ModelSpec) -> Point:
     memory = plan_memory(spec, hardware, decode, precision=precision, kv_dtype="bf16", context=isl + osl // 2,
                          max_num_batched_tokens=CHUNK, max_num_seqs=min(clients, 512))  # fmt: skip
     return Point(
-        name=row["id"], engine=row["backend"], gpu=hardware.name, model=model, mode=row["mode"], hardware=hardware,
+        name=row["id"], engine=row["backend"], gpu=hardware.name, model=model, spec=spec, mode=row["mode"],
+        hardware=hardware,
         prefill=_work(model, spec, precision, split("prefill_") if disagg else decode),
         decode=_work(model, spec, precision, decode), load=Load(isl, osl, concurrency=clients),
         capacity=memory.max_requests, prefill_clients=prefill_clients,
@@ -154,20 +173,21 @@ def predict(point: Point, e: Efficiency) -> tuple[float, float]:
     assert point.load.concurrency is not None
     alone = Replica(Roofline(point.prefill, point.hardware, e), 1, CHUNK)
     prompt_s = alone.prefill_s(1, point.load)
-    ttft = e.first_s + prompt_s * e.wave * point.prefill_clients**e.wave_growth
+    ttft = e.first_s + prompt_s * e.wave * point.prefill_clients**e.wave_growth  # no decodes to wait for
     return ttft, replica.decode_s(min(point.load.concurrency, replica.max_requests), point.load)
 
 
 Errors = tuple[float, float, float, float, float]
 
 
-def errors(points: Iterable[Point], of: Callable[[Point], Efficiency]) -> Errors:
-    """Return median and p90 of |log ratio| of TTFT, of TPOT, and the median of both together."""
+def errors(pairs: Iterable[tuple[Point, tuple[float, float]]]) -> Errors | None:
+    """Return median and p90 of |log ratio| of TTFT, of TPOT, and the median of both together; None: no points."""
     ttft, tpot = [], []
-    for point in points:
-        predicted = predict(point, of(point))
+    for point, predicted in pairs:
         ttft.append(abs(math.log(predicted[0] / point.ttft_s)))
         tpot.append(abs(math.log(predicted[1] / point.tpot_s)))
+    if not ttft:
+        return None
     ttft.sort()
     tpot.sort()
     both = sorted(ttft + tpot)
@@ -175,110 +195,142 @@ def errors(points: Iterable[Point], of: Callable[[Point], Efficiency]) -> Errors
     return at(ttft, 0.5), at(ttft, 0.9), at(tpot, 0.5), at(tpot, 0.9), at(both, 0.5)
 
 
-def fit(
-    points: list[Point], names: tuple[str, ...], start: Efficiency, rounds: int, seeds: int
-) -> Efficiency:
-    """Search from ``seeds`` seeds and keep the one with the least loss on the points that are fitted."""
-    return min(
-        (search(points, names, start, rounds, seed) for seed in range(seeds)), key=lambda found: found[1]
-    )[0]
-
-
-def search(
-    points: list[Point], names: tuple[str, ...], start: Efficiency, rounds: int, seed: int
-) -> tuple[Efficiency, float]:
-    """Minimise the mean of |log ratio|, each cut at 1, by random steps that shrink (a (1 + 1) evolution strategy)."""
-    rng = random.Random(seed)
-
-    def loss(e: Efficiency) -> float:
-        total = 0.0
-        for point in points:
-            ttft, tpot = predict(point, e)
-            total += min(1.0, abs(math.log(ttft / point.ttft_s))) + min(
-                1.0, abs(math.log(tpot / point.tpot_s))
-            )
-        return total / len(points)
-
-    best, best_loss, spread = start, loss(start), 0.4
-    for _ in range(rounds):
-        moved = {n: getattr(best, n) * math.exp(rng.gauss(0, spread) * (rng.random() < 0.4)) for n in names}
-        if any(moved.get(n, 0) > 1 for n in HALF_OF):
-            continue
-        trial = replace(best, **moved)
-        trial_loss = loss(trial)
-        better = trial_loss < best_loss
-        best, best_loss = (trial, trial_loss) if better else (best, best_loss)
-        spread = min(0.5, spread * 1.15) if better else max(0.02, spread * 0.99)
-    return best, best_loss
-
-
-def fit_all(points: list[Point], rounds: int, seeds: int) -> dict[str, Efficiency]:
-    """Dense points give every constant but ``experts``, which points with experts give after them."""
-    found = {}
-    half = [p for p in points if p.fitted_half and p.mode == "agg"]
-    for engine in ("default", *sorted({p.engine for p in points})):  # default: all engines together
-        own = [p for p in half if engine in ("default", p.engine)]
-        dense = [p for p in own if p.dense and p.gpu in ("h100", "h200")]
-        e = fit(dense, tuple(n for n in FITTED if n != "experts"), START, rounds, seeds)
-        moe = [p for p in own if not p.dense and p.gpu in ("h100", "h200")]
-        e = fit(moe, ("experts",), e, rounds // 10, 1) if moe else e
-        which = "all engines" if engine == "default" else engine
-        count = f"{len(dense)} dense and {len(moe)} MoE points of {which} on H100 and H200"
-        how = f"fitted on {count}, best of {seeds} seeds"
-        found[engine] = replace(e, how=f"{how}, by benchmarks/roofline_accuracy.py --fit")
+def fit_all(points: list[Point], rounds: int, seeds: int) -> dict[str, Any]:
+    """Return engine → generation → kind → format → constants, each from the fitted half of its points."""
+    found: dict[str, Any] = {}
+    half = [p for p in points if p.fitted_half and p.mode == "agg" and p.load.isl <= CHUNK]
+    for engine in ("default", *MEASURED):  # default: all engines together
+        for generation, devices in FITTED.items():
+            own = [p for p in half if engine in ("default", p.engine) and p.gpu in devices]
+            common: dict[str, Efficiency] = {}
+            for kind, weights in sorted({(p.kind, p.weights) for p in own}):
+                these = [p for p in own if (p.kind, p.weights) == (kind, weights)]
+                if len(these) < LEAST_POINTS:
+                    continue
+                which = "all engines" if engine == "default" else engine
+                how = f"fitted on {len(these)} points of {which}"
+                if generation != "b300" and kind not in common:
+                    common[kind] = fit([p for p in own if p.kind == kind], rounds, seeds, None, "")
+                prior = common.get(kind) or nearest_set(found[engine], generation, kind, weights)
+                e = fit(these, rounds, seeds, prior, how)
+                check(these, e, [predict(p, e) for p in these])
+                sets = found.setdefault(engine, {}).setdefault(generation, {}).setdefault(kind, {})
+                sets[weights] = e
+                print(f"# {engine} {generation} {kind} {weights}: {how}", file=sys.stderr, flush=True)
     return found
 
 
-def table(
-    title: str, points: list[Point], key: Callable[[Point], str], fitted: dict[str, Efficiency]
-) -> None:
-    print(
-        f"\n{title}\n\n| | points | TTFT median, p90 | TPOT median, p90 | both | before: TTFT | before: TPOT |"
-    )
-    print("|---|---|---|---|---|---|---|")
+def nearest_set(sets: dict[str, Any], generation: str, kind: str, weights: str) -> Efficiency | None:
+    """Return the set that takes the place of one that was not measured, as `quire.plan.efficiency` chooses it."""
+    for near in GENERATIONS[generation]:
+        for alike in FORMATS[weights]:
+            if (e := sets.get(near, {}).get(kind, {}).get(alike)) is not None:
+                assert isinstance(e, Efficiency)
+                return e
+    return None
+
+
+def as_toml(found: dict[str, Any]) -> str:
+    """Return the constants as data/efficiency.toml has them."""
+    lines = []
+    for engine, by_generation in found.items():
+        for generation, by_kind in by_generation.items():
+            for kind, by_weights in by_kind.items():
+                for weights, e in by_weights.items():
+                    lines.append(f"[{engine}.{generation}.{kind}.{weights}]")
+                    row = asdict(e)
+                    lines.append(f"compute = [{', '.join(f'{x:.4g}' for x in row.pop('compute'))}]")
+                    how = row.pop("how")
+                    pairs = [f"{name} = {value:.4g}" for name, value in row.items()]
+                    lines += [*pairs, f'how = "{how}"', ""]
+    return "\n".join(lines)
+
+
+Of = Callable[[Point], Efficiency]
+Known = dict[str, tuple[float, float]]  # predictions by id
+
+
+def table(title: str, points: list[Point], key: Callable[[Point], str], of: Of, before: Known) -> None:
+    print(f"\n{title}\n\n| | points | TTFT median, p90 | TPOT median, p90 | before: TTFT | TPOT |")
+    print("|---|---|---|---|---|---|")
     for name in sorted({key(p) for p in points}):
         own = [p for p in points if key(p) == name]
-        after, before = errors(own, lambda p: fitted[p.engine]), errors(own, lambda _: IDEAL)
-        cells = (f"{after[0]:.0%}, {after[1]:.0%}", f"{after[2]:.0%}, {after[3]:.0%}", f"{after[4]:.0%}",
-                 f"{before[0]:.0%}", f"{before[2]:.0%}")  # fmt: skip
+        after = errors([(p, predict(p, of(p))) for p in own])
+        earlier = errors([(p, before[p.name]) for p in own if p.name in before])
+        cells = [f"{after[0]:.0%}, {after[1]:.0%}", f"{after[2]:.0%}, {after[3]:.0%}"]
+        cells += [f"{earlier[0]:.0%}", f"{earlier[2]:.0%}"] if earlier else ["", ""]
         print(f"| {name} | {len(own)} | " + " | ".join(cells) + " |")
+
+
+def range_table(points: list[Point]) -> None:
+    """Print how often what was measured lies between the least and the most of three engines' constants."""
+    print("\nWithout an engine: the range of the three engines' constants, the half that was not fitted\n")
+    print(
+        "| | points | TTFT within | TPOT within | TTFT, most over least | TPOT |\n|---|---|---|---|---|---|"
+    )
+    for kind in ("dense", "experts"):
+        own = [p for p in points if p.kind == kind]
+        inside, wide = ([0, 0], [[0.0], [0.0]])
+        for p in own:
+            found = [predict(p, efficiency_of(e, p.hardware, p.spec, p.decode.precision)) for e in MEASURED]
+            for i, measured in enumerate((p.ttft_s, p.tpot_s)):
+                low, high = (edge(each[i] for each in found) for edge in (min, max))
+                inside[i] += low <= measured <= high
+                wide[i].append(high / low)
+        shares = (f"{n / len(own):.0%}" for n in inside)
+        ratios = (f"{sorted(w)[len(w) // 2]:.2f} ×" for w in wide)
+        print(f"| {kind} | {len(own)} | {' | '.join(shares)} | {' | '.join(ratios)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--data", type=Path, default=DATA if DATA.is_file() else DEFAULT)
     parser.add_argument("--fit", action="store_true", help="fit the constants, and print them as TOML")
-    parser.add_argument("--rounds", type=int, default=1500)
-    parser.add_argument("--seeds", type=int, default=4, help="searches; the best on the fitted half is kept")
+    parser.add_argument("--rounds", type=int, default=6000)
+    parser.add_argument("--seeds", type=int, default=2, help="searches; the best on the fitted half is kept")
+    parser.add_argument("--save", type=Path, help="write the predictions to this file")
+    parser.add_argument(
+        "--before", type=Path, help="a file of --save, of an earlier version, to compare with"
+    )
     args = parser.parse_args()
     points, left_out = read_points(args.data)
-    fitted = fit_all(points, args.rounds, args.seeds) if args.fit else dict(efficiencies())
     if args.fit:
-        for engine, e in fitted.items():
-            print(f"[{engine}]")
-            for f in fields(e):
-                value = getattr(e, f.name)
-                print(f'how = "{value}"\n' if f.name == "how" else f"{f.name} = {value:.4g}")
-    held = [p for p in points if not p.fitted_half]
+        print(as_toml(fit_all(points, args.rounds, args.seeds)))
+        return
+
+    def of(p: Point) -> Efficiency:
+        return efficiency_of(p.engine, p.hardware, p.spec, p.decode.precision)
+
+    if args.save:
+        args.save.write_text(json.dumps({p.name: predict(p, of(p)) for p in points}))
+    before = json.loads(args.before.read_text()) if args.before else {}
     print(f"{len(points)} points predicted; left out: {dict(left_out)}")
-    hopper = [p for p in held if p.dense and p.gpu in ("h100", "h200") and p.mode == "agg"]
+    held = [p for p in points if not p.fitted_half and p.mode == "agg"]
+    hopper = [p for p in held if p.dense and p.generation == "hopper"]
+    title = "All aggregated points, the half that was not fitted"
+    table(title, held, lambda _: "all", of, before)
+    table("Dense models on H100 and H200, of that half", hopper, lambda _: "all", of, before)
+    table("By GPU, engine and kind, of that half", held, lambda p: f"{p.gpu} {p.engine} {p.kind}", of, before)
     table(
-        "Dense models on H100 and H200, the half that was not fitted",
-        hopper,
-        lambda p: f"{p.gpu} {p.engine}",
-        fitted,
+        "By model and engine, of that half",
+        held,
+        lambda p: f"{p.model.rpartition('/')[2]} {p.engine}",
+        of,
+        before,
     )
-    table("The same, all together", hopper, lambda _: "all", fitted)
-    table("By model", hopper, lambda p: f"{p.model.rpartition('/')[2]} {p.engine}", fitted)
+    table("By clients, of that half", held, lambda p: clients_of(p), of, before)
+    table("Constants of all engines together (default), of that half", held, lambda p: p.kind,
+          lambda p: efficiency_of("default", p.hardware, p.spec, p.decode.precision), before)  # fmt: skip
+    range_table(held)
+    apart = [p for p in points if p.mode == "disagg"]
     table(
-        "Everything, by GPU, engine and mode (both halves)",
-        points,
-        lambda p: f"{p.gpu} {p.engine} {p.mode}",
-        fitted,
+        "Disaggregated (both halves; nothing was fitted)", apart, lambda p: f"{p.gpu} {p.engine}", of, before
     )
-    table(
-        "Everything, by model (aggregated)", [p for p in points if p.mode == "agg"], lambda p: p.model, fitted
-    )
+
+
+def clients_of(point: Point) -> str:
+    clients = point.load.concurrency or 1
+    return f"{'≤ 8' if clients <= 8 else '9 … 64' if clients <= 64 else '> 64'} clients"
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ from typing import Any
 from quire.bench.summary import summarize
 from quire.config import CacheConfig, SchedulerConfig
 from quire.plan.cost_model import StepTime
+from quire.plan.efficiency import efficiency_of
 from quire.plan.hardware import find_hardware
 from quire.plan.presets import preset_spec
-from quire.plan.roofline import Roofline, efficiencies, work_of
+from quire.plan.roofline import Roofline, work_of
 from quire.plan.split import Split, plan_memory
 from quire.sim.replica import ClusterConfig
 from quire.sim.run import simulate
@@ -44,7 +45,9 @@ class Bench:
         spec, hardware = preset_spec(model), find_hardware(gpu)
         memory = plan_memory(spec, hardware, Split(), precision="bf16", kv_dtype="bf16", context=4096,
                              max_num_batched_tokens=DEFAULT_BUDGET, max_num_seqs=256)  # fmt: skip
-        self.step_time: StepTime = Roofline(work_of(spec), hardware, efficiencies()["default"])
+        self.step_time: StepTime = Roofline(
+            work_of(spec), hardware, efficiency_of("default", hardware, spec, "bf16")
+        )
         self.cache = CacheConfig(num_blocks=memory.kv_pool // (memory.kv_bytes_per_token * 16))
         self.slo = slo
 

@@ -22,11 +22,12 @@ from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
 from quire.plan import hardware
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
+from quire.plan.efficiency import efficiency_of
 from quire.plan.hardware import Bounds, find_hardware
 from quire.plan.kept_profiles import machine_of, place_of, settings_of
 from quire.plan.presets import preset_spec
 from quire.plan.profile import Profile
-from quire.plan.roofline import Roofline, efficiencies, sampled, work_of
+from quire.plan.roofline import Roofline, sampled, work_of
 from quire.scheduler.slo import SloController
 
 MODEL = CostModel(1e-3, Curve((0.0, 1.0), (0.0, 1e-3)))
@@ -119,9 +120,8 @@ def test_an_operators_limits_are_the_flags_limits() -> None:
 
 
 def test_a_sampled_roofline_agrees_with_it() -> None:
-    roofline = Roofline(
-        work_of(preset_spec("llama-3.1-8b")), find_hardware("h100"), efficiencies()["default"]
-    )
+    spec, hardware = preset_spec("llama-3.1-8b"), find_hardware("h100")
+    roofline = Roofline(work_of(spec), hardware, efficiency_of("default", hardware, spec, "bf16"))
     model = sampled(roofline, 8192)
     for step in (
         StepFeatures(1, 1, 1, 0, 0, 0),

@@ -82,7 +82,7 @@ def test_what_makes_a_model_fit_comes_without_a_ratio() -> None:
 
 
 def test_what_holds_the_slo_comes_first() -> None:
-    steps = advice(plan(count=8, rate=20.0, slo="chat"))
+    steps = advice(plan(count=8, rate=22.0, slo="chat"))
     assert [s.holds for s in steps] == sorted((s.holds for s in steps), reverse=True)
     assert steps[0].holds
     assert not steps[-1].holds

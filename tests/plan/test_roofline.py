@@ -9,15 +9,17 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.plan.cost_model import StepFeatures, chunk_pairs
+from quire.plan.efficiency import ENGINES, IDEAL, Efficiency, efficiency_of
 from quire.plan.estimate import Load, Replica
 from quire.plan.hardware import UNITS, find_hardware, hardware_table
 from quire.plan.presets import preset_spec
-from quire.plan.roofline import IDEAL, Efficiency, Roofline, efficiencies, work_of
+from quire.plan.roofline import Roofline, work_of
 from quire.plan.split import Split
 from quire.workload.slo import Slo
 
 H100 = find_hardware("h100")
 LLAMA8 = preset_spec("llama-3.1-8b")
+DEFAULT = efficiency_of("default", H100, LLAMA8, "bf16")
 
 
 def replica(efficiency: Efficiency = IDEAL, split: Split | None = None) -> Replica:
@@ -60,16 +62,13 @@ def test_experts_are_read_as_they_are_touched() -> None:
 
 
 def test_a_step_of_nothing_takes_no_time() -> None:
-    assert (
-        Roofline(work_of(LLAMA8), H100, efficiencies()["default"]).seconds(StepFeatures(0, 0, 0, 0, 0, 0))
-        == 0
-    )
+    assert Roofline(work_of(LLAMA8), H100, DEFAULT).seconds(StepFeatures(0, 0, 0, 0, 0, 0)) == 0
 
 
 @pytest.mark.parametrize("rate", [0.1, 5.0, 12.0])
 def test_open_loop_obeys_little(rate: float) -> None:
     load = Load(1024, 256, rate=rate)
-    e = replica(efficiencies()["default"]).open(load)
+    e = replica(DEFAULT).open(load)
     assert not e.saturated
     assert e.concurrency == pytest.approx(rate * load.osl * e.tpot_s, rel=0.05)  # whole sequences
     assert e.ttft_s > e.prefill_s
@@ -77,12 +76,12 @@ def test_open_loop_obeys_little(rate: float) -> None:
 
 def test_closed_loop_obeys_little() -> None:
     load = Load(1024, 256, concurrency=32)
-    e = replica(efficiencies()["default"]).closed(load)
+    e = replica(DEFAULT).closed(load)
     assert e.rate * (e.ttft_s + e.tpot_s * (load.osl - 1)) == pytest.approx(32, rel=1e-6)
 
 
 def test_slo_breaks_beyond_the_knee_and_queue_beyond_the_device() -> None:
-    r, load, slo = replica(efficiencies()["default"]), Load(1024, 256), Slo(0.3, 0.02)
+    r, load, slo = replica(DEFAULT), Load(1024, 256), Slo(0.3, 0.02)
     knee = r.knee(load, slo)
     assert r.open(replace(load, rate=0.99 * knee)).meets(slo)
     assert not r.open(replace(load, rate=1.01 * knee)).meets(slo)
@@ -108,3 +107,43 @@ def test_the_table_is_whole() -> None:
     )  # no such unit: expanded, multiplied in bf16
     with pytest.raises(ConfigError, match="h100"):
         find_hardware("h1000")
+
+
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "cpu"])
+@pytest.mark.parametrize("gpu", ["h100", "b200", "b300", "gb200", "a100", "mi300x"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp4", "int4", "int8"])
+def test_every_engine_has_constants_and_more_rows_take_no_less_time(
+    engine: str, gpu: str, model: str, precision: str
+) -> None:
+    hardware, spec = find_hardware(gpu), preset_spec(model)
+    steps = Roofline(
+        work_of(spec, precision, split=Split(tp=8)),
+        hardware,
+        efficiency_of(engine, hardware, spec, precision),
+    )
+    times = [
+        steps.seconds(StepFeatures(n, 1, 1, 0, n, 0)) for n in (1, 64, 128, 200, 400, 512, 800, 2048, 8192)
+    ]
+    assert times == sorted(times)
+    assert times[0] > 0
+
+
+def test_shares_are_those_of_their_rows() -> None:
+    e = replace(IDEAL, compute=(0.2, 0.4, 0.6))
+    assert [e.share(n) for n in (1, 128, 512, 2048, 9999)] == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.6])
+    assert e.share(256) == pytest.approx(math.sqrt(0.2 * 0.4))
+    with pytest.raises(ConfigError, match="compute"):
+        replace(IDEAL, compute=(0.5, 0.5))  # type: ignore[arg-type]
+
+
+def test_the_nearest_set_takes_the_place_of_one_that_was_not_measured() -> None:
+    b200, llama, moe = find_hardware("b200"), LLAMA8, preset_spec("qwen3-30b-a3b")
+    assert efficiency_of("vllm", b200, llama, "bf16") in (
+        efficiency_of("vllm", b200, llama, "fp8"), efficiency_of("vllm", b200, llama, "fp4")
+    )  # fmt: skip
+    assert efficiency_of("vllm", H100, llama, "fp8") != efficiency_of("vllm", H100, moe, "fp8")
+    assert efficiency_of("vllm", H100, llama, "fp8") != efficiency_of("sglang", H100, llama, "fp8")
+    assert efficiency_of("ideal", H100, llama, "fp8") == IDEAL
+    with pytest.raises(ConfigError, match="vllm"):
+        efficiency_of("vlm", H100, llama, "bf16")

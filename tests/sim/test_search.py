@@ -8,7 +8,6 @@ from quire.plan.capacity import Question
 from quire.plan.estimate import Load
 from quire.plan.hardware import find_hardware
 from quire.plan.presets import preset_spec
-from quire.plan.roofline import efficiencies
 from quire.sim.search import Found, Search
 from quire.workload.build import Synthetic
 from quire.workload.distributions import Arrivals, Fixed
@@ -18,7 +17,7 @@ from quire.workload.slo import Slo
 def searching(rate: float, slo: Slo, num_requests: int) -> Search:
     question = Question(
         model="llama-3.1-8b", spec=preset_spec("llama-3.1-8b"), hardware=find_hardware("h100"), count=32,
-        load=Load(1024, 64, rate=rate), efficiency=efficiencies()["default"], slo=slo,
+        load=Load(1024, 64, rate=rate), slo=slo,
     )  # fmt: skip
     workload = Synthetic(num_requests, Fixed(1024), Fixed(64), Arrivals(rate)).build(seed=1)
     return Search(question, workload)

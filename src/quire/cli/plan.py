@@ -27,9 +27,11 @@ from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
 from quire.models.precision import precision_of
 from quire.plan.advice import advice
+from quire.plan.by_engine import by_engine
 from quire.plan.candidates import parse_split
 from quire.plan.capacity import CapacityPlan, Question, plan_capacity
 from quire.plan.draft import Draft
+from quire.plan.efficiency import MEASURED, efficiency_of
 from quire.plan.estimate import Load
 from quire.plan.explain import explain
 from quire.plan.explain_line import Line
@@ -38,7 +40,6 @@ from quire.plan.kept_profiles import kept
 from quire.plan.links import Links
 from quire.plan.presets import preset_of
 from quire.plan.profile import load_profile
-from quire.plan.roofline import IDEAL, efficiencies
 from quire.plan.split import PRECISIONS
 from quire.sim.search import SHARE, Found, Search
 from quire.workload.build import Synthetic, at_rate, from_trace
@@ -75,10 +76,8 @@ def question_of(asked: PlanArgs) -> Question:
         raise ConfigError(
             f"--prefix {asked.prefix} must be in 0…{isl - 1}, less than the prompt's {isl} tokens"
         )
-    table = {**efficiencies(), "ideal": IDEAL}
     engine = asked.engine or ("cpu" if hardware.kind == "cpu" else "default")
-    if engine not in table:
-        raise ConfigError(f"--engine {engine!r} has no fitted constants; there are {', '.join(table)}")
+    efficiency_of(engine, hardware, spec, precision)  # refuses an unknown name
     concurrency = asked.concurrency if asked.rate is None else None
     return Question(
         model=asked.model,
@@ -86,7 +85,7 @@ def question_of(asked: PlanArgs) -> Question:
         hardware=hardware,
         count=asked.count,
         load=Load(isl, osl, asked.rate, concurrency if asked.rate or concurrency else 1, asked.prefix),
-        efficiency=table[engine],
+        engine=engine,
         slo=Slo.parse(asked.slo) if asked.slo else None,
         precision=precision,
         own_precision=own,
@@ -257,6 +256,7 @@ def plan(asked: PlanArgs) -> int:
     explained = explain(answer, asked.api_price, asked.power_price, asked.people) if asked.explain else []
     if asked.json:
         said = answer.as_dict() | {"command": command, "remarks": lacking}
+        said["predicted"] |= {"by_engine": figures} if (figures := by_engine(answer)) else {}
         said["advice"] = [step.as_dict() for step in advice(answer)]
         said["measured"] = measured
         if asked.explain:
@@ -301,8 +301,10 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], explained: li
     console.print(memory_table(data["memory"], q.spec.max_position_embeddings))
     if data["predicted"]:
         console.print()
-        console.print(speed_table(data))
+        console.print(speed_table(data, by_engine(answer)))
     console.print(f"\n  {command}", highlight=False, soft_wrap=True)
+    if by_engine(answer):
+        lacking = [*lacking, f"without --engine the range is that of {', '.join(MEASURED)}: engines differ"]
     for remark in lacking:
         console.print(f"  [dim]# {remark}[/dim]", highlight=False)
     if explained:

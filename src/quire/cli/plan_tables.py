@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from quire.plan.advice import Step
+from quire.plan.by_engine import Figures, spread
 from quire.plan.hardware import GIB
 from quire.sim.search import Found
 
@@ -49,16 +50,19 @@ def memory_table(m: Mapping[str, Any], positions: int) -> Table:
     return table
 
 
-def speed_table(data: Mapping[str, Any]) -> Table:
-    """Return latencies, throughput, SLO and cost; ``data``: the plan as a dict."""
+def speed_table(data: Mapping[str, Any], engines: dict[str, Figures]) -> Table:
+    """Return latencies, throughput, SLO and cost; ``data``: the plan as a dict, ``engines``: see `by_engine`."""
     p, load, cost = data["predicted"], data["load"], data["cost"]
     how = f"{load['rate']:g} requests/s" if load["rate"] else _clients(load["concurrency"])
     table = Table(f"predicted at {how}, {load['isl']} in, {load['osl']} out", "", box=None, pad_edge=False)
     endless = "grows without bound: more requests arrive than can be served"
-    table.add_row("TTFT (mean)", endless if p["ttft_ms"] is None else f"{p['ttft_ms']:.0f} ms")
-    table.add_row("TPOT (mean)", f"{p['tpot_ms']:.1f} ms")
+    ttft = endless if p["ttft_ms"] is None else f"{p['ttft_ms']:.0f} ms"
+    table.add_row("TTFT (mean)", ttft + _range(engines, "ttft_ms", p["ttft_ms"], ".0f"))
+    table.add_row("TPOT (mean)", f"{p['tpot_ms']:.1f} ms" + _range(engines, "tpot_ms", p["tpot_ms"], ".1f"))
     if p["e2el_ms"] is not None:
-        table.add_row("E2EL (mean)", f"{p['e2el_ms']:,.0f} ms")
+        table.add_row(
+            "E2EL (mean)", f"{p['e2el_ms']:,.0f} ms" + _range(engines, "e2el_ms", p["e2el_ms"], ",.0f")
+        )
     running = p["running"] / data["split"]["dp"]
     table.add_row("running, of at most", f"{running:.1f} of {p['max_batch']:,} in a replica")
     table.add_row(
@@ -79,6 +83,15 @@ def speed_table(data: Mapping[str, Any]) -> Table:
     else:
         table.add_row("cost", "unknown: the table has no price")
     return table
+
+
+def _range(engines: dict[str, Figures], name: str, own: float | None, form: str) -> str:
+    """Return the range over the engines that were measured, where the plan names none."""
+    ends = spread(engines, name, own)
+    if ends is not None:
+        return f"; {ends[0]:{form}} … {ends[1]:{form}} ms by engine"
+    endless = [engine for engine, figures in engines.items() if figures[name] is None]
+    return f"; without bound by {', '.join(endless)}" if endless and own is not None else ""
 
 
 def _clients(count: int) -> str:

@@ -14,10 +14,11 @@ from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.plan.cost_model import CostModel
+from quire.plan.efficiency import cpu_efficiency
 from quire.plan.hardware import this_machine
 from quire.plan.kept_profiles import kept, machine_of, settings_of
 from quire.plan.profile import load_profile
-from quire.plan.roofline import Roofline, efficiencies, sampled, work_of
+from quire.plan.roofline import Roofline, sampled, work_of
 from quire.workload.slo import Slo
 
 log = Log("server")
@@ -69,5 +70,5 @@ def _measured(config: EngineConfig) -> CostModel:
         precision = "fp32" if config.model.dtype == "float32" else "bf16"
     kv_dtype = "int8" if config.model.kv_dtype == "int8" else "bf16"
     hardware = this_machine(config.device, config.runner.num_threads)
-    roofline = Roofline(work_of(config.model.spec, precision, kv_dtype), hardware, efficiencies()["cpu"])
+    roofline = Roofline(work_of(config.model.spec, precision, kv_dtype), hardware, cpu_efficiency())
     return sampled(roofline, config.scheduler.max_num_batched_tokens)

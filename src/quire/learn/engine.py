@@ -11,8 +11,9 @@ from quire.executor.base import Executor
 from quire.executor.timed import TimedExecutor
 from quire.models.checkpoint import spec_of
 from quire.plan.cost_model import StepTime
+from quire.plan.efficiency import efficiency_of
 from quire.plan.hardware import find_hardware
-from quire.plan.roofline import IDEAL, Efficiency, Roofline, efficiencies, work_of
+from quire.plan.roofline import Roofline, work_of
 from quire.plan.split import Split
 from quire.sim.drafts import Speculation
 from quire.sim.replica import ClusterConfig
@@ -30,9 +31,9 @@ def roofline(
     model: str, device: str, precision: str = "bf16", tp: int = 1, *, ideal: bool = False
 ) -> Roofline:
     """Return the step times of ``model`` on ``tp`` devices."""
-    efficiency: Efficiency = IDEAL if ideal else efficiencies()["default"]
-    work = work_of(spec_of(model), precision, "bf16", Split(tp=tp))
-    return Roofline(work, find_hardware(device), efficiency)
+    spec, hardware = spec_of(model), find_hardware(device)
+    efficiency = efficiency_of("ideal" if ideal else "default", hardware, spec, precision)
+    return Roofline(work_of(spec, precision, "bf16", Split(tp=tp)), hardware, efficiency)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from quire.modelspec import ModelSpec
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
 from quire.parallel.traffic import sent
+from quire.plan.efficiency import efficiency_of
 from quire.plan.hardware import GIB, find_hardware
 from quire.plan.laws import bubble
-from quire.plan.roofline import Roofline, efficiencies, work_of
+from quire.plan.roofline import Roofline, work_of
 from quire.plan.split import ACTIVATION_BYTES, Split, plan_memory
 
 
@@ -40,7 +41,8 @@ def draw(
     rows, weights, links = [], [], []
     names = []
     for split in splits(spec, count):
-        steps = Roofline(work_of(spec, precision, "bf16", split), hardware, efficiencies()["default"])
+        efficiency = efficiency_of("default", hardware, spec, precision)
+        steps = Roofline(work_of(spec, precision, "bf16", split), hardware, efficiency)
         memory = plan_memory(spec, hardware, split, precision=precision, kv_dtype="bf16", context=prompt,
                              max_num_batched_tokens=2048, max_num_seqs=batch)  # fmt: skip
         name = f"EP{split.ep} with DP attention" if split.attention_dp > 1 else str(split)

@@ -6,7 +6,6 @@ from quire.config import SchedulerConfig
 from quire.learn.engine import MODELS, Step, requests_of, roofline, watch
 from quire.learn.picture import Axis, Fact, Facts, Picture, Row, Span, Table, Timeline
 from quire.learn.simulation import Simulation, choice, number
-from quire.plan.roofline import efficiencies
 
 # What measured first tokens take beyond the planner's steps: a constant fitted to them, and nothing that was timed.
 RESIDUE = "outside of the steps (fitted)"
@@ -34,7 +33,7 @@ def draw(model: str, device: str, prompt: int, output: int, others: int, chunk: 
     config = SchedulerConfig(
         max_num_seqs=256, max_num_batched_tokens=chunk, max_model_len=prompt + output + 8192
     )
-    request_s = efficiencies()["default"].first_s
+    request_s = roofline(model, device).efficiency.first_s
     arrivals = [0.02 * i for i in range(others)] + [0.02 * others]
     workload = requests_of([prompt], [output] * (others + 1), arrivals)
     run = watch(workload, roofline(model, device), config, prefix_cache=False, request_s=request_s)

@@ -24,10 +24,11 @@ from quire.metrics.engine_stats import QUIET_TIMES
 from quire.modelspec import ModelSpec
 from quire.plan.candidates import candidates, striped
 from quire.plan.draft import Draft, Drafting
+from quire.plan.efficiency import Efficiency, efficiency_of
 from quire.plan.estimate import Cost, Estimate, Load, Replica, cost_of
 from quire.plan.hardware import GIB, Hardware
 from quire.plan.links import Links
-from quire.plan.roofline import Efficiency, Roofline, work_of
+from quire.plan.roofline import Roofline, work_of
 from quire.plan.split import MemoryPlan, Split, plan_memory
 from quire.workload.slo import Slo
 
@@ -215,7 +216,7 @@ class Question:
     hardware: Hardware
     count: int
     load: Load
-    efficiency: Efficiency
+    engine: str = "default"  # whose constants: one of `quire.plan.efficiency.ENGINES`
     slo: Slo | None = None
     precision: str = "bf16"
     own_precision: str = "bf16"  # of the model's files: what `quire serve` loads without --quantize
@@ -228,6 +229,11 @@ class Question:
     split: Split | None = None  # the only one to consider; None: the best
     draft: Draft | None = None
     links: Links | None = None  # measured between ranks of a machine; None: the table's bandwidth
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """The constants between the roofline and the engine."""
+        return efficiency_of(self.engine, self.hardware, self.spec, self.precision)
 
     def replica(self, split: Split, memory: MemoryPlan) -> Replica:
         """Return one replica of ``split``."""
@@ -249,7 +255,8 @@ class Question:
         if self.draft is None or self.draft.spec is None:
             return Drafting(self.draft, None) if self.draft else None
         work = work_of(self.draft.spec, "bf16", self.kv_dtype, self.draft.split_under(split))
-        return Drafting(self.draft, Roofline(work, self.hardware, self.efficiency, self.links))
+        efficiency = efficiency_of(self.engine, self.hardware, self.draft.spec, "bf16")
+        return Drafting(self.draft, Roofline(work, self.hardware, efficiency, self.links))
 
     def memory(self, split: Split, context: int | None = None) -> MemoryPlan:
         """Return the memory of one device of ``split``, with requests of ``context`` tokens."""
@@ -274,10 +281,7 @@ class Question:
         return min(self.max_num_seqs, max(1, fit))
 
     def look(self, split: Split) -> Option:
-        """Size one split and estimate its replica's share of the load.
-
-        Clients are whole: replicas that would have none are left out, unless the split is given.
-        """
+        """Size one split and estimate its replica's share of the load. Replicas without a client are left out."""
         memory = self.memory(split)
         if not memory.fits:
             return Option(split, memory, None)
@@ -357,12 +361,7 @@ class CapacityPlan:
 
 
 def _draft_dict(draft: Draft) -> dict[str, Any]:
-    return {
-        "model": draft.model,
-        "acceptance": draft.acceptance,
-        "num_drafts": draft.num_drafts,
-        "tokens_per_round": draft.tokens_per_round,
-    }
+    return {n: getattr(draft, n) for n in ("model", "acceptance", "num_drafts", "tokens_per_round")}
 
 
 def _number(value: float) -> float | None:

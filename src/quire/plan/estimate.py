@@ -6,7 +6,7 @@ With td the seconds of a decode step of b sequences, and tp what one prompt adds
     open loop, rate r          TPOT = td(b) / (1 − r · tp),  b = r · osl · TPOT   (prompts take the share r · tp)
 
 The first token comes after the step in flight, the prompts ahead, and the request's own prompt. In a closed loop
-requests that end together return together, so more prompts are ahead: ``wave · b ** wave_growth``. In an open loop
+requests that end together return together, so more prompts are ahead (`Efficiency.ahead_s`). In an open loop
 requests wait as in an M/D/1 queue: r · tp² / (2 (1 − r · tp)). Tokens cost the rent of the devices over their
 throughput, shared between input and output by time.
 """
@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 
 from quire.plan.cost_model import StepFeatures, StepTime, chunk_pairs
 from quire.plan.draft import Drafting
+from quire.plan.efficiency import IDEAL
 from quire.plan.hardware import Hardware
-from quire.plan.roofline import IDEAL, Roofline
+from quire.plan.roofline import Roofline
 from quire.workload.slo import Slo
 
 
@@ -127,7 +128,7 @@ class Replica:
         b = min(load.concurrency, self.max_requests)
         td, tp = self.decode_s(b, load), self.prefill_s(b, load)
         e2el = load.osl * td + b * tp
-        ttft = e.first_s + td + tp * e.wave * b**e.wave_growth
+        ttft = e.first_s + td + e.ahead_s(tp, td, b, load.isl, load.osl)
         tpot = max(td, (e2el - ttft) / max(1, load.osl - 1))
         ttft += (load.concurrency - b) / b * e2el
         whole = ttft + (load.osl - 1) * tpot

@@ -77,7 +77,7 @@ def _times(plan: CapacityPlan) -> list[Line]:
              f"{ms(decode.attention)} + links {ms(decode.links)} + launches {ms(decode.launches)}"),
         Line("prompt alone", ms(chunk.seconds),
              f"{rows:,} rows: linears {ms(chunk.linears)} ({chunk.bound}: 2 · {params:.2f}e9 · rows / "
-             f"({rate / 1e12:,.0f}e12 · {e.compute:.2f})) + experts {ms(chunk.experts)} + attention "
+             f"({rate / 1e12:,.0f}e12 · {e.share(rows):.2f})) + experts {ms(chunk.experts)} + attention "
              f"{ms(chunk.attention)} + links {ms(chunk.links)} + launches {ms(chunk.launches)}"),
         *_round(q.draft, replica.drafting, b, context),
         Line("prompt among others", ms(s.prefill_s), f"added to steps with {b} decodes: weights are read anyway"),
@@ -85,6 +85,10 @@ def _times(plan: CapacityPlan) -> list[Line]:
     if q.load.rate is None:
         tpot = "(E2EL − TTFT) / (osl − 1), E2EL = osl · step + clients · prompt"
         ttft = f"prompt · {e.wave:.2f} · {b} ** {e.wave_growth:.2f} + a step + {ms(e.first_s)}"
+        if e.turn:
+            ttft += f" + {e.turn:.2g} · osl · step / {b} ** {e.turn_decay:.2f}"
+        if e.token_s:
+            ttft += f" + {e.token_s * 1e6:.2g} µs · isl · {b}"
         lines += [Line("TPOT", ms(s.tpot_s), tpot), Line("TTFT", ms(s.ttft_s), ttft)]
     else:
         r = q.load.rate / chosen.split.dp

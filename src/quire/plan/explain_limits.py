@@ -8,6 +8,7 @@ from math import ceil
 from quire.parallel.traffic import Kind
 from quire.plan.capacity import CapacityPlan, Option, Question
 from quire.plan.cost_model import StepFeatures, chunk_pairs
+from quire.plan.efficiency import IDEAL
 from quire.plan.explain_line import Line, ms
 from quire.plan.laws import (
     HOURS_PER_MONTH,
@@ -21,7 +22,7 @@ from quire.plan.laws import (
     owned_per_hour,
     ridge_point,
 )
-from quire.plan.roofline import IDEAL, LinkUse, Roofline
+from quire.plan.roofline import LinkUse, Roofline
 
 BATCHES = (1, 8, 32, 128)
 COLLECTIVES = {

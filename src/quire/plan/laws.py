@@ -7,8 +7,9 @@ from math import ceil, exp, lgamma, log, log1p, prod, sqrt
 
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.plan.cost_model import StepFeatures
+from quire.plan.efficiency import IDEAL
 from quire.plan.hardware import Hardware
-from quire.plan.roofline import IDEAL, Roofline, Work
+from quire.plan.roofline import Roofline, Work
 from quire.plan.split import FLOAT_BYTES, Shard, Split
 
 NVME_BANDWIDTH = 7e9  # bytes/s that a PCIe 4.0 x4 drive reads

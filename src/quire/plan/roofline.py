@@ -4,71 +4,34 @@
 
     linears     max(2 · weights · rows / (rate · compute), bytes / (bandwidth · memory)); output matrix: sampled rows
     experts     the same for the experts that ``rows`` rows touch: E · (1 − (1 − k/E)^rows)
-    attention   K and V read / (bandwidth · memory) + 4 · head_dim · heads · pairs / (bf16 rate · compute)
+    attention   K and V read / (bandwidth · kv_memory) + 4 · head_dim · heads · pairs / (bf16 rate · attention)
     links       the collectives of `parallel.traffic`, by measured times or by the bandwidth of the table; between
                 machines with CPUs, over Gloo
-    launches    a constant per layer, and one per step
+    launches    a constant per layer, one per sequence, and one per step
 
-The roofline is Williams et al. 2009. The constants are data (`Efficiency`). A roofline is a `StepTime`, which the
-simulator takes in place of a profile, and `sampled` makes it a `CostModel`, with which ``serve --slo`` starts where it
-has no profile.
+The roofline is Williams et al. 2009. The constants are data (`quire.plan.efficiency`). A roofline is a `StepTime`,
+which the simulator takes in place of a profile, and `sampled` makes it a `CostModel`, with which ``serve --slo`` starts
+where it has no profile.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, lru_cache
-from importlib.resources import files
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import ceil
 
-from quire.errors import ConfigError
 from quire.modelspec import DTYPE_BYTES, ModelSpec
 from quire.parallel.shard import shard
 from quire.parallel.stripe import DIVIDE_FROM
 from quire.parallel.topology import Axis, Rank, Topology
 from quire.parallel.traffic import Transport, Use, dispatches, uses
 from quire.plan.cost_model import CostModel, Curve, StepFeatures
+from quire.plan.efficiency import Efficiency
 from quire.plan.hardware import Hardware
 from quire.plan.links import Links, network_seconds, seconds_of
 from quire.plan.ranks import cuts_rows
 from quire.plan.split import KV_DTYPES, Shard, Split, shard_of
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """The constants between a roofline and an engine: shares (0…1) of the data sheet's figures, and seconds."""
-
-    compute: float = 1.0  # share of the dense operations/s
-    memory: float = 1.0  # share of the bandwidth
-    experts: float = 1.0  # factor on the two above, for experts
-    layer_s: float = 0.0  # launches and small kernels, per layer and step
-    step_s: float = 0.0  # scheduling and sampling, per step
-    link_s: float = 0.0  # latency of one collective
-    first_s: float = 0.0  # from a request's arrival to its first row, and from its first token to the client
-    wave: float = 1.0  # closed loop: prompts computed before a request's first token, at a concurrency of 1
-    # Exponent of their growth with concurrency: requests that end together return together.
-    wave_growth: float = 0.0
-    how: str = "the roofline itself: nothing is lost anywhere"  # how the constants were found
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name != "how" and value < 0:
-                raise ConfigError(f"efficiency: {f.name} = {value!r} must be at least 0")
-
-
-IDEAL = Efficiency()
-
-
-@cache
-def efficiencies() -> Mapping[str, Efficiency]:
-    """Return engine → its constants: "vllm", "sglang", "trtllm", "cpu" and "default"."""
-    text = (files("quire.plan") / "data" / "efficiency.toml").read_text()
-    return {name: Efficiency(**row) for name, row in tomllib.loads(text).items()}
-
 
 DEFAULT_LINK = 16e9  # bytes/s where the table has no figure: PCIe 3.0 x16
 
@@ -209,13 +172,13 @@ class Roofline:
         """Return the seconds of ``step`` by cause."""
         e, hw, shard, split = self.efficiency, self.hardware, self.work.shard, self.work.split
         rows = step.num_tokens / split.attention_dp  # tokens of one device's attention
-        rate = (hw.rate(self.work.precision) or 0.0) * e.compute
+        rate = (hw.rate(self.work.precision) or 0.0) * e.share(rows)
         bandwidth = hw.bandwidth * e.memory
         divided = rows / split.cp if rows >= DIVIDE_FROM * split.cp else rows
         compute_s = 2 * (shard.dense_params * divided) / rate if rate else 0.0
         memory_s = shard.dense_bytes / bandwidth
         head_rows = step.num_logits / split.attention_dp
-        bf16 = (hw.rate("bf16") or 0.0) * e.compute
+        bf16 = (hw.rate("bf16") or 0.0) * e.share(head_rows)
         head_s = max(
             2 * shard.head_params * head_rows / bf16 if bf16 else 0.0,
             shard.head_bytes / bandwidth if head_rows else 0.0,
@@ -223,23 +186,27 @@ class Roofline:
         return StepParts(
             linears=split.pp * max(compute_s, memory_s) + head_s,
             experts=split.pp * self._experts(step.num_tokens, rate, bandwidth),
-            attention=self._attention(step, bf16, bandwidth),
+            attention=self._attention(step),
             links=sum(each.use.count * each.seconds for each in self.link_uses(rows, head_rows)),
-            launches=self.work.num_layers * e.layer_s + e.step_s,
+            launches=self.work.num_layers * e.layer_s
+            + e.step_s
+            + e.seq_s * step.num_seqs / split.attention_dp,
             bound="compute" if compute_s > memory_s else "memory",
         )
 
     def _experts(self, rows: float, rate: float, bandwidth: float) -> float:
-        work, shard = self.work, self.work.shard
+        work, shard, e = self.work, self.work.shard, self.efficiency
         if not work.num_experts:
             return 0.0
         touched = 1.0 - float((1.0 - work.top_k / work.num_experts) ** rows)
-        compute_s = 2 * shard.expert_params * rows / (rate * self.efficiency.experts) if rate else 0.0
-        return max(compute_s, shard.expert_bytes * touched / (bandwidth * self.efficiency.experts))
+        compute_s = 2 * shard.expert_params * rows / (rate * e.experts) if rate else 0.0
+        return max(compute_s, shard.expert_bytes * touched / (bandwidth * e.expert_memory))
 
-    def _attention(self, step: StepFeatures, rate: float, bandwidth: float) -> float:
+    def _attention(self, step: StepFeatures) -> float:
         """Return the seconds of reading K and V, and of the chunks' products. Windows cut the mean context."""
         work, split = self.work, self.work.split
+        rate = (self.hardware.rate("bf16") or 0.0) * self.efficiency.attention
+        bandwidth = self.hardware.bandwidth * self.efficiency.kv_memory
         ways = split.tp * split.attention_dp * split.cp
         num_decodes = max(1, step.num_seqs if not step.chunk_pairs else step.num_seqs - 1)
         mean = step.decode_kv_tokens / num_decodes
@@ -272,7 +239,7 @@ class Roofline:
                 seconds = seconds_of(use, self.links, num_tokens, num_logits)
             else:
                 speed = self._link(use)
-                seconds = self.efficiency.link_s + moved / speed
+                seconds = self.efficiency.link_s + moved / (speed * self.efficiency.link)
             found.append(LinkUse(use, moved, seconds, speed, transport))
         return found
 

@@ -24,11 +24,12 @@ from quire.models.precision import precision_of
 from quire.parallel.topology import Topology
 from quire.plan.cost_model import StepTime
 from quire.plan.draft_cost import DraftCost
+from quire.plan.efficiency import efficiency_of
 from quire.plan.hardware import find_hardware
 from quire.plan.links import RankedSteps
 from quire.plan.profile import HostCost, Profile, Spread, load_profile
 from quire.plan.ranks import cuts_rows
-from quire.plan.roofline import Roofline, efficiencies, work_of
+from quire.plan.roofline import Roofline, work_of
 from quire.plan.split import PRECISIONS, Split, plan_memory
 from quire.resolve import parse_bytes, scheduler_config
 from quire.scheduler.budget import ONE_STAGE, StageRows, stage_rows
@@ -293,7 +294,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             f"{args.model} as {weights} does not fit {split.num_devices} × {hardware.title}: "
             f"{memory.kv_pool / 2**30:.1f} GiB are left for the KV cache; raise --tensor-parallel-size"
         )
-    efficiency = efficiencies()["default"]
+    efficiency = efficiency_of(args.engine or "default", hardware, spec, weights)
     work = work_of(spec, weights, "bf16", split)
     return _Engine(
         step_time=Roofline(work, hardware, efficiency, layout=args.tensor_parallel_layout),
