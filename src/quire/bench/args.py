@@ -122,9 +122,12 @@ class SimulateArgs:
     context_parallel_size: int = 1
     enable_expert_parallel: bool = False
     weights: str | None = None
+    engine: str | None = None
     max_in_flight: int | None = None
     scenario: str | None = None
     beside: str | None = None
+    versus: str | None = None
+    draws: int = 9
     replicas: int = 1
     routing: Policy = "least-loaded"
     max_load_ratio: float = 1.25

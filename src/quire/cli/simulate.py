@@ -15,6 +15,7 @@ from quire.bench.runs import Measured, Outcome, make_workload
 from quire.errors import ConfigError
 from quire.plan.cost_model import Scaled
 from quire.plan.kept_profiles import kept
+from quire.sim.decision import Side, decide
 from quire.sim.run import both_sweeps, read_sweep, simulate, summary_of, timeline_charts
 from quire.sim.scenario import value_of
 from quire.sim.setup import Setup, set_up
@@ -30,16 +31,24 @@ def run(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any]) 
     Raises:
         ConfigError: a flag is wrong.
     """
-    setup = set_up(_with_profile(args), flags, settings)
+    args = _with_profile(args)
+    setup = set_up(args, flags, settings)
     flags = replace(flags, max_model_len=setup.config.scheduler.max_model_len)
     workload = make_workload(flags)
     slo = Slo.parse(flags.slo) if flags.slo else None
     if args.beside and not (flags.sweep and flags.html):
         raise ConfigError("--beside draws a measured sweep next to this one: it needs --sweep and --html")
+    if args.versus and flags.sweep:
+        raise ConfigError("--versus compares two settings under one load: leave --sweep out")
     facts = _facts(setup, workload, flags.seed, slo)
     measured = read_sweep(args.beside) if args.beside else []
     page = (lambda points: both_sweeps(measured, points)) if measured else None
-    return Measured("quire simulate", flags, partial(_simulated, setup, slo), facts, page).run(workload)
+    status = Measured("quire simulate", flags, partial(_simulated, setup, slo), facts, page).run(workload)
+    if args.versus:
+        with ticking(lambda s: f"… simulating {args.draws} draws of both settings for {s:.0f} s"):
+            decision = decide(Side("as given", args, flags, settings), args.versus, args.draws)
+        console().print(str(decision), highlight=False)
+    return status
 
 
 def _with_profile(args: SimulateArgs) -> SimulateArgs:
