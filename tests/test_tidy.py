@@ -39,6 +39,7 @@ LATE_IMPORTS: dict[str, str] = {
     "text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
     "learn/decode_loop.py": "torch and Quill are loaded when this simulation is drawn, not when it is listed",
     "learn/speculation.py": "the same",
+    "learn/stop_rules.py": "the same",
     "__init__.py": "LLM and friends are resolved lazily",
     "gateway/scalers.py": "ray is optional",
     "executor/ray.py": "ray is optional",

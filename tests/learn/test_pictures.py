@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from quire.errors import ConfigError
 from quire.learn.allocation import contiguous, paged
 from quire.learn.contiguous import ContiguousPool
 from quire.learn.decode_loop import SIMULATION as DECODE_LOOP
+from quire.learn.draw import draw
 from quire.learn.flash_attention import Tiled, check
 from quire.learn.picture import Bars, Grid, Lines, Picture, Table, Timeline
 from quire.learn.quill import decode, engine, speculate
@@ -20,8 +23,9 @@ from quire.plan.laws import attention_traffic
 from quire.request import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
-SIXTEEN = {
-    "request-lifecycle", "decode-loop", "prefill-decode", "kv-growth", "memory-hierarchy", "latency-metrics",
+NINETEEN = {
+    "request-lifecycle", "decode-loop", "stop-rules", "prefill-decode", "no-kv-cache", "generate-loop", "kv-growth",
+    "memory-hierarchy", "latency-metrics",
     "throughput-latency", "batching", "flash-attention", "paged-attention", "speculation", "gpu-memory", "parallelism",
     "prefix-cache", "disaggregation", "production-server",
 }  # fmt: skip
@@ -38,10 +42,94 @@ def fact(name: str, text: str) -> float:
     return value
 
 
-def test_there_are_sixteen_and_the_page_names_them() -> None:
-    assert set(SIMULATIONS) == SIXTEEN
+def test_there_are_nineteen_and_the_page_names_them() -> None:
+    assert set(SIMULATIONS) == NINETEEN
     page = (ROOT / "docs" / "learn.md").read_text()
-    assert all(f"`{name}`" in page for name in SIXTEEN)
+    assert all(f"`{name}`" in page for name in NINETEEN)
+
+
+def test_the_three_gates_differ_at_the_defaults() -> None:
+    idle = [fact("batching", f"{gate} batching") for gate in ("static", "dynamic", "continuous")]
+    assert idle[0] > 1.1 * idle[1] > 1.2 * idle[2]
+
+
+@pytest.mark.parametrize("name", sorted(NINETEEN))
+def test_compared_charts_have_one_x_axis(name: str) -> None:
+    ends: dict[str, set[tuple[float, float] | None]] = {}
+    for part in picture(name).parts:
+        if isinstance(part, Lines | Timeline):
+            ends.setdefault(str(part.x), set()).add(part.x.ends)
+    assert all(len(found) == 1 for found in ends.values())
+
+
+def test_prompts_and_decodes_differ_without_colours() -> None:
+    out = Console(file=io.StringIO(), width=120, no_color=True)
+    draw(out, picture("batching"))
+    assert isinstance(out.file, io.StringIO)
+    said = out.file.getvalue()
+    assert "▒ prefill" in said
+    assert "█ decode" in said
+
+
+def test_keys_and_values_overtake_the_weights_where_the_chart_says() -> None:
+    chart = next(p for p in picture("kv-growth").parts if isinstance(p, Lines))
+    (at, label), *_ = chart.marks
+    kv, weights = chart.lines[0], chart.lines[3]
+    assert label == "K and V overtake the weights"
+    assert np.interp(at, kv.x, kv.y) == pytest.approx(weights.y[0], rel=0.01)
+    assert not next(
+        p for p in SIMULATIONS["kv-growth"].run(users=1, context=4096).parts if isinstance(p, Lines)
+    ).marks
+
+
+def test_a_longer_answer_is_more_of_the_time_in_decodes() -> None:
+    lesson = SIMULATIONS["prefill-decode"]
+    shares = [
+        lesson.run(prompt=8192, output=n).fact("time of a request in decode steps of 1")
+        for n in (2, 64, 2048)
+    ]
+    assert shares == sorted(shares)
+    assert shares[0] < 10 < 90 < shares[-1]  # type: ignore[operator]
+
+
+def test_the_acceptance_of_the_theory_can_be_chosen() -> None:
+    given = SIMULATIONS["speculation"].run(tokens=8, alpha=0.8, drafts=8)
+    assert given.fact("by theory at α = 0.8") == pytest.approx((1 - 0.8**9) / 0.2)
+    assert fact("speculation", "drafts per round with the best speed-up") >= 1
+
+
+def test_without_a_cache_positions_grow_with_the_square() -> None:
+    lesson = SIMULATIONS["no-kv-cache"]
+    few, many = (lesson.run(prompt=16, output=n) for n in (256, 512))
+    positions = "positions computed, without against with"
+    # T outputs behind a prompt of P: P + Σ (P + t) against P + T.
+    assert many.fact(positions) == pytest.approx((16 + sum(16 + t for t in range(1, 512))) / (16 + 511))
+    assert many.fact(positions) / few.fact(positions) == pytest.approx(2.0, rel=0.05)  # type: ignore[operator]
+    assert fact("no-kv-cache", "time, without against with") > 1.5
+
+
+def test_a_server_is_faster_than_a_loop_around_generate() -> None:
+    assert fact("generate-loop", "served against one at a time") > 3
+    assert fact("generate-loop", "served against batches of 4") > 1.5
+    padded = SIMULATIONS["generate-loop"].run(prompts="100,300", lengths="10,30", batch=2)
+    assert padded.fact("prompt tokens that the batches pad") == pytest.approx(100 / 3)
+    assert padded.fact("decode steps of the batches") == pytest.approx(100 / 3)
+    equal = SIMULATIONS["generate-loop"].run(prompts="100", lengths="20,20,20,20", batch=4)
+    assert equal.fact("served against batches of 4") == pytest.approx(1.0, abs=0.15)
+
+
+def test_the_first_rule_that_holds_ends_the_answer() -> None:
+    lesson = SIMULATIONS["stop-rules"]
+    for controls, first, reason in (
+        ({"stop": "", "end_of_text": "off", "max_tokens": 12}, "max_tokens", "length"),
+        ({"stop": "light", "end_of_text": "off"}, "stop string", "stop"),
+        ({"stop": "", "stop_token": ".", "end_of_text": "off"}, "stop token", "stop"),
+    ):
+        shown = lesson.run(**controls)
+        assert shown.fact("the rule that ends first") == first
+        assert shown.fact("finish_reason") == reason
+        table = next(p for p in shown.parts if isinstance(p, Table))
+        assert table.rows[-1][1] == min(row[1] for row in table.rows[:-1])
 
 
 def test_the_parts_of_a_request_make_its_whole_life() -> None:

@@ -81,5 +81,5 @@ def test_the_command_lists_draws_and_prints_json() -> None:
 
 
 def test_static_batch_of_four_lengths_is_44_percent_idle() -> None:
-    picture = SIMULATIONS["batching"].run(lengths="20,28,14,50")
+    picture = SIMULATIONS["batching"].run(lengths="20,28,14,50", every_ms=0)
     assert picture.fact("static batching") == pytest.approx(44.0)

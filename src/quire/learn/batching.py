@@ -1,4 +1,4 @@
-"""Slots of a batch over the steps of static, dynamic and continuous batching, for given lengths."""
+"""Slots of a batch over the time of static, dynamic and continuous batching, for given lengths."""
 
 from __future__ import annotations
 
@@ -60,14 +60,8 @@ def draw(lengths: str, prompts: str, slots: int, every_ms: float, wait_ms: float
     for gate in GATES:
         run = run_gate(gate, inputs, outputs, used, every_ms / 1e3, wait_ms / 1e3)
         steps = run.steps[0]
-        rows = tuple(
-            Row(
-                f"slot {n}",
-                tuple(Span(a, b, "prefill" if p else "decode", f"request {r}") for a, b, r, p in spans),
-            )
-            for n, spans in enumerate(seats(steps, used))
-        )
-        parts.append(Timeline(f"{gate}: slots over steps", Axis("step"), rows))
+        rows = tuple(Row(f"slot {n}", _spans(spans, steps)) for n, spans in enumerate(seats(steps, used)))
+        parts.append(Timeline(f"{gate}: slots over time", Axis("time", "ms"), rows))
         idle, end_s = idle_share(steps, used), max(r.end_s for r in run.result.records)
         ttft = [r.ttft_s for r in run.result.records if r.ttft_s is not None]
         table.append(
@@ -81,6 +75,14 @@ def draw(lengths: str, prompts: str, slots: int, every_ms: float, wait_ms: float
     )
     facts += _padding(inputs, outputs, used)
     return Picture("Batching strategies", (*parts, Facts("", tuple(facts))))
+
+
+def _spans(seat: list[tuple[int, int, int, bool]], steps: tuple[Step, ...]) -> tuple[Span, ...]:
+    """Return a slot's spans in milliseconds; between steps it waits for requests, and is left blank."""
+    return tuple(
+        Span(steps[a].start_s * 1e3, steps[b - 1].end_s * 1e3, "prefill" if p else "decode", f"request {r}")
+        for a, b, r, p in seat
+    )
 
 
 def _padding(inputs: list[int], outputs: list[int], slots: int) -> list[Fact]:
@@ -102,7 +104,7 @@ SIMULATION = Simulation(
         text("lengths", "output tokens of each request", "20,28,14,50,30,12,40,8"),
         text("prompts", "prompt tokens (repeated as needed)", "64"),
         number("slots", "slots", 4, 1, 16),
-        number("every_ms", "a request every", 0.0, 0.0, 1000.0, 5.0, "ms"),
+        number("every_ms", "a request every", 20.0, 0.0, 1000.0, 5.0, "ms"),
         number("wait_ms", "longest wait of the dynamic gate", 50.0, 1.0, 1000.0, 5.0, "ms"),
     ),
     draw,

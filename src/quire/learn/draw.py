@@ -17,6 +17,8 @@ WIDTH, HEIGHT = 72, 14  # characters of a plot
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_cyan", "bright_yellow")
 STATES = {"wait": "bright_black", "idle": "bright_black", "prefill": "yellow", "decode": "cyan", "draft": "magenta",
           "cached": "green", "transfer": "red", "link": "red"}  # fmt: skip
+# Without colours prompts, decodes and waiting are still told apart.
+MARKS = {"wait": "░", "idle": "░", "prefill": "▒", "both": "▓", "draft": "▚"}
 OWNERS = {"": "bright_black", "waste": "red", "shared": "white"}
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille character: [row][column]
 
@@ -69,7 +71,7 @@ class _Scale:
 
 
 def _lines(part: Lines) -> list[Text]:
-    across = _Scale((v for one in part.lines for v in one.x), 2 * WIDTH, log=part.x.log, from_zero=False)
+    across = _Scale(part.x.ends or (0.0, 1.0), 2 * WIDTH, log=part.x.log, from_zero=False)
     up = _Scale((v for one in part.lines for v in one.y), 4 * HEIGHT, log=part.y.log, from_zero=True)
     dots: dict[tuple[int, int], tuple[int, str]] = {}
     for number, one in enumerate(part.lines):
@@ -138,7 +140,7 @@ def _bars(part: Bars) -> list[Text]:
 
 def _timeline(part: Timeline) -> list[Text]:
     spans = [span for row in part.rows for span in row.spans]
-    low, high = min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=1.0)
+    low, high = part.x.ends or (0.0, 1.0)
     wide = max((len(row.name) for row in part.rows), default=0)
     states = dict.fromkeys(span.state for span in spans)
     colours = {state: _state_colour(state, number) for number, state in enumerate(states)}
@@ -148,7 +150,7 @@ def _timeline(part: Timeline) -> list[Text]:
         for span in row.spans:
             begin = int((span.start - low) / (high - low or 1.0) * WIDTH)
             end = max(begin + 1, round((span.end - low) / (high - low or 1.0) * WIDTH))
-            mark = "░" if span.state in ("wait", "idle") else "█"
+            mark = MARKS.get(span.state, "█")
             cells[begin:end] = [(mark, colours[span.state])] * len(cells[begin:end])
         line = Text(f"{row.name:>{wide}} │")
         for mark, colour in cells:
@@ -157,7 +159,7 @@ def _timeline(part: Timeline) -> list[Text]:
     ends = f"{show(float(low)):<{WIDTH // 2}}{show(float(high)):>{WIDTH // 2}}"
     legend = Text(f"{'':>{wide}}  {part.x}  ")
     for state in states:
-        legend.append(f" ■ {state}", style=colours[state])
+        legend.append(f" {MARKS.get(state, '█')} {state}", style=colours[state])
     return [*lines, Text(" " * (wide + 2) + ends), legend]
 
 

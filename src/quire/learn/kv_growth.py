@@ -7,7 +7,14 @@ from quire.learn.picture import Axis, Fact, Facts, Line, Lines, Picture
 from quire.learn.simulation import Simulation, choice, number
 from quire.models.checkpoint import spec_of
 from quire.plan.hardware import GIB, find_hardware
-from quire.plan.split import Split, kv_bytes_per_request, kv_bytes_per_token, plan_memory, with_all_kv_heads
+from quire.plan.split import (
+    Split,
+    kv_bytes_per_request,
+    kv_bytes_per_token,
+    plan_memory,
+    shard_of,
+    with_all_kv_heads,
+)
 
 _POINTS = 33
 
@@ -29,7 +36,11 @@ def draw(model: str, kv_dtype: str, context: int, users: int, device: str, count
     lines.append(
         Line(f"left beside the weights on {count} × {hardware.name}", xs, (left,) * len(xs), "dashed")
     )
+    weights = shard_of(spec, "bf16", Split()).weight_bytes
+    lines.append(Line("the weights", xs, (weights / GIB,) * len(xs), "dashed"))
     per_token = kv_bytes_per_token(spec, kv_dtype)
+    overtaken = weights / (users * per_token)  # in models of which no layer has a window, as all of `MODELS`
+    marks = ((overtaken, "K and V overtake the weights"),) if overtaken <= context else ()
     facts = (
         Fact("K and V of one token", per_token, "bytes"),
         Fact(
@@ -38,6 +49,8 @@ def draw(model: str, kv_dtype: str, context: int, users: int, device: str, count
             "GiB",
         ),
         Fact(f"of {users} such requests", grouped[-1], "GiB"),
+        Fact("the weights", weights / GIB, "GiB"),
+        Fact(f"context at which K and V of {users} requests overtake the weights", overtaken, "tokens"),
         Fact(
             "with a KV head per query head it would be", kv_bytes_per_token(full, kv_dtype) / per_token, "×"
         ),
@@ -45,19 +58,20 @@ def draw(model: str, kv_dtype: str, context: int, users: int, device: str, count
     )
     title = f"{model}: K and V of {users} request{'s' * (users > 1)}"
     return Picture(
-        title, (Lines("", Axis("context", "tokens"), Axis("K and V", "GiB"), tuple(lines)), Facts("", facts))
+        title,
+        (Lines("", Axis("context", "tokens"), Axis("K and V", "GiB"), tuple(lines), marks), Facts("", facts)),
     )
 
 
 SIMULATION = Simulation(
     "kv-growth",
     "KV cache growth",
-    "Every token leaves K and V in every layer: memory grows with the context and with the users.",
+    "Every token leaves K and V in every layer: with context and users they grow past the weights.",
     (
         choice("model", "model", "llama-3.1-70b", MODELS),
         choice("kv_dtype", "format of K and V", "bf16", ("bf16", "fp8", "int8")),
-        number("context", "context", 4096, 16, 131072, 16, "tokens"),
-        number("users", "requests at once", 1, 1, 1024),
+        number("context", "context", 16384, 16, 131072, 16, "tokens"),
+        number("users", "requests at once", 32, 1, 1024),
         choice("device", "device", "h100", DEVICES),
         number("count", "devices", 4, 1, 8),
     ),

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """``unit`` is empty for counts."""
+    """``unit`` is empty for counts. ``ends``: where it begins and ends; None: with the data."""
 
     title: str
     unit: str = ""
     log: bool = False
+    ends: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         return f"{self.title}, {self.unit}" if self.unit else self.title
@@ -139,10 +140,24 @@ Part = Lines | Bars | Timeline | Grid | Table | Facts
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What a simulation shows for one choice of its controls."""
+    """What a simulation shows for one choice of its controls. Charts over the same x axis have the same ends of it."""
 
     title: str
     parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        values: dict[Axis, list[float]] = {}
+        for part in self.parts:
+            if isinstance(part, Lines | Timeline):
+                values.setdefault(part.x, []).extend(_along(part))
+        ends = {axis: (min(xs), max(xs)) for axis, xs in values.items() if xs}
+        aligned = (
+            replace(part, x=replace(part.x, ends=ends[part.x]))
+            if isinstance(part, Lines | Timeline) and part.x in ends
+            else part
+            for part in self.parts
+        )
+        object.__setattr__(self, "parts", tuple(aligned))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: each part has its ``kind``; what is not finite is null."""
@@ -158,6 +173,13 @@ class Picture:
         ]
         assert len(found) == 1, (text, found)
         return found[0]
+
+
+def _along(part: Lines | Timeline) -> list[float]:
+    """Return what a chart shows along its x axis; the time of a timeline begins at 0."""
+    if isinstance(part, Timeline):
+        return [0.0, *(edge for row in part.rows for span in row.spans for edge in (span.start, span.end))]
+    return [x for line in part.lines for x in line.x if math.isfinite(x) and (x > 0.0 or not part.x.log)]
 
 
 def _finite(value: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from quire.learn.engine import DEVICES, MODELS, roofline
-from quire.learn.picture import Axis, Fact, Facts, Line, Lines, Picture, Table
+from quire.learn.picture import Axis, Fact, Facts, Line, Lines, Picture, Row, Span, Table, Timeline
 from quire.learn.simulation import Simulation, choice, number
 from quire.plan.cost_model import StepFeatures, chunk_pairs
 from quire.plan.laws import intensity, ridge_point
+from quire.plan.roofline import Roofline
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -21,8 +22,8 @@ def prefill_step(prompt: int) -> StepFeatures:
     return StepFeatures(prompt, 1, 1, 0, prompt, chunk_pairs(0, prompt))
 
 
-def draw(model: str, device: str, precision: str, tp: int, prompt: int, batch: int) -> Picture:
-    """Return the roofline with decode steps of growing batches and one prefill."""
+def draw(model: str, device: str, precision: str, tp: int, prompt: int, output: int, batch: int) -> Picture:
+    """Return the roofline with decode steps of growing batches and one prefill, and a request's time line."""
     steps = roofline(model, device, precision, tp, ideal=True)
     hardware = steps.hardware
     ridge, rate = ridge_point(hardware, precision), hardware.rate(precision) or 0.0
@@ -60,7 +61,24 @@ def draw(model: str, device: str, precision: str, tp: int, prompt: int, batch: i
     )  # fmt: skip
     header = ("step", "operations/byte", "ms", "tokens/s", "arithmetic used, %")
     title = f"{model} as {precision} on {tp} × {hardware.title}, nothing lost"
-    return Picture(title, (chart, Table("", header, tuple(rows)), Facts("", facts)))
+    line, spent = _request(steps, prompt, output, batch)
+    return Picture(title, (chart, line, Table("", header, tuple(rows)), Facts("", (*facts, *spent))))
+
+
+def _request(steps: Roofline, prompt: int, output: int, batch: int) -> tuple[Timeline, tuple[Fact, ...]]:
+    """Return where the time of a request goes, alone and with ``batch`` sequences in each decode step."""
+    first_ms = steps.seconds(prefill_step(prompt)) * 1e3
+    rows, shares = [], []
+    for b in dict.fromkeys((1, batch)):
+        # A sum over growing contexts is that of the mean one: attention grows in a straight line.
+        decodes_ms = (output - 1) * steps.seconds(decode_step(b, prompt + output // 2)) * 1e3
+        spans = (Span(0.0, first_ms, "prefill", f"{prompt:,} tokens"),
+                 Span(first_ms, first_ms + decodes_ms, "decode", f"{output - 1:,} steps"))  # fmt: skip
+        rows.append(Row("alone" if b == 1 else f"among {b}", spans))
+        shares.append((b, 100.0 * decodes_ms / (first_ms + decodes_ms)))
+    facts = tuple(Fact(f"time of a request in decode steps of {b}", share, "%") for b, share in shares)
+    title = f"a request of {prompt:,} + {output:,} tokens"
+    return Timeline(title, Axis("time", "ms"), tuple(rows)), facts
 
 
 SIMULATION = Simulation(
@@ -73,6 +91,7 @@ SIMULATION = Simulation(
         choice("precision", "weights", "bf16", ("bf16", "fp8", "int8", "int4")),
         number("tp", "devices (tensor parallel)", 1, 1, 8),
         number("prompt", "prompt", 1024, 16, 131072, 16, "tokens"),
+        number("output", "output", 256, 2, 8192, 1, "tokens"),
         number("batch", "sequences of a decode step", 32, 1, 1024),
     ),
     draw,

@@ -36,6 +36,15 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer: its text, its tokens, and what ended it."""
+
+    text: str
+    words: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """One verification: the drafts, how many were accepted, and the token behind them."""
 
@@ -95,6 +104,19 @@ def decode(prompt: str, sampling: SamplingParams) -> tuple[str, list[Sampled]]:
         for text, token_id, row in zip(texts, token_ids, rows, strict=False)
     ]  # fmt: skip
     return output.text, steps
+
+
+def answer(prompt: str, sampling: SamplingParams) -> Answer:
+    """Return the engine's answer."""
+    with _LOCK:
+        llm = engine("")
+        output = llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
+    return Answer(output.text, tuple(_texts(llm, output.token_ids)), output.finish_reason or "")
+
+
+def ids_of(text: str) -> list[int]:
+    """Return the tokens of a text, as Quill's tokenizer cuts it."""
+    return list(engine("").get_tokenizer().encode(text))
 
 
 def speculate(prompt: str, sampling: SamplingParams, draft: str, num_drafts: int) -> tuple[str, list[Round]]:

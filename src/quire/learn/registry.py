@@ -10,10 +10,12 @@ from quire.learn import (
     decode_loop,
     disaggregation,
     flash_attention,
+    generate_loop,
     gpu_memory,
     kv_growth,
     latency_metrics,
     memory_hierarchy,
+    no_kv_cache,
     paged_attention,
     parallelism,
     prefill_decode,
@@ -21,14 +23,15 @@ from quire.learn import (
     request_lifecycle,
     server,
     speculation,
+    stop_rules,
     throughput_latency,
 )
 from quire.learn.simulation import Simulation
 
 _ALL = (
-    request_lifecycle, decode_loop, prefill_decode, kv_growth, memory_hierarchy, latency_metrics, throughput_latency,
-    batching, flash_attention, paged_attention, speculation, gpu_memory, parallelism, prefix_cache,
-    disaggregation, server,
+    request_lifecycle, decode_loop, stop_rules, prefill_decode, no_kv_cache, kv_growth, memory_hierarchy,
+    latency_metrics, throughput_latency, batching, generate_loop, flash_attention, paged_attention, speculation,
+    gpu_memory, parallelism, prefix_cache, disaggregation, server,
 )  # fmt: skip
 SIMULATIONS: Mapping[str, Simulation] = {one.SIMULATION.name: one.SIMULATION for one in _ALL}
 
