@@ -26,6 +26,7 @@ KINDS = {
     "=": "the texts are right",
     "≈": "near, for the reason given",
     "✗": "wrong, or contradicted by another text",
+    "–": "no text gives a figure; computed with what they describe",
 }
 
 
@@ -34,7 +35,7 @@ def page(rows: Sequence[Any]) -> str:
     counts = Counter(row.verdict for row in rows)
     said = "; ".join(f"**{sign}** {meaning}: {counts[sign]}" for sign, meaning in KINDS.items())
     lines = [f"{len(rows)} figures: {said}.", "", "## Where texts are wrong", "", *_table(rows, "✗")]
-    lines += ["", "## All others", "", *_table(rows, "=≈")]
+    lines += ["", "## All others", "", *_table(rows, "=≈–")]
     return HEAD + "\n".join(lines) + "\n"
 
 

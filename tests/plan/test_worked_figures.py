@@ -76,6 +76,11 @@ def prefill_s(model: str, gpu: str, prompt: int, precision: str = "bf16") -> flo
     return roofline(model, gpu, precision, ideal=True).seconds(prefill_step(prompt))
 
 
+def operations(model: str, step: StepFeatures) -> float:
+    """Operations of a step."""
+    return intensity(roofline(model, "h100", ideal=True), step).operations
+
+
 def matrix(size: int, rows: int, gpu: str = "h100") -> Any:
     """Work of one square matrix in bf16: ``seconds``, ``per_byte``, ``utilization``."""
     return intensity(matrix_roofline(device(gpu), size, size), StepFeatures(rows, rows, 0, 0, 0, 0))
@@ -141,7 +146,7 @@ def paging_picture() -> Any:
 
 class Row(NamedTuple):
     """One figure. ``says``: what texts say; ``verdict``: "=" they are right, "≈" near for the reason in ``why``, "✗"
-    they are wrong, or contradict another text.
+    they are wrong, or contradict another text, "–" none has a figure, and ``says`` is empty.
     """
 
     id: str
@@ -226,7 +231,7 @@ ROWS = (
     Row("T3", "32 of them at once", '32 / decode_s("llama-3-70b", "h100", "int4", batch=32)', 2708, "tokens/s", "3,063", "≈", "as W2", 0.01),
     Row("T4", "bytes read for a poem of 200 tokens by 70B", '200 * weights("llama-3-70b") / 1e12', 28.2, "TB", "28 TB", "=", "", 0.003),
     Row("T5", "70B fp16 on A100: a token, another chapter", 'decode_s("llama-3-70b", "a100") * 1e3', 68.2, "ms", "35 ms", "✗", "contradicts T1", 0.003),
-    Row("T6a", "7B on H100: 1,000 tokens of prefill, at least", 'prefill_s("llama-2-7b", "h100", 1000) * 1e3', 13.6, "ms", "~50 ms", "≈", "a floor; with the planner's losses 29.6 ms", 0.01),
+    Row("T6a", "7B on H100: 1,000 tokens of prefill, at least", 'prefill_s("llama-2-7b", "h100", 1000) * 1e3', 13.6, "ms", "~50 ms", "≈", "a floor; with the planner's losses 18.8 ms", 0.01),
     Row("T6b", "7B on H100: a token after them, at least", 'decode_s("llama-2-7b", "h100", context=1050) * 1e3', 4.1, "ms", "~30 ms", "✗", "7 times above the roof", 0.02),
     Row("T8a", "70B INT4 on one A100: prefill of 512, at least", 'prefill_s("llama-3-70b", "a100", 512, "int4") * 1e3', 225.0, "ms", "150 ms", "✗", "below the floor: 2 · 68.5e9 · 512 operations", 0.02),
     Row("T8b", "the same, a token", 'decode_s("llama-3-70b", "a100", "int4") * 1e3', 19.4, "ms", "4 ms", "✗", "40 GB cannot be read in 4 ms", 0.02),
@@ -272,6 +277,11 @@ ROWS = (
     Row("B5", "bytes left of 2 × 80 GB beside 140 GB", '(2 * 80e9 - weights("llama-3-70b")) / 1e9', 18.9, "GB", "20 GB", "=", "", 0.01),
     Row("B6", "waste of contiguous reservations under load", 'paging_picture().fact("waste of contiguous")', 80.1, "%", "60–80 %", "=", "48 log-normal requests, 2,048 reserved", 0.01),
     Row("B7", "waste of blocks under the same load", 'paging_picture().fact("waste of blocks")', 1.81, "%", "below 4 %", "=", "", 0.01),
+    # Formulas of a cheat sheet, in figures
+    Row("W18", "memory of the weights of 70B in fp16", 'weights("llama-3-70b") / 1e9', 141.1, "GB", "2 · P · bytes: 282 GB", "✗", "P · bytes; the 2 of fp16 is counted twice", 0.002),
+    Row("T10", "TPOT of 70B in fp16 on A100, batch 1", 'decode_s("llama-3-70b", "a100") * 1e3', 68.2, "ms", "2 · P · bytes / bandwidth: 138 ms", "✗", "P · bytes / bandwidth, as T1a", 0.003),
+    Row("T9a", "operations of a decoded token of 7B", 'operations("llama-2-7b", decode_step(1, 0)) / 1e9', 13.21, "Giga-operations", "2 · N: 13.5", "≈", "the embedding table is read, not multiplied", 0.002),
+    Row("T9b", "operations of a prompt of 1,000 tokens of 7B", 'operations("llama-2-7b", prefill_step(1000)) / 1e12', 13.2, "Tera-operations", "2 · L · N: 13.5", "≈", "as T9a; attention adds 0.26, the output matrix is multiplied once", 0.01),
     # Prefixes and transfers
     Row("P1", "2,000 shared + 80 own tokens: found in the cache", 'prefix_picture().fact("of the last request")', 96.15, "%", "96 %", "="),
     Row("P2a", "640 MB over NVLink, 900 GB/s", 'transfer_s(kv("llama-3-70b", 2048), 900e9) * 1e3', 0.7457, "ms", "0.7 ms", "=", "450 GB/s in one direction would be 1.5 ms"),
@@ -294,22 +304,30 @@ ROWS = (
     Row("D2d", "α .9, γ 5", "drafting(0.9, 5).tokens_per_round", 4.686, "tokens", "4.69", "="),
     Row("D2e", "α .8, γ 3", "drafting(0.8, 3).tokens_per_round", 2.952, "tokens", "2.95", "="),
     Row("D3", "α .8, γ 8", "drafting(0.8, 8).tokens_per_round", 4.329, "tokens", "4.46", "✗", "(1 − .8⁹) / .2"),
+    Row("D3b", "α .8, γ 8: speed-up where 8 drafts cost 16 of 35 ms", "drafting(0.8, 8, 10 / 35 / 5).speedup", 2.971, "×", "3.06×", "✗", "follows from D3"),
     Row("D4a", "α .7, 4 drafts", "drafting(0.7, 4).tokens_per_round", 2.773, "tokens", "2.53", "✗", "αᵏ in place of αᵏ⁺¹"),
     Row("D4b", "α .8, 4 drafts", "drafting(0.8, 4).tokens_per_round", 3.362, "tokens", "3.00", "✗", "the same"),
     Row("D4c", "α .9, 4 drafts", "drafting(0.9, 4).tokens_per_round", 4.095, "tokens", "3.69", "✗", "the same"),
-    Row("D4d", "α .95, 8 drafts", "drafting(0.95, 8).tokens_per_round", 7.395, "tokens", "7.30", "✗", "the same"),
+    Row("D4d", "α .95, 4 drafts", "drafting(0.95, 4).tokens_per_round", 4.524, "tokens", "4.24", "✗", "the same"),
+    Row("D4e", "α .7, 8 drafts", "drafting(0.7, 8).tokens_per_round", 3.199, "tokens", "2.79", "✗", "between (1 − α⁸) / (1 − α), 3.14, and nothing"),
+    Row("D4f", "α .8, 8 drafts", "drafting(0.8, 8).tokens_per_round", 4.329, "tokens", "3.57", "✗", "less than αᵏ in place of αᵏ⁺¹ gives, 4.16; another text has 4.46"),
+    Row("D4g", "α .9, 8 drafts", "drafting(0.9, 8).tokens_per_round", 6.126, "tokens", "5.70", "✗", "αᵏ in place of αᵏ⁺¹"),
+    Row("D4h", "α .95, 8 drafts", "drafting(0.95, 8).tokens_per_round", 7.395, "tokens", "7.30", "✗", "neither αᵏ (6.73) nor αᵏ⁺¹"),
     Row("D5a", "α .5, 5 drafts of .05: speed-up", "drafting(0.5, 5, 0.05).speedup", 1.575, "×", "1.5×", "✗", "(1 − α⁶) / (1 − α) / 1.25"),
-    Row("D5b", "α .9, 5 drafts of .05: speed-up", "drafting(0.9, 5, 0.05).speedup", 3.749, "×", "2.9×", "✗", "the same"),
+    Row("D5b", "α .7, 5 drafts of .05: speed-up", "drafting(0.7, 5, 0.05).speedup", 2.353, "×", "2.0×", "✗", "the same"),
+    Row("D5c", "α .8, 5 drafts of .05: speed-up", "drafting(0.8, 5, 0.05).speedup", 2.951, "×", "2.4×", "✗", "the same"),
+    Row("D5d", "α .9, 5 drafts of .05: speed-up", "drafting(0.9, 5, 0.05).speedup", 3.749, "×", "2.9×", "✗", "the same"),
+    Row("D5e", "α .95, 5 drafts of .05: speed-up", "drafting(0.95, 5, 0.05).speedup", 4.238, "×", "3.4×", "✗", "the same"),
     Row("D6", "(1 − α^{γ+1}) / (1 − α), not α / (1 − α^{γ+1})", "drafting(0.8, 4).tokens_per_round", 3.362, "tokens", "1.19", "✗", "never fewer than one token, and α = 0 gives 1"),
     Row("D7", "70B with a draft of 1B in fp16", '(weights("llama-3-70b") + weights("llama-3.2-1b")) / 1e9', 143.6, "GB", "143 GB on 2 × A100", "=", "", 0.003),
     # Cost and laws
     Row("C1a", "4 × A100 at $16/h each and 3,000 tokens/s", "cost_per_million(4 * 16.0, 3000)", 5.926, "USD per million", "5.93", "="),
-    Row("C1b", "the same at $16/h for all four, as they are rented", "cost_per_million(16.0, 3000)", 1.4815, "USD per million", "5.93", "✗", "counts the four twice"),
+    Row("C1b", "the same at $16/h for all four, as they are rented", "cost_per_million(16.0, 3000)", 1.4815, "USD per million", "", "–", "if $16/h were the rent of all four; the text's 5.93 is of C1a"),
     Row("C4", "tokens a day from which one H100 at $2.69/h beats an API at $0.60 a million", "break_even(2.69, 0.60) / 1e6", 107.6, "M tokens", "100 M+", "="),
-    Row("A2a", "Amdahl: 95 % parallel, 8 devices", "amdahl(0.95, 8)", 5.926, "×", "5.9×", "="),
-    Row("A2b", "7B, batch 16: a decode step on 8 H100 against 1", 'roofline("llama-2-7b", "h100").seconds(decode_step(16, 2000)) / roofline("llama-2-7b", "h100", tp=8).seconds(decode_step(16, 2000))', 2.92, "×", "8×", "✗", "links, and the launches of each layer, are not divided", 0.02),
-    Row("A3", "Little: 10 requests/s of 2 s each", "little(10.0, 2.0)", 20.0, "requests", "20", "="),
-    Row("A4", "bubble of 4 stages and 8 microbatches", "100 * bubble(4, 8)", 27.27, "%", "27 %", "="),
+    Row("A2a", "Amdahl: 95 % parallel, 8 devices", "amdahl(0.95, 8)", 5.926, "×", "", "–", "an experiment names the law and gives no share"),
+    Row("A2b", "7B, batch 16: a decode step on 8 H100 against 1", 'roofline("llama-2-7b", "h100").seconds(decode_step(16, 2000)) / roofline("llama-2-7b", "h100", tp=8).seconds(decode_step(16, 2000))', 2.757, "×", "", "–", "the experiment on 1, 4, 8 GPUs gives none; links and launches are not divided", 0.02),
+    Row("A3", "Little: 10 requests/s of 2 s each", "little(10.0, 2.0)", 20.0, "requests", "", "–", "the law is named without figures"),
+    Row("A4", "bubble of 4 stages and 8 microbatches", "100 * bubble(4, 8)", 27.27, "%", "", "–", "bubbles are described without figures"),
     # Sampling
     Row("X1", "logits 8.2, 7.1, 6.9, 6.5, 6.3, top-k 3: the first", "sampled_from(8.2, 7.1, 6.9, 6.5, 6.3, top_k=3)[0]", 0.623, "", "0.61", "≈", "rounded twice", 0.002),
     Row("X2", "the same, T = 0.5", "sampled_from(8.2, 7.1, 6.9, 6.5, 6.3, temperature=0.5)[0]", 0.806, "", "0.72", "✗", "e^(−2.2) is 0.11", 0.002),
@@ -328,10 +346,13 @@ def test_at_least_90_figures_and_every_verdict_is_explained() -> None:
     assert len(ROWS) >= 90
     assert len({row.id for row in ROWS}) == len(ROWS)
     assert all(row.why for row in ROWS if row.verdict != "=")
+    assert all(bool(row.says) == (row.verdict != "–") for row in ROWS), "no word is put into a text's mouth"
 
 
 def test_the_page_is_written_from_this_table() -> None:
     root = Path(__file__).resolve().parents[2]
+    wrong = sum(row.verdict == "✗" for row in ROWS)
+    assert f"{len(ROWS)} figures from texts, {wrong} of which are wrong" in (root / "README.md").read_text()
     spec = importlib.util.spec_from_file_location("worked_docs", root / "tools" / "worked_figures_docs.py")
     assert spec is not None
     assert spec.loader is not None
