@@ -269,6 +269,8 @@ def test_readme_counts_the_scenarios_and_lessons_that_ship() -> None:
         16: "sixteen",
         17: "seventeen",
         18: "eighteen",
+        19: "nineteen",
+        20: "twenty",
     }
     text = (ROOT / "README.md").read_text()
     assert f"{numbers[len(SCENARIOS)]} experiments whose answers" in text
