@@ -93,7 +93,12 @@ def test_growth_finds_the_exponent() -> None:
 def test_latency_and_throughput_on_quill(tmp_path: Path) -> None:
     small = EngineArgs(num_kv_blocks=128, max_model_len=512, threads=1)
     out = str(tmp_path / "a.json")
-    assert latency(small, LatencyArgs(16, 4, batch_size=2, warmup=1, iterations=2, json=out)) == 0
+    assert (
+        latency(
+            small, LatencyArgs(input_len=16, output_len=4, batch_size=2, warmup=1, iterations=2, json=out)
+        )
+        == 0
+    )
     found = json.loads(Path(out).read_text())
     assert (found["num_completed"], found["num_output_tokens"], found["num_cached_tokens"]) == (4, 16, 0)
     with pytest.raises(ConfigError, match="fits the context"):

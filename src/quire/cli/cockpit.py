@@ -32,6 +32,8 @@ HIDDEN = {
     "jsonl",
     "html",
     "beside",
+    "versus",
+    "draws",
 }  # of a terminal, or they write files
 
 
