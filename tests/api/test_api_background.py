@@ -34,7 +34,7 @@ def wait(client: openai.OpenAI, response_id: str, seen: list[str]) -> Any:
 
 
 def test_a_background_response_is_that_of_the_foreground() -> None:
-    with server("40", "1") as (_, url), connected(url) as client:
+    with server("120", "1") as (_, url), connected(url) as client:
         asked: dict[str, Any] = {"model": "tiny", "input": "hi", "metadata": {"a": "b"}}
         begun = client.responses.create(**asked, background=True)
         assert (begun.status, begun.background, begun.output) == ("queued", True, [])

@@ -60,7 +60,7 @@ def test_a_trace_has_steps_whose_ops_add_up(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert 0.5 < max(shares) <= 1, "of the step that other processes disturbed least"
     top = trace["otherData"]["top"]
-    assert top[0]["op"] == "Linear"
+    assert "Linear" in [each["op"] for each in top[:2]], "sampling may take longer beside other work"
     assert top[0]["bytes"] > 1e6
     assert top[0]["of_bound"] > 0
     assert len(top) == 5
