@@ -70,7 +70,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "return self._budget.short_room if self.is_long(seq, num_left) else self._budget.long_room",
         (
             "tests/scheduler/test_long_prompts.py::test_a_short_prompt_is_computed_in_the_next_step",
-            "tests/scheduler/test_long_prompts.py::test_a_long_prompt_alone_has_its_threshold_per_step",
+            "tests/scheduler/test_long_prompts.py::test_a_long_prompt_alone_has_four_times_its_threshold_unless_short_ones_came_lately",
         ),
     ),
     Mutant(
