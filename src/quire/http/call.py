@@ -27,7 +27,7 @@ class AnswerName(NamedTuple):
 
     id: str  # 32 hexadecimal digits
     created: int  # seconds since 1970
-    seed: int  # of a request that gives none
+    seed: int  # for a request that gives none
 
     def __str__(self) -> str:
         return f"{self.id} {self.created} {self.seed}"
@@ -57,16 +57,18 @@ class Call:
 
     request_id: str = ""  # under which it is logged and answered
     draws_id: bool = False  # no header named the request, so its body may
-    tenant: str = ""  # of the key that let it in, here or at its gateway; empty: it had none
-    cache_group: str = ""  # whose tenants share cached blocks; empty: the tenant is a group of its own
-    weight: float = 1.0  # of the tenant: share of the engine under the order "fair"
+    # The tenant of the key that let it in, here or at its gateway; empty: there was no key.
+    tenant: str = ""
+    # The tenants of a group share cached blocks; empty: the tenant is a group of its own.
+    cache_group: str = ""
+    weight: float = 1.0  # the tenant's share of the engine under the order "fair"
     key: ApiKey | None = None  # the line of the key file that let it in
-    account: Account | None = None  # of a gateway, which is told what the request uses
+    account: Account | None = None  # the gateway's, which is told what the request uses
     is_local: bool = False  # this process asks: a full queue does not refuse it
     priority: int | None = None  # replaces the body's
     runs_in_background: bool = False  # a response may go on without its client
     answer: AnswerName | None = None
-    body_key: int = 0  # what its body is known by when it comes again; 0: it was not read
+    body_key: int = 0  # tells whether a body comes again; 0: it was not read
     num_body_bytes: int = 0
 
     @property

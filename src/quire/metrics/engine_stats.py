@@ -48,7 +48,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  
 
 LONG_SHARE = 8  # long prompts have one token for so many of short ones
 LEAST_LONG_SHARE = 16  # but at least one in so many of what they have without short ones
-QUIET_TIMES = 4  # as many tokens when no short prompt came lately
+QUIET_TIMES = 4  # factor on the threshold while no short prompt came lately
 
 
 def long_part(threshold: int, num_short: int, left: int) -> int:
