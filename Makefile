@@ -22,7 +22,7 @@ $(BIN)/python:
 
 # torch by itself first, pinned: another package that asks for plain torch would bring the CUDA build.
 # An editable install knows the packages it was made with, so a new one is a reason to install again.
-$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/* src/quire/*/__init__.py) | $(BIN)/python
+$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/* src/*/__init__.py src/*/*/__init__.py) | $(BIN)/python
 	@$(PYTHON) tools/install.py $(VENV) $(VENV)/install.log -- -c constraints.txt torch==2.13.0 -- -c constraints.txt -e '.[cockpit]'
 	@touch $@
 

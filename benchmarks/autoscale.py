@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.bench.args import ServeBenchArgs, SimulateArgs
-from quire.sim.run import simulate, summary_of
-from quire.sim.setup import set_up
-from quire.workload.build import from_trace
-from quire.workload.request import Workload
-from quire.workload.slo import Slo
-from quire.workload.traces import read_trace
+from quire.slo import Slo
+from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
+from quire_lab.sim.run import simulate, summary_of
+from quire_lab.sim.setup import set_up
+from quire_lab.workload.build import from_trace
+from quire_lab.workload.request import Workload
+from quire_lab.workload.traces import read_trace
 
 # file, hardware, SLO, routing, replicas at the start
 HELD = (

@@ -19,16 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.args import EngineArgs, make_args
-from quire.bench.figures import Axis, Series, chart, colour, frame
-from quire.bench.offline import OfflineEngine
-from quire.bench.page import Section, console, html_page, print_table, write
-from quire.bench.summary import RequestRecord, summarize
 from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
 from quire.scheduler.slo import PolicyChange
-from quire.workload.build import Synthetic
-from quire.workload.distributions import Arrivals, parse_lengths
-from quire.workload.request import Workload, WorkloadRequest
+from quire_lab.bench.figures import Axis, Series, chart, colour, frame
+from quire_lab.bench.offline import OfflineEngine
+from quire_lab.bench.page import Section, console, html_page, print_table, write
+from quire_lab.bench.summary import RequestRecord, summarize
+from quire_lab.workload.build import Synthetic
+from quire_lab.workload.distributions import Arrivals, parse_lengths
+from quire_lab.workload.request import Workload, WorkloadRequest
 
 # Decoding without a cache is timed at so many contexts, and interpolated between them.
 NUM_CONTEXTS = 12

@@ -36,8 +36,8 @@ import aiohttp
 from tests.e2e.live import ROOT, LiveServer
 from tests.gateway.services import free_port, postgres_server, redis_server, wait_until
 
+from quire.cost.cost_model import CostModel
 from quire.http.keys import ApiKey, create_key
-from quire.plan.cost_model import CostModel
 
 KEY = "between-us"
 WORKERS = 48

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tests.kernels import cases
 
+from quire.cost.hardware import Bounds, measure
 from quire.device import detect_device
 from quire.errors import ConfigError, nearest
 from quire.kernels import registry
@@ -34,7 +35,6 @@ from quire.kernels.registry import Backend
 from quire.kernels.sampling.noise import Streams, gumbel_argmax
 from quire.kernels.threads import choose_threads
 from quire.kernels.workspace import huge_zeros
-from quire.plan.hardware import Bounds, measure
 from quire.weight_format import PLAIN, WeightFormat
 
 COLD_BYTES = 512 << 20

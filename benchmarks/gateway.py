@@ -30,8 +30,8 @@ from pathlib import Path
 import uvloop
 
 from quire.cache.events import BlockStored
-from quire.gateway.digest import digests, root_of
-from quire.gateway.routing import Demand, Router
+from quire.text.digest import digests, root_of
+from quire_gateway.routing import Demand, Router
 
 ANSWER = (
     b'{"id":"c-1","object":"text_completion","model":"m","choices":[{"index":0,"text":"hi","finish_reason":"stop"}],'

@@ -37,8 +37,8 @@ from benchmarks.conservation import COUNTERS, KEY, Gateway, report, start_replic
 from tests.e2e.live import LiveServer
 from tests.gateway.services import free_port, wait_until
 
-from quire.gateway.ledger_database import open_database
 from quire.http.keys import ApiKey, create_key
+from quire_gateway.ledger_database import open_database
 
 WORKERS = 16  # clients of each gateway
 SETTLING_S = 13.0  # after which a gateway has read the replicas' records for the last time

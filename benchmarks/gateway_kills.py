@@ -36,9 +36,9 @@ from tests.faults.report import table, write_section
 from tests.gateway.live import Live, gateway_of
 from tests.gateway.test_migration import KEY, Replica, served, until_ready
 
-from quire.gateway.exchange import Exchange
-from quire.gateway.fleet import Backend
-from quire.gateway.placing import Placed
+from quire_gateway.exchange import Exchange
+from quire_gateway.fleet import Backend
+from quire_gateway.placing import Placed
 
 HEAD = ("fault", "times", "requests", "waiting at each, at least", "answers that are not 200", "differ",
         "moved without a byte", "after it was found lost, s (median / max)", "stayed", "streams continued")  # fmt: skip

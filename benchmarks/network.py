@@ -29,10 +29,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from statistics import median
 
 from quire.args import EngineArgs
-from quire.bench.profile_links import measure_links
-from quire.bench.profile_steps import Case, StepProfiler
 from quire.clock import WallClock
 from quire.config import EngineConfig
+from quire.cost.links import LinkCost
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.executor.rank_group import RankGroup
@@ -42,9 +41,10 @@ from quire.executor.ranks import RanksExecutor
 from quire.executor.ray import prepared
 from quire.parallel.shard import shard
 from quire.parallel.traffic import step_bytes, uses
-from quire.plan.links import LinkCost
 from quire.request import SamplingParams
 from quire.step import StepPlan, StepResult
+from quire_lab.bench.profile_links import measure_links
+from quire_lab.bench.profile_steps import Case, StepProfiler
 
 HOSTS = ("10.213.7.1", "10.213.7.2")
 MTU = 9000

@@ -36,13 +36,13 @@ import numpy as np
 from slo_live import free_port
 from slo_live import server as quill_server
 
-from quire.bench.summary import RequestRecord
 from quire.config import CacheConfig, SchedulerConfig
-from quire.plan.cost_model import CostModel, Curve
-from quire.sim.replica import ClusterConfig
-from quire.sim.run import simulate
-from quire.workload.build import Synthetic
-from quire.workload.distributions import Arrivals, Uniform
+from quire.cost.cost_model import CostModel, Curve
+from quire_lab.bench.summary import RequestRecord
+from quire_lab.sim.replica import ClusterConfig
+from quire_lab.sim.run import simulate
+from quire_lab.workload.build import Synthetic
+from quire_lab.workload.distributions import Arrivals, Uniform
 
 ROOT = Path(__file__).resolve().parents[1]
 LOADS = (0.9, 1.5, 3.0)

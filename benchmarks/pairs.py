@@ -32,10 +32,10 @@ from typing import Any
 import make_pair
 
 from quire.args import EngineArgs
-from quire.bench.offline import OfflineEngine
-from quire.bench.speculate import CpuClock
 from quire.scheduler.slo import PolicyChange
-from quire.workload.request import WorkloadRequest
+from quire_lab.bench.offline import OfflineEngine
+from quire_lab.bench.speculate import CpuClock
+from quire_lab.workload.request import WorkloadRequest
 
 PEERS = Path(__file__).resolve().parent / "peers"
 GGUF = {"bf16": None, "int8": "q8_0", "int4": "q4_0"}
@@ -137,7 +137,7 @@ def ids(args: argparse.Namespace, seed: int = 0) -> list[int]:
 
 @dataclass
 class Given:
-    """A `quire.workload.request.PromptMaker` of given tokens."""
+    """A `quire_lab.workload.request.PromptMaker` of given tokens."""
 
     tokens: list[int]
 

@@ -27,14 +27,14 @@ from typing import Any
 
 from benchmarks.roofline_fit import check, fit
 
+from quire.cost.efficiency import FORMATS, GENERATIONS, MEASURED, Efficiency, efficiency_of, generation_of
+from quire.cost.hardware import Hardware, find_hardware
+from quire.cost.presets import preset_of, preset_spec, presets
+from quire.cost.roofline import Roofline, Work, work_of
+from quire.cost.split import Split, plan_memory
 from quire.families import spec_from_config
 from quire.modelspec import ModelSpec
-from quire.plan.efficiency import FORMATS, GENERATIONS, MEASURED, Efficiency, efficiency_of, generation_of
-from quire.plan.estimate import Load, Replica
-from quire.plan.hardware import Hardware, find_hardware
-from quire.plan.presets import preset_of, preset_spec, presets
-from quire.plan.roofline import Roofline, Work, work_of
-from quire.plan.split import Split, plan_memory
+from quire_lab.plan.estimate import Load, Replica
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/gpu_profiles/measured_ttft_tpot.csv.gz"
 DEFAULT = Path("/work/shared/data/gpu_profiles/measured_ttft_tpot.csv.gz")
@@ -221,7 +221,7 @@ def fit_all(points: list[Point], rounds: int, seeds: int) -> dict[str, Any]:
 
 
 def nearest_set(sets: dict[str, Any], generation: str, kind: str, weights: str) -> Efficiency | None:
-    """Return the set that takes the place of one that was not measured, as `quire.plan.efficiency` chooses it."""
+    """Return the set that takes the place of one that was not measured, as `quire.cost.efficiency` chooses it."""
     for near in GENERATIONS[generation]:
         for alike in FORMATS[weights]:
             if (e := sets.get(near, {}).get(kind, {}).get(alike)) is not None:

@@ -1,7 +1,7 @@
-"""The search behind ``roofline_accuracy.py --fit``: constants of `quire.plan.efficiency` from measured points.
+"""The search behind ``roofline_accuracy.py --fit``: constants of `quire.cost.efficiency` from measured points.
 
-The closed form of `quire.plan.estimate` is written once more over arrays of all points, which a search evaluates in a
-millisecond; `check` compares it with the planner's own figures. Bounds keep what a set of points does not show in the
+The closed form of `quire_lab.plan.estimate` is written once more over arrays of all points, which a search evaluates in
+a millisecond; `check` compares it with the planner's own figures. Bounds keep what a set of points does not show in the
 range of real kernels: a step of more rows never takes less time.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.plan.cost_model import StepFeatures, chunk_pairs
-from quire.plan.efficiency import IDEAL, ROWS, Efficiency
-from quire.plan.roofline import Roofline
+from quire.cost.cost_model import StepFeatures, chunk_pairs
+from quire.cost.efficiency import IDEAL, ROWS, Efficiency
+from quire.cost.roofline import Roofline
 
 Array = NDArray[np.float64]
 SCALARS = tuple(f.name for f in fields(Efficiency) if f.name not in ("compute", "how"))

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.bench.args import ServeBenchArgs, SimulateArgs
-from quire.sim.run import simulate, summary_of
-from quire.sim.setup import set_up
-from quire.workload.build import at_rate, from_trace
-from quire.workload.request import Workload
-from quire.workload.slo import Slo
-from quire.workload.traces import read_trace
+from quire.slo import Slo
+from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
+from quire_lab.sim.run import simulate, summary_of
+from quire_lab.sim.setup import set_up
+from quire_lab.workload.build import at_rate, from_trace
+from quire_lab.workload.request import Workload
+from quire_lab.workload.traces import read_trace
 
 POLICIES = (
     "round-robin", "prefix-predicted", "prefix-hash", "least-loaded", "prefix-hybrid", "power-of-two", "least-tokens",

@@ -40,21 +40,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from quire.bench.args import ServeBenchArgs, SimulateArgs
-from quire.bench.client import StreamingClient, Target, api_url
-from quire.bench.load import Load, Runner
-from quire.bench.profile_serving import LiveServer
-from quire.bench.runs import knee, sweep
-from quire.bench.summary import RequestRecord, summarize
-from quire.plan.fit import fit
-from quire.plan.profile import Profile, fit_steps, load_profile, read_steps
-from quire.sim.requests import FIRST_ID, VOCAB_SIZE
-from quire.sim.run import simulate
-from quire.sim.setup import Setup, set_up
-from quire.workload.build import at_rate, from_trace
-from quire.workload.request import PromptMaker, Workload, WorkloadRequest
-from quire.workload.slo import Slo
-from quire.workload.traces import read_trace
+from quire.cost.fit import fit
+from quire.cost.profile import Profile, fit_steps, load_profile, read_steps
+from quire.slo import Slo
+from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
+from quire_lab.bench.client import StreamingClient, Target, api_url
+from quire_lab.bench.load import Load, Runner
+from quire_lab.bench.profile_serving import LiveServer
+from quire_lab.bench.runs import knee, sweep
+from quire_lab.bench.summary import RequestRecord, summarize
+from quire_lab.sim.requests import FIRST_ID, VOCAB_SIZE
+from quire_lab.sim.run import simulate
+from quire_lab.sim.setup import Setup, set_up
+from quire_lab.workload.build import at_rate, from_trace
+from quire_lab.workload.request import PromptMaker, Workload, WorkloadRequest
+from quire_lab.workload.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_DRAFTS = 2  # of the model that speculates

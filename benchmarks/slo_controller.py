@@ -17,20 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.bench.summary import summarize
 from quire.config import CacheConfig, SchedulerConfig
-from quire.plan.cost_model import StepTime
-from quire.plan.efficiency import efficiency_of
-from quire.plan.hardware import find_hardware
-from quire.plan.presets import preset_spec
-from quire.plan.roofline import Roofline, work_of
-from quire.plan.split import Split, plan_memory
-from quire.sim.replica import ClusterConfig
-from quire.sim.run import simulate
-from quire.workload.build import at_rate, from_trace
-from quire.workload.request import Workload
-from quire.workload.slo import Slo
-from quire.workload.traces import read_trace
+from quire.cost.cost_model import StepTime
+from quire.cost.efficiency import efficiency_of
+from quire.cost.hardware import find_hardware
+from quire.cost.presets import preset_spec
+from quire.cost.roofline import Roofline, work_of
+from quire.cost.split import Split, plan_memory
+from quire.slo import Slo
+from quire_lab.bench.summary import summarize
+from quire_lab.sim.replica import ClusterConfig
+from quire_lab.sim.run import simulate
+from quire_lab.workload.build import at_rate, from_trace
+from quire_lab.workload.request import Workload
+from quire_lab.workload.traces import read_trace
 
 TRACES = ("azure_llm_2023_conv.csv.gz", "azure_llm_2023_code.csv.gz", "rtp_llm_online_30min.jsonl.gz")
 BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

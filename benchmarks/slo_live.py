@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quire.workload.slo import Slo
+from quire.slo import Slo
 
 QUIRE = [sys.executable, "-m", "quire.cli"]
 DEFAULT_BUDGET = 2048

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from quire.bench.page import console, print_table, write
-from quire.bench.profile_serving import LiveServer
 from quire.errors import ConfigError
 from quire.models.hub import locate
+from quire_lab.bench.page import console, print_table, write
+from quire_lab.bench.profile_serving import LiveServer
 
 MIB = 2**20
 TIMEOUT_S = 600.0

@@ -1,112 +1,40 @@
-"""A line of the layout may import from the lines above it, and within a line from left to right; no circles."""
+"""Who may never import whom, what imports without torch, and no circles."""
 
 from __future__ import annotations
 
-import ast
+import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from tools.house import ROOT, import_circles, import_graph, parsed
+from tools.house import ROOT, files_of, import_circles, import_graph
 
 SRC = ROOT / "src"
 
-# One tuple per line of the layout, top to bottom (docs/architecture.md). A name is a module or a package of `quire`.
-LINES: list[tuple[int, tuple[str, ...]]] = [
-    (0, ("_native",)),
-    (0, ("errors",)),
-    (0, ("extras",)),
-    (0, ("clock",)),
-    (0, ("structured_outputs",)),
-    (0, ("request",)),
-    (0, ("step",)),
-    (0, ("weight_format",)),
-    (0, ("modelspec",)),
-    (0, ("weight_plan",)),
-    (0, ("families",)),
-    (0, ("parallel",)),
-    (0, ("config",)),
-    (0, ("args",)),
-    (0, ("cores", "recording_signal")),
-    (1, ("device",)),
-    (1, ("metrics",)),
-    (1, ("private",)),
-    (1, ("http",)),
-    (1, ("cache",)),
-    (1, ("text",)),
-    (1, ("workload",)),
-    (1, ("plan",)),
-    (2, ("resolve",)),
-    (2, ("scheduler",)),
-    (3, ("kernels",)),
-    (3, ("quant",)),
-    (
-        4,
-        (
-            "models.hub",
-            "models.safetensors_file",
-            "models.gguf_file",
-            "models.weight_sources",
-            "models.generation_config",
-            "models.checkpoint",
-        ),
-    ),
-    (4, ("layers", "models")),
-    (5, ("lora", "sampling", "speculate", "runner")),
-    (6, ("executor",)),
-    (7, ("engine",)),
-    (8, ("quantize", "disagg", "jobs", "gateway", "bench", "sim", "learn", "diagnose", "api")),
-    (9, ("cockpit", "cli")),
-]
-PLACE = {name: (line, column) for line, (_, names) in enumerate(LINES) for column, name in enumerate(names)}
-# (importer, imported) pairs that break the rule; this list only shrinks.
-ALLOWED: set[tuple[str, str]] = set()
+FILES = files_of(ROOT)
 
 
-def place(module: str) -> str:
-    """Return the entry of LINES that ``quire.<module>`` belongs to."""
-    parts = module.split(".")
-    for end in range(len(parts), 0, -1):
-        if (name := ".".join(parts[:end])) in PLACE:
-            return name
-    return ""
+def test_contracts_between_packages_hold() -> None:
+    """They stand in pyproject.toml under ``[tool.importlinter]``."""
+    command = [
+        str(Path(sys.executable).with_name("lint-imports")),
+        str(ROOT / "pyproject.toml"),
+        "--no-cache",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def imports(path: Path) -> set[str]:
-    """Return the modules of quire, without the leading ``quire.``, that the file imports."""
-    found = set()
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            found |= {a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path}: relative import"
-            if node.module == "quire":
-                found |= {f"quire.{a.name}" for a in node.names}
-            else:
-                found |= {f"{node.module}.{a.name}" for a in node.names}
-    return {name.removeprefix("quire.") for name in found if name.startswith("quire.")}
-
-
-FILES = sorted((SRC / "quire").rglob("*.py"))
-
-
-def test_arrows() -> None:
-    bad = []
-    for path in FILES:
-        relative = path.relative_to(SRC / "quire").with_suffix("")
-        own = ".".join(relative.parts).removesuffix(".__init__")
-        if own == "__init__":  # the lazy names of the package
-            continue
-        mine = place(own)
-        assert mine, f"{own} has no place in the layout: add it to LINES and to docs/architecture.md"
-        for target in imports(path):
-            theirs = place(target)
-            if theirs in ("", mine) or (mine, theirs) in ALLOWED:
-                continue
-            if PLACE[theirs] > PLACE[mine]:
-                bad.append(f"{own} -> {target}")
-    assert not bad, "imports against the arrows:\n" + "\n".join(sorted(bad))
+def test_every_package_of_quire_is_in_a_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    sources = {name for contract in contracts for name in contract["source_modules"]}
+    packages = {f"quire.{path.name}" for path in (SRC / "quire").iterdir() if (path / "__init__.py").exists()}
+    # What these import is limited by the contract of `quire` alone.
+    assert packages - sources == {"quire.cli", "quire.metrics", "quire.gateway", "quire.learn"}
 
 
 def test_no_import_circles() -> None:
@@ -126,22 +54,24 @@ def test_a_circle_is_found_wherever_the_import_stands(tmp_path: Path) -> None:
 
 
 def modules_of(*names: str) -> list[str]:
-    found = []
-    for path in FILES:
-        module = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
-        short = module.removeprefix("quire.")
-        if any(short == n or short.startswith(n + ".") for n in names):
-            found.append(module)
-    return found
+    modules = [".".join(p.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__") for p in FILES]
+    return [m for m in modules if any(m == name or m.startswith(f"{name}.") for name in names)]
 
 
 TORCH_FREE = modules_of(
-    *(name for rank, names in LINES if rank <= 2 for name in names if name != "_native"),
-    "models.hub", "models.checkpoint", "lora.adapter",
-    "executor.base",
-    "engine.core", "engine.messages", "engine.client", "engine.frontend", "engine.heartbeat", "engine.quarantine",
-    "engine.supervisor", "engine.process",
-    "api", "jobs", "gateway", "diagnose", "bench.summary", "bench.serve", "bench.report", "sim", "cli",
+    *(f"quire.{name}" for name in (
+        "errors", "extras", "clock", "request", "structured_outputs", "step", "weight_format", "modelspec",
+        "weight_plan", "families", "parallel", "config", "args", "cores", "recording_signal", "slo", "cost",
+        "device", "metrics", "private", "http", "cache", "text", "resolve", "scheduler",
+        "models.hub", "models.checkpoint", "lora.adapter", "executor.base",
+        "engine.core", "engine.messages", "engine.client", "engine.frontend", "engine.heartbeat",
+        "engine.quarantine", "engine.supervisor", "engine.process",
+        "api", "jobs", "cli",
+    )),
+    "quire_gateway",
+    *(f"quire_lab.{name}" for name in (
+        "cli", "diagnose", "plan", "sim", "workload", "bench.summary", "bench.serve", "bench.report",
+    )),
 )  # fmt: skip
 # What a bare PyTorch container lacks.
 BARE_LACKS = ["msgspec", "zmq", "llguidance", "gguf", "starlette", "uvicorn", "pydantic", "quire._native"]

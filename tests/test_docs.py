@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,19 +12,18 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from tests.test_arrows import LINES
 
 from quire import __version__
 from quire.cli import app
 from quire.cli.foreign import foreign_flags
 from quire.families import SUPPORTED
 from quire.families.gguf_types import BLOCK_TYPES
-from quire.learn.registry import SIMULATIONS
-from quire.sim.scenario import SCENARIOS
 from quire.text.output.formats import FORMATS
+from quire_lab.learn.registry import SIMULATIONS
+from quire_lab.sim.scenario import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[1]
-SRC = ROOT / "src" / "quire"
+SRC = ROOT / "src"
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
@@ -34,7 +34,8 @@ PAGES = sorted(
 )
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TREES = ("src", "csrc", "tests", "tools", "benchmarks", "docs", "deploy", ".github")
-PACKAGES = tuple(path.name for path in SRC.iterdir() if path.is_dir() and path.name != "__pycache__")
+TREES_OF_SRC = (SRC / "quire", SRC, SRC / "quire_lab")  # where a page's short paths begin
+PACKAGES = tuple(p.name for tree in TREES_OF_SRC for p in tree.iterdir() if (p / "__init__.py").exists())
 
 
 def named(page: Path) -> str:
@@ -64,7 +65,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_modules_that_a_page_names_exist(page: Path) -> None:
-    """``kernels/linear``, ``engine/core.py`` and ``scheduler/slo.SloController`` are within ``src/quire``."""
+    """``kernels/linear``, ``engine/core.py`` and ``scheduler/slo.SloController`` are within ``src``."""
     missing = set()
     for span in spans(page.read_text()):
         match = re.fullmatch(rf"((?:{'|'.join(PACKAGES)})(?:/\w+)+)(\.\w+)*(?:\(\))?/?", span)
@@ -72,10 +73,31 @@ def test_modules_that_a_page_names_exist(page: Path) -> None:
             match is None or (ROOT / span).exists()
         ):  # metrics/, text/ ... may be folders of tests/ or docs/ as well
             continue
-        path = SRC / match.group(1)
-        if not (path.is_dir() or path.with_suffix(".py").exists() or (SRC / span).exists()):
+        paths = [tree / name for tree in TREES_OF_SRC for name in (match.group(1), span)]
+        if not any(path.exists() or path.with_suffix(".py").exists() for path in paths):
             missing.add(span)
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_imports_that_a_page_shows_work(page: Path) -> None:
+    """``from quire import LLM`` as users write it; their names stay when modules move."""
+    for module, names in re.findall(
+        r"^\s*from (quire[\w.]*) import ([\w, ]+)$", page.read_text(), re.MULTILINE
+    ):
+        for name in names.split(","):
+            assert hasattr(importlib.import_module(module), name.split()[0]), f"{module}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("quire.gateway.filters", "quire_gateway.filters"),
+        ("quire.learn.registry", "quire_lab.learn.registry"),
+    ],
+)
+def test_old_names_of_what_users_import_work(old: str, new: str) -> None:
+    assert importlib.import_module(old) is importlib.import_module(new)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -232,20 +254,9 @@ def test_the_annotated_tree_has_every_module_and_package() -> None:
     )
     assert block is not None
     words = set(re.findall(r"\w+", block.group()))
-    assert {path.stem for path in SRC.glob("[a-z]*") if path.suffix in ("", ".py")} <= words
-
-
-def test_the_ranks_are_those_that_are_tested() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
-    said = {
-        name: int(rank)
-        for rank, names in re.findall(r"^(\d)  ([\w ]+)$", text, re.MULTILINE)
-        for name in names.split()
-    }
-    ranks = {name: rank for rank, names in LINES for name in names}
-    assert {name: ranks.get(name) for name in said} == said
-    modules = {path.stem for path in SRC.glob("[a-z]*") if path.suffix in ("", ".py")}
-    assert set(said) == modules
+    assert {
+        path.stem for tree in TREES_OF_SRC for path in tree.glob("[a-z]*") if path.suffix in ("", ".py")
+    } <= words
 
 
 def test_the_simulators_median_errors_are_those_of_its_table() -> None:

@@ -15,12 +15,12 @@ import quire
 from quire.cli.doctor import absent, report
 from quire.errors import ConfigError
 from quire.extras import EXTRAS, absent_extras, needs
-from quire.gateway.config import GatewayArgs, GatewayConfig
-from quire.gateway.ledger_database import open_database
-from quire.gateway.redis_store import RedisStore
-from quire.gateway.scalers import Ray
-from quire.gateway.server import run_gateway
 from quire.metrics.trace import RequestTracer
+from quire_gateway.config import GatewayArgs, GatewayConfig
+from quire_gateway.ledger_database import open_database
+from quire_gateway.redis_store import RedisStore
+from quire_gateway.scalers import Ray
+from quire_gateway.server import run_gateway
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,17 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, Setting, defaults, flag_name, settings_of
-from quire.bench.args import (
-    LatencyArgs,
-    ProfileArgs,
-    ServeBenchArgs,
-    SimulateArgs,
-    SpeculateBenchArgs,
-    ThroughputArgs,
-)
 from quire.cli.flags import AutoscaleArgs, PlanArgs, ReplayArgs
-from quire.gateway.auto_model import AutoArgs, RuleArgs
-from quire.gateway.config import (
+from quire_gateway.auto_model import AutoArgs, RuleArgs
+from quire_gateway.config import (
     BackendArgs,
     GatewayArgs,
     HealthArgs,
@@ -28,8 +20,16 @@ from quire.gateway.config import (
     RoutingArgs,
     TimeoutArgs,
 )
-from quire.gateway.filters import FilterArgs
-from quire.gateway.region_config import RegionArgs
+from quire_gateway.filters import FilterArgs
+from quire_gateway.region_config import RegionArgs
+from quire_lab.bench.args import (
+    LatencyArgs,
+    ProfileArgs,
+    ServeBenchArgs,
+    SimulateArgs,
+    SpeculateBenchArgs,
+    ThroughputArgs,
+)
 
 HEAD = """\
 # The command line

@@ -1,6 +1,6 @@
 """Measure source trees: `python tools/house.py [TREE …]` prints one column per tree (default: this one).
 
-Files, lines and code lines (without blank lines, comments and docstrings) of `src/quire`, lines per package, import
+Files, lines and code lines (without blank lines, comments and docstrings) of `src`, lines per package, import
 circles, dependencies that are imported and not declared, and dependencies that are declared and not imported. The tests
 of the house style (tests/test_tidy.py, tests/test_arrows.py, tests/test_dependencies.py) use the same functions.
 """
@@ -42,19 +42,22 @@ _SKIPPED = {
 }
 
 
-def package_folder(tree: Path) -> Path:
-    return tree / "src" / "quire"
+TREES = ("quire", "quire_gateway", "quire_lab")
+
+
+def source_folder(tree: Path) -> Path:
+    return tree / "src"
 
 
 def files_of(tree: Path) -> list[Path]:
-    """Return the Python files of the package, sorted."""
-    return sorted(package_folder(tree).rglob("*.py"))
+    """Return the Python files of the three trees, sorted."""
+    return sorted(file for name in TREES for file in (source_folder(tree) / name).rglob("*.py"))
 
 
 def package_of(file: Path, tree: Path) -> str:
-    """Return the name of the first folder below `src/quire`; "" for a root module."""
-    parts = file.relative_to(package_folder(tree)).parts
-    return parts[0] if len(parts) > 1 else ""
+    """Return the dotted name of the folder below a tree, such as `quire.cache`; for a tree's own modules, the tree."""
+    parts = file.relative_to(source_folder(tree)).parts
+    return ".".join(parts[: min(2, len(parts) - 1)])
 
 
 def num_lines(file: Path) -> int:
@@ -62,7 +65,7 @@ def num_lines(file: Path) -> int:
 
 
 def lines_per_package(tree: Path) -> dict[str, int]:
-    """Return lines by package, the root modules under ""."""
+    """Return lines by package, with a tree's own modules under its name."""
     counts: Counter[str] = Counter()
     for file in files_of(tree):
         counts[package_of(file, tree)] += num_lines(file)
@@ -114,7 +117,7 @@ def import_graph(tree: Path) -> dict[str, set[str]]:
 
     The package's own `__init__` resolves its names lazily and is left out.
     """
-    source = package_folder(tree).parent
+    source = source_folder(tree)
     modules = {
         ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file
         for file in files_of(tree)
@@ -158,7 +161,7 @@ def third_party_imports(tree: Path) -> set[str]:
     names: set[str] = set()
     for file in files_of(tree):
         names.update(imported_names(parsed(file)))
-    own = sys.stdlib_module_names | TYPE_ONLY | {"quire"}
+    own = sys.stdlib_module_names | TYPE_ONLY | set(TREES)
     return {name for name in names if name.partition(".")[0] not in own}
 
 
@@ -202,7 +205,7 @@ def table(trees: list[Path]) -> list[list[str]]:
     ]
     packages = [lines_per_package(tree) for tree in trees]
     for name in sorted({name for counts in packages for name in counts}):
-        rows.append([f"  {name or '(root)'}", *(str(counts.get(name, 0)) for counts in packages)])
+        rows.append([f"  {name}", *(str(counts.get(name, 0)) for counts in packages)])
     circles = [import_circles(import_graph(tree)) for tree in trees]
     rows.append(["import circles", *(str(len(found)) for found in circles)])
     rows.append(["imported, not declared", *(" ".join(sorted(undeclared(tree))) or "0" for tree in trees)])

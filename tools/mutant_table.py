@@ -111,18 +111,18 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "catch-up-at-once",
         "the ledger of drafts lets a draft model compute a long prompt in one step",
-        "src/quire/plan/draft_cost.py",
+        "src/quire/cost/draft_cost.py",
         "                rows = min(rows, left)\n",
         "",
-        ("tests/plan/test_draft_cost.py",),
+        ("tests/cost/test_draft_cost.py",),
     ),
     Mutant(
         "drafts-without-pairs",
         "the cost model ignores the pairs of query and key that drafts add to a decode",
-        "src/quire/plan/cost_model.py",
+        "src/quire/cost/cost_model.py",
         "draft_pairs += chunk_pairs(start + 1, count - 1)",
         "draft_pairs += 0",
-        ("tests/plan/test_cost_model.py",),
+        ("tests/cost/test_cost_model.py",),
     ),
     Mutant(
         "rejected-draft-kv-trusted",
@@ -391,7 +391,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "coordinated-omission",
         "the benchmark's TTFT counts from when a request was sent, not from when it was due",
-        "src/quire/bench/summary.py",
+        "src/quire_lab/bench/summary.py",
         "else self.first_token_s - self.arrival_s",
         "else self.first_token_s - self.sent_s",
         MEASURES,
@@ -399,7 +399,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "prompts-share-nothing",
         "prompts of equal hashes get tokens of their own",
-        "src/quire/workload/request.py",
+        "src/quire_lab/workload/request.py",
         'self._key("hash", hash_id)',
         'self._key("hash", request.index)',
         MEASURES,
@@ -407,7 +407,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "silent-refusal",
         "rows of a trace that are refused are not counted",
-        "src/quire/workload/traces.py",
+        "src/quire_lab/workload/traces.py",
         "            refusals.append((number, str(reason)))",
         "            str(reason)",
         MEASURES,
@@ -415,7 +415,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "goodput-without-failures",
         "goodput counts requests that missed their SLO",
-        "src/quire/workload/slo.py",
+        "src/quire/slo.py",
         "v <= limit for v, limit",
         "v <= 2 * limit for v, limit",
         MEASURES,
@@ -463,7 +463,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "planner-without-windows",
         "a layer with a window keeps the whole context in the planner's memory",
-        "src/quire/plan/split.py",
+        "src/quire/cost/split.py",
         "kept = context - shared if group.window is None else min(context, group.window)",
         "kept = context - shared",
         ("tests/plan/test_memory.py",),
@@ -474,7 +474,7 @@ TOKENS: tuple[Mutant, ...] = (
         "src/quire/parallel/traffic.py",
         'found.add_block(f"layers.{number}.attn.o.weight", a.num_heads * a.v_head_dim, "own")',
         "a.num_heads",
-        ("tests/plan/test_roofline.py",),
+        ("tests/cost/test_roofline.py",),
     ),
     Mutant(
         "sleep-is-a-hang",
@@ -647,7 +647,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "recovered-row-wins",
         "what a replica knows of a request replaces the row of its own gateway",
-        "src/quire/gateway/ledger_database.py",
+        "src/quire_gateway/ledger_database.py",
         "WHERE {_RANK.format('quire_ledger')} < {_RANK.format('excluded')} OR",
         "WHERE {_RANK.format('quire_ledger')} <> {_RANK.format('excluded')} OR",
         ("tests/gateway/test_booking.py",),
@@ -663,7 +663,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "journal-slot-freed-early",
         "a killed gateway's running requests are forgotten",
-        "src/quire/gateway/booking.py",
+        "src/quire_gateway/booking.py",
         "            if row.finished_at > since:\n",
         "            if True:\n",
         ("tests/gateway/test_booking.py",),
@@ -671,7 +671,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "reservation-charged-too",
         "a recovered request is charged beside what it had reserved, not in its place",
-        "src/quire/gateway/redis_store.py",
+        "src/quire_gateway/redis_store.py",
         "amount = amount - tonumber(held)",
         "amount = amount - 0",
         ("tests/gateway/test_limits.py",),
@@ -1382,7 +1382,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "row-freed-first",
         "a request's row leaves a gateway's journal before the one that replaces it is there",
-        "src/quire/gateway/journal.py",
+        "src/quire_gateway/journal.py",
         """        self._write_number(start, len(data))  # from now on it counts
         if slot is not None:
             self.free(slot)

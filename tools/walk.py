@@ -1,7 +1,7 @@
 """What a streamed chat request crosses: `python tools/walk.py [--off] [--list] [TREE …]` (default: this tree).
 
 Starts `quire serve quill` of each tree with a profiler in every process, warms it up, and traces one streamed chat
-request from its first byte to its last. Prints, for all processes together, the files of `src/quire` in which a
+request from its first byte to its last. Prints, for all processes together, the files of `src` in which a
 function ran with their lines, and those functions with theirs; and per process the lines of all modules that it has
 loaded. Files that only hold constants or types that are not called do not count. `--off` turns off what runs by default
 and is not needed for the answer; `--list` prints the files.
@@ -74,7 +74,7 @@ sys.setprofile(note)
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What one request crossed. Paths are relative to `src/quire`."""
+    """What one request crossed. Paths are relative to `src`."""
 
     files: dict[str, list[str]]  # process → files in which a function ran
     functions: set[tuple[str, int]]  # file, first line
@@ -87,13 +87,13 @@ class Walk:
         return {name for files in self.files.values() for name in files}
 
     def num_lines(self, files: Iterable[str]) -> int:
-        return sum((self.tree / "src" / "quire" / name).read_text().count("\n") for name in files)
+        return sum((self.tree / "src" / name).read_text().count("\n") for name in files)
 
     def num_function_lines(self) -> int:
         """Return the lines of the functions that ran; one nested in another that ran counts once."""
         lines: set[tuple[str, int]] = set()
         for file in {file for file, _ in self.functions}:
-            spans = function_spans(self.tree / "src" / "quire" / file)
+            spans = function_spans(self.tree / "src" / file)
             for name, first in self.functions:
                 if name == file and first in spans:
                     lines.update((file, line) for line in range(first, spans[first] + 1))
@@ -142,7 +142,7 @@ def walk(tree: Path, options: Sequence[str] = ()) -> Walk:
 def read(folder: Path, tree: Path, api_pid: int) -> Walk:
     """Return what the profilers have written into ``folder``."""
     files, functions, modules = {}, set(), {}
-    source = tree / "src" / "quire"
+    source = tree / "src"
     for note in sorted(folder.glob("*.*")):
         kind, _, pid = note.name.partition(".")
         process = "api" if pid == str(api_pid) else f"engine or helper {pid}"

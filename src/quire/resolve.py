@@ -20,12 +20,8 @@ from quire.config import (
     packed_cache_config,
     row_tile,
 )
-from quire.device import FP8_CAPABILITY
-from quire.errors import ConfigError
-from quire.modelspec import KvLayout, ModelSpec
-from quire.parallel.topology import Topology
-from quire.plan.ranks import RankBytes, experts_config, ray_config, topology_of
-from quire.plan.speculation import (
+from quire.cost.ranks import RankBytes, experts_config, ray_config, topology_of
+from quire.cost.speculation import (
     DraftCheckpoint,
     Drafting,
     HeadCheckpoint,
@@ -37,7 +33,11 @@ from quire.plan.speculation import (
     spec_tokens,
     speculate_config,
 )
-from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
+from quire.cost.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
+from quire.device import FP8_CAPABILITY
+from quire.errors import ConfigError
+from quire.modelspec import KvLayout, ModelSpec
+from quire.parallel.topology import Topology
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
 from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights

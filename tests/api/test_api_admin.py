@@ -17,10 +17,10 @@ from tests.api.raw_asgi import RawCall
 
 from quire.api.admin import RUNTIME, create_admin_app
 from quire.config import SchedulerConfig
+from quire.cost.cost_model import CostModel, Curve
 from quire.engine.messages import ControlPolicy
 from quire.errors import ConfigError
 from quire.http.listen import bind_admin
-from quire.plan.cost_model import CostModel, Curve
 from quire.scheduler.slo import PolicyChange, SloController
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

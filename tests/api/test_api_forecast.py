@@ -8,11 +8,11 @@ from tests.api.asgi_client import Api
 from quire.api.app import create_app
 from quire.api.state import ApiSettings, TtftForecast
 from quire.config import SchedulerConfig
+from quire.cost.cost_model import CostModel, Curve
 from quire.metrics.engine_stats import EngineStats
-from quire.plan.cost_model import CostModel, Curve
 from quire.scheduler.predictor import Predictor
 from quire.scheduler.slo import SloController
-from quire.workload.slo import Slo
+from quire.slo import Slo
 
 MODEL = CostModel(0.01, Curve((0.0, 1.0), (0.0, 1e-4)))  # 10 ms a step, 0.1 ms a row
 CONFIG = SchedulerConfig(max_num_batched_tokens=500, max_num_seqs=8, max_model_len=8192)

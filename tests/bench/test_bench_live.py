@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.e2e.live import LiveServer
 
-from quire.bench.args import ServeBenchArgs
-from quire.bench.serve import run
 from quire.models.hub import quill_path
+from quire_lab.bench.args import ServeBenchArgs
+from quire_lab.bench.serve import run
 
 STEP_MS = 20.0
 

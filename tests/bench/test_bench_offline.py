@@ -12,13 +12,13 @@ from benchmarks.startup import startup
 from tests.fakes.engine import FAKE
 
 from quire.args import EngineArgs
-from quire.bench.args import LatencyArgs, ThroughputArgs
-from quire.bench.offline import OfflineEngine, latency, throughput
-from quire.bench.summary import RequestRecord
 from quire.errors import ConfigError
-from quire.workload.build import Synthetic
-from quire.workload.distributions import Fixed, LogNormal
-from quire.workload.request import WorkloadRequest
+from quire_lab.bench.args import LatencyArgs, ThroughputArgs
+from quire_lab.bench.offline import OfflineEngine, latency, throughput
+from quire_lab.bench.summary import RequestRecord
+from quire_lab.workload.build import Synthetic
+from quire_lab.workload.distributions import Fixed, LogNormal
+from quire_lab.workload.request import WorkloadRequest
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from tests.bench.mock_openai import MockOpenAI
 
-from quire.bench.args import ServeBenchArgs
-from quire.bench.client import StreamingClient, Target, api_url, settle
-from quire.bench.load import Conversation, Load, Runner
-from quire.bench.serve import LiveProgress, run
-from quire.bench.summary import RequestRecord
 from quire.errors import ConfigError
-from quire.workload.request import PromptMaker, WorkloadRequest
+from quire_lab.bench.args import ServeBenchArgs
+from quire_lab.bench.client import StreamingClient, Target, api_url, settle
+from quire_lab.bench.load import Conversation, Load, Runner
+from quire_lab.bench.serve import LiveProgress, run
+from quire_lab.bench.summary import RequestRecord
+from quire_lab.workload.request import PromptMaker, WorkloadRequest
 
 PROMPTS = PromptMaker(1000, seed=1, first_id=10)
 

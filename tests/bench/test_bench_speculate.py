@@ -11,9 +11,9 @@ import torch
 from benchmarks import make_pair
 
 from quire.args import EngineArgs
-from quire.bench.args import SpeculateBenchArgs
-from quire.bench.speculate import speculate
 from quire.errors import ConfigError
+from quire_lab.bench.args import SpeculateBenchArgs
+from quire_lab.bench.speculate import speculate
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import pytest
 from tests.engine.toy import engine_config
 from tests.fakes.engine import FAKE
 
-from quire.bench.compare import Comparison, Median, compare, report
 from quire.clock import WallClock
 from quire.engine.client import InProcessClient
 from quire.engine.messages import AbortRequest, FinishSample
@@ -22,6 +21,7 @@ from quire.engine.request_log import RequestLog, keep_requests, read_requests
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import ConfigError
 from quire.request import Request, Sampling, TokenEvent
+from quire_lab.bench.compare import Comparison, Median, compare, report
 
 HERE = {"model": "toy", "fingerprint": "f", "kernels": "k", "formats": "f", "device": "d", "quire": "0"}
 HERE["determinism"] = "exact"

@@ -10,9 +10,9 @@ import pytest
 from benchmarks import cpu_kernels as kernel
 from tests.kernels.cases import LINEAR
 
+from quire.cost.hardware import Bounds
 from quire.errors import ConfigError
 from quire.kernels import registry
-from quire.plan.hardware import Bounds
 
 native = pytest.importorskip("quire._native")
 

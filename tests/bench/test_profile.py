@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 
 from quire.args import EngineArgs
-from quire.bench.args import ProfileArgs
-from quire.bench.profile import measure_steps, profile, report, warnings_of
-from quire.bench.profile_serving import _line
-from quire.bench.profile_steps import REPEATS, StepProfiler, cases
-from quire.bench.progress import ticking
 from quire.clock import VirtualClock
 from quire.config import EngineConfig
+from quire.cost.cost_model import CostModel, Curve, StepFeatures, chunk_pairs, features
+from quire.cost.draft_cost import DraftCost, DraftLedger, fit_drafts
+from quire.cost.fit import FitError, MeasuredStep, cut_mean, fit
+from quire.cost.kept_profiles import kept, place_of, profile_folder, settings_of
+from quire.cost.profile import HostCost, Profile, Spread, load_profile
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.errors import ConfigError
-from quire.plan.cost_model import CostModel, Curve, StepFeatures, chunk_pairs, features
-from quire.plan.draft_cost import DraftCost, DraftLedger, fit_drafts
-from quire.plan.fit import FitError, MeasuredStep, cut_mean, fit
-from quire.plan.kept_profiles import kept, place_of, profile_folder, settings_of
-from quire.plan.profile import HostCost, Profile, Spread, load_profile
 from quire.request import SamplingParams
 from quire.step import SeqResult, StepPlan, StepResult
+from quire_lab.bench.args import ProfileArgs
+from quire_lab.bench.profile import measure_steps, profile, report, warnings_of
+from quire_lab.bench.profile_serving import _line
+from quire_lab.bench.profile_steps import REPEATS, StepProfiler, cases
+from quire_lab.bench.progress import ticking
 
 TRUTH = CostModel(
     0.002, Curve((1.0, 32.0, 512.0), (0.0, 0.0, 0.05)), Curve((1.0, 64.0), (0.0, 0.003)), 1e-6, 4e-8, 1e-8,
@@ -197,7 +197,7 @@ def measured_at_once(monkeypatch: pytest.MonkeyPatch, folder: Path, spread: Spre
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     steps = [case.features for case in cases(config_of(), 500)]
     points = [MeasuredStep(step, TRUTH.seconds(step)) for step in steps]
-    monkeypatch.setattr("quire.bench.profile.measure_steps", lambda *_: (points, [], spread))
+    monkeypatch.setattr("quire_lab.bench.profile.measure_steps", lambda *_: (points, [], spread))
 
 
 @pytest.mark.parametrize("failure", [ZeroDivisionError("float division by zero"), KeyboardInterrupt()])
@@ -211,7 +211,7 @@ def test_steps_are_kept_whatever_comes_after_them(
         raise failure
 
     measured_at_once(monkeypatch, tmp_path)
-    monkeypatch.setattr("quire.bench.profile._serve", fails)
+    monkeypatch.setattr("quire_lab.bench.profile._serve", fails)
     assert profile(EngineArgs(), ProfileArgs(), []) == 1
     said = capsys.readouterr().err
     assert "the server around the steps could not be measured" in said
@@ -235,7 +235,7 @@ def test_ctrl_c_in_a_step_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) 
     clock = VirtualClock()
     core = SimpleNamespace(executor=Stopwatch(clock))
     core.executor.close = lambda: None  # type: ignore[attr-defined]
-    monkeypatch.setattr("quire.bench.profile.build_core", lambda *_: core)
+    monkeypatch.setattr("quire_lab.bench.profile.build_core", lambda *_: core)
     visit, left = StepProfiler.visit, [30]
 
     def until(self: StepProfiler, *arguments: object, **more: object) -> None:

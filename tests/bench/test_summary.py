@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from quire.bench.summary import CANCELLED, ERROR, RequestRecord, distribution, summarize
-from quire.workload.slo import Slo
+from quire.slo import Slo
+from quire_lab.bench.summary import CANCELLED, ERROR, RequestRecord, distribution, summarize
 
 RECORDS = [
     RequestRecord(0, 0.0, 0.1, 1.4, 10, 5, 0.4, (0.25, 0.25, 0.25, 0.25)),

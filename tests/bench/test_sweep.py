@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from quire.bench.figures import BOTTOM, HEIGHT, TOP, Axis, Series, chart
-from quire.bench.page import sweep_charts, sweep_report
-from quire.bench.runs import knee, sweep
-from quire.bench.summary import RequestRecord, summarize
-from quire.workload.slo import Slo
+from quire.slo import Slo
+from quire_lab.bench.figures import BOTTOM, HEIGHT, TOP, Axis, Series, chart
+from quire_lab.bench.page import sweep_charts, sweep_report
+from quire_lab.bench.runs import knee, sweep
+from quire_lab.bench.summary import RequestRecord, summarize
 
 
 def curve(goodput: Callable[[float], float], asked: list[float]) -> Callable[[float], Mapping[str, Any]]:

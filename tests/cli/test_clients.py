@@ -19,9 +19,9 @@ from tests.api.asgi_client import Api, error_of
 import quire
 from quire.args import ServerArgs
 from quire.cli.clients import Place, guide, known_tools, model_names, tool_of
-from quire.cli.replicas import gateway_args
 from quire.errors import ConfigError, NotFoundError
-from quire.gateway.catalog import Catalog
+from quire_gateway.catalog import Catalog
+from quire_gateway.cli.replicas import gateway_args
 
 PLACE = Place("http://127.0.0.1:8000", "my-model", "secret")
 TURN = [{"role": "user", "content": "hi"}]

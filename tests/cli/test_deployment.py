@@ -18,14 +18,14 @@ import typer
 import yaml
 
 from quire.cli import app
-from quire.cli.autoscale import policy_of
 from quire.cli.flags import AutoscaleArgs, pick
-from quire.gateway.config import HealthArgs
-from quire.gateway.config_file import read_config
-from quire.gateway.fleet import Fleet
-from quire.gateway.metrics import GatewayMetrics
-from quire.gateway.retries import RetryBudget
-from quire.gateway.routing import Router
+from quire_gateway.config import HealthArgs
+from quire_gateway.config_file import read_config
+from quire_gateway.fleet import Fleet
+from quire_gateway.metrics import GatewayMetrics
+from quire_gateway.retries import RetryBudget
+from quire_gateway.routing import Router
+from quire_lab.cli.autoscale import policy_of
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())

@@ -19,11 +19,11 @@ import pytest
 from tests.e2e.live import LiveServer
 
 from quire.args import ServerArgs
-from quire.cli.replicas import Replicas, gateway_args, serve_replicas
 from quire.errors import ConfigError
-from quire.gateway.config_file import config_of
-from quire.gateway.discovery import Registration
-from quire.gateway.state import GatewayState, make_state
+from quire_gateway.cli.replicas import Replicas, gateway_args, serve_replicas
+from quire_gateway.config_file import config_of
+from quire_gateway.discovery import Registration
+from quire_gateway.state import GatewayState, make_state
 
 
 @pytest.mark.parametrize("name", ["admin_port", "step_log", "journal", "gateway"])
@@ -95,7 +95,7 @@ class Pool:
 async def pool_of(
     num: int, monkeypatch: pytest.MonkeyPatch, max_restarts: int = 3
 ) -> AsyncGenerator[Pool, None]:
-    monkeypatch.setattr("quire.cli.replicas._LAST_LINES_S", 0.0)
+    monkeypatch.setattr("quire_gateway.cli.replicas._LAST_LINES_S", 0.0)
     state = make_state(config_of({}), lambda: 0.0, 0)
     pool = Pool(
         state, Replicas({}, [set()] * num, max_restarts, lambda: pool.now_s, lambda *a: pool.start(*a))

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
 
-from quire.cockpit.chat_request import STOPPED, Talk, bar_of, body_of, end_of, event_of
-from quire.cockpit.conversations import begin_anew, conversation_of, put_back
-from quire.cockpit.watched import Failed, _base
+from quire_lab.cockpit.chat_request import STOPPED, Talk, bar_of, body_of, end_of, event_of
+from quire_lab.cockpit.conversations import begin_anew, conversation_of, put_back
+from quire_lab.cockpit.watched import Failed, _base
 
 
 def answer(**values: Any) -> dict[str, Any]:

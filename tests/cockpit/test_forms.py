@@ -14,17 +14,17 @@ import pytest
 
 pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
 
-from quire.cli.cockpit import HIDDEN, commands_of
 from quire.cli.flags import PlanArgs
-from quire.cli.plan import question_of, serve_command
-from quire.cockpit.fields import FIRST, LOOKS, arguments_of, in_labels
-from quire.cockpit.forms import Commands, answer_of, command_line
-from quire.cockpit.results import Request, plan_picture, simulate_picture
-from quire.cockpit.watched import Failed
 from quire.executor.child_process import child_environment
-from quire.learn.picture import Bars, Facts, Lines, Picture
-from quire.plan.advice import advice
-from quire.plan.capacity import plan_capacity
+from quire_lab.cli.cockpit import HIDDEN, commands_of
+from quire_lab.cli.plan import question_of, serve_command
+from quire_lab.cockpit.fields import FIRST, LOOKS, arguments_of, in_labels
+from quire_lab.cockpit.forms import Commands, answer_of, command_line
+from quire_lab.cockpit.results import Request, plan_picture, simulate_picture
+from quire_lab.cockpit.watched import Failed
+from quire_lab.learn.picture import Bars, Facts, Lines, Picture
+from quire_lab.plan.advice import advice
+from quire_lab.plan.capacity import plan_capacity
 
 COMMANDS = msgspec.json.decode(commands_of(local=True), type=Commands)
 BOTH = pytest.mark.parametrize("command", ["plan", "simulate"])

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
 
-from quire.cockpit.operate import Sightings, table, tables_of
+from quire_lab.cockpit.operate import Sightings, table, tables_of
 
 CARD = {
     "name": "one", "state": "ready", "breaker": "closed", "region": None, "requests": 3, "queued_tokens": 1200,

@@ -19,8 +19,8 @@ pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
 from tests.cockpit.browser import MISSING, WAIT_S, Browser
 from tests.e2e.live import LiveServer
 
-from quire.cockpit.watched import Watched
-from quire.learn.registry import SIMULATIONS
+from quire_lab.cockpit.watched import Watched
+from quire_lab.learn.registry import SIMULATIONS
 
 pytestmark = [
     pytest.mark.browser,

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
 
-from quire.cockpit.presence import Presence
-from quire.cockpit.watched import Failed
+from quire_lab.cockpit.presence import Presence
+from quire_lab.cockpit.watched import Failed
 
 
 class Scripted:

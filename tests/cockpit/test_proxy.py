@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from quire.cockpit.bodies import MAX_BODY_BYTES, PlainBodies
-from quire.cockpit.process import PageProxy
+from quire_lab.cockpit.bodies import MAX_BODY_BYTES, PlainBodies
+from quire_lab.cockpit.process import PageProxy
 
 BODY = b"40" * 1000
 

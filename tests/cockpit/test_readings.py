@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
 
-from quire.cockpit.figures import count, percent, seconds, size
-from quire.cockpit.readings import Readings, quantile
+from quire_lab.cockpit.figures import count, percent, seconds, size
+from quire_lab.cockpit.readings import Readings, quantile
 
 BOUNDS = [0.01, 0.1, 1.0]
 GAUGES = {

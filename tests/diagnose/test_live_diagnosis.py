@@ -18,9 +18,9 @@ import aiohttp
 import pytest
 from tests.e2e.live import LiveServer
 
-from quire.diagnose.figures import figures
-from quire.diagnose.read import Reading, read
-from quire.diagnose.rules import diagnose
+from quire_lab.diagnose.figures import figures
+from quire_lab.diagnose.read import Reading, read
+from quire_lab.diagnose.rules import diagnose
 
 pytestmark = pytest.mark.slow
 SECONDS = 6.0

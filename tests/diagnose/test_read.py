@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from quire.cli.diagnose import run
 from quire.errors import ConfigError
+from quire_lab.cli.diagnose import run
 
 GAUGES = "\n".join(
     f'{name}{{engine="0",model_name="m"}} {value}'

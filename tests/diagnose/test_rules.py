@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from quire.diagnose.figures import Figures, figures, quantile
-from quire.diagnose.read import Reading, parse_metrics
-from quire.diagnose.rules import diagnose
+from quire_lab.diagnose.figures import Figures, figures, quantile
+from quire_lab.diagnose.read import Reading, parse_metrics
+from quire_lab.diagnose.rules import diagnose
 
 READINGS = sorted((Path(__file__).parent / "readings").glob("*.json"))
 HEALTHY = Figures(

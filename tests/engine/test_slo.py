@@ -16,18 +16,18 @@ from quire.args import EngineArgs, ServerArgs
 from quire.cli.serve_slo import forecast_of, with_slo
 from quire.clock import VirtualClock
 from quire.config import SloConfig
+from quire.cost import hardware
+from quire.cost.cost_model import CostModel, Curve, StepFeatures
+from quire.cost.efficiency import efficiency_of
+from quire.cost.hardware import Bounds, find_hardware
+from quire.cost.kept_profiles import machine_of, place_of, settings_of
+from quire.cost.presets import preset_spec
+from quire.cost.profile import Profile
+from quire.cost.roofline import Roofline, sampled, work_of
 from quire.engine.build import build_core
 from quire.engine.process import Boot, decode, encode
 from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
-from quire.plan import hardware
-from quire.plan.cost_model import CostModel, Curve, StepFeatures
-from quire.plan.efficiency import efficiency_of
-from quire.plan.hardware import Bounds, find_hardware
-from quire.plan.kept_profiles import machine_of, place_of, settings_of
-from quire.plan.presets import preset_spec
-from quire.plan.profile import Profile
-from quire.plan.roofline import Roofline, sampled, work_of
 from quire.scheduler.slo import SloController
 
 MODEL = CostModel(1e-3, Curve((0.0, 1.0), (0.0, 1e-3)))

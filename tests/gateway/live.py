@@ -15,11 +15,11 @@ from typing import Any
 import aiohttp
 import uvicorn
 
-from quire.gateway.app import create_gateway
-from quire.gateway.config_file import config_of
-from quire.gateway.model_pool import ModelPool
-from quire.gateway.state import GatewayState, make_state
 from quire.http.drain import UVICORN
+from quire_gateway.app import create_gateway
+from quire_gateway.config_file import config_of
+from quire_gateway.model_pool import ModelPool
+from quire_gateway.state import GatewayState, make_state
 
 WAIT_S = 20.0
 

@@ -15,10 +15,10 @@ from tests.gateway.live import Live, Scripted, gateway, says
 from tools.house import ROOT
 
 from quire.errors import ConfigError
-from quire.gateway import metrics
-from quire.gateway.app import POST_PATHS
-from quire.gateway.config_file import config_of
-from quire.gateway.metrics import GatewayMetrics
+from quire_gateway import metrics
+from quire_gateway.app import POST_PATHS
+from quire_gateway.config_file import config_of
+from quire_gateway.metrics import GatewayMetrics
 
 ASK = {"model": "m", "prompt": "hi", "max_tokens": 10}
 

@@ -11,9 +11,9 @@ from typing import Any
 from tests.gateway.live import Scripted, gateway, says
 from tests.gateway.test_tenants import config, make_keys
 
-from quire.gateway.exchange import MAX_NAME_CHARS
-from quire.gateway.ledger_database import open_database
-from quire.gateway.ledger_report import report
+from quire_gateway.exchange import MAX_NAME_CHARS
+from quire_gateway.ledger_database import open_database
+from quire_gateway.ledger_report import report
 
 UNKNOWN = {"model": "nobody-serves-this", "prompt": "hi", "max_tokens": 200}
 

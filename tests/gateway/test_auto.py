@@ -12,9 +12,9 @@ import pytest
 from tests.gateway.live import Live, Scripted, gateway, says
 
 from quire.errors import ConfigError
-from quire.gateway.auto_model import AutoArgs, AutoConfig, AutoModel
-from quire.gateway.config_file import config_of
 from quire.http.keys import ApiKey, create_key
+from quire_gateway.auto_model import AutoArgs, AutoConfig, AutoModel
+from quire_gateway.config_file import config_of
 
 SHORT, LONG = "hi", "once upon a time " * 100
 

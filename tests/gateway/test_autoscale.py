@@ -16,22 +16,24 @@ import pytest
 from aiohttp import web
 from tests.gateway.live import Scripted, gateway, says
 
-from quire.bench.args import ServeBenchArgs, SimulateArgs
-from quire.cli.autoscale import AutoscaleArgs, look, policy_of, run, scaler_of
+from quire.cost.cost_model import CostModel
 from quire.errors import ConfigError
-from quire.gateway.autoscale import Bounds, Decision, Engine, PredictedLoad, Seen, Utilisation
-from quire.gateway.scalers import Kubernetes, LocalPool, ScaleError, Webhook
-from quire.plan.cost_model import CostModel
-from quire.sim.run import simulate, summary_of
-from quire.sim.setup import set_up
-from quire.workload.build import Synthetic
-from quire.workload.distributions import Arrivals, Fixed
-from quire.workload.slo import Slo
+from quire.slo import Slo
+from quire_gateway.autoscale import Bounds, Decision, PredictedLoad, Seen, Utilisation
+from quire_gateway.scalers import Kubernetes, LocalPool, ScaleError, Webhook
+from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
+from quire_lab.cli.autoscale import AutoscaleArgs, look, policy_of, run, scaler_of
+from quire_lab.plan.replica import PlannedReplica
+from quire_lab.sim.run import simulate, summary_of
+from quire_lab.sim.setup import set_up
+from quire_lab.workload.build import Synthetic
+from quire_lab.workload.distributions import Arrivals, Fixed
 
 pytestmark = pytest.mark.anyio
 SLO = Slo.parse("ttft=1s,tpot=100ms")
 # 20 ms a step and 0.1 ms a prompt token: a replica completes some 10 requests/s of 100 + 20 tokens within the SLO.
-ENGINE = Engine(CostModel(fixed_s=0.02, per_pair_s=0.0, per_seq_s=0.002), 100_000, 64, 2048)
+STEPS = CostModel(fixed_s=0.02, per_pair_s=0.0, per_seq_s=0.002)
+REPLICA = PlannedReplica(STEPS, 100_000, 64, 2048, SLO)
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def seen(time_s: float, arrivals: float, ready: int, *, late: float = 0.0, busy_
 
 
 def predicted(**bounds: Any) -> PredictedLoad:
-    return PredictedLoad(ENGINE, SLO, Bounds(**{"most": 50, **bounds}), start_up_s=60.0)
+    return PredictedLoad(REPLICA, Bounds(**{"most": 50, **bounds}), start_up_s=60.0)
 
 
 def follow(policy: Callable[[Seen], Decision], rate: Callable[[float], float], end_s: int) -> list[int]:
@@ -248,7 +250,7 @@ async def test_the_gateways_metrics_are_read_and_acted_on() -> None:
                 return None
 
         args = AutoscaleArgs(gateway=live.url, interval_s=0.02, min_replicas=2)
-        policy = PredictedLoad(ENGINE, SLO, Bounds(2, 9), start_up_s=1.0)
+        policy = PredictedLoad(REPLICA, Bounds(2, 9), start_up_s=1.0)
         task = asyncio.create_task(run(args, policy, Recorded(), time.monotonic))
         await live.until(lambda: bool(asked))
         task.cancel()

@@ -11,8 +11,8 @@ import pytest
 from tests.gateway.live import Received, Script, Scripted, answer, begin_stream, chunk, frame, gateway, says
 from tests.gateway.test_tenants import rows
 
-from quire.gateway.stream_errors import error_in
-from quire.gateway.usage import Usage
+from quire_gateway.stream_errors import error_in
+from quire_gateway.usage import Usage
 
 PRICES = {"m": {"input": 1.0, "output": 2.0}}
 STREAM = {"model": "m", "prompt": "hello", "stream": True}

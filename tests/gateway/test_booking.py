@@ -21,19 +21,19 @@ from tests.gateway.live import Received, Scripted, answer, begin_stream, chunk, 
 from tests.gateway.test_ledger import row
 from tests.gateway.test_tenants import rows
 
-from quire.gateway import booking
-from quire.gateway.journal import FIRST_SLOTS, SLOT_BYTES, Journal
-from quire.gateway.ledger_database import Sqlite, identity_of
-from quire.gateway.ledger_report import report
-from quire.gateway.ledger_row import RECOVERED, UNSETTLED
 from quire.http.account import USAGE_PATH, Account, Used, UsedPage, ledger_header
+from quire_gateway import booking
+from quire_gateway.journal import FIRST_SLOTS, SLOT_BYTES, Journal
+from quire_gateway.ledger_database import Sqlite, identity_of
+from quire_gateway.ledger_report import report
+from quire_gateway.ledger_row import RECOVERED, UNSETTLED
 
 KEY = "between-us"
 KILLED = """
 import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
-from quire.gateway.journal import Journal
+from quire_gateway.journal import Journal
 from tests.gateway.test_ledger import row
 journal = Journal(Path(sys.argv[1]))
 slots = [journal.put(None, row(i, outcome="unsettled")) for i in range(1500)]
@@ -70,7 +70,7 @@ def test_a_journal_outlives_a_kill(tmp_path: Path) -> None:
 COUNTS = """
 import sys
 from pathlib import Path
-from quire.gateway.journal import Journal
+from quire_gateway.journal import Journal
 from tests.gateway.test_ledger import row
 journal = Journal(Path(sys.argv[1]))
 slot = journal.put(None, row(1, outcome="unsettled"))

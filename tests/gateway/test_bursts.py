@@ -19,11 +19,11 @@ from tests.e2e.live import LiveServer
 from tests.gateway.live import Scripted, gateway, says
 
 from quire.errors import CapacityError
-from quire.gateway import openings
-from quire.gateway.health import Poller, PollFailure
-from quire.gateway.openings import Openings
-from quire.gateway.patience import lasting
-from quire.gateway.upstream import BackendFailed, failures
+from quire_gateway import openings
+from quire_gateway.health import Poller, PollFailure
+from quire_gateway.openings import Openings
+from quire_gateway.patience import lasting
+from quire_gateway.upstream import BackendFailed, failures
 
 
 def test_a_late_loop_ends_no_attempt() -> None:

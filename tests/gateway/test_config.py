@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.gateway.config_file import config_of, read_config
+from quire_gateway.config_file import config_of, read_config
 
 
 def test_a_file_becomes_frozen_data(tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ from tests.gateway.test_billing import streams, text
 from tests.gateway.test_tenants import rows
 
 from quire.errors import ConfigError
-from quire.gateway.catalog import Target
-from quire.gateway.config_file import config_of
-from quire.gateway.exchange import Exchange
-from quire.gateway.migrate import Continuation, Groups
-from quire.gateway.quotas import Usage as Reserved
-from quire.gateway.rows import meets
-from quire.gateway.usage import Usage
 from quire.http.account import COST_HEADER, Account, cost_of, ledger_header
-from quire.workload.slo import Slo
+from quire.slo import Slo
+from quire_gateway.catalog import Target
+from quire_gateway.config_file import config_of
+from quire_gateway.exchange import Exchange
+from quire_gateway.migrate import Continuation, Groups
+from quire_gateway.quotas import Usage as Reserved
+from quire_gateway.rows import meets
+from quire_gateway.usage import Usage
 
 KEY = "between-us"
 LEDGER = "a" * 32

@@ -19,13 +19,13 @@ from tests.gateway.test_isolation import gateway_state, served
 from tests.gateway.test_proxy import run
 from tests.gateway.test_tenants import config, make_keys, rows
 
-from quire.cli.gateway import batches
-from quire.gateway.app import create_gateway
-from quire.gateway.filter_kinds import make_filters
-from quire.gateway.filtering import Filtering
-from quire.gateway.filters import About, FilterArgs, FilterConfig
-from quire.gateway.frames import error_frame
 from quire.http.refusals import Refusal
+from quire_gateway.app import create_gateway
+from quire_gateway.cli.gateway import batches
+from quire_gateway.filter_kinds import make_filters
+from quire_gateway.filtering import Filtering
+from quire_gateway.filters import About, FilterArgs, FilterConfig
+from quire_gateway.frames import error_frame
 
 # Routes of a single server that a gateway does not have, and why.
 WITHOUT = {

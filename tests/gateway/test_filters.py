@@ -22,13 +22,13 @@ from tests.gateway.live import (
 from tests.gateway.test_migrate import Quill, group
 
 from quire.errors import ConfigError
-from quire.gateway.config_file import config_of
-from quire.gateway.filter_kinds import make_filters
-from quire.gateway.filtering import Filtering
-from quire.gateway.filters import About, FilterArgs, FilterConfig, Filters, Refused
-from quire.gateway.ledger_database import open_database
-from quire.gateway.ledger_report import report
 from quire.http.refusals import HttpError
+from quire_gateway.config_file import config_of
+from quire_gateway.filter_kinds import make_filters
+from quire_gateway.filtering import Filtering
+from quire_gateway.filters import About, FilterArgs, FilterConfig, Filters, Refused
+from quire_gateway.ledger_database import open_database
+from quire_gateway.ledger_report import report
 
 SECRET = {
     "name": "secrets",

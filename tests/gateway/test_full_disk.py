@@ -20,12 +20,12 @@ from tests.gateway.test_ledger import row, totals
 from tests.gateway.test_tenants import rows
 
 from quire.errors import ConfigError
-from quire.gateway import journal as journals
-from quire.gateway.books import Books
-from quire.gateway.config_file import config_of
-from quire.gateway.journal import SLOT_BYTES, Journal
-from quire.gateway.ledger import Ledger
-from quire.gateway.ledger_database import Sqlite, open_database
+from quire_gateway import journal as journals
+from quire_gateway.books import Books
+from quire_gateway.config_file import config_of
+from quire_gateway.journal import SLOT_BYTES, Journal
+from quire_gateway.ledger import Ledger
+from quire_gateway.ledger_database import Sqlite, open_database
 
 ASK = {"model": "m", "prompt": "hello"}
 
@@ -54,8 +54,8 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    monkeypatch.setattr("quire.gateway.ledger.RETRY_S", 0.05)
-    monkeypatch.setattr("quire.gateway.ledger.FLUSH_S", 0.01)
+    monkeypatch.setattr("quire_gateway.ledger.RETRY_S", 0.05)
+    monkeypatch.setattr("quire_gateway.ledger.FLUSH_S", 0.01)
     monkeypatch.setattr(journals, "FIRST_SLOTS", 16)
     return Disk(monkeypatch)
 
@@ -230,7 +230,7 @@ def _fill(folder: Path) -> None:
 def test_a_real_disk_that_fills_and_empties_loses_no_row(
     tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.gateway.ledger.RETRY_S", 0.05)
+    monkeypatch.setattr("quire_gateway.ledger.RETRY_S", 0.05)
     monkeypatch.setattr(journals, "FIRST_SLOTS", 64)
     backend, folder = Scripted(says("hello")), tmpfs
 

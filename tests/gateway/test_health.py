@@ -10,11 +10,11 @@ from tests.gateway.live import Received, Scripted, answer, gateway, says
 from tests.gateway.test_proxy import ASK, run
 
 from quire.errors import NotFoundError
-from quire.gateway.breaker import MIN_REQUESTS, Breaker
-from quire.gateway.config import BackendArgs, HealthArgs
-from quire.gateway.fleet import Backend, Fleet
-from quire.gateway.retries import RetryBudget
-from quire.gateway.routing import Router
+from quire_gateway.breaker import MIN_REQUESTS, Breaker
+from quire_gateway.config import BackendArgs, HealthArgs
+from quire_gateway.fleet import Backend, Fleet
+from quire_gateway.retries import RetryBudget
+from quire_gateway.routing import Router
 
 ARGS = HealthArgs(max_failures=3, open_s=5.0, max_open_s=12.0, slow_start_s=10.0)
 

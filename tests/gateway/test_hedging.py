@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.gateway.live import Received, Script, Scripted, answer, begin_stream, chunk, gateway, says
 
-from quire.gateway.ledger_database import open_database
-from quire.gateway.ledger_report import report
+from quire_gateway.ledger_database import open_database
+from quire_gateway.ledger_report import report
 
 STREAM = {"model": "m", "prompt": "hi", "stream": True}
 HEDGING = {"after_s": 0.1, "max_prompt_tokens": 50, "budget": 1.0}

@@ -26,17 +26,17 @@ from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend
 from tests.e2e.live import LiveServer
 
-from quire.cli.gateway import batches
 from quire.engine.stream import RequestStream
 from quire.errors import ModelLoadError
-from quire.gateway.admin import admin_app
-from quire.gateway.app import create_gateway
-from quire.gateway.config_file import config_of
-from quire.gateway.state import GatewayState, make_state
 from quire.http.call import Call
 from quire.http.drain import UVICORN
 from quire.http.keys import ApiKey, KeyFile, create_key
 from quire.models.hub import quill_path
+from quire_gateway.admin import admin_app
+from quire_gateway.app import create_gateway
+from quire_gateway.cli.gateway import batches
+from quire_gateway.config_file import config_of
+from quire_gateway.state import GatewayState, make_state
 
 GATEWAY_KEY = "the-gateways-own-key"
 WAIT_S = 20.0

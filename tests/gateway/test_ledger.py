@@ -17,10 +17,10 @@ import pytest
 from tests.gateway.services import Postgres, postgres_server, wait_until
 
 from quire.errors import ConfigError
-from quire.gateway.ledger import Ledger
-from quire.gateway.ledger_database import Database, Sqlite, open_database
-from quire.gateway.ledger_report import forget, report
-from quire.gateway.ledger_row import Price, Row
+from quire_gateway.ledger import Ledger
+from quire_gateway.ledger_database import Database, Sqlite, open_database
+from quire_gateway.ledger_report import forget, report
+from quire_gateway.ledger_row import Price, Row
 
 NOTHING = {"unsettled": 0, "estimated": 0, "met_slo": 0, "engine_s": 0, "kv_block_s": 0, "goodput": 0}
 DAY = datetime(2026, 11, 22, 12, tzinfo=UTC).timestamp()
@@ -196,8 +196,8 @@ def test_a_spool_outlives_its_gateway(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from quire.gateway.ledger import Ledger
-from quire.gateway.ledger_database import open_database
+from quire_gateway.ledger import Ledger
+from quire_gateway.ledger_database import open_database
 from tests.gateway.test_ledger import row
 ledger = Ledger(open_database(sys.argv[1]), Path(sys.argv[1] + ".spool"))
 for i in range(400):
@@ -247,8 +247,8 @@ class Failing:
 
 
 def test_a_flaky_database_loses_and_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.gateway.ledger.RETRY_S", 0.05)
-    monkeypatch.setattr("quire.gateway.ledger.FLUSH_S", 0.01)
+    monkeypatch.setattr("quire_gateway.ledger.RETRY_S", 0.05)
+    monkeypatch.setattr("quire_gateway.ledger.FLUSH_S", 0.01)
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     path = tmp_path / "ledger.sqlite"

@@ -12,10 +12,10 @@ import pytest
 from tests.gateway.services import Redis, redis_server
 
 from quire.clock import VirtualClock, WallClock
-from quire.gateway import redis_store
-from quire.gateway.limits import LEASE_S, Charge, Limits, LimitTable, MemoryStore, limit_headers
-from quire.gateway.quotas import Limit, Quota, Unit, Usage
-from quire.gateway.redis_store import RedisStore
+from quire_gateway import redis_store
+from quire_gateway.limits import LEASE_S, Charge, Limits, LimitTable, MemoryStore, limit_headers
+from quire_gateway.quotas import Limit, Quota, Unit, Usage
+from quire_gateway.redis_store import RedisStore
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC).timestamp()
 

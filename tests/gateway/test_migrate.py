@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.gateway.live import Received, Script, Scripted, answer, begin_stream, chunk, frame, gateway
 
-from quire.gateway.migrate import MAX_TAG_BYTES, Continuation, Groups, StreamMoves
+from quire_gateway.migrate import MAX_TAG_BYTES, Continuation, Groups, StreamMoves
 
 KEY = "between-us"
 STREAM = {"model": "m", "prompt": "hello", "stream": True}

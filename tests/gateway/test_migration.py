@@ -24,9 +24,9 @@ from tests.gateway.services import free_port
 from tests.gateway.test_resume import KEY, groups
 
 from quire.errors import ModelLoadError
-from quire.gateway.migrate import Continuation
-from quire.gateway.state import GatewayState
 from quire.models.hub import quill_path
+from quire_gateway.migrate import Continuation
+from quire_gateway.state import GatewayState
 
 START_S = 120.0
 EXPLAIN = {"x-quire-explain": "1"}  # the answer names its replica

@@ -25,12 +25,12 @@ from tests.gateway.live import (
 )
 
 from quire.args import ServerArgs
-from quire.cli.serve_models import named_models, serve_models, shares_of
 from quire.config import DeviceInfo
 from quire.errors import ConfigError, ModelLoadError
-from quire.gateway.discovery import Registration
-from quire.gateway.model_pool import ModelPool, PooledModel
 from quire.http.refusals import HttpError
+from quire_gateway.cli.serve_models import named_models, serve_models, shares_of
+from quire_gateway.discovery import Registration
+from quire_gateway.model_pool import ModelPool, PooledModel
 
 GIB = 2**30
 pytestmark = pytest.mark.anyio

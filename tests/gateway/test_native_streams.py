@@ -11,10 +11,10 @@ import pytest
 from tests.gateway.live import Received, Script, Scripted, answer, begin_stream, chunk, frame, gateway
 from tests.gateway.test_proxy import run
 
-from quire.gateway.filter_kinds import make_filters
-from quire.gateway.filtering import Filtering
-from quire.gateway.filters import About, FilterArgs, FilterConfig
-from quire.gateway.stream_errors import error_in
+from quire_gateway.filter_kinds import make_filters
+from quire_gateway.filtering import Filtering
+from quire_gateway.filters import About, FilterArgs, FilterConfig
+from quire_gateway.stream_errors import error_in
 
 LLAMA, TGI = "/completion", "/generate_stream"
 BODIES = {

@@ -11,7 +11,7 @@ from tests.gateway.live import Live, Received, Script, Scripted, answer, begin_s
 from tests.gateway.test_proxy import run
 from tests.gateway.test_tenants import config, make_keys, rows
 
-from quire.gateway.frames import LINES
+from quire_gateway.frames import LINES
 
 ASK = {"model": "m:latest", "messages": [{"role": "user", "content": "hi"}]}
 END = {"prompt_eval_count": 5, "prompt_eval_cached_count": 4, "eval_count": 3}

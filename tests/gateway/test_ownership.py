@@ -25,10 +25,10 @@ from tests.gateway.live import (
     says,
 )
 
-from quire.gateway.config import GatewayArgs
-from quire.gateway.ownership import Owner, Tenancy
-from quire.gateway.sealed import Sealing
 from quire.http.keys import ApiKey, create_key, revoke_key
+from quire_gateway.config import GatewayArgs
+from quire_gateway.ownership import Owner, Tenancy
+from quire_gateway.sealed import Sealing
 
 VLLM = {"owned_by": "vllm"}
 TEXT = "a long text that two tenants may send " * 100

@@ -10,9 +10,9 @@ import pytest
 from tests.gateway.live import Received, Script, Scripted, answer, gateway, says
 
 from quire.clock import VirtualClock
-from quire.gateway import promises
-from quire.gateway.asked import Asked
-from quire.gateway.promises import GRACE_S, Promises
+from quire_gateway import promises
+from quire_gateway.asked import Asked
+from quire_gateway.promises import GRACE_S, Promises
 
 ASKED = Asked("/v1/completions", b"{}", {}, "m", False, b"", 1, b"")
 OTHER = replace(ASKED, raw=b"{ }")

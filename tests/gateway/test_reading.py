@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import NotFoundError, RequestError
-from quire.gateway.catalog import Catalog
-from quire.gateway.config_file import config_of
-from quire.gateway.digest import digests, root_of, text_of
-from quire.gateway.frames import MAX_FRAME_BYTES, Frames, error_frame
-from quire.gateway.headers import to_backend, to_client
-from quire.gateway.ttft import TtftModel
-from quire.gateway.usage import Usage
 from quire.http.refusals import Refusal
+from quire.text.digest import digests, root_of, text_of
+from quire_gateway.catalog import Catalog
+from quire_gateway.config_file import config_of
+from quire_gateway.frames import MAX_FRAME_BYTES, Frames, error_frame
+from quire_gateway.headers import to_backend, to_client
+from quire_gateway.ttft import TtftModel
+from quire_gateway.usage import Usage
 
 
 def chain(body: dict[str, Any], model: str = "m", salt: str = "") -> list[bytes]:

@@ -12,12 +12,12 @@ from tests.gateway.live import Scripted, gateway_of, says
 from tests.gateway.live import backends as served
 
 from quire.errors import ConfigError
-from quire.gateway.breaker import Breaker
-from quire.gateway.config import BackendArgs, HealthArgs
-from quire.gateway.config_file import config_of
-from quire.gateway.fleet import Backend
-from quire.gateway.region_config import RegionArgs, RegionConfig
-from quire.gateway.regions import Regions
+from quire_gateway.breaker import Breaker
+from quire_gateway.config import BackendArgs, HealthArgs
+from quire_gateway.config_file import config_of
+from quire_gateway.fleet import Backend
+from quire_gateway.region_config import RegionArgs, RegionConfig
+from quire_gateway.regions import Regions
 
 ARGS = RegionArgs("eu", spill_s=2.0, return_s=0.5, return_after_s=30.0)
 

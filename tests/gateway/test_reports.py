@@ -19,9 +19,9 @@ from quire.api.piece_blocks import piece_blocks, piece_ends
 from quire.cache.events import SHORT_HASH_BYTES, BlockRemoved, BlockStored, pack, unpack
 from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.config import CacheConfig
-from quire.gateway.digest import text_of
-from quire.gateway.prefix_index import KnownPrefixes, PieceNames
 from quire.http.cache_messages import BEAT, EVENTS, SNAPSHOT, message, messages
+from quire.text.digest import text_of
+from quire_gateway.prefix_index import KnownPrefixes, PieceNames
 
 STORY = " ".join(f"A fox number {i} went over the hill to see its friend." for i in range(60))
 

@@ -25,11 +25,11 @@ from tests.gateway.test_migrate import Quill, group
 from tests.gateway.test_proxy import ASK, STREAM, run
 from tests.gateway.test_tenants import config, make_keys, rows
 
-from quire.gateway.breaker import Breaker
-from quire.gateway.config import BackendArgs, HealthArgs, TimeoutArgs
-from quire.gateway.fleet import Fleet
-from quire.gateway.routing import Router
-from quire.gateway.upstream import BackendFailed, Whole
+from quire_gateway.breaker import Breaker
+from quire_gateway.config import BackendArgs, HealthArgs, TimeoutArgs
+from quire_gateway.fleet import Fleet
+from quire_gateway.routing import Router
+from quire_gateway.upstream import BackendFailed, Whole
 
 NO_RETRIES = {"budget": 0.0, "reserve": 1}
 TURNS = {"policy": "round-robin"}
@@ -246,7 +246,7 @@ def test_a_dead_backend_that_stays_away_is_a_503() -> None:
 
 
 def test_what_kills_every_backend_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.gateway.retrying.MAX_DEATHS", 2)
+    monkeypatch.setattr("quire_gateway.retrying.MAX_DEATHS", 2)
 
     async def main() -> None:
         dies = asyncio.Event()
@@ -399,7 +399,7 @@ def test_a_refused_poll_needs_no_second_one() -> None:
 
 
 def test_a_long_queue_opens_no_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.gateway.placing._LATE_S", 0.04)
+    monkeypatch.setattr("quire_gateway.placing._LATE_S", 0.04)
 
     async def main() -> None:
         lock, seconds = asyncio.Lock(), 0.0

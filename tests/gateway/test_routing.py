@@ -11,10 +11,10 @@ from tests.scheduler.harness import make_scheduler, request, step
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer, EventsLost
 from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.errors import ConfigError
-from quire.gateway.prefix_index import TICKS_TO_LIVE, Holders, PendingIndex, PredictedIndex, ReportedIndex
-from quire.gateway.routing import POLICIES, Demand, Router
-from quire.gateway.ttft import TtftModel
 from quire.scheduler.scheduler import Scheduler
+from quire_gateway.prefix_index import TICKS_TO_LIVE, Holders, PendingIndex, PredictedIndex, ReportedIndex
+from quire_gateway.routing import POLICIES, Demand, Router
+from quire_gateway.ttft import TtftModel
 
 
 def chain(*names: int) -> list[bytes]:

@@ -15,10 +15,10 @@ import pytest
 from tests.e2e.live import LiveServer
 from tests.gateway.live import gateway_of
 
+from quire.cost.cost_model import CostModel
 from quire.errors import ModelLoadError
 from quire.http.keys import ApiKey, create_key
 from quire.models.hub import quill_path
-from quire.plan.cost_model import CostModel
 
 KEY = "between-us"
 STEP_S = 0.004

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.gateway.live import Received, Scripted, begin_stream, chunk, frame, gateway, says
 
-from quire.gateway.ledger_database import open_database
-from quire.gateway.ledger_report import report
 from quire.http.keys import ApiKey, create_key, revoke_key
+from quire_gateway.ledger_database import open_database
+from quire_gateway.ledger_report import report
 
 
 def make_keys(folder: Path, **rights: dict[str, Any]) -> dict[str, str]:

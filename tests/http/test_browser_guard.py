@@ -19,10 +19,10 @@ from tests.gateway.live import Scripted, gateway, says
 
 from quire.api.admin import create_admin_app
 from quire.errors import ConfigError
-from quire.gateway.app import create_gateway
-from quire.gateway.config_file import config_of
-from quire.gateway.state import make_state
 from quire.http.browser_guard import BrowserRules, allowed_hosts, open_note
+from quire_gateway.app import create_gateway
+from quire_gateway.config_file import config_of
+from quire_gateway.state import make_state
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 FOREIGN = ["http://evil.example", "https://localhost.evil.example", "null", "chrome-extension://abc",
@@ -58,8 +58,8 @@ def gateway_app(**settings: Any) -> ASGIApp:
 
 def cockpit(**settings: Any) -> ASGIApp:
     pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
-    from quire.cockpit.app import page_application
-    from quire.cockpit.watched import Watched
+    from quire_lab.cockpit.app import page_application
+    from quire_lab.cockpit.watched import Watched
 
     return page_application(Watched("http://127.0.0.1:9"), BrowserRules(hosts=settings.get("allowed_hosts")))
 

@@ -313,7 +313,7 @@ def test_a_connection_that_says_nothing_is_no_warning(monkeypatch: pytest.Monkey
 
 def test_the_cockpit_has_the_same_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
-    from quire.cockpit import app
+    from quire_lab.cockpit import app
 
     seen: list[Any] = []
 

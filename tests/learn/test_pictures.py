@@ -11,16 +11,16 @@ import pytest
 from rich.console import Console
 
 from quire.errors import ConfigError
-from quire.learn.allocation import contiguous, paged
-from quire.learn.contiguous import ContiguousPool
-from quire.learn.decode_loop import SIMULATION as DECODE_LOOP
-from quire.learn.draw import draw
-from quire.learn.flash_attention import Tiled, check
-from quire.learn.picture import Bars, Grid, Lines, Picture, Table, Timeline
-from quire.learn.quill import decode, engine, speculate
-from quire.learn.registry import SIMULATIONS
-from quire.plan.laws import attention_traffic
 from quire.request import SamplingParams
+from quire_lab.learn.allocation import contiguous, paged
+from quire_lab.learn.contiguous import ContiguousPool
+from quire_lab.learn.decode_loop import SIMULATION as DECODE_LOOP
+from quire_lab.learn.draw import draw
+from quire_lab.learn.flash_attention import Tiled, check
+from quire_lab.learn.picture import Bars, Grid, Lines, Picture, Table, Timeline
+from quire_lab.learn.quill import decode, engine, speculate
+from quire_lab.learn.registry import SIMULATIONS
+from quire_lab.plan.laws import attention_traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 NINETEEN = {

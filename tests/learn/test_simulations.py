@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.errors import ConfigError
-from quire.learn.draw import draw
-from quire.learn.picture import Picture
-from quire.learn.registry import SIMULATIONS
-from quire.learn.simulation import Control, Simulation
+from quire_lab.learn.draw import draw
+from quire_lab.learn.picture import Picture
+from quire_lab.learn.registry import SIMULATIONS
+from quire_lab.learn.simulation import Control, Simulation
 
 
 def drawn(picture: Picture) -> str:

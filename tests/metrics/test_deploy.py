@@ -15,15 +15,15 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.gateway.books import Books
-from quire.gateway.config import HealthArgs
-from quire.gateway.config_file import config_of
-from quire.gateway.fleet import Fleet
-from quire.gateway.metrics import GatewayMetrics
-from quire.gateway.retries import RetryBudget
-from quire.gateway.routing import Router
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.prometheus import ServerMetrics
+from quire_gateway.books import Books
+from quire_gateway.config import HealthArgs
+from quire_gateway.config_file import config_of
+from quire_gateway.fleet import Fleet
+from quire_gateway.metrics import GatewayMetrics
+from quire_gateway.retries import RetryBudget
+from quire_gateway.routing import Router
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

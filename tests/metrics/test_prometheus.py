@@ -9,7 +9,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from quire.metrics.engine_stats import EngineStats, Histogram
 from quire.metrics.prometheus import ServerMetrics
-from quire.workload.slo import Slo
+from quire.slo import Slo
 
 
 def test_histogram_equals_prometheus_clients_own() -> None:

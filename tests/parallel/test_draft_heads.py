@@ -14,6 +14,8 @@ from tests.parallel.serving import alone_on, config_of, serve
 
 from quire.args import EngineArgs
 from quire.config import DeviceInfo, HeadsConfig
+from quire.cost.ranks import RankBytes
+from quire.cost.speculation import HeadCheckpoint
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.executor.local import LocalExecutor
@@ -23,8 +25,6 @@ from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.models import loader
 from quire.modelspec import matrix_bytes, weight_shapes
 from quire.parallel.topology import Topology
-from quire.plan.ranks import RankBytes
-from quire.plan.speculation import HeadCheckpoint
 from quire.resolve import resolve
 from quire.speculate.proposer import Wanted
 from quire.weight_format import PLAIN

@@ -13,15 +13,15 @@ from tests.exact.engine_run import Policy
 from tests.exact.suite import Case
 from tests.parallel.serving import CASE, FCFS, config_of, serve
 
-from quire.cli.doctor_server import ranks_of, row_of
 from quire.clock import WallClock
-from quire.diagnose.read import Reading, parse_metrics
 from quire.executor.ranks import RanksExecutor
 from quire.metrics.engine_stats import EngineStats, RankStats
 from quire.metrics.prometheus import ServerMetrics
 from quire.parallel.topology import Topology
 from quire.runner.stage_links import StageLinks
 from quire.step import StepPlan
+from quire_lab.cli.doctor_server import ranks_of, row_of
+from quire_lab.diagnose.read import Reading, parse_metrics
 
 TWO = Topology(pp=2)
 OTHERS = (Policy("continuous", "priority", 48), Policy("dynamic", "fcfs", 48))

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from tests.parallel.serving import CASE, config_of
 
-from quire.cli.doctor_server import ranks_of
 from quire.engine.build import describe
 from quire.executor.ranks import RanksExecutor
 from quire.kernels.registry import NATIVE_LEVELS, backends, native
 from quire.parallel.topology import Topology
+from quire_lab.cli.doctor_server import ranks_of
 
 NATIVE = next((level for level in NATIVE_LEVELS if level in backends("linear")), "reference")
 

@@ -2,9 +2,9 @@
 
 `--together` does the last alone, in a few seconds.
 
-A module imports without any extra. Those of `quire.cockpit`, which is what its extra is for, raise the ConfigError that
-names it. Triton is no extra: it comes with the CUDA build of torch, and a module that needs it is counted where it is
-absent.
+A module imports without any extra. Those of `quire_lab.cockpit`, which is what its extra is for, raise the ConfigError
+that names it. Triton is no extra: it comes with the CUDA build of torch, and a module that needs it is counted where it
+is absent.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SHARED = (
     "rich",
     "prompt_toolkit",
 )
-WINGS = {"cockpit": "quire.cockpit"}  # by extra: the package that is for it alone
+WINGS = {"cockpit": "quire_lab.cockpit"}  # by extra: the package that is for it alone
 
 
 def modules() -> list[str]:
-    """Return the names of all modules under `src/quire`."""
-    files = sorted((SOURCE / "quire").rglob("*.py"))
+    """Return the names of all modules under `src`."""
+    files = sorted(SOURCE.glob("quire*/**/*.py"))
     return [
         ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__") for file in files
     ]

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.cli.flags import PlanArgs
-from quire.cli.plan import question_of
-from quire.plan.advice import LEAST, Step, advice
-from quire.plan.capacity import CapacityPlan, plan_capacity
+from quire_lab.cli.plan import question_of
+from quire_lab.plan.advice import LEAST, Step, advice
+from quire_lab.plan.capacity import CapacityPlan, plan_capacity
 
 
 def plan(model: str = "llama-3.1-70b", gpu: str = "h100", **more: object) -> CapacityPlan:

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.cli.flags import PlanArgs
-from quire.cli.plan import question_of, serve_command
+from quire.cost.efficiency import MEASURED, efficiency_of
 from quire.errors import ConfigError, ModelLoadError
-from quire.plan.by_engine import by_engine, spread
-from quire.plan.capacity import CapacityPlan, plan_capacity
-from quire.plan.efficiency import MEASURED, efficiency_of
-from quire.plan.explain import explain
+from quire_lab.cli.plan import question_of, serve_command
+from quire_lab.plan.by_engine import by_engine, spread
+from quire_lab.plan.capacity import CapacityPlan, plan_capacity
+from quire_lab.plan.explain import explain
 
 
 def answer(model: str, gpu: str = "h100", **more: object) -> CapacityPlan:

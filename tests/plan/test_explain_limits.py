@@ -13,21 +13,21 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.cli.flags import PlanArgs
-from quire.cli.plan import question_of
+from quire.cost.cost_model import CostModel
+from quire.cost.hardware import hardware_table
+from quire.cost.links import LINK_OPS, LinkCost
+from quire.cost.profile import Profile
+from quire.cost.split import Split, shard_of
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
 from quire.parallel.traffic import step_bytes, uses
-from quire.plan.capacity import plan_capacity
-from quire.plan.cost_model import CostModel
-from quire.plan.explain import explain
-from quire.plan.explain_line import Line
-from quire.plan.hardware import hardware_table
-from quire.plan.laws import imbalance, owned_per_hour
-from quire.plan.links import LINK_OPS, LinkCost
-from quire.plan.profile import Profile
-from quire.plan.split import Split, shard_of
+from quire_lab.cli.plan import question_of
+from quire_lab.plan.capacity import plan_capacity
+from quire_lab.plan.explain import explain
+from quire_lab.plan.explain_line import Line
+from quire_lab.plan.laws import imbalance, owned_per_hour
 
 
 def lines(

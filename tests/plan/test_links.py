@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from quire.bench.args import ServeBenchArgs, SimulateArgs
-from quire.bench.profile_links import measure_links
-from quire.bench.profile_serving import OUTPUT, PROMPT, _beyond
 from quire.cli import app
+from quire.cost.cost_model import CostModel, Curve, StepFeatures
+from quire.cost.links import LINK_OPS, LinkCost, RankedSteps, links_from_json, links_to_json
+from quire.cost.profile import HostCost, Profile, load_profile
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
 from quire.parallel.topology import Topology
-from quire.plan.cost_model import CostModel, Curve, StepFeatures
-from quire.plan.links import LINK_OPS, LinkCost, RankedSteps, links_from_json, links_to_json
-from quire.plan.profile import HostCost, Profile, load_profile
-from quire.sim.setup import set_up
+from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
+from quire_lab.bench.profile_links import measure_links
+from quire_lab.bench.profile_serving import OUTPUT, PROMPT, _beyond
+from quire_lab.sim.setup import set_up
 
 WHOLE = CostModel(0.008, Curve((1.0, 64.0), (0.0, 0.002)), Curve((0.0, 1.0), (0.0, 0.001)), per_pair_s=1e-9)
 LINKS = {op: LinkCost(1e-4, 1e-9) for op in LINK_OPS}

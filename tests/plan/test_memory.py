@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.families import spec_from_config
-from quire.models.checkpoint import spec_of
-from quire.models.precision import precision_of
-from quire.modelspec import ModelSpec
-from quire.plan.hardware import GIB, find_hardware
-from quire.plan.presets import preset_of, preset_spec, presets
-from quire.plan.split import (
+from quire.cost.hardware import GIB, find_hardware
+from quire.cost.presets import preset_of, preset_spec, presets
+from quire.cost.split import (
     MemoryPlan,
     Split,
     kv_bytes_per_request,
@@ -23,6 +19,10 @@ from quire.plan.split import (
     plan_memory,
     shard_of,
 )
+from quire.families import spec_from_config
+from quire.models.checkpoint import spec_of
+from quire.models.precision import precision_of
+from quire.modelspec import ModelSpec
 
 
 def mistral() -> ModelSpec:

@@ -11,16 +11,16 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.cli.flags import PlanArgs
-from quire.cli.plan import hardware_of, question_of, serve_command
 from quire.config import DeviceInfo
+from quire.cost.cost_model import CostModel, Curve
+from quire.cost.hardware import find_hardware, hardware_named
+from quire.cost.kept_profiles import place_of
+from quire.cost.profile import Profile
+from quire.cost.split import Split, kv_bytes_per_request
 from quire.errors import ConfigError
-from quire.plan.capacity import CapacityPlan, Option, plan_capacity
-from quire.plan.cost_model import CostModel, Curve
-from quire.plan.hardware import find_hardware, hardware_named
-from quire.plan.kept_profiles import place_of
-from quire.plan.profile import Profile
-from quire.plan.split import Split, kv_bytes_per_request
-from quire.workload.slo import Slo
+from quire.slo import Slo
+from quire_lab.cli.plan import hardware_of, question_of, serve_command
+from quire_lab.plan.capacity import CapacityPlan, Option, plan_capacity
 
 
 def answer(model: str = "llama-3.1-70b", gpu: str = "h100", **more: object) -> CapacityPlan:
@@ -223,11 +223,11 @@ def test_a_plan_without_flags_is_for_this_machine(tmp_path: Path, monkeypatch: p
     cpu = DeviceInfo("cpu", "some CPU", 2, 16 << 30, 8 << 30, isa="avx512", native=True)
     gpu = DeviceInfo("cuda", "NVIDIA H100 80GB HBM3", 2, 80 << 30, 79 << 30)
     here = replace(find_hardware("epyc-9755"), name="this machine")
-    monkeypatch.setattr("quire.cli.plan.this_machine", lambda device, threads: here)
-    monkeypatch.setattr("quire.cli.plan.detect_device", lambda wanted: gpu if wanted == "auto" else cpu)
+    monkeypatch.setattr("quire_lab.cli.plan.this_machine", lambda device, threads: here)
+    monkeypatch.setattr("quire_lab.cli.plan.detect_device", lambda wanted: gpu if wanted == "auto" else cpu)
     assert hardware_of(PlanArgs("quill")).name == "h100"
     assert hardware_of(PlanArgs("quill", cpu=True)) == here
-    monkeypatch.setattr("quire.cli.plan.detect_device", lambda wanted: cpu)
+    monkeypatch.setattr("quire_lab.cli.plan.detect_device", lambda wanted: cpu)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     result = CliRunner().invoke(app, ["plan"])
     assert result.exit_code == 0, result.output

@@ -9,16 +9,16 @@ from tests.fakes.engine import FAKE
 
 from quire.args import EngineArgs
 from quire.clock import VirtualClock
+from quire.cost.cost_model import CostModel, Curve, StepFeatures
+from quire.cost.profile import fit_steps, read_steps
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.build import build_core
 from quire.errors import ConfigError
 from quire.executor.logged import LoggedExecutor
-from quire.plan.cost_model import CostModel, Curve, StepFeatures
-from quire.plan.profile import fit_steps, read_steps
 from quire.request import Request, SamplingParams
-from quire.sim.latency import Latency, sim_executor
 from quire.step import NewSeq, SeqPlan, StepPlan
+from quire_lab.sim.latency import Latency, sim_executor
 
 TRUTH = CostModel(0.002, Curve((1.0, 64.0), (0.0, 0.004)), per_decode_kv_s=3e-7, per_pair_s=2e-8)
 LOOP_S, SEQ_S = 0.0003, 0.00001  # between steps

@@ -15,18 +15,25 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from quire.bench.summary import RequestRecord, distribution, summarize, tail_ratio
-from quire.learn.allocation import contiguous, paged
-from quire.learn.batching import idle_share, run_gate
-from quire.learn.engine import roofline
-from quire.learn.prefill_decode import decode_step, prefill_step
-from quire.learn.registry import SIMULATIONS
+from quire.cost.cost_model import StepFeatures
+from quire.cost.hardware import find_hardware as device
+from quire.cost.presets import preset_spec
+from quire.cost.split import Split, kv_bytes_per_request, shard_of, with_all_kv_heads
 from quire.models.checkpoint import spec_of
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
-from quire.plan.cost_model import StepFeatures
-from quire.plan.hardware import find_hardware as device
-from quire.plan.laws import (
+from quire.request import SamplingParams
+from quire.sampling.accept import probabilities
+from quire.sampling.sampler import column_values, new_columns
+from quire.slo import Slo
+from quire.step import NewSeq
+from quire_lab.bench.summary import RequestRecord, distribution, summarize, tail_ratio
+from quire_lab.learn.allocation import contiguous, paged
+from quire_lab.learn.batching import idle_share, run_gate
+from quire_lab.learn.engine import roofline
+from quire_lab.learn.prefill_decode import decode_step, prefill_step
+from quire_lab.learn.registry import SIMULATIONS
+from quire_lab.plan.laws import (
     amdahl,
     attention_traffic,
     break_even,
@@ -41,14 +48,7 @@ from quire.plan.laws import (
     tiers,
     transfer_s,
 )
-from quire.plan.presets import preset_spec
-from quire.plan.split import Split, kv_bytes_per_request, shard_of, with_all_kv_heads
-from quire.request import SamplingParams
-from quire.sampling.accept import probabilities
-from quire.sampling.sampler import column_values, new_columns
-from quire.sim.drafts import Speculation
-from quire.step import NewSeq
-from quire.workload.slo import Slo
+from quire_lab.sim.drafts import Speculation
 
 GIB, MIB = 2**30, 2**20
 

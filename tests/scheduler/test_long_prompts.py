@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, rows_of, step
 
+from quire.cost.cost_model import CostModel, Curve, StepTime
 from quire.errors import ConfigError
-from quire.plan.cost_model import CostModel, Curve, StepTime
 from quire.request import Deadline, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import PolicyChange

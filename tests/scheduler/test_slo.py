@@ -8,15 +8,15 @@ from tests.fakes.executor import FakeExecutor, FakeFaults
 
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
+from quire.cost.cost_model import CostModel, Curve, StepFeatures
 from quire.engine.core import EngineCore
 from quire.engine.messages import ChangePolicy
-from quire.plan.cost_model import CostModel, Curve, StepFeatures
 from quire.request import Request, SamplingParams
 from quire.scheduler.predictor import Predictor
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import MIN_CHUNK, PolicyChange, SloController
-from quire.sim.latency import Latency, sim_executor
 from quire.step import SeqPlan
+from quire_lab.sim.latency import Latency, sim_executor
 
 CONFIG = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=4096, max_model_len=8192)
 # 4 ms a step, 20 µs a row, 0.1 ms a sequence, 0.1 µs a key

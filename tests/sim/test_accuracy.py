@@ -19,29 +19,29 @@ from benchmarks import simulator_accuracy as accuracy
 from tests.sim.plan_hash import PlanHash
 
 from quire.args import EngineArgs
-from quire.bench.client import StreamingClient, Target, api_url
-from quire.bench.load import Load, Runner
-from quire.bench.offline import OfflineEngine
-from quire.bench.profile_serving import LiveServer
-from quire.bench.speculate import CpuClock
-from quire.bench.summary import RequestRecord, summarize
 from quire.clock import WallClock
 from quire.config import EngineConfig
+from quire.cost.cost_model import CostModel, Curve
+from quire.cost.profile import Profile, fit_steps, load_profile, read_steps
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.build import build_core
 from quire.engine.core import EngineCore
-from quire.plan.cost_model import CostModel, Curve
-from quire.plan.profile import Profile, fit_steps, load_profile, read_steps
 from quire.scheduler.scheduler import Scheduler
-from quire.sim.drafts import Speculation
-from quire.sim.replica import ClusterConfig
-from quire.sim.requests import FIRST_ID, VOCAB_SIZE, Client
-from quire.sim.run import simulate
-from quire.workload.build import Synthetic, from_trace
-from quire.workload.distributions import Arrivals, Uniform
-from quire.workload.request import PromptMaker, Workload
-from quire.workload.traces import read_trace
+from quire_lab.bench.client import StreamingClient, Target, api_url
+from quire_lab.bench.load import Load, Runner
+from quire_lab.bench.offline import OfflineEngine
+from quire_lab.bench.profile_serving import LiveServer
+from quire_lab.bench.speculate import CpuClock
+from quire_lab.bench.summary import RequestRecord, summarize
+from quire_lab.sim.drafts import Speculation
+from quire_lab.sim.replica import ClusterConfig
+from quire_lab.sim.requests import FIRST_ID, VOCAB_SIZE, Client
+from quire_lab.sim.run import simulate
+from quire_lab.workload.build import Synthetic, from_trace
+from quire_lab.workload.distributions import Arrivals, Uniform
+from quire_lab.workload.request import PromptMaker, Workload
+from quire_lab.workload.traces import read_trace
 
 SLOW = CostModel(fixed_s=0.060, rows=Curve((1.0, 1001.0), (0.0, 0.8)), per_decode_kv_s=2e-6)
 AT_ONCE = Synthetic(14, Uniform(3, 90), Uniform(2, 24), prefix_length=40, num_prefixes=2).build(seed=11)

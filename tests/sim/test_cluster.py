@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from quire.bench.summary import summarize
 from quire.config import CacheConfig, SchedulerConfig
+from quire.cost.cost_model import CostModel, Curve, StepFeatures
+from quire.cost.draft_cost import DraftCost
 from quire.errors import ConfigError
-from quire.plan.cost_model import CostModel, Curve, StepFeatures
-from quire.plan.draft_cost import DraftCost
-from quire.sim.cluster import Cluster
-from quire.sim.drafts import Speculation
-from quire.sim.latency import Swap
-from quire.sim.replica import Add, ClusterConfig, Kill, Slow, parse_fault
-from quire.sim.run import Simulated, simulate
-from quire.workload.build import Synthetic, with_cancellations
-from quire.workload.distributions import Arrivals, Uniform
-from quire.workload.request import Workload, WorkloadRequest
+from quire_lab.bench.summary import summarize
+from quire_lab.sim.cluster import Cluster
+from quire_lab.sim.drafts import Speculation
+from quire_lab.sim.latency import Swap
+from quire_lab.sim.replica import Add, ClusterConfig, Kill, Slow, parse_fault
+from quire_lab.sim.run import Simulated, simulate
+from quire_lab.workload.build import Synthetic, with_cancellations
+from quire_lab.workload.distributions import Arrivals, Uniform
+from quire_lab.workload.request import Workload, WorkloadRequest
 
 STEP = CostModel(
     fixed_s=0.010, rows=Curve((1.0, 101.0), (0.0, 0.100))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tests.sim.test_simulate import MADE, WORK, quire
 
-from quire.bench.args import ServeBenchArgs, SimulateArgs
+from quire.cost.profile import Spread
 from quire.errors import ConfigError
-from quire.plan.profile import Spread
-from quire.sim.decision import Decision, Side, decide
+from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
+from quire_lab.sim.decision import Decision, Side, decide
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from quire.bench.args import ServeBenchArgs, SimulateArgs
 from quire.errors import ConfigError
 from quire.executor.base import Executor
-from quire.learn.engine import StepWatch
-from quire.sim.run import Simulated, simulate
-from quire.sim.setup import set_up
-from quire.workload.build import Synthetic
-from quire.workload.distributions import Arrivals, Fixed
+from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
+from quire_lab.learn.engine import StepWatch
+from quire_lab.sim.run import Simulated, simulate
+from quire_lab.sim.setup import set_up
+from quire_lab.workload.build import Synthetic
+from quire_lab.workload.distributions import Arrivals, Fixed
 
 WORK = Synthetic(40, Fixed(1000), Fixed(50), Arrivals(12.0)).build(0)
 TOKEN_BYTES = 131072  # Llama 3.1 8B: 2 · 32 layers · 8 heads · 128 · 2 bytes

@@ -8,10 +8,10 @@ from statistics import mean, median
 import pytest
 
 from quire.config import CacheConfig, OrderKind, SchedulerConfig
-from quire.plan.cost_model import CostModel, Curve
-from quire.sim.replica import ClusterConfig
-from quire.sim.run import Simulated, simulate
-from quire.workload.request import Workload, WorkloadRequest
+from quire.cost.cost_model import CostModel, Curve
+from quire_lab.sim.replica import ClusterConfig
+from quire_lab.sim.run import Simulated, simulate
+from quire_lab.workload.request import Workload, WorkloadRequest
 
 # A 135M model in bf16 on two Zen 4 cores: a step costs as much as two rows, and 1.3 ms per row (long-prompts.md).
 STEP = CostModel(fixed_s=0.0026, rows=Curve((0.0, 2048.0), (0.0, 2048 * 0.0013)))

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quire.bench.summary import RequestRecord
 from quire.config import CacheConfig, SchedulerConfig
-from quire.plan.cost_model import CostModel, Curve
-from quire.sim.replica import ClusterConfig
-from quire.sim.run import simulate
-from quire.workload.build import Synthetic
-from quire.workload.distributions import Arrivals, Uniform
+from quire.cost.cost_model import CostModel, Curve
+from quire_lab.bench.summary import RequestRecord
+from quire_lab.sim.replica import ClusterConfig
+from quire_lab.sim.run import simulate
+from quire_lab.workload.build import Synthetic
+from quire_lab.workload.distributions import Arrivals, Uniform
 
 STEP = CostModel(fixed_s=0.020, rows=Curve((1.0, 1025.0), (0.0, 0.400)))
 SUSTAINABLE = 4.7  # requests per second of `run`'s workload

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.errors import ConfigError
-from quire.sim.scenario import SCENARIOS, Scenario, Summary, answer_of, figures_of, load_scenario, run_one
+from quire_lab.sim.scenario import SCENARIOS, Scenario, Summary, answer_of, figures_of, load_scenario, run_one
 
 LONG = {"parallel", "speculation", "scale-out", "autoscale", "breaking-point"}  # each takes more than 4 s
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from quire.plan.capacity import Question
-from quire.plan.estimate import Load
-from quire.plan.hardware import find_hardware
-from quire.plan.presets import preset_spec
-from quire.sim.search import Found, Search
-from quire.workload.build import Synthetic
-from quire.workload.distributions import Arrivals, Fixed
-from quire.workload.slo import Slo
+from quire.cost.hardware import find_hardware
+from quire.cost.presets import preset_spec
+from quire.slo import Slo
+from quire_lab.plan.capacity import Question
+from quire_lab.plan.estimate import Load
+from quire_lab.sim.search import Found, Search
+from quire_lab.workload.build import Synthetic
+from quire_lab.workload.distributions import Arrivals, Fixed
 
 
 def searching(rate: float, slo: Slo, num_requests: int) -> Search:

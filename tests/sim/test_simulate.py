@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.bench.args import ServeBenchArgs, SimulateArgs
-from quire.bench.summary import summarize
 from quire.cli import app
+from quire.cost.cost_model import CostModel, Curve
+from quire.cost.kept_profiles import place_of
+from quire.cost.profile import HostCost, Profile, Spread
 from quire.errors import ConfigError
-from quire.plan.cost_model import CostModel, Curve
-from quire.plan.kept_profiles import place_of
-from quire.plan.profile import HostCost, Profile, Spread
-from quire.sim.scenario import SCENARIOS, load_scenario, run_one, value_of
-from quire.sim.setup import set_up
+from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
+from quire_lab.bench.summary import summarize
+from quire_lab.sim.scenario import SCENARIOS, load_scenario, run_one, value_of
+from quire_lab.sim.setup import set_up
 
 MADE = Profile(
     "quill",

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.summary import summarize
 from quire.config import CacheConfig, SchedulerConfig
-from quire.plan.cost_model import CostModel, Curve
-from quire.sim.replica import ClusterConfig
-from quire.sim.run import simulate
-from quire.workload.build import at_rate, from_trace
-from quire.workload.slo import Slo
-from quire.workload.traces import read_trace
+from quire.cost.cost_model import CostModel, Curve
+from quire.slo import Slo
+from quire_lab.bench.summary import summarize
+from quire_lab.sim.replica import ClusterConfig
+from quire_lab.sim.run import simulate
+from quire_lab.workload.build import at_rate, from_trace
+from quire_lab.workload.traces import read_trace
 
 # About an 8B model on an H100: 6 ms a step, 35 µs a row, 50 ns a key, 0.1 µs … a thousand pairs.
 MODEL = CostModel(

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.args import EngineArgs
+from quire.cost.speculation import draft_bytes
 from quire.device import detect_device
 from quire.engine.assemble import configure, llm_args
 from quire.errors import QuireError
 from quire.models.hub import quill_path
-from quire.plan.speculation import draft_bytes
 from quire.sampling.draft_tree import Drafts
 from quire.speculate.proposer import Wanted
 

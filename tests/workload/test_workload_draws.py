@@ -9,10 +9,18 @@ from random import Random
 import pytest
 
 from quire.errors import ConfigError
-from quire.workload.build import Synthetic, with_cancellations
-from quire.workload.distributions import Arrivals, Fixed, LogNormal, Uniform, mean_rate, parse_lengths, replay
-from quire.workload.request import PromptMaker, WorkloadRequest
-from quire.workload.slo import Slo
+from quire.slo import Slo
+from quire_lab.workload.build import Synthetic, with_cancellations
+from quire_lab.workload.distributions import (
+    Arrivals,
+    Fixed,
+    LogNormal,
+    Uniform,
+    mean_rate,
+    parse_lengths,
+    replay,
+)
+from quire_lab.workload.request import PromptMaker, WorkloadRequest
 
 NUM = 20_000
 

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.args import (
+from quire.errors import ConfigError
+from quire_lab.bench.args import (
     LatencyArgs,
     ServeBenchArgs,
     SpeculateBenchArgs,
     ThroughputArgs,
     with_workload,
 )
-from quire.bench.runs import make_workload
-from quire.cli.plan import lengths_of
-from quire.errors import ConfigError
+from quire_lab.bench.runs import make_workload
+from quire_lab.cli.plan import lengths_of
 
 EQUAL = (LatencyArgs, SpeculateBenchArgs)
 MIXED = (ServeBenchArgs, ThroughputArgs)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.workload.build import from_trace
-from quire.workload.distributions import Arrivals
-from quire.workload.traces import Trace, estimate_tokens, parse_trace, read_trace
+from quire_lab.workload.build import from_trace
+from quire_lab.workload.distributions import Arrivals
+from quire_lab.workload.traces import Trace, estimate_tokens, parse_trace, read_trace
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n"

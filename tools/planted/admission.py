@@ -8,7 +8,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "late-loop",
         "a time limit counts what the loop itself is late",
-        "src/quire/gateway/patience.py",
+        "src/quire_gateway/patience.py",
         "            self._num_left, self._part_s = TICKS, max(0.0, limit_s) / TICKS\n",
         "            self._num_left, self._part_s = 1, max(0.0, limit_s)\n",
         (
@@ -19,7 +19,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "openings-of-one-backend",
         "connects to one backend are bounded by the total alone",
-        "src/quire/gateway/openings.py",
+        "src/quire_gateway/openings.py",
         "async with self._of[key], self._all:",
         "async with self._all:",
         ("tests/gateway/test_bursts.py::test_connections_are_opened_a_few_at_a_time",),
@@ -27,7 +27,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no-room-is-a-dead-backend",
         "a backend that was not asked, since no file is free, is called down",
-        "src/quire/gateway/upstream.py",
+        "src/quire_gateway/upstream.py",
         "error.errno in _NO_ROOM",
         "error.errno is None",
         ("tests/gateway/test_bursts.py::test_a_lack_of_files_or_ports_is_no_fault_of_a_backend",),
@@ -35,7 +35,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no-room-without-its-time",
         "a request that the gateway has no room for is a 502 without Retry-After",
-        "src/quire/gateway/proxy.py",
+        "src/quire_gateway/proxy.py",
         '    if error.kind == "room":\n        return busy',
         '    if error.kind == "full":\n        return busy',
         ("tests/gateway/test_bursts.py::test_without_room_the_answer_is_503_with_its_time",),
@@ -43,7 +43,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "retry-after-of-any-size",
         "Retry-After of tokens per minute ignores the request's own size",
-        "src/quire/gateway/limits.py",
+        "src/quire_gateway/limits.py",
         "return (level + charge.amount - quota.capacity) * MINUTE_S / quota.capacity",
         "return max(level - quota.capacity, 1.0) * MINUTE_S / quota.capacity",
         ("tests/gateway/test_limits.py::test_the_time_to_come_back_is_that_of_the_request",),
@@ -59,7 +59,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "unknown-models-first",
         "a model is looked up before the limits of its request",
-        "src/quire/gateway/state.py",
+        "src/quire_gateway/state.py",
         "        except RequestError as error:\n            problem = error",
         "        except RequestError:\n            raise",
         ("tests/gateway/test_admission.py::test_requests_for_unknown_models_pass_no_limit",),
@@ -67,7 +67,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "refused-is-no-request",
         "a refused request gives back that it was one",
-        "src/quire/gateway/tenants.py",
+        "src/quire_gateway/tenants.py",
         'exchange.outcome == "refused" else used',
         'exchange.outcome == "filtered" else used',
         ("tests/gateway/test_admission.py::test_requests_for_forbidden_models_pass_no_limit",),
@@ -75,7 +75,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "one-more-at-once",
         "a limit of requests at once lets one more run",
-        "src/quire/gateway/limits.py",
+        "src/quire_gateway/limits.py",
         "        if level + charge.amount > charge.quota.capacity:",
         '        if level + charge.amount > charge.quota.capacity + (charge.quota.period == "concurrent"):',
         ("tests/gateway/test_admission.py::test_as_many_run_at_once_as_the_limit_says",),
@@ -83,7 +83,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "lease-not-renewed",
         "a request that runs for more than a minute stops counting",
-        "src/quire/gateway/limits.py",
+        "src/quire_gateway/limits.py",
         "        for request_id, charge in leases:\n            if",
         "        for request_id, charge in ():\n            if",
         ("tests/gateway/test_limits.py::test_a_lease_lasts_while_it_is_renewed",),
@@ -91,7 +91,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "place-not-given-back",
         "a request that has ended keeps its place among those at once",
-        "src/quire/gateway/limits.py",
+        "src/quire_gateway/limits.py",
         "                self._leases[charge.key].pop(request_id, None)",
         "                self._leases[charge.key].get(request_id)",
         ("tests/gateway/test_admission.py::test_a_refused_request_gives_its_place_back",),
@@ -99,7 +99,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "settled-twice",
         "what a request gives back to a budget is given back twice",
-        "src/quire/gateway/limits.py",
+        "src/quire_gateway/limits.py",
         "level = self._level(charge, now) + amount - charge.amount",
         "level = self._level(charge, now) + 2 * (amount - charge.amount)",
         ("tests/gateway/test_limits.py::test_a_budget_is_charged_what_was_used_and_once",),
@@ -132,7 +132,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "name-written-whole",
         "a model's name is written into rows and logs as the client sent it",
-        "src/quire/gateway/exchange.py",
+        "src/quire_gateway/exchange.py",
         "return name if len(name) <= MAX_NAME_CHARS else",
         "return name if name else",
         ("tests/gateway/test_admission.py::test_a_long_name_is_in_no_row_and_no_log",),
@@ -148,7 +148,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "promise-of-any-backend",
         "a request that comes back at its time goes to a backend that holds no place for it",
-        "src/quire/gateway/placing.py",
+        "src/quire_gateway/placing.py",
         " or exchange.promised_by\n",
         "\n",
         ("tests/gateway/test_promises.py::test_a_refused_request_is_served_when_it_comes_back",),
@@ -156,7 +156,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "promise-kept-for-all",
         "every equal request takes the same promise",
-        "src/quire/gateway/promises.py",
+        "src/quire_gateway/promises.py",
         "found = dues.pop(0)[1]",
         "found = dues[0][1]",
         ("tests/gateway/test_promises.py::test_equal_requests_share_the_times_told",),
@@ -164,7 +164,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "backends-503-without-time",
         "a backend's 503 without Retry-After passes as it is",
-        "src/quire/gateway/proxy.py",
+        "src/quire_gateway/proxy.py",
         "if answer.status == 503 else []",
         "if answer.status == 504 else []",
         ("tests/gateway/test_promises.py::test_no_503_is_without_its_time",),

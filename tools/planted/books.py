@@ -12,7 +12,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "refusal-billed",
         "what a backend refuses is booked as answered",
-        "src/quire/gateway/proxy.py",
+        "src/quire_gateway/proxy.py",
         "        if whole.status >= 400:\n",
         "        if whole.status >= 600:\n",
         (f"{BILLING}::test_what_a_backend_refuses_is_not_billed",),
@@ -20,7 +20,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "recovered-at-full-price",
         "a row that is made from a replica's record has no cached tokens",
-        "src/quire/gateway/rows.py",
+        "src/quire_gateway/rows.py",
         "cached_tokens=used.cached_tokens,",
         "cached_tokens=0,",
         ("tests/gateway/test_booking.py::test_a_killed_gateways_requests_are_booked",),
@@ -28,7 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "last-usage-is-the-end",
         "what a broken stream brought after its last usage is not counted",
-        "src/quire/gateway/rows.py",
+        "src/quire_gateway/rows.py",
         "min(counted + exchange.usage.uncounted,",
         "min(counted or exchange.usage.uncounted,",
         (f"{BILLING}::test_events_behind_the_last_usage_are_counted",),
@@ -36,7 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "broken-stream-free",
         "a stream that ends with an error is not billed",
-        "src/quire/gateway/rows.py",
+        "src/quire_gateway/rows.py",
         'if exchange.outcome == "broken" and not output:',
         'if exchange.outcome == "broken":',
         (f"{BILLING}::test_an_error_in_a_stream_bills_what_the_client_had",),
@@ -44,7 +44,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "stream-error-blameless",
         "a backend whose streams end with errors keeps its good name",
-        "src/quire/gateway/proxy.py",
+        "src/quire_gateway/proxy.py",
         "is_good = self._broke(exchange, placed, exchange.usage.error)",
         "self._broke(exchange, placed, exchange.usage.error)",
         (f"{BILLING}::test_an_error_in_a_stream_bills_what_the_client_had",),
@@ -52,7 +52,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "text-counted-with-its-usage",
         "text that a usage covers is counted once more",
-        "src/quire/gateway/usage.py",
+        "src/quire_gateway/usage.py",
         "            self.num_texts = self.num_text_bytes = 0\n",
         "",
         (f"{BILLING}::test_events_behind_the_last_usage_are_counted",),
@@ -60,7 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "slot-free-before-a-disk-has-the-row",
         "a row that neither the database nor the spool took leaves memory and journal",
-        "src/quire/gateway/ledger.py",
+        "src/quire_gateway/ledger.py",
         "for _ in batch if is_stored else ():",
         "for _ in batch:",
         (f"{DISK}::test_a_row_keeps_its_slot_until_a_disk_has_it",),
@@ -68,7 +68,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "served-unbooked",
         "a full journal lets requests through that are in no book",
-        "src/quire/gateway/books.py",
+        "src/quire_gateway/books.py",
         "            if slot is None:\n                raise self._full()\n            exchange",
         "            exchange",
         (f"{DISK}::test_what_cannot_be_booked_is_not_served", f"{DISK}::test_begun_needs_a_slot"),
@@ -76,7 +76,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no-spare-slot",
         "the last free slot goes to a new request, and rows that replace others have none",
-        "src/quire/gateway/journal.py",
+        "src/quire_gateway/journal.py",
         "_SPARE = 1 ",
         "_SPARE = 0 ",
         (f"{DISK}::test_a_journal_is_allocated_and_grows_by_what_there_is",),
@@ -84,7 +84,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "journal-not-allocated",
         "the journal's file is made of holes, and a full disk kills the process that writes into them",
-        "src/quire/gateway/journal.py",
+        "src/quire_gateway/journal.py",
         "            os.posix_fallocate(self._file, 0, size)\n",
         "            os.ftruncate(self._file, size)\n",
         (f"{DISK}::test_a_first_start_on_a_full_disk_is_one_line",),
@@ -92,7 +92,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "foreign-record-booked",
         "a gateway books the requests of another ledger",
-        "src/quire/gateway/booking.py",
+        "src/quire_gateway/booking.py",
         "if found is None and used.ledger != self._books.ledger_id:",
         "if found is None and used.ledger is None:",
         (f"{BOOKING}::test_a_killed_gateways_requests_are_booked",),
@@ -108,7 +108,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "recovered-twice",
         "a request that a replica has a record of is booked once more as unsettled",
-        "src/quire/gateway/booking.py",
+        "src/quire_gateway/booking.py",
         "found = self._running.pop(used.request_id, None)",
         "found = self._running.get(used.request_id)",
         (f"{BOOKING}::test_a_killed_gateways_requests_are_booked",),
@@ -116,7 +116,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "goodput-of-broken-answers",
         "an answer that broke off in time counts as goodput",
-        "src/quire/gateway/rows.py",
+        "src/quire_gateway/rows.py",
         'if exchange.outcome != "ok" or exchange.backend is None:',
         "if exchange.backend is None:",
         ("tests/gateway/test_costs.py::test_an_answer_meets_every_latency_or_not",),
@@ -124,7 +124,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "cost-told-to-clients",
         "every client gets the costs that are for gateways",
-        "src/quire/gateway/headers.py",
+        "src/quire_gateway/headers.py",
         "        COST_HEADER.encode(),\n",
         "",
         ("tests/gateway/test_costs.py::test_a_whole_answers_cost_is_in_its_row",),

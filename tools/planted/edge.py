@@ -60,7 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "old-ledger-stays-open",
         "the ledger of an older version stays readable for everybody",
-        "src/quire/gateway/ledger_database.py",
+        "src/quire_gateway/ledger_database.py",
         '        for end in ("", "-wal", "-shm"):\n            tighten(path.with_name(path.name + end))\n',
         "",
         ("tests/test_private.py::test_a_gateways_books_are_its_users_alone",),
@@ -76,7 +76,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-in-open-metrics",
         "/metrics names tenants without a key",
-        "src/quire/gateway/app.py",
+        "src/quire_gateway/app.py",
         "with_tenants = server.metrics_tenants or holds_key(request.scope, server.admin_key)",
         "with_tenants = True",
         ("tests/gateway/test_metrics_of_tenants.py::test_metrics_name_tenants_to_the_admin_key_alone",),

@@ -10,7 +10,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "extra-at-the-top",
         "the gateway imports the extra `redis` although no setting names it",
-        "src/quire/gateway/redis_store.py",
+        "src/quire_gateway/redis_store.py",
         "from quire.clock import Clock\n",
         "import redis.asyncio\nfrom quire.clock import Clock\n",
         (EXTRAS + "test_every_module_imports_without_any_extra",),
@@ -18,7 +18,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "books-opened-by-uvicorn",
         "books that cannot be opened are a traceback of uvicorn, and the gateway's exit status 3",
-        "src/quire/gateway/server.py",
+        "src/quire_gateway/server.py",
         "    state.start()",
         "    pass",
         (EXTRAS + "test_what_a_gateway_lacks_is_an_error_and_no_traceback",),

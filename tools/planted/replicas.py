@@ -12,7 +12,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "death-paid-from-the-retry-budget",
         "a request whose backend died before the first byte is charged for going elsewhere",
-        "src/quire/gateway/retrying.py",
+        "src/quire_gateway/retrying.py",
         "        exchange.restart()\n        if error.tells_of_death:\n",
         "        exchange.restart()\n        if False:\n",
         (RETRYING + "test_requests_at_a_dead_backend_cost_no_retries",),
@@ -20,7 +20,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tried-by-backend",
         "what was tried is a backend, whatever the model",
-        "src/quire/gateway/fleet.py",
+        "src/quire_gateway/fleet.py",
         "if (b.life, model) not in tried",
         "if b.life not in {life for life, _ in tried}",
         (RETRYING + "test_what_was_tried_is_a_model_at_a_backend",),
@@ -28,7 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "breaker-counts-429",
         "a backend that has no room counts as one that fails",
-        "src/quire/gateway/upstream.py",
+        "src/quire_gateway/upstream.py",
         "self.answer.status >= 500 and not self.tells_of_load",
         "self.answer.status >= 429",
         (RETRYING + "test_breakers_count_what_a_backend_does_wrong",),
@@ -44,7 +44,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "hung-backend-keeps-its-requests",
         "requests that wait at a backend without an answer to polls stay there",
-        "src/quire/gateway/fleet.py",
+        "src/quire_gateway/fleet.py",
         "        if backend.is_lost:\n",
         "        if False:\n",
         (RETRYING + "test_polls_tell_who_watches_a_lost_backend",),
@@ -52,7 +52,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "moved-request-billed-twice",
         "what a first attempt said of its tokens is billed with the answer of the second",
-        "src/quire/gateway/exchange.py",
+        "src/quire_gateway/exchange.py",
         "        self.usage, self.first_s = Usage(), None\n",
         "        self.first_s = None\n",
         (RETRYING + "test_events_of_a_first_attempt_are_not_billed",),
@@ -60,7 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fallback-paid-from-the-budget",
         "a fallback needs a retry from the budget",
-        "src/quire/gateway/placing.py",
+        "src/quire_gateway/placing.py",
         "(model not in exchange.owed or self._pays(exchange, model))",
         "(not exchange.owed or self._pays(exchange, model))",
         (RETRYING + "test_a_fallback_is_not_paid_for",),
@@ -68,7 +68,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "second-attempt-is-free",
         "another attempt at the model that failed costs nothing",
-        "src/quire/gateway/retries.py",
+        "src/quire_gateway/retries.py",
         "exchange.failures[model] < args.attempts and budget.take()",
         "exchange.failures[model] < args.attempts",
         ("tests/gateway/test_proxy.py::test_retries_stay_within_their_budget",),
@@ -76,7 +76,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "draining-replica-loses-its-requests",
         "requests are withdrawn from a replica that ends them before it stops",
-        "src/quire/gateway/health.py",
+        "src/quire_gateway/health.py",
         "is_lost=not failure.is_leaving",
         "is_lost=True",
         (RETRYING + "test_requests_stay_where_a_replica_drains",),
@@ -84,7 +84,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gateways-own-silence-moves-requests",
         "a backend counts as better though it has not answered since the silence began",
-        "src/quire/gateway/placing.py",
+        "src/quire_gateway/placing.py",
         "and (b.answered_s >= lost.missed_s or not lost.is_silent)",
         "and True",
         (RETRYING + "test_requests_stay_where_no_replica_is_better",),
@@ -92,7 +92,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "old-life-is-remembered",
         "a backend that has started again is not tried again",
-        "src/quire/gateway/fleet.py",
+        "src/quire_gateway/fleet.py",
         "        if ready:\n            self._begin_life(backend)\n",
         "",
         (RETRYING + "test_a_backend_in_a_new_life_may_be_tried_again",),
@@ -100,7 +100,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "death-while-loading-ends-the-server",
         "a replica that dies more than max_restarts times ends the server though another one serves",
-        "src/quire/cli/replicas.py",
+        "src/quire_gateway/cli/replicas.py",
         "if is_served or (self._has_served and self._children):",
         "if False:",
         (REPLICAS + "test_deaths_while_loading_are_not_the_end",),
@@ -108,7 +108,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "dead-replica-stays-in-the-fleet",
         "a replica whose process has ended gets requests until its heartbeats are missed",
-        "src/quire/cli/replicas.py",
+        "src/quire_gateway/cli/replicas.py",
         "                state.discovery.deregister(backend.name)\n",
         "",
         (REPLICAS + "test_a_dead_replica_gets_nothing_from_that_moment",),
@@ -116,7 +116,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "breaker-of-a-dead-process",
         "a replica that was started again is shut out for the failures of the process that died",
-        "src/quire/gateway/fleet.py",
+        "src/quire_gateway/fleet.py",
         "            if backend.has_died:\n                backend.breaker.close(now)\n",
         "",
         ("tests/gateway/test_health.py::test_the_failures_of_a_dead_process_are_not_its_heirs",),
@@ -124,7 +124,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "queue-opens-a-breaker",
         "a first token that waited behind others counts as late",
-        "src/quire/gateway/placing.py",
+        "src/quire_gateway/placing.py",
         "placed.is_late = placed.is_first and ",
         "placed.is_late = ",
         (RETRYING + "test_a_long_queue_opens_no_breaker",),
@@ -132,7 +132,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "prefix-lost-over-one-request",
         "one running request takes its prefix away from a replica",
-        "src/quire/gateway/routing.py",
+        "src/quire_gateway/routing.py",
         "_SLACK = 1  #",
         "_SLACK = 0  #",
         ("tests/gateway/test_routing.py::test_one_running_request_takes_no_prefix_away",),
@@ -140,7 +140,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "documents-of-other-servers",
         "what a server of another kind says of its requests is relayed as a description of the model",
-        "src/quire/gateway/descriptions.py",
+        "src/quire_gateway/descriptions.py",
         'backend.cards.get(model, {}).get("owned_by") == _OWNER',
         "True",
         (DESCRIPTIONS + "test_no_ready_replica_is_503_with_a_time",),
@@ -148,7 +148,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "documents-for-every-key",
         "a key reads of models that it may not use",
-        "src/quire/gateway/descriptions.py",
+        "src/quire_gateway/descriptions.py",
         "key is not None and not key.allows_model(model)",
         "False",
         (DESCRIPTIONS + "test_a_key_reads_of_its_own_models",),
@@ -164,7 +164,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "generate-not-salted",
         "tenants share cached prompts at TGI's path",
-        "src/quire/gateway/salts.py",
+        "src/quire_gateway/salts.py",
         '"/generate", "/generate_stream", ',
         "",
         (DESCRIPTIONS + "test_forms_of_other_servers_pass",),

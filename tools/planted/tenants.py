@@ -55,7 +55,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-tag-not-compared",
         "the gateway takes an id with any tag",
-        "src/quire/gateway/ownership.py",
+        "src/quire_gateway/ownership.py",
         "hmac.compare_digest(tag.encode(), self._tag(given, hint).encode())",
         "len(tag) == len(self._tag(given, hint))",
         _IDS,
@@ -63,7 +63,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-tag-without-tenant",
         "the tag of an id is the same for all tenants",
-        "src/quire/gateway/ownership.py",
+        "src/quire_gateway/ownership.py",
         r'f"{self.tenant}\0{given}"',
         'f"{given}"',
         _IDS,
@@ -71,7 +71,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-tag-by-process",
         "each gateway has a key of its own for the tags, so none takes an id of another or from before a restart",
-        "src/quire/gateway/ownership.py",
+        "src/quire_gateway/ownership.py",
         '_derived(table.secret, b"quire.ids.v1")',
         '_derived(str(id(table)).encode(), b"quire.ids.v1")',
         _IDS,
@@ -79,7 +79,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-untagged-id-taken",
         "with several tenants the gateway takes an id without a tag as it is",
-        "src/quire/gateway/ownership.py",
+        "src/quire_gateway/ownership.py",
         "return None if self.seals else shown",
         'return None if self.seals and "-" in shown else shown',
         _IDS,
@@ -87,7 +87,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-hint-unsigned",
         "the hint of a backend in an id can be changed",
-        "src/quire/gateway/ownership.py",
+        "src/quire_gateway/ownership.py",
         'of_hint = text + b"\\0" + hint.encode("utf-8", "surrogatepass")',
         "of_hint = text",
         (f"{_HOLDERS}::test_a_hint_tells_no_name_and_cannot_be_changed",),
@@ -95,7 +95,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "hint-not-followed",
         "after a restart a gateway asks all backends where a response is, and knows none that only a hint names",
-        "src/quire/gateway/holders.py",
+        "src/quire_gateway/holders.py",
         "if hint and owner.hint_of(b.name) == hint",
         "if False",
         (f"{_HOLDERS}::test_a_backend_that_shows_nothing_is_found_by_the_hint",),
@@ -103,7 +103,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "holder-is-a-preference",
         "a request whose response is at a backend that is down is sent to one that says it is lost",
-        "src/quire/gateway/fleet.py",
+        "src/quire_gateway/fleet.py",
         "            and only in (None, b.name)\n",
         "",
         (f"{_HOLDERS}::test_a_response_at_a_silent_backend_is_not_said_to_be_lost",),
@@ -111,7 +111,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-continue-unchecked",
         "the gateway lets a response of another tenant be continued",
-        "src/quire/gateway/sealed.py",
+        "src/quire_gateway/sealed.py",
         "        given = owner.open(previous)\n",
         '        given = owner.open(previous) or previous.rpartition("-")[0]\n',
         _IDS,
@@ -119,7 +119,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-reference-unchecked",
         "the gateway passes references to items of another tenant on",
-        "src/quire/gateway/sealed.py",
+        "src/quire_gateway/sealed.py",
         "        if given is None and _refers(item):\n",
         "        if False:\n",
         _IDS,
@@ -127,7 +127,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "filters-leave-ids",
         "ids of tokens without a text of their own pass the filters that removed what they are of",
-        "src/quire/gateway/filtering.py",
+        "src/quire_gateway/filtering.py",
         "(_is_empty(piece) and text.is_changed_at(start))",
         "False",
         ("tests/gateway/test_native_streams.py::test_ids_without_text_go_with_the_text_around_them",),
@@ -135,7 +135,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "filters-release-ids-early",
         "an id without a text leaves before the text that follows it is filtered",
-        "src/quire/gateway/filtering.py",
+        "src/quire_gateway/filtering.py",
         "(self.is_over or not is_empty)",
         "True",
         ("tests/gateway/test_native_streams.py::test_ids_without_text_go_with_the_text_around_them",),
@@ -143,7 +143,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-salt-without-tenant",
         "the salt of a request does not depend on its tenant",
-        "src/quire/gateway/salts.py",
+        "src/quire_gateway/salts.py",
         "{call.salt_group}",
         "",
         _SALTS,
@@ -151,7 +151,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-group-ignored",
         "the gateway gives the tenants of one cache group different salts",
-        "src/quire/gateway/salts.py",
+        "src/quire_gateway/salts.py",
         "{call.salt_group}",
         "{call.tenant}",
         _SALTS,
@@ -159,7 +159,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-salt-of-client-wins",
         "a client's cache_salt goes to the backend in place of its tenant's",
-        "src/quire/gateway/asked.py",
+        "src/quire_gateway/asked.py",
         "        if salt is not None:\n",
         '        if salt is not None and not self.body.get("cache_salt"):\n',
         _SALTS,
@@ -167,7 +167,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-index-unsalted",
         "the gateway's index of prefixes is one for all tenants",
-        "src/quire/gateway/placing.py",
+        "src/quire_gateway/placing.py",
         "root_of(model, salt if exchange.salt is None else exchange.salt)",
         "root_of(model, salt)",
         _SALTS,

@@ -1,6 +1,6 @@
 """Where the pieces of a request's text end among the blocks of its prompt, for a gateway that routes by cached blocks.
 
-A gateway does not tokenize. It cuts the text of a request into pieces (`quire.gateway.digest`) and learns here, from
+A gateway does not tokenize. It cuts the text of a request into pieces (`quire.text.digest`) and learns here, from
 the answer, the hash of the last whole block inside each piece:
 
     gateway's text   system ⸱ tools ⸱ role ⸱ content ⸱ …   cut every ``piece_bytes``
@@ -27,10 +27,10 @@ from quire.api.state import ApiState
 from quire.cache.events import SHORT_HASH_BYTES
 from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.config import CacheConfig
-from quire.gateway.digest import ROLE_END, texts_of
 from quire.http.account import has_gateway_key
 from quire.http.body import header
 from quire.http.cache_messages import BLOCKS_HEADER, PIECES_HEADER
+from quire.text.digest import ROLE_END, texts_of
 from quire.text.tokenizer import Tokenizer
 
 MAX_PIECES = 512  # beyond them a prompt's pieces are not told: the header stays below 11 KiB

@@ -31,9 +31,9 @@ from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.private import private_folder
 from quire.request import Adapter
+from quire.slo import Slo
 from quire.text.output.formats import FORMATS, OutputFormat
 from quire.text.output.generic import format_of
-from quire.workload.slo import Slo
 
 PLACEHOLDERS = ("tgi", "dummy")  # sent by huggingface_hub for whatever model is at an address
 _STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too

@@ -24,6 +24,7 @@ from quire.cli.flags import (
     pick,
     with_model,
 )
+from quire.cli.table import from_table
 from quire.errors import QuireError
 
 app = typer.Typer(
@@ -79,8 +80,7 @@ def serve(
     """Serve a model over an OpenAI-compatible HTTP API."""
     models = models or [settings.get("model", EngineArgs().model)]
     if len(models) > 1 or any(name in settings for name in ON_DEMAND):
-        from quire.cli.serve_models import serve_models
-
+        serve_models = from_table("serve MODEL MODEL")
         raise typer.Exit(serve_models(settings, models, pick(ServerArgs, settings)))
     from quire.cli.serve import serve
 
@@ -126,11 +126,9 @@ def gateway(
     log_format: Annotated[str, typer.Option("--log-format", help="human or json.")] = "human",
 ) -> None:
     """One address in front of many servers: routing, retries, limits."""
-    from quire.cli.gateway import gateway
-
     names = None if allowed_hosts is None else parts_of(allowed_hosts)
     flags = {"host": host, "port": port, "allowed_hosts": names}
-    raise typer.Exit(gateway(config, flags, hooks or [], log_level, log_format))
+    raise typer.Exit(from_table("gateway")(config, flags, hooks or [], log_level, log_format))
 
 
 @app.command()
@@ -147,18 +145,14 @@ def cockpit(
     allowed_hosts: AllowedHosts = None,
 ) -> None:
     """Show a page of it: chat, live view, plans and lessons."""
-    from quire.cli.cockpit import cockpit
-
-    raise typer.Exit(cockpit(url, host, port, admin_url, allowed_hosts))
+    raise typer.Exit(from_table("cockpit")(url, host, port, admin_url, allowed_hosts))
 
 
 @app.command(cls=SettingsCommand)
 @command_with(AutoscaleArgs)
 def autoscale(*, settings: dict[str, Any]) -> None:
     """Start and end replicas behind a gateway as the load needs them."""
-    from quire.cli.autoscale import autoscale
-
-    raise typer.Exit(autoscale(pick(AutoscaleArgs, settings)))
+    raise typer.Exit(from_table("autoscale")(pick(AutoscaleArgs, settings)))
 
 
 @app.command(cls=SettingsCommand)
@@ -216,9 +210,7 @@ def plan(
 
     It ends with the line to run.
     """
-    from quire.cli.plan import plan
-
-    raise typer.Exit(plan(pick(PlanArgs, with_model(model, settings))))
+    raise typer.Exit(from_table("plan")(pick(PlanArgs, with_model(model, settings))))
 
 
 @app.command()
@@ -286,9 +278,7 @@ def doctor(
 
         raise typer.Exit(check_model(check))
     if server is not None:
-        from quire.cli.doctor_server import server as of_server
-
-        of_server(server, api_key)
+        from_table("doctor --server")(server, api_key)
         return
     if tensor_parallel_size * pipeline_parallel_size > 1:
         from quire.cli.doctor import ranks
@@ -337,9 +327,7 @@ def diagnose(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what limits it under load, and what to change."""
-    from quire.cli.diagnose import run
-
-    raise typer.Exit(run(url, seconds, api_key, admin_url, admin_key, as_json=json))
+    raise typer.Exit(from_table("diagnose")(url, seconds, api_key, admin_url, admin_key, as_json=json))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -351,9 +339,7 @@ def learn(
     json: Annotated[bool, typer.Option("--json", help="Print the picture as one JSON object.")] = False,
 ) -> None:
     """Lessons on how serving works, each with its --control VALUE."""
-    from quire.cli.learn import learn
-
-    raise typer.Exit(learn(name, context.args, as_json=json))
+    raise typer.Exit(from_table("learn")(name, context.args, as_json=json))
 
 
 @app.command()

@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from quire.cli.foreign import foreign_flags
+from quire.cli.table import from_table
 
 # Panel of ``quire --help`` → its commands, those that most people need first.
 PANELS = {
@@ -23,14 +23,8 @@ PANELS = {
     "Many servers": ("gateway", "autoscale", "keys", "ledger"),
     "This program": ("version",),
 }
-# Command or group → its module and the name of its Typer app there. They are imported when they are typed or listed.
-LATE = {
-    "bench": ("quire.cli.measure", "bench_app"),
-    "profile": ("quire.cli.measure", "profile_app"),
-    "simulate": ("quire.cli.measure", "simulate_app"),
-    "keys": ("quire.cli.keys", "keys_app"),
-    "ledger": ("quire.cli.ledger", "ledger_app"),
-}
+# Groups of commands, which are imported when they are typed or listed.
+LATE = ("bench", "profile", "simulate", "keys", "ledger")
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 MODEL_ARGUMENTS = ("model", "models")
 
@@ -91,8 +85,7 @@ class SettingsCommand(TyperCommand):
 
 @cache
 def _late(name: str) -> Any:
-    module, attribute = LATE[name]
-    command = typer.main.get_command(getattr(import_module(module), attribute))
+    command: Any = typer.main.get_command(from_table(name))
     command.name = name
     return command
 

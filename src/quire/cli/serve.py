@@ -17,6 +17,7 @@ from setproctitle import setproctitle
 from quire import __version__
 from quire.args import EngineArgs, ServerArgs, executor_of, parts_of
 from quire.cli.flags import pick
+from quire.cli.table import from_table
 from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
 from quire.errors import ConfigError
 from quire.http.listen import LEAST_FILES, raise_file_limit, resolved
@@ -40,9 +41,7 @@ def serve(settings: dict[str, Any]) -> int:
     engine_args, server_args = pick(EngineArgs, settings), pick(ServerArgs, settings)
     num_replicas = server_args.data_parallel_size or server_args.replicas
     if num_replicas > 1:
-        from quire.cli.replicas import serve_replicas
-
-        return serve_replicas(settings, server_args, num_replicas)
+        return int(from_table("serve --replicas")(settings, server_args, num_replicas))
     most = engine_args.max_num_seqs + engine_args.max_queue  # requests
     few = raise_file_limit(most * (1 if server_args.journal is None else 2) + LEAST_FILES)
     if few is not None:
@@ -108,7 +107,7 @@ def _serve(
     begin: float,
     takeover: Takeover | None,
 ) -> int:
-    from quire.cli.serve_recorder import compare_to, supervised, with_recorder
+    from quire.cli.serve_recorder import supervised, with_recorder
     from quire.device import slow_kernels
     from quire.engine.assemble import load_text
     from quire.engine.process import ProcessClient
@@ -124,7 +123,7 @@ def _serve(
         config = replace(config, cache=replace(config.cache, has_events=True))
     first = ProcessClient(config, **child, process=process)
     if server_args.compare_to is not None:
-        return compare_to(first, config, server_args, server_args.compare_to)
+        return int(from_table("serve --compare-to")(first, config, server_args, server_args.compare_to))
 
     # The child loads the model from here on; this process reads the tokenizer and imports the web server.
     from quire.api.app import create_app
@@ -272,8 +271,7 @@ def page_of(args: ServerArgs, app: Any, sock: socket.socket, admin: Any) -> Any:
     """Return what runs the page of ``--cockpit`` while it is entered."""
     if not args.cockpit:
         return nullcontext()
-    from quire.cli.cockpit import start_page
-
+    start_page = from_table("serve --cockpit")
     return closing(start_page(app, sock, admin, secure=args.tls_cert is not None))
 
 

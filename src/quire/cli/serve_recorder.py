@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from quire.args import EngineArgs, ServerArgs
-from quire.bench.compare import compare, report
 from quire.clock import WallClock
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
@@ -57,15 +56,3 @@ def supervised(
     if args.record_requests is None:
         return supervisor
     return RequestLog(supervisor, Path(args.record_requests), about(config), clock)
-
-
-def compare_to(client: ProcessClient, config: EngineConfig, args: ServerArgs, path: str) -> int:
-    """Run the requests of ``path`` instead of serving; return 1 where tokens or latencies drift."""
-    try:
-        client.wait_ready()
-        said, found = compare(client, Path(path), WallClock())
-    finally:
-        client.close()
-    text, drifts = report(said, about(config), found, args.compare_latency)
-    print(text)
-    return 1 if drifts else 0

@@ -10,16 +10,16 @@ from pathlib import Path
 from quire.api.state import TtftForecast
 from quire.args import ServerArgs
 from quire.config import EngineConfig, SloConfig
+from quire.cost.cost_model import CostModel
+from quire.cost.efficiency import cpu_efficiency
+from quire.cost.hardware import this_machine
+from quire.cost.kept_profiles import kept, machine_of, settings_of
+from quire.cost.profile import load_profile
+from quire.cost.roofline import Roofline, sampled, work_of
 from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.plan.cost_model import CostModel
-from quire.plan.efficiency import cpu_efficiency
-from quire.plan.hardware import this_machine
-from quire.plan.kept_profiles import kept, machine_of, settings_of
-from quire.plan.profile import load_profile
-from quire.plan.roofline import Roofline, sampled, work_of
-from quire.workload.slo import Slo
+from quire.slo import Slo
 
 log = Log("server")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.args import EngineArgs, make_args
 from quire.config import MAX_DRAFTS, DeviceInfo, EngineConfig
+from quire.cost.speculation import DraftCheckpoint, HeadCheckpoint
 from quire.engine.adapters import AdapterRegistry, read_adapters
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
@@ -22,7 +23,6 @@ from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
 from quire.models.head_checkpoint import holds_heads, mtp_spec, open_heads
 from quire.models.hub import locate
 from quire.models.safetensors_file import reading
-from quire.plan.speculation import DraftCheckpoint, HeadCheckpoint
 from quire.resolve import resolve
 from quire.text.chat_template import ChatTemplate
 from quire.text.folder_config import read_text

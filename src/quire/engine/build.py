@@ -19,14 +19,14 @@ from pathlib import Path
 from quire.cache.events import EventBuffer
 from quire.clock import Clock
 from quire.config import Determinism, EngineConfig
+from quire.cost.cost_model import CostModel
+from quire.cost.speculation import draft_bytes
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.executor.base import Executor, RankLoaded
 from quire.executor.profile_control import Profiles
 from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.metrics.engine_stats import RankStats
-from quire.plan.cost_model import CostModel
-from quire.plan.speculation import draft_bytes
 from quire.scheduler.budget import stage_rows
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.slo import SloController

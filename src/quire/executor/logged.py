@@ -4,7 +4,7 @@
 
 ``at_s`` counts from the start of the engine; ``after_s`` is how long nothing was out before the step. With speculation,
 ``drafts`` has what was verified and proposed: the seconds of proposing, which are not in ``seconds``.
-`quire.plan.profile` reads it.
+`quire.cost.profile` reads it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from quire.clock import Clock
+from quire.cost.cost_model import features
+from quire.cost.draft_cost import DraftLedger
 from quire.errors import ConfigError
 from quire.executor.base import Executor
-from quire.plan.cost_model import features
-from quire.plan.draft_cost import DraftLedger
 from quire.step import StepPlan, StepResult
 
 _log = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ import torch
 
 from quire.clock import Clock
 from quire.config import EngineConfig
+from quire.cost.cost_model import StepFeatures, features
+from quire.cost.hardware import this_machine
 from quire.errors import ConfigError
 from quire.executor.local import LocalExecutor
-from quire.plan.cost_model import StepFeatures, features
-from quire.plan.hardware import this_machine
 from quire.step import StepPlan, StepResult
 
 MAX_STEPS = 1000

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from quire.clock import Clock
-from quire.plan.cost_model import StepFeatures, chunk_pairs
+from quire.cost.cost_model import StepFeatures, chunk_pairs
 from quire.request import Sampling
 from quire.step import NewSeq, SeqResult, StepPlan, StepResult
 

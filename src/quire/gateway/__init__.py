@@ -1,1 +1,1 @@
-"""In front of the replicas: which replica serves a request. Pure routing policies, without I/O."""
+"""The old name of `quire_gateway`, kept for imports of users."""

@@ -1,4 +1,4 @@
-"""The messages of ``GET /gateway/cache``, which `quire.api.cache_feed` writes and `quire.gateway.reports` reads."""
+"""The messages of ``GET /gateway/cache``, which `quire.api.cache_feed` writes and `quire_gateway.reports` reads."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.cost.presets import preset_of, preset_spec
 from quire.errors import ModelLoadError
 from quire.families import quantization_of, spec_from_config, weight_map
 from quire.families.gguf_types import BLOCK_TYPES
@@ -20,7 +21,6 @@ from quire.models.hub import INSTEAD, QUILL_NAMES, config_of, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
 from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats, unused
 from quire.modelspec import ModelSpec
-from quire.plan.presets import preset_of, preset_spec
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weight_format import WeightFormat

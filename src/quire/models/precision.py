@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quire.cost.presets import preset_of, published_format
 from quire.errors import ModelLoadError
 from quire.families import quantization_of
 from quire.models.checkpoint import describe, read_json
 from quire.models.hub import QUILL_NAMES, config_of, locate
 from quire.modelspec import ModelSpec
-from quire.plan.presets import preset_of, published_format
 
 # A GGUF file has several types: the most bits per weight of a file, and the planner's format of about that size.
 _GGUF = ((6.0, "int4"), (10.0, "int8"))
 
 
 def precision_of(model: str, spec: ModelSpec) -> str:
-    """Return one of `quire.plan.split.PRECISIONS` for ``model``, as `quire.models.checkpoint.spec_of` takes it."""
+    """Return one of `quire.cost.split.PRECISIONS` for ``model``, as `quire.models.checkpoint.spec_of` takes it."""
     path, plain = Path(model).expanduser(), "fp32" if spec.dtype == "float32" else "bf16"
     if not path.exists() and preset_of(model) is not None:
         return published_format(model) or plain

@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 import torch
 
 from quire.config import EngineConfig
+from quire.cost.split import GRAPH_BYTES, RUNTIME_BYTES, Split, row_bytes
 from quire.errors import ConfigError, StepError
 from quire.kernels.kv_blocks import KvView, can_tile, clear_blocks, copy_blocks, view_layer
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
 from quire.kernels.threads import BetweenSteps
 from quire.modelspec import DTYPE_BYTES, KvLayout, ModelSpec
 from quire.parallel.stripe import Stripe
-from quire.plan.split import GRAPH_BYTES, RUNTIME_BYTES, Split, row_bytes
 from quire.request import Sampling
 from quire.step import NewSeq, SeqPlan, StepPlan, StepResult
 

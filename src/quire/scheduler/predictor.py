@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.config import SchedulerConfig
+from quire.cost.cost_model import StepFeatures, StepTime, features
 from quire.metrics.engine_stats import TtftStats
-from quire.plan.cost_model import StepFeatures, StepTime, features
 from quire.step import SeqPlan, StepPlan
 
 _KEPT = 0.95  # share of the decaying sums that stays at each step

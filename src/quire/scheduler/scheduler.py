@@ -18,8 +18,8 @@ from typing import NamedTuple
 from quire.cache.events import EventBuffer
 from quire.cache.manager import CacheManager, reclaim
 from quire.config import CacheConfig, SchedulerConfig
+from quire.cost.cost_model import StepTime
 from quire.metrics.engine_stats import EngineStats
-from quire.plan.cost_model import StepTime
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.admission import add_request, give_places

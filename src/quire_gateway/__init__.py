@@ -1,0 +1,1 @@
+"""One address before many servers: tenants and their limits, routing, retries, books, scaling."""

@@ -1,0 +1,167 @@
+"""The model `auto`: each request gets the model of the first rule that holds.
+
+    [auto]
+    default = "large"                     # where no rule holds
+    judge = "my_judge:difficulty"         # (body) → 0…1, for rules that ask for it
+    [[auto.rules]]
+    model = "small"
+    max_prompt_tokens = 500
+    max_difficulty = 0.4
+    [[auto.rules]]
+    model = "small"
+    max_budget_left = 0.1                 # a tenth of the day's or the month's
+
+The model chosen is named in ``x-quire-model``. A rule whose model the key may not use does not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.args import make_args
+from quire.errors import ConfigError
+from quire.http.keys import ApiKey
+from quire.metrics.log import Log
+from quire_gateway.asked import Asked
+
+log = Log("gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class AutoArgs:
+    """``[auto]``"""
+
+    name: str = "auto"
+    default: str = ""
+    judge: str | None = None
+    judge_timeout_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class RuleArgs:
+    """One of ``[[auto.rules]]``: all conditions that are given must hold."""
+
+    model: str = ""
+    tenants: tuple[str, ...] = ()
+    min_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = None
+    max_budget_left: float | None = None
+    min_difficulty: float | None = None
+    max_difficulty: float | None = None
+
+    @property
+    def asks_judge(self) -> bool:
+        return self.min_difficulty is not None or self.max_difficulty is not None
+
+
+@dataclass(frozen=True, slots=True)
+class AutoConfig:
+    """The table and its rules, in order."""
+
+    args: AutoArgs
+    rules: tuple[RuleArgs, ...]
+
+
+def auto_of(table: Mapping[str, Any], origin: str) -> AutoConfig | None:
+    """Return the configuration of ``[auto]``; None without the table.
+
+    Raises:
+        ConfigError: names the key that is wrong.
+    """
+    if not table:
+        return None
+    rules, own = table.get("rules", []), {key: value for key, value in table.items() if key != "rules"}
+    args = make_args(AutoArgs, own, origin=f"{origin}: [auto]")
+    if not isinstance(rules, list) or not all(isinstance(each, dict) for each in rules):
+        raise ConfigError(f"{origin}: auto.rules = {rules!r} must be tables ([[auto.rules]])")
+    found = []
+    for index, values in enumerate(rules):
+        where = f"{origin}: auto.rules[{index}]"
+        rule = make_args(RuleArgs, values, origin=where)
+        if not rule.model or rule.model == args.name:
+            raise ConfigError(f"{where}: model = {rule.model!r} must be the name of another model")
+        if rule.asks_judge and args.judge is None:
+            raise ConfigError(f"{where}: a difficulty needs [auto] judge = 'module:function'")
+        found.append(rule)
+    if not args.default or args.default == args.name:
+        raise ConfigError(f"{origin}: [auto]: default = {args.default!r} must be the name of another model")
+    return AutoConfig(args, tuple(found))
+
+
+class AutoModel:
+    """Chooses among models. ``budget_left``: the smallest share that (key, tenant) has left of a budget."""
+
+    def __init__(
+        self,
+        config: AutoConfig,
+        num_tokens: Callable[[Asked, str], int],
+        budget_left: Callable[[str, str], Awaitable[float]],
+    ) -> None:
+        self.name = config.args.name
+        self.counts: Counter[tuple[str]] = Counter()  # (model,)
+        self._config = config
+        self._num_tokens = num_tokens
+        self._budget_left = budget_left
+        self._judge = _load(config.args.judge) if config.args.judge is not None else None
+
+    async def choose(self, asked: Asked, key: ApiKey | None) -> str:
+        """Return the name of the model for a request."""
+        difficulty = None
+        if any(rule.asks_judge for rule in self._config.rules):
+            difficulty = await self._difficulty(asked)
+        chosen = self._config.args.default
+        for rule in self._config.rules:
+            if await self._holds(rule, asked, key, difficulty):
+                chosen = rule.model
+                break
+        self.counts[(chosen,)] += 1
+        return chosen
+
+    async def _holds(
+        self, rule: RuleArgs, asked: Asked, key: ApiKey | None, difficulty: float | None
+    ) -> bool:
+        tenant, name = (key.tenant, key.name) if key is not None else ("", "")
+        if key is not None and not key.allows_model(rule.model):
+            return False
+        if rule.tenants and tenant not in rule.tenants:
+            return False
+        if not _within(self._num_tokens(asked, rule.model), rule.min_prompt_tokens, rule.max_prompt_tokens):
+            return False
+        if rule.asks_judge and (
+            difficulty is None or not _within(difficulty, rule.min_difficulty, rule.max_difficulty)
+        ):
+            return False
+        return rule.max_budget_left is None or await self._budget_left(name, tenant) <= rule.max_budget_left
+
+    async def _difficulty(self, asked: Asked) -> float | None:
+        """Return what the judge says; None if it fails: the rules that ask for it then do not hold."""
+        assert self._judge is not None
+        try:
+            async with asyncio.timeout(self._config.args.judge_timeout_s):
+                if inspect.iscoroutinefunction(self._judge):
+                    return float(await self._judge(asked.body))
+                return float(await asyncio.to_thread(self._judge, asked.body))
+        except Exception as error:  # of the judge's own code
+            log.warning("judge_failed", error=f"{type(error).__name__}: {error}"[:300])
+            return None
+
+
+def _within(value: float, low: float | None, high: float | None) -> bool:
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def _load(path: str) -> Callable[[Any], Any]:
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name) if module and name else None
+    except Exception as error:  # of the module's own code
+        raise ConfigError(f"[auto]: judge = {path!r} cannot be loaded: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"[auto]: judge = {path!r} must be module:function")
+    return found  # type: ignore[no-any-return]

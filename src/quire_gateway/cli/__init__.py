@@ -1,0 +1,1 @@
+"""The commands of `quire` that run a gateway; `quire.cli.table` names them."""

@@ -1,0 +1,146 @@
+"""`Hedging`: a request whose answer is late is asked of a second backend too; the first answer wins.
+
+That is the first token of a stream, and the head of any other answer, which backends send once the answer is whole. An
+attempt that is refused, or fails, does not win while the other one is running. The one that lost is cancelled, which
+ends its work. Both have the same id and seed, so that replicas of Quire answer alike. The ledger has one row, of the
+attempt that won; what the other one used is counted as waste.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import ClientResponse
+
+from quire_gateway.config import HedgeArgs
+from quire_gateway.frames import has_event, is_stream
+from quire_gateway.headers import to_client
+from quire_gateway.placing import Placed
+from quire_gateway.retries import RetryBudget
+from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, failures
+
+_RESERVE = 10  # hedges that may be made in a burst
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An answer that has begun. ``first``: the first bytes of its stream."""
+
+    placed: Placed
+    response: ClientResponse
+    first: bytes = b""
+
+
+Send = Callable[[Placed], Awaitable[ClientResponse]]
+Over = Callable[
+    [Placed, BackendFailed | None], None
+]  # an attempt has ended without a winner: failed, or cancelled
+
+
+class Hedging:
+    """Which requests are hedged, and what came of them."""
+
+    def __init__(self, args: HedgeArgs) -> None:
+        self._args = args
+        self._budget = RetryBudget(args.budget, _RESERVE)
+        self.counts: Counter[tuple[str, str]] = (
+            Counter()
+        )  # (backend, won | lost), of requests with two attempts
+        self.waste: Counter[tuple[str]] = (
+            Counter()
+        )  # (backend,): prompt tokens of attempts that lost, as estimated
+
+    def after_s(self, streams: bool, num_prompt_tokens: int) -> float | None:
+        """Return the seconds after which a request may have a second attempt; None: never."""
+        self._budget.earn()
+        if num_prompt_tokens > self._args.max_prompt_tokens:
+            return None
+        return self._args.after_s if streams else self._args.whole_after_s
+
+    async def open(
+        self,
+        first: Placed,
+        send: Send,
+        another: Callable[[], Placed | None],
+        over: Over,
+        num_prompt_tokens: int,
+        after_s: float,
+    ) -> Opened:
+        """Send a request, and send it again to ``another`` backend if no answer comes within ``after_s``.
+
+        Raises:
+            BackendFailed: no attempt succeeded; the error is that of the first one, for which ``over`` is not called.
+        """
+        tasks = {asyncio.create_task(_open(send, first)): first}
+        num_sent, errors = 1, dict[Placed, BackendFailed]()
+        won: Opened | None = None
+        try:
+            await asyncio.wait(tasks, timeout=after_s)
+            if not next(iter(tasks)).done() and self._budget.take() and (second := another()) is not None:
+                tasks[asyncio.create_task(_open(send, second))] = second
+                num_sent = 2
+            while tasks and won is None:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done if won is None else ():
+                    placed = tasks.pop(task)
+                    try:
+                        opened = task.result()
+                        if opened.response.status not in RETRIED_STATUS or not tasks:
+                            won = opened
+                            break
+                        errors[placed] = _refused(opened)
+                    except BackendFailed as error:
+                        errors[placed] = error
+        finally:
+            await _cancelled(tasks)
+            for placed in tasks.values():
+                self.waste[(placed.backend.name,)] += num_prompt_tokens if won is not None else 0
+                if placed is not first or won is not None:
+                    over(placed, None)
+        for placed, failure in errors.items():
+            if placed is not first or won is not None:
+                over(placed, failure)
+        if won is None:
+            raise errors[first]
+        if num_sent == 2:
+            for placed in (*tasks.values(), *errors):
+                self.counts[placed.backend.name, "lost"] += 1
+            self.counts[won.placed.backend.name, "won"] += 1
+        return won
+
+
+def _refused(opened: Opened) -> BackendFailed:
+    """Close the answer of an attempt that another one may still better."""
+    opened.response.close()
+    status = opened.response.status
+    kept = [pair for pair in to_client(opened.response.raw_headers) if pair[0] == b"retry-after"]
+    return BackendFailed("status", f"The backend answered {status}.", Whole(status, kept, b""))
+
+
+async def _open(send: Send, placed: Placed) -> Opened:
+    """Send a request and wait for the first bytes of its stream. Another answer is left unread."""
+    response = await send(placed)
+    try:
+        if response.status == 200 and is_stream(response.headers.get("content-type", "")):
+            first = b""
+            with failures():
+                while not has_event(first) and (piece := await response.content.readany()):
+                    first += piece  # comments are no token
+            return Opened(placed, response, first)
+        return Opened(placed, response)
+    except BaseException:
+        response.close()
+        raise
+
+
+async def _cancelled(tasks: dict[asyncio.Task[Opened], Placed]) -> None:
+    """End attempts, also those that have just succeeded."""
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is None:
+            task.result().response.close()

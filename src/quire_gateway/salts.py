@@ -1,0 +1,77 @@
+"""`Salts`: what keeps the tenants of a gateway apart in the prefix caches of its backends, and in its own index.
+
+A backend shares cached blocks between requests of one ``cache_salt``. The gateway sets it to a keyed hash of the
+tenant's cache group and of the salt that the client sent, so no client can choose the salt of another group, and the
+digests by which it places requests (`quire.text.digest`) begin with the same one. The key is derived from the secret
+in the key file: gateways that share the file share cached blocks. With one group of tenants nothing is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from hashlib import blake2b
+
+from quire.http.call import Call
+from quire.http.wire import not_allowed
+from quire.metrics.log import Log
+from quire_gateway.asked import Asked
+from quire_gateway.config import BackendArgs
+from quire_gateway.fleet import Backend
+from quire_gateway.ownership import Tenancy
+
+# Paths whose prompts a backend caches.
+SALTED_PATHS = frozenset(
+    (
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score",
+        "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify", "/completion", "/infill",
+        "/generate", "/generate_stream", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings",
+    )
+)  # fmt: skip
+_TAKE_SALTS = ("quire", "vllm", "sglang")  # as the servers name themselves in the cards of their models
+_SALT_BYTES = 16
+log = Log("gateway")
+
+
+class Salts:
+    """The salts of one gateway."""
+
+    def __init__(self, tenancy: Tenancy) -> None:
+        self._tenancy = tenancy
+        self._named: set[str] = set()  # backends that take none, once the log has them
+
+    @property
+    def are_used(self) -> bool:
+        """Whether there are tenants to keep apart."""
+        return self._tenancy.has_groups
+
+    def of(self, asked: Asked, call: Call) -> str | None:
+        """Return the salt of a request; None: the client's own, if any, counts.
+
+        Raises:
+            RequestError: the client's is not a text.
+        """
+        if asked.path not in SALTED_PATHS or not self.are_used:
+            return None
+        given = asked.body.get("cache_salt")
+        if given is not None and not isinstance(given, str):
+            raise not_allowed("cache_salt", given, "a string", "invalid_type")
+        text = f"{call.salt_group}\n{given or ''}".encode("utf-8", "surrogatepass")
+        return blake2b(text, key=self._tenancy.salt_key, digest_size=_SALT_BYTES).hexdigest()
+
+    def listed(self, backend: Backend, owners: Collection[str]) -> None:
+        """A backend was polled. ``owners``: what the cards of its models say of the server."""
+        backend.takes_salt = takes_salt(backend.args, bool(backend.fingerprints), owners)
+        if not backend.takes_salt and self.are_used and backend.name not in self._named:
+            self._named.add(backend.name)
+            log.warning(
+                "tenants_share_cache",
+                backend=backend.name,
+                why="it is not known to take a cache_salt: its prefix cache is shared by all tenants (takes_salt)",
+            )
+
+
+def takes_salt(args: BackendArgs, is_quire: bool, owners: Collection[str]) -> bool:
+    """Return whether a backend reads ``cache_salt``: as configured, else by the server that it says it is."""
+    if args.takes_salt is not None:
+        return args.takes_salt
+    return is_quire or any(owner.lower() in _TAKE_SALTS for owner in owners)

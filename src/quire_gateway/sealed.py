@@ -1,0 +1,188 @@
+"""Ids of stored responses and of their items in requests and answers: opened on the way in, sealed on the way out.
+
+Only the fields that hold such ids are read and written anew; everything else keeps its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from quire.errors import NotFoundError, RequestError, clip
+from quire_gateway.asked import Asked
+from quire_gateway.ownership import Owner
+
+RESPONSES = "/v1/responses"
+NAMING_PATHS = (RESPONSES, f"{RESPONSES}/input_tokens")  # whose requests name stored responses
+# Of a response, of an event of its stream, of a list of items, and of what a deletion answers.
+_IDS = ("id", "item_id", "response_id", "previous_response_id", "first_id", "last_id")
+_OBJECTS = ("response", "item")
+_LISTS = ("output", "data")
+_REFERENCE = {"type", "id"}  # the fields of an item that refers to another one
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_encode = msgspec.json.Encoder().encode
+_MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
+
+
+def not_stored(response_id: str) -> NotFoundError:
+    """Return the answer to an id that does not exist, or is another tenant's."""
+    return NotFoundError(
+        f"The response {clip(response_id)} is not stored here.",
+        param="response_id",
+        code="response_not_found",
+    )
+
+
+def opened_request(asked: Asked, owner: Owner) -> Asked:
+    """Return the request with the ids that the backend knows.
+
+    Raises:
+        RequestError: an id is not of the tenant, or the request goes on with something that has no owner here.
+    """
+    if asked.path not in NAMING_PATHS or not owner.key:
+        return asked
+    changed: dict[str, Any] = {}
+    hint = ""
+    if owner.seals and asked.body.get("conversation") is not None:
+        raise RequestError(
+            "conversation is not supported by a gateway with several tenants: it cannot tell whose it is. Send "
+            "previous_response_id, or the whole conversation as input.",
+            param="conversation",
+            code="unsupported_parameter",
+        )
+    if isinstance(previous := asked.body.get("previous_response_id"), str):
+        given = owner.open(previous)
+        if given is None:
+            raise RequestError(
+                f"previous_response_id = {clip(previous)} is not stored here: it was not stored, or was deleted. Send "
+                "the whole conversation as input.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        if given != previous:
+            changed["previous_response_id"] = given
+            hint = owner.hint_in(previous)
+    opened = _opened_items(asked.body.get("input"), owner)
+    if opened:
+        items = asked.body["input"]
+        changed["input"] = [opened.get(i, item) for i, item in enumerate(items)]
+        hint = hint or next((owner.hint_in(items[i]["id"]) for i in opened if _refers(items[i])), "")
+    if not changed:
+        return asked
+    fields = _fields(asked.raw)
+    if "previous_response_id" in changed:
+        fields["previous_response_id"] = msgspec.Raw(_encode(changed["previous_response_id"]))
+    if opened:
+        raw_items = _items(fields["input"])
+        for i, item in opened.items():
+            raw_items[i] = msgspec.Raw(_encode(_fields(raw_items[i]) | {"id": item["id"]}))
+        fields["input"] = msgspec.Raw(_encode(raw_items))
+    return replace(asked, raw=_encode(fields), body={**asked.body, **changed}, hint=hint)
+
+
+def _opened_items(items: Any, owner: Owner) -> dict[int, dict[str, Any]]:
+    """Return the items whose ids were sealed, by their places.
+
+    Raises:
+        RequestError: an item refers to another one that is not of the tenant.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for i, item in enumerate(items if isinstance(items, list) else ()):
+        if not isinstance(item, dict) or not isinstance(shown := item.get("id"), str):
+            continue
+        given = owner.open(shown)
+        if given is None and _refers(item):
+            raise RequestError(
+                f"input[{i}].id = {clip(shown)} is not an item of a response stored here: send the item itself.",
+                param=f"input[{i}]",
+            )
+        if given not in (None, shown):
+            found[i] = {**item, "id": given}
+    return found
+
+
+def _refers(item: dict[str, Any]) -> bool:
+    """Whether an item of a request stands for one that is stored."""
+    return item.get("type") == "item_reference" or item.keys() <= _REFERENCE
+
+
+class Sealing:
+    """Seals the ids in the answer to one request."""
+
+    def __init__(self, owner: Owner, shown: dict[str, str] | None = None, hint: str = "") -> None:
+        """``shown``: the ids that the request named, by the backend's; ``hint``: of the backend that answers."""
+        self._owner = owner
+        self._shown = shown or {}
+        self._hint = hint
+
+    def answered_by(self, backend: str) -> None:
+        """The answer begins. One that another backend continues keeps its ids."""
+        self._hint = self._owner.hint_of(backend)
+
+    def _seal(self, given: str) -> str:
+        return self._shown.get(given) or self._owner.seal(given, self._hint)
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        """Return the body of an answer as the client sees it; in an error the ids are a part of its text."""
+        if status == 200:
+            return _sealed(body, self._seal)
+        for given, shown in self._shown.items():
+            body = body.replace(given.encode(), shown.encode())
+        return body
+
+    def frames(self, frames: bytes) -> bytes:
+        """Return whole server-sent events as the client sees them."""
+        if b'id"' not in frames:
+            return frames
+        lines = frames.split(b"\n")
+        for i, line in enumerate(lines):
+            if line.startswith(b"data:") and b'id"' in line:
+                start = 6 if line.startswith(b"data: ") else 5
+                lines[i] = line[:start] + _sealed(line[start:], self._seal)
+        return b"\n".join(lines)
+
+
+def sealing_of(owner: Owner, asked: Asked, before: Asked) -> Sealing | None:
+    """Return what seals the answer to a request, which was ``before`` until it was opened; None: nothing is sealed."""
+    if asked.path not in NAMING_PATHS or not owner.seals:
+        return None
+    given, shown = asked.body.get("previous_response_id"), before.body.get("previous_response_id")
+    is_named = isinstance(given, str) and isinstance(shown, str) and bool(given)
+    return Sealing(owner, {given: shown} if is_named else None)  # type: ignore[dict-item]
+
+
+def _sealed(raw: bytes, seal: Callable[[str], str]) -> bytes:
+    """Return a JSON object with sealed ids; anything else as it is: an id without a tag grants nothing."""
+    try:
+        fields = _fields(raw)
+        return _encode(fields) if _seal_fields(fields, seal) else raw
+    except _MALFORMED:
+        return raw
+
+
+def _seal_fields(fields: dict[str, msgspec.Raw], seal: Callable[[str], str]) -> bool:
+    """Seal the ids of an object and of those in it; return whether it has any."""
+    has_any = False
+    for name in _IDS:
+        if bytes(value := fields.get(name, msgspec.Raw()))[:1] == b'"':
+            fields[name] = msgspec.Raw(_encode(seal(msgspec.json.decode(value))))
+            has_any = True
+    for name in _OBJECTS:
+        if bytes(value := fields.get(name, msgspec.Raw()))[:1] == b"{":
+            inner = _fields(value)
+            if _seal_fields(inner, seal):
+                fields[name] = msgspec.Raw(_encode(inner))
+                has_any = True
+    for name in _LISTS:
+        if bytes(value := fields.get(name, msgspec.Raw()))[:1] == b"[":
+            items = _items(value)
+            for i, item in enumerate(items):
+                if bytes(item)[:1] == b"{" and _seal_fields(inner := _fields(item), seal):
+                    items[i] = msgspec.Raw(_encode(inner))
+                    has_any = True
+            fields[name] = msgspec.Raw(_encode(items))
+    return has_any

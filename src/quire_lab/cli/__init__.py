@@ -1,0 +1,1 @@
+"""The commands of `quire` that plan, simulate, measure, teach and show; `quire.cli.table` names them."""

@@ -1,0 +1,63 @@
+"""A draft model beside the model (Leviathan et al. 2023), for the planner: its memory, and the time of its drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quire.cost.cost_model import StepFeatures, StepTime
+from quire.cost.split import MemoryPlan, Split, kv_bytes_per_request, kv_ways, shard_of
+from quire.modelspec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What proposes ``num_drafts`` tokens a round, each accepted with probability ``acceptance`` after the last.
+
+    ``spec``: the draft model; None: drafts are looked up in the text (n-grams), and take no time or memory.
+    """
+
+    model: str
+    spec: ModelSpec | None
+    acceptance: float
+    num_drafts: int
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Expected tokens of a verification: (1 − αᵞ⁺¹) / (1 − α)."""
+        return sum(self.acceptance**place for place in range(self.num_drafts + 1))
+
+    def split_under(self, split: Split) -> Split:
+        """Return how the draft model lies on a replica of ``split``: over tp where its heads allow that, else whole."""
+        assert self.spec is not None
+        heads = min(layer.attention.num_heads for layer in self.spec.layers)
+        return Split(tp=split.tp if heads % split.tp == 0 else 1)
+
+    def beside(self, memory: MemoryPlan, split: Split, kv_dtype: str) -> MemoryPlan:
+        """Return ``memory`` with the draft model's bf16 weights, and its K and V for every request."""
+        if self.spec is None:
+            return memory
+        own = self.split_under(split)
+        weights = round(shard_of(self.spec, "bf16", own).weight_bytes)
+        request = kv_bytes_per_request(self.spec, memory.context, kv_dtype)
+        share = memory.kv_request_share + -(-request // kv_ways(self.spec, own))
+        pool = memory.kv_pool - weights
+        fit = max(0, (pool - memory.prefix) // share) * split.attention_dp
+        return replace(memory, draft=weights, kv_pool=pool, kv_request_share=share, max_requests=fit)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A `Draft` with the step times of its model; None: without a model."""
+
+    draft: Draft
+    steps: StepTime | None
+
+    def propose_s(self, seqs: int, context: int) -> float:
+        """Return the seconds of a round's drafts for ``seqs`` sequences that read ``context`` keys together."""
+        if self.steps is None:
+            return 0.0
+        return self.draft.num_drafts * self.steps.seconds(StepFeatures(seqs, seqs, seqs, context, 0, 0))
+
+    def prompt_s(self, chunk: StepFeatures) -> float:
+        """Return the seconds in which the draft model computes a chunk of a prompt."""
+        return 0.0 if self.steps is None else self.steps.seconds(chunk)
