@@ -16,6 +16,9 @@ import yaml
 from quire import __version__
 from quire.cli import app
 from quire.cli.foreign import foreign_flags
+from quire.cost.hardware import hardware_table
+from quire.cost.presets import preset_spec
+from quire.cost.split import Split, plan_memory
 from quire.families import SUPPORTED
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.text.output.formats import FORMATS
@@ -212,8 +215,13 @@ def test_the_changelog_has_this_version() -> None:
 
 
 def test_readme_speeds_are_in_the_results() -> None:
-    """Each ratio of README with its range stands in the machine's results, and rests on more than one round."""
-    rows = re.findall(r"^\|[^|]*\| (?:bf16|int8|int4) \|.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    """Each ratio of README stands in the table of peers, and with its range in its machine's results."""
+    peers = (ROOT / "benchmarks/results/cpu-peers.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    shown = re.findall(r"[\d.]+× \([\d.]+ … [\d.]+; \d+\)", readme)
+    assert len(shown) == 13
+    assert not [ratio for ratio in shown if ratio not in peers]
+    rows = re.findall(r"^\|[^|]*\| (?:bf16|int8|int4) \|.*$", peers, re.MULTILINE)
     assert len(rows) == 12
     columns = (
         (3, "graniterapids", 8),
@@ -230,6 +238,30 @@ def test_readme_speeds_are_in_the_results() -> None:
         for ratio, spread, rounds in found:
             assert re.search(rf"\*\*{ratio}\*\* [a-z.]+ \({spread}\)", results), (machine, ratio, spread)
             assert int(rounds) >= 2
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_every_page_is_in_the_order_of_reading() -> None:
+    text = (ROOT / "docs/README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert not {name for name in pages if f"({name})" not in text}
+
+
+def test_the_table_of_models_is_what_the_planner_computes() -> None:
+    """GiB of weights, and of K and V per 1,000 tokens, in docs/choose-model.md."""
+    machine = hardware_table()["mi355x"]
+    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (ROOT / "docs/choose-model.md").read_text(), re.MULTILINE)
+    assert len(rows) == 12
+    for name, cells in rows:
+        load = {"kv_dtype": "bf16", "context": 1024, "max_num_batched_tokens": 2048, "max_num_seqs": 1}
+        plans = [plan_memory(preset_spec(name), machine, Split(), precision=p, **load)
+                 for p in ("bf16", "int8", "int4")]  # fmt: skip
+        expected = [f"{plan.weights / 2**30:.1f}" for plan in plans]
+        expected.append(f"{plans[0].kv_bytes_per_token * 1000 / 2**30:.2f}")
+        assert [cell.strip() for cell in cells.split("|")] == expected, name
 
 
 def test_readme_counts_are_those_of_the_tables() -> None:
