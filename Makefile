@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve gateway-demo services test test-plain lock test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo services test test-plain lock test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint docs bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -113,6 +113,9 @@ lint: dev  ## ruff and mypy
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/mypy
+
+docs: dev  ## build the pages of docs/ as a site with search in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 lock: dev  ## write the lock files of the release image from constraints.txt (needs PyPI; ARGS="--find-links …")
 	$(PIP) uv
