@@ -709,22 +709,6 @@ TOKENS: tuple[Mutant, ...] = (
         ("tests/api/test_api_journal.py",),
     ),
     Mutant(
-        "place-not-held",
-        "requests that asked for a place and were let in do not count until they come",
-        "src/quire/scheduler/queue.py",
-        "self.num_called += called",
-        "self.num_called += 0 * called",
-        ("tests/faults/test_promises.py::test_requests_of_a_burst_share_a_message",),
-    ),
-    Mutant(
-        "place-of-another-key",
-        "a place is held under the prompt, while the API asked for it under the body",
-        "src/quire/scheduler/queue.py",
-        "return request.place or hash(",
-        "return hash(",
-        ("tests/faults/test_promises.py::test_clients_that_come_when_told_are_served",),
-    ),
-    Mutant(
         "values-of-other-heads",
         "a rank reads the rows of v that belong to its query heads",
         "src/quire/parallel/shard.py",

@@ -351,8 +351,6 @@ class Request:
     finished_samples: tuple[int, ...] = ()
     pooling: Pooling | None = None
     deadline: Deadline | None = None
-    # What a place is held under when it is rejected, equal when it comes again; 0: its prompt.
-    place: int = 0
 
     @property
     def prompt_only(self) -> bool:

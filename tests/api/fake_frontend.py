@@ -146,7 +146,6 @@ class FakeFrontend:
         seed: int | None = None,
         delivered: Sequence[TokenEvent] = (),
         elapsed_s: float = 0.0,
-        place: int = 0,
     ) -> RequestStream:
         assert not delivered, "a fake goes on with nothing"
         if self.raises is not None:

@@ -206,13 +206,9 @@ def test_a_short_request_is_not_refused_for_long_prompts(num_prompt: int) -> Non
     """Its first token is due in far less than the long prompts take, and comes in time."""
     limit_s = 0.08  # the prompts before it take 5 s, and their outputs twelve seats
     for threshold, accepts in ((LIMIT, True), (0, False)):
-        for how in ("deadline", "max_ttft", "place"):
+        for how in ("deadline", "max_ttft"):
             settings = {"max_ttft_s": limit_s} if how != "deadline" else {}
             scheduler, now = under_long_prompts(long_prefill_token_threshold=threshold, **settings)
-            if how == "place":
-                (wait_s,), why = scheduler.give_places([(1, num_prompt)], now)
-                assert (wait_s == 0.0) == accepts, why
-                continue
             short = request("short", num_prompt, arrival_s=now)
             if how == "deadline":
                 short = replace(short, deadline=Deadline(limit_s, None))
@@ -226,7 +222,7 @@ def test_a_long_request_waits_for_all_before_it() -> None:
     scheduler, now = under_long_prompts(max_ttft_s=4.5)
     (refused,) = scheduler.add(request("another", 400, arrival_s=now), now)
     assert refused.error_kind == "capacity"
-    assert scheduler.give_places([(1, 400)], now)[0][0] > 0.0
+    assert refused.retry_after_s > 0.0
 
 
 def test_refused_long_prompts_hold_no_place_before_short_ones() -> None:

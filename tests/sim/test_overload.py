@@ -33,20 +33,18 @@ def run(
     return simulate(cluster, STEP, made).records
 
 
-@pytest.mark.parametrize(
-    "bound", [{"max_queue": 32}, {"max_queue_tokens": 5000}, {"max_ttft_s": 3.0}], ids=str
-)
-@pytest.mark.parametrize("load", [3.0, 200.0], ids=["sustained", "burst"])
-def test_clients_that_wait_as_told_are_served(bound: dict[str, float], load: float) -> None:
-    seed = 11
-    records = run(load, seed, retries=1, **bound)
-    returned = [r for r in records if r.sent_s > r.arrival_s]
-    served = [r for r in returned if r.status == "ok"]
-    told = [r.sent_s - r.arrival_s for r in returned]
-    print(f"seed {seed}, {bound}: {len(served)} of {len(returned)} served, told {min(told)} to {max(told)} s")
-    assert len(returned) > 100
-    assert max(told) > 10
-    assert len(served) >= 0.8 * len(returned)
+@pytest.mark.parametrize("bound", [{"max_queue": 32}, {"max_queue_tokens": 5000}], ids=str)
+def test_the_time_told_is_the_wait_of_the_whole_queue(bound: dict[str, float]) -> None:
+    """Of a burst, those that found room have their first token before the others were told to come back.
+
+    Nothing was measured when it came, so the time told is an assumption.
+    """
+    records = run(200.0, 11, retries=1, **bound)
+    told = [r.sent_s - r.arrival_s for r in records if r.sent_s > r.arrival_s]
+    waited = [r.first_token_s - r.arrival_s for r in records if r.first_token_s and r.sent_s == r.arrival_s]
+    print(f"{len(told)} told {min(told):.1f} to {max(told):.1f} s, the last one waited {max(waited):.1f} s")
+    assert len(told) > 100
+    assert 0.4 * min(told) <= max(waited) <= min(told)
 
 
 def test_what_is_admitted_stays_quick_at_three_times_the_load() -> None:
@@ -61,6 +59,6 @@ def test_what_is_admitted_stays_quick_at_three_times_the_load() -> None:
         run(load, 3, num, max_ttft_s=3.0) for load, num in ((0.9, 400), (1.5, 600), (3.0, 1200))
     )
     print(f"seed 3: p99 TTFT {ttft_p99(below):.2f} → {ttft_p99(above):.2f} s, goodput {goodput(above):.2f}/s")
-    assert ttft_p99(above) <= 2 * ttft_p99(below)
+    assert ttft_p99(above) <= 1.1 * 3.0, "the limit"
     assert goodput(above) >= 0.9 * max(goodput(below), goodput(peak))
     assert sum(r.status == "ok" for r in above) < 0.5 * len(above)

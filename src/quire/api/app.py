@@ -11,12 +11,12 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from quire.api.anthropic import count_tokens, messages_job
+from quire.api.busy import Busy
 from quire.api.cache_feed import CacheFeed
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
 from quire.api.endpoint import JOURNALED, GenerateEndpoint, JsonEndpoint, StreamEndpoint
 from quire.api.finished import FinishedUsage
-from quire.api.full_queue import FullQueue
 from quire.api.health import About, Models, Probes
 from quire.api.journal import Journal
 from quire.api.live_feed import LIVE_PATH, LiveFeed
@@ -69,7 +69,7 @@ def create_app(
         responses=ResponseStore(settings.response_store_bytes, settings.response_dir),
         running=RunningRequests(),
         bodies=LargeBodies(),
-        full_queue=FullQueue(frontend.call, now),
+        busy=Busy(),
         finished=FinishedUsage(settings.gateway_key, unix_time),
         journal=_journal(frontend, settings, now),
         tracer=tracer,

@@ -22,7 +22,7 @@ from quire.api.relayed import MAX_DELIVERED_BYTES, Relayed, read_relayed, resume
 from quire.api.state import ApiState
 from quire.errors import NotFoundError, QuireError, RequestError
 from quire.http.body import Disconnected, decode_body, header, read_pieces, send_json
-from quire.http.call import AnswerName, Call, adopt_request_id, call_of, put_call
+from quire.http.call import AnswerName, Call, adopt_request_id, call_of
 from quire.http.held_bytes import release_body
 from quire.http.refusals import Refusal, refusal_of
 from quire.http.wire import Ignored
@@ -49,7 +49,7 @@ class PostEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = self._state.now()
-        refusal = self._early_refusal(scope)
+        refusal = self._early_refusal(scope, arrival_s)
         if refusal is not None:
             await send_json(send, refusal.status, refusal.body(self._path), refusal.headers)
             self._state.metrics.response(self._path, refusal.status)
@@ -57,7 +57,6 @@ class PostEndpoint:
         status, client = 200, Client(receive)
         try:
             pieces = await read_pieces(scope, receive, self._max_body_bytes(scope), "--max-body-mib")
-            await self._admit(scope, pieces)
             client.watch()
             body = await self._decode(pieces)
             if self._state.journal is not None:
@@ -88,12 +87,9 @@ class PostEndpoint:
     async def _decode(self, pieces: list[bytes]) -> Any:
         return await decode_body(pieces, self._state.bodies.decode)
 
-    def _early_refusal(self, scope: Scope) -> Refusal | None:
+    def _early_refusal(self, scope: Scope, now_s: float) -> Refusal | None:
         """Return the answer to a request that is refused before its body is read."""
         return None
-
-    async def _admit(self, scope: Scope, pieces: list[bytes]) -> None:
-        """Raise `HttpError` if the request is refused before its body is decoded."""
 
     def _ignored(self) -> Ignored:
         """Return the list that collects the fields which the request's answer does not depend on."""
@@ -108,7 +104,7 @@ class PostEndpoint:
         request_id = call_of(scope).request_id
         if not isinstance(error, QuireError):
             log.exception("request_crashed", request_id=request_id, path=self._path)
-        elif refusal.status >= 500 and refusal.code != "queue_full":  # which `FullQueue` logs once
+        elif refusal.status >= 500 and refusal.code != "queue_full":  # which `Busy` logs once
             log.error("request_failed", request_id=request_id, status=refusal.status, error=refusal.message)
         elif log.debugging:
             log.debug("request_refused", request_id=request_id, status=refusal.status, error=refusal.message)
@@ -137,17 +133,15 @@ class GenerateEndpoint(PostEndpoint):
         super().__init__(state, path)
         self._prepare = prepare
 
-    def _early_refusal(self, scope: Scope) -> Refusal | None:
-        return self._state.full_queue.refusal() if self._may_wait(scope) else None
+    def _early_refusal(self, scope: Scope, now_s: float) -> Refusal | None:
+        busy = self._state.busy
+        return busy.refusal(now_s) if now_s < busy.until_s and self._may_be_refused(scope) else None
 
-    async def _admit(self, scope: Scope, pieces: list[bytes]) -> None:
-        call = put_call(scope, self._state.full_queue.read(call_of(scope), pieces))
+    def _may_be_refused(self, scope: Scope) -> bool:
+        """Whether the request is neither of this process nor the rest of a stream that had its place."""
         resumed = self._state.journal is not None and header(scope, b"last-event-id") is not None
-        if self._may_wait(scope) and not resumed:
-            await self._state.full_queue.check(call)
-
-    def _may_wait(self, scope: Scope) -> bool:
-        return not call_of(scope).is_local and not resumes(scope, self._state.settings.gateway_key)
+        is_own = call_of(scope).is_local
+        return not (is_own or resumed or resumes(scope, self._state.settings.gateway_key))
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
         journal, given = self._state.journal, header(scope, b"last-event-id")

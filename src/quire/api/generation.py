@@ -143,7 +143,7 @@ class Generation:
             after_s = max(self._state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
             refusal = refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s)
             if chunk.error_kind == "capacity":
-                self._state.full_queue.rejected(self._call, refusal, after_s)
+                self._state.busy.rejected(refusal, self._state.now())
             raise HttpError(refusal)
         if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
             raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))

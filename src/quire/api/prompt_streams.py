@@ -50,7 +50,6 @@ class PromptStreams:
     async def submit(self) -> None:
         """Start all prompts, or none."""
         job, relayed, n = self._job, self._job.relayed, self._job.sampling.n
-        place = self._call.body_key
         adapter = self._state.adapter_of(job.answer.head.model)
         try:
             for i, given in enumerate(job.prompts):
@@ -72,7 +71,6 @@ class PromptStreams:
                     pooling=job.pooling,
                     deadline=job.deadline,
                     adapter=adapter,
-                    place=place and place + i,
                     **({} if relayed is None else relayed.of_prompt(i, n)),
                 )
                 stream.merges = (
@@ -113,7 +111,6 @@ class PromptStreams:
         self._prompts.append(_Started(stream, metrics, ticket))
         self._open.append(self._prompts[-1])
         self.usage.prompt_tokens += num_tokens
-        state.full_queue.tokenized(self._call, num_tokens)
 
     async def _cut(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
         """Apply ``truncate_prompt_tokens``; the usage counts the tokens that are cut off."""

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from quire.api.busy import Busy
 from quire.api.finished import FinishedUsage
-from quire.api.full_queue import FullQueue
 from quire.api.journal import Journal
 from quire.config import CacheConfig, EngineConfig, ModelConfig
 from quire.engine.frontend import Frontend
@@ -82,7 +82,7 @@ class ApiState:
     responses: ResponseStore
     running: RunningRequests
     bodies: LargeBodies
-    full_queue: FullQueue
+    busy: Busy
     finished: FinishedUsage
     journal: Journal | None = None
     tracer: RequestTracer | None = None

@@ -16,7 +16,6 @@ from quire.cache.events import EventsLost, pack
 from quire.clock import Clock
 from quire.engine.messages import (
     AbortRequest,
-    AskPlaces,
     ChangePolicy,
     ControlPolicy,
     Drain,
@@ -187,13 +186,6 @@ class EngineCore:
             case TakeLive(call_id):
                 self._live = self._live or LiveLog(self.clock.now())
                 self.replies.append(Reply(call_id, self._live.read(self.scheduler, self.clock)))
-            case AskPlaces(call_id, asked):
-                waits_s, why = (
-                    ([0.0] * len(asked), "")
-                    if self._draining
-                    else self.scheduler.give_places(asked, self.clock.now())
-                )
-                self.replies.append(Reply(call_id, {"waits_s": waits_s, "why": why}))
             case TakeProfile(call_id):
                 self.replies.append(Reply(call_id, **message.carry_out(self.profiler)))
             case SaveRecording(call_id):

@@ -60,17 +60,6 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
-class AskPlaces:
-    """May these requests come now? Answered with a `Reply`: ``waits_s``, 0 for yes, and ``why`` the last may not.
-
-    A place is held for each, for when it is to come, under its key.
-    """
-
-    call_id: str
-    asked: tuple[tuple[int, int], ...]  # (`Request.place`, about how many prompt tokens)
-
-
-@dataclass(frozen=True, slots=True)
 class SaveRecording:
     """Save what the flight recorder has; answered with a `Reply`: path and number of steps."""
 
@@ -142,9 +131,7 @@ class TakeLive:
     call_id: str
 
 
-CoreCall = (
-    AskPlaces | ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents | TakeLive | TakeProfile
-)
+CoreCall = ChangePolicy | ResetPrefixCache | SaveRecording | TakeCacheEvents | TakeLive | TakeProfile
 Message = (
     Request  # to be queued
     | AbortRequest

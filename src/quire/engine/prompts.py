@@ -35,7 +35,6 @@ class RequestOptions(TypedDict, total=False):
     adapter: Adapter | None
     pooling: Pooling | None
     deadline: Deadline | None
-    place: int
 
 
 def prepare_request(

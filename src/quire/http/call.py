@@ -68,8 +68,6 @@ class Call:
     priority: int | None = None  # replaces the body's
     runs_in_background: bool = False  # a response may go on without its client
     answer: AnswerName | None = None
-    body_key: int = 0  # tells whether a body comes again; 0: it was not read
-    num_body_bytes: int = 0
 
     @property
     def salt_group(self) -> str:

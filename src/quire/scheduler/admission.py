@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from quire.request import FinishReason, Request, SampleTiming, TokenEvent
 from quire.scheduler.beam_steps import start_search
-from quire.scheduler.deadline import lines_behind_all, predict_ttft, too_late, too_late_behind_all
+from quire.scheduler.deadline import predict_ttft, too_late
 from quire.scheduler.outcome import finish_reason
-from quire.scheduler.overload import full_queue, promise
-from quire.scheduler.queue import place_key, sort_key
+from quire.scheduler.overload import full_queue, retry_after_s
+from quire.scheduler.queue import sort_key
 from quire.scheduler.sequence import RequestState, Sequence, SequenceState, held_bytes
 from quire.scheduler.state import SchedulerState
 
@@ -91,40 +89,13 @@ def _refusal(state: SchedulerState, request: Request, now: float) -> tuple[str, 
         return "never_fits", never, 0.0
     if request.output_token_ids:  # it was admitted before the engine was restarted
         return None
-    key, num_prompt = place_key(request), len(request.prompt_token_ids)
-    kept = state.promises.redeem(key, now)
-    full = full_queue(state, num_prompt, held_bytes(request), now, kept=kept)
-    late = ("capacity", *full) if full is not None else too_late(state, request, now, kept=kept)
+    full = full_queue(state, len(request.prompt_token_ids), held_bytes(request))
+    late = ("capacity", *full) if full is not None else too_late(state, request, now)
     if late is None:
         return None
     kind, text, after_s = late
-    wait_s = promise(state, key, num_prompt, now, after_s)
+    wait_s = retry_after_s(after_s)
     return kind, f"{text} Try again in {wait_s:g} s.", wait_s
-
-
-def give_places(
-    state: SchedulerState, asked: Iterable[tuple[int, int]], now: float
-) -> tuple[list[float], str]:
-    """Answer requests that ask for a place before they are sent: (key, about how many prompt tokens) of each.
-
-    Return after how many seconds each is to come, 0: now, with a place held for it; and why the last one has to wait.
-    """
-    waits_s, why = [], ""
-    state.promises.expire(now)
-    lines = lines_behind_all(state)
-    for key, num_prompt in asked:
-        full = full_queue(state, num_prompt, 0, now, kept=False)
-        if full is None and lines is not None:
-            full = too_late_behind_all(state, num_prompt, lines, now)
-        state.counters.num_requests += full is not None
-        state.counters.num_refused += full is not None
-        if full is None:
-            waits_s.append(0.0)
-            state.promises.make(key, num_prompt, now, called=True)
-        else:
-            why, after_s = full
-            waits_s.append(promise(state, key, num_prompt, now, after_s))
-    return waits_s, why
 
 
 def _never_fits(state: SchedulerState, request: Request) -> str | None:

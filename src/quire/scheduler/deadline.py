@@ -9,7 +9,6 @@ Both are functions of ``now`` and of what the scheduler measured, so a simulated
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from quire.config import OrderKind
 from quire.metrics.engine_stats import long_beside
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.budget import long_threshold
-from quire.scheduler.overload import RESERVED_S, TTFT_RESERVE, TTFT_SLACK, place_s, seats_of
+from quire.scheduler.overload import place_s, seats_of
 from quire.scheduler.predictor import Backlog
 from quire.scheduler.queue import aged_s, due_s, sort_key
 from quire.scheduler.sequence import RequestState, Sequence, SequenceState
@@ -45,12 +44,6 @@ class Line(NamedTuple):
             short = [num for num in all_lengths if num <= threshold]
         num_long = sum(all_lengths) - sum(short)
         return cls(len(short) + (num_long > 0), sum(short), num_long)
-
-    def behind(self, promised: tuple[int, int], most: int | None = None) -> Line:
-        """Return the line behind (sequences, tokens) that come first; each counts at ``most`` so many tokens."""
-        num_seqs, num_tokens = promised
-        num_tokens = num_tokens if most is None else min(num_tokens, num_seqs * most)
-        return Line(self.num_seqs + num_seqs, self.num_tokens + num_tokens, self.num_long)
 
 
 def expire(state: SchedulerState, now: float) -> list[TokenEvent]:
@@ -87,59 +80,24 @@ def is_late(seq: Sequence) -> bool:
     return seq.ttft_s is not None and seq.ttft_s > deadline.first_token_s
 
 
-def too_late(
-    state: SchedulerState, request: Request, now: float, *, kept: bool
-) -> tuple[str, str, float] | None:
+def too_late(state: SchedulerState, request: Request, now: float) -> tuple[str, str, float] | None:
     """Return (error kind, text, seconds until it could) where ``request`` would miss a limit, as things go.
 
-    An idle engine, and one that has not measured a step, tries everything. ``kept``: the request comes when it was told
-    to, so no place is held against it.
+    An idle engine, and one that has not measured a step, tries everything.
     """
-    limits = [*_limits(state, request, now, kept)]
+    limits = [*_limits(state, request)]
     if not limits or not state.predictor.step_s or not (state.running or state.waiting):
         return None
     elapsed_s, num_own = now - request.arrival_s, _num_uncached(state, request)
     ahead = (seq.num_total for seq in state.waiting if _is_ahead(state.config.order, seq, request))
     line = Line.of(ahead, num_own, long_threshold(state.config))
-    first_s = elapsed_s + _first_s(state, line, num_own, now, kept=kept)
+    first_s = elapsed_s + _first_s(state, line, num_own)
     more_s = (_least_output(request) - 1) * state.predictor.step_s
     for name, kind, limit_s in limits:
         expected_s = first_s + more_s * (name == "deadline_ms.total")
         if expected_s > limit_s:
-            last_s = elapsed_s + _last_s(state, line, num_own)
-            return kind, _missed_text(state, name, limit_s, expected_s), max(expected_s, last_s) - limit_s
+            return kind, _missed_text(state, name, limit_s, expected_s), expected_s - limit_s
     return None
-
-
-def lines_behind_all(state: SchedulerState) -> tuple[Line, Line] | None:
-    """Return the line of all that wait before a short request, and before a long one, for `too_late_behind_all`.
-
-    None: it refuses nothing. Orders by what is not known of a request are not judged.
-    """
-    config, threshold = state.config, long_threshold(state.config)
-    if config.max_ttft_s is None or config.order in ("priority", "shortest-first", "deadline"):
-        return None
-    lengths = [seq.num_prompt for seq in state.waiting]
-    return Line.of(lengths, 0, threshold), Line.of(lengths, threshold + 1, threshold)
-
-
-def too_late_behind_all(
-    state: SchedulerState, num_prompt: int, lines: tuple[Line, Line], now: float
-) -> tuple[str, float] | None:
-    """As `too_late`, for a request of which only the prompt's length is known: by max_ttft_s, behind all that wait.
-
-    ``lines``: of `lines_behind_all`.
-    """
-    num_own = round(num_prompt * _uncached_share(state))
-    line = lines[num_own > long_threshold(state.config)]
-    if not state.predictor.step_s or not (state.running or line.num_seqs or state.promises.num_called):
-        return None
-    limit_s = most_ttft_s(state, now, kept=False)
-    expected_s = _first_s(state, line, num_own, now)
-    if expected_s <= limit_s:
-        return None
-    last_s = _last_s(state, line, num_own)
-    return _missed_text(state, "max_ttft_ms", limit_s, expected_s), max(expected_s, last_s) - limit_s
 
 
 def demote(state: SchedulerState, now: float) -> None:
@@ -201,9 +159,7 @@ def _missed(seq: Sequence, now: float) -> str | None:
     return None
 
 
-def _limits(
-    state: SchedulerState, request: Request, now: float, kept: bool
-) -> Iterator[tuple[str, str, float]]:
+def _limits(state: SchedulerState, request: Request) -> Iterator[tuple[str, str, float]]:
     """Yield (name, error kind, seconds from arrival) of each limit."""
     if request.deadline is not None:
         for name, limit_s in (
@@ -213,19 +169,7 @@ def _limits(
             if limit_s is not None:
                 yield f"deadline_ms.{name}", "hopeless", limit_s
     if state.config.max_ttft_s is not None:
-        yield "max_ttft_ms", "capacity", most_ttft_s(state, now, kept=kept)
-
-
-def most_ttft_s(state: SchedulerState, now: float, *, kept: bool) -> float:
-    """Return the limit of a predicted TTFT: higher for requests that come when they were told to than for others."""
-    limit_s = state.config.max_ttft_s or math.inf
-    if kept:
-        return limit_s * (1.0 + TTFT_SLACK)
-    if not len(state.promises):
-        return limit_s
-    num_soon, _ = state.promises.expected(now + limit_s + RESERVED_S)
-    seats, typical_s, *_ = seats_of(state)
-    return limit_s - min(limit_s * TTFT_RESERVE, num_soon * typical_s / len(seats))
+        yield "max_ttft_ms", "capacity", state.config.max_ttft_s
 
 
 def _missed_text(state: SchedulerState, name: str, limit_s: float, expected_s: float) -> str:
@@ -235,13 +179,8 @@ def _missed_text(state: SchedulerState, name: str, limit_s: float, expected_s: f
     )
 
 
-def _first_s(
-    state: SchedulerState, line: Line, num_own: int, now: float | None = None, *, kept: bool = False
-) -> float:
-    """Return in how many seconds ``num_own`` tokens behind the running prompts and ``line`` give a first token.
-
-    ``now``: behind the requests too that are expected to come back before that, unless it is ``kept`` itself.
-    """
+def _first_s(state: SchedulerState, line: Line, num_own: int) -> float:
+    """Return in how many seconds ``num_own`` tokens behind the running prompts and ``line`` give a first token."""
     share, threshold = _uncached_share(state), long_threshold(state.config)
     *_, num_tokens, num_long = seats_of(state)
     num_tokens += int(line.num_tokens * share)
@@ -252,23 +191,7 @@ def _first_s(
         chunk = state.config.max_num_batched_tokens
         num_tokens += long_beside(threshold, num_tokens + num_own, num_long, chunk)
     backlog = Backlog(num_tokens, place_s(state, line.num_seqs + 1))
-    first_s = state.predictor.first_token_s(backlog, num_own)
-    # A free seat is held for no request.
-    if now is None or kept or not (state.waiting or state.promises.num_called):
-        return first_s
-    coming = state.promises.expected(now + first_s)
-    return _first_s(state, line.behind(coming, _most_before(num_own, threshold)), num_own)
-
-
-def _last_s(state: SchedulerState, line: Line, num_own: int) -> float:
-    """Return the same as `_first_s`, behind all requests that are expected to come back."""
-    most = _most_before(num_own, long_threshold(state.config))
-    return _first_s(state, line.behind(state.promises.expected(), most), num_own)
-
-
-def _most_before(num_own: int, threshold: int) -> int | None:
-    """Return the most tokens of a promised prompt that are computed before ``num_own`` of a new one; None: all."""
-    return threshold if num_own <= threshold > 0 else None
+    return state.predictor.first_token_s(backlog, num_own)
 
 
 def _uncached_share(state: SchedulerState) -> float:

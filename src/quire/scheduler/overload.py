@@ -1,11 +1,9 @@
 """Overload: whether the queue has room for a request, and after which time a rejected one is told to try again.
 
-    │ running: seats │ waiting: at most max_queue sequences, max_queue_tokens tokens and max_queue_bytes │ promised:
-                     │ rejected requests
+    │ running: seats │ waiting: at most max_queue sequences, max_queue_tokens tokens and max_queue_bytes │ rejected
 
 `place_s` predicts when seats come free, by the output that the running sequences are expected to give yet and by the
-time that steps take, both as measured. A rejected request is told when its place behind the queue, and behind the
-requests rejected before it, comes free (`quire.scheduler.queue`).
+time that steps take, both as measured. A rejected request is told how long a request at the end of the queue waits.
 """
 
 from __future__ import annotations
@@ -17,12 +15,6 @@ from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 
 MARGIN = 1.25  # of the time told: the pace varies
-QUEUE_SLACK = (
-    1.0  # share of the queue's limits by which requests that come when they were told to may exceed them
-)
-TTFT_SLACK = 1 / 8  # the same, of max_ttft_s
-TTFT_RESERVE = 1 / 4  # share of max_ttft_s that others leave at most to those that come soon
-RESERVED_S = 1.0  # beyond max_ttft_s
 LEAST_S = 0.75  # told beside the margin
 ASSUMED_STEP_S = 0.05  # until a step was measured
 
@@ -34,47 +26,27 @@ def place_s(state: SchedulerState, number: int) -> float:
     return seats[index] + turns * typical_s
 
 
-def full_queue(
-    state: SchedulerState, num_prompt: int, num_bytes: int, now: float, *, kept: bool
-) -> tuple[str, float] | None:
-    """Return (text, seconds until there is room) where the queue has no room for a request of this size.
-
-    ``kept``: the request comes when it was told to.
-    """
+def full_queue(state: SchedulerState, num_prompt: int, num_bytes: int) -> tuple[str, float] | None:
+    """Return (text, predicted wait of the whole queue in seconds) where it has no room for a request of this size."""
     config, queue = state.config, state.waiting
-    num_waiting = len(queue) + len(state.loading)
-    slack = 1.0 + QUEUE_SLACK if kept else 1.0
-    most, most_tokens = math.ceil(config.max_queue * slack), config.max_queue_tokens
-    held = held_tokens = 0
-    if (num_waiting or state.promises.num_called) and not kept and len(state.promises):
-        held, held_tokens = state.promises.expected(now + place_s(state, num_waiting + 1))
-    if num_waiting + held >= most:
-        line, _ = state.promises.expected()
-        text = f"The queue is full: {num_waiting} sequences wait and at most {config.max_queue} may."
-        return text, place_s(state, num_waiting + line + 1 - config.max_queue)
-    if not num_waiting + held:
+    num_waiting, num_tokens = len(queue) + len(state.loading), queue.num_tokens
+    most_tokens, most_bytes = config.max_queue_tokens, config.max_queue_bytes
+    if num_waiting >= config.max_queue:
+        why = f"{num_waiting} sequences wait and at most {config.max_queue} may."
+    elif not num_waiting:
         return None
-    num_tokens = queue.num_tokens
-    if most_tokens is not None and num_tokens + held_tokens + num_prompt > most_tokens * slack:
-        _, line_tokens = state.promises.expected()
-        share = (num_tokens + line_tokens + num_prompt - most_tokens) / max(1, num_tokens)
-        text = (
-            f"The queue is full: prompts of {num_tokens} tokens wait and of at most {most_tokens} tokens may."
-        )
-        return text, place_s(state, math.ceil(share * num_waiting))
-    most_bytes = config.max_queue_bytes
-    if most_bytes is not None and queue.num_bytes + num_bytes > most_bytes * slack:
-        share = (queue.num_bytes + num_bytes - most_bytes) / max(1, queue.num_bytes)
-        text = f"The queue is full: requests of {queue.num_bytes} bytes wait and of at most {most_bytes} bytes may."
-        return text, place_s(state, math.ceil(share * num_waiting))
-    return None
+    elif most_tokens is not None and num_tokens + num_prompt > most_tokens:
+        why = f"prompts of {num_tokens} tokens wait and of at most {most_tokens} tokens may."
+    elif most_bytes is not None and queue.num_bytes + num_bytes > most_bytes:
+        why = f"requests of {queue.num_bytes} bytes wait and of at most {most_bytes} bytes may."
+    else:
+        return None
+    return f"The queue is full: {why}", place_s(state, num_waiting + 1)
 
 
-def promise(state: SchedulerState, key: int, num_prompt: int, now: float, after_s: float) -> float:
-    """Promise a rejected request a place; return the whole seconds after which its client is to try again."""
-    wait_s = float(math.ceil(after_s * MARGIN + LEAST_S))
-    state.promises.make(key, num_prompt, now + wait_s)
-    return wait_s
+def retry_after_s(wait_s: float) -> float:
+    """Return the whole seconds after which the client of a rejected request is to try again."""
+    return float(math.ceil(wait_s * MARGIN + LEAST_S))
 
 
 def seats_of(state: SchedulerState) -> tuple[list[float], float, int, int]:

@@ -1,5 +1,5 @@
 """What waits: sequences by rank (`WaitingQueue`, `FairShares`), the batch being formed (`Gate`), limits of time
-(`Deadlines`), and places in the queue for requests that were rejected (`Promises`).
+(`Deadlines`).
 
 An order is a sort key; equal ranks fall back to arrival, then to the sequence id.
 
@@ -23,12 +23,6 @@ A gate decides when sequences may enter.
 A batch is a number of seats. A sequence that left its seat without ending (preempted, or a sibling that found no
 room at its fork) gets it back.
 
-**Promises.** A rejected request is promised a place behind the queue and behind the requests promised before it, and
-told when that place comes free. A request without a promise does not take it: otherwise new arrivals would take every
-place under sustained overload, and the time told would mean nothing. A request is known by its prompt when it returns.
-The share of promises that clients keep is measured, so that clients that give up, or that try again at once, hold few
-places.
-
 **The order "fair"**: tenants share the engine by weight, after the virtual token counter of Sheng et al. 2024,
 "Fairness in Serving Large Language Models", algorithm 2.
 
@@ -46,12 +40,10 @@ Outputs are counted when an order is asked for, so nothing is added to the loops
 from __future__ import annotations
 
 import heapq
-import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
-from typing import NamedTuple
 
 from quire.config import OrderKind, SchedulerConfig
 from quire.request import Deadline, Request, Tenant
@@ -200,93 +192,6 @@ class Deadlines:
     def next_s(self) -> float | None:
         """When the next limit passes."""
         return self._heap[0][0] if self._heap else None
-
-
-GRACE_S = 2.0  # a place is held for so long after the time told
-EARLY_S = 0.25  # a client's clock may be ahead by so much
-MAX_PROMISES = 16_384
-_WEIGHT = 1 / 32  # of the newest promise in the share that is kept
-_LEAST_SHARE = 1 / 32
-
-
-class Promise(NamedTuple):
-    """A place from ``due_s`` on, for the request that ``key`` stands for."""
-
-    due_s: float
-    serial: int
-    key: int
-    num_tokens: int  # of its prompt
-    called: bool = False  # to come at once: it was asked for before the request was sent
-
-
-class Promises:
-    """The promises in order of time."""
-
-    def __init__(self) -> None:
-        self._line: list[Promise] = []
-        self._by_key: dict[int, list[Promise]] = {}
-        self._next = self._num_tokens = 0
-        self.share = 1.0  # of the promises that clients come back for
-        self.num_called = 0  # requests that were let in and are on their way
-
-    def __len__(self) -> int:
-        return len(self._line)
-
-    def expected(self, until_s: float = math.inf) -> tuple[int, int]:
-        """Return (sequences, prompt tokens) that are expected to come back until then.
-
-        Their prompts count as long as the mean of all promises: nothing here takes longer than the line is deep.
-        """
-        if not self._line:
-            return 0, 0
-        num_due = bisect_right(self._line, until_s, key=_due_s)
-        num_coming = self.num_called + math.ceil(max(0, num_due - self.num_called) * self.share)
-        return num_coming, math.ceil(num_coming * self._num_tokens / len(self._line))
-
-    def make(self, key: int, num_tokens: int, due_s: float, *, called: bool = False) -> None:
-        """Hold a place for a rejected request, or one that is ``called``; beyond `MAX_PROMISES` nothing is held."""
-        if len(self._line) >= MAX_PROMISES:
-            return
-        promise = Promise(due_s, self._next, key, num_tokens, called)
-        self.num_called += called
-        self._next += 1
-        self._num_tokens += num_tokens
-        insort(self._line, promise)
-        self._by_key.setdefault(key, []).append(promise)
-
-    def expire(self, now: float) -> None:
-        """Drop the promises whose clients did not come."""
-        while self._line and self._line[0].due_s < now - GRACE_S:
-            self._drop(self._line[0], kept=False)
-
-    def redeem(self, key: int, now: float) -> bool:
-        """Take back the promise of a request that returns; False if it has none that is due."""
-        self.expire(now)
-        mine = min(self._by_key.get(key, ()), default=None)
-        if mine is None or mine.due_s > now + EARLY_S:
-            return False
-        self._drop(mine, kept=True)
-        return True
-
-    def _drop(self, promise: Promise, *, kept: bool) -> None:
-        del self._line[bisect_left(self._line, promise)]
-        self._num_tokens -= promise.num_tokens
-        same = self._by_key[promise.key]
-        same.remove(promise)
-        if not same:
-            del self._by_key[promise.key]
-        self.num_called -= promise.called
-        if not promise.called:
-            self.share = max(_LEAST_SHARE, self.share + (kept - self.share) * _WEIGHT)
-
-
-def _due_s(promise: Promise) -> float:
-    return promise.due_s
-
-
-def place_key(request: Request) -> int:
-    """Return what a request is known by when it comes again; its id, and a seed that was chosen for it, differ then."""
-    return request.place or hash((request.prompt_token_ids, request.tenant, request.sampling.max_tokens))
 
 
 PREFILL = 1.0

@@ -12,7 +12,6 @@ Every sequence ends with exactly one terminal event, whatever happens.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from quire.cache.events import EventBuffer
@@ -22,7 +21,7 @@ from quire.cost.cost_model import StepTime
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent
 from quire.scheduler.adapters import AdapterSlots
-from quire.scheduler.admission import add_request, give_places
+from quire.scheduler.admission import add_request
 from quire.scheduler.beam_steps import end_all, park_idle
 from quire.scheduler.budget import ONE_STAGE, StageRows, long_threshold
 from quire.scheduler.deadline import demote, expire
@@ -85,7 +84,6 @@ class Scheduler:
             draft_control=DraftControl(config) if config.max_num_drafts else None,
         )
         self.transfers = Transfers(self._state)
-        self.give_places = partial(give_places, self._state)
         self._num_peak_blocks = 0
 
     @property

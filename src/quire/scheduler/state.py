@@ -16,7 +16,7 @@ from quire.scheduler.budget import ONE_STAGE, StageRows
 from quire.scheduler.draft_control import MAX_VAIN, DraftControl
 from quire.scheduler.draft_gain import DraftGain
 from quire.scheduler.predictor import Predictor
-from quire.scheduler.queue import Deadlines, FairShares, Gate, Promises, WaitingQueue, sort_key
+from quire.scheduler.queue import Deadlines, FairShares, Gate, WaitingQueue, sort_key
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
 from quire.step import AdapterMove, KvTransfer, SeqPlan
 
@@ -62,7 +62,6 @@ class SchedulerState:
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
     counters: EngineStats = field(default_factory=EngineStats)  # its gauges are not kept here
     deadlines: Deadlines = field(default_factory=Deadlines)
-    promises: Promises = field(default_factory=Promises)
     # When seats come free, as of a step; see `overload`.
     seats: tuple[tuple[int, ...], list[float], float, int, int] | None = None
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
