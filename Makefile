@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve gateway-demo services test test-plain lock test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint docs bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo services test test-plain test-unit lock test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants parity lint docs bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -71,6 +71,9 @@ test-amx: dev  ## run the tests of the amx level on emulated tiles (AVX-512 with
 
 test-asan: dev  ## run the native kernels with AddressSanitizer (3 minutes on 2 cores, and 5 for the build)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.asan -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-unit: dev  ## run the tests without torch, processes and sleep (a minute on 2 cores)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "unit and not slow" $$($(BIN)/python -m tests.costs unit) $(ARGS)
 
 test-quick: dev  ## run tests/quick.txt, which touches every package (under 2 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu" $$(cat tests/quick.txt) $(ARGS)

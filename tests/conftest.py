@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.costs import cost_of, held_to_a_unit
 
 if not Path("/dev/nvidiactl").exists():
     # Before anything imports Triton: without a GPU its kernels run in its interpreter (tests/kernels/triton).
@@ -37,14 +38,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        item.add_marker(cost_of(item.path))
         if item.path.parent.name in CPU_LIMITS_S:
             item.add_marker(pytest.mark.timeout(_WALL_S), append=False)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if item.config.getoption("markexpr").startswith("unit"):
+        with held_to_a_unit():
+            return (yield)
     if (limit_s := CPU_LIMITS_S.get(item.path.parent.name)) is None:
         return (yield)
     with cpu_limit(limit_s):

@@ -1,0 +1,108 @@
+"""What a test costs, from what its file imports; `python -m tests.costs unit` prints the files of units.
+
+A *unit* uses no torch, starts no process and never sleeps; `make test-unit` checks that. A *component* computes with
+torch or talks over sockets within the process. A *system* starts processes. A mark in the file itself wins.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+COSTS = ("unit", "component", "system")
+ROOT = Path(__file__).resolve().parents[1]
+_MARK = r"^pytestmark = .*\bpytest\.mark\.(unit|component|system)\b"
+_STARTS = {"subprocess", "multiprocessing"}
+_SERVES = {"aiohttp", "httpx", "starlette", "uvicorn", "zmq"}
+_COMPUTES = {"torch", "transformers", "triton"}
+
+
+@cache
+def cost_of(file: Path) -> str:
+    """Return the cost that a file of tests says it has, else the one that its imports mean."""
+    mark = re.search(_MARK, file.read_text(), re.MULTILINE)
+    if mark is not None:
+        return mark[1]
+    own = {name.partition(".")[0] for name in imported(file, ROOT / "tests")}
+    if own & _STARTS:
+        return "system"
+    if own & _SERVES or _COMPUTES & {name.partition(".")[0] for name in imported(file, ROOT)}:
+        return "component"
+    return "unit"
+
+
+@contextmanager
+def held_to_a_unit() -> Iterator[None]:
+    """Fail a test that starts a process, sleeps, or has brought torch in."""
+
+    def refuse(*args: object, **_: object) -> None:
+        pytest.fail(f"a unit test starts no process and never sleeps, and this one asked for {args!r}")
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(subprocess, "Popen", refuse)
+    patch.setattr(time, "sleep", refuse)
+    try:
+        yield
+    finally:
+        patch.undo()
+    assert "torch" not in sys.modules, "a unit test does without torch"
+
+
+@cache
+def imported(file: Path, within: Path) -> frozenset[str]:
+    """Return the modules that a file imports at its top, directly and through our own files below ``within``."""
+    seen: set[Path] = set()
+    names: set[str] = set()
+    waiting = [file]
+    while waiting:
+        path = waiting.pop()
+        if path not in seen:
+            seen.add(path)
+            names |= _imports(path)
+            paths = {
+                _file_of(".".join(name.split(".")[:end])) for name in _imports(path) for end in range(1, 9)
+            }
+            waiting += [found for found in paths - {None} if found is not None and within in found.parents]
+    return frozenset(names)
+
+
+@cache
+def _file_of(module: str) -> Path | None:
+    for root in (ROOT / "src", ROOT):
+        path = root.joinpath(*module.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.exists():
+                return file
+    return None
+
+
+@cache
+def _imports(file: Path) -> frozenset[str]:
+    names: set[str] = set()
+    waiting: list[ast.stmt] = list(ast.parse(file.read_text()).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            waiting += [*node.body, *node.orelse]
+        elif isinstance(node, ast.Try | ast.With):
+            waiting += node.body
+    return frozenset(names)
+
+
+if __name__ == "__main__":
+    print(
+        *(p.relative_to(ROOT) for p in sorted(ROOT.glob("tests/**/test_*.py")) if cost_of(p) == sys.argv[1])
+    )
