@@ -21,7 +21,7 @@ from typing import Any
 from quire.args import EngineArgs, make_args
 from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 from quire_lab.bench.figures import Axis, Series, chart, colour, frame
 from quire_lab.bench.offline import OfflineEngine
 from quire_lab.bench.page import Section, console, html_page, print_table, write

@@ -32,7 +32,7 @@ from typing import Any
 import make_pair
 
 from quire.args import EngineArgs
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 from quire_lab.bench.offline import OfflineEngine
 from quire_lab.bench.speculate import CpuClock
 from quire_lab.workload.request import WorkloadRequest

@@ -68,7 +68,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_modules_that_a_page_names_exist(page: Path) -> None:
-    """``kernels/linear``, ``engine/core.py`` and ``scheduler/slo.SloController`` are within ``src``."""
+    """``kernels/linear``, ``engine/core.py`` and ``scheduler/policies/slo.SloController`` are within ``src``."""
     missing = set()
     for span in spans(page.read_text()):
         match = re.fullmatch(rf"((?:{'|'.join(PACKAGES)})(?:/\w+)+)(\.\w+)*(?:\(\))?/?", span)

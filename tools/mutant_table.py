@@ -423,7 +423,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "deadline-not-kept",
         "a total deadline that has passed ends no sequence",
-        "src/quire/scheduler/deadline.py",
+        "src/quire/scheduler/policies/deadlines.py",
         '        return "total"\n',
         "        return None\n",
         ("tests/scheduler/test_deadline.py",),
@@ -447,7 +447,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "slo-forgets-the-decodes",
         "the controller sizes a chunk as if no sequence decoded beside it",
-        "src/quire/scheduler/slo.py",
+        "src/quire/scheduler/policies/slo.py",
         "self._predictor.mixed_s(num_decodes, num) <= self._aim_s",
         "self._predictor.mixed_s(0, num) <= self._aim_s",
         ("tests/scheduler/test_slo.py",),
@@ -455,7 +455,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "slo-learns-nothing",
         "steps that take longer than the model says change nothing",
-        "src/quire/scheduler/predictor.py",
+        "src/quire/scheduler/policies/forecast.py",
         "            self._mixed_ratio.add(ratio)\n",
         "            self._mixed_ratio.add(1.0)\n",
         ("tests/scheduler/test_slo.py",),
@@ -592,8 +592,8 @@ TOKENS: tuple[Mutant, ...] = (
         "nan-read-from-the-cache",
         "a sequence that is computed once more reads its bad blocks again",
         "src/quire/scheduler/outcome.py",
-        "            state.cache.prefix.withdraw(_path(seq.table.tip))",
-        "            _path(seq.table.tip)",
+        "                state.cache.prefix.withdraw(_path(seq.table.tip))",
+        "                _path(seq.table.tip)",
         ("tests/engine/test_isolation.py",),
     ),
     Mutant(

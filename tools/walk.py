@@ -24,8 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What runs by default and is not needed for the answer: the recorder, the hang watch, the golden prompt.
-OFF = ("--record-steps", "0", "--hang-timeout-s", "0", "--golden-interval-s", "0")
+# What runs by default and is not needed for the answer: the recorder, the hang watch, the golden prompt, the share of
+# long prompts.
+OFF = (
+    *("--record-steps", "0", "--hang-timeout-s", "0", "--golden-interval-s", "0"),
+    *("--long-prefill-token-threshold", "0"),
+)
 TIMEOUT_S = 120
 BODY = {
     "model": "quill",

@@ -163,9 +163,9 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class SloConfig:
-    """Latency targets of the running engine (`quire.scheduler.slo`). ``cost_model``: `CostModel.to_json` as text."""
+    """Latency targets of the running engine (`quire.scheduler.policies.slo`)."""
 
-    cost_model: str
+    cost_model: str  # `CostModel.to_json` as text
     ttft_s: float | None = None
     tpot_s: float | None = None
 

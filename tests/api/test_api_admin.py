@@ -21,7 +21,8 @@ from quire.cost.cost_model import CostModel, Curve
 from quire.engine.messages import ControlPolicy
 from quire.errors import ConfigError
 from quire.http.listen import bind_admin
-from quire.scheduler.slo import PolicyChange, SloController
+from quire.scheduler.policies.slo import SloController
+from quire.scheduler.settings import PolicyChange
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -88,7 +89,7 @@ def test_what_is_set_under_an_slo_is_pinned_until_it_is_released() -> None:
     api = AdminApi()
     core = api.frontend._core
     model = CostModel(0.01, Curve((0.0, 1.0), (0.0, 1e-4)))
-    core.scheduler.predictor.step_time = model
+    core.scheduler.use_step_time(model)
     core.controller = SloController(core.scheduler.predictor, core.scheduler.config, tpot_s=0.02)
     wish = ControlPolicy(PolicyChange(max_num_seqs=4, max_num_batched_tokens=100))
 

@@ -10,8 +10,8 @@ from quire.api.state import ApiSettings, TtftForecast
 from quire.config import SchedulerConfig
 from quire.cost.cost_model import CostModel, Curve
 from quire.metrics.engine_stats import EngineStats
-from quire.scheduler.predictor import Predictor
-from quire.scheduler.slo import SloController
+from quire.scheduler.policies.forecast import ModelledPredictor
+from quire.scheduler.policies.slo import SloController
 from quire.slo import Slo
 
 MODEL = CostModel(0.01, Curve((0.0, 1.0), (0.0, 1e-4)))  # 10 ms a step, 0.1 ms a row
@@ -19,7 +19,7 @@ CONFIG = SchedulerConfig(max_num_batched_tokens=500, max_num_seqs=8, max_model_l
 
 
 def stats(num_decodes: int = 0, budget: int = 500) -> EngineStats:
-    return EngineStats(ttft=Predictor(CONFIG, MODEL).ttft_stats(num_decodes, budget))
+    return EngineStats(ttft=ModelledPredictor(CONFIG, MODEL).ttft_stats(num_decodes, budget))
 
 
 def test_alone_a_prompt_takes_its_steps() -> None:
@@ -41,7 +41,7 @@ def test_who_is_ahead_counts_until_its_first_token() -> None:
 
 def test_a_short_prompt_waits_for_a_share_of_long_ones() -> None:
     def shared() -> EngineStats:
-        return EngineStats(ttft=Predictor(CONFIG, MODEL).ttft_stats(0, 500, 100))
+        return EngineStats(ttft=ModelledPredictor(CONFIG, MODEL).ttft_stats(0, 500, 100))
 
     forecast = TtftForecast(Slo(), shared)
     alone = forecast.enter(30)
@@ -56,14 +56,14 @@ def test_a_short_prompt_waits_for_a_share_of_long_ones() -> None:
 
 
 def test_an_slo_makes_chunks_smaller_and_waits_longer() -> None:
-    controller = SloController(Predictor(CONFIG, MODEL), CONFIG, 0.02)
+    controller = SloController(ModelledPredictor(CONFIG, MODEL), CONFIG, 0.02)
     budget = 1 + controller.chunk(1)  # beside one decode
     free, held = TtftForecast(Slo(), lambda: stats(1)), TtftForecast(Slo(), lambda: stats(1, budget))
     assert held.enter(1000).predicted_s > free.enter(1000).predicted_s
 
 
 def test_it_learns_from_what_came() -> None:
-    predictor = Predictor(CONFIG, MODEL)
+    predictor = ModelledPredictor(CONFIG, MODEL)
     forecast = TtftForecast(Slo(), lambda: EngineStats(ttft=predictor.ttft_stats(0, 500)))
     before = forecast.enter(100)
     before.leave()

@@ -108,12 +108,12 @@ def test_a_core_without_readers_keeps_no_steps() -> None:
     live = Live()
     live.core.put(request("a", 8, max_tokens=50))
     live.steps(2)
-    assert live.core._live is None
+    assert live.core.live is None
     live.read()
-    assert live.core._live is not None
+    assert live.core.live is not None
     live.clock.advance_to(live.clock.now() + IDLE_S + 1)
     live.steps(1)
-    assert live.core._live is None
+    assert live.core.live is None
 
 
 def test_shared_beginnings_of_prompts_are_counted() -> None:

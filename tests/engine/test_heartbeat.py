@@ -11,7 +11,6 @@ from tests.fakes.engine import build
 from tests.scheduler.harness import request
 
 from quire.clock import VirtualClock
-from quire.config import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import SLOW_START_S, HangWatch, Heartbeat, Ticker
 from quire.scheduler.predictor import FIRST_STEP_S, Predictor
@@ -116,7 +115,7 @@ def test_the_dump_names_the_requests_of_the_step() -> None:
 
 
 def test_prompts_lengthen_the_prediction() -> None:
-    predictor = Predictor(SchedulerConfig())
+    predictor = Predictor()
     assert predictor.expected_s(1) == FIRST_STEP_S
     decode, chunk = SeqPlan(0, 0, 10, 1), SeqPlan(1, 0, 0, 100)
     for step in range(50):
@@ -127,7 +126,7 @@ def test_prompts_lengthen_the_prediction() -> None:
 
 
 def test_one_hang_does_not_make_the_next_one_harder_to_see() -> None:
-    predictor = Predictor(SchedulerConfig())
+    predictor = Predictor()
     decode = SeqPlan(0, 0, 10, 1)
     for step in range(50):
         predictor.note([decode], step, step + 0.1, num_prompt_tokens=0)

@@ -24,7 +24,7 @@ from quire.engine.spawn import EngineProcess
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError, RequestError
 from quire.request import FinishReason, Request, SampleTiming, SamplingParams, TokenEvent, TokenLogprobs
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -28,7 +28,7 @@ from quire.engine.build import build_core
 from quire.engine.process import Boot, decode, encode
 from quire.errors import ConfigError
 from quire.metrics.engine_stats import EngineStats
-from quire.scheduler.slo import SloController
+from quire.scheduler.policies.slo import SloController
 
 MODEL = CostModel(1e-3, Curve((0.0, 1.0), (0.0, 1e-3)))
 SLO = SloConfig(json.dumps(MODEL.to_json()), 0.5, 0.02)
@@ -41,7 +41,7 @@ def test_tokens_do_not_depend_on_the_controller(in_flight: int) -> None:
     rng = random.Random(seed)
     scheduler = make_scheduler(num_blocks=256, max_num_batched_tokens=64, max_model_len=128)
     engine = Engine(scheduler, in_flight=in_flight)
-    scheduler.predictor.step_time = MODEL
+    scheduler.use_step_time(MODEL)
     engine.core.controller = SloController(scheduler.predictor, scheduler.config, rng.uniform(0.0005, 0.003))
     asked = [request(f"r{i}", rng.randrange(1, 100), max_tokens=rng.randrange(1, 20)) for i in range(30)]
     settings = set()

@@ -19,7 +19,7 @@ from quire.engine.recording_file import default_folder
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 
 NO_PAUSE = RestartPolicy(max_restarts=3, backoff_s=0.0)
 

@@ -9,7 +9,7 @@ from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import NO_BLOCK, BlockTable, Node
 from quire.cache.manager import CacheManager
 from quire.cache.prefix_cache import PrefixCache
-from quire.scheduler.adapters import AdapterSlots
+from quire.scheduler.policies.adapters import AdapterSlots
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.state import SchedulerState
@@ -19,11 +19,13 @@ def check_integrity(scheduler: Scheduler) -> None:
     """Raise AssertionError where the books disagree. It looks at every block."""
     state = scheduler._state
     check_cache(scheduler.cache, [seq.table for seq in state.sequences.values()])
-    _check_adapters(state.adapters, state)
+    if state.policies.adapters is not None:
+        _check_adapters(state.policies.adapters.slots, state)
     assert len(state.running) + len(state.waiting) <= len(state.sequences)
     loading = [seq for seq in state.sequences.values() if seq.state is SequenceState.LOADING_KV]
-    assert set(loading) == set(state.loading.values())
-    assert set(state.loading) <= set(scheduler.cache.references.transfers)
+    transfers = state.policies.transfers
+    assert set(loading) == set(() if transfers is None else transfers.loading.values())
+    assert transfers is None or set(transfers.loading) <= set(scheduler.cache.references.transfers)
     for seq in state.sequences.values():
         # Else a token would be planned without a block, or a full block not published.
         if seq.next_event_at:

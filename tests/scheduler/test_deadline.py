@@ -8,9 +8,8 @@ import pytest
 from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, step
 
-from quire.config import SchedulerConfig
 from quire.request import Deadline, FinishReason, Request
-from quire.scheduler.predictor import Backlog, Predictor
+from quire.scheduler.predictor import Predictor
 from quire.scheduler.scheduler import Sleep
 
 
@@ -19,15 +18,15 @@ def due(one: Request, first_s: float | None = None, total_s: float | None = None
 
 
 def test_the_estimate_is_a_function_of_the_pace_and_the_queue() -> None:
-    pace = Predictor(SchedulerConfig())
-    assert pace.first_token_s(Backlog(1000, 0.0), 100) == 0.0, "nothing is known yet"
+    pace = Predictor()
+    assert pace.first_token_s(1000, 0.0, 100) == 0.0, "nothing is known yet"
     for i in range(400):
         pace.note((), i * 0.1, i * 0.1 + 0.1, num_prompt_tokens=50)
     assert pace.step_s == pytest.approx(0.1)
     assert pace.prompt_token_s == pytest.approx(0.1 / 50)
-    assert pace.first_token_s(Backlog(0, 0.0), 10) == pytest.approx(0.1), "a step is the least"
-    assert pace.first_token_s(Backlog(500, 0.0), 100) == pytest.approx(1.2)
-    assert pace.first_token_s(Backlog(0, 3.0), 100) == pytest.approx(3.2)
+    assert pace.first_token_s(0, 0.0, 10) == pytest.approx(0.1), "a step is the least"
+    assert pace.first_token_s(500, 0.0, 100) == pytest.approx(1.2)
+    assert pace.first_token_s(0, 3.0, 100) == pytest.approx(3.2)
     for i in range(400, 500):  # it follows what changes
         pace.note((), i * 0.1, i * 0.1 + 0.02, num_prompt_tokens=0)
     assert pace.step_s == pytest.approx(0.02, rel=0.1)
@@ -35,7 +34,7 @@ def test_the_estimate_is_a_function_of_the_pace_and_the_queue() -> None:
 
 
 def test_steps_that_overlap_are_not_counted_twice() -> None:
-    pace = Predictor(SchedulerConfig())
+    pace = Predictor()
     pace.note((), 0.0, 1.0, num_prompt_tokens=0)
     pace.note((), 0.1, 1.5, num_prompt_tokens=0)  # planned while the first was out
     assert pace._steps_s == pytest.approx(0.95 + 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.scheduler.draft_gain import DraftGain
+from quire.scheduler.policies.draft_gain import DraftGain
 
 
 def test_gain_compares_steps_of_as_many_sequences() -> None:

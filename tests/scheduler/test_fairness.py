@@ -10,9 +10,9 @@ from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import make_scheduler, request, step
 
 from quire.request import Request, Tenant
-from quire.scheduler.queue import DECODE, MAX_IDLE_TENANTS, PREFILL, RESIDENCY, FairShares
+from quire.scheduler.policies.fair import DECODE, MAX_IDLE_TENANTS, PREFILL, RESIDENCY, FairShares
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 
 
 def of(tenant: str, one: Request, weight: float = 1.0) -> Request:
@@ -95,7 +95,7 @@ def test_backlogged_tenants_differ_by_a_bound() -> None:
     # What one tenant may be ahead by: its requests that run, each with all that it can cost.
     one = PREFILL * longest + most * (DECODE + RESIDENCY * (longest + most))
     bound = (seats + 1) * one / min(weights.values())
-    shares = scheduler._state.shares
+    shares = scheduler._state.policies.turn_on("fair").shares
     while len(scheduler._state.waiting.by_tenant) == 3:
         step(scheduler)
         check_integrity(scheduler)
@@ -109,7 +109,7 @@ def test_backlogged_tenants_differ_by_a_bound() -> None:
 
 def test_tenants_that_left_do_not_pile_up() -> None:
     scheduler = make_scheduler(order="fair", max_num_seqs=1)
-    shares = scheduler._state.shares
+    shares = scheduler._state.policies.turn_on("fair").shares
     assert isinstance(shares, FairShares)
     for i in range(MAX_IDLE_TENANTS + 50):
         shares._served[Tenant(f"t{i}")] = 0.0

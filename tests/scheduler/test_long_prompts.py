@@ -12,7 +12,7 @@ from quire.cost.cost_model import CostModel, Curve, StepTime
 from quire.errors import ConfigError
 from quire.request import Deadline, TokenEvent
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 
 LIMIT = 16
 
@@ -185,7 +185,8 @@ def timed(scheduler: Scheduler, now: float) -> tuple[float, list[TokenEvent]]:
 def under_long_prompts(step_time: StepTime | None = None, **config: Any) -> tuple[Scheduler, float]:
     """A scheduler that has measured its pace, with one long prompt that runs and twelve that wait; the time."""
     scheduler, now = make(max_num_seqs=3, num_blocks=2000, **config), 0.0
-    scheduler.predictor.step_time = step_time
+    if step_time is not None:
+        scheduler.use_step_time(step_time)
     for i in range(13):
         scheduler.add(request(f"long-{i}", 400, max_tokens=40), now)
     for _ in range(4):

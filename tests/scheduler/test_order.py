@@ -11,7 +11,7 @@ from tests.scheduler.harness import Engine, answer, make_scheduler, request, ste
 from quire.config import OrderKind
 from quire.request import Deadline, FinishReason, Request
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 
 
 def entries(scheduler: Scheduler) -> list[str]:

@@ -12,9 +12,10 @@ from quire.cost.cost_model import CostModel, Curve, StepFeatures
 from quire.engine.core import EngineCore
 from quire.engine.messages import ChangePolicy
 from quire.request import Request, SamplingParams
-from quire.scheduler.predictor import Predictor
+from quire.scheduler.policies.forecast import ModelledPredictor
+from quire.scheduler.policies.slo import MIN_CHUNK, SloController
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.slo import MIN_CHUNK, PolicyChange, SloController
+from quire.scheduler.settings import PolicyChange
 from quire.step import SeqPlan
 from quire_lab.sim.latency import Latency, sim_executor
 
@@ -27,7 +28,7 @@ class Engine:
     """Steps of ``decodes`` sequences, and a chunk as large as the budget leaves, in the modelled time × ``slower``."""
 
     def __init__(self, tpot_s: float, slower: float = 1.0) -> None:
-        self.predictor = Predictor(CONFIG, MODEL)
+        self.predictor = ModelledPredictor(CONFIG, MODEL)
         self.controller, self.slower = SloController(self.predictor, CONFIG, tpot_s), slower
         self.now = 0.0
         self.budget, self.limit = CONFIG.max_num_batched_tokens, CONFIG.max_num_seqs
@@ -108,6 +109,7 @@ def test_a_failed_step_teaches_nothing() -> None:
     core.clock.advance(100.0)  # type: ignore[attr-defined]
     (event,) = core.finish()
     assert event.error_kind == "step"
+    assert isinstance(core.scheduler.predictor, ModelledPredictor)
     assert core.scheduler.predictor.decode_s(1) == MODEL.seconds(StepFeatures(1, 1, 1, 2048, 0, 0))
     assert core.scheduler.predictor.step_s == 0.0
 

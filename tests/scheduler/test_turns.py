@@ -7,9 +7,10 @@ from dataclasses import replace
 from tests.scheduler.harness import answer, make_scheduler, request, rows_of, step
 
 from quire.request import Deadline, Tenant
-from quire.scheduler.queue import AGING_S, DECODE, PREFILL, RESIDENCY
+from quire.scheduler.policies.fair import DECODE, PREFILL, RESIDENCY
+from quire.scheduler.policies.order import AGING_S
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 
 
 def ends(scheduler: Scheduler, now: float = 0.0) -> list[str]:
@@ -51,7 +52,7 @@ def test_a_prompt_is_charged_once_to_its_tenant() -> None:
     for name in ("a", "b"):
         scheduler.add(replace(request(name, 8, max_tokens=12), tenant=tenant), 0.0)
     step(scheduler)
-    served = scheduler._state.shares._served
+    served = scheduler._state.policies.turn_on("fair").shares._served
     assert served[tenant] == 2 * PREFILL * 8 / tenant.weight
     before = served[tenant]
     while not scheduler.stats().num_preemptions:

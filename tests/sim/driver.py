@@ -30,7 +30,7 @@ from quire.engine.messages import (
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from quire.scheduler.scheduler import Scheduler, Sleep
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 from quire.step import StepPlan, StepResult
 
 STEP_S = 0.01
@@ -322,7 +322,7 @@ class Driver:
             (cache.prefix, "fill"),
             (cache, "slide"),
         ]
-        adapters = self.scheduler._state.adapters
+        adapters = self.scheduler._state.policies.adapters.slots
         adapters.oldest_in_use = self._counted("adapter waits", adapters.oldest_in_use)  # type: ignore[method-assign]
         for owner, name in watched:
             setattr(owner, name, self._counted(name.strip("_"), getattr(owner, name)))

@@ -25,7 +25,7 @@ from quire.engine.messages import (
 )
 from quire.request import FinishReason
 from quire.scheduler.scheduler import Sleep
-from quire.scheduler.slo import PolicyChange, settings
+from quire.scheduler.settings import PolicyChange, settings
 from quire.step import StepPlan
 
 

@@ -15,7 +15,7 @@ from quire.engine.assemble import check_vocabulary, configure, find_draft, llm_a
 from quire.errors import ConfigError
 from quire.models.checkpoint import describe, read_tokenizer
 from quire.models.hub import quill_path
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 from quire.text.tokenizer import Tokenizer
 
 QUILL = EngineArgs(model="quill", kv_memory="16MiB", max_model_len=512)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from quire.config import SchedulerConfig
-from quire.scheduler.draft_control import DraftControl
+from quire.scheduler.policies.draft_control import DraftControl
 
 MOST = 8
 StepSeconds = Callable[[int], float]  # of a step with so many rows

@@ -29,7 +29,7 @@ from quire.http.edge import Edge, error_handlers
 from quire.http.wire import Boolean, Int64, Integer, Number, Text, Wire, not_allowed, parse
 from quire.metrics.log import Log
 from quire.request import Adapter
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 
 UNLOAD_TIMEOUT_S = 30.0
 log = Log("admin")

@@ -15,21 +15,19 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.cache.events import EventBuffer
 from quire.clock import Clock
-from quire.config import Determinism, EngineConfig
-from quire.cost.cost_model import CostModel
-from quire.cost.speculation import draft_bytes
+from quire.config import Determinism, EngineConfig, SloConfig
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.executor.base import Executor, RankLoaded
-from quire.executor.profile_control import Profiles
-from quire.executor.recorder import Recorder, RecordingExecutor
 from quire.metrics.engine_stats import RankStats
-from quire.scheduler.budget import stage_rows
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.slo import SloController
+
+if TYPE_CHECKING:
+    from quire.executor.profile_control import Profiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,8 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     profiler = _profiler(chosen, config, clock)
     recorder = None
     if config.recorder is not None:
+        from quire.executor.recorder import Recorder, RecordingExecutor
+
         recorder = Recorder(config.recorder.num_steps)
         chosen = RecordingExecutor(chosen, recorder, clock)
     if config.runner.step_log is not None:
@@ -70,22 +70,32 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         chosen = LoggedExecutor(
             chosen, Path(config.runner.step_log), clock, config.scheduler.max_num_batched_tokens
         )
-    slo = config.slo
-    step_time = None if slo is None else CostModel.from_json(json.loads(slo.cost_model))
-    stages = config.topology.pp
     events = EventBuffer(with_tokens=False) if config.cache.has_events else None
+    rows, num_stages = None, config.topology.pp
+    if num_stages > 1:
+        from quire.scheduler.policies.stages import stage_rows
+
+        rows = stage_rows(config.model.spec.num_active_params, num_stages, config.runner.kernels)
     scheduler = Scheduler(
-        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=stages,
-        stage_rows=stage_rows(config.model.spec.num_active_params, stages, config.runner.kernels),
-        step_time=step_time,
+        config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=num_stages,
+        stage_rows=rows,
     )  # fmt: skip
-    controller = None
-    if slo is not None and slo.tpot_s is not None:
-        controller = SloController(scheduler.predictor, config.scheduler, slo.tpot_s)
-    core = EngineCore(scheduler, chosen, clock, controller)
+    core = EngineCore(scheduler, chosen, clock)
+    if config.slo is not None:
+        _hold_slo(core, config.slo)
     core.recorder, core.profiler = recorder, profiler
     core.ranks, core.rank_stats = ranks, rank_stats
     return core
+
+
+def _hold_slo(core: EngineCore, slo: SloConfig) -> None:
+    """Let the scheduler predict by a model of step times, and hold the targets that there are."""
+    from quire.cost.cost_model import CostModel
+    from quire.scheduler.policies.slo import SloController
+
+    core.scheduler.use_step_time(CostModel.from_json(json.loads(slo.cost_model)))
+    if slo.tpot_s is not None:
+        core.controller = SloController(core.scheduler.predictor, core.scheduler.config, slo.tpot_s)
 
 
 def _profiler(executor: Executor, config: EngineConfig, clock: Clock) -> Profiles | None:
@@ -111,6 +121,8 @@ def describe(
     block_bytes = config.kv_layout.block_bytes(config.cache.block_size, config.model.kv_dtype)
     weight_bytes = config.model.spec.weight_bytes(config.model.dtype, config.model.formats)
     if config.speculate is not None:
+        from quire.cost.speculation import draft_bytes
+
         drafts, of_block = draft_bytes(
             config.speculate.draft or config.speculate.heads, config.cache.block_size
         )
@@ -153,6 +165,7 @@ def make_executor(config: EngineConfig, executor: str, clock: Clock) -> Executor
 
         return RanksExecutor(config, clock, start_on_ray)
     if kind == "timed":
+        from quire.cost.cost_model import CostModel
         from quire.executor.timed import TimedExecutor
 
         step_time = CostModel.from_json(json.loads(Path(argument).read_text()))

@@ -10,38 +10,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from quire.cache.events import EventsLost, pack
 from quire.clock import Clock
 from quire.engine.messages import (
     AbortRequest,
-    ChangePolicy,
     ControlPolicy,
     Drain,
     FinishSample,
-    LoadKv,
     Message,
     Reply,
-    ResetPrefixCache,
-    SaveRecording,
     Shutdown,
-    StoreKv,
-    TakeCacheEvents,
-    TakeLive,
-    TransfersDone,
 )
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor.base import Executor, RankLoaded
-from quire.executor.profile_control import Profiles, TakeProfile
-from quire.executor.recorder import Recorder
 from quire.metrics.engine_stats import EngineStats, RankStats
 from quire.request import Request, TokenEvent
 from quire.scheduler.admission import refused
-from quire.scheduler.live import LiveLog
 from quire.scheduler.scheduler import Scheduler, Sleep, Step, Wait
-from quire.scheduler.slo import PolicyChange, SloController, settings
+from quire.scheduler.settings import PolicyChange
 from quire.step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.executor.profile_control import Profiles
+    from quire.executor.recorder import Recorder
+    from quire.scheduler.live import LiveLog
+    from quire.scheduler.policies.slo import SloController
 
 
 class EngineCore:
@@ -71,9 +66,10 @@ class EngineCore:
         self.replies: list[Reply] = []  # to calls; the caller of `step` takes them out
         self._inbox: deque[Message | ControlPolicy] = deque()  # append and popleft are atomic
         self.out: deque[StepResult | StepPlan] = deque()  # oldest first; a result: the plan was not accepted
-        self._draining = False
+        self.draining = False  # it takes no more requests
         self._rest: Sleep | Wait | None = Wait()
-        self._live: LiveLog | None = None  # while a page watches
+        self.live: LiveLog | None = None  # while a page watches
+        self._calls: Any = None  # once there was one
 
     def put(self, message: Message) -> None:
         """Hand in a message; it takes effect at the start of the next `step`."""
@@ -95,7 +91,7 @@ class EngineCore:
         """The second half: wait for the oldest step out and apply its result. The simulator comes in between."""
         if self.on_tick is not None:
             self.on_tick(self.out)
-        live = self._live
+        live = self.live
         if live is not None:
             live.begin(self.scheduler, self.out[0], self.clock.now())
         result = self._collect(self.out[0])
@@ -104,7 +100,7 @@ class EngineCore:
         events = self.scheduler.apply(result, now)
         if live is not None and isinstance(plan, StepPlan):
             live.note(plan, result, now, self.clock.now())
-            self._live = None if live.is_idle(now) else live
+            self.live = None if live.is_idle(now) else live
         self._rest = None  # the result may have made room for a step
         if self.controller is not None and result.error is None:
             change = self.controller.applied()
@@ -147,7 +143,7 @@ class EngineCore:
     def _take_in(self, message: Message | ControlPolicy) -> list[TokenEvent]:
         match message:
             case Request() as request:
-                if self._draining:
+                if self.draining:
                     text = "The server is shutting down and takes no more requests. Try another replica."
                     indexes = [
                         i for i in range(request.sampling.num_samples) if i not in request.finished_samples
@@ -158,16 +154,10 @@ class EngineCore:
                 return self.scheduler.abort(request_id)
             case FinishSample(request_id, sample_index, num_output_tokens):
                 return self.scheduler.finish(request_id, sample_index, num_output_tokens)
-            case LoadKv(request_id, remote, num_blocks, handle):
-                self.scheduler.transfers.load(request_id, remote, num_blocks, handle)
-            case StoreKv(block_hash, remote, num_blocks, handle):
-                self.scheduler.transfers.store(block_hash, remote, num_blocks, handle)
-            case TransfersDone(ended):
-                self.scheduler.transfers.end(ended)
             case Drain():
-                self._draining = True
+                self.draining = True
             case Shutdown():
-                self._draining = True
+                self.draining = True
                 return self.scheduler.abort_all()
             case PolicyChange():
                 try:
@@ -179,34 +169,15 @@ class EngineCore:
             case ControlPolicy(change):
                 assert self.controller is not None
                 self.scheduler.change_policy(self.controller.unpinned(change))
-            case ChangePolicy():
-                self.replies.append(self._change_policy(message))
-            case TakeCacheEvents(call_id, snapshot):
-                self.replies.append(Reply(call_id, _cache_events(self.scheduler, snapshot=snapshot)))
-            case TakeLive(call_id):
-                self._live = self._live or LiveLog(self.clock.now())
-                self.replies.append(Reply(call_id, self._live.read(self.scheduler, self.clock)))
-            case TakeProfile(call_id):
-                self.replies.append(Reply(call_id, **message.carry_out(self.profiler)))
-            case SaveRecording(call_id):
-                self.replies.append(_saved(call_id, self.save))
-            case ResetPrefixCache(call_id):
-                self.replies.append(Reply(call_id, {"num_freed_blocks": self.scheduler.cache.prefix.clear()}))
+            case _:
+                self._carry_out(message)
         return []
 
-    def _change_policy(self, call: ChangePolicy) -> Reply:
-        before, controller = settings(self.scheduler.config), self.controller
-        try:
-            if call.release and controller is None:
-                raise ConfigError("Nothing can be released: the server runs without --slo.", param="release")
-            self.scheduler.change_policy(call.change)
-        except ConfigError as error:
-            return Reply(call.call_id, before, error=str(error), param=error.param)
-        after = settings(self.scheduler.config)
-        if controller is None:
-            return Reply(call.call_id, after, before)
-        controller.pin(call.change, call.release)
-        return Reply(call.call_id, after, before, pinned=tuple(sorted(controller.pinned)))
+    def _carry_out(self, message: Message | ControlPolicy) -> None:
+        """Answer a call, or begin a transfer: what no plain request needs is loaded with the first of these."""
+        if self._calls is None:
+            self._calls = import_module("quire.engine.calls").CoreCalls(self)
+        self._calls.carry_out(message)
 
     def _submit(self) -> None:
         """Submit while fewer than ``max_in_flight`` are out and there is work.
@@ -242,23 +213,6 @@ class EngineCore:
             raise
         except Exception as error:
             return StepResult(out.step, error=_text(error))
-
-
-def _saved(call_id: str, save: Callable[[str, str], dict[str, Any]] | None) -> Reply:
-    if save is None:
-        return Reply(call_id, {}, error="The flight recorder is off: start the server with --record-steps.")
-    try:
-        return Reply(call_id, save("asked", ""))
-    except OSError as error:
-        return Reply(call_id, {}, error=f"The recording cannot be written: {error}")
-
-
-def _cache_events(scheduler: Scheduler, *, snapshot: bool) -> dict[str, Any]:
-    buffer = scheduler.cache_events
-    events = buffer.drain() if buffer is not None else []
-    if snapshot or (events and isinstance(events[0], EventsLost)):
-        return {"events": pack(scheduler.cache.prefix.snapshot()), "snapshot": True}
-    return {"events": pack(each for each in events if not isinstance(each, EventsLost)), "snapshot": False}
 
 
 def _text(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from quire.engine.messages import AbortRequest, FinishSample, Message, Reply
 from quire.errors import RequestError
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.slo import CONTROLLED, PolicyChange
+from quire.scheduler.settings import CONTROLLED, PolicyChange
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class InFlight:
             self._record_policy({k: v for k, v in reply.values.items() if reply.before.get(k, v) != v})
             if reply.pinned is not None:  # the other settings are the SLO controller's
                 self._record_policy({name: reply.values[name] for name in reply.pinned})
-                for name in CONTROLLED.keys() - set(reply.pinned):
+                for name in set(CONTROLLED) - set(reply.pinned):
                     self._policy.pop(name, None)
 
     def _record_policy(self, changes: dict[str, Any]) -> None:

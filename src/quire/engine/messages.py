@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.executor.profile_control import TakeProfile
 from quire.request import Request
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 from quire.step import TransferDone
 
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from quire.cache.block_table import NO_BLOCK, Node
 from quire.clock import Clock
-from quire.scheduler.budget import long_threshold
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.settings import long_threshold
 from quire.scheduler.state import SchedulerState
 from quire.step import StepPlan, StepResult
 

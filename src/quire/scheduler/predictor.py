@@ -1,36 +1,25 @@
-"""`Predictor`: how long steps take, and from that when a request would have its first token.
+"""`Predictor`: how long steps take, by the steps that were applied.
 
-It learns from every step that is applied, by the times that `plan` and `apply` are given, so a simulated run learns
-from its simulated steps. Sums decay by a twentieth per step: the last twenty steps or so count. With a step-time model
-(``--slo``) it also says how long a step that never ran would take: the model's time, corrected by what steps like it
-really took.
+It learns by the times that `plan` and `apply` are given, so a simulated run learns from its simulated steps. Sums decay
+by a twentieth per step: the last twenty steps or so count. With ``--slo``, `policies.forecast` corrects a model of step
+times by it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from quire.config import SchedulerConfig
-from quire.cost.cost_model import StepFeatures, StepTime, features
 from quire.metrics.engine_stats import TtftStats
-from quire.step import SeqPlan, StepPlan
+from quire.step import SeqPlan
 
 _KEPT = 0.95  # share of the decaying sums that stays at each step
 FIRST_STEP_S = 30.0  # expected of a step before any was measured
 _WEIGHT = 0.1  # of the newest step in the running means
 
 
-class Backlog(NamedTuple):
-    """What a new request finds before it."""
-
-    num_tokens: int  # of prompts that are to be computed first
-    wait_s: float  # until sequences that run have ended, so that it has a seat
-
-
 @dataclass(slots=True)
-class _Mean:
+class Mean:
     """An exponential mean that begins at its first value."""
 
     value: float
@@ -42,21 +31,14 @@ class _Mean:
 
 
 class Predictor:
-    """One per scheduler. ``num_seqs`` and ``num_decodes`` are those of the last step."""
+    """One per scheduler."""
 
-    def __init__(self, config: SchedulerConfig, step_time: StepTime | None = None) -> None:
-        self.step_time = step_time
-        self.num_seqs = self.num_decodes = 0
+    def __init__(self) -> None:
         self._applied_s = 0.0
         self._num_steps = self._steps_s = 0.0
         # Of steps with prompt tokens, the decodes beside them included.
         self._num_prompt_tokens = self._prompts_s = 0.0
-        self._output = _Mean(0.0)  # tokens of a sequence that ended
-        self._context = _Mean(config.max_model_len / 4)  # keys that a decode reads
-        self._chunk_keys = _Mean(config.max_model_len / 4)  # keys that a token of a chunk sees
-        self._decode_ratio = _Mean(1.0)  # seconds measured / modelled, steps of decodes alone
-        self._mixed_ratio = _Mean(1.0)
-        self._ttft_ratio = _Mean(1.0, seen=True)  # seconds measured / predicted
+        self._output = Mean(0.0)  # tokens of a sequence that ended
 
     def note(
         self,
@@ -77,10 +59,6 @@ class Predictor:
         if num_prompt_tokens:
             self._num_prompt_tokens = self._num_prompt_tokens * _KEPT + num_prompt_tokens
             self._prompts_s = self._prompts_s * _KEPT + took_s
-        if self.step_time is not None:
-            self.num_seqs = len(seqs)
-            self.num_decodes = sum(seq.num_known_tokens == 1 for seq in seqs)
-            self._correct(self.step_time, seqs, took_s)
         return took_s
 
     def spent_s(self, planned_s: float, applied_s: float) -> float:
@@ -97,9 +75,6 @@ class Predictor:
 
     def note_ttft(self, predicted_s: float, measured_s: float) -> None:
         """A first token came ``measured_s`` after its request, which was predicted to take ``predicted_s``."""
-        if predicted_s > 0.0:
-            ratio = measured_s / predicted_s * self._ttft_ratio.value
-            self._ttft_ratio.add(min(max(ratio, 0.05), 20.0))
 
     @property
     def step_s(self) -> float:
@@ -113,14 +88,7 @@ class Predictor:
         """
         if not self._num_steps:
             return FIRST_STEP_S
-        learned_s = self.step_s + num_prompt_tokens * self.prompt_token_s
-        if self.step_time is None:
-            return learned_s
-        num_decodes = self.num_decodes
-        modelled_s = (
-            self.mixed_s(num_decodes, num_prompt_tokens) if num_prompt_tokens else self.decode_s(num_decodes)
-        )
-        return max(learned_s, modelled_s)
+        return self.step_s + num_prompt_tokens * self.prompt_token_s
 
     @property
     def prompt_token_s(self) -> float:
@@ -132,59 +100,18 @@ class Predictor:
         """Output tokens of a sequence; 0 before the first end."""
         return self._output.value
 
-    def first_token_s(self, backlog: Backlog, num_tokens: int) -> float:
-        """Return in how many seconds a prompt with ``num_tokens`` to compute has its first token, at this pace.
+    def first_token_s(self, num_before: int, wait_s: float, num_own: int) -> float:
+        """Return in how many seconds a prompt with ``num_own`` tokens to compute has its first token, at this pace.
 
-        The prompts before it and its own are computed one after another; where all seats are taken, it waits for one.
-        Whichever takes longer decides, and a step is the least.
+        The ``num_before`` tokens of the prompts before it and its own are computed one after another; where all seats
+        are taken, it waits ``wait_s`` for one. Whichever takes longer decides, and a step is the least.
         """
-        own_s = num_tokens * self.prompt_token_s
-        computed_s = backlog.num_tokens * self.prompt_token_s + own_s
-        return max(computed_s, backlog.wait_s + own_s, self.step_s)
-
-    def decode_s(self, num_decodes: int) -> float:
-        """Return the seconds of a step of so many decodes; needs the model."""
-        assert self.step_time is not None
-        keys = round(num_decodes * self._context.value)
-        step = StepFeatures(num_decodes, num_decodes, num_decodes, keys, 0, 0)
-        return self.step_time.seconds(step) * self._decode_ratio.value
-
-    def mixed_s(self, num_decodes: int, num_tokens: int) -> float:
-        """Return the seconds of a step with a chunk of ``num_tokens`` beside the decodes; needs the model."""
-        assert self.step_time is not None
-        pairs = round(num_tokens * self._chunk_keys.value)
-        chunk_kv = round(self._chunk_keys.value) + num_tokens
-        keys = round(num_decodes * self._context.value)
-        step = StepFeatures(num_decodes + num_tokens, num_decodes + 1, num_decodes + 1, keys, chunk_kv, pairs)
-        return self.step_time.seconds(step) * self._mixed_ratio.value
+        own_s = num_own * self.prompt_token_s
+        return max(num_before * self.prompt_token_s + own_s, wait_s + own_s, self.step_s)
 
     def ttft_stats(self, num_decodes: int, budget: int, long_tokens: int = 0) -> TtftStats:
         """Return what a prediction of TTFT needs: ``budget`` tokens per step, beside so many decodes.
 
         ``long_tokens``: what long prompts may have of it.
         """
-        chunk = max(1, budget - num_decodes)
-        if self.step_time is None:
-            return TtftStats(chunk, 0.0, self.prompt_token_s, self._ttft_ratio.value, long_tokens)
-        least_s, most_s = self.mixed_s(num_decodes, 1), self.mixed_s(num_decodes, chunk)
-        token_s = (most_s - least_s) / max(1, chunk - 1)
-        return TtftStats(chunk, max(0.0, least_s - token_s), token_s, self._ttft_ratio.value, long_tokens)
-
-    def _correct(self, step_time: StepTime, seqs: Sequence[SeqPlan], took_s: float) -> None:
-        step = features(StepPlan(0, seqs=tuple(seqs)), {seq.seq_id for seq in seqs})
-        modelled_s = step_time.seconds(step)
-        if modelled_s <= 0.0:
-            return
-        ratio = min(max(took_s / modelled_s, 0.1), 10.0)  # one page fault does not make a slower machine
-        num_chunk_tokens = sum(seq.num_scheduled_tokens for seq in seqs if seq.num_known_tokens != 1)
-        if num_chunk_tokens > 0:
-            self._chunk_keys.add(step.chunk_pairs / num_chunk_tokens)
-            self._mixed_ratio.add(ratio)
-            if not self._decode_ratio.seen:
-                self._decode_ratio.value = self._mixed_ratio.value
-        else:
-            self._decode_ratio.add(ratio)
-            if not self._mixed_ratio.seen:
-                self._mixed_ratio.value = self._decode_ratio.value
-        if self.num_decodes:
-            self._context.add(step.decode_kv_tokens / self.num_decodes)
+        return TtftStats(max(1, budget - num_decodes), token_s=self.prompt_token_s, long_tokens=long_tokens)

@@ -11,28 +11,29 @@ Every sequence ends with exactly one terminal event, whatever happens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.cache.events import EventBuffer
 from quire.cache.manager import CacheManager, reclaim
 from quire.config import CacheConfig, SchedulerConfig
-from quire.cost.cost_model import StepTime
-from quire.metrics.engine_stats import EngineStats
+from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram
 from quire.request import FinishReason, Request, TokenEvent
-from quire.scheduler.adapters import AdapterSlots
-from quire.scheduler.admission import add_request
-from quire.scheduler.beam_steps import end_all, park_idle
-from quire.scheduler.budget import ONE_STAGE, StageRows, long_threshold
-from quire.scheduler.deadline import demote, expire
-from quire.scheduler.draft_control import DraftControl
-from quire.scheduler.outcome import apply_result
+from quire.scheduler.admission import Admission
+from quire.scheduler.outcome import Outcome
 from quire.scheduler.planner import Planner
+from quire.scheduler.policies import NAMES, STAY, load, modelled_predictor, wanted_by_config
+from quire.scheduler.policy import Policies, Policy
 from quire.scheduler.predictor import Predictor
-from quire.scheduler.slo import PolicyChange, change_policy
+from quire.scheduler.settings import PolicyChange, changed
 from quire.scheduler.state import SchedulerState
-from quire.scheduler.transfers import Transfers
 from quire.step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.cost.cost_model import StepTime
+    from quire.scheduler.policies.stages import StageRows
 
 
 class Step(NamedTuple):
@@ -52,7 +53,7 @@ class Wait(NamedTuple):
 
 
 class Scheduler:
-    """gate × order × budget over one cache."""
+    """Order of arrival, as many seats and tokens as the settings allow, and what the policies change of it."""
 
     def __init__(
         self,
@@ -62,29 +63,47 @@ class Scheduler:
         *,
         chains_steps: bool = True,
         num_stages: int = 1,
-        stage_rows: StageRows = ONE_STAGE,
+        stage_rows: StageRows | None = None,
         step_time: StepTime | None = None,
     ) -> None:
         """``chains_steps``: the executor's; ``num_stages``: of its pipeline; ``step_time``: a model of its steps.
 
-        ``stage_rows``: of a pipeline, see `budget.stage_rows`.
+        ``stage_rows``: of a pipeline, see `policies.stages.stage_rows`.
         """
-        self.predictor = Predictor(config, step_time)
         self.cache = CacheManager(cache_config, events)
         self.cache_events = events  # for a gateway to drain; None: off
-        self._state = SchedulerState(
-            config,
-            config,
-            self.cache,
-            AdapterSlots(config.max_loras),
-            self.predictor,
-            chains_steps=chains_steps,
-            num_stages=num_stages,
-            stage_rows=stage_rows,
-            draft_control=DraftControl(config) if config.max_num_drafts else None,
+        state = self._state = SchedulerState(
+            config, config, self.cache, Predictor(), chains_steps=chains_steps, num_stages=num_stages
         )
-        self.transfers = Transfers(self._state)
+        state.policies = Policies(NAMES, STAY, partial(load, state=state))
+        state.policies.follow(wanted_by_config(config, config))
+        if num_stages > 1:
+            stages = state.policies.turn_on("stages")
+            stages.rows = stage_rows or stages.rows
+        if step_time is not None:
+            self.use_step_time(step_time)
+        self._admission, self._outcome = Admission(state), Outcome(state)
+        self._step_tokens = Histogram(STEP_TOKENS)
         self._num_peak_blocks = 0
+
+    def use_step_time(self, step_time: StepTime) -> None:
+        """Predict by a model of step times from now on, before the first step."""
+        self._state.predictor = modelled_predictor(self._state.config, step_time)
+        self._state.policies.turn_on("forecast")
+
+    def add_policy(self, name: str, make: Callable[[SchedulerState], Policy]) -> None:
+        """Turn on a policy that is not in the list of `quire.scheduler.policies`; it is asked last."""
+        self._state.policies.add(name, make(self._state))
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the policies that are on, in the order in which they are asked."""
+        return self._state.policies.names
+
+    @property
+    def predictor(self) -> Predictor:
+        """How long steps take, as measured."""
+        return self._state.predictor
 
     @property
     def config(self) -> SchedulerConfig:
@@ -94,14 +113,14 @@ class Scheduler:
     def add(self, request: Request, now: float) -> list[TokenEvent]:
         """Queue a request. Refusals are its terminal events: ``error_kind`` "capacity" or "never_fits"."""
         self._state.now = now
-        return add_request(self._state, request, now)
+        return self._admission.add(request, now)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End every sequence of a request; an unknown or ended one is nothing to do."""
         group = self._state.requests.get(request_id)
         if group is None:
             return []
-        return end_all(self._state, group, FinishReason.ABORT)
+        return self._state.end_all(group, FinishReason.ABORT)
 
     def finish(self, request_id: str, sample_index: int, num_output_tokens: int) -> list[TokenEvent]:
         """End one sequence whose stop string was completed by output token ``num_output_tokens`` (counted from 1).
@@ -124,7 +143,7 @@ class Scheduler:
     def expire(self, now: float) -> list[TokenEvent]:
         """End the sequences whose deadlines have passed. Before each plan."""
         self._state.now = now
-        return expire(self._state, now)
+        return [event for expire in self._state.policies.expire for event in expire(now)]
 
     def next_action(self, now: float) -> Step | Sleep | Wait:
         """Return what the engine's loop does next while it may submit a step."""
@@ -132,48 +151,61 @@ class Scheduler:
         if plan is not None:
             return Step(plan)
         state = self._state
-        times_s = [state.deadlines.next_s] if state.sequences else []
-        if state.waiting:
-            times_s.append(
-                state.gate.opens_at(state.config, len(state.running), state.waiting.oldest_arrival_s())
-            )
+        times_s = [wakes_at() for wakes_at in state.policies.wakes_at]
         until_s = min((time_s for time_s in times_s if time_s is not None), default=None)
         return Wait() if until_s is None else Sleep(until_s)
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None where nothing can be computed now."""
-        self._state.now = now
-        if self._state.config.order == "deadline":
-            demote(self._state, now)
-        before = self._state.counters.num_computed_tokens
-        plan = Planner(self._state, now).plan()
-        stuck = plan is None and self._state.running and not self._state.in_flight
-        if stuck and park_idle(self._state):
-            plan = Planner(self._state, now).plan()
-        if plan is not None:
-            num_tokens = self._state.counters.num_computed_tokens - before
-            self._state.in_flight[-1].num_tokens = num_tokens
-            self._state.step_tokens.observe(num_tokens)
-            held = self.cache.pool.num_blocks - self.cache.references.num_available
-            if held > self._num_peak_blocks:
-                self._num_peak_blocks = held
+        state = self._state
+        state.now = now
+        for before_plan in state.policies.before_plan:
+            before_plan(now)
+        before = state.counters.num_computed_tokens
+        plan = Planner(state, now).plan()
+        if plan is None:
+            beams = state.policies.beams
+            if beams is None or not state.running or state.in_flight or not beams.park_idle():
+                return None
+            plan = Planner(state, now).plan()  # beams waited for others of their depth
+            if plan is None:
+                return None
+        num_tokens = state.counters.num_computed_tokens - before
+        state.in_flight[-1].num_tokens = num_tokens
+        self._step_tokens.observe(num_tokens)
+        held = self.cache.pool.num_blocks - self.cache.references.num_available
+        if held > self._num_peak_blocks:
+            self._num_peak_blocks = held
         return plan
 
     def apply(self, result: StepResult, now: float) -> list[TokenEvent]:
         """Apply the result of the oldest plan in flight."""
-        return apply_result(self._state, result, now)
+        return self._outcome.apply(result, now)
 
     def fail_in_flight(self, error: str, now: float) -> list[TokenEvent]:
         """Fail every step and transfer in flight: sequences of the steps end with ``error_kind`` "step"."""
         events = []
         while self._state.in_flight:
             events += self.apply(StepResult(self._state.in_flight[0].step, error=error), now)
-        self.transfers.fail(error)
+        if self._state.policies.transfers is not None:
+            self.transfers.fail(error)
         return events
+
+    @property
+    def transfers(self) -> Any:
+        """Blocks from or to another tier or peer; see `policies.transfers`."""
+        return self._state.policies.turn_on("transfers")
 
     def change_policy(self, change: PolicyChange) -> None:
         """Change settings from the next plan on; ConfigError where a value is not allowed."""
-        change_policy(self._state, change)
+        state = self._state
+        before, state.config = state.config, changed(state.config, change, state.start_config)
+        state.policies.follow(wanted_by_config(state.config, state.start_config))
+        for configure in state.policies.configure:
+            configure(state.config)
+        if state.config.order != before.order:
+            state.rank(state.sequences.values())
+            state.waiting.reorder()
 
     def expected_s(self) -> float:
         """Return how many seconds the steps in flight may well take; see `Predictor.expected_s`."""
@@ -188,15 +220,17 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
-        state, prefix = self._state, self.cache.prefix
+        state, config, prefix = self._state, self._state.config, self.cache.prefix
+        drafts, transfers = state.policies.drafts, state.policies.transfers
+        num_loading = 0 if transfers is None else len(transfers.loading)
         num_groups = self.cache.windows.num_groups
         num_slots = sum(seq.table.num_blocks for seq in state.running) * self.cache.block_size
         num_unused = num_groups * sum(seq.table.capacity - seq.num_planned for seq in state.running)
         return replace(
             state.counters,
-            order=state.config.order,
+            order=config.order,
             num_running=len(state.running),
-            num_waiting=len(state.waiting) + len(state.loading),
+            num_waiting=len(state.waiting) + num_loading,
             num_in_flight=len(state.in_flight),
             num_blocks=self.cache.pool.num_blocks,
             num_free_blocks=self.cache.pool.num_free,
@@ -205,20 +239,15 @@ class Scheduler:
             num_peak_blocks=self._num_peak_blocks,
             ttft=self.predictor.ttft_stats(
                 sum(seq.told_first for seq in state.running),
-                state.config.max_num_batched_tokens,
-                long_threshold(state.config),
+                config.max_num_batched_tokens,
+                config.long_prefill_token_threshold if config.enable_chunked_prefill else 0,
             ),
             num_unused_slots=num_unused,
             kv_fragmentation=num_unused / num_slots if num_slots else 0.0,
             num_steps=state.next_step,
             num_evicted_blocks=prefix.num_evicted,
-            step_tokens=tuple(state.step_tokens.counts),
-            accepted_at=tuple(
-                state.accepted_at[: max(state.config.max_num_drafts, state.start_config.max_num_drafts)]
-            ),
-            num_chosen_drafts=0 if (control := state.draft_control) is None else control.limit(None),
-            draft_gain=1.0 if control is None else control.predicted_gain,
-            measured_draft_gain=state.draft_gain.measured,
+            step_tokens=tuple(self._step_tokens.counts),
+            **({} if drafts is None else drafts.stats()),
         )
 
 

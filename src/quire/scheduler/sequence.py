@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from quire.cache.block_table import BlockTable
 from quire.request import Request, SampleTiming, Sampling
-from quire.scheduler.beam import BeamSearch
+
+if TYPE_CHECKING:
+    from quire.scheduler.policies.beam_search import BeamSearch
 
 # Of a waiting request: ids are objects in a tuple, those of a prompt also in the list of a sequence.
 _REQUEST_BYTES, _PROMPT_TOKEN_BYTES, _ID_BYTES, _BIAS_BYTES = 2048, 44, 36, 100
@@ -59,6 +62,7 @@ class Sequence:
     epoch: int = 0  # + 1 at each admission after the first; ENDED_EPOCH when over
     registered: bool = False  # the worker has had a NewSeq of this epoch
     num_planned: int = 0
+    adapter_slot: int = 0  # of its LoRA adapter while it runs; 0: the base model
     forced: tuple[int, ...] = ()  # of a beam: replaces what its worker sampled last
     # To be forked when all of the prompt but its last token is planned.
     siblings: list[Sequence] = field(default_factory=list)
@@ -72,8 +76,8 @@ class Sequence:
     num_drafted: int = 0  # tokens that were known when it had drafts last
     acceptance: float | None = None  # of its drafts, the last ones weigh most; None: there were none
     # Orders decodes that do not all fit a step: the one that waited longest comes first.
-    turn: int = 0
-    num_charged: int = 0  # tokens that its tenant's share has been charged for
+    turn: tuple[int, int] = (0, 0)  # step, and place in it
+    num_charged: int = field(init=False)  # tokens that its tenant's share has been charged for
     recomputed_at: int = -1  # its number of tokens when it was last computed once more
     ttft_s: float | None = None  # arrival to first token
     engine_s: float = 0.0  # its share of the steps that were applied
@@ -91,6 +95,7 @@ class Sequence:
         self.request_id = request.request_id
         self.sampling = sampling
         self.token_ids = [*request.prompt_token_ids, *output]
+        self.num_charged = len(self.token_ids)
         self.num_prompt = len(request.prompt_token_ids)
         max_tokens = sampling.max_tokens if sampling.max_tokens is not None else max_model_len
         self.prompt_only = request.prompt_only
@@ -106,6 +111,15 @@ class Sequence:
     def num_undrafted(self) -> int:
         """Known tokens since it last had drafts."""
         return len(self.token_ids) - self.num_drafted
+
+    @property
+    def misses_first_token(self) -> bool:
+        """Whether its first token, which just came, came after its limit."""
+        request = self.group.request
+        limit_s = None if request.deadline is None else request.deadline.first_token_s
+        if limit_s is None or request.output_token_ids:
+            return False
+        return self.ttft_s is not None and self.ttft_s > limit_s
 
     @property
     def num_total(self) -> int:
@@ -135,17 +149,6 @@ class Sequence:
         """Count the KV blocks that it held until now; it holds those of its table from now on."""
         self.kv_block_s += self._num_blocks * (now - self._blocks_since_s)
         self._num_blocks, self._blocks_since_s = self.table.num_blocks, now
-
-    def settle_beams(self) -> None:
-        """It ends. What a beam beyond the answers has cost goes to the answer that ends next; answers end last."""
-        group = self.group
-        if self.sample_index >= group.request.sampling.num_samples:
-            group.beams_engine_s += self.engine_s
-            group.beams_kv_block_s += self.kv_block_s
-            return
-        self.engine_s += group.beams_engine_s
-        self.kv_block_s += group.beams_kv_block_s
-        group.beams_engine_s = group.beams_kv_block_s = 0.0
 
     def timing(self, now: float) -> SampleTiming:
         """Return what the events of its first token and of its end tell."""

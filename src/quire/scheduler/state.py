@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.cache.block_table import BlockTable
 from quire.cache.manager import CacheManager
-from quire.config import MAX_DRAFTS, SchedulerConfig
-from quire.metrics.engine_stats import STEP_TOKENS, EngineStats, Histogram
+from quire.config import SchedulerConfig
+from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
-from quire.scheduler.adapters import AdapterSlots
-from quire.scheduler.budget import ONE_STAGE, StageRows
-from quire.scheduler.draft_control import MAX_VAIN, DraftControl
-from quire.scheduler.draft_gain import DraftGain
+from quire.scheduler.policy import Policies, StepRecord
 from quire.scheduler.predictor import Predictor
-from quire.scheduler.queue import Deadlines, FairShares, Gate, WaitingQueue, sort_key
 from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
-from quire.step import AdapterMove, KvTransfer, SeqPlan
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """A step in flight, as the scheduler remembers it. ``sequences`` are parallel to ``seqs``, the plan's."""
-
-    step: int
-    sequences: list[Sequence]
-    seqs: tuple[SeqPlan, ...]
-    gone: tuple[int, ...]
-    planned_s: float = 0.0
-    num_prompt_tokens: int = 0
-    num_drafts: int = 0  # verified
-    adapter_moves: tuple[AdapterMove, ...] = ()
-    transfers: tuple[KvTransfer, ...] = ()  # begun by this step
-    num_tokens: int = 0  # decodes and drafts as well
+from quire.scheduler.waiting import WaitingQueue
 
 
 @dataclass(slots=True)
@@ -42,41 +22,23 @@ class SchedulerState:
     """Shared by the parts of one scheduler; private to this package."""
 
     config: SchedulerConfig
-    start_config: SchedulerConfig  # as the engine was built; `config` changes with the policy
+    start_config: SchedulerConfig  # as the engine was built; `config` changes with the settings
     cache: CacheManager
-    adapters: AdapterSlots
     predictor: Predictor
-    gate: Gate = field(default_factory=Gate)
+    policies: Policies = field(init=False)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Sequence] = field(default_factory=list)  # in order of admission
     requests: dict[str, RequestState] = field(default_factory=dict)
     sequences: dict[int, Sequence] = field(default_factory=dict)  # by id, those not ended
     in_flight: deque[StepRecord] = field(default_factory=deque)
     gone: list[int] = field(default_factory=list)  # sequences that the worker drops with the next plan
-    draft_control: DraftControl | None = None  # None: without speculation
-    draft_gain: DraftGain = field(default_factory=DraftGain)
-    # Of a pipeline: as many steps are in flight, which share decodes and prompt tokens evenly.
+    # Of a pipeline: as many steps are in flight, which share decodes evenly.
     num_stages: int = 1
-    stage_rows: StageRows = ONE_STAGE  # of a pipeline
-    prompt_run: int = 0  # prompt tokens in the last steps, back to one without any
     chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
     counters: EngineStats = field(default_factory=EngineStats)  # its gauges are not kept here
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    # When seats come free, as of a step; see `overload`.
-    seats: tuple[tuple[int, ...], list[float], float, int, int] | None = None
-    step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
-    # Beams selected since the last plan: (parent, what is forked from it); see `beam_steps`.
-    forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)  # drafts accepted, by position
-    loading: dict[int, Sequence] = field(default_factory=dict)  # by transfer id, those in state LOADING_KV
-    new_transfers: list[KvTransfer] = field(default_factory=list)  # begin with the next plan
-    next_transfer_id: int = 0
-    shares: FairShares = field(default_factory=FairShares)
-    last_short_s: float = -math.inf  # when a short prompt entered last; see `long_prompts`
     now: float = 0.0  # the time of the last plan, result or request
     next_step: int = 0
     next_seq_id: int = 0
-    next_turn: int = 1
 
     def new_table(self, request: Request) -> BlockTable:
         """Return an empty table for a sequence of ``request``: its blocks are its adapter's and its salt's alone."""
@@ -86,16 +48,68 @@ class SchedulerState:
     def enqueue(self, seq: Sequence) -> None:
         """Let a sequence wait."""
         seq.state = SequenceState.WAITING
-        seq.key = sort_key(self.config.order, seq)
+        self.rank((seq,))
         self.waiting.add(seq)
 
-    def start(self, seq: Sequence, num_planned: int) -> None:
-        """A sequence was admitted (its table is filled) and needs no computation below ``num_planned``."""
+    def enqueue_again(self, seq: Sequence) -> None:
+        """Let a sequence wait that was let in before, with others of its request or by itself."""
+        for on_return in self.policies.on_return:
+            on_return(seq)
+        self.enqueue(seq)
+
+    def rank(self, sequences: Iterable[Sequence]) -> None:
+        """Give sequences their rank: by arrival, unless a policy says otherwise."""
+        rank = self.policies.rank
+        for seq in sequences:
+            seq.key = (seq.group.request.arrival_s, seq.seq_id) if rank is None else rank(seq)
+
+    def start(self, seq: Sequence, num_planned: int, *, forked: bool = False) -> None:
+        """A sequence runs from now on: its table is filled, and nothing below ``num_planned`` is computed.
+
+        ``forked``: it takes its blocks from another one, and did not wait.
+        """
         seq.state = SequenceState.RUNNING
         seq.num_planned = num_planned
         seq.note_blocks(self.now)
-        self.adapters.enter(seq.group.request.adapter)
         self.running.append(seq)
+        for on_start in self.policies.on_start:
+            on_start(seq, forked)
+
+    def fork_siblings(self, leader: Sequence) -> None:
+        """Fork every sibling of a running ``leader`` that is about to compute its last prompt token.
+
+        Full blocks are shared, a partial last block is copied by a move, and each computes the last prompt token
+        itself. A sibling that finds no seat or no block waits like any other; by then most of its prompt is in the
+        prefix tree.
+        """
+        num_shared = leader.num_prompt - 1
+        assert leader.num_planned == num_shared
+        siblings, leader.siblings = leader.siblings, []
+        for sibling in siblings:
+            has_seat = len(self.running) < self.config.max_num_seqs
+            if has_seat and self.cache.fork(leader.table, sibling.table, num_shared):
+                self.start(sibling, num_shared, forked=True)
+                self.counters.num_forks += 1
+            else:
+                self.enqueue_again(sibling)
+
+    def make_room(self, seq: Sequence, end: int) -> bool:
+        """Give ``seq`` blocks up to token ``end``, preempting sequences that rank behind it; False: not in this step.
+
+        Blocks of a victim that is in flight come free when its step is applied, so no other sequence is preempted while
+        enough are on their way. The first in rank gets room in the end: it can preempt all others, and it was not
+        admitted unless it fits alone.
+        """
+        cache = self.cache
+        while not cache.allocate(seq.table, end):
+            num_needed = (-(-end // cache.block_size) - seq.table.num_rows) * cache.windows.num_groups
+            if cache.references.num_available + cache.references.num_coming >= num_needed:
+                return False
+            victim = max(self.running, key=lambda s: s.key)
+            if victim is seq:
+                return False
+            self.preempt(victim)
+        return True
 
     @property
     def chains(self) -> bool:
@@ -103,7 +117,7 @@ class SchedulerState:
 
         An engine with drafts does not: how many of them are accepted decides where the sequence goes on.
         """
-        return self.chains_steps and self.draft_control is None
+        return self.chains_steps and self.policies.drafts is None
 
     def find_next_event(self, seq: Sequence) -> None:
         """Find the position up to which a decode of ``seq`` appends one token and does nothing else.
@@ -111,9 +125,8 @@ class SchedulerState:
         That is where the sequence next needs, fills or drops a block, or reaches its last token. It is
         called once the first token is out; while it may have drafts, every decode is an event.
         """
-        control = self.draft_control
-        idle = seq.num_vain >= MAX_VAIN or control is None or not control.limit(seq.acceptance)
-        if idle and not seq.num_drafts:
+        drafts = self.policies.drafts
+        if drafts is None or drafts.is_idle(seq):
             seq.next_event_at = min(self.cache.next_event_at(seq.table), seq.max_planned)
 
     def rollback(self, seq: Sequence, num_tokens: int) -> None:
@@ -125,7 +138,8 @@ class SchedulerState:
     def stop(self, seq: Sequence) -> None:
         """A running sequence gives up its blocks and its place at the worker."""
         self.running.remove(seq)
-        self.adapters.leave(seq.group.request.adapter)
+        for on_stop in self.policies.on_stop:
+            on_stop(seq)
         seq.note_blocks(self.now)
         self.cache.release(seq.table)
         seq.note_blocks(self.now)
@@ -143,20 +157,36 @@ class SchedulerState:
         seq.next_event_at = 0
         seq.forced = ()
         self.counters.num_preemptions += 1
-        self.gate.return_seat()
-        beams = seq.group.beams
-        if beams is not None and seq in beams.found:
+        if seq.is_beam and self.policies.beams.has_continuations(seq):
             seq.state = SequenceState.PARKED  # it has given what it was to give
+            for on_return in self.policies.on_return:
+                on_return(seq)
         else:
-            self.enqueue(seq)
+            self.enqueue_again(seq)
 
-    def park(self, seq: Sequence) -> None:
-        """A beam, running or parked, has no continuation that lives on: it gives up what it has."""
-        if seq.state is SequenceState.RUNNING:
-            self.stop(seq)
-        seq.state = SequenceState.PARKED
-        seq.epoch += 1
-        seq.forced = ()
+    def end_late(self, seq: Sequence, missed: str) -> TokenEvent:
+        """End a sequence that missed the limit named ``missed`` of its deadline."""
+        deadline = seq.group.request.deadline
+        assert deadline is not None
+        text = deadline.missed(missed, len(seq.token_ids) - seq.num_prompt)
+        return self.end(seq, FinishReason.DEADLINE, error=text, error_kind="deadline")
+
+    def end_all(
+        self,
+        group: RequestState,
+        reason: FinishReason,
+        *,
+        error: str | None = None,
+        error_kind: str | None = None,
+    ) -> list[TokenEvent]:
+        """End every sequence of a request; one terminal event for each answer that its client waits for."""
+        # Last first, so that siblings go before the leader that they are attached to.
+        events = [
+            self.end(seq, reason, error=error, error_kind=error_kind)
+            for seq in reversed(tuple(group.sequences))
+        ]
+        # Beams are more than their request has answers.
+        return [event for event in events if event.sample_index < group.request.sampling.num_samples]
 
     def end(
         self,
@@ -178,16 +208,16 @@ class SchedulerState:
         elif seq.state is SequenceState.WAITING:
             self.waiting.remove(seq)
         elif seq.state is SequenceState.LOADING_KV:
-            self.loading = {key: other for key, other in self.loading.items() if other is not seq}
+            self.policies.transfers.forget(seq)
         elif seq.state is SequenceState.ATTACHED:
             next(s for s in group.sequences if seq in s.siblings).siblings.remove(seq)
         seq.state = SequenceState.ENDED
         seq.epoch = ENDED_EPOCH
         del self.sequences[seq.seq_id]
         group.sequences.remove(seq)
-        self.shares.leave(seq)
         self.counters.kv_block_s += seq.kv_block_s
-        seq.settle_beams()
+        for on_end in self.policies.on_end:
+            on_end(seq)
         if not group.sequences:
             del self.requests[group.request.request_id]
         if seq.siblings:
@@ -220,5 +250,4 @@ class SchedulerState:
         """Their leader ended before the fork: the first sibling computes the prompt for the others."""
         leader = siblings[0]
         leader.siblings = siblings[1:]
-        self.gate.return_seat()
-        self.enqueue(leader)
+        self.enqueue_again(leader)

@@ -19,7 +19,7 @@ from quire.engine.client import InProcessClient
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 from quire.slo import Slo
 from quire_lab.bench.args import LatencyArgs, ThroughputArgs, with_workload
 from quire_lab.bench.page import console, print_summary, write

@@ -22,7 +22,7 @@ from quire.device import cpu_name
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 from quire.step import StepResult
 from quire_lab.bench.args import SpeculateBenchArgs, with_workload
 from quire_lab.bench.offline import OfflineEngine

@@ -18,7 +18,7 @@ from quire.request import SamplingParams
 from quire.runner.model_runner import ModelRunner
 from quire.sampling.accept import probabilities
 from quire.sampling.sampler import column_values, new_columns
-from quire.scheduler.slo import PolicyChange
+from quire.scheduler.settings import PolicyChange
 from quire.step import NewSeq, StepPlan, StepResult
 
 _LOCK = Lock()  # one simulation at a time uses an engine

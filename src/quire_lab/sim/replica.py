@@ -28,9 +28,9 @@ from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
-from quire.scheduler.budget import ONE_STAGE, StageRows
+from quire.scheduler.policies.slo import SloController
+from quire.scheduler.policies.stages import StageRows
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.slo import SloController
 from quire_lab.sim.disaggregated import Pools
 from quire_lab.sim.drafts import SimulatedDrafts, Speculation
 from quire_lab.sim.latency import Latency, Swap, sim_executor
@@ -143,7 +143,7 @@ class ClusterConfig:
     max_load_ratio: float = 1.25
     max_in_flight: int = 1
     num_stages: int = 1  # of a pipeline; more than 1: as many steps in flight
-    stage_rows: StageRows = ONE_STAGE  # of a pipeline
+    stage_rows: StageRows | None = None  # of a pipeline
     speculation: Speculation | None = None
     swap: Swap | None = None  # None: a preempted sequence is computed again
     pools: Pools | None = None  # None: every replica computes prompts and decodes

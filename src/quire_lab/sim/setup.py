@@ -29,7 +29,7 @@ from quire.models.checkpoint import spec_of
 from quire.models.precision import precision_of
 from quire.parallel.topology import Topology
 from quire.resolve import parse_bytes, scheduler_config
-from quire.scheduler.budget import ONE_STAGE, StageRows, stage_rows
+from quire.scheduler.policies.stages import StageRows, stage_rows
 from quire.slo import Slo
 from quire_gateway.autoscale import Bounds, PredictedLoad, Utilisation
 from quire_lab.bench.args import SIMULATED, ServeBenchArgs, SimulateArgs
@@ -90,7 +90,7 @@ class _Engine:
     windows: tuple[int | None, ...]
     max_model_len: int
     max_in_flight: int
-    stage_rows: StageRows
+    stage_rows: StageRows | None
     host: HostCost
     facts: Mapping[str, Any]
     defaults: Mapping[str, Any]  # engine settings for those that are not given
@@ -249,9 +249,9 @@ def _topology(args: SimulateArgs, model: str) -> Topology:
     )  # fmt: skip
 
 
-def _stage_rows(args: SimulateArgs, model: str, kernels: str) -> StageRows:
+def _stage_rows(args: SimulateArgs, model: str, kernels: str) -> StageRows | None:
     stages = args.pipeline_parallel_size
-    return ONE_STAGE if stages == 1 else stage_rows(spec_of(model).num_active_params, stages, kernels)
+    return None if stages == 1 else stage_rows(spec_of(model).num_active_params, stages, kernels)
 
 
 def _cut(topology: Topology) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`AdapterSlots`: which LoRA adapter is in which slot of the workers. `AdapterGate`: what may enter when slots run out.
+"""Slots for LoRA adapters: which adapter is in which slot of the workers, and what may enter when slots run out.
 
 A slot is in use while a sequence runs with its adapter. What is not in use stays where it is until another adapter
 needs the room: the least recently used goes first. So a plan never names more adapters than there are slots.
@@ -7,7 +7,7 @@ needs the room: the least recently used goes first. So a plan never names more a
 does not wait for ever behind newcomers of the adapters that are in, each adapter that waits for a slot closes one that
 is in use, the one loaded first, to requests behind it that have not begun. Its sequences end, and then it is free. The
 adapter that takes it is loaded last, so adapters take turns, and a request waits at most for those that ran when its
-turn came. Requests of the base model do not wait for a slot, except behind more than 128 that do (see `planner`).
+turn came. Requests of the base model do not wait for a slot, except behind more than `LOOKAHEAD` that do.
 """
 
 from __future__ import annotations
@@ -17,8 +17,27 @@ from collections.abc import Iterable
 from itertools import islice
 
 from quire.request import Adapter
+from quire.scheduler.policy import LOOKAHEAD, Policy, StepRoom
 from quire.scheduler.sequence import Sequence, SequenceState
+from quire.scheduler.state import SchedulerState
 from quire.step import AdapterMove
+
+
+class Rule(Policy):
+    """The slots of one engine."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.slots = AdapterSlots(state.config.max_loras)
+
+    def budget(self, room: StepRoom) -> None:
+        room.num_extra = LOOKAHEAD
+        room.filters.append(_Gate(self.slots).lets_in)
+
+    def on_start(self, seq: Sequence, forked: bool) -> None:
+        seq.adapter_slot = self.slots.enter(seq.group.request.adapter)
+
+    def on_stop(self, seq: Sequence) -> None:
+        self.slots.leave(seq.group.request.adapter)
 
 
 class AdapterSlots:
@@ -33,10 +52,6 @@ class AdapterSlots:
         self._idle: OrderedDict[str, None] = OrderedDict()  # keys without users, least recently used first
         self._moves: list[AdapterMove] = []  # for the next plan
 
-    def slot_of(self, adapter: Adapter | None) -> int:
-        """Return the slot of a running sequence's adapter."""
-        return 0 if adapter is None else self._slots[adapter.key]
-
     def has_room(self, adapter: Adapter) -> bool:
         """Tell whether a sequence with ``adapter`` could run now."""
         return adapter.key in self._slots or bool(self._free or self._idle)
@@ -45,15 +60,16 @@ class AdapterSlots:
         """Return the keys of the ``count`` adapters in use that were loaded first."""
         return set(islice((key for key in self._slots if key in self._users), count))
 
-    def enter(self, adapter: Adapter | None) -> None:
-        """A sequence starts to run; there is room."""
+    def enter(self, adapter: Adapter | None) -> int:
+        """A sequence starts to run; there is room. Return its slot."""
         if adapter is None:
-            return
+            return 0
         key = adapter.key
         if key not in self._slots:
             self._load(adapter)
         self._idle.pop(key, None)
         self._users[key] = self._users.get(key, 0) + 1
+        return self._slots[key]
 
     def leave(self, adapter: Adapter | None) -> None:
         """A sequence stopped running."""
@@ -86,7 +102,7 @@ class AdapterSlots:
         self.num_loads += 1
 
 
-class AdapterGate:
+class _Gate:
     """Which sequences may enter in one plan, asked in order of rank."""
 
     def __init__(self, slots: AdapterSlots) -> None:

@@ -14,16 +14,29 @@ from collections.abc import Iterable
 from typing import Literal
 
 from quire.cache.transfers import begin_load, begin_store, end_transfer
+from quire.scheduler.policy import Policy
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import SchedulerState
 from quire.step import KvTransfer, TransferBlock, TransferDone
 
 
-class Transfers:
+class Rule(Policy):
     """The transfers of one scheduler."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self.loading: dict[int, Sequence] = {}  # by transfer id, those in state LOADING_KV
+        self._new: list[KvTransfer] = []  # begin with the next plan
+        self._next_id = 0
+
+    def take_new(self) -> tuple[KvTransfer, ...]:
+        """Return the transfers that the step being planned begins."""
+        new, self._new = tuple(self._new), []
+        return new
+
+    def forget(self, seq: Sequence) -> None:
+        """``seq`` has ended while it waited for a load, which goes on."""
+        self.loading = {key: other for key, other in self.loading.items() if other is not seq}
 
     def load(self, request_id: str, remote: str, num_blocks: int, handle: str = "") -> int | None:
         """Let a waiting request wait for up to the first ``num_blocks`` blocks of its prompt, which ``remote`` has.
@@ -36,13 +49,13 @@ class Transfers:
         seq = next((s for s in sequences if s.state is SequenceState.WAITING), None)
         if seq is None or not (seq.group.reads_prefix and self._state.cache.config.enable_prefix_caching):
             return None
-        transfer_id = self._state.next_transfer_id
+        transfer_id = self._next_id
         blocks = begin_load(self._state.cache, transfer_id, seq.table, seq.token_ids, num_blocks)
         if not blocks:
             return None
         self._state.waiting.remove(seq)
         seq.state = SequenceState.LOADING_KV
-        self._state.loading[transfer_id] = seq
+        self.loading[transfer_id] = seq
         return self._begin("load", blocks, remote, handle, seq)
 
     def store(self, block_hash: bytes, remote: str, num_blocks: int = 1, handle: str = "") -> int | None:
@@ -50,7 +63,7 @@ class Transfers:
 
         Returns the id of the transfer, or None where the block is not in the prefix tree or not computed yet.
         """
-        blocks = begin_store(self._state.cache, self._state.next_transfer_id, block_hash, num_blocks)
+        blocks = begin_store(self._state.cache, self._next_id, block_hash, num_blocks)
         return self._begin("store", blocks, remote, handle) if blocks else None
 
     def end(self, ended: Iterable[TransferDone]) -> None:
@@ -66,13 +79,13 @@ class Transfers:
                 counters.num_stored_blocks += done.num_blocks
             counters.num_failed_transfers += done.error is not None
             end_transfer(self._state.cache, done.transfer_id, done.num_blocks)
-            seq = self._state.loading.pop(done.transfer_id, None)
+            seq = self.loading.pop(done.transfer_id, None)
             if seq is not None:
                 self._state.enqueue(seq)
 
     def fail(self, error: str) -> None:
         """The executor died: the transfers that it was told of have ended; others begin with the next plan."""
-        untold = {transfer.transfer_id for transfer in self._state.new_transfers}
+        untold = {transfer.transfer_id for transfer in self._new}
         open_ids = [key for key in self._state.cache.references.transfers if key not in untold]
         self.end([TransferDone(key, 0, error) for key in open_ids])
 
@@ -84,10 +97,8 @@ class Transfers:
         handle: str,
         seq: Sequence | None = None,
     ) -> int:
-        transfer_id = self._state.next_transfer_id
-        self._state.next_transfer_id += 1
+        transfer_id = self._next_id
+        self._next_id += 1
         seq_id, epoch = (None, 0) if seq is None else (seq.seq_id, seq.epoch)
-        self._state.new_transfers.append(
-            KvTransfer(transfer_id, direction, blocks, remote, seq_id, epoch, handle)
-        )
+        self._new.append(KvTransfer(transfer_id, direction, blocks, remote, seq_id, epoch, handle))
         return transfer_id

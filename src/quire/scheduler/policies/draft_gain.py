@@ -6,7 +6,7 @@ Under a fixed number of drafts there are no steps without, and the gain is not k
 
 from __future__ import annotations
 
-from quire.scheduler.draft_times import FEW, OUTLIER, StepTimes
+from quire.scheduler.policies.draft_times import FEW, OUTLIER, StepTimes
 
 WEIGHT = 0.01  # of the newest step with drafts
 

@@ -25,7 +25,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.config import SchedulerConfig
-from quire.scheduler.draft_times import FEW, OUTLIER, PACE_WEIGHT, Acceptance, StepTimes, bucket_of, followed
+from quire.scheduler.policies.draft_times import (
+    FEW,
+    OUTLIER,
+    PACE_WEIGHT,
+    Acceptance,
+    StepTimes,
+    bucket_of,
+    followed,
+)
 
 CUTS = (0.7, 0.5, 0.35, 0.25, 0.15)
 NO_CUT = 0.0  # with a cap

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import ARM_LEVELS, X86_LEVELS, SchedulerConfig, row_tile
-from quire.scheduler.budget import STEP_ROWS, Budget, StageRows, stage_chunk, stage_rows
+from quire.config import ARM_LEVELS, X86_LEVELS, row_tile
+from quire.scheduler.policies.stages import STEP_ROWS, StageRows, prompt_room, stage_chunk, stage_rows
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 8])
@@ -33,13 +33,11 @@ def test_a_small_model_has_longer_chunks() -> None:
 def test_a_step_of_a_pipeline_has_whole_tiles_of_rows(kernels: str, tile: int) -> None:
     rows = stage_rows(1_236_000_000, 2, kernels)
     assert rows.tile == tile
-    config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096)
     for num_decodes in range(33):
         for num_tokens in (1, 100, 512, 10**6):
-            budget = Budget(config, 2, rows)
-            budget.take_decodes(num_decodes, num_tokens)
-            assert (num_decodes + budget.left) % tile == 0
-            assert budget.left <= 128
+            left = prompt_room(2048 - num_decodes, 2048, num_decodes, num_tokens, 2, rows)
+            assert (num_decodes + left) % tile == 0
+            assert left <= 128
 
 
 def test_row_tiles_are_those_of_the_kernels() -> None:
@@ -58,10 +56,3 @@ def test_row_tiles_are_those_of_the_kernels() -> None:
     amx = re.search(r"constexpr int kTileRows = (\d+)", (sources / "amx.h").read_text())
     assert amx is not None
     assert row_tile("amx") == int(amx[1])
-
-
-def test_one_process_takes_all_that_is_left() -> None:
-    config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096)
-    budget = Budget(config)
-    budget.take_decodes(5, 10**6)
-    assert budget.left == 2043

@@ -1,0 +1,91 @@
+"""`WaitingQueue`: the sequences that wait, by rank. Smaller ranks come first, equal ones by arrival."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from quire.config import SchedulerConfig
+from quire.request import Tenant
+from quire.scheduler.sequence import Sequence, SortKey
+
+
+class WaitingQueue:
+    """Waiting sequences by rank, with a limit on what they may hold kept by `is_full`."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[SortKey, Sequence]] = []
+        # The same entries, kept where a policy wants them (`group_by_tenant`).
+        self.by_tenant: dict[Tenant, list[tuple[SortKey, Sequence]]] | None = None
+        self.num_tokens = 0  # of their prompts
+        self.num_bytes = 0  # of their requests
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for _, seq in self._entries)
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._entries, (seq.key, seq), key=_rank)
+        if self.by_tenant is not None:
+            insort(self.by_tenant.setdefault(seq.group.request.tenant, []), (seq.key, seq), key=_rank)
+        self.num_tokens += seq.num_prompt
+        self.num_bytes += seq.group.num_bytes
+
+    def remove(self, seq: Sequence) -> None:
+        _remove(self._entries, seq)
+        if self.by_tenant is not None:
+            own = self.by_tenant[seq.group.request.tenant]
+            _remove(own, seq)
+            if not own:
+                del self.by_tenant[seq.group.request.tenant]
+        self.num_tokens -= seq.num_prompt
+        self.num_bytes -= seq.group.num_bytes
+
+    def group_by_tenant(self) -> None:
+        """Keep `by_tenant` from now on."""
+        self.by_tenant = {}
+        self.reorder()
+
+    def first(self, count: int) -> list[Sequence]:
+        """Return the first ``count`` by rank."""
+        return [seq for _, seq in self._entries[:count]]
+
+    def reorder(self) -> None:
+        """The keys changed."""
+        waiting = list(self)
+        self._entries.clear()
+        if self.by_tenant is not None:
+            self.by_tenant.clear()
+        self.num_tokens = self.num_bytes = 0
+        for seq in waiting:
+            self.add(seq)
+
+    def oldest_arrival_s(self) -> float:
+        return min(seq.group.request.arrival_s for seq in self)
+
+    def is_full(self, config: SchedulerConfig, num_more: int, num_prompt: int, num_bytes: int) -> bool:
+        """Tell whether a request of this size finds no room. ``num_more``: sequences that wait elsewhere."""
+        num_waiting, most_tokens, most_bytes = (
+            len(self) + num_more,
+            config.max_queue_tokens,
+            config.max_queue_bytes,
+        )
+        if num_waiting >= config.max_queue:
+            return True
+        if not num_waiting:
+            return False
+        return (most_tokens is not None and self.num_tokens + num_prompt > most_tokens) or (
+            most_bytes is not None and self.num_bytes + num_bytes > most_bytes
+        )
+
+
+def _remove(entries: list[tuple[SortKey, Sequence]], seq: Sequence) -> None:
+    index = bisect_left(entries, seq.key, key=_rank)
+    assert entries[index][1] is seq
+    del entries[index]
+
+
+def _rank(entry: tuple[SortKey, Sequence]) -> SortKey:
+    return entry[0]
