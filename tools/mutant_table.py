@@ -6,7 +6,18 @@ Those in what decides tokens stand here; those in who waits, what is billed and 
 from __future__ import annotations
 
 from mutant import Mutant
-from planted import admission, books, edge, install, model_files, replicas, requests, scheduling, tenants
+from planted import (
+    adapters,
+    admission,
+    books,
+    edge,
+    install,
+    model_files,
+    replicas,
+    requests,
+    scheduling,
+    tenants,
+)
 
 # The first 36 seeds: every gate × order with 1, 2 and 4 steps in flight.
 FUZZ = tuple(f"tests/sim/test_fuzz.py::test_fuzz[{first}]" for first in (0, 12, 24))
@@ -1382,6 +1393,7 @@ TOKENS: tuple[Mutant, ...] = (
 MUTANTS: tuple[Mutant, ...] = (
     *TOKENS,
     *scheduling.MUTANTS,
+    *adapters.MUTANTS,
     *admission.MUTANTS,
     *edge.MUTANTS,
     *install.MUTANTS,

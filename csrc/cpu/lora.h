@@ -8,6 +8,9 @@
 // where step is 2 for bf16 and 1 for fp32: pairs that lie together, as in cpu/linear.h. Elements beyond k, rank or
 // width are zero. The rank is the adapter's own, in ranks[s][p]; 0: the part has no adapter.
 //
+// A part with gained[s][p] != 0 is a DoRA (Liu et al. 2024, arXiv:2402.09353): y[m] = y[m] * gain + offset before the sum,
+// with a gain and an offset per column of y.
+//
 // Exactness: h = c * A x is summed over k in kChains sums, whose number belongs to the level, and rounded to the
 // weight's type; B h is one sum over the rank, ascending. Neither depends on the number of rows or on other adapters.
 #pragma once
@@ -32,6 +35,8 @@ struct LoraArgs {
   const int64_t* starts;  // [num_slots + 1]
   const int64_t* ranks;   // [num_slots, num_parts]
   const float* scales;    // [num_slots, num_parts]: c
+  const int64_t* gained;  // [num_slots, num_parts]
+  const float *gains, *offsets;  // [num_slots, n]
   int64_t rows, k, num_slots, num_parts, max_rank;  // max_rank: a multiple of 16
   int64_t widths[kMaxLoraParts];
   int64_t x_stride, y_stride;

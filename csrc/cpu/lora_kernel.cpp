@@ -73,6 +73,9 @@ struct Layout {
     return static_cast<Element*>(a.h) + (place * a.num_parts + p) * a.max_rank;
   }
   int64_t rank(int64_t s, int64_t p) const { return a.ranks[s * a.num_parts + p]; }
+  bool gained(int64_t s, int64_t p) const { return a.gained[s * a.num_parts + p] != 0; }
+  // Of the gains and offsets of a slot: where those of a part begin.
+  int64_t gain(int64_t s, int64_t p) const { return s * columns[a.num_parts] + columns[p]; }
 
   const LoraArgs& a;
   int64_t k_steps;
@@ -130,8 +133,8 @@ void shrink_tile(const Layout<T>& at, int64_t place, int64_t p, const typename T
   }
 }
 
-// R rows by P panels of part p, the first panel being `panel`.
-template <typename T, int R, int P>
+// R rows by P panels of part p, the first panel being `panel`. G: the part has gains.
+template <typename T, int R, int P, bool G>
 void expand_tile(const Layout<T>& at, int64_t place, int64_t s, int64_t p, int64_t panel) {
   using Element = typename T::Element;
   const int64_t steps = over(at.rank(s, p), T::kStep);
@@ -156,6 +159,8 @@ void expand_tile(const Layout<T>& at, int64_t place, int64_t s, int64_t p, int64
   }
   const int64_t first = panel * kLoraColumns;
   const bool whole = first + P * kLoraColumns <= at.a.widths[p];
+  const float* gain = at.a.gains + at.gain(s, p) + first;
+  const float* offset = at.a.offsets + at.gain(s, p) + first;
   float sums[R][P * kLoraColumns];  // of the last columns: a loop over accumulators would have them in memory
   UNROLL for (int r = 0; r < R; ++r) {
     Element* y = at.y(place + r) + at.columns[p] + first;
@@ -163,7 +168,9 @@ void expand_tile(const Layout<T>& at, int64_t place, int64_t s, int64_t p, int64
       UNROLL for (int v = 0; v < kVectors; ++v) {
         const int64_t column = i * kLoraColumns + v * kLanes;
         if (whole) {
-          store(y + column, add(load(y + column), acc[r][i][v]));
+          Vec base = load(y + column);
+          if constexpr (G) base = fma(base, load(gain + column), load(offset + column));
+          store(y + column, add(base, acc[r][i][v]));
         } else {
           store(sums[r] + column, acc[r][i][v]);
         }
@@ -174,7 +181,9 @@ void expand_tile(const Layout<T>& at, int64_t place, int64_t s, int64_t p, int64
   for (int r = 0; r < R; ++r) {
     Element* y = at.y(place + r) + at.columns[p] + first;
     over_vectors(at.a.widths[p] - first, [&](int64_t column, int n) {
-      store_some(y + column, add(load_some(y + column, n), load(sums[r] + column)), n);
+      Vec base = load_some(y + column, n);
+      if constexpr (G) base = fma(base, load_some(gain + column, n), load_some(offset + column, n));
+      store_some(y + column, add(base, load(sums[r] + column)), n);
     });
   }
 }
@@ -189,14 +198,14 @@ void shrink_rows(int rows, const Layout<T>& at, int64_t place, int64_t p, const 
   }
 }
 
-template <typename T, int R = kTile>
+template <typename T, bool G, int R = kTile>
 void expand_rows(int rows, const Layout<T>& at, int64_t place, int64_t s, int64_t p, int64_t panel, int64_t count) {
   if (rows == R) {
     int64_t i = 0;
-    for (; i + kWidth <= count; i += kWidth) expand_tile<T, R, kWidth>(at, place, s, p, panel + i);
-    for (; i < count; ++i) expand_tile<T, R, 1>(at, place, s, p, panel + i);
+    for (; i + kWidth <= count; i += kWidth) expand_tile<T, R, kWidth, G>(at, place, s, p, panel + i);
+    for (; i < count; ++i) expand_tile<T, R, 1, G>(at, place, s, p, panel + i);
   } else if constexpr (R > 1) {
-    expand_rows<T, R - 1>(rows, at, place, s, p, panel, count);
+    expand_rows<T, G, R - 1>(rows, at, place, s, p, panel, count);
   }
 }
 
@@ -234,7 +243,11 @@ void expand(const Layout<T>& at, int64_t p, int64_t panel, int64_t count) {
     if (at.rank(s, p) == 0) continue;
     for (int64_t place = at.a.starts[s]; place < at.a.starts[s + 1]; place += kTile) {
       const int rows = static_cast<int>(std::min<int64_t>(kTile, at.a.starts[s + 1] - place));
-      expand_rows<T>(rows, at, place, s, p, panel, count);
+      if (at.gained(s, p)) {
+        expand_rows<T, true>(rows, at, place, s, p, panel, count);
+      } else {
+        expand_rows<T, false>(rows, at, place, s, p, panel, count);
+      }
     }
   }
 }

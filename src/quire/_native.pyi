@@ -122,8 +122,8 @@ def experts(
 ) -> None: ...  # fmt: skip
 def add_lora(
     num_threads: int, isa: str, bf16: bool, x: int, x_stride: int, y: int, y_stride: int, h: int, a: int,
-    b: int, order: int, starts: int, ranks: int, scales: int, rows: int, k: int, num_slots: int, num_parts: int,
-    max_rank: int, widths: Sequence[int], /,
+    b: int, order: int, starts: int, ranks: int, scales: int, gained: int, gains: int, offsets: int, rows: int, k: int,
+    num_slots: int, num_parts: int, max_rank: int, widths: Sequence[int], /,
 ) -> None: ...  # fmt: skip
 def dot_probes() -> list[str]: ...
 def probe_dot(num_threads: int, instruction: str, passes: int, /) -> float: ...

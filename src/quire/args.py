@@ -38,6 +38,7 @@ class EngineArgs:
     lora: tuple[str, ...] = ()
     max_loras: int | None = None
     max_lora_rank: int | None = None
+    lora_modules_to_save: tuple[str, ...] = ()
     max_model_len: int | None = None
     kv_memory: str | int | None = None
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"

@@ -74,6 +74,7 @@ class LoraConfig:
     max_loras: int  # slots: different adapters in one step
     max_rank: int
     adapters: tuple[Adapter, ...] = ()  # loaded from the start
+    saved: tuple[str, ...] = ()  # ends of the model that an adapter may bring whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from quire.modelspec import KvLayout, ModelSpec
 from quire.parallel.topology import Topology
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
-from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights
+from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights, whole_ends
 
 DEFAULT_LORA_RANK = 16
 KV_SHARE = 0.5  # default share of the available memory that the weights leave
@@ -91,7 +91,7 @@ def resolve(
     held = RankBytes(spec, topology, plan.formats, dtype, kv_dtype, args.block_size)
     weights = held.weights
     if lora is not None:
-        weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype) * topology.per_stage
+        weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype, lora.saved) * topology.per_stage
     drafts = draft_config(args, spec, draft, dtype)
     weights += draft_bytes(drafts, args.block_size * topology.cp)[0] + held.copies(drafts)
     max_model_len, num_blocks = _lengths(args, spec, device, held, weights, drafts)
@@ -162,7 +162,7 @@ def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
         raise ConfigError(
             f"max_lora_rank = {max_rank} is less than the rank {highest} of an adapter of lora: raise it"
         )
-    return LoraConfig(max_loras, max_rank, adapters)
+    return LoraConfig(max_loras, max_rank, adapters, whole_ends(args.lora_modules_to_save, adapters))
 
 
 def _dtype(asked: str, spec: ModelSpec) -> str:

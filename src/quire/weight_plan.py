@@ -5,20 +5,22 @@ error in a choice is never small; MLA's ``kv_b`` is multiplied head by head; of 
 only one row. A table that the checkpoint stores quantized is held quantized.
 
 An adapter may change the linears of attention, of dense MLPs and of shared experts: not routers and experts, not MLA's
-``kv_b`` (which is multiplied into two other products), and neither the embedding nor the output matrix.
+``kv_b`` (which is multiplied into two other products). It may also change the embedding and the output matrix, or bring
+its own.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
 from quire.errors import ConfigError
 from quire.modelspec import DTYPE_BYTES, ModelSpec, matrix_bytes, weight_shapes
+from quire.request import Adapter
 from quire.weight_format import PLAIN, WeightFormat, parse_format
 
 Role = Literal["linear", "head", "table", "other"]
@@ -171,7 +173,36 @@ def adaptable(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     }
 
 
-def adapter_bytes(spec: ModelSpec, max_rank: int, dtype: str) -> int:
-    """Return the bytes of one slot: an A and a B of ``max_rank`` for every matrix."""
-    ranks = -(-max_rank // RANK_ALIGN) * RANK_ALIGN
-    return sum(out + into for out, into in adaptable(spec).values()) * ranks * DTYPE_BYTES[dtype]
+END_MODULES = ("embed_tokens", "lm_head")
+
+
+def end_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return (out_features, in_features) of the two ends: "embed_tokens", from ids to rows, and "lm_head"."""
+    sizes = spec.hidden_size, spec.vocab_size
+    return dict(zip(END_MODULES, (sizes, sizes[::-1]), strict=True))
+
+
+def whole_ends(names: Sequence[str], adapters: Sequence[Adapter]) -> tuple[str, ...]:
+    """Return the ends that slots have room for whole: those that the settings name, and what ``adapters`` bring.
+
+    Raises:
+        ConfigError: a name is that of no end.
+    """
+    for name in names:
+        if name not in END_MODULES:
+            raise ConfigError(
+                f"lora_modules_to_save = {name!r} is not a module that an adapter may bring whole; allowed are "
+                f"{' and '.join(END_MODULES)}"
+            )
+    return tuple(sorted({*names, *(name for adapter in adapters for name in adapter.saved)}))
+
+
+def adapter_bytes(spec: ModelSpec, max_rank: int, dtype: str, saved: Sequence[str] = ()) -> int:
+    """Return the bytes of one slot: an A and a B of ``max_rank`` for every matrix, and what DoRA scales by.
+
+    ``saved``: the ends that an adapter may bring whole, "embed_tokens" and "lm_head".
+    """
+    ranks, ends = -(-max_rank // RANK_ALIGN) * RANK_ALIGN, end_matrices(spec)
+    matrices = (*adaptable(spec).values(), *ends.values())
+    low = sum(out + into for out, into in matrices) * ranks + sum(prod(ends[name]) for name in saved)
+    return low * DTYPE_BYTES[dtype] + sum(out for out, _ in matrices) * 2 * DTYPE_BYTES["float32"]

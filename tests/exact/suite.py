@@ -107,7 +107,11 @@ class Case:
         return replace(
             config,
             scheduler=replace(config.scheduler, max_loras=self.max_loras),
-            lora=LoraConfig(self.max_loras, max(adapter.rank for adapter in self.adapters)),
+            lora=LoraConfig(
+                self.max_loras,
+                max(adapter.rank for adapter in self.adapters),
+                saved=tuple({name for adapter in self.adapters for name in adapter.saved}),
+            ),
         )
 
     @property

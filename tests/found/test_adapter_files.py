@@ -1,4 +1,4 @@
-"""Adapters: which tensors PEFT applies, and what more than LoRA beside linears is refused by name."""
+"""Adapters: which tensors PEFT applies, what more than LoRA of linears is applied, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lora.peft_files import PREFIX, linears, tensors, write_adapter
+from tests.lora.peft_files import PREFIX, end_tensors, linears, tensors, with_magnitudes, write_adapter
 from tests.models import tiny
 
 from quire.errors import ModelLoadError, UnsupportedModelError
@@ -46,18 +46,47 @@ def test_tensors_that_the_configuration_leaves_out_are_not_applied(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, {"lm_head"}),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, {"embed_tokens"}),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}, set()),
+        ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, {"lm_head"}),
+    ],
+    ids=str,
+)
+def test_ends_of_the_model_and_dora_are_applied(
+    settings: dict[str, Any], expected: set[str], tmp_path: Path
+) -> None:
+    """As people publish them: LoRA of embed_tokens and lm_head, modules_to_save, DoRA (`tests/lora/test_ends.py`)."""
+    stored = tensors({name: shape for name, shape in SHAPES.items() if "q_proj" in name}, 4)
+    stored |= end_tensors(64, 16, 4, *expected)
+    for name in settings.get("modules_to_save", ()):
+        module = "model.embed_tokens" if name == "embed_tokens" else name
+        stored[f"{PREFIX}{module}.weight"] = torch.zeros(64, 16)
+    if settings.get("use_dora"):
+        stored = with_magnitudes(stored)
+    file = read_adapter("a", write_adapter(tmp_path, stored, **settings), tiny.SPEC)
+    assert set(file.parts) == {"layers.0.attn.q", "layers.1.attn.q"} | expected
+    assert set(file.saved) == set(settings.get("modules_to_save", ()))
+    assert all(
+        (part.magnitude is not None) == settings.get("use_dora", False) for part in file.parts.values()
+    )
+
+
+@pytest.mark.parametrize(
     ("tensors_beside", "changes", "named"),
     [
-        (HEAD, {"target_modules": ["q_proj", "lm_head"]}, "an adapter of lm_head is not supported"),
-        ({}, {"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({}, {"use_dora": True}, "use_dora"),
-        ({f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.zeros(4, 64)},
-         {"target_modules": ["q_proj", "embed_tokens"]}, "adapters of the token embedding"),
+        ({}, {"modules_to_save": ["score"]}, "modules_to_save has 'score'"),
+        ({}, {"modules_to_save": ["model.norm"]}, "modules_to_save has 'model.norm'"),
+        ({f"{PREFIX}lm_head.weight": torch.zeros(66, 16)}, {"modules_to_save": ["lm_head"]},
+         "lm_head.weight has 66 ids and the model 64"),
     ],
 )  # fmt: skip
-def test_more_than_lora_beside_linears_is_named(
+def test_more_than_that_is_named(
     tensors_beside: dict[str, torch.Tensor], changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     stored = tensors({name: shape for name, shape in SHAPES.items() if "q_proj" in name}, 4)
+    changes["target_modules"] = ["q_proj"]
     with pytest.raises(UnsupportedModelError, match=named):
         read_adapter("a", write_adapter(tmp_path, stored | tensors_beside, **changes), tiny.SPEC)

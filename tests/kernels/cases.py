@@ -90,6 +90,7 @@ class LoraCase:
     ranks: tuple[tuple[int, ...], ...]
     slots: tuple[int, ...]
     bench: bool = False
+    dora: bool = False  # every second part scales y
 
 
 LORA: tuple[LoraCase, ...] = (
@@ -100,6 +101,8 @@ LORA: tuple[LoraCase, ...] = (
     LoraCase(64, (48, 16, 16), ((8, 8, 8), (0, 0, 33), (1, 2, 3)), (3, 3, 1, 0, 2, 3, 1, 3, 3, 3, 1)),
     LoraCase(131, (130,), ((16,), (64,), (7,)), (1,) * 70 + (2, 0, 3) * 5),
     LoraCase(576, (1536, 1536), ((16, 16), (16, 16)), (1, 2) * 9),
+    LoraCase(33, (7, 5, 70), ((3, 0, 17), (16, 5, 1)), (2, 0, 1, 2, 2, 0, 1), dora=True),
+    LoraCase(131, (130,), ((16,), (64,), (7,)), (1,) * 70 + (2, 0, 3) * 5, dora=True),
     LoraCase(2048, (2048, 512, 512), ((16, 16, 16),) * 8, tuple(range(1, 9)) * 4, bench=True),
     LoraCase(2048, (8192, 8192), ((16, 16),) * 8, tuple(range(1, 9)) * 4, bench=True),
     LoraCase(8192, (2048,), ((16,),) * 8, tuple(range(1, 9)) * 4, bench=True),

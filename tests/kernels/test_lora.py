@@ -35,7 +35,8 @@ def make(case: cases.LoraCase, dtype: torch.dtype, backend: Backend) -> tuple[Lo
             part: LowRank(
                 torch.randn(rank, case.in_features, generator=rng).to(dtype),
                 torch.randn(width, rank, generator=rng).to(dtype),
-                scale=0.25 + part,
+                0.25 + part,
+                *(torch.randn(2, width, generator=rng) if case.dora and (slot + part) % 2 else ()),
             )
             for part, (rank, width) in enumerate(zip(ranks, case.widths, strict=True))
             if rank
@@ -63,8 +64,11 @@ def oracle_of(case: cases.LoraCase, adapters: Adapters, x: torch.Tensor, y: torc
     for row, slot in enumerate(case.slots):
         for part, low in adapters[slot - 1].items() if slot else ():
             start = sum(case.widths[:part])
-            delta = low.b.double() @ (low.a.double() @ x[row].double()) * low.scale
-            oracle[row, start : start + case.widths[part]] += delta
+            columns = slice(start, start + case.widths[part])
+            if low.gain is not None:
+                assert low.offset is not None
+                oracle[row, columns] = oracle[row, columns] * low.gain + low.offset
+            oracle[row, columns] += low.b.double() @ (low.a.double() @ x[row].double()) * low.scale
     return oracle
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lora.peft_files import ALL, PREFIX, linears, tensors, write_adapter
+from tests.lora.peft_files import ALL, PREFIX, end_tensors, linears, tensors, write_adapter
 from tests.models import tiny
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import spec_from_config
 from quire.lora.adapter import read_adapter
+from quire.lora.base_copies import check_copies
 from quire.weight_plan import adaptable, adapter_bytes
 
 SHAPES = linears(tiny.tensors())
@@ -94,8 +95,11 @@ def test_fused_projections_share_an_a(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
-    ({"use_dora": True}, "use_dora = True: DoRA"),
-    ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]"),
+    (
+        {"modules_to_save": ["lm_head", "score"]},
+        "modules_to_save has 'score': .* only embed_tokens and lm_head are",
+    ),
+    ({"modules_to_save": ["model.norm"]}, "modules_to_save has 'model.norm'"),
     ({"bias": "all"}, "bias = 'all'"),
     ({"lora_bias": True}, "lora_bias"),
     ({"trainable_token_indices": [3]}, "trainable_token_indices"),
@@ -147,12 +151,20 @@ def broken(stored: dict[str, torch.Tensor], what: str) -> dict[str, torch.Tensor
         stored[a] = torch.zeros(4, 16, dtype=torch.int8)
     elif what == "DoRA":
         stored[f"{Q}.lora_magnitude_vector"] = torch.zeros(16)
-    elif what == "embedding":
+    elif what == "half an embedding":
         stored[f"{PREFIX}model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 64)
-    elif what == "head":
-        stored[f"{PREFIX}lm_head.lora_A.weight"] = torch.zeros(4, 16)
-    elif what == "whole module":
-        stored[f"{PREFIX}lm_head.weight"] = torch.zeros(64, 16)
+    elif what == "embedding as a linear":
+        stored[f"{PREFIX}model.embed_tokens.lora_A.weight"] = torch.zeros(4, 64)
+    elif what == "added tokens of LoRA":
+        stored |= end_tensors(66, 16, 4, "embed_tokens")
+    elif what == "added tokens":
+        stored[f"{PREFIX}lm_head.base_layer.weight"] = torch.zeros(66, 16)
+    elif what == "half a head":
+        stored[f"{PREFIX}lm_head.lora_B.weight"] = torch.zeros(64, 4)
+    elif what == "a norm":
+        stored[f"{PREFIX}model.norm.weight"] = torch.zeros(16)
+    elif what == "a linear":
+        stored[f"{Q}.weight"] = torch.zeros(16, 16)
     elif what == "unknown":
         stored[f"{PREFIX}model.layers.0.self_attn.qq_proj.lora_A.weight"] = torch.zeros(4, 16)
     elif what == "layer beyond":
@@ -171,19 +183,84 @@ def broken(stored: dict[str, torch.Tensor], what: str) -> dict[str, torch.Tensor
         ),
         ("wrong outputs", r"q_proj.lora_B.weight has shape \[15, 4\], and 16 outputs"),
         ("integers", r"q_proj.lora_A.weight is of type int8"),
-        ("DoRA", "lora_magnitude_vector: DoRA"),
-        ("embedding", "lora_embedding_A: adapters of the token embedding"),
-        ("head", "an adapter of lm_head is not supported"),
-        ("whole module", "lm_head.weight is no lora_A or lora_B"),
+        ("DoRA", "lora_magnitude_vector is there, and use_dora of adapter_config.json is false"),
+        ("half an embedding", "model.embed_tokens has lora_embedding_A and no lora_embedding_B"),
+        ("embedding as a linear", r"embed_tokens.lora_A.weight: model.embed_tokens has lora_embedding_A and"),
+        ("added tokens of LoRA", "lora_embedding_A has 66 ids and the model 64: adapters that add tokens"),
+        ("added tokens", "lm_head.base_layer.weight has 66 ids and the model 64"),
+        ("half a head", "lm_head has lora_B and no lora_A"),
+        ("a norm", "model.norm.weight is no part of LoRA: .* only embed_tokens and lm_head are"),
+        ("a linear", "q_proj.weight is no part of LoRA"),
         ("unknown", r"no linear 'model.layers.0.self_attn.qq_proj' \(did you mean"),
         ("layer beyond", r"no linear 'model.layers.2.self_attn.q_proj'"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, what: str, text: str) -> None:
-    targets = [*ALL, "embed_tokens", "lm_head", "qq_proj"]
+    targets = [*ALL, "qq_proj", *(["embed_tokens"] if "embedding" in what or "LoRA" in what else [])]
+    targets += ["lm_head"] if "head" in what else []
     write_adapter(tmp_path, broken(tensors(SHAPES, 4), what), target_modules=targets)
     with pytest.raises(ModelLoadError, match=text):
         read_adapter("a", tmp_path, tiny.SPEC)
+
+
+def test_whole_modules_and_missing_ones(tmp_path: Path) -> None:
+    """modules_to_save comes before target_modules, as in PEFT, and what both name must be there."""
+    head = {f"{PREFIX}lm_head.weight": torch.zeros(64, 16)}
+    settings: dict[str, Any] = {"target_modules": [*ALL, "lm_head"], "modules_to_save": ["lm_head"]}
+    file = read_adapter("a", write_adapter(tmp_path, tensors(SHAPES, 4) | head, **settings), tiny.SPEC)
+    assert set(file.saved) == {"lm_head"}
+    assert file.adapter.saved == ("lm_head",)
+    assert set(file.parts) == set(adaptable(tiny.SPEC))
+    plain, whole = (adapter_bytes(tiny.SPEC, 4, "float32", saved) for saved in ((), file.adapter.saved))
+    assert whole - plain == 64 * 16 * 4
+    with pytest.raises(ModelLoadError, match=r"lm_head.weight is missing, and modules_to_save of"):
+        read_adapter("a", write_adapter(tmp_path, tensors(SHAPES, 4), **settings), tiny.SPEC)
+    for end, text in (
+        ("lm_head", "lm_head.lora_A.weight"),
+        ("embed_tokens", "embed_tokens.lora_embedding_A"),
+    ):
+        write_adapter(tmp_path, tensors(SHAPES, 4), target_modules=[*ALL, end])
+        with pytest.raises(ModelLoadError, match=f"{text} is missing, and target_modules"):
+            read_adapter("a", tmp_path, tiny.SPEC)
+    write_adapter(tmp_path, tensors(SHAPES, 4), use_dora=True)
+    with pytest.raises(ModelLoadError, match=r"lora_magnitude_vector is missing, and use_dora of .* is true"):
+        read_adapter("a", tmp_path, tiny.SPEC)
+
+
+def test_ends_that_stay_tied_are_both_adapted(tmp_path: Path) -> None:
+    """ensure_weight_tying of a tied model: naming one end names both. It has no effect on others."""
+    tied = replace(tiny.SPEC, tie_word_embeddings=True)
+    stored = tensors(SHAPES, 4) | end_tensors(64, 16, 4, "embed_tokens", "lm_head")
+    settings = {"target_modules": [*ALL, "model.embed_tokens"], "ensure_weight_tying": True}
+    write_adapter(tmp_path, stored, **settings)
+    assert {"embed_tokens", "lm_head"} < set(read_adapter("a", tmp_path, tied).parts)
+    assert "lm_head" not in read_adapter("a", tmp_path, tiny.SPEC).parts
+
+
+ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_copies_must_be_the_models_own(dtype: torch.dtype, tmp_path: Path) -> None:
+    """PEFT saves base_layer.weight beside LoRA of an end; training in another type rounds it."""
+    (tmp_path / "model").mkdir()
+    model = tiny.write_model(tmp_path / "model")
+    own = tiny.tensors()["lm_head.weight"]
+    ends, name = end_tensors(64, 16, 4, "lm_head"), f"{PREFIX}lm_head.base_layer.weight"
+    settings = {"target_modules": [*ALL, "lm_head"]}
+    for copy, same in (
+        (own.to(dtype), True),
+        (own.to(dtype).float(), True),
+        (own.to(dtype) * 1.01, False),
+    ):
+        stored = tensors(SHAPES, 4) | ends | {name: copy}
+        file = read_adapter("a", write_adapter(tmp_path / "a", stored, **settings), tiny.SPEC)
+        assert set(file.copies) == {"lm_head"}
+        if same:
+            assert check_copies(file, model, tiny.SPEC) == ()
+        else:
+            with pytest.raises(ModelLoadError, match="its copy of lm_head differs from that of"):
+                check_copies(file, model, tiny.SPEC)
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:

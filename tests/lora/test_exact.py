@@ -6,16 +6,18 @@ loaded again, and its sequences are cached, forked, preempted and chunked beside
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.exact.engine_run import Policy, Tally
 from tests.exact.models import MODELS
 from tests.exact.suite import Case, serve_and_check, truth_of
-from tests.lora.peft_files import make_adapters
+from tests.lora.peft_files import make_adapters, make_end_adapters
 
 from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.models import loader
+from quire.request import Adapter
 from quire.runner.model_runner import ModelRunner
 
 LEVELS = ("reference", *(level for level in NATIVE_LEVELS if level in backends("linear")))
@@ -32,9 +34,11 @@ def case_of(folder: Path, model: str, seed: int, dtype: str, level: str, **more:
     return Case(model, dtype, seed, cpu_isa=level, adapters=adapters, **more)  # type: ignore[arg-type]
 
 
-def test_the_traffic_covers_what_it_claims(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [make_adapters, make_end_adapters])
+def test_the_traffic_covers_what_it_claims(make: Callable[..., tuple[Adapter, ...]], tmp_path: Path) -> None:
     """Slots are fought for, and adapters make a difference."""
-    case = case_of(tmp_path, "llama", 42, "float32", LEVELS[-1], num_requests=48)
+    adapters = make(tmp_path, MODELS["llama"]())
+    case = Case("llama", "float32", 42, cpu_isa=LEVELS[-1], adapters=adapters, num_requests=48)
     tally = Tally()
     for policy in (POLICY, Policy("static", "priority", 256), Policy("dynamic", "longest-prefix", 16)):
         tally += serve_and_check(case, policy).tally
@@ -60,6 +64,24 @@ def test_every_level(level: str, dtype: str, tmp_path: Path) -> None:
     serve_and_check(case, POLICY, num_threads=1 if few else 2)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_changed_ends_and_dora_at_every_level(level: str, tmp_path: Path) -> None:
+    """LoRA of the embedding and the output matrix, whole ones, and a DoRA, two of three in a step."""
+    few = level == "reference"
+    adapters = make_end_adapters(tmp_path, MODELS["llama"]())
+    case = Case("llama", "bfloat16", 36, cpu_isa=level, adapters=adapters, num_requests=4 if few else 12)
+    run = serve_and_check(case, POLICY, num_threads=1 if few else 2)
+    assert run.tally.num_adapter_loads >= (1 if few else 3)
+
+
+def test_changed_ends_beside_quantized_weights(tmp_path: Path) -> None:
+    """An output matrix in int8; the norms of a DoRA are those of the weights as they are held."""
+    adapters = make_end_adapters(tmp_path, MODELS["llama"]())
+    level = LEVELS[1 % len(LEVELS)]
+    case = Case("llama", "bfloat16", 37, cpu_isa=level, adapters=adapters, num_requests=12, quantize="int8")
+    serve_and_check(case, POLICY)
+
+
 def test_latent_attention(tmp_path: Path) -> None:
     """Parts of other kinds: q_a and kv_a in one, q_b, o."""
     serve_and_check(
@@ -75,10 +97,15 @@ def test_beside_quantized_weights(quantize: str, tmp_path: Path) -> None:
     )
 
 
-def test_replayed_steps_equal_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [make_adapters, make_end_adapters])
+def test_replayed_steps_equal_plain_ones(
+    make: Callable[..., tuple[Adapter, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With changed ends too: they are cut out of the recording, and run between its parts."""
     if len(LEVELS) == 1:
         pytest.skip("the native extension is not built")
-    case = case_of(tmp_path, "llama", 34, "bfloat16", LEVELS[1], num_requests=12)
+    adapters = make(tmp_path, MODELS["llama"]())
+    case = Case("llama", "bfloat16", 34, cpu_isa=LEVELS[1], adapters=adapters, num_requests=12)
     truth_of(case)
     monkeypatch.setattr(ModelRunner, "record", lambda self, buffers: None)
     serve_and_check(case, POLICY)

@@ -11,7 +11,7 @@ from tests.engine.test_process import gone
 from tests.exact.engine_run import Policy
 from tests.exact.models import MODELS
 from tests.exact.suite import Case, Truth, truth_of
-from tests.lora.peft_files import make_adapters
+from tests.lora.peft_files import make_adapters, make_end_adapters
 from tests.parallel.serving import FCFS, QUILL, alone_on, config_of, serve
 
 from quire.config import ExpertsConfig
@@ -152,8 +152,9 @@ def test_every_family_is_exact_over_two_ranks(model: str, drafts: str) -> None:
     ids=str,
 )
 def test_adapters_are_exact_over_ranks(topology: Topology, tmp_path: Path) -> None:
-    """Three adapters and the base model over two slots."""
-    adapters = make_adapters(tmp_path, MODELS["llama"]())
+    """Five adapters and the base model over two slots; two of them change the ends of the model."""
+    spec = MODELS["llama"]()
+    adapters = (*make_adapters(tmp_path, spec), *make_end_adapters(tmp_path, spec)[:2])
     case = Case("llama", "bfloat16", 31, num_requests=12, cpu_isa=LEVEL, adapters=adapters)
     config = config_of(case, topology)
     executor = RanksExecutor(config)

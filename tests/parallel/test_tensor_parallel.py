@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tests.lora import test_ends
 from tests.lora import test_parity as adapters
 from tests.parallel.ranks import Helpers, RankedWorker
 from tests.parity import harness
@@ -46,6 +47,27 @@ def test_family_over_two_ranks(case: str, tmp_path: Path) -> None:
 def test_adapters_over_two_ranks_are_merged_weights(case: str, tmp_path: Path) -> None:
     """Five sequences, two adapters: A is cut with the columns of its matrix, B with the rows."""
     adapters.test_against_merged_weights(case, tmp_path)
+
+
+@pytest.mark.usefixtures("over_two_ranks")
+@pytest.mark.parametrize("case", ["llama", pytest.param("llama_bias_tied", marks=pytest.mark.slow)])
+def test_changed_ends_over_two_ranks_are_merged_weights(case: str, tmp_path: Path) -> None:
+    """Each rank has its ids of the output matrix, and all of what changes the embedding."""
+    test_ends.check(case, [test_ends.CHANGES[2], test_ends.CHANGES[3]], tmp_path)
+
+
+def test_dora_needs_whole_rows(helpers: Helpers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks that share rows have whole ones; ranks whose sums are added do not, and say so."""
+    for topology, text in ((ROWS, ""), (SUMS, "DoRA of .* needs whole rows of the matrix")):
+        monkeypatch.setattr(
+            harness, "Worker", lambda config, *_, at=topology: RankedWorker(config, at, helpers)
+        )
+        folder, changes = tmp_path / str(topology), [{}, {"lm_head": "low"}]
+        if not text:
+            test_ends.check("llama", changes, folder, dora=True)
+        else:
+            with pytest.raises(AssertionError, match=text):
+                test_ends.check("llama", changes, folder, dora=True)
 
 
 LOAD = """

@@ -82,6 +82,12 @@ def prompts_of(vocab_size: int, seed: int, lengths: Sequence[int] = PROMPT_LENGT
     return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
+def lora_config(max_loras: int, adapters: Sequence[Adapter]) -> LoraConfig:
+    """Return slots with room for each of ``adapters``."""
+    saved = {name for adapter in adapters for name in adapter.saved}
+    return LoraConfig(max_loras, max(adapter.rank for adapter in adapters), saved=tuple(saved))
+
+
 def run_ragged(
     path: Path,
     prompts: list[list[int]],
@@ -97,7 +103,7 @@ def run_ragged(
     num_blocks = num_groups * per_sequence * len(prompts) + 1
     loads = tuple(AdapterMove(slot, each) for slot, each in enumerate(adapters, 1) if each is not None)
     slots = [0 if each is None else slot for slot, each in enumerate(adapters, 1)] or [0] * len(prompts)
-    lora = LoraConfig(len(slots), max(each.rank for _, each in loads)) if loads else None
+    lora = lora_config(len(slots), [each for _, each in loads]) if loads else None
     worker = make_worker(path, max_model_len, num_blocks, lora)
     pool = list(range(num_blocks))
     random.Random(seed).shuffle(pool)

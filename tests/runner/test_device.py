@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.fakes.integrity import check_integrity
 from tests.kernels.triton.device import DEVICE, WARNINGS
-from tests.lora.peft_files import make_adapters
+from tests.lora.peft_files import make_adapters, make_end_adapters
 from tests.runner.tiny import GREEDY, SEED, VOCAB, engine_config, llama, weights
 from tests.runner.tiny import SPECS as ALL_SPECS
 
@@ -20,7 +20,8 @@ from quire.config import DeviceInfo, EngineConfig, LoraConfig
 from quire.engine.core import EngineCore
 from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
-from quire.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from quire.modelspec import ModelSpec
+from quire.request import Adapter, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from quire.scheduler.scheduler import Scheduler
 from quire.step import StepResult
 from quire.weight_plan import plan_weights
@@ -260,18 +261,27 @@ def test_adapters_give_the_tokens_of_the_cpu(name: str, kernels: str, count: int
     spec = SPECS[name]
     if name == "latent":  # as a family has it whose adapters have names: the tiny one is a mixture of several
         spec = replace(spec, family="deepseek_v3", layers=spec.layers[:1] * 2)
-    adapters = make_adapters(tmp_path, spec)
+    check_adapters(spec, kernels, count, make_adapters(tmp_path, spec))
+
+
+def test_changed_ends_and_dora_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
+    """LoRA of both ends, whole ones, and a DoRA."""
+    check_adapters(SPECS["llama"], "triton", 3, make_end_adapters(tmp_path, SPECS["llama"]))
+
+
+def check_adapters(spec: ModelSpec, kernels: str, count: int, adapters: tuple[Adapter, ...]) -> None:
+    """``count`` requests, of three adapters and the base model in turn, over two slots."""
     asked = [
         replace(request, adapter=(*adapters, None)[i % 4])
         for i, request in enumerate(requests(count, replace(SHORT, max_tokens=2), length=6 * (count - 1)))
     ]
     base = engine_config(spec)
-    together = replace(engine_config(spec, isa=kernels), device=device_config(name, kernels).device)
+    together = replace(engine_config(spec, isa=kernels), device=device_config("llama", kernels).device)
     tokens = []
     for config, executor, most in ((base, LocalExecutor, 1), (together, DeviceExecutor, 3)):
         config = replace(
             config,
-            lora=LoraConfig(2, 17, adapters),
+            lora=LoraConfig(2, 17, adapters, ("embed_tokens", "lm_head")),
             scheduler=replace(config.scheduler, max_loras=2, max_num_batched_tokens=32),
         )
         tokens.append(generate(config, asked, together=most, executor=executor))

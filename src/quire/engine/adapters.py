@@ -13,7 +13,9 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError, NotFoundError, RequestError
-from quire.lora.adapter import AdapterFile, read_adapter
+from quire.lora.adapter import read_adapter
+from quire.lora.base_copies import check_copies
+from quire.models.checkpoint import Checkpoint
 from quire.models.hub import locate
 from quire.modelspec import ModelSpec
 from quire.request import Adapter
@@ -29,6 +31,8 @@ class AdapterRegistry:
     max_rank: int  # rank that a slot holds; 0: the engine has no slots
     base_names: tuple[str, ...]  # the model's own names, which no adapter may take
     adapters: dict[str, Adapter]
+    saved: tuple[str, ...] = ()  # modules that a slot has room for whole
+    model: Path | None = None  # on disk; None: random weights
 
     @classmethod
     def of(cls, config: EngineConfig, base_names: tuple[str, ...]) -> AdapterRegistry:
@@ -38,8 +42,11 @@ class AdapterRegistry:
             ConfigError: an adapter has a name of the model.
         """
         lora = config.lora
-        registry = cls(config.model.spec, 0 if lora is None else lora.max_rank, base_names, {})
-        for adapter in lora.adapters if lora is not None else ():
+        model = None if config.model.load_format == "random" else Path(config.model.path)
+        if lora is None:
+            return cls(config.model.spec, 0, base_names, {})
+        registry = cls(config.model.spec, lora.max_rank, base_names, {}, lora.saved, model)
+        for adapter in lora.adapters:
             if adapter.name in base_names:
                 raise ConfigError(
                     f"lora: {adapter.name!r} is the model's own name; give the adapter another one."
@@ -64,15 +71,23 @@ class AdapterRegistry:
             )
         try:
             file = read_adapter(name, locate_adapter(path), self.spec)
+            remarks = () if self.model is None else check_copies(file, self.model, self.spec)
         except ModelLoadError as error:
             raise RequestError(str(error), param="lora_path") from None
-        for line in file.remarks:
+        for line in (*file.remarks, *remarks):
             _log.warning(line)
         adapter = file.adapter
         if adapter.rank > self.max_rank:
             raise RequestError(
                 f"The adapter at {path} has rank {adapter.rank}, and a slot of this engine holds {self.max_rank}: "
                 f"start it with --max-lora-rank {adapter.rank}.",
+                param="lora_path",
+            )
+        more = sorted(set(adapter.saved) - set(self.saved))
+        if more:
+            raise RequestError(
+                f"The adapter at {path} brings {' and '.join(more)} whole (modules_to_save), and a slot of this engine "
+                f"has no room for that: start it with --lora-modules-to-save {more[0]}.",
                 param="lora_path",
             )
         return adapter
@@ -136,14 +151,15 @@ class AdapterRegistry:
         return self.adapters[name]
 
 
-def read_adapters(named: Sequence[str], spec: ModelSpec) -> tuple[AdapterFile, ...]:
-    """Return the adapters of ``--lora name=path …``, read and checked.
+def read_adapters(named: Sequence[str], checkpoint: Checkpoint) -> tuple[list[Adapter], list[str]]:
+    """Return the adapters of ``--lora name=path …`` for the model of ``checkpoint``, read and checked, with remarks.
 
     Raises:
         ConfigError: an entry has another form, or a name occurs twice.
         ModelLoadError: an adapter cannot be read.
     """
-    found: dict[str, AdapterFile] = {}
+    found: dict[str, Adapter] = {}
+    remarks: list[str] = []
     for text in named:
         name, _, path = text.partition("=")
         if not name.strip() or not path.strip():
@@ -152,8 +168,12 @@ def read_adapters(named: Sequence[str], spec: ModelSpec) -> tuple[AdapterFile, .
             )
         if name in found:
             raise ConfigError(f"lora: the name {name!r} is given twice; each adapter needs its own")
-        found[name] = read_adapter(name, locate_adapter(path), spec)
-    return tuple(found.values())
+        file = read_adapter(name, locate_adapter(path), checkpoint.spec)
+        found[name] = file.adapter
+        remarks += file.remarks
+        if checkpoint.kind != "random":
+            remarks += check_copies(file, checkpoint.path, checkpoint.spec)
+    return list(found.values()), remarks
 
 
 def locate_adapter(path: str) -> Path:

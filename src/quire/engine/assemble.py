@@ -48,7 +48,7 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
     """
     path = locate(args.model, revision=args.revision)
     checkpoint = describe(path, args.load_format)
-    adapters = read_adapters(args.lora, checkpoint.spec)
+    adapters, remarks = read_adapters(args.lora, checkpoint)
     config = resolve(
         args,
         checkpoint.spec,
@@ -56,8 +56,8 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
         path=str(checkpoint.path),
         tokenizer=str(args.tokenizer or checkpoint.tokenizer),
         stored=checkpoint.formats,
-        remarks=(*checkpoint.remarks, *(line for each in adapters for line in each.remarks)),
-        adapters=[each.adapter for each in adapters],
+        remarks=(*checkpoint.remarks, *remarks),
+        adapters=adapters,
         draft=find_draft(args, checkpoint),
     )
     return config, checkpoint

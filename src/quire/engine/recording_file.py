@@ -48,6 +48,7 @@ def recorder_config(
         "dtype": model.dtype, "kv_dtype": model.kv_dtype if model.kv_dtype != model.dtype else "auto",
         "max_model_len": model.max_model_len, "max_num_seqs": scheduler.max_num_seqs, "device": config.device.kind,
         "max_loras": scheduler.max_loras or None, "max_lora_rank": config.lora.max_rank if config.lora else None,
+        "lora_modules_to_save": config.lora.saved if config.lora else None,
     }  # fmt: skip
     given = {name: value for name, value in (asdict(args) | chosen).items() if value is not None}
     settings = json.dumps(given)

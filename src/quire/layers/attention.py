@@ -229,6 +229,8 @@ class AdapterBatch:
 
     tokens: AdapterRows
     logits: AdapterRows
+    # Whether `EndSlots` are asked too. A GPU's captured steps have no adapter that changes an end.
+    ends: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,16 @@ class StepBatch:
     logits_indices: Tensor
     groups: tuple[GroupBatch, ...]
     adapters: AdapterBatch | None = None
+
+    @property
+    def end_tokens(self) -> AdapterRows | None:
+        """Which rows of the embedding adapters may change."""
+        return self.adapters.tokens if self.adapters is not None and self.adapters.ends else None
+
+    @property
+    def end_logits(self) -> AdapterRows | None:
+        """Which rows of logits adapters may change."""
+        return self.adapters.logits if self.adapters is not None and self.adapters.ends else None
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty
 from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
 from quire.kernels.pointwise import local_ids, scale_rows, take_rows
 from quire.kernels.workspace import empty
+from quire.layers.end_slots import EndSlots
 from quire.layers.weights import WHOLE, Build, MatrixLoader, Stage, WeightLoader, copy_into
 from quire.weight_format import PLAIN, WeightFormat
 
@@ -87,6 +89,20 @@ class Linear:
             tuple(self.parts.values()), self._in_features, num_slots, max_rank, self._dtype, backend=self._lora_backend
         )  # fmt: skip
 
+    def lora_targets(self) -> dict[str, LoraTarget]:
+        """Return what an adapter may change, by part; nothing without slots."""
+        return {} if self.lora is None else {name: LoraTarget(self, self.lora, name) for name in self.parts}
+
+    def rows_of(self, part: str, ids: Tensor) -> Tensor:
+        """Return rows of the matrix of ``part``, expanded: fp32 ``[len(ids), in_features]``, on the host."""
+        packed, start = self._where[part]
+        return read_rows(packed, (ids + start).to(packed.data.device)).float().cpu()
+
+    def bias_of(self, part: str) -> Tensor | None:
+        """Return the bias of ``part``: fp32 ``[features]``, on the host."""
+        packed, start = self._where[part]
+        return None if packed.bias is None else packed.bias[start : start + self.parts[part]].float().cpu()
+
     def weight_loaders(self) -> dict[str, WeightLoader]:
         """Return ``{part}.weight [features, in_features]`` and, with biases, ``{part}.bias [features]``."""
         found: dict[str, WeightLoader] = {}
@@ -131,6 +147,19 @@ class Linear:
         return y
 
 
+class LoraTarget(NamedTuple):
+    """One matrix that an adapter may change: ``part`` of ``linear``, whose slots are ``stack``."""
+
+    linear: Linear
+    stack: LoraStack
+    part: str
+
+    @property
+    def part_index(self) -> int:
+        """Which part of the stack it is."""
+        return list(self.linear.parts).index(self.part)
+
+
 def completing(
     name: str, out_features: int, in_features: int, build: Build, *, bias: bool = False, whole: bool = False
 ) -> Linear:
@@ -169,9 +198,11 @@ class Embedding:
         tied: bool,
         scale: float,
         stage: Stage = WHOLE,
+        adapted: bool = False,
     ) -> None:
-        """``stage``: the first one has the table, the last one the output matrix."""
+        """``stage``: the first one has the table, the last one the output matrix. ``adapted``: there are `slots`."""
         self._tp = build.tp
+        self.slots = EndSlots(build) if adapted else None
         if build.tp is not None:
             vocab_size = build.tp.shard.max_vocab + 1
         self._local_ids = build.of(local_ids)
@@ -207,8 +238,15 @@ class Embedding:
             found[name] = self._head.weight_loaders()["head.weight"]
         return found
 
-    def __call__(self, input_ids: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, scaled (Gemma, Granite)."""
+        rows = self.rows_of(input_ids)
+        if self.slots is not None and adapters is not None:
+            self.slots.change_rows(input_ids, rows, adapters)
+        return rows if self._scale == 1.0 else self._scale_rows(rows, self._scale)
+
+    def rows_of(self, input_ids: Tensor) -> Tensor:
+        """As a call, before adapters and the scale."""
         if self._tp is not None:
             input_ids = self._local_ids(input_ids, self._tp.shard.vocab, self._tp.shard.max_vocab)
         if self._packed is not None:
@@ -216,15 +254,18 @@ class Embedding:
         else:
             assert self._table is not None
             rows = self._take_rows(self._table, input_ids)
-        if self._tp is not None:
-            rows = self._tp.group.all_reduce(rows, rows.dtype)
-        return rows if self._scale == 1.0 else self._scale_rows(rows, self._scale)
+        return rows if self._tp is None else self._tp.group.all_reduce(rows, rows.dtype)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def head_rows_of(self, ids: Tensor) -> Tensor:
+        """Return rows of the output matrix, of those that this rank has."""
+        assert self._head is not None, "only the last stage gives logits"
+        return self._head.rows_of("head", ids)
+
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """``hidden [num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``."""
         assert self._head is not None, "only the last stage gives logits"
         logits = self._head(hidden, out_dtype=torch.float32)
-        if self._tp is None:
-            return logits
-        held = self._tp.shard
-        return self._tp.group.all_gather(logits[:, : len(held.vocab)], held.vocab_begins)
+        own = logits if self._tp is None else logits[:, : len(self._tp.shard.vocab)]
+        if self.slots is not None and adapters is not None:
+            self.slots.change_logits(hidden, own, adapters)
+        return logits if self._tp is None else self._tp.group.all_gather(own, self._tp.shard.vocab_begins)

@@ -4,53 +4,53 @@
     └── PEFT's ────┘ └── the linear's name in checkpoints ┘
 
 Names go through the family's own weight map, so a fused ``qkv_proj`` (Phi-3) becomes three parts that share an A, each
-with its rows of B.
-
-`read_peft_config` reads ``adapter_config.json`` (huggingface/peft, ``LoraConfig``). Every field is either used, known
-to change no answer, or refused where it is set: an adapter that loads "almost" answers something else than it was
-trained for.
+with its rows of B. The embedding counts as a linear from ids to rows: its A, ``lora_embedding_A``, has a column per id.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError, nearest
 from quire.families import Take, weight_map
-from quire.families.shape import Fields
+from quire.lora.peft_config import CONFIG_NAME, EMBEDDING, ENDS, HEAD, PeftConfig, read_peft_config
 from quire.models.checkpoint import read_json
 from quire.models.safetensors_file import StoredTensor, map_file, read_safetensors, reading
 from quire.modelspec import ModelSpec
 from quire.request import Adapter
-from quire.weight_plan import adaptable
+from quire.weight_plan import adaptable, end_matrices
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
 _OF_LORA = re.compile(r"(?P<module>.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b.*")
-_OTHER_TENSORS = {
-    "lora_embedding_": "adapters of the token embedding are not supported",
-    "lora_magnitude_vector": "DoRA is not supported",
-    ".modules_to_save.": "whole modules beside the adapter are not supported",
-    ".lora_B.bias": "biases of lora_B are not supported",
+# What a tensor is to its module; "copy": of the model's own weight, which PEFT saves beside LoRA of an end.
+_KINDS = {
+    "A": re.compile(r"(.+)\.lora_A(?:\.default)?\.weight"),
+    "B": re.compile(r"(.+)\.lora_B(?:\.default)?\.weight"),
+    "embedding_A": re.compile(r"(.+)\.lora_embedding_A(?:\.default)?"),
+    "embedding_B": re.compile(r"(.+)\.lora_embedding_B(?:\.default)?"),
+    "magnitude_vector": re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?"),
+    "copy": re.compile(r"(.+)\.base_layer\.weight"),
+    "whole": re.compile(r"(.+?)(?:\.modules_to_save(?:\.default)?)?\.weight"),
 }
+_OTHER_TENSORS = {".lora_B.bias": "biases of lora_B are not supported"}
 _FLOATS = ("float32", "float16", "bfloat16")
+_CANONICAL = {EMBEDDING: "embed_tokens", HEAD: "lm_head"}
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPart:
-    """The adapter of one canonical matrix: ``scale · b[rows] a``."""
+    """The adapter of one canonical matrix: ``scale · b[rows] a``. With a ``magnitude`` it is a DoRA."""
 
     a: StoredTensor  # [rank, in_features]
     b: StoredTensor  # [out_features of the stored linear, rank]
-    rows: slice  # of b, that belong to this matrix
+    rows: slice  # of b and of the magnitude, that belong to this matrix
     scale: float
+    magnitude: StoredTensor | None = None  # [out_features of the stored linear]
 
     @property
     def rank(self) -> int:
@@ -59,10 +59,16 @@ class AdapterPart:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter on disk that fits the model. ``parts``: "layers.0.attn.q" … → what it adds there."""
+    """An adapter on disk that fits the model.
+
+    ``parts``: "layers.0.attn.q", "embed_tokens", "lm_head" … → what it adds there. Of the last two, ``saved`` has the
+    matrices to use in place of the model's, and ``copies`` those that must be the model's own (`base_copies`).
+    """
 
     adapter: Adapter
     parts: Mapping[str, AdapterPart]
+    saved: Mapping[str, StoredTensor]
+    copies: Mapping[str, StoredTensor]
     remarks: tuple[str, ...] = ()  # tensors that its configuration leaves out
 
 
@@ -70,7 +76,7 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec) -> AdapterFile:
     """Return the adapter in ``folder``: headers are read and checked, and the bytes hashed for its key.
 
     Raises `ModelLoadError` for what is missing, damaged or does not fit ``spec``, naming the file and the tensor, and
-    `UnsupportedModelError` for what is more than plain LoRA.
+    `UnsupportedModelError` for what Quire does not compute.
     """
     config_path, weights_path = folder / CONFIG_NAME, folder / WEIGHTS_NAME
     if not config_path.is_file():
@@ -83,10 +89,15 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec) -> AdapterFile:
             "safetensors."
         )
     with reading(folder):
-        config = read_peft_config(config_path, read_json(config_path))
+        config = read_peft_config(config_path, read_json(config_path), tied=spec.tie_word_embeddings)
         stored = read_safetensors(weights_path)
         left_out = [each for each in stored if not config.adapts(module_of(each))]
-        parts = _parts(weights_path, config, {n: t for n, t in stored.items() if n not in left_out}, spec)
+        reader = _Reader(weights_path, config, _Modules(spec))
+        for tensor, where in stored.items():
+            if tensor not in left_out:
+                reader.take(tensor, where)
+        parts = reader.parts()
+        saved = reader.saved()
         rank = max(part.rank for part in parts.values())
     remarks: tuple[str, ...] = ()
     if left_out:
@@ -94,7 +105,8 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec) -> AdapterFile:
         remarks = (
             f"adapter {name}: {len(left_out)} tensors are of modules that {CONFIG_NAME} leaves out, {some}",
         )
-    return AdapterFile(Adapter(name, str(folder), _digest(config_path, weights_path), rank), parts, remarks)
+    adapter = Adapter(name, str(folder), _digest(config_path, weights_path), rank, tuple(sorted(saved)))
+    return AdapterFile(adapter, parts, saved, reader.copies, remarks)
 
 
 def module_of(tensor: str) -> str:
@@ -113,57 +125,117 @@ def _digest(*paths: Path) -> str:
     return digest.hexdigest()
 
 
-def _parts(
-    path: Path, config: PeftConfig, stored: Mapping[str, StoredTensor], spec: ModelSpec
-) -> dict[str, AdapterPart]:
-    modules = _Modules(spec)
-    pairs = _pairs(path, stored, modules)
-    parts: dict[str, AdapterPart] = {}
-    for module, pair in pairs.items():
-        if set(pair) != {"A", "B"}:
-            have = next(iter(pair))
-            raise ModelLoadError(
-                f"{path}: {module} has lora_{have} and no lora_{'B' if have == 'A' else 'A'}."
-            )
-        (a_name, a), (b_name, b) = pair["A"], pair["B"]
-        out_features, in_features = modules.shapes[module]
-        rank = config.rank_of(module)
-        _check(path, a_name, a, (rank, in_features), f"rank {rank} and {in_features} inputs of {module}")
-        _check(path, b_name, b, (out_features, rank), f"{out_features} outputs of {module} and rank {rank}")
-        for canonical, take in modules.takes[module]:
-            rows = slice(take.start, take.stop, take.step)
-            parts[canonical] = AdapterPart(a, b, rows, config.scale_of(module))
-    missing = [module for module in modules.takes if module not in pairs and config.adapts(module)]
-    if missing:
-        raise ModelLoadError(
-            f"{path}: {_PREFIX}{missing[0]}.lora_A.weight is missing, and target_modules of {CONFIG_NAME} names it; "
-            "the file is incomplete, or the adapter was trained on another model."
-        )
-    if not parts:
-        raise ModelLoadError(f"{path} holds no tensors for the target_modules of {CONFIG_NAME}.")
-    return parts
+_Named = tuple[str, StoredTensor]  # with its name in the file
 
 
-def _pairs(
-    path: Path, stored: Mapping[str, StoredTensor], modules: _Modules
-) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
-    """Return linear → "A" and "B" → (name in the file, tensor)."""
-    pairs: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
-    for name, tensor in stored.items():
+class _Reader:
+    """Sorts the tensors of a file by module, and checks that each module has what it needs."""
+
+    def __init__(self, path: Path, config: PeftConfig, modules: _Modules) -> None:
+        self._path, self._config, self._modules = path, config, modules
+        self._low: dict[str, dict[str, _Named]] = {}  # module → kind → tensor
+        self._whole: dict[str, StoredTensor] = {}  # "embed_tokens", "lm_head"
+        self.copies: dict[str, StoredTensor] = {}
+
+    def take(self, name: str, stored: StoredTensor) -> None:
+        """Take one tensor that the configuration does not leave out."""
         for mark, why in _OTHER_TENSORS.items():
             if mark in name:
-                raise UnsupportedModelError(f"{path}: {name}: {why}.")
-        match = _LOW_RANK.fullmatch(name.removeprefix(_PREFIX))
-        if match is None:
+                raise UnsupportedModelError(f"{self._path}: {name}: {why}.")
+        text = name.removeprefix(_PREFIX)
+        kind, module = next(
+            ((kind, found[1]) for kind, form in _KINDS.items() if (found := form.fullmatch(text))), ("", "")
+        )
+        if kind in ("copy", "whole"):
+            self._take_matrix(kind, name, stored, module)
+            return
+        if not kind:
             raise UnsupportedModelError(
-                f"{path}: {name} is no lora_A or lora_B: trained modules beside an adapter are not supported."
+                f"{self._path}: {name} is no part of LoRA, and Quire does not know what it changes."
             )
-        module = modules.find(path, name, match["module"])
-        pairs.setdefault(module, {})[match["which"]] = (name, tensor)
-    return pairs
+        module = self._modules.find(self._path, name, module)
+        if kind.startswith("embedding_") != (module == EMBEDDING) and kind != "magnitude_vector":
+            raise ModelLoadError(
+                f"{self._path}: {name}: {EMBEDDING} has lora_embedding_A and lora_embedding_B, linears have lora_A and "
+                "lora_B."
+            )
+        self._low.setdefault(module, {})[kind.removeprefix("embedding_")] = (name, stored)
+
+    def _take_matrix(self, kind: str, name: str, stored: StoredTensor, module: str) -> None:
+        module = module if module in ENDS else f"model.{module}"
+        if module not in ENDS:
+            raise UnsupportedModelError(
+                f"{self._path}: {name} is no part of LoRA: of modules trained whole only embed_tokens and lm_head are "
+                "supported; merge the adapter into the base model."
+            )
+        out, into = self._modules.shapes[module]
+        shape = (out, into) if module == HEAD else (into, out)
+        _check_vocab(self._path, name, stored, 0, shape[0])
+        _check(self._path, name, stored, shape, f"the model's {shape[0]} ids and {shape[1]} numbers per row")
+        of = self._whole if kind == "whole" and self._config.saves(module) else self.copies
+        of[_CANONICAL[module]] = stored
+
+    def parts(self) -> dict[str, AdapterPart]:
+        """Return what the file adds to each canonical matrix."""
+        parts: dict[str, AdapterPart] = {}
+        for module, tensors in self._low.items():
+            parts.update(self._parts_of(module, tensors))
+        takes = self._modules.takes
+        missing = [module for module in takes if module not in self._low and self._config.adapts(module)]
+        if missing:
+            prefix = "lora_embedding_A" if missing[0] == EMBEDDING else "lora_A.weight"
+            raise ModelLoadError(
+                f"{self._path}: {_PREFIX}{missing[0]}.{prefix} is missing, and target_modules of {CONFIG_NAME} names "
+                "it; the file is incomplete, or the adapter was trained on another model."
+            )
+        if not parts:
+            raise ModelLoadError(f"{self._path} holds no tensors for the target_modules of {CONFIG_NAME}.")
+        return parts
+
+    def saved(self) -> dict[str, StoredTensor]:
+        """Return the matrices that the file has in place of the model's."""
+        for module in ENDS:
+            if self._config.saves(module) and _CANONICAL[module] not in self._whole:
+                raise ModelLoadError(
+                    f"{self._path}: {_PREFIX}{module}.weight is missing, and modules_to_save of {CONFIG_NAME} names "
+                    "it; the file is incomplete."
+                )
+        return self._whole
+
+    def _parts_of(self, module: str, tensors: Mapping[str, _Named]) -> dict[str, AdapterPart]:
+        path, marks = self._path, "embedding_" if module == EMBEDDING else ""
+        for which, other in (("A", "B"), ("B", "A")):
+            if which not in tensors:
+                raise ModelLoadError(
+                    f"{path}: {module} has lora_{marks}{other} and no lora_{marks}{which}."
+                    if other in tensors
+                    else f"{path}: {module} has a lora_magnitude_vector and no lora_{marks}A."
+                )
+        (a_name, a), (b_name, b) = tensors["A"], tensors["B"]
+        out, into = self._modules.shapes[module]
+        rank, magnitude = self._config.rank_of(module), tensors.get("magnitude_vector")
+        if module == EMBEDDING:
+            _check_vocab(path, a_name, a, 1, into)
+        elif module == HEAD:
+            _check_vocab(path, b_name, b, 0, out)
+        _check(path, a_name, a, (rank, into), f"rank {rank} and {into} inputs of {module}")
+        _check(path, b_name, b, (out, rank), f"{out} outputs of {module} and rank {rank}")
+        if (magnitude is not None) != self._config.dora:
+            has = "is missing" if magnitude is None else "is there"
+            raise ModelLoadError(
+                f"{path}: {_PREFIX}{module}.lora_magnitude_vector {has}, and use_dora of {CONFIG_NAME} is "
+                f"{str(self._config.dora).lower()}."
+            )
+        if magnitude is not None:
+            _check(path, *magnitude, (out,), f"{out} outputs of {module}")
+        scale, stored = self._config.scale_of(module), None if magnitude is None else magnitude[1]
+        return {
+            canonical: AdapterPart(a, b, slice(take.start, take.stop, take.step), scale, stored)
+            for canonical, take in self._modules.takes[module]
+        }
 
 
-def _check(path: Path, name: str, stored: StoredTensor, shape: tuple[int, int], meaning: str) -> None:
+def _check(path: Path, name: str, stored: StoredTensor, shape: tuple[int, ...], meaning: str) -> None:
     if stored.shape != shape:
         raise ModelLoadError(
             f"{path}: {name} has shape {list(stored.shape)}, and {meaning} ask for {list(shape)}; the adapter was "
@@ -173,12 +245,20 @@ def _check(path: Path, name: str, stored: StoredTensor, shape: tuple[int, int], 
         raise ModelLoadError(f"{path}: {name} is of type {stored.dtype}; allowed are {', '.join(_FLOATS)}.")
 
 
+def _check_vocab(path: Path, name: str, stored: StoredTensor, dim: int, vocab_size: int) -> None:
+    if len(stored.shape) == 2 and stored.shape[dim] > vocab_size:
+        raise UnsupportedModelError(
+            f"{path}: {name} has {stored.shape[dim]} ids and the model {vocab_size}: adapters that add tokens are not "
+            "supported; merge the adapter into a model with as many ids."
+        )
+
+
 class _Modules:
-    """The linears of a model by their names in checkpoints, which are those that PEFT writes."""
+    """The modules of a model that LoRA may change by their names in checkpoints, which are those that PEFT writes."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self.takes: dict[str, list[tuple[str, Take]]] = {}  # linear → its matrices here
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.takes: dict[str, list[tuple[str, Take]]] = {}  # module → its matrices here
+        self.shapes: dict[str, tuple[int, ...]] = {}  # [out_features, in_features]
         self._others: set[str] = set()
         allowed = adaptable(spec)
         for canonical, takes in weight_map(spec).sources.items():
@@ -189,188 +269,21 @@ class _Modules:
                 self.shapes[module] = take.shape
             else:
                 self._others.update(name.removesuffix(".weight") for each in takes for name in each.names)
-        self._others.add("lm_head")
+        for module, canonical in _CANONICAL.items():
+            self.shapes[module] = end_matrices(spec)[canonical]
+            self.takes[module] = [(canonical, Take((), self.shapes[module]))]
 
     def find(self, path: Path, tensor: str, module: str) -> str:
-        """Return the linear that a tensor's ``module`` names; of a bare decoder it has no "model." prefix."""
+        """Return the module that a tensor's ``module`` names; of a bare decoder it has no "model." prefix."""
         for name in (module, f"model.{module}"):
             if name in self.takes:
                 return name
         if module in self._others or f"model.{module}" in self._others or ".experts." in module:
             raise UnsupportedModelError(
-                f"{path}: {tensor}: an adapter of {module} is not supported; those of attention, dense MLPs and shared "
-                "experts are."
+                f"{path}: {tensor}: an adapter of {module} is not supported; those of attention, dense MLPs, shared "
+                "experts, embed_tokens and lm_head are."
             )
         raise ModelLoadError(
             f"{path}: {tensor}: this model has no linear {module!r}{nearest(module, self.takes)}; the adapter was "
             "trained on another model."
         )
-
-
-CONFIG_NAME = "adapter_config.json"
-_USED = {
-    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "bias", "init_lora_weights",
-}  # fmt: skip
-# They say how an adapter was trained, stored or named.
-_WITHOUT_EFFECT = {
-    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config",
-    "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
-}  # fmt: skip
-_REFUSED = {
-    "use_dora": "DoRA scales every output feature of the base weight; only plain LoRA is supported",
-    "modules_to_save": "whole modules trained beside the adapter are not supported: merge the adapter into the base "
-    "model",
-    "trainable_token_indices": "trained token embeddings are not supported",
-    "target_parameters": "adapters of bare parameters (experts) are not supported",
-    "layer_replication": "repeated layers are not supported",
-    "lora_bias": "biases of lora_B are not supported",
-    "use_qalora": "QA-LoRA pools the inputs; only plain LoRA is supported",
-    "alora_invocation_tokens": "activated LoRA begins in the middle of a prompt; only plain LoRA is supported",
-    "arrow_config": "Arrow routes between adapters; only plain LoRA is supported",
-}
-# Other ways of starting change the base weights too, so the adapter fits only a base changed alike.
-_INITS = (True, False, "gaussian", "eva", "orthogonal")
-
-
-@dataclass(frozen=True, slots=True)
-class PeftConfig:
-    """What counts of an ``adapter_config.json``."""
-
-    where: str
-    rank: int
-    alpha: float
-    rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
-    targets: tuple[str, ...] | str  # names or ends of names; one text: "all-linear" or a regular expression
-    excluded: tuple[str, ...] | str
-    layers: tuple[int, ...] | None  # those of `layers_to_transform`; None: all
-    layer_names: tuple[str, ...]  # before the number of a layer; (): any
-
-    def rank_of(self, module: str) -> int:
-        return int(_by_pattern(self.rank_pattern, module, self.rank))
-
-    def scale_of(self, module: str) -> float:
-        """alpha / r, or alpha / sqrt(r) (rank-stabilized LoRA, arXiv:2312.03732)."""
-        rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
-
-    def adapts(self, module: str) -> bool:
-        """Tell whether PEFT puts LoRA beside ``module``, and the file must have tensors for it. "": what is no LoRA."""
-        if not module:
-            return True
-        if _matches(self.excluded, module):
-            return False
-        chosen = module != "lm_head" if self.targets == "all-linear" else _matches(self.targets, module)
-        return chosen and (self.layers is None or _layer_of(module, self.layer_names) in self.layers)
-
-
-def read_peft_config(path: Path, values: Mapping[str, Any]) -> PeftConfig:
-    """Check ``values``, the JSON object of the file at ``path``.
-
-    Raises `UnsupportedModelError` for what would need more than plain LoRA, naming the field, and `ModelLoadError` for
-    a value that makes no sense.
-    """
-    f = Fields(values, str(path))
-    if values.get("peft_type") != "LORA":
-        kind = values.get("peft_type")
-        raise UnsupportedModelError(f"{path}: peft_type = {kind!r} is not supported: only 'LORA' is.")
-    for key, why in _REFUSED.items():
-        if values.get(key):
-            raise UnsupportedModelError(f"{path}: {key} = {values[key]!r}: {why}.")
-    if values.get("bias", "none") != "none":
-        raise UnsupportedModelError(
-            f"{path}: bias = {values['bias']!r}: trained biases of the base model are not supported, only 'none'."
-        )
-    if values.get("init_lora_weights", True) not in _INITS:
-        raise UnsupportedModelError(
-            f"{path}: init_lora_weights = {values['init_lora_weights']!r} changed the base weights too; convert the "
-            "adapter to plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)."
-        )
-    known = _USED | _WITHOUT_EFFECT | set(_REFUSED)
-    unknown = sorted(key for key, value in values.items() if value and key not in known)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{path}: {unknown[0]} = {values[unknown[0]]!r} is not known here and may change what the adapter computes."
-        )
-    targets = _names(f, "target_modules")
-    if not targets:
-        raise ModelLoadError(f"{path}: target_modules is missing or empty, so the adapter changes nothing.")
-    return PeftConfig(
-        where=str(path),
-        rank=f.integer("r", minimum=1),
-        alpha=f.number("lora_alpha"),
-        rslora=f.flag("use_rslora", False),
-        rank_pattern=_numbers(f, "rank_pattern"),
-        alpha_pattern=_numbers(f, "alpha_pattern"),
-        targets=targets,
-        excluded=_names(f, "exclude_modules"),
-        layers=f.integers("layers_to_transform") if f.has("layers_to_transform") else None,
-        layer_names=_patterns(f),
-    )
-
-
-def _names(f: Fields, key: str) -> tuple[str, ...] | str:
-    value = f.values.get(key)
-    if value is None or isinstance(value, str):
-        text = value or ""
-        if text and text != "all-linear":
-            _compile(f, key, text)
-        return text
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise f.wrong(key, "a list of module names, or one text")
-    return tuple(value)
-
-
-def _patterns(f: Fields) -> tuple[str, ...]:
-    found = _names(f, "layers_pattern")
-    found = (found,) if isinstance(found, str) and found else tuple(found)
-    for pattern in found:
-        _compile(f, "layers_pattern", pattern)
-    return found
-
-
-def _layer_of(module: str, names: tuple[str, ...]) -> int | None:
-    """Return the number of a module's layer as PEFT finds it: behind one of ``names``, or behind any."""
-    for name in names or (r"[^.]*",):
-        found = re.match(rf".*\.{name}\.(\d+)\.", module)
-        if found is not None:
-            return int(found[1])
-    return None
-
-
-def _numbers(f: Fields, key: str) -> dict[str, Any]:
-    value = f.values.get(key) or {}
-    if not isinstance(value, dict):
-        raise f.wrong(key, "an object of module name → number")
-    for pattern, number in value.items():
-        _compile(f, key, pattern)
-        wanted = isinstance(number, int) if key == "rank_pattern" else isinstance(number, int | float)
-        if not wanted or isinstance(number, bool) or number <= 0:
-            raise f.wrong(key, "an object of module name → number above 0")
-    return value
-
-
-def _compile(f: Fields, key: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ModelLoadError(
-            f"{f.where}: {key} has {pattern!r}, which is no regular expression: {error}."
-        ) from None
-
-
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
-    """PEFT's rule: the first pattern that the end of the name matches."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return float(value)
-    return default
-
-
-def _matches(names: tuple[str, ...] | str, module: str) -> bool:
-    if isinstance(names, str):
-        return bool(names) and re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)

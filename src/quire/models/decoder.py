@@ -18,12 +18,13 @@ from quire.config import LoraConfig
 from quire.errors import ModelLoadError
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.linear import PackedLinear
-from quire.kernels.lora import LoraStack
+from quire.kernels.lora import AdapterRows
 from quire.kernels.pointwise import add_rows, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.layers.attention import AdapterBatch, Attention, CosSin, GroupBatch, LatentAttention, StepBatch
 from quire.layers.context import ContextParallel
+from quire.layers.linear import LoraTarget
 from quire.layers.mlp import Mlp, MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
@@ -84,7 +85,7 @@ class Decoder:
         self._missing = set(self._shapes)
         build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp, shapes, cp)
         self._cp = cp
-        self.ends = Ends(spec, build, stage)
+        self.ends = Ends(spec, build, stage, adapted=lora is not None)
         self._layers = [
             DecoderLayer(layer, spec, build.under(f"layers.{index}."), lora)
             for index, layer in enumerate(spec.layers)
@@ -110,9 +111,9 @@ class Decoder:
         assert set(loaders) >= set(self._shapes), set(self._shapes) - set(loaders)
         return loaders
 
-    def lora_targets(self) -> dict[str, tuple[LoraStack, int]]:
-        """Return "layers.0.attn.q" … → (the adapter slots of its linear, index of the part)."""
-        targets: dict[str, tuple[LoraStack, int]] = {}
+    def lora_targets(self) -> dict[str, LoraTarget]:
+        """Return "layers.0.attn.q" … → what an adapter changes there; the `ends` are no linears."""
+        targets: dict[str, LoraTarget] = {}
         for index, layer in enumerate(self._layers):
             targets.update(
                 {f"layers.{index}.{name}": target for name, target in layer.lora_targets().items()}
@@ -175,7 +176,7 @@ class Decoder:
         cp = self._cp if batch.divided else None
         if cp is not None:
             batch, entering = _own_rows(cp, batch, entering)
-        delta, residual, *seen = entering or (None, self.ends.embed(batch.input_ids))
+        delta, residual, *seen = entering or (None, self.ends.embed(batch.input_ids, batch.end_tokens))
         last = len(self._layers) - 1 if self.stage.is_last else -1
         watcher = self.watcher
         for index, layer in enumerate(self._layers):
@@ -199,9 +200,9 @@ class Decoder:
         mlps = enumerate(layer.mlp for layer in self._layers)
         return {index: mlp for index, mlp in mlps if isinstance(mlp, MoeBlock)}
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """As `Ends.logits`."""
-        return self.ends.logits(hidden)
+        return self.ends.logits(hidden, adapters)
 
 
 def _own_rows(
@@ -258,16 +259,15 @@ class DecoderLayer:
             found.update(prefixed(f"{name}.", norm.weight_loaders()))
         return found
 
-    def lora_targets(self) -> dict[str, tuple[LoraStack, int]]:
-        """Return "attn.q" … → (the adapter slots of its linear, index of the part)."""
+    def lora_targets(self) -> dict[str, LoraTarget]:
+        """Return "attn.q" … → what an adapter changes there."""
         mlp = "mlp." if isinstance(self.mlp, Mlp) else "moe.shared."
         linears = [("attn.", each) for each in self._attention.linears()]
         linears += [(mlp, each) for each in self.mlp.linears()]
         return {
-            prefix + name: (linear.lora, part)
+            prefix + name: target
             for prefix, linear in linears
-            if linear.lora is not None
-            for part, name in enumerate(linear.parts)
+            for name, target in linear.lora_targets().items()
         }
 
     def __call__(

@@ -77,9 +77,11 @@ class DeviceBatches:
         adapters = step.adapters
         if adapters is not None:
             there = [DeviceRows(next(views), next(views)) for _ in range(2)]
-            adapters = AdapterBatch(
-                replace(adapters.tokens, there=there[0]), replace(adapters.logits, there=there[1])
+            tokens, logits = (
+                replace(of, there=at)
+                for of, at in zip((adapters.tokens, adapters.logits), there, strict=True)
             )
+            adapters = AdapterBatch(tokens, logits, ends=captured is None)
         return OnDevice(StepBatch(input_ids, positions, logits_indices, tuple(groups), adapters), rows)
 
     def _arrays(

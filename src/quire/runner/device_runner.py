@@ -26,7 +26,14 @@ from quire.runner.device_sampler import DeviceSampler
 from quire.runner.graphs import StepGraphs
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
-from quire.runner.model_runner import Ints, ObserveLogits, PendingResult, observe, with_hidden_of
+from quire.runner.model_runner import (
+    Ints,
+    ObserveLogits,
+    PendingResult,
+    observe,
+    rows_of_slot,
+    with_hidden_of,
+)
 from quire.runner.sequences import WorkerSeq
 from quire.sampling.grammars import Grammars
 from quire.sampling.sampler import SeqSample
@@ -99,12 +106,14 @@ class DeviceRunner:
         hidden = self._forward(replace(made, batch=with_hidden_of(made.batch, step, tokens)))
         samples: list[SeqSample] = []
         if step.sampling:
-            samples = self._sample(step, self.decoder.logits(hidden[: step.num_logits]), made.rows)()
+            logits = self.decoder.logits(hidden[: step.num_logits], made.batch.end_logits)
+            samples = self._sample(step, logits, made.rows)()
         return lambda: samples, hidden[step.num_logits :].cpu()
 
     @torch.inference_mode()
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden.to(self.device)).cpu()
+    def logits_of(self, hidden: Tensor, adapter_slot: int) -> Tensor:
+        adapters = rows_of_slot(hidden.shape[0], adapter_slot)
+        return self.decoder.logits(hidden.to(self.device), adapters).cpu()
 
     def score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
         return token_logprobs(logits, torch.tensor(token_ids), num_top)
@@ -124,19 +133,23 @@ class DeviceRunner:
 
     def _logits(self, step: PreparedStep) -> tuple[Tensor, Tensor]:
         """Return ``[num_logits, vocab_size]`` fp32, and the rows of `WorkerSeqs` whose next tokens they give."""
-        shape = None
-        if self._graphs is not None:
+        shape, adapted = None, step.adapters is not None
+        if self._graphs is not None and not self._changes_ends(step):
             width = -(-step.num_positions // self._block_size)
-            adapted = step.adapters is not None
             shape = self._graphs.shape_for(step.num_tokens, step.num_seqs, width, adapted=adapted)
         generation = self._batches.upload.generation
         made = self._batches.put(step, shape)
         if self._graphs is not None and self._batches.upload.generation != generation:
             self._graphs.drop()  # they read the buffers that were there before
         if shape is None or self._graphs is None:
-            return self.decoder.logits(self._forward(made)), made.rows
+            return self.decoder.logits(self._forward(made), made.batch.end_logits), made.rows
         logits = self._graphs.run(shape, lambda: self.decoder.logits(self._forward(made)))
         return logits[: step.num_logits], made.rows[: step.num_logits]
+
+    def _changes_ends(self, step: PreparedStep) -> bool:
+        """Whether an adapter of the step changes an end of the model; such a step is not captured."""
+        slots = self.decoder.ends.embedding.slots
+        return slots is not None and step.adapters is not None and slots.changes(step.adapters.tokens)
 
     def _forward(self, made: OnDevice) -> Tensor:
         """Hidden states of the tokens that sample. A negative id stands for a token that only the device knows."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels import registry
+from quire.kernels.lora import AdapterRows, group_rows
 from quire.kernels.sampling import token_logprobs
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.attention import StepBatch
@@ -71,8 +72,8 @@ class Runner(Protocol):
         """
         ...
 
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        """``hidden [rows, hidden_size]`` → fp32 ``[rows, vocab_size]``, both in the host's memory."""
+    def logits_of(self, hidden: Tensor, adapter_slot: int) -> Tensor:
+        """``hidden [rows, hidden_size]`` of one sequence → fp32 ``[rows, vocab_size]``, both in the host's memory."""
         ...
 
     def score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
@@ -233,14 +234,14 @@ class ModelRunner:
         batch = with_hidden_of(step.batch_of(divided=self._divides(step)), step, tokens)
         hidden = self.decoder.forward(batch, self.kv.views, entering)
         sampling, others = hidden[: step.num_logits], hidden[step.num_logits :]
-        logits = self.decoder.logits(sampling) if step.sampling else None
+        logits = self.decoder.logits(sampling, step.batch.end_logits) if step.sampling else None
         self._hidden = sampling
         samples = [] if logits is None or not self._samples else self._sample(step, logits)
         return lambda: samples, others
 
     @torch.inference_mode()
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
+    def logits_of(self, hidden: Tensor, adapter_slot: int) -> Tensor:
+        return self.decoder.logits(hidden, rows_of_slot(hidden.shape[0], adapter_slot))
 
     def score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
         return self._token_logprobs(logits, torch.tensor(token_ids), num_top)
@@ -263,7 +264,7 @@ class ModelRunner:
         hidden = self.decoder.forward(batch, self.kv.views, entering)
         if self.watch_sampled is not None:
             self._hidden = hidden
-        return self.decoder.logits(hidden)
+        return self.decoder.logits(hidden, batch.end_logits)
 
 
 def rank_config(config: EngineConfig, shard: Shard) -> EngineConfig:
@@ -274,6 +275,11 @@ def rank_config(config: EngineConfig, shard: Shard) -> EngineConfig:
     }
     model = replace(config.model, spec=shard.spec, formats=ends | shard.formats(config.model.formats))
     return replace(config, model=model, kv_layout=shard.kv_layout(config.kv_layout))
+
+
+def rows_of_slot(num_rows: int, adapter_slot: int) -> AdapterRows | None:
+    """Return the grouping of rows that all have the adapter in ``adapter_slot``; 0: none."""
+    return group_rows(np.full(num_rows, adapter_slot), adapter_slot) if adapter_slot else None
 
 
 def with_hidden_of(batch: StepBatch, step: PreparedStep, tokens: Ints) -> StepBatch:

@@ -38,6 +38,7 @@ class PromptState:
     token_ids: Sequence[int]
     num_logprobs: int | None
     pooling: Pooling | None
+    adapter_slot: int = 0  # 0: the base model
     total: NDArray[np.float64] | None = None  # of the rows so far, for a mean
 
     def positions(self) -> range:
@@ -88,11 +89,11 @@ def spans_of(plans: Sequence[SeqPlan], prompts: Sequence[PromptState | None]) ->
 class PromptScorer:
     """Hidden states of prompts → what was asked of them.
 
-    ``logits_of(hidden [rows, hidden_size])`` gives raw logits, ``score(logits, token_ids, num_top)`` a `TokenLogprobs`
-    for each row of them.
+    ``logits_of(hidden [rows, hidden_size], adapter slot)`` gives raw logits, ``score(logits, token_ids, num_top)`` a
+    `TokenLogprobs` for each row of them.
     """
 
-    def __init__(self, logits_of: Callable[[Tensor], Tensor], score: Score, vocab_size: int) -> None:
+    def __init__(self, logits_of: Callable[[Tensor, int], Tensor], score: Score, vocab_size: int) -> None:
         self._logits_of = logits_of
         self._score = score
         self._rows_at_once = max(1, _LOGITS_AT_ONCE // vocab_size)
@@ -109,7 +110,7 @@ class PromptScorer:
             if pooling is None:
                 found[span.seq_id] = self._logprobs(span, rows)
             elif pooling.kind == "logprobs":
-                found[span.seq_id] = self._logprobs_of(pooling, rows)
+                found[span.seq_id] = self._logprobs_of(pooling, rows, span.prompt.adapter_slot)
             else:
                 found[span.seq_id] = _vector(span, pooling, rows)
         return found
@@ -122,13 +123,13 @@ class PromptScorer:
             part = rows[first : first + self._rows_at_once]
             target = span.position + 1 + first
             ids = span.prompt.token_ids[target : target + part.shape[0]]
-            entries += self._score(self._logits_of(part), ids, [num_top] * len(ids))
+            entries += self._score(self._logits_of(part, span.prompt.adapter_slot), ids, [num_top] * len(ids))
         if any(math.isnan(entry.logprob) for entry in entries):
             return PromptOutput(error=PROMPT_NOT_FINITE)
         return PromptOutput(logprobs=tuple(entries))
 
-    def _logprobs_of(self, pooling: Pooling, rows: Tensor) -> PromptOutput:
-        logits = self._logits_of(rows).expand(len(pooling.token_ids), -1)
+    def _logprobs_of(self, pooling: Pooling, rows: Tensor, adapter_slot: int) -> PromptOutput:
+        logits = self._logits_of(rows, adapter_slot).expand(len(pooling.token_ids), -1)
         entries = self._score(logits, pooling.token_ids, [0] * len(pooling.token_ids))
         return _finite([entry.logprob for entry in entries])
 

@@ -105,7 +105,7 @@ class WorkerSeqs:
         if self._samples:
             self._set_up_sampling(seq, new)
         if new.pooling is not None or new.prompt_logprobs is not None:
-            seq.prompt = PromptState(new.prompt_token_ids, new.prompt_logprobs, new.pooling)
+            seq.prompt = PromptState(new.prompt_token_ids, new.prompt_logprobs, new.pooling, new.adapter_slot)
         row, ids = seq.row, (*new.prompt_token_ids, *new.output_token_ids)
         self.token_ids[row, : len(ids)] = ids
         self.num_tokens[row] = self.num_settled[row] = len(ids)

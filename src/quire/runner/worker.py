@@ -67,7 +67,7 @@ class Worker:
         self.runner = runner(config, weights)
         self._lora: LoraSlots | None = None
         if config.lora is not None:
-            self._lora = LoraSlots(config.model.spec, self.runner.decoder.lora_targets(), shard, all_of)
+            self._lora = LoraSlots(config.model.spec, config.lora, self.runner.decoder, shard, all_of)
         scheduler, block_size = config.scheduler, config.cache.block_size
         vocab_size = config.model.spec.vocab_size
         # A block more than the context: the last token sampled may have no row left to be computed in.

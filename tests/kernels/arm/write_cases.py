@@ -372,7 +372,9 @@ def adapters() -> Iterator[Case]:
             case.buffer(random(rows, sum(widths), dtype=dtype, seed=3)),
         )
         h = case.zeros(rows, 2 * max_rank, dtype=dtype)
-        inputs = map(case.buffer, (a, b, order, starts, ranks, random(slots, 2).abs()))
+        gained, gains, offsets = torch.tensor([[0, 0], [0, 1], [1, 0]]), *random(2, slots, sum(widths))
+        scales = random(slots, 2).abs()
+        inputs = map(case.buffer, (a, b, order, starts, ranks, scales, gained, gains, offsets))
         case.call("add_lora", THREADS, LEVEL, dtype is BF16, x, k, y, sum(widths), h, *inputs, rows, k, slots, 2,
                   max_rank, (*widths, 0))  # fmt: skip
         case.close(y, 2.0 if dtype is BF16 else 1e-3, CLOSE[dtype])

@@ -15,12 +15,13 @@ from tests.kernels.triton.device import DEVICE, WARNINGS
 from quire.kernels.lora import LoraStack, group_rows, most_tiles, tiles_of, write_slot
 
 pytestmark = WARNINGS
+_TENSORS = ("a", "b", "ranks", "scales", "gained", "gains", "offsets")
 CASES = [case for case in cases.LORA if not case.bench and case.in_features < 500]
 SLOW = [case if case.in_features == 33 else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
 def moved(stack: LoraStack) -> LoraStack:
-    return replace(stack, **{name: getattr(stack, name).to(DEVICE) for name in ("a", "b", "ranks", "scales")})
+    return replace(stack, **{name: getattr(stack, name).to(DEVICE) for name in _TENSORS})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,6 +8,9 @@ A linear may be several matrices in one (q, k, v); each is a part with a range o
 slot 0 keeps its y. ``A x`` is summed in fp32, scaled, rounded to the model's type, and ``B`` of that is summed in fp32
 and added to y with one rounding; a row's bits depend on the row and its adapter alone, never on other rows or
 adapters.
+
+DoRA (Liu et al. 2024, arXiv:2402.09353) also scales the linear's own product: ``y = gain · y + offset`` per column,
+before the rest is added.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ RANK_ALIGN = 16  # ranks that lie together in the native layout
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One part's adapter: the linear gains ``scale · b a x``."""
+    """One part's adapter: the linear gains ``scale · b a x``; of a DoRA ``b`` has the gain in it."""
 
     a: Tensor  # [rank, in_features]
     b: Tensor  # [part's out_features, rank]
     scale: float
+    gain: Tensor | None = None  # fp32 [part's out_features]; None: no DoRA
+    offset: Tensor | None = None  # the same shape; None: 0
 
     @property
     def rank(self) -> int:
@@ -55,6 +60,9 @@ class LoraStack:
     backend: Backend
     ranks: Tensor  # int64 [num_slots, parts]; 0: the part is not adapted
     scales: Tensor  # fp32, the same shape
+    gained: Tensor  # int64, the same shape; 0: no DoRA
+    gains: Tensor  # fp32 [num_slots, sum of the widths]
+    offsets: Tensor  # the same shape
     a: Tensor = field(default_factory=lambda: torch.empty(0))
     b: Tensor = field(default_factory=lambda: torch.empty(0))
     packed: dict[tuple[int, int], tuple[PackedLinear, PackedLinear]] = field(default_factory=dict)
@@ -108,8 +116,11 @@ def stack_empty(
     assert max_rank >= 1
     shape = (num_slots, len(widths))
     most = -(-max_rank // RANK_ALIGN) * RANK_ALIGN
-    ranks, scales = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    stack = LoraStack(tuple(widths), in_features, num_slots, most, dtype, backend, ranks, scales)
+    ranks, gained = torch.zeros(2, *shape, dtype=torch.int64)
+    gains, offsets = torch.zeros(2, num_slots, sum(widths))
+    stack = LoraStack(
+        tuple(widths), in_features, num_slots, most, dtype, backend, ranks, torch.zeros(shape), gained, gains, offsets
+    )  # fmt: skip
     find("lora.allocate", backend)(stack)
     return stack
 
@@ -117,7 +128,7 @@ def stack_empty(
 def write_slot(stack: LoraStack, slot: int, parts: Mapping[int, LowRank]) -> None:
     """Make ``parts`` (index of a part → its adapter) the whole of ``slot``."""
     assert 1 <= slot <= stack.num_slots, (slot, stack.num_slots)
-    stack.ranks[slot - 1] = 0
+    stack.ranks[slot - 1] = stack.gained[slot - 1] = 0
     for index, part in parts.items():
         assert part.a.shape == (part.rank, stack.in_features), (part.a.shape, stack.in_features)
         assert part.b.shape == (stack.widths[index], part.rank), (part.b.shape, stack.widths[index])
@@ -125,6 +136,13 @@ def write_slot(stack: LoraStack, slot: int, parts: Mapping[int, LowRank]) -> Non
         find("lora.write", stack.backend)(stack, slot - 1, index, part)
         stack.ranks[slot - 1, index] = part.rank
         stack.scales[slot - 1, index] = part.scale
+        if part.gain is not None:
+            columns = slice(sum(stack.widths[:index]), sum(stack.widths[: index + 1]))
+            stack.gains[slot - 1, columns] = part.gain.to(stack.gains.device)
+            stack.offsets[slot - 1, columns] = (
+                0.0 if part.offset is None else part.offset.to(stack.gains.device)
+            )
+            stack.gained[slot - 1, index] = 1
 
 
 def add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: AdapterRows) -> None:
@@ -168,7 +186,10 @@ def _add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: AdapterRows) -> None
                 low = linear(x[ids], a, torch.float32, None) * stack.scales[slot, part]
                 delta = linear(low.to(stack.dtype), b, torch.float32, None)
                 columns = slice(column, column + width)
-                y[ids, columns] = (y[ids, columns].float() + delta).to(y.dtype)
+                base = y[ids, columns].float()
+                if stack.gained[slot, part]:
+                    base = base * stack.gains[slot, columns] + stack.offsets[slot, columns]
+                y[ids, columns] = (base + delta).to(y.dtype)
             column += width
 
 
@@ -239,7 +260,7 @@ def native_add_lora(isa: str, x: Tensor, y: Tensor, stack: LoraStack, rows: Adap
     scratch = empty(num_rows, num_parts * stack.max_rank, dtype=stack.dtype)
     native.add_lora(
         *call_of(isa, scratch), *rows_of(x), *rows_of(y), scratch.data_ptr(), stack.a.data_ptr(), stack.b.data_ptr(),
-        rows.order.ctypes.data, rows.starts.ctypes.data, stack.ranks.data_ptr(), stack.scales.data_ptr(), num_rows,
-        stack.in_features, stack.num_slots, num_parts, stack.max_rank,
-        (*stack.widths, *(0,) * (MAX_PARTS - num_parts)),
+        rows.order.ctypes.data, rows.starts.ctypes.data, stack.ranks.data_ptr(), stack.scales.data_ptr(),
+        stack.gained.data_ptr(), stack.gains.data_ptr(), stack.offsets.data_ptr(), num_rows, stack.in_features,
+        stack.num_slots, num_parts, stack.max_rank, (*stack.widths, *(0,) * (MAX_PARTS - num_parts)),
     )  # fmt: skip

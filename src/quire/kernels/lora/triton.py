@@ -58,9 +58,9 @@ def add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: AdapterRows) -> None:
         per_split, stack.max_rank, blocks, ROWS=TILE_ROWS, RANKS=RANKS, INNER=INNER, PRECISION=precision, num_warps=4,
     )  # fmt: skip
     expand_rows[(num_tiles, parts, triton.cdiv(max(stack.widths), COLUMNS))](
-        low, low.stride(0), stack.b, stack.ranks, stack.scales, there.order, there.tiles, y, y.stride(0),
-        stack.max_rank, *stack.widths, *(0,) * (MAX_PARTS - parts), ROWS=TILE_ROWS, RANKS=RANKS, COLUMNS=COLUMNS,
-        SPLITS=SPLITS, PRECISION=precision, num_warps=4,
+        low, low.stride(0), stack.b, stack.ranks, stack.scales, stack.gained, stack.gains, stack.offsets, there.order,
+        there.tiles, y, y.stride(0), stack.max_rank, *stack.widths, *(0,) * (MAX_PARTS - parts), ROWS=TILE_ROWS,
+        RANKS=RANKS, COLUMNS=COLUMNS, SPLITS=SPLITS, PRECISION=precision, num_warps=4,
     )  # fmt: skip
 
 
@@ -98,10 +98,11 @@ def shrink_rows(
 @triton.jit
 @no_type_check
 def expand_rows(
-    low, split_stride, b, ranks, scales, order, tiles, y, y_stride, max_rank, width_0, width_1, width_2,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    low, split_stride, b, ranks, scales, gained, gains, offsets, order, tiles, y, y_stride, max_rank, width_0, width_1,
+    width_2, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, part, columns): y += B · (scale · low), the latter rounded to B's type."""
+    """Program (tile, part, columns): y += B · (scale · low), the latter rounded to B's type; a DoRA scales y first."""
     part, parts = tl.program_id(1), tl.num_programs(1)
     tile = tiles + tl.program_id(0) * 3
     slot = tl.load(tile).to(tl.int64)
@@ -124,5 +125,9 @@ def expand_rows(
             acc += tl.dot(low_tile, b_tile, input_precision=PRECISION)
         target = y + tl.load(order + row, mask=row < stop, other=0).to(tl.int64) * y_stride
         target, mask = target[:, None] + here[None, :], (row < stop)[:, None] & (column < width)[None, :]
-        total = tl.load(target, mask=mask, other=0.0).to(tl.float32) + acc
-        tl.store(target, total.to(y.dtype.element_ty), mask=mask)
+        base = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        if tl.load(gained + slot * parts + part) > 0:
+            place = slot * (width_0 + width_1 + width_2) + here
+            gain = tl.load(gains + place, mask=column < width, other=0.0)
+            base = base * gain[None, :] + tl.load(offsets + place, mask=column < width, other=0.0)[None, :]
+        tl.store(target, (base + acc).to(y.dtype.element_ty), mask=mask)
