@@ -46,7 +46,8 @@ LATE_IMPORTS: dict[str, str] = {
     "quire/metrics/trace.py": "opentelemetry is the extra `otel`",
     "quire_gateway/redis_store.py": "redis is the extra `redis`",
     "quire_gateway/ledger_database.py": "psycopg is the extra `postgres`",
-    "quire/models/checkpoint.py": "the reader of GGUF is loaded for a GGUF file",
+    "quire/models/checkpoint.py": "the readers of GGUF and of tokenizers are loaded for such a file",
+    "quire/text/load.py": "the reader of sentencepiece files is loaded for one",
     "quire/models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
 }
 

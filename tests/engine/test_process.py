@@ -149,6 +149,25 @@ def test_wire_keeps_every_field() -> None:
         assert decode(encode(value)) == value
 
 
+def test_a_child_that_is_not_watched_is_never_hung() -> None:
+    client = ProcessClient(engine_config(), executor=f"{FAKE}@3", watches_hangs=False)
+    try:
+        assert client.health().status == "loading"
+        client.wait_ready()
+        os.kill(client.pid, signal.SIGSTOP)
+        time.sleep(1.0)
+        assert client.health().status == "ready"
+        os.kill(client.pid, signal.SIGCONT)
+        asked = request("a")
+        client.send(asked)
+        seen = Collected()
+        while not seen.ends:
+            seen.take(client.receive())
+        seen.check([asked])
+    finally:
+        client.close()
+
+
 def test_a_killed_child_is_reported() -> None:
     client = ProcessClient(engine_config(), executor=FAKE)
     client.wait_ready()

@@ -336,6 +336,17 @@ class Silent(ScriptedClient):
         return "plans and stacks"
 
 
+def test_an_engine_that_is_not_watched_may_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    first = Silent()
+    policy = RestartPolicy(backoff_s=0.0, watches_hangs=False)
+    supervisor = Supervisor(first, clients(), VirtualClock(), policy)
+    first.now_health = hung(1e6)
+    assert supervisor.receive(0.0) == []
+    assert not first.closed
+    assert not default_folder().exists()
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, 10.0])
 def test_a_hung_engine_is_killed_late_or_never(
     timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

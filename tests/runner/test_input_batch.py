@@ -31,7 +31,7 @@ class Inputs:
         max_blocks = -(-max_model_len // BLOCK) + 1
         self.seqs = WorkerSeqs(
             1000, max_num_seqs, max_blocks * BLOCK, max_blocks=max_blocks, num_groups=num_groups,
-            grammars=Grammars("", 1000, 1),
+            grammars=lambda: Grammars("", 1000, 1),
         )  # fmt: skip
         self.batch = InputBatch(self.seqs, BLOCK, max_num_seqs, 1)
 

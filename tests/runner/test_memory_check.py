@@ -10,7 +10,7 @@ from tests.runner.tiny import SPECS, engine_config, weights
 from quire.clock import VirtualClock
 from quire.errors import StepError
 from quire.executor.local import LocalExecutor
-from quire.runner.memory import Meter, check_memory, trial_plans
+from quire.runner.memory_check import Meter, check_memory, trial_plans
 from quire.step import StepPlan, StepResult
 
 

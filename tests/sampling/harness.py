@@ -21,7 +21,7 @@ MAX_TOKENS = 512
 
 def worker_seqs(vocab_size: int, grammars: Grammars | None = None) -> WorkerSeqs:
     grammars = grammars or Grammars("", vocab_size, 1)
-    return WorkerSeqs(vocab_size, 64, MAX_TOKENS, max_blocks=1, num_groups=1, grammars=grammars)
+    return WorkerSeqs(vocab_size, 64, MAX_TOKENS, max_blocks=1, num_groups=1, grammars=lambda: grammars)
 
 
 def columns(table: WorkerSeqs, seqs: Sequence[WorkerSeq]) -> Columns:
@@ -68,7 +68,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, seq_ids: Sequence[int]) -> list[SeqSample]:
         seqs = [self.seq(seq_id) for seq_id in seq_ids]
-        samples = verify(logits, self.table, seqs, columns(self.table, seqs), self.ops, self.grammars)
+        samples = verify(logits, self.table, seqs, columns(self.table, seqs), self.ops)
         fine = [seq for seq, sample in zip(seqs, samples, strict=True) if sample.error is None]
         self.table.expect(np.array([seq.row for seq in fine], np.int64))
         self.table.settle(fine, [sample for sample in samples if sample.error is None])

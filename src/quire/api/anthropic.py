@@ -23,8 +23,8 @@ from quire.api.job import Answer, Head, Job, Usage
 from quire.api.parts import Assembler, Event, Kind, Part
 from quire.api.protocol import given_sampling, sampling_params
 from quire.api.state import ApiState
-from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
+from quire.engine.prompts import off_loop
 from quire.http.body import named_event
 from quire.http.call import Call
 from quire.http.refusals import ANTHROPIC_ROOT, Refusal

@@ -39,8 +39,8 @@ from quire.api.protocol import (
     stream_options,
 )
 from quire.api.state import ApiState
-from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
+from quire.engine.prompts import off_loop
 from quire.errors import RequestError, clip
 from quire.http.call import Call
 from quire.http.wire import not_allowed, parse

@@ -28,9 +28,9 @@ from quire.api.parts import Assembler, Event, Kind, TokenNames, chat_logprobs
 from quire.api.protocol import RequestFields, deadline_of
 from quire.api.relayed import resumes
 from quire.api.state import ApiState
-from quire.engine.large_input import off_loop
 from quire.engine.output import OutputChunk
 from quire.engine.pooling import NOTHING_SAMPLED, embedding
+from quire.engine.prompts import off_loop
 from quire.errors import CapacityError
 from quire.http.body import send_json
 from quire.http.call import Call

@@ -24,7 +24,7 @@ from quire.api.response_request import (
 )
 from quire.api.response_tools import ResponseTools
 from quire.api.state import ApiState, Stored
-from quire.engine.large_input import off_loop
+from quire.engine.prompts import off_loop
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.body import json_response, page_of
 from quire.http.call import Call, call_of

@@ -12,7 +12,7 @@ from quire.api.chat import chat_conversation, chat_job
 from quire.api.protocol import ChatPrompt
 from quire.api.state import ApiState
 from quire.engine.large_body import json_in_pieces
-from quire.engine.large_input import off_loop
+from quire.engine.prompts import off_loop
 from quire.errors import RequestError, clip
 from quire.http.call import Call
 from quire.http.wire import Boolean, Text, TokenIds, Wire, parse

@@ -119,6 +119,7 @@ def _serve(
     config = with_recorder(_with_slo(config, server_args), checkpoint, engine_args, server_args)
     child: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
     child["executor"] = executor_of(engine_args)
+    child["watches_hangs"] = server_args.hang_timeout_s > 0
     if server_args.gateway_key is not None:
         config = replace(config, cache=replace(config.cache, has_events=True))
     first = ProcessClient(config, **child, process=process)
@@ -277,9 +278,11 @@ def page_of(args: ServerArgs, app: Any, sock: socket.socket, admin: Any) -> Any:
 
 def golden_prompt(config: Any, interval_s: float, clock: Any) -> Any:
     """Return the check of the engines' answers, None with an interval of 0."""
+    if not interval_s:
+        return None
     from quire.engine.guard import GoldenPrompt, golden_folder
 
-    return GoldenPrompt(config, golden_folder(), clock, interval_s) if interval_s else None
+    return GoldenPrompt(config, golden_folder(), clock, interval_s)
 
 
 def heartbeat_of(args: ServerArgs, api: Any, frontend: Any, url: str) -> Any:

@@ -6,18 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.args import EngineArgs, ServerArgs
 from quire.clock import WallClock
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
-from quire.engine.guard import GoldenPrompt
 from quire.engine.process import ProcessClient
 from quire.engine.recording_file import about, recorder_config
 from quire.engine.request_log import RequestLog, keep_requests
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.models.checkpoint import Checkpoint
 from quire.models.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from quire.engine.guard import GoldenPrompt
 
 
 def with_recorder(
@@ -48,7 +51,11 @@ def supervised(
         ConfigError: the file of ``--record-requests`` cannot be written.
     """
     clock = WallClock()
-    policy = RestartPolicy(max_restarts=args.max_restarts, hang_timeout_s=args.hang_timeout_s)
+    policy = RestartPolicy(
+        max_restarts=args.max_restarts,
+        hang_timeout_s=args.hang_timeout_s,
+        watches_hangs=args.hang_timeout_s > 0,
+    )
     supervisor = Supervisor(first, restart, clock, policy, golden)
     if config.recorder is not None and config.recorder.with_ids:
         folder = Path(config.recorder.folder)

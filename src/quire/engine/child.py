@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     wake_at_parents_end()
-    dump, heartbeat = _Dump(directory), Heartbeat(Path(directory, HEARTBEAT))
+    dump = _Dump(directory)
     threading.Thread(target=_follow_parent, args=(life_fd, directory, dump), daemon=True).start()
     stderr = sys.stderr
     sys.stderr = sys.stdout = PrefixedStream(stderr, "engine")
@@ -88,8 +88,11 @@ def main(argv: list[str]) -> None:
             signal.signal(
                 signal.SIGUSR2, lambda *_: threading.Thread(target=dump.save, args=("signal",)).start()
             )
-        core.on_tick = ticker = Ticker(heartbeat, core.scheduler, clock)
-        ticker.idle(clock.now())
+        ticker: Ticker | None = None
+        if boot.watches_hangs:
+            page = Heartbeat(Path(directory, HEARTBEAT))
+            core.on_tick = ticker = Ticker(page, core.scheduler, clock)
+            ticker.idle(clock.now())
         outbox.send_multipart(encode(describe(boot.config, executor, clock.now() - start_s, core.ranks)))
         serve(core, inbox, outbox, clock, ticker)
     except Exception as error:
@@ -107,7 +110,7 @@ def serve(
     inbox: zmq.Socket[bytes],
     outbox: zmq.Socket[bytes],
     clock: Clock,
-    ticker: Ticker,
+    ticker: Ticker | None,
 ) -> None:
     """The loop: drain the inbox, step, send the step's events as one message."""
     stats_s = clock.now()
@@ -128,7 +131,7 @@ def serve(
             stats_s = now_s
 
 
-def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock, ticker: Ticker) -> None:
+def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock, ticker: Ticker | None) -> None:
     """Wait until there is something to do, with a tick every `IDLE_TICK_S`; do not wait while there is work.
 
     After a second, the books of the cache are looked at once.
@@ -139,12 +142,16 @@ def _wait(core: EngineCore, inbox: zmq.Socket[bytes], clock: Clock, ticker: Tick
     until_s = rest.until_s if isinstance(rest, Sleep) else math.inf
     audit_s: float | None = clock.now() + AUDIT_AFTER_S
     while (now_s := clock.now()) < until_s:
-        ticker.idle(now_s)
+        if ticker is not None:
+            ticker.idle(now_s)
         if audit_s is not None and now_s >= audit_s:
             audit_s = None
             if num_blocks := audit(core.scheduler):
                 log.error("blocks_reclaimed", blocks=num_blocks)
-        if inbox.poll(math.ceil(min(IDLE_TICK_S, until_s - now_s) * 1e3)):
+        next_s = until_s if audit_s is None else min(until_s, audit_s)
+        if ticker is not None:
+            next_s = min(next_s, now_s + IDLE_TICK_S)
+        if inbox.poll(None if math.isinf(next_s) else math.ceil((next_s - now_s) * 1e3)):
             return
 
 

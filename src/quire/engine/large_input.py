@@ -1,6 +1,6 @@
-"""Long texts and other long work, done where the loop that answers requests is not held.
+"""Long texts, tokenized where the loop that answers requests is not held.
 
-    up to `INLINE_CHARS`   in the loop
+    up to `prompts.INLINE_CHARS`   in the loop
     up to `THREAD_CHARS`   on a thread, without the interpreter's lock
     longer                 in a helper process, which is killed when the client leaves
 
@@ -12,19 +12,16 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from quire.engine.helper_pool import HelperPool
 from quire.errors import RequestError
 from quire.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
-INLINE_CHARS = 8192  # at most about 2 ms of the loop's time
 THREAD_CHARS = 262_144
-INLINE_ELEMENTS = 256  # messages, or texts; of tokens, a few times as many cost as much
 
 
 class LongTexts:
@@ -73,11 +70,6 @@ class LongTexts:
             self._folder = tempfile.TemporaryDirectory(prefix="quire-text-")
             self._tokenizer.save(Path(self._folder.name) / "tokenizer.json")
         return {"tokenizer": str(Path(self._folder.name) / "tokenizer.json")}
-
-
-async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
-    """Return ``function(*args)``; on a thread if ``size``, the number of elements it walks over, is large."""
-    return function(*args) if size <= INLINE_ELEMENTS else await asyncio.to_thread(function, *args)
 
 
 def _unchanged(answer: bytearray | None, late: bool) -> bytearray | None:

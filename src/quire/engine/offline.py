@@ -8,9 +8,10 @@ import tomllib
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.resources import files
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tqdm import tqdm
 
@@ -19,13 +20,15 @@ from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, llm_args, load_text
 from quire.engine.client import InProcessClient
-from quire.engine.grammar_checker import GrammarChecker
 from quire.engine.messages import AbortRequest, ResetPrefixCache
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.prompts import SEED_BITS, prepare_request
 from quire.engine.results import RequestOutput, request_output
 from quire.errors import ConfigError
 from quire.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.grammar_checker import GrammarChecker
 
 
 class Metric(NamedTuple):
@@ -51,7 +54,7 @@ class OfflineEngine:
         self._chat_template.compile()  # rendered in this process, which is the caller's own
         self._clock = WallClock()
         self._seeds = random.Random(args.seed)
-        self._grammars = GrammarChecker(text.tokenizer, text.model.vocab_size, text.model.eos_token_ids)
+        self._grammars: GrammarChecker | None = None  # with the first form
         self._num_requests = 0
         # The scheduler's queue, which protects servers, would reject more.
         self._max_in_flight = max(1, args.max_queue)
@@ -109,7 +112,8 @@ class OfflineEngine:
         """Free the engine; the object cannot be used afterwards. One that is open at the program's end is closed."""
         atexit.unregister(self._at_exit)
         self.sleep()
-        self._grammars.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +127,13 @@ class OfflineEngine:
         """Build a request; ``options``: `RequestOptions`."""
         request_id = str(self._num_requests)
         self._num_requests += 1
-        form = sampling.structured_outputs
+        form, grammar = sampling.structured_outputs, None
+        if form is not None:
+            if self._grammars is None:
+                self._grammars = import_module("quire.engine.grammar_checker").GrammarChecker(
+                    self._tokenizer, self.model.vocab_size, self.model.eos_token_ids
+                )
+            grammar = self._grammars.check(form)
         return prepare_request(
             request_id,
             ids,
@@ -132,7 +142,7 @@ class OfflineEngine:
             self._tokenizer,
             arrival_s=self._clock.now(),
             seed=self._seeds.getrandbits(SEED_BITS),
-            grammar=None if form is None else self._grammars.check(form),
+            grammar=grammar,
             **options,
         )
 

@@ -42,8 +42,11 @@ class ProcessClient:
         log_level: str = "warning",
         log_format: LogStyle = "human",
         process: EngineProcess | None = None,
+        watches_hangs: bool = True,
     ) -> None:
         """``process``: a child that was started earlier with the same ``executor``. None: start one now.
+
+        ``watches_hangs``: the child notes each tick of its loop, so that `health` tells a hung one.
 
         Raises:
             OSError: there is no disk, memory or file for it; nothing is left behind.
@@ -56,7 +59,7 @@ class ProcessClient:
             end.set_hwm(0)
         self._inbox.reconnect_ivl = 5  # ms; the child binds once it is up
         try:
-            self._heartbeat = Heartbeat(self._process.directory / HEARTBEAT)
+            page = Heartbeat(self._process.directory / HEARTBEAT) if watches_hangs else None
             self._events.bind(f"ipc://{self._process.directory}/events.ipc")
         except (OSError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
@@ -72,8 +75,9 @@ class ProcessClient:
         self._dead: EngineDeadError | None = None
         self._stats = EngineStats()
         self._replies: list[Reply] = []
-        self._watch = HangWatch(self._heartbeat, time.monotonic())
-        self.send(Boot(config, log_level, log_format))
+        self._watch = None if page is None else HangWatch(page, time.monotonic())
+        self._is_loaded = False
+        self.send(Boot(config, log_level, log_format, watches_hangs))
 
     @property
     def pid(self) -> int:
@@ -86,6 +90,7 @@ class ProcessClient:
         if value is None:
             raise self._dead or EngineDeadError("The engine was closed while it was loading.")
         assert isinstance(value, EngineInfo)
+        self._is_loaded = True
         return value
 
     def send(self, message: Message | Boot) -> None:
@@ -118,6 +123,8 @@ class ProcessClient:
     def health(self) -> EngineHealth:
         if self._dead is not None or self._closed:
             return EngineHealth("dead", str(self._dead or "the engine was closed"))
+        if self._watch is None:
+            return EngineHealth() if self._is_loaded else EngineHealth("loading", LOADING)
         pulse = self._watch.look(time.monotonic())
         if pulse.is_loading:
             return EngineHealth("loading", LOADING)
@@ -176,6 +183,7 @@ class Boot(NamedTuple):
     config: EngineConfig
     log_level: str
     log_format: LogStyle = "human"
+    watches_hangs: bool = True
 
 
 class Events(NamedTuple):

@@ -7,21 +7,26 @@ both call it, so both reject the same requests with the same words.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypedDict, Unpack
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack
 
-from quire.engine import helper_pool
-from quire.engine.helper_pool import Head, HelperPool
-from quire.engine.large_input import INLINE_CHARS, LongTexts, off_loop
 from quire.errors import ModelLoadError, RequestError, clip
 from quire.http.limits import TEXT_CHARACTERS, too_many
 from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams, Tenant
 from quire.text.chat_template import ChatTemplate, over_limit
 from quire.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from quire.engine.helper_pool import Head, HelperPool
+    from quire.engine.large_input import LongTexts
+
+T = TypeVar("T")
+INLINE_CHARS = 8192  # at most about 2 ms of the loop's time
+INLINE_ELEMENTS = 256  # messages, or texts; of tokens, a few times as many cost as much
 # A seed of 53 bits in JSON survives clients that read numbers as doubles.
 SEED_BITS = 53
 
@@ -188,8 +193,8 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self._helpers = HelperPool("template", self._sources)
-        self._texts = LongTexts(tokenizer)
+        self._made_helpers: HelperPool | None = None  # for a template that is not known
+        self._texts: LongTexts | None = None  # with the first long text
 
     async def start(self) -> None:
         """Start a helper if the template needs one, so that the first request does not wait for it.
@@ -207,8 +212,10 @@ class Prompts:
 
     def close(self) -> None:
         """End the helpers."""
-        self._helpers.close()
-        self._texts.close()
+        if self._made_helpers is not None:
+            self._made_helpers.close()
+        if self._texts is not None:
+            self._texts.close()
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
@@ -226,6 +233,8 @@ class Prompts:
             raise too_long(f"at least {least}", most_tokens)
         if (least == 0 or most_tokens is None) and len(text) > TEXT_CHARACTERS:
             raise too_many("A text of the prompt", len(text), TEXT_CHARACTERS, "characters", "prompt")
+        if self._texts is None:
+            self._texts = import_module("quire.engine.large_input").LongTexts(self.tokenizer)
         return await self._texts.encode(text, add_special_tokens=add_special_tokens)
 
     async def chat(
@@ -271,6 +280,13 @@ class Prompts:
             return self.chat_template.render(messages, **options)
         return self._submit(messages, options).result()
 
+    @property
+    def _helpers(self) -> HelperPool:
+        if self._made_helpers is None:
+            pools = import_module("quire.engine.helper_pool")
+            self._made_helpers = pools.HelperPool("template", self._sources)
+        return self._made_helpers
+
     def _sources(self) -> Head:
         special = self.chat_template.special
         return {
@@ -289,10 +305,16 @@ class Prompts:
 
 def _text_of(answer: Head | None, late: bool) -> str:
     if answer is None and late:
-        raise over_limit(f"it takes longer than {helper_pool.TASK_LIMIT_S:g} s")
+        limit_s = import_module("quire.engine.helper_pool").TASK_LIMIT_S
+        raise over_limit(f"it takes longer than {limit_s:g} s")
     if answer is None:
         raise over_limit("it takes more memory or stack than is allowed")
     if "error" in answer:
         raise RequestError(answer["error"], param=answer["param"], code=answer["code"])
     text: str = answer["text"]
     return text
+
+
+async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
+    """Return ``function(*args)``; on a thread if ``size``, the number of elements it walks over, is large."""
+    return function(*args) if size <= INLINE_ELEMENTS else await asyncio.to_thread(function, *args)

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 
 from quire.engine.client import EngineClient
-from quire.engine.guard import EngineGuard
 from quire.engine.in_flight import InFlight
 from quire.engine.messages import AbortRequest, Message
 from quire.errors import EngineDeadError
@@ -26,17 +25,20 @@ KILLED_ALONE = (
 
 
 class Quarantine:
-    """The trials in one new engine. ``lock`` guards ``record``; ``is_closed``: nothing is wanted any more."""
+    """The trials in one new engine.
+
+    ``lock`` guards ``record``; ``receive``: as `EngineClient.receive`; ``is_closed``: nothing is wanted any more.
+    """
 
     def __init__(
         self,
         client: EngineClient,
         record: InFlight,
         lock: threading.Lock,
-        guard: EngineGuard,
+        receive: Callable[[EngineClient, float | None], list[TokenEvent]],
         is_closed: Callable[[], bool],
     ) -> None:
-        self._client, self._record, self._lock, self._guard = client, record, lock, guard
+        self._client, self._record, self._lock, self._receive = client, record, lock, receive
         self._is_closed = is_closed
 
     def run(self, num_deaths: int, events: list[TokenEvent]) -> None:
@@ -69,7 +71,7 @@ class Quarantine:
         while num_steps < TRIAL_STEPS and self._record.open_samples(request_id):
             if self._is_closed():
                 return
-            received = self._guard.receive(self._client, None)
+            received = self._receive(self._client, None)
             with self._lock:
                 self._record.received(received)
             events += received
@@ -80,7 +82,7 @@ class Quarantine:
             if still:
                 self._record.sent(self._record.readmission(request_id))  # without the deaths
         while still and not self._is_closed():
-            received = self._guard.receive(self._client, None)
+            received = self._receive(self._client, None)
             still -= {event.sample_index for event in received if event.finish_reason is not None}
 
 

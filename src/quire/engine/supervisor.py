@@ -14,11 +14,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from quire.clock import Clock
 from quire.engine.build import EngineInfo
 from quire.engine.client import EngineClient, EngineHealth
-from quire.engine.guard import EngineGuard, GoldenPrompt
 from quire.engine.in_flight import InFlight
 from quire.engine.messages import Message, Reply
 from quire.engine.quarantine import Quarantine, send_again
@@ -27,6 +28,9 @@ from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.request import Request, TokenEvent
+
+if TYPE_CHECKING:
+    from quire.engine.guard import EngineGuard, GoldenPrompt
 
 log = Log("supervisor")
 
@@ -43,6 +47,7 @@ class RestartPolicy:
     suspect_deaths: int = 2  # a request that was in flight in this many deaths has to run alone first
     # An engine that is so far beyond the predicted end of its step is killed; 0: never.
     hang_timeout_s: float = 10.0
+    watches_hangs: bool = True  # False: whether the engine makes progress is not looked at
 
 
 class Supervisor:
@@ -69,7 +74,9 @@ class Supervisor:
         self._between = False  # one engine is dead and the next is not ready: messages are only recorded
         self._reason: QuireError | None = None  # why the last engine died
         self._retry_at_s = 0.0  # end of the pause before a restart
-        self._guard = EngineGuard(self._policy.hang_timeout_s, golden)
+        self._guard: EngineGuard | None = None  # None: nothing is looked at
+        if self._policy.watches_hangs or golden is not None:
+            self._guard = import_module("quire.engine.guard").EngineGuard(self._policy.hang_timeout_s, golden)
         self._dead: EngineDeadError | None = None
         # Called with what was in flight when an engine died: what is left where the engine itself could save nothing.
         self.on_death: Callable[[list[Request]], object] | None = None
@@ -79,7 +86,7 @@ class Supervisor:
         """As `EngineClient.wait_ready`. A first engine that cannot load is not replaced; one that errs is."""
         info = self._client.wait_ready()
         try:
-            self._guard.check(self._client)
+            self._check(self._client)
         except EngineDeadError as error:
             self._replace(error)
             if self._dead is not None:
@@ -107,7 +114,7 @@ class Supervisor:
             if self._dead is not None:
                 raise self._dead
         try:
-            events = self._guard.receive(self._client, timeout_s)
+            events = self._receive(self._client, timeout_s)
         except EngineDeadError as error:
             if self._closed.is_set():
                 return []
@@ -138,8 +145,9 @@ class Supervisor:
                 )
             client = self._client
         health = client.health()
-        if health.status == "ready" and self._guard.problem is not None:
-            health = EngineHealth("unsound", self._guard.problem)
+        problem = None if self._guard is None else self._guard.problem
+        if health.status == "ready" and problem is not None:
+            health = EngineHealth("unsound", problem)
         return replace(health, num_restarts=self.num_restarts)
 
     def dump(self) -> str:
@@ -152,6 +160,14 @@ class Supervisor:
         with self._lock:
             client = self._client
         client.close()
+
+    def _receive(self, client: EngineClient, timeout_s: float | None) -> list[TokenEvent]:
+        guard = self._guard
+        return client.receive(timeout_s) if guard is None else guard.receive(client, timeout_s)
+
+    def _check(self, client: EngineClient) -> None:
+        if self._guard is not None:
+            self._guard.check(client)
 
     def _replace(self, error: EngineDeadError) -> list[TokenEvent]:
         """Start engines until one is ready; return the terminal events that the death caused."""
@@ -173,8 +189,8 @@ class Supervisor:
                 break
             try:
                 client.wait_ready()
-                self._guard.check(client)
-                quarantine = Quarantine(client, self._record, self._lock, self._guard, self._closed.is_set)
+                self._check(client)
+                quarantine = Quarantine(client, self._record, self._lock, self._receive, self._closed.is_set)
                 quarantine.run(self._policy.suspect_deaths, events)
             except QuireError as failure:
                 self._reason = failure

@@ -22,7 +22,8 @@ from quire.kernels.triton_interpreter import interpreting
 from quire.models.loader import iter_weights
 from quire.quant.stored import Weight
 from quire.runner.device_runner import DeviceRunner, torch_device
-from quire.runner.memory import MemoryCheck, Meter, check_memory, torch_dtype
+from quire.runner.memory import torch_dtype
+from quire.runner.memory_check import MemoryCheck, Meter, check_memory
 from quire.runner.worker import Launched, Worker
 from quire.step import StepPlan, StepResult
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quire.cost.presets import preset_of, preset_spec
 from quire.errors import ModelLoadError
@@ -21,9 +21,10 @@ from quire.models.hub import INSTEAD, QUILL_NAMES, config_of, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
 from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats, unused
 from quire.modelspec import ModelSpec
-from quire.text.load import load_tokenizer
-from quire.text.tokenizer import Tokenizer
 from quire.weight_format import WeightFormat
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
 
 Kind = Literal["safetensors", "gguf", "random"]
 
@@ -204,6 +205,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
             from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
 
             return tokenizer_from_gguf_metadata(read_gguf(path).metadata)
+        from quire.text.load import load_tokenizer
+
         return load_tokenizer(path)
 
 

@@ -30,7 +30,8 @@ from quire.layers.weights import Build, Stage
 from quire.models.decoder import Decoder
 from quire.models.draft_head import DraftHead, MedusaHeads, SharedEnds
 from quire.models.ends import Ends
-from quire.models.loader import iter_heads, iter_weights, read_d2t
+from quire.models.head_weights import iter_heads, read_d2t
+from quire.models.loader import iter_weights
 from quire.modelspec import ModelSpec
 from quire.parallel.shard import Shard, uncut
 from quire.runner.draft_chain import Feedback, Recorded

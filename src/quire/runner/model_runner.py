@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +32,12 @@ from quire.runner.draft_chain import Recorded
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
 from quire.runner.sequences import WorkerSeq
-from quire.runner.stage_links import StageLinks
 from quire.runner.verify import verify
-from quire.sampling.grammars import Grammars
 from quire.sampling.sampler import Sampler, SeqSample
+
+if TYPE_CHECKING:
+    from quire.runner.stage_links import StageLinks
+    from quire.sampling.grammars import Grammars
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +53,12 @@ class Runner(Protocol):
 
     decoder: Decoder
     kv: KvCache
-    grammars: Grammars
     observe_logits: ObserveLogits | None
+
+    @property
+    def grammars(self) -> Grammars:
+        """What builds and follows grammars."""
+        ...
 
     def record(self, buffers: StepBuffers) -> None:
         """Get ready for the steps of ``buffers``."""
@@ -132,7 +139,8 @@ class ModelRunner:
         accept = "exact" if speculate is None else speculate.accept
         self._sampler = Sampler(model.spec.vocab_size, kernels, accept)
         self._token_logprobs = kernels.of(token_logprobs)
-        self.grammars = Grammars(model.tokenizer, model.spec.vocab_size, config.runner.num_threads)
+        self._grammar_settings = model.tokenizer, model.spec.vocab_size, config.runner.num_threads
+        self._grammars: Grammars | None = None
         self.observe_logits: ObserveLogits | None = None
         self.watch_sampled: WatchSampled | None = None
         # Hidden states that gave the logits, of the last step and of every recorded one, where they are watched.
@@ -143,6 +151,13 @@ class ModelRunner:
         self.call_by_call = ""  # why steps are not replayed; empty: they are
         self._is_rank = config.runner.backend == "native" and config.topology.world_size > 1
         self._leaving: Hidden | None = None  # of the tape, on a stage that is not the last
+
+    @property
+    def grammars(self) -> Grammars:
+        """As `Runner.grammars`; made with the first sequence that has one."""
+        if self._grammars is None:
+            self._grammars = import_module("quire.sampling.grammars").Grammars(*self._grammar_settings)
+        return self._grammars
 
     @torch.inference_mode()
     def record(self, buffers: StepBuffers) -> None:
@@ -250,7 +265,7 @@ class ModelRunner:
         if self.observe_logits is not None:
             observe(self.observe_logits, step, logits)
         counts = [1 + len(seq.verifying) for seq in step.sampling] if self.watch_sampled is not None else []
-        samples = verify(logits, step.seqs, step.sampling, step.columns, self._sampler, self.grammars)
+        samples = verify(logits, step.seqs, step.sampling, step.columns, self._sampler)
         if self.watch_sampled is not None and counts:
             self.watch_sampled(step, counts, self._hidden[: step.num_logits])
         return samples

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,12 @@ from quire.lora.slots import LoraSlots
 from quire.runner.branches import Branch, BranchBlocks, Move
 from quire.runner.prompt_outputs import PromptState
 from quire.sampling.draft_tree import NO_DRAFTS, Drafts
-from quire.sampling.grammars import Grammars, GrammarState
 from quire.sampling.processors import LogitsProcessors
 from quire.sampling.sampler import SeqSample, column_values, new_columns
 from quire.step import NewSeq, SeqPlan
+
+if TYPE_CHECKING:
+    from quire.sampling.grammars import Grammars, GrammarState
 
 Ints = npt.NDArray[np.int64]
 
@@ -62,12 +64,13 @@ class WorkerSeqs:
 
     def __init__(
         self, vocab_size: int, max_num_seqs: int, max_tokens: int, *, max_blocks: int, num_groups: int,
-        grammars: Grammars, lora: LoraSlots | None = None, release: Callable[[WorkerSeq], None] = lambda seq: None,
-        samples: bool = True,
+        grammars: Callable[[], Grammars], lora: LoraSlots | None = None,
+        release: Callable[[WorkerSeq], None] = lambda seq: None, samples: bool = True,
     ) -> None:  # fmt: skip
         """``max_tokens``: of one sequence. ``release`` frees what a runner keeps elsewhere of one that goes.
 
-        ``samples``: whether this rank samples; else it is told the tokens.
+        ``grammars`` returns what builds grammars, and is called with the first. ``samples``: whether this rank samples;
+        else it is told the tokens.
         """
         self._samples = samples
         self._vocab_size = vocab_size
@@ -121,7 +124,7 @@ class WorkerSeqs:
             processors = LogitsProcessors(new, self._vocab_size)
             seq.processors = processors if processors else None
             if new.grammar is not None:
-                seq.grammar = self._grammars.begin(new)
+                seq.grammar = self._grammars().begin(new)
         except Exception as error:  # whatever it is, the other sequences of the step go on
             seq.failure = f"its sampling cannot be set up: {type(error).__name__}: {error}"
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,13 +26,15 @@ from torch import Tensor
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.accept import Draft
 from quire.sampling.draft_tree import ROOT, Drafts, Walk
-from quire.sampling.grammars import Grammars, GrammarState
 from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, Columns, Sampler, SeqSample
+
+if TYPE_CHECKING:
+    from quire.sampling.grammars import GrammarState
 
 
 def verify(
-    logits: Tensor, table: WorkerSeqs, seqs: Sequence[WorkerSeq], columns: Columns, sampler: Sampler, grammars: Grammars
-) -> list[SeqSample]:  # fmt: skip
+    logits: Tensor, table: WorkerSeqs, seqs: Sequence[WorkerSeq], columns: Columns, sampler: Sampler
+) -> list[SeqSample]:
     """Return what each of ``seqs`` got, and advance its state; what follows a rejected draft is taken back.
 
     ``logits: [num_logits, vocab] float32`` and ``columns [num_logits]`` have the rows of each sequence in order. A
@@ -78,7 +81,7 @@ def verify(
         if place not in errors and seq.grammar is not None:
             followed.append((seq.grammar, token_ids[kept[-1][-1]]))
     if followed:
-        grammars.follow(followed)
+        followed[0][0].grammars.follow(followed)
     found = sampler.logprobs(logits, columns, [row for rows in kept for row in rows], token_ids)
     return [
         SeqSample(

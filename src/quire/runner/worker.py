@@ -74,7 +74,7 @@ class Worker:
         max_blocks = -(-config.model.max_model_len // block_size) + 1
         self.seqs = WorkerSeqs(
             vocab_size, scheduler.max_num_seqs, max_blocks * block_size, max_blocks=max_blocks,
-            num_groups=len(config.kv_layout.groups), grammars=self.runner.grammars, lora=self._lora,
+            num_groups=len(config.kv_layout.groups), grammars=lambda: self.runner.grammars, lora=self._lora,
             release=self.runner.release, samples=answers,
         )  # fmt: skip
         self.draft_model, self.proposer = _drafting(config, self.seqs, self.runner, shard, answers=answers)

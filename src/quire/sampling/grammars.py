@@ -98,7 +98,7 @@ class GrammarState:
     """The grammar of one sequence. ``masks`` and ``error`` hold once `wait` has returned."""
 
     def __init__(self, new: NewSeq, grammars: Grammars) -> None:
-        self._grammars = grammars
+        self.grammars = grammars
         self._walk: Walk | None = None  # over the drafts being verified
         self.eos_token_ids = frozenset(new.sampling.eos_token_ids)
         self.constraint: GrammarConstraint | None = None
@@ -159,7 +159,7 @@ class GrammarState:
             return False
         assert self.constraint is not None
         before, masks, watch = self.matcher.deep_copy(), self.masks, copy(self.constraint.watch)
-        self._grammars.advance([(self, draft)])
+        self.grammars.advance([(self, draft)])
         if self.error is not None:  # the draft may be rejected: the sequence goes on without it
             self.constraint.matcher, self.masks, self.error = before, masks, None
             self.constraint.watch = watch

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer as Backend
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.text.byte_level import SPLITTINGS, add_bos_eos, add_tokens, byte_level_backend, load_tiktoken
 from quire.text.folder_config import FolderConfig, read_folder_config, read_json, read_text
-from quire.text.sentencepiece import load_sentencepiece
 from quire.text.token_text import token_text_of
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
@@ -67,6 +66,8 @@ def _load_file(path: Path, config: FolderConfig) -> Tokenizer:
     # Llama 3's rank file is also called tokenizer.model, so the contents decide.
     if _RANK_LINE.match(head):
         return load_tiktoken(path, config)
+    from quire.text.sentencepiece import load_sentencepiece
+
     return load_sentencepiece(path, config)
 
 
