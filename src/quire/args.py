@@ -168,7 +168,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     low: float | None = None
     high: float | None = None
-    short: str = ""  # what --help says in place of ``help``, if that is long
+    short: str = ""  # short form of ``help`` in `--help`, where that is long
     rare: bool = False  # only shown by --help-all
 
 

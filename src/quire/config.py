@@ -14,11 +14,11 @@ from quire.weight_format import WeightFormat
 GateKind = Literal["static", "dynamic", "continuous"]
 OrderKind = Literal["fcfs", "priority", "shortest-first", "longest-prefix", "deadline", "fair"]
 MAX_DRAFTS = 32  # per sequence and step
-MAX_DRAFT_PATHS = 16  # of a tree of drafts
+MAX_DRAFT_PATHS = 16  # per tree of drafts
 AUTO_DRAFTS = 8  # the most of them where the engine chooses
 GATES: tuple[GateKind, ...] = get_args(GateKind)
 ORDERS: tuple[OrderKind, ...] = get_args(OrderKind)
-MIN_PACKED_BYTES = 128 << 20  # of weights that are kept packed where no folder is given
+MIN_PACKED_BYTES = 128 << 20  # smallest packed weights that are cached by default
 # Each level includes the previous ones.
 X86_LEVELS = ("scalar", "avx2", "avx512_bw", "avx512_vnni", "avx512", "amx")
 ARM_LEVELS = ("scalar", "neon", "neon_i8mm")
@@ -40,10 +40,10 @@ class DeviceInfo:
     name: str  # "AMD EPYC (2 cores)"
     num_cores: int  # physical cores this process may use
     memory_total_bytes: int
-    memory_available_bytes: int  # the smaller of MemAvailable and the rest of the cgroup's limit
-    isa: str = "scalar"  # cpu: a level of kernels/registry.py that is the best of this CPU
+    memory_available_bytes: int  # min(MemAvailable, rest of the cgroup's limit)
+    isa: str = "scalar"  # CPU: its best level in kernels/registry.py
     native: bool = False  # the native extension is importable
-    capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability
+    capability: tuple[int, int] = (0, 0)  # GPU: compute capability
     num_nodes: int = 1  # memory nodes (NUMA) with cores that this process may use
 
     @property
@@ -88,17 +88,17 @@ class SchedulerConfig:
     max_model_len: int = 4096  # prompt + output of one sequence
     max_queue: int = 1024  # waiting sequences; further requests are rejected
     max_queue_tokens: int | None = None  # prompt tokens of waiting sequences; None: any number
-    max_queue_bytes: int | None = None  # about, of the requests of waiting sequences; None: any number
-    max_ttft_s: float | None = None  # a request whose first token is predicted to come later is rejected
+    max_queue_bytes: int | None = None  # approximate bytes of waiting requests; None: any number
+    max_ttft_s: float | None = None  # seconds; a longer predicted TTFT rejects the request
     enable_chunked_prefill: bool = True  # off: a prompt is computed in one step or waits
     # Prompts with more tokens left to compute have at most so many of a step, together; 0: as many as there are.
     long_prefill_token_threshold: int = 0
     # Dynamic gate: a batch starts when full or when its oldest waited this long.
     dynamic_max_wait_s: float = 0.05
-    max_loras: int = 0  # adapters in running sequences at once; 0: only the base model
-    max_num_drafts: int = 0  # speculated tokens per sequence and step at most; 0: no speculation
-    adaptive_drafts: bool = False  # as many of them as pay; False: always that many
-    max_draft_paths: int = 1  # of the tree that the drafts of a sequence make; 1: a chain
+    max_loras: int = 0  # adapters of running sequences; 0: only the base model
+    max_num_drafts: int = 0  # per sequence and step at most; 0: no speculation
+    adaptive_drafts: bool = False  # fewer drafts where more do not pay; False: always all
+    max_draft_paths: int = 1  # paths per tree of drafts; 1: a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class PackedCacheConfig:
     """Where quantized weights are kept as they lie in memory, for the next start."""
 
     folder: str  # empty: that of `models.packed_file.packed_folder`
-    max_bytes: int  # of all files in it
-    min_bytes: int  # of a file: smaller models are packed faster than it is worth
+    max_bytes: int  # all files together
+    min_bytes: int  # smallest file: packing a smaller model is fast anyway
 
 
 def packed_cache_config(setting: str, mib: int) -> PackedCacheConfig | None:
@@ -124,17 +124,17 @@ class ModelConfig:
     """Where the model is and in which formats it is held."""
 
     path: str  # local folder or file, after a download from the hub
-    name: str  # as the user gave it
+    name: str  # the name that the user gave
     spec: ModelSpec
-    dtype: str  # "bfloat16" | "float32": what the weights and activations are computed in
+    dtype: str  # "bfloat16" | "float32", for weights and activations
     kv_dtype: str  # "bfloat16" | "float32" | "int8"
     max_model_len: int
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
-    quantize: str | None = None  # as the user gave it
+    quantize: str | None = None  # the value that the user gave
     seed: int = 0  # for load_format="random"
-    tokenizer: str = ""  # its folder or file; the worker reads it with the first grammar
-    formats: dict[str, WeightFormat] = field(default_factory=dict)  # of quantized weights, by canonical name
-    remarks: tuple[str, ...] = ()  # what is held or read otherwise than asked
+    tokenizer: str = ""  # folder or file; read by the worker for its first grammar
+    formats: dict[str, WeightFormat] = field(default_factory=dict)  # quantized weights, by canonical name
+    remarks: tuple[str, ...] = ()  # deviations from the request, with their reasons
     packed_cache: PackedCacheConfig | None = None  # None: packed at every start
 
 
@@ -145,8 +145,8 @@ class RunnerConfig:
     num_threads: int
     # Torch only; C++ on a CPU; Triton on a GPU.
     backend: Literal["reference", "native", "triton"] = "reference"
-    isa: str = ""  # level of the native kernels: "scalar", "avx2" … "amx", "neon" or "neon_i8mm"
-    batch_invariant: bool = False  # on a GPU: slower kernels whose bits do not depend on the batch
+    isa: str = ""  # native kernels' level: "scalar", "avx2" … "neon_i8mm"
+    batch_invariant: bool = False  # GPU: slower kernels with bits independent of the batch
     graphs: bool = True  # on a GPU: decode steps are captured and replayed
     # A server's: what the first grammar needs of the vocabulary is built after the start, while nothing runs.
     prepares_grammars: bool = False
@@ -178,8 +178,8 @@ Determinism = Literal["exact", "batch-dependent", "distribution", "approximate"]
 class HeadsConfig:
     """Heads that draft from the model's hidden states: Medusa, EAGLE, or the checkpoint's own MTP layer."""
 
-    path: str  # of their folder, or of the model's
-    name: str  # as the user gave it
+    path: str  # folder of the heads, or of the model
+    name: str  # the name that the user gave
     spec: HeadSpec
     dtype: str  # the model's
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
@@ -191,12 +191,10 @@ class SpeculateConfig:
     """How drafts are proposed (docs/speculation.md)."""
 
     method: Literal["ngram", "lookahead", "draft", "medusa", "eagle", "mtp"]
-    draft: ModelConfig | None = None  # of "draft"
+    draft: ModelConfig | None = None  # with "draft"
     accept: Literal["exact", "rejection", "typical"] = "exact"  # `quire.sampling.accept`
-    heads: HeadsConfig | None = None  # of "medusa", "eagle" and "mtp"
-    num_branch_blocks: int = (
-        0  # beyond the blocks of the cache, for branches of trees (`quire.runner.branches`)
-    )
+    heads: HeadsConfig | None = None  # with "medusa", "eagle" and "mtp"
+    num_branch_blocks: int = 0  # blocks beyond the cache's, for `quire.runner.branches`
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +203,17 @@ class RecorderConfig:
 
     folder: str
     num_steps: int  # kept
-    with_ids: bool  # whether files have token ids and grammars, without which they cannot be replayed
-    fingerprint: str  # of the checkpoint
-    settings: str  # of `EngineArgs`, as JSON
+    with_ids: bool  # files hold token ids and grammars, so they can be replayed
+    fingerprint: str  # checkpoint fingerprint
+    settings: str  # `EngineArgs` as JSON
 
 
 @dataclass(frozen=True, slots=True)
 class RayConfig:
     """Where Ray places the ranks."""
 
-    address: str | None  # of the cluster; None: that of this machine, or a new one
-    nodes: int | None  # that the stages are spread over; None: Ray chooses
+    address: str | None  # Ray's address; None: this machine's cluster, or a new one
+    nodes: int | None  # nodes for the stages; None: Ray chooses
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from quire.errors import ConfigError
 
 try:
     from quire import _native
-except ImportError:  # no compiler at install: the reference kernels run, and `quire doctor` says what to do
+except ImportError:
+    # Without a compiler at install the reference kernels run, and `quire doctor` says what to do.
     _native = None  # type: ignore[assignment]
 
 
@@ -197,7 +198,7 @@ def _read(path: str) -> str:
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: bf16 products
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper: fp8 conversions and products
-LEAST_DRIVER = 12_000  # CUDA 12.0, the oldest major version that torch ≥ 2.11 is built for
+LEAST_DRIVER = 12_000  # CUDA 12.0: torch ≥ 2.11 is built for no older version
 _MAJOR, _MINOR = 75, 76  # CUdevice_attribute
 
 Load = Callable[[str], Any]  # `ctypes.CDLL`, or a test's replacement; raises OSError

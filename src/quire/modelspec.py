@@ -35,16 +35,17 @@ class RopeSpec:
     """Rotary position embedding. Frequencies are fixed once per engine from ``max_model_len``."""
 
     theta: float
-    dim: int  # rotated dimensions per head (partial rotary: less than head_dim)
+    dim: int  # rotated dimensions per head; partial rotary: < head_dim
     kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
-    interleaved: bool = False  # pairs (0,1),(2,3)… (GPT-J, DeepSeek) instead of (i, i + dim/2) (NeoX)
+    # Pairs (0,1),(2,3)… (GPT-J, DeepSeek) instead of (i, i + dim/2) (NeoX).
+    interleaved: bool = False
     factor: float = 1.0
     original_max_position: int = 0  # length of the original training (0: max_position_embeddings)
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the correction range to whole dimensions (gpt-oss: False)
+    truncate: bool = True  # yarn: correction range in whole dims (gpt-oss: False)
     attention_factor: float = 1.0  # multiplies cos and sin
     mscale: float = 0.0  # yarn (DeepSeek); 0: not given
     mscale_all_dim: float = 0.0
@@ -58,7 +59,7 @@ class AttentionSpec:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of q and k (MLA: qk_nope_head_dim + rope dim)
+    head_dim: int  # q and k; MLA: qk_nope_head_dim + rope dim
     v_head_dim: int
     scale: float  # multiplies q·k
     rope: RopeSpec | None  # None: no position embedding (NoPE layers)
@@ -67,7 +68,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over head_dim, or over the whole projection
-    sinks: bool = False  # one learned logit per head in the softmax's denominator (gpt-oss)
+    sinks: bool = False  # one learned logit per head in the softmax (gpt-oss)
     q_lora_rank: int = 0  # MLA; 0: q is one plain projection
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -95,7 +96,7 @@ class MoeSpec:
     normalize_topk: bool = True  # divide the chosen weights by their sum
     routed_scale: float = 1.0
     correction_bias: bool = False  # DeepSeek-V3: added for the selection, not to the weights
-    num_groups: int = 1  # DeepSeek: experts are chosen within the best topk_groups groups
+    num_groups: int = 1  # DeepSeek: experts from the best topk_groups groups
     topk_groups: int = 1
     group_score: Literal["max", "top2_sum"] = "max"  # V2: max; V3: sum of the two best
     router_bias: bool = False
@@ -139,17 +140,17 @@ class ModelSpec:
     """All that the engine needs to know about a model before it reads a weight."""
 
     family: str  # "llama", "gemma3", …
-    architecture: str  # as in config.json: "LlamaForCausalLM"
+    architecture: str  # in config.json, such as "LlamaForCausalLM"
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     norm_eps: float
     max_position_embeddings: int
-    dtype: str = "bfloat16"  # of the checkpoint
+    dtype: str = "bfloat16"  # the checkpoint's
     tie_word_embeddings: bool = False
     norm_plus_one: bool = False  # Gemma: x̂ · (1 + w)
     embedding_scale: float = 1.0  # Gemma: sqrt(hidden), Granite: embedding_multiplier
-    residual_scale: float = 1.0  # Granite: multiplies each block's output before the residual add
+    residual_scale: float = 1.0  # Granite: factor on each block's output
     logits_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
     logits_soft_cap: float | None = None
     bos_token_id: int | None = None
@@ -238,7 +239,7 @@ class KvLayout:
 
     groups: tuple[KvGroup, ...]
     layers_per_block: int
-    elements_per_token: int  # of one layer
+    elements_per_token: int  # per layer
     num_kv_heads: int
 
     def block_bytes(self, block_size: int, dtype: str) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # users may give lists, of which `SamplingParams` makes tuple
     Strings = Sequence[str]
     TokenIds = Sequence[int]
     TokenSequences = Sequence[Sequence[int]]
-else:  # what the wire decodes to
+else:  # decoded from the wire
     Strings = tuple[str, ...]
     TokenIds = tuple[int, ...]
     TokenSequences = tuple[tuple[int, ...], ...]
@@ -32,7 +32,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an EOS or stop id (core), or a stop string (frontend)
     LENGTH = "length"  # max_tokens or the end of the context
     ABORT = "abort"  # the client went away or asked for it; shutdown
-    DEADLINE = "deadline"  # a limit of Request.deadline passed; what came before it was delivered
+    DEADLINE = "deadline"  # Request.deadline passed; earlier tokens were delivered
     ERROR = "error"  # failed, with a text in TokenEvent.error
 
 
@@ -81,7 +81,7 @@ class Sampling:
     repeat_last_n: int | None = None  # tokens that penalties read; None: all of the context
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> [-100, 100]
     seed: int | None = None
-    max_tokens: int | None = 16  # None: to the end of the context; 0, with prompt_logprobs: the prompt alone
+    max_tokens: int | None = 16  # None: to the end of the context; 0: only prompt_logprobs
     min_tokens: int = 0
     stop: Strings = ()
     stop_token_ids: TokenIds = ()
@@ -91,9 +91,9 @@ class Sampling:
     logprobs: int | None = None  # how many alternatives beside the sampled token, 0…20
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     skip_special_tokens: bool = True
-    use_beam_search: bool = False  # of width best_of, or n
-    length_penalty: float = 1.0  # of beams: their scores are divided by length ** length_penalty
-    early_stopping: bool | str = False  # of beams: true, false or "never"
+    use_beam_search: bool = False  # width: best_of, or n
+    length_penalty: float = 1.0  # beams: scores are divided by length ** length_penalty
+    early_stopping: bool | str = False  # beams: true, false or "never"
     eos_token_ids: TokenIds = ()  # the model's; empty with ignore_eos
     bad_words_token_ids: TokenSequences = ()  # every spelling of `SamplingParams.bad_words`
 
@@ -273,7 +273,7 @@ def _check_choice(params: SamplingParams) -> None:
 class Adapter(NamedTuple):
     """A LoRA adapter that a request runs with. The core and the cache tell adapters apart by ``key`` alone."""
 
-    name: str  # what requests call it
+    name: str  # name in requests
     path: str  # folder, on the machine of the workers
     key: str  # digest of its content
     rank: int  # the largest of its modules
@@ -362,16 +362,16 @@ class Request:
 class SampleTiming(NamedTuple):
     """How a sequence came to its tokens. Seconds; 0 for what has not happened yet."""
 
-    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache at first admission
+    num_cached_tokens: int = 0  # prompt tokens from the prefix cache, first admission
     num_preemptions: int = 0
     queued_s: float = 0.0  # arrival to first admission
     ttft_s: float = 0.0  # arrival to first token
     num_steps: int = 0  # steps that gave the sequence something
     # Of these, steps that computed tokens of the prompt, or of a preempted sequence again.
     num_chunks: int = 0
-    cache_miss: str = ""  # why no more of the prompt came from the prefix cache; empty: all of it did
+    cache_miss: str = ""  # why prompt tokens missed the cache; empty: none did
     engine_s: float = 0.0  # its share of the time of each step, by scheduled tokens
-    kv_block_s: float = 0.0  # KV blocks that it held, times seconds; a shared block counts for each sequence
+    kv_block_s: float = 0.0  # blocks × seconds; shared blocks count per sequence
 
 
 class TokenEvent(NamedTuple):
@@ -386,8 +386,8 @@ class TokenEvent(NamedTuple):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the EOS or stop id that ended it; it is also the last of token_ids
-    error: str | None = None  # with FinishReason.ERROR (a refusal too) and FinishReason.DEADLINE
+    stop_token_id: int | None = None  # EOS or stop id that ended it, also last in token_ids
+    error: str | None = None  # with FinishReason.ERROR (also if refused) and DEADLINE
     # "capacity", "hopeless" (both retryable), "never_fits", "step", "internal", "deadline".
     error_kind: str | None = None
     # With the first token after an admission and at the end; with every token where a stop string may end the sequence.

@@ -48,7 +48,7 @@ class KvTransfer:
     remote: str  # the tier ("host", "disk") or the peer (its address)
     seq_id: int | None = None  # the sequence that waits for a load
     epoch: int = 0
-    handle: str = ""  # what the other side calls this transfer
+    handle: str = ""  # the other side's name for this transfer
 
 
 class TransferDone(NamedTuple):
@@ -79,10 +79,10 @@ class NewSeq:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]  # not empty on resumption
     sampling: Sampling
-    sample_index: int  # which of n: part of the RNG key
+    sample_index: int  # index among n: part of the RNG key
     adapter_slot: int = 0  # 0: the base model
     grammar: str | None = None  # source text, as `Request.grammar`
-    prompt_logprobs: int | None = None  # alternatives per prompt token; None: not wanted, or already sent
+    prompt_logprobs: int | None = None  # alternatives per prompt token; None: none, or sent
     pooling: Pooling | None = None
 
     @property
@@ -108,9 +108,9 @@ class SeqPlan(NamedTuple):
     epoch: int
     num_computed_tokens: int  # exact, or an upper bound while drafts are in flight
     num_scheduled_tokens: int  # a prompt chunk, 1, or 1 + drafts
-    block_start: tuple[int, ...] = ()  # per cache group: row index from which new_block_ids are written
+    block_start: tuple[int, ...] = ()  # per cache group: row of the first of new_block_ids
     new_block_ids: tuple[tuple[int, ...], ...] = ()  # per cache group; both empty when no block changes
-    num_draft_tokens: int = 0  # how many of the scheduled tokens are drafts, which only the worker knows
+    num_draft_tokens: int = 0  # scheduled tokens that are drafts, known to the worker
     max_next_drafts: int = 0  # how many drafts the worker may propose for the next step
     forced_token_ids: tuple[int, ...] = ()  # overrides the worker's last id (beams)
 
@@ -131,7 +131,7 @@ class StepPlan:
     kv_moves: tuple[KvMove, ...] = ()
     adapter_moves: tuple[AdapterMove, ...] = ()
     transfers: tuple[KvTransfer, ...] = ()
-    max_draft_paths: int = 1  # of the tree of drafts that the worker may propose for a sequence; 1: a chain
+    max_draft_paths: int = 1  # paths per sequence's tree of drafts; 1: a chain
 
 
 class SeqResult(NamedTuple):
@@ -151,12 +151,11 @@ class SeqResult(NamedTuple):
     error: str | None = None  # this sequence failed; the others of the step did not
     # With error: the request asked for what cannot be done, as a grammar too complex.
     error_of_request: bool = False
-    out_of_memory: bool = False  # with error: a smaller chunk might fit, so the sequence is computed again
+    out_of_memory: bool = False  # with error: computed again, in case a smaller chunk fits
     # With error: NaN or infinite logits, or a fault beside it. It is computed once more, without its cached prefix.
     recompute: bool = False
-    num_tried: int = (
-        0  # levels of drafts up to the first that was rejected; as many as were accepted: none was
-    )
+    # Levels of drafts up to the first that was rejected; equal to those accepted if none was.
+    num_tried: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ class StepResult:
     step: int
     seqs: tuple[SeqResult, ...] = ()
     draft_s: float = 0.0  # seconds in which drafts for the next step were made
-    max_tokens: int | None = None  # found out in this step: one of more tokens runs out of memory
+    max_tokens: int | None = None  # largest step that fits in memory, if learned in this step
     error: str | None = None
     transfers_done: tuple[TransferDone, ...] = ()
 
@@ -178,7 +177,5 @@ class SeqTold(NamedTuple):
     epoch: int
     token_ids: tuple[int, ...]
     drafts: tuple[int, ...] = ()  # for the next step
-    draft_parents: tuple[
-        int, ...
-    ] = ()  # of each: the place in ``drafts`` that it follows, −1 for the last token
+    draft_parents: tuple[int, ...] = ()  # index of the draft before each; −1: the last token
     failed: bool = False

@@ -22,8 +22,8 @@ class StructuredOutputsParams:
     grammar: str | None = None  # Lark, or GBNF/EBNF ("root ::= …")
     json_object: bool | None = None  # true: any JSON object
     structural_tag: str | dict[str, Any] | None = None  # tags whose content has a form, within free text
-    whitespace_pattern: str | None = None  # of JSON: a regex for the text between two tokens
-    disable_any_whitespace: bool = False  # of JSON: no whitespace outside of strings
+    whitespace_pattern: str | None = None  # JSON: a regex for the text between two tokens
+    disable_any_whitespace: bool = False  # JSON: no whitespace outside of strings
     # Of JSON: objects that name properties are closed unless the schema says otherwise (`text.closed_objects`), which
     # is the default; false is JSON Schema to the letter.
     disable_additional_properties: bool | None = None

@@ -155,7 +155,8 @@ class Node:
     parent: Node | None
     parent_hash: bytes  # the root's hash where there is no parent
     block_ids: tuple[int, ...]  # per cache group, or NO_BLOCK
-    step: int  # the step that computes the block: in flight for a prompt block just published
+    # The step that computes the block; for a prompt block just published, this step is still in flight.
+    step: int
     # The nodes whose parent it is are a list linked in both directions, so that a subtree is found without the tree.
     first_child: Node | None = None
     next_sibling: Node | None = None

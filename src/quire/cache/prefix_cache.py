@@ -39,7 +39,7 @@ from quire.cache.block_table import NO_BLOCK, Node, Windows
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer
 
 HASH_BYTES = 32
-SLICE = 500  # nodes that one step takes apart after `PrefixCache.clear`: about half a millisecond
+SLICE = 500  # nodes taken apart per step: about half a millisecond
 _TOKEN_BYTES = 4
 _ROOT = b"quire.root.v1"  # `person` of BLAKE2b: at most 16 bytes
 _BLOCK = blake2b(digest_size=HASH_BYTES, person=b"quire.block.v2")  # copied, which is quicker than begun anew
@@ -103,9 +103,9 @@ class Hit(NamedTuple):
     """What of a chain can be used: ``nodes`` from the root down, and where the computation goes on."""
 
     nodes: list[Node]
-    num_tokens: int  # computed already; at least one known token is left to compute
+    num_tokens: int  # already computed; at least one known token is left
     first_rows: tuple[int, ...]  # per group: the first row whose block is needed
-    copy_tail: bool  # the last node's block is only partly used: copy it, then write into the copy
+    copy_tail: bool  # last block partly used: copy it, write into the copy
 
     def num_idle(self, ref_counts: Sequence[int]) -> int:
         """Return how many of the blocks that the hit takes count as available now."""
@@ -124,7 +124,7 @@ class PrefixCache:
     ) -> None:
         self.pool = pool
         self.nodes: dict[bytes, Node] = {}
-        self.node_of: list[Node | None] = [None] * pool.num_blocks  # by block id
+        self.node_of: list[Node | None] = [None] * pool.num_blocks  # indexed by block id
         self.num_idle = 0  # blocks that only the tree refers to
         self.num_blocks = 0  # blocks in the tree
         self.num_evicted = 0  # blocks, since the start
@@ -132,7 +132,7 @@ class PrefixCache:
         self.windows = windows
         self._block_size = block_size
         self._idle = IdleQueue()
-        self._cleared: list[dict[bytes, Node]] = []  # what `clear` forgot and `take_apart` has left
+        self._cleared: list[dict[bytes, Node]] = []  # dropped by `clear`, not yet taken apart
         self._strippable: dict[int, None] = {}  # idle blocks of sliding groups, least recently used first
 
     def find(self, chain: Sequence[bytes], num_known: int, step: int) -> Hit:
@@ -358,7 +358,7 @@ class IdleQueue:
     """
 
     def __init__(self) -> None:
-        self._swept: deque[Node] = deque()  # places that counted when a sweep came past; older than `_nodes`
+        self._swept: deque[Node] = deque()  # places that counted at a sweep; older than `_nodes`
         self._nodes: deque[Node] = deque()
 
     def add(self, node: Node, num_nodes: int) -> None:

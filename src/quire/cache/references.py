@@ -39,8 +39,8 @@ class TransferBlocks:
 
     held: list[int]  # one reference each, last rows first
     table: BlockTable | None = None
-    token_ids: Sequence[int] = ()  # of the rows of ``table``
-    num_hit_rows: int = 0  # of these, rows that were in the prefix tree
+    token_ids: Sequence[int] = ()  # tokens of the rows of ``table``
+    num_hit_rows: int = 0  # rows found in the prefix tree
 
 
 class References:
@@ -50,7 +50,7 @@ class References:
         self.pool = pool
         self.prefix = prefix
         self.steps: dict[int, StepBlocks] = {}  # in flight or being planned, oldest first
-        self.transfers: dict[int, TransferBlocks] = {}  # by transfer id, those not ended
+        self.transfers: dict[int, TransferBlocks] = {}  # open transfers, by transfer id
         self.applied_step = -1
         self._planning: StepBlocks | None = None
 

@@ -83,7 +83,8 @@ def fit_drafts(found: Sequence[MeasuredDrafts]) -> DraftCost | None:
         return None
     weights = np.array([each.seconds for each in made])
     columns = np.array([each.work for each in made], dtype=float)
-    for _ in range(3):  # first by the measured seconds, then by those that the fit predicts
+    # Weighted first by the measured seconds, then by those that the fit predicts.
+    for _ in range(3):
         costs = scaled_nnls(columns / weights[:, None], np.array([each.seconds for each in made]) / weights)
         weights = np.maximum(columns @ costs, weights / 4)
     forward_s, draft_s, missed_s, pair_s, key_s = map(float, costs)
@@ -118,7 +119,7 @@ class DraftLedger:
         self._seqs: dict[int, _Seq] = {}
         self._max_rows = max_rows
         self._cached_prefix = cached_prefix
-        self.behind: set[int] = set()  # sequences that wanted drafts in the last step and could not have any
+        self.behind: set[int] = set()  # sequences denied their drafts in the last step
 
     def take(self, plan: StepPlan, result: StepResult) -> DraftWork:
         """Return the work of proposing in this step."""

@@ -19,7 +19,7 @@ from quire.cost.hardware import Hardware
 from quire.errors import ConfigError, nearest
 from quire.modelspec import ModelSpec
 
-ROWS = (128, 512, 2048)  # of a step, at which `Efficiency.compute` is given
+ROWS = (128, 512, 2048)  # rows per step at which `Efficiency.compute` is given
 MEASURED = ("vllm", "sglang", "trtllm")
 ENGINES = (*MEASURED, "default", "cpu", "ideal")
 # Generation of devices → where its constants may come from, the nearest first.
@@ -44,22 +44,24 @@ class Efficiency:
 
     # Of the dense operations/s, in steps of `ROWS` rows; between them by the logarithm of the rows.
     compute: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    memory: float = 1.0  # of the bandwidth, for weights
-    kv_memory: float = 1.0  # of the bandwidth, for K and V
-    attention: float = 1.0  # of the bf16 operations/s, for attention
+    memory: float = 1.0  # share of the bandwidth, for weights
+    kv_memory: float = 1.0  # share of the bandwidth, for K and V
+    attention: float = 1.0  # share of the bf16 operations/s, for attention
     experts: float = 1.0  # factor on ``compute``, for experts
     expert_memory: float = 1.0  # factor on ``memory``, for experts
-    link: float = 1.0  # of the links' bandwidth
+    link: float = 1.0  # share of the links' bandwidth
     layer_s: float = 0.0  # launches and small kernels, per layer and step
     step_s: float = 0.0  # scheduling and sampling, per step
     seq_s: float = 0.0  # the same, per sequence of a step
     link_s: float = 0.0  # latency of one collective
-    first_s: float = 0.0  # from a request's arrival to its first row, and from its first token to the client
+    first_s: float = 0.0  # arrival to first row, plus first token to client
     token_s: float = 0.0  # closed loop: the same per prompt token and client
-    wave: float = 1.0  # closed loop: prompts computed before a request's first token, at a concurrency of 1
+    # Closed loop: prompts computed before a request's first token, at a concurrency of 1.
+    wave: float = 1.0
     # Exponent of their growth with concurrency: requests that end together return together.
     wave_growth: float = 0.0
-    turn: float = 0.0  # closed loop: share of an answer's decode steps that a client waits for its turn
+    # Closed loop: share of an answer's decode steps that a client waits for its turn.
+    turn: float = 0.0
     turn_decay: float = 0.0  # exponent of its decrease with concurrency
     how: str = "the roofline itself: nothing is lost anywhere"  # how the constants were found
 

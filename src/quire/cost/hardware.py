@@ -25,7 +25,7 @@ except ImportError:  # no compiler at install
 HERE = "this machine"  # the name of `this_machine`
 UNITS = ("bf16", "fp8", "int8", "fp4")
 GIB = 2**30
-READ_BYTES = 1 << 30  # that the probe of the bandwidth reads
+READ_BYTES = 1 << 30  # bytes read by the bandwidth probe
 # Instruction set level → instructions that its kernels may multiply with; the fastest one of this CPU is the bound.
 FLOAT_DOTS: dict[str, tuple[str, ...]] = {
     "amx": ("tdpbf16ps", "vdpbf16ps", "fma_avx512"),

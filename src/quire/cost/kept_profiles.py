@@ -103,7 +103,7 @@ def kept(
 
 def _all() -> Iterator[tuple[Path, Profile]]:
     for path in sorted(profile_folder().glob("*.json")):
-        with suppress(ConfigError):  # of another version
+        with suppress(ConfigError):  # a profile of another version
             yield path, load_profile(path)
 
 

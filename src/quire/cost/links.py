@@ -97,7 +97,7 @@ class RankShare:
     """The parts (0…1) of the model's work that a rank does."""
 
     layers: float  # multiplications of the layers
-    head: float  # of the output matrix
+    head: float  # multiplications of the output matrix
     attention: float  # K and V read, pairs multiplied
     cp: int = 1  # ranks that divide the rows of large steps
     uses: tuple[Use, ...] = field(default=())

@@ -38,7 +38,7 @@ class HostCost:
     per_seq_s: float = 0.0  # per sequence and step
     request_s: float = 0.0  # per request
     per_prompt_token_s: float = 0.0  # per token of a request's prompt
-    per_row_s: float = 0.0  # per token of a step: memory of K and V that is touched for the first time
+    per_row_s: float = 0.0  # per token of a step: first touch of its K and V memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def load_profile(path: Path) -> Profile:
         raise ConfigError(f"profile {path}: a field is missing or of the wrong form: {error}") from error
 
 
-STRAY_S = 0.02  # longest pause between two steps that counts as the engine's own work
+STRAY_S = 0.02  # seconds; longer pauses are not the engine's own work
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,11 +61,11 @@ class Work:
     precision: str
     num_layers: int
     hidden_size: int
-    kv_ways: int  # parts that a token's K and V are cut into: MLA's latent into one
+    kv_ways: int  # parts that a token's K and V are cut into; MLA: one
     kv_bytes: float  # per cached token, in the layers without a window
     windows: tuple[tuple[int, float], ...]  # (window, bytes) of the layers with a window
-    flops_per_pair: float  # of a chunk's token, over all heads and layers without a window
-    decode_flops_per_key: float  # of a decode's token; MLA multiplies with the latent itself
+    flops_per_pair: float  # per (query, key) of a chunk, in layers without a window
+    decode_flops_per_key: float  # per key of a decode; MLA: on the latent itself
     num_moe_layers: int = 0
     num_experts: int = 0
     top_k: int = 0
@@ -130,8 +130,8 @@ class LinkUse:
     """Equal collectives of a step, over all stages."""
 
     use: Use
-    num_bytes: float  # that a device sends in each
-    seconds: float  # of each
+    num_bytes: float  # bytes sent per device and collective
+    seconds: float  # per collective
     speed: float | None  # bytes/s of the table; None: measured times
     transport: Transport
 

@@ -22,14 +22,15 @@ from quire.modelspec import ModelSpec
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
 
-TREES = 8  # sequences that have a tree of drafts in one step: with more, a step has no time for wide ones
+# Sequences with a tree of drafts in one step: with more, a step has no time for wide trees.
+TREES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCheckpoint:
     """A draft model on disk (`quire.engine.assemble`). ``quantize``: as `EngineArgs.quantize`."""
 
-    name: str  # as the user gave it
+    name: str  # the name that the user gave
     path: str
     spec: ModelSpec
     formats: Mapping[str, WeightFormat]
@@ -41,13 +42,13 @@ class DraftCheckpoint:
 class HeadCheckpoint:
     """Heads on disk: in a folder of their own, or (MTP) in the model's."""
 
-    name: str  # as the user gave it
+    name: str  # the name that the user gave
     path: str
     spec: HeadSpec
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
 
 
-Drafting = ModelConfig | HeadsConfig  # what drafts, as it is held
+Drafting = ModelConfig | HeadsConfig  # a draft model, or heads
 
 
 def draft_config(

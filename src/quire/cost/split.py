@@ -39,7 +39,7 @@ class Split:
     ep: int = 1
     dp: int = 1
     cp: int = 1
-    attention_dp: int = 1  # ranks with their own attention over one shared set of experts
+    attention_dp: int = 1  # ranks with attention of their own and shared experts
 
     @property
     def num_devices(self) -> int:
@@ -58,8 +58,8 @@ class Shard:
 
     dense_bytes: float  # all read in every step
     dense_params: float
-    expert_bytes: float  # of all experts on the device
-    expert_params: float  # that one token multiplies with, on average
+    expert_bytes: float  # all experts on the device
+    expert_params: float  # multiplied per token, on average
     head_bytes: float  # the output matrix
     head_params: float
     table_bytes: float  # a separate embedding table, of which a token reads one row
@@ -132,7 +132,8 @@ def _bytes(
     return prod(shape) * FLOAT_BYTES[precision]
 
 
-UTILIZATION = 0.9  # share of a device's memory; the rest is fragmentation, the driver and uncounted buffers
+# Share of a device's memory; the rest is fragmentation, the driver and uncounted buffers.
+UTILIZATION = 0.9
 # An accelerator's context and libraries, captured graphs, and buffers of collectives (these as aiconfigurator
 # counts them for NCCL: gpu_profiles/aiconfigurator/h100_sxm.yaml, nccl_mem). A CPU process: torch and its libraries.
 RUNTIME_BYTES = {"accelerator": 1 << 30, "cpu": 400 << 20}
@@ -144,9 +145,10 @@ COLLECTIVE_BYTES = 400 << 20
 class MemoryPlan:
     """Bytes on one device, unless the name says otherwise."""
 
-    kv_bytes_per_token: int  # of the whole model, in the layers that see the token
+    kv_bytes_per_token: int  # whole model, layers that see the token
     kv_scale_bytes_per_token: int  # int8: 4 bytes each for K and V, per head and layer
-    kv_bytes_per_request: int  # of the whole model at ``context``; a layer with a window keeps its window
+    # The whole model at ``context``; a layer with a window keeps its window.
+    kv_bytes_per_request: int
     context: int  # tokens
     weights: int
     activations: int
@@ -155,9 +157,9 @@ class MemoryPlan:
     capacity: int
     usable: int
     kv_pool: int  # left for K and V; below 0: the model does not fit
-    kv_request_share: int  # of one request's K and V on one device
-    max_requests: int  # of ``context`` tokens at once, in a replica
-    max_context: int  # tokens of the longest request that fits alone; at most the model's positions
+    kv_request_share: int  # one request's K and V on one device
+    max_requests: int  # requests with ``context`` tokens at once, per replica
+    max_context: int  # longest request alone, in tokens, ≤ the model's positions
     draft: int = 0  # weights of the draft model
     prefix: int = 0  # K and V of a prefix that all requests share
 

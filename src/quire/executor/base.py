@@ -19,8 +19,8 @@ class RankLoaded(NamedTuple):
     weight_bytes: int
     load_s: float
     host: str
-    num_cores: int  # that it may use
-    call_by_call: str = ""  # why its steps are not replayed from a recording; empty: they are
+    num_cores: int  # cores that it may use
+    call_by_call: str = ""  # why its steps are not replayed; empty: they are
 
 
 class Executor(Protocol):

@@ -89,6 +89,6 @@ class LoggedExecutor:
             self._file.write(line)
         except OSError as error:
             _log.error("the step log ends here: %s", error)
-            with contextlib.suppress(OSError):  # what is still buffered cannot be written either
+            with contextlib.suppress(OSError):  # buffered lines cannot be written either
                 self._file.close()
             self._file = None

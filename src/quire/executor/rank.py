@@ -90,7 +90,8 @@ def main(argv: list[str]) -> None:
     try:
         RankLoop(boot, channel, [None if fd < 0 else socket.socket(fileno=fd) for fd in links]).run()
     except OSError as error:
-        _fail(channel, error)  # of a socket, as a rule: another process has ended
+        # Usually a socket's error: another process has ended.
+        _fail(channel, error)
     except Exception as error:
         if not isinstance(error, QuireError):
             traceback.print_exc()
@@ -211,7 +212,7 @@ class RankLoop:
     def _launch(self, plan: StepPlan) -> Launched | int:
         try:
             return self.worker.launch(plan)
-        except StepError:  # of the plan, which the answering rank refuses as well
+        except StepError:  # the answering rank refuses this plan as well
             return plan.step
 
     def _settle(self, told: Told) -> None:

@@ -22,7 +22,7 @@ from quire.metrics.engine_stats import LayerLoad
 from quire.metrics.log import configured
 from quire.parallel.placement import Meeting
 
-_FATE_S = 0.5  # how long the group is looked at for the rank that ended first
+_FATE_S = 0.5  # seconds to find the rank that ended first
 _GRACE_S = 2.0
 
 
@@ -32,9 +32,9 @@ class RankHandle(Protocol):
     number: int
     channel: Channel
     life: socket.socket  # the rank ends when it closes
-    cores: tuple[int, ...]  # that it is to be pinned to; none: it is not
+    cores: tuple[int, ...]  # cores to pin the rank to; empty: not pinned
     memory: str  # name of the shared memory of its node; empty: none
-    meeting: Meeting | None  # as of `RankBoot`
+    meeting: Meeting | None  # see `RankBoot`
 
     @property
     def name(self) -> str:

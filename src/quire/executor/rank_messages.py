@@ -33,12 +33,12 @@ class RankBoot:
 
     config: EngineConfig
     rank: int
-    cores: tuple[int, ...]  # that the rank is pinned to; none: it is not
+    cores: tuple[int, ...]  # cores that the rank is pinned to; empty: not pinned
     log_level: str
     log_format: LogStyle
-    memory: str = ""  # of the collectives: name of their shared memory; empty: none
-    meeting: Meeting | None = None  # with the ranks on other nodes; None: it exchanges with none there
-    fingerprint: str = ""  # that the rank's checkpoint must have; empty: it is the same file
+    memory: str = ""  # name of the collectives' shared memory; empty: none
+    meeting: Meeting | None = None  # for exchange with other nodes' ranks; None: no exchange
+    fingerprint: str = ""  # required of the rank's checkpoint; empty: same file
 
 
 class Told(NamedTuple):
@@ -69,7 +69,7 @@ class RankCounts(NamedTuple):
     busy_s: float = 0.0  # in which it computed, without waiting for another stage
     num_steps: int = 0
     bytes_sent: int = 0  # to other ranks: collectives, and the next stage
-    peak_bytes: int = 0  # of resident memory
+    peak_bytes: int = 0  # resident memory
 
 
 class Answer(NamedTuple):

@@ -199,7 +199,7 @@ def start_on_ray(config: EngineConfig) -> RankGroup:
     actors: list[Any] = []
 
     def clean_up() -> None:
-        with contextlib.suppress(Exception):  # of an actor that has died, with its node as a rule
+        with contextlib.suppress(Exception):  # an actor may have died, usually with its node
             ray.get([actor.remove_memory.remote() for actor in actors], timeout=_REMOVING_S)
         for actor in actors:
             ray.kill(actor)

@@ -19,9 +19,8 @@ from quire.executor.base import Executor
 from quire.request import Adapter, Sampling
 from quire.step import NewSeq, SeqResult, StepPlan, StepResult
 
-MAX_BYTES = (
-    32 * 2**20
-)  # of the ring, about; a step with long prompts or many log-probabilities takes more than others
+# Approximate size of the ring; a step with long prompts or many log-probabilities takes more than others.
+MAX_BYTES = 32 * 2**20
 _SEQ_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 400, 36, 64
 
 
@@ -38,7 +37,7 @@ class RecordedStep(NamedTuple):
 class LiveSeq:
     """A sequence that the worker had before the first step of a recording."""
 
-    new: NewSeq  # as it was admitted
+    new: NewSeq  # the sequence at its admission
     output_token_ids: list[int]  # since then
     tables: list[list[int]]  # per cache group: block of each row; negative: none
 
@@ -47,11 +46,11 @@ class LiveSeq:
 class Recording:
     """What a flight recorder saves, oldest step first."""
 
-    about: dict[str, str]  # version, reason, fingerprint, setup … (docs/flight-recorder.md)
-    settings: str  # of `EngineArgs`, as JSON
+    about: dict[str, str]  # version, reason, setup … (docs/flight-recorder.md)
+    settings: str  # `EngineArgs` as JSON
     has_ids: bool
     live: list[LiveSeq]
-    adapters: dict[int, Adapter]  # by slot, before the first step
+    adapters: dict[int, Adapter]  # before the first step, by slot
     steps: list[RecordedStep]
 
 
@@ -63,7 +62,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._live: dict[int, LiveSeq] = {}
         self._adapters: dict[int, Adapter] = {}
-        self._steps: deque[tuple[RecordedStep, int]] = deque()  # and about how many bytes it holds
+        self._steps: deque[tuple[RecordedStep, int]] = deque()  # each with its approximate bytes
         self._num_bytes = 0
         self._out: deque[tuple[StepPlan, float]] = deque()
 

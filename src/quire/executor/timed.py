@@ -17,9 +17,9 @@ from quire.cost.cost_model import StepFeatures, chunk_pairs
 from quire.request import Sampling
 from quire.step import NewSeq, SeqResult, StepPlan, StepResult
 
-FIRST_TOKEN_ID = 25  # below it are the special ids of most vocabularies, Quill's among them
+FIRST_TOKEN_ID = 25  # lower ids are special in most vocabularies
 NUM_TOKEN_IDS = 80
-_start_of = itemgetter(2)  # of a SeqPlan
+_start_of = itemgetter(2)  # `SeqPlan.num_computed_tokens`
 
 
 def sampled_token(sampling: Sampling, sample_index: int) -> int:
@@ -37,7 +37,7 @@ class Taken(NamedTuple):
     result: StepResult
     step: StepFeatures
     num_decodes: int  # sequences with one known token in the step
-    num_restored: int = 0  # tokens that were computed before a preemption and are kept: not in ``step``
+    num_restored: int = 0  # kept from before a preemption; not in ``step``
 
 
 class StepLedger:
@@ -52,7 +52,7 @@ class StepLedger:
         """
         self._restores, self._add_drafts = restores, add_drafts
         self._computed: dict[int, int] = {}  # with ``restores``: tokens that a sequence has had computed
-        self._restorable: dict[int, int] = {}  # of those admitted again
+        self._restorable: dict[int, int] = {}  # tokens kept for sequences that are admitted again
         # Per sequence: its known tokens at admission, its result where a step samples, and where it does not.
         self._seqs: dict[int, tuple[int, SeqResult, SeqResult]] = {}
         self._sampled: dict[int, SeqResult] = {}
@@ -155,7 +155,7 @@ class TimedExecutor:
         self._stages, self._stage_free_s = stages, [0.0] * max_in_flight
         self.out_s = 0.0  # in which at least one step was in flight
         self.max_in_flight = max_in_flight
-        self.slowdown = 1.0  # of the steps submitted from now on
+        self.slowdown = 1.0  # factor for steps submitted from now on
         self.num_steps = 0
         self.busy_s = 0.0
         self._seconds = seconds

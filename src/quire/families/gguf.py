@@ -172,7 +172,8 @@ def _rope(f: Fields, head_dim: int, floats: Floats) -> dict[str, Any]:
     original = f.optional_integer("rope.scaling.original_context_length", minimum=1)
     stated = _scaling(f)
     factors = floats("rope_freqs.weight")
-    if factors is not None:  # Llama 3.1 and later: the scaling of each frequency, computed at conversion
+    # Llama 3.1 and later: the scaling of each frequency, computed at conversion.
+    if factors is not None:
         if stated and stated["rope_type"] != "linear":
             raise f.wrong("rope.scaling.type", "'linear' or 'none' beside rope_freqs.weight")
         factors = tuple(each * stated["factor"] for each in factors) if stated else factors

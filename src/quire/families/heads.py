@@ -28,7 +28,7 @@ from quire.weight_format import PLAIN, TWO_LEVEL_BLOCK, TWO_LEVEL_GROUP, WeightF
 HeadMethod = Literal["medusa", "eagle", "eagle3", "mtp"]
 HEAD_METHODS: tuple[HeadMethod, ...] = get_args(HeadMethod)
 LAYER = "layers.0."
-Shapes = Mapping[str, tuple[int, ...]]  # by stored name
+Shapes = Mapping[str, tuple[int, ...]]  # stored name → shape
 
 _MEDUSA = re.compile(r"(?:medusa_heads\.)?(?:blocks\.(\d+)\.layers\.(\d+)|(\d+)\.(\d+)\.linear)\.weight")
 
@@ -39,12 +39,11 @@ class HeadSpec:
 
     method: HeadMethod
     hidden_size: int
-    vocab_size: int  # of the model
+    vocab_size: int  # the model's
     model: ModelSpec | None = None  # EAGLE, MTP: a model of one layer, for that layer
     fc_bias: bool = False  # EAGLE
-    taps: tuple[
-        int, ...
-    ] = ()  # eagle3: layers of the model whose inputs are read; else its last hidden state is
+    # EAGLE-3: the layers of the model whose inputs are read; empty: its last hidden state is read.
+    taps: tuple[int, ...] = ()
     draft_vocab_size: int = 0  # eagle3: ids that it knows
     num_heads: int = 0  # medusa
     num_blocks: int = 0  # medusa: residual blocks per head

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from quire.errors import ModelLoadError, UnsupportedModelError, clip
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
-LARGEST = 2**31 - 1  # of any integer: token ids have 32 bits
+LARGEST = 2**31 - 1  # largest integer accepted: token ids have 32 bits
 MOST_LAYERS = 4096
 
 

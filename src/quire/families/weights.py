@@ -54,7 +54,7 @@ class WeightMap:
 
     sources: Mapping[str, tuple[Take, ...]]
     ignore: tuple[str, ...]
-    num_layers: int = 0  # of the model, for errors
+    num_layers: int = 0  # the model's, for errors
 
 
 # (spec, layer index, prefix of the layer's names in the checkpoint) -> takes by the canonical name after "layers.{i}."
@@ -173,5 +173,5 @@ class Family:
     architecture: str  # the entry of "architectures" in config.json
     read: Callable[[Fields], ModelSpec]
     weights: Callable[[ModelSpec], WeightMap]
-    model_type: str = ""  # as in config.json; "": the name
-    quantizations: tuple[str, ...] = ()  # values of quantization_config.quant_method that its map can read
+    model_type: str = ""  # model_type in config.json; "": the name
+    quantizations: tuple[str, ...] = ()  # supported quantization_config.quant_method

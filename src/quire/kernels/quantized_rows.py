@@ -28,12 +28,13 @@ STRIDE_ALIGN = 64  # bytes of a cache line, and of a row of an AMX tile
 class QuantizedRows:
     """``group`` is the weight's (None: one group). The last group may be short; its missing inputs are zeros."""
 
-    q: Tensor  # int8 [num_tokens, row_stride]; zeros from in_features on; fp8 [num_tokens, in_features]
+    # int8 [num_tokens, row_stride], zeros from in_features on; fp8 [num_tokens, in_features].
+    q: Tensor
     scale: Tensor  # fp32 [num_tokens]; fp8: [num_tokens, num_groups]
     sums: Tensor  # int32 [num_tokens, num_groups]; fp8: [num_tokens, 0]
     in_features: int
     group: int | None
-    dtype: torch.dtype  # of the rows before they were quantized, and of a linear's result
+    dtype: torch.dtype  # type before quantization, and of a linear's result
 
     @property
     def shape(self) -> torch.Size:

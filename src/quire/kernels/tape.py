@@ -32,7 +32,7 @@ class NotRecordable(Exception):
     """The forward does something that a replay would not do; the text says what."""
 
 
-Counts = tuple[int, int]  # of a step: tokens, and rows that give logits
+Counts = tuple[int, int]  # tokens of a step, rows that give logits
 
 
 class _Cut(NamedTuple):
@@ -41,7 +41,7 @@ class _Cut(NamedTuple):
     call: Callable[[torch.Tensor, torch.Tensor], None]
     x: torch.Tensor
     y: torch.Tensor
-    kind: int  # which of `Counts` the rows are
+    kind: int  # index into `Counts`
 
     def run(self, counts: Counts) -> None:
         if rows := counts[self.kind]:

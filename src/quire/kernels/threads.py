@@ -30,7 +30,8 @@ except ImportError:
 # Without a step before tables for grammars are built: a part of them takes up to a second.
 TABLES_QUIET_S = 1.0
 _PAUSE_S = 0.02  # between two looks whether steps run
-_one_at_a_time = threading.Lock()  # MKL's number of threads is the process's, so two engines take turns
+# MKL's number of threads belongs to the process, so two engines take turns.
+_one_at_a_time = threading.Lock()
 _chosen = 0  # 0: not chosen, so torch's number counts
 
 
@@ -71,7 +72,7 @@ class BetweenSteps:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._is_running = False
-        self._ended_s = clock.now()  # of the last step
+        self._ended_s = clock.now()  # end of the last step
         self._is_closed = threading.Event()
 
     def step_begins(self) -> None:

@@ -130,7 +130,8 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tenso
 
 
 HUGE = 2 << 20  # bytes
-SLAB = 32 * HUGE  # what is not larger shares one: alone, a matrix wastes up to a huge page
+# Smaller allocations share a slab: alone, a matrix wastes up to a huge page.
+SLAB = 32 * HUGE
 LINE = 4096  # bytes; alignment of a matrix in a slab
 
 

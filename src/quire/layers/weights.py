@@ -66,7 +66,7 @@ class Build:
 
     dtype: torch.dtype
     kernels: KernelChoice
-    eps: float  # of norms
+    eps: float  # norms' epsilon
     norm_plus_one: bool = False
     formats: Formats = field(default_factory=dict)
     tp: TensorParallel | None = None  # None: this rank has all heads and whole matrices

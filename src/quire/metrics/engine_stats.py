@@ -47,7 +47,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  
 
 
 LONG_SHARE = 8  # long prompts have one token for so many of short ones
-LEAST_LONG_SHARE = 16  # but at least one in so many of what they have without short ones
+LEAST_LONG_SHARE = 16  # at least one in so many of the tokens they have alone
 QUIET_TIMES = 4  # factor on the threshold while no short prompt came lately
 
 
@@ -68,10 +68,10 @@ class TtftStats:
     """What the engine's predictor knows of the way to a first token."""
 
     chunk_tokens: int = 1  # prompt tokens per step
-    step_s: float = 0.0  # of a step with a chunk, beside the chunk's tokens
+    step_s: float = 0.0  # a step with a chunk, without the chunk's tokens
     token_s: float = 0.0  # per prompt token
     ratio: float = 1.0  # seconds measured / predicted, of the last requests
-    long_tokens: int = 0  # long prompts have at most so many of a step together; 0: all of it
+    long_tokens: int = 0  # tokens per step for all long prompts; 0: no limit
 
     def seconds(self, num_ahead: int, num_tokens: int, *, busy: bool, num_long: int = 0) -> float:
         """Return when a prompt of ``num_tokens`` behind ``num_ahead`` others' tokens has its first token.
@@ -96,7 +96,7 @@ class LayerLoad(NamedTuple):
     tokens: int  # times the experts per token
     of_experts: float
     of_ranks: float
-    of_ranks_balanced: float  # of the same tokens, with the experts where they are from now on
+    of_ranks_balanced: float  # the same tokens, with the experts' new places
     num_moved: int
 
 
@@ -106,22 +106,23 @@ class RankAbout(NamedTuple):
     host: str
     pid: int
     stage: int
-    num_cores: int  # that it may use
+    num_cores: int  # cores that it may use
     weight_bytes: int
-    replays: bool = True  # whether its steps are replayed from a recording, without Python between the calls
+    replays: bool = True  # steps are replayed, without Python between the calls
 
 
 class RankStats(NamedTuple):
     """The ranks of an engine whose model is cut over several processes."""
 
-    out_s: float = 0.0  # in which at least one step was out
-    busy_s: tuple[float, ...] = ()  # of each rank, in which it computed
-    bytes_sent: tuple[int, ...] = ()  # by each rank to the others
-    experts: tuple[LayerLoad, ...] = ()  # of the last interval, where whole experts lie on ranks
+    out_s: float = 0.0  # seconds with at least one step out
+    busy_s: tuple[float, ...] = ()  # computing seconds of each rank
+    bytes_sent: tuple[int, ...] = ()  # sent by each rank to the others
+    experts: tuple[LayerLoad, ...] = ()  # in the last interval, where whole experts lie on ranks
     num_moved: int = 0  # experts, since the start
     about: tuple[RankAbout, ...] = ()
     peak_bytes: tuple[int, ...] = ()  # resident memory of each rank at its largest
-    num_steps: tuple[int, ...] = ()  # of each rank, whose counts are in here: they come behind the answers
+    # Steps of each rank in these counts, which arrive after the answers.
+    num_steps: tuple[int, ...] = ()
 
     @property
     def busy_shares(self) -> tuple[float, ...]:
@@ -149,11 +150,11 @@ class EngineStats:
     num_cached_blocks: int = 0  # in the prefix tree, used or idle
     num_idle_blocks: int = 0  # in the prefix tree and nowhere else: available on demand
     num_peak_blocks: int = 0  # held by sequences or steps at most, since the start
-    num_unused_slots: int = 0  # of the blocks that running sequences hold: no token is in them yet
+    num_unused_slots: int = 0  # slots without a token in running sequences' blocks
     kv_fragmentation: float = 0.0  # their share of these blocks' slots, 0…1
     ttft: TtftStats = TtftStats()
     num_chosen_drafts: int = 0  # per sequence and step, of mean acceptance
-    draft_gain: float = 1.0  # tokens per second with drafts over those without, as predicted
+    draft_gain: float = 1.0  # predicted tokens/s with drafts over those without
     measured_draft_gain: float = 0.0  # the same as measured; 0: not known
     ranks: RankStats = field(default_factory=RankStats)
     # Counters
@@ -164,30 +165,30 @@ class EngineStats:
     num_aborted: int = 0
     num_expired: int = 0  # sequences that missed their deadline
     num_failed: int = 0
-    num_prompt_tokens: int = 0  # of sequences admitted for the first time
-    num_cached_tokens: int = 0  # of these, how many came from the prefix tree
+    num_prompt_tokens: int = 0  # in sequences admitted for the first time
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix tree
     num_computed_tokens: int = 0  # computed, again after a preemption too
     num_generated_tokens: int = 0
     num_chunks: int = 0  # prompt chunks that were not the last of their prompt
     num_preemptions: int = 0
     num_forks: int = 0
-    num_zombie_results: int = 0  # results dropped because their sequence had ended or was preempted
+    num_zombie_results: int = 0  # dropped: their sequence had ended or was preempted
     num_failed_steps: int = 0
     num_restarted_readers: int = 0  # sequences that read from a failed step and started again
     num_evicted_blocks: int = 0
-    num_loaded_blocks: int = 0  # that came whole from another tier or peer
-    num_stored_blocks: int = 0  # that reached another tier or peer
-    num_failed_transfers: int = 0  # that ended with an error, whole blocks or not
-    num_reclaimed_blocks: int = 0  # that nothing referred to any more, and that were not free
-    num_recomputed: int = 0  # sequences computed once more: NaN or infinite logits, or a fault beside them
-    num_recompute_failed: int = 0  # that failed, since it happened again at the same token
-    num_verifications: int = 0  # of drafts, per sequence and step
+    num_loaded_blocks: int = 0  # loaded whole from another tier or peer
+    num_stored_blocks: int = 0  # stored in another tier or peer
+    num_failed_transfers: int = 0  # ended with an error, even if some blocks are whole
+    num_reclaimed_blocks: int = 0  # blocks that nothing referred to, and that were not free
+    num_recomputed: int = 0  # sequences computed again after bad logits or a fault
+    num_recompute_failed: int = 0  # failed again at the same token
+    num_verifications: int = 0  # verifications of drafts, per sequence and step
     num_draft_tokens: int = 0  # verified
-    num_accepted_tokens: int = 0  # of these
+    num_accepted_tokens: int = 0  # accepted drafts
     accepted_at: tuple[int, ...] = ()  # the same by position of the draft
-    busy_s: float = 0.0  # in which steps were computed
-    unshared_s: float = 0.0  # of these, spent on sequences that had ended when their step was applied
-    kv_block_s: float = 0.0  # of sequences that ended
+    busy_s: float = 0.0  # seconds with a step in computation
+    unshared_s: float = 0.0  # spent on sequences that ended before a step was applied
+    kv_block_s: float = 0.0  # block-seconds of ended sequences
     step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # steps by their tokens, at most each bound
 
     @property

@@ -31,7 +31,7 @@ class RequestPhases:
     end_s: float
     num_prompt_tokens: int
     num_output_tokens: int
-    finish_reasons: tuple[str, ...]  # of the sequences, in the order in which they ended
+    finish_reasons: tuple[str, ...]  # per sequence, in the order in which they ended
 
 
 class RequestTracer:

@@ -36,13 +36,13 @@ class Checkpoint:
     path: Path  # the folder, or the GGUF file
     kind: Kind
     spec: ModelSpec
-    files: tuple[Path, ...]  # of weights; empty for "random"
+    files: tuple[Path, ...]  # weight files; empty for "random"
     dtype: str  # the type of most of the weights' bytes
     generation: GenerationDefaults
-    tokenizer: Path  # the folder with the tokenizer's files, or the GGUF file that holds it
+    tokenizer: Path  # folder with the tokenizer's files, or the GGUF file
     # Canonical name of a quantized weight → the format that holds it.
     formats: Mapping[str, WeightFormat] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()  # what the files hold and no answer uses
+    remarks: tuple[str, ...] = ()  # contents of the files that no answer uses
 
     @property
     def weight_bytes(self) -> int:

@@ -15,8 +15,8 @@ import quire
 from quire.models.checkpoint import Checkpoint
 from quire.models.safetensors_file import INDEX_NAME, checkpoint_files
 
-_HEAD_BYTES = 2**16  # of each file: names, types and shapes of its first tensors
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file, spread evenly
+_HEAD_BYTES = 2**16  # per file: names, types and shapes of its first tensors
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # per file, spread evenly
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

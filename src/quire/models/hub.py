@@ -86,7 +86,8 @@ def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
 
 def _from_hub(repo: str, quant: str, revision: str | None, token: str | None) -> Path:
     """Download the files of a repository that serving needs, or find them in the cache."""
-    import huggingface_hub  # imported late: its HTTP client takes 0.2 s, which a local model does not need
+    # Imported late: its HTTP client takes 0.2 s, which a local model does not need.
+    import huggingface_hub
     from huggingface_hub import errors as hub_errors
     from huggingface_hub.utils import logging as hub_log
 

@@ -141,7 +141,8 @@ def expand_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """
     pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)], dtype=dtype)
     out = torch.empty((*scales.shape[:-1], 32 * scales.shape[-1]), dtype=dtype)
-    for target, packed, scale in zip(out, blocks, scales, strict=True):  # by expert: an index takes 8 bytes
+    # Expert by expert: an index takes 8 bytes per element.
+    for target, packed, scale in zip(out, blocks, scales, strict=True):
         powers = torch.exp2(scale.float() - 127.0).to(dtype).unsqueeze(-1)
         values = pairs[packed.long()].flatten(-2).mul_(powers)  # [rows, groups, 32]
         target.copy_(values.flatten(-2))

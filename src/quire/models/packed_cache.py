@@ -33,7 +33,7 @@ from quire.quant.stored import Weight
 log = Log("packed_cache")
 QUIET_S = 1.0  # since the end of the last step, before anything is written
 _CODE = ("kernels", "layers", "models", "quant")  # packages that decide the bytes
-_LOWEST = 19  # of nice
+_LOWEST = 19  # lowest priority (nice)
 
 
 class CheckpointWeights:
@@ -45,7 +45,7 @@ class CheckpointWeights:
         """``cuts``: what a rank reads; None: the whole model."""
         self._model, self._dtype, self._runner, self._cuts = model, dtype, runner, cuts
         self._filled: Collection[str] = ()
-        self.saver: PackedSaver | None = None  # of what was packed in place of read
+        self.saver: PackedSaver | None = None  # for weights that were packed instead of read
         self._key = ""
         config = model.packed_cache
         is_possible = runner.backend == "native" and model.load_format != "random"

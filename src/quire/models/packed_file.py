@@ -28,7 +28,7 @@ except ImportError:
 SUFFIX = ".packed"
 _MAGIC = b"QUIREPW1"
 _PAGE = 4096
-_PIECE = 1 << 20  # bytes read, or written, and summed at once: they stay in a core's cache in between
+_PIECE = 1 << 20  # bytes per read, write and sum, in a core's cache
 
 
 class Unusable(Exception):

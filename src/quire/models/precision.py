@@ -33,7 +33,8 @@ def precision_of(model: str, spec: ModelSpec) -> str:
 def _of_config(path: Path) -> str | None:
     config = read_json(path)
     quantization = quantization_of(config, str(path))
-    if quantization is None:  # plain, or of a method that only the family's own map of weights reads
+    # Plain, or of a method that only the family's own map of weights reads.
+    if quantization is None:
         stated = config.get("quantization_config") or {}
         return "mxfp4" if stated.get("quant_method") == "mxfp4" else None
     if not quantization.targets:

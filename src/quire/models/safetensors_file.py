@@ -30,7 +30,7 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "F16": ("float16", 2),
     "BF16": ("bfloat16", 2),
     "U8": ("uint8", 1),  # packed blocks, where a family's map says so
-    "I8": ("int8", 1),  # quantized weights, where quantization_config says so; and their indices and shapes
+    "I8": ("int8", 1),  # quantized weights, their indices and shapes
     "F8_E4M3": ("float8_e4m3fn", 1),
     "I32": ("int32", 4),
     "I64": ("int64", 8),
@@ -47,7 +47,7 @@ AGAIN = "the download is incomplete or the file is damaged: download it again"
 class StoredTensor:
     """Where one tensor lies in a mapped file. ``buffer`` keeps the mapping alive."""
 
-    dtype: str  # "float32", "float16", "bfloat16", integers (quantized weights) or, in GGUF, "q8_0", "q4_k" …
+    dtype: str  # "float32", "bfloat16", "int8" …; in GGUF "q8_0", "q4_k" …
     shape: tuple[int, ...]
     buffer: mmap.mmap
     offset: int  # bytes from the start of the file
@@ -89,7 +89,8 @@ def reading(path: Path | str) -> Iterator[None]:
     except QuireError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of a Rust library
+        # A Rust library's panic is no `Exception`.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelLoadError(f"{path} cannot be read ({clip(why, 200)[1:-1]}); {AGAIN}.") from error

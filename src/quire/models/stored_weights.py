@@ -27,7 +27,7 @@ from quire.quant.stored import (
 )
 from quire.weight_format import WeightFormat
 
-Tensors = Mapping[str, Tensor]  # by part
+Tensors = Mapping[str, Tensor]  # part → tensor
 _TORCH: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float32", "float16", "bfloat16", "uint8", "int8", "float8_e4m3fn", "int32", "int64")
@@ -127,7 +127,7 @@ def _open_parts(
 
 def _columns_of(tensors: Tensors, scheme: Scheme, in_features: int, columns: range) -> Tensors:
     """Return the parts of a matrix for the inputs ``columns``, which are whole words and whole groups."""
-    dims = {"packed": 1, "gptq": 0, "awq": 0}  # of the inputs
+    dims = {"packed": 1, "gptq": 0, "awq": 0}  # dimension of the inputs
     dim = dims.get(scheme.encoding, 1)
     found = dict(tensors)
     for part in ("q", "scale", "zero"):
@@ -204,7 +204,7 @@ def _check_index(index: Tensor, scheme: Scheme, name: str) -> None:
 def _check_zeros(zero: Tensor, scheme: Scheme, name: str) -> None:
     """Check that every zero point of a symmetric checkpoint is the middle."""
     middle = 0
-    if scheme.encoding in ("gptq", "awq", "packed"):  # as a word of zero points
+    if scheme.encoding in ("gptq", "awq", "packed"):  # zero points in words
         each = (1 << scheme.bits - 1) - scheme.zero_minus_one
         word = each * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)
         middle = int(torch.tensor([word]).to(torch.int32))

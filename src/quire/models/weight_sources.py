@@ -22,7 +22,7 @@ from quire.weight_format import GROUPS, PLAIN, Kind, WeightFormat, held_as
 from quire.weight_plan import role_of
 
 Tensors = Mapping[str, StoredTensor]
-Parts = Mapping[str, str]  # part of a quantized matrix ("q", "scale", "zero", "index") → stored name
+Parts = Mapping[str, str]  # "q", "scale", "zero" or "index" → stored name
 FP8 = ("fp8", "fp8_inverse")  # encodings
 # Element type by encoding, for weights that are not in int32 words.
 _TYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_inverse": "float8_e4m3fn"}
@@ -47,7 +47,7 @@ class Source:
 
     take: Take
     held: WeightFormat = PLAIN
-    scheme: Scheme | None = None  # of a quantization_config
+    scheme: Scheme | None = None  # from quantization_config
     parts: tuple[Parts, ...] = ()  # for each of ``take.names``, with a scheme
 
 
@@ -194,7 +194,7 @@ def _check_parts(take: Take, scheme: Scheme, parts: Parts, stored: Tensors) -> N
         shapes = {"q": (out, in_), "scale": (out, groups), "zero": (out, groups)}
     if scheme.encoding in FP8:
         found = stored[parts["scale"]].shape
-        whole = found if found in ((), (1,), (out,)) else (out, 1)  # of the matrix, or of its rows
+        whole = found if found in ((), (1,), (out,)) else (out, 1)  # one scale, or one per row
         shapes["scale"] = (
             whole if scheme.group is None else (-(-out // scheme.group), -(-in_ // scheme.group))
         )

@@ -21,7 +21,7 @@ from quire.modelspec import ModelSpec
 from quire.parallel.shard import shard
 from quire.parallel.topology import AXES, Axis, Topology
 
-SLOT_BYTES = 1 << 20  # longer messages go in pieces, while they are still in the caches
+SLOT_BYTES = 1 << 20  # bytes; longer messages go in pieces that stay in caches
 _MAGIC = b"QUIRESHM"
 _VERSION = 1
 _HEADER = struct.Struct("<8s6Iq")  # magic, version, tp, pp, ep, cp, -, bytes of a slot
@@ -55,7 +55,8 @@ def slot_bytes_of(spec: ModelSpec, topology: Topology) -> int:
     for rank in range(topology.world_size):
         mine, cp = shard(spec, topology, rank), topology.cp
         sizes = [spec.hidden_size, mine.max_vocab if topology.tp * topology.ep > 1 else 0]
-        if cp > 1:  # a row's partial results for all ranks (MLA: of the latent size); q, k and v side by side
+        # A row's partial results for all ranks (MLA: of the latent size), or its q, k and v together.
+        if cp > 1:
             for a in (layer.attention for layer in mine.spec.layers):
                 size = a.kv_lora_rank if a.is_mla else a.v_head_dim
                 sizes += [cp * a.num_heads * (size + 2), (a.num_heads + 2 * a.num_kv_heads) * a.head_dim]

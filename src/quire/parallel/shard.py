@@ -35,7 +35,7 @@ from quire.parallel.topology import Heads, Rank, Topology, share
 from quire.weight_format import PLAIN, WeightFormat
 
 Formats = Mapping[str, WeightFormat]
-INPUT_UNIT = 64  # inputs of a matrix that stay together where there are enough of them: a cache line of int8
+INPUT_UNIT = 64  # inputs kept together where possible: an int8 cache line
 VOCAB_UNIT = 16  # rows of the vocabulary
 OUTPUT_UNIT = 16  # rows of a matrix whose results are gathered
 
@@ -80,11 +80,11 @@ class Shard:
     at: Rank
     whole: ModelSpec
     spec: ModelSpec
-    layers: range  # of the whole model
+    layers: range  # numbers of layers in the whole model
     vocab: range  # rows of the vocabulary; ``spec`` has the whole model's size
     max_vocab: int  # rows of the rank that has the most
     cuts: Mapping[str, Cut]
-    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)  # of ``cuts``
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)  # shapes of ``cuts``
 
     @property
     def vocab_begins(self) -> tuple[int, ...]:

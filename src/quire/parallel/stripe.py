@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-DIVIDE_FROM = 32  # rows per rank from which the ranks divide a step's rows: fewer take as long as one
+# Rows per rank from which the ranks divide a step's rows: fewer take as long as one.
+DIVIDE_FROM = 32
 Ints = npt.NDArray[np.int64]
 
 

@@ -28,7 +28,7 @@ from quire.parallel.topology import Axis
 Transport = Literal["shared", "gloo", "ring"]
 Kind = Literal["all_reduce", "all_gather", "all_to_all", "gather_parts", "dispatch", "send"]
 Rows = Literal["tokens", "own", "sampled"]
-SUM_BLOCK = 256  # elements: a part of a sum in shared memory has whole blocks (`kBlock` in C++)
+SUM_BLOCK = 256  # elements; shared memory is summed in whole blocks
 
 
 def sent(
@@ -69,9 +69,11 @@ class Use:
     taken: int  # bytes of an element
     given: int  # the same of the result
     rows: Rows
-    index: int = 0  # of this rank on the axis; sums in shared memory have parts of whole blocks
+    # This rank's index on the axis: sums in shared memory have parts of whole blocks.
+    index: int = 0
     cp: int = 1
-    is_divided: bool | None = None  # only in steps that the cp axis divides, or not; None: in every step
+    # Only in steps that the cp axis divides (True) or does not divide (False); None: in every step.
+    is_divided: bool | None = None
 
     def num_rows(self, num_tokens: int, num_logits: int) -> int:
         """Return the rows in a step; 0: the step has no such collective."""
@@ -153,7 +155,7 @@ class _Uses:
         self.add_block(prefix + "mlp.down.weight", mlp.intermediate_size, rows)
         if (moe := mlp.moe) is None:
             return
-        if self._shard.topology.ep > 1:  # as many (token, expert) pairs on each rank
+        if self._shard.topology.ep > 1:  # equally many (token, expert) pairs on each rank
             self.add("ep", "gather_parts", moe.top_k * self._hidden / self._shard.topology.ep, rows)
         else:
             self.add_sum(self.item, rows)

@@ -29,9 +29,10 @@ from quire.weight_format import WeightFormat
 
 # The largest weight of a group becomes −divisor: beyond 8 it is cut off, below it not all levels are used.
 DIVISORS = (8.0, 7.0, 7.4, 7.7, 8.3, 8.6, 9.0)
-TOP = 116.0  # of 120: a little is cut off
-NEIGHBOURS = (-1, 0, 1, 2, 3)  # multipliers tried, from the one that makes a group's largest 8 or more
-PARTIALS = 4  # partial sums of Σ w·q: weight i of a group belongs to sum i mod 4
+TOP = 116.0  # below 120, so the largest weight is cut off a little
+# Multipliers tried, counted from the one that makes a group's largest level 8 or more.
+NEIGHBOURS = (-1, 0, 1, 2, 3)
+PARTIALS = 4  # partial sums of Σ w·q; weight i belongs to sum i mod 4
 SMALLEST = 2.0**-100  # a group whose largest weight is no larger is all zeros
 
 
@@ -105,7 +106,7 @@ def _two_levels(weight: Tensor, held: WeightFormat) -> QuantizedWeight:
         m = (first + neighbour).clamp(1, 15)
         q = _side_levels(values, inverse / m, m)
         along, size = _sum(values * q), q.square().sum(-1, keepdim=True)
-        gain = (along + along - step * m * size) * m  # what it takes from the square error, over step
+        gain = (along + along - step * m * size) * m  # decrease of the square error, over step
         better = gain > best
         best = torch.where(better, gain, best)
         kept = [torch.where(better, *pair) for pair in zip((m, along, size), kept, strict=True)]

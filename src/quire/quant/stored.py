@@ -36,7 +36,7 @@ from quire.kernels.linear.packed import QuantizedWeight
 from quire.weight_format import Kind, WeightFormat
 
 CHUNK = 1 << 19  # weights decoded at once: fp32 copies of them stay in a cache
-DEVICE_CHUNK = 1 << 24  # weights rounded at once on a GPU: a range takes hundreds of launches
+DEVICE_CHUNK = 1 << 24  # weights per pass on a GPU: a pass is hundreds of launches
 
 
 def row_ranges(num_rows: int, num_columns: int, chunk: int = CHUNK) -> Iterator[tuple[int, int]]:

@@ -31,8 +31,8 @@ class Rows(NamedTuple):
 class DraftForward(Protocol):
     """The draft model with its KV cache. A draft that is appended counts as a token until it is taken back."""
 
-    max_tokens: int  # of a sequence
-    max_rows: int  # of a forward pass
+    max_tokens: int  # per sequence
+    max_rows: int  # per forward pass
 
     def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:
         """Return how many leading tokens have K and V, without a gap: of ``num_known`` tokens known before, and behind

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from quire.sampling.draft_tree import Drafts, tree_of
 from quire.speculate.proposer import Wanted
 
-LEVELS = 3  # of the window: n-grams have one token more
+LEVELS = 3  # levels of the window; n-grams have one token more
 MAX_KEPT = 8  # n-grams per first token; the one used least recently goes
 
 

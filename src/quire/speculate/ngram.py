@@ -33,11 +33,11 @@ def _propose(wanted: Wanted) -> Drafts:
     seen: SuffixAutomaton = wanted.state
     token_ids = wanted.token_ids
     seen.extend(token_ids[seen.size :].tolist())
-    paths: dict[int, list[int]] = {}  # by first token
+    paths: dict[int, list[int]] = {}  # first token → drafts
     for end, length in seen.occurrences(MIN_MATCH):
         start, limit = end + 1, min(wanted.limit, length)  # a long match goes on for longer
         drafts = token_ids[start : start + limit].tolist()
-        period = len(drafts)  # less than the limit where the two occurrences overlap: the text is periodic
+        period = len(drafts)  # shorter than the limit where the text is periodic
         paths.setdefault(drafts[0], [drafts[place % period] for place in range(limit)])
         if len(paths) == wanted.max_paths:
             break

@@ -21,8 +21,8 @@ class Wanted(NamedTuple):
     seq_id: int
     token_ids: npt.NDArray[np.int32]  # known, prompt and output: a view
     limit: int
-    state: Any  # of `Proposer.begin`
-    max_paths: int = 1  # of a tree of drafts; 1: a chain
+    state: Any  # from `Proposer.begin`
+    max_paths: int = 1  # paths per tree of drafts; 1: a chain
     # What the target sampled in the last step behind the last known token, and behind each draft that it verified, in
     # the order of the drafts; empty: it verified none.
     sampled: tuple[int, ...] = ()

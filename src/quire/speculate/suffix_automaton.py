@@ -17,7 +17,7 @@ class SuffixAutomaton:
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]  # state → token → state
         self._links = [-1]
-        self._lengths = [0]  # of the longest substring of the state
+        self._lengths = [0]  # longest substring of each state
         self._ends = [-1]  # the last position noted at which the state's substrings end
         self._last = 0
         self.size = 0  # tokens

@@ -192,9 +192,8 @@ def as_lark(text: str) -> str:
 
     try:
         return str(any_to_lark(text))
-    except (
-        Exception
-    ) as error:  # the parser has its own exceptions, and raises IndexError at the end of the text
+    except Exception as error:
+        # The parser has its own exceptions, and raises IndexError at the end of the text.
         raise RequestError(f"the grammar cannot be read: {error}") from None
 
 

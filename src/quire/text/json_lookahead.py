@@ -17,9 +17,9 @@ class Frame:
     schemas: tuple[Any, ...]
     value: dict[str, Any] | list[Any]
     may: tuple[Any, ...] = ()  # schemas of which some hold
-    key: str | None = None  # of the property whose value comes
+    key: str | None = None  # property whose value comes next
     seen: frozenset[str] | None = None  # with `uniqueItems`: the items so far, as `canonical` texts
-    options: tuple[Any, ...] | None = None  # the values that it may still become, if the schema lists them
+    options: tuple[Any, ...] | None = None  # values still possible, if the schema lists them
     # What follows from ``schemas`` and ``may`` alone; shared by all states of one object or array.
     known: dict[Any, Any] = field(default_factory=dict, compare=False)
 
@@ -40,7 +40,7 @@ class Lookahead:
 
     def __init__(self, check: SchemaCheck) -> None:
         self._check = check
-        self._known: dict[Any, Any] = {}  # as `Frame.known`, for the value at the top
+        self._known: dict[Any, Any] = {}  # `Frame.known` of the value at the top
 
     def left(self, state: State) -> list[bytes] | None:
         """Return the texts that a name, or an item of `uniqueItems`, may still have; None if they are not listed."""

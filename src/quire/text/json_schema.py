@@ -32,13 +32,13 @@ _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid",
      "uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
 )  # fmt: skip
-_MAX_OPTIONS = 16  # of a oneOf that is rewritten
+_MAX_OPTIONS = 16  # options of a oneOf that is rewritten
 # What a relaxed grammar leaves to `quire.text.json_watch`.
 _WATCHED = frozenset(
     {"not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains", "minContains",
      "maxContains", "uniqueItems", "propertyNames", "minProperties", "maxProperties", "required"}
 )  # fmt: skip
-_MAX_FREE_PROPERTIES = 160  # of an object whose properties may come in any order
+_MAX_FREE_PROPERTIES = 160  # properties of an object that may come in any order
 _MAX_INSIDE = 64
 _CHARS = r"A-Za-z0-9._~!$&'()*+,;=@/?-"
 # Formats that the compiler does not know, as patterns; some are narrower than the format.

@@ -33,7 +33,7 @@ _COMMON = {
     "DECIMAL": r"[0-9]+\.[0-9]*|\.[0-9]+", "FLOAT": r"[0-9]+\.[0-9]+([eE][+-]?[0-9]+)?",
 }  # fmt: skip
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
-_ESCAPED = (*range(0x20), 0x22, 0x5C)  # what JSON escapes
+_ESCAPED = (*range(0x20), 0x22, 0x5C)  # code points that JSON escapes
 _END = 0x10FFFF
 _CLASSES = {
     op.CATEGORY_DIGIT: [(48, 57)],

@@ -12,9 +12,8 @@ from typing import Any
 from quire.text.json_schema import with_known_format
 from quire.text.schema_negation import NoForm, target
 
-Matches = Callable[
-    [str, str, str], bool
-]  # ("pattern" or "format", its value, a text) → whether the text has it
+# From "pattern" or "format", its value and a text: whether the text has it.
+Matches = Callable[[str, str, str], bool]
 # Keywords whose meaning needs more than the value and the schema.
 _UNKNOWN = (
     "unevaluatedItems",

@@ -38,7 +38,7 @@ _ONE = (
 )
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
-_MAX_VALUES = 200  # of an enum that are looked at
+_MAX_VALUES = 200  # values looked at per enum
 
 
 def without_empty(schema: Schema) -> Schema:

@@ -193,7 +193,7 @@ class PieceModel:
     pad_id: int = -1
     add_dummy_prefix: bool = True  # a text gets a space before it
     remove_extra_whitespaces: bool = False
-    charsmap: bytes = b""  # sentencepiece's compiled Unicode normalization; empty for identity
+    charsmap: bytes = b""  # sentencepiece's compiled normalization; empty: identity
 
     def text_of(self, token_id: int) -> str | None:
         """Return the piece at ``token_id``, or None if there is none."""

@@ -26,7 +26,7 @@ class StopMatcher:
             self._add(word)
         self._link()
         self._state = 0
-        self._held = ""  # the last `depth` characters of the text, which are not yet released
+        self._held = ""  # the last `depth` characters, not yet released
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:

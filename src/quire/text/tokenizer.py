@@ -28,9 +28,7 @@ class SpecialTokens:
 
     roles: Mapping[str, str] = field(default_factory=dict)
     additional: tuple[str, ...] = ()
-    end_of_text: tuple[
-        str, ...
-    ] = ()  # tokens other than `eos_token` that end an answer, such as `<|eot_id|>`
+    end_of_text: tuple[str, ...] = ()  # other tokens that end an answer, such as `<|eot_id|>`
 
 
 MOST_IDS = 2**24  # tables have an entry per id
@@ -72,9 +70,8 @@ class Tokenizer:
         self._most_characters = max(map(len, backend.get_vocab()), default=0) * characters_kept(backend)
         # `encode_special_tokens` is a setting of the backend, not an argument, so texts are encoded one at a time.
         self._lock = threading.Lock()
-        self._long_lock = (
-            threading.Lock()
-        )  # held while the setting may not become false; taken before `_lock`
+        # Held while the setting may not become false; taken before `_lock`.
+        self._long_lock = threading.Lock()
 
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
         """Return the ids of ``text``.

@@ -35,7 +35,7 @@ OPTIONAL_FIELDS: Mapping[str, Any] = {
 class Target:
     """The server under test."""
 
-    url: str  # of the API, such as http://127.0.0.1:8000/v1
+    url: str  # the API's, such as http://127.0.0.1:8000/v1
     model: str
     endpoint: str = "completions"  # or "chat"
     as_ids: bool = True  # prompts of completions are token ids; otherwise words

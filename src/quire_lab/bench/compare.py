@@ -17,7 +17,7 @@ from quire.engine.request_log import RecordedRequest, RecordedSample, read_reque
 from quire.errors import ConfigError
 from quire.request import FinishReason, Request
 
-MAX_PAUSE_S = 1.0  # without a request in flight; longer pauses of the recording are shortened
+MAX_PAUSE_S = 1.0  # seconds idle; longer pauses of the recording are shortened
 LEAST_S = 0.001  # a median that grows by less is no drift
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 
@@ -71,7 +71,8 @@ def compare(client: EngineClient, path: Path, clock: Clock) -> tuple[dict[str, s
     if not kept:
         raise ConfigError(f"{path} has no request with tokens: there is nothing to compare")
     first = replace(kept[0], request=replace(kept[0].request, cache_salt="warm-up"))
-    _run(client, [first], clock)  # the first steps of an engine take longer, and a server has served before
+    # The first steps of an engine take longer, and the recorded server had served before.
+    _run(client, [first], clock)
     got = _run(client, kept, clock)
     differences = [text for one, other in zip(kept, got, strict=True) for text in _differences(one, other)]
     ended = [(one, other) for one, other in zip(kept, got, strict=True) if one.has_ended]

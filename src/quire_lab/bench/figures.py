@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-MIN_TICKS = 3  # of a logarithmic axis; one with fewer gets those of a linear one
+MIN_TICKS = 3  # ticks of a logarithmic axis; with fewer, linear ticks
 MAX_POINTS = 2000  # per line; more cannot be seen
 WIDTH, HEIGHT = 960, 380  # pixels; a page scales them to its width
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 46, 40  # margins around the axes, pixels

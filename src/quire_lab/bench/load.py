@@ -22,7 +22,7 @@ from quire_lab.bench.client import StreamingClient, Target
 from quire_lab.bench.summary import ERROR, RequestRecord
 from quire_lab.workload.request import PromptMaker, WorkloadRequest
 
-START_DELAY_S = 0.05  # from the start of the run to arrival 0; the pacer is ready by then
+START_DELAY_S = 0.05  # start of the run to arrival 0; the pacer is ready by then
 # Called with each request when it is sent, and later with its record.
 Observe = Callable[[WorkloadRequest | RequestRecord], None]
 
@@ -159,7 +159,7 @@ class Conversation:
         )
         self._target = target
         self._prompts = prompts
-        self._said: list[str] = []  # by the user and the model, in turns
+        self._said: list[str] = []  # user and model in turns
         self._bodies: dict[int, bytes] = {}
 
     def prepare(self) -> None:

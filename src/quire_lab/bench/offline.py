@@ -63,7 +63,7 @@ class OfflineRun:
     """The result of a run: records in the order of its requests, and when each was admitted."""
 
     records: list[RequestRecord]
-    admitted_s: dict[int, float]  # by index
+    admitted_s: dict[int, float]  # seconds, by index
     num_steps: int
     duration_s: float
 

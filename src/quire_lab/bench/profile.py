@@ -34,13 +34,14 @@ from quire_lab.bench.profile_serving import LiveServer, measure_host
 from quire_lab.bench.profile_steps import Case, StepProfiler, anchors, cases
 
 MAX_KV_BYTES = 1 << 30  # K and V that the measurement writes to
-FIRST_REPEATS = 3  # of each case, before any case is measured at length
+FIRST_REPEATS = 3  # per case, before any case is measured at length
 # Share of the time after which a visit to one case is cut short: many short visits average over a noisy machine.
 SHARE = 1 / 400
 SAY_EVERY_S = 5.0
-LEAST_KINDS = FOLDS + 2  # of steps: those with the fewest and the most tokens are never left out
+# Fewest kinds of steps: a fit never leaves out those with the fewest and the most tokens.
+LEAST_KINDS = FOLDS + 2
 BUSY = 0.5  # load per core above which other programs disturb the times
-CHANGED = 1.15  # slowest over fastest time of an anchor above which the machine is no steady one
+CHANGED = 1.15  # slowest / fastest time of an anchor on an unsteady machine
 
 
 def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[str]) -> int:
@@ -100,7 +101,7 @@ class _Steps:
     host: HostCost | None = None  # the engine's own part of it, that a step log has
     draft: DraftCost | None = None
     spread: Spread | None = None
-    is_cut: bool = False  # by Ctrl-C
+    is_cut: bool = False  # interrupted by Ctrl-C
 
 
 def _logged(path: str) -> _Steps:
@@ -133,7 +134,8 @@ def _parts(
 
     def with_host(made: Profile) -> Profile:
         host = _host(config, made.executor, serve_flags)
-        if loop is not None:  # the log has the engine's own part; only a client sees the time around it
+        if loop is not None:
+            # The log has the engine's own part; only a client sees the time around it.
             host = replace(loop, request_s=host.request_s, per_prompt_token_s=host.per_prompt_token_s)
         return replace(made, host=host)
 
@@ -194,7 +196,8 @@ def _rounds(profiler: StepProfiler, todo: Sequence[Case], seconds: float, clock:
     profiler.fill()
     end_s = clock.now() + seconds
     said_s = clock.now()
-    for i, case in enumerate(todo):  # all of them, even beyond ``seconds``: a fit must not extrapolate
+    # All cases, even beyond ``seconds``: a fit must not extrapolate.
+    for i, case in enumerate(todo):
         profiler.visit(case, FIRST_REPEATS, limit_s=seconds * SHARE)
         if clock.now() - said_s >= SAY_EVERY_S:
             said_s = clock.now()

@@ -51,7 +51,7 @@ def measure_links() -> Links:
     name = f"quire-links-{os.getpid()}"
     Segment.create(name, TWO)
     ends = [socket.socketpair(), socket.socketpair()]  # 0 → 1 and 1 → 0
-    sockets = [(ends[0][0], ends[1][1]), (ends[1][0], ends[0][1])]  # of each rank: to send, to receive
+    sockets = [(ends[0][0], ends[1][1]), (ends[1][0], ends[0][1])]  # per rank: to send, to receive
     ranks: list[subprocess.Popen[str]] = []
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -37,7 +37,7 @@ PROMPT, OUTPUT = 32, 96  # tokens of a request of the closed loops
 USERS = (1, 2, 4, 8, 16, 32)
 PROMPTS = (32, 256, 1024)  # tokens of the requests that are sent one by one
 ONE_BY_ONE = 6  # requests of each length
-MANY_ROWS = 100  # prompt tokens from which the TTFT is mostly that of the prompt's rows
+MANY_ROWS = 100  # prompt tokens; longer prompts' rows dominate the TTFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ def measure_host(
         return _line([(t.num_prompt, t.seconds - _first_s(step, t), t.seconds) for t in firsts])
 
     cached = [t for t in again if t.num_cached]
-    if len(cached) < 2:  # prefix caching is off: the cost per prompt token counts as that per row
+    if len(cached) < 2:
+        # Prefix caching is off: the cost per prompt token counts as cost per row.
         request_s, per_row_s = way(first)
         return HostCost(fixed_s, max(0.0, per_seq_s - per_row_s), request_s, per_row_s=per_row_s)
     request_s, per_prompt_token_s = way(cached)

@@ -54,7 +54,8 @@ class Case:
     chunk: int = 0  # rows of each
     start: int = 0  # tokens computed before the chunk
     samples: bool = True  # the chunks end at the last known token
-    num_drafts: int = 0  # of each decode, from the second repetition on: the first has nothing to verify
+    # Per decode, from the second repetition on: the first has nothing to verify.
+    num_drafts: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -137,10 +138,11 @@ def anchors(todo: Sequence[Case]) -> list[Case]:
     return [*decodes, *chunks[-1:]]
 
 
-REPEATS = 5  # of a case in one visit
-WARM = 1  # of these, repetitions that are not counted
+REPEATS = 5  # repetitions of a case per visit
+WARM = 1  # repetitions that are not counted
 FIRST_TOKEN_ID = 2
-STIRRING, STIRRED = 16, 16384  # sequences that read other blocks before a chunk, and keys that they read
+# Sequences that read other blocks before a chunk, and the keys that they read.
+STIRRING, STIRRED = 16, 16384
 
 
 class StepProfiler:

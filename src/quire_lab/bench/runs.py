@@ -102,8 +102,8 @@ class Measured:
 
 
 GROWTH = 2.0  # factor of the load from one run to the next, on the way up
-FALLEN = 0.8  # share of the best goodput below which the load is past the knee
-FOLLOWS = 0.5  # share of the growth of the load by which goodput grows while it follows
+FALLEN = 0.8  # share of the best goodput; below it the knee is past
+FOLLOWS = 0.5  # share of the load's growth; goodput that grows less lags
 MAX_RUNS_UP = 14
 # Of each run of a load, beside the run of median goodput.
 SPREAD = ("goodput_per_s", "requests_per_s", "output_tokens_per_s", "ttft_ms", "tpot_ms", "e2el_ms")

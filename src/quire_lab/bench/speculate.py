@@ -46,14 +46,14 @@ class Setting:
     drafts: int | None
     tokens_per_s: float
     speedup: float = 1.0
-    alphas: tuple[float, ...] = ()  # by position: the share accepted of those that were reached
+    alphas: tuple[float, ...] = ()  # share accepted of the drafts reached, by position
     tokens_per_round: float = 1.0
     expected_tokens: float = 1.0  # (1 − α^(γ+1)) / (1 − α)
     c: float = 0.0
     v: float = 1.0
     expected_speedup: float = 1.0  # measured tokens per round / (γ·c + v)
     textbook: float = 1.0  # the same with v = 1
-    first_speedup: float | None = None  # auto: of the round in which it learns, which no other figure counts
+    first_speedup: float | None = None  # auto: its learning round, in no other figure
 
     @property
     def name(self) -> str:
@@ -142,7 +142,7 @@ def _of_batch(
             if turn:  # the first one warms up
                 rounds[setting].append(one)
             else:
-                first_s = one.seconds  # of the last setting, auto
+                first_s = one.seconds  # the last setting's: auto
     num_tokens = batch * args.output_len
     plain_s = median(each.seconds for each in rounds[0])
     step_s = plain_s / args.output_len

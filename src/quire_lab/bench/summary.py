@@ -33,11 +33,11 @@ class RequestRecord:
     num_prompt_tokens: int
     num_output_tokens: int
     first_token_s: float | None = None
-    itl_s: tuple[float, ...] = ()  # one gap per token after the first; the tokens of a chunk share theirs
+    itl_s: tuple[float, ...] = ()  # one per token after the first; equal within a chunk
     status: str = OK  # ok, cancelled (by this client, as planned) or error
     error: str | None = None  # the kind of error, by which errors are counted
     detail: str | None = None  # the message of the server or the connection
-    num_cached_tokens: int = 0  # of the prompt, where the server reports it
+    num_cached_tokens: int = 0  # prompt tokens, where the server reports them
 
     @classmethod
     def not_sent(cls, turn: WorkloadRequest, due_s: float, why: str | None) -> RequestRecord:
@@ -73,7 +73,7 @@ class Timing:
     sent_s: float
     first_s: float | None = None
     last_s: float = 0.0
-    num_prompt_tokens: int | None = None  # as the server counted them
+    num_prompt_tokens: int | None = None  # counted by the server
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     gaps: list[float] = field(default_factory=list)  # seconds, one per token after the first

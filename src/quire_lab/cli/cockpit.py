@@ -23,6 +23,7 @@ from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
 from quire_lab.cli.measure import simulate
 from quire_lab.sim.scenario import SCENARIOS
 
+# Flags that belong to a terminal or write files.
 PLANNED_MODEL = "A preset or hub id, a local folder, or 'quill'."
 HIDDEN = {
     "help",
@@ -34,7 +35,7 @@ HIDDEN = {
     "beside",
     "versus",
     "draws",
-}  # of a terminal, or they write files
+}
 
 
 def start_page(app: Any, sock: socket.socket, admin: Any, *, secure: bool) -> Any:

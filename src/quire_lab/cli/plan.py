@@ -47,7 +47,7 @@ from quire_lab.workload.build import Synthetic, at_rate, from_trace
 from quire_lab.workload.distributions import Arrivals, Fixed, parse_workload
 from quire_lab.workload.traces import read_trace
 
-NUM_REQUESTS = 300  # that --search simulates
+NUM_REQUESTS = 300  # requests that --search simulates
 MEANS = 10_000  # lengths of a distribution whose mean is taken
 
 

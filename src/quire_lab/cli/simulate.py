@@ -114,7 +114,7 @@ def _states(setup: Setup, slo: Slo | None, workload: Workload) -> list[dict[str,
     return found
 
 
-NEAR_GOODPUT = 0.95  # share of the fast state's goodput below which the slow one is past the knee
+NEAR_GOODPUT = 0.95  # share of the fast state's goodput; less is past the knee
 NEAR_TTFT = 2.0  # times the fast state's TTFT
 
 

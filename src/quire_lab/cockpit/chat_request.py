@@ -18,7 +18,7 @@ SAMPLING: dict[str, tuple[str, float, float, float, float]] = {  # label, defaul
 }
 FORMS = {"text": "Text", "json_object": "JSON", "json_schema": "JSON schema", "regex": "Regular expression"}
 _MIN_RATE_MS = 10.0  # tokens that came together say nothing about a rate
-STOPPED = "stopped"  # by the reader, beside the reasons that the API has
+STOPPED = "stopped"  # stopped by the reader; not a reason of the API
 _REASONS = {
     "stop": "ended by itself",
     "length": "cut",
@@ -34,7 +34,7 @@ class Talk:
 
     id: str = ""
     settings: dict[str, Any] = field(default_factory=lambda: {name: row[1] for name, row in SAMPLING.items()})
-    models: list[str] = field(default_factory=list)  # of the panes
+    models: list[str] = field(default_factory=list)  # one per pane
     turns: list[list[dict[str, Any]]] = field(default_factory=lambda: [[], []])  # messages, per pane
     is_double: bool = False
     is_by_token: bool = False

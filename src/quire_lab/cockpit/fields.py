@@ -21,7 +21,7 @@ class Flag(msgspec.Struct, frozen=True):
     kind: str = "text"  # or "bool", "choice"
     choices: tuple[str, ...] = ()
     suggested: tuple[str, ...] = ()
-    negative: str = ""  # of a bool that is on by default
+    negative: str = ""  # flag that turns off a bool, if it is on by default
 
 
 class FieldPart(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Look(msgspec.Struct, frozen=True):
     kind: str = ""  # "text": not only a number, though it has a unit
     options: tuple[str, ...] = ()
     parts: tuple[FieldPart, ...] = ()
-    join: str | None = None  # between the parts; None: NAME=VALUE UNIT of each, with commas
+    join: str | None = None  # separator; None: NAME=VALUE UNIT per part, with commas
 
     @property
     def is_number(self) -> bool:

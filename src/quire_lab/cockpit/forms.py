@@ -28,7 +28,7 @@ from quire_lab.cockpit.visitors import Visitor
 from quire_lab.cockpit.watched import Failed, Watched
 from quire_lab.learn.picture import Picture
 
-_MAX_CHARS = 4000  # of an error
+_MAX_CHARS = 4000  # characters of an error
 _AT_ONCE = asyncio.Semaphore(2)
 _STARTS: dict[str, dict[str, Any]] = {
     "plan": {

@@ -37,7 +37,7 @@ _OF_A_HOP = {
     "trailer",
     "host",
 }
-_DECODED = {"content-encoding"}  # of a request, whose body is handed on as it was before
+_DECODED = {"content-encoding"}  # request headers; `read_body` has decoded the body
 _HANDSHAKE = {
     "sec-websocket-key",
     "sec-websocket-version",

@@ -58,7 +58,7 @@ class Readings:
     """The figures of one engine, from its messages in their order."""
 
     def __init__(self) -> None:
-        self._restarts: int | None = None  # of the engine, when the page was opened
+        self._restarts: int | None = None  # engine restarts when the page was opened
         self._restart()
 
     def _restart(self) -> None:
@@ -66,8 +66,8 @@ class Readings:
         self._last: Message | None = None
         self._from: Message | None = None  # since which time the next point counts
         self._steps: dict[str, float] = {}  # sums since then
-        self._points: deque[dict[str, Any]] = deque()  # of the last `RATE_S`
-        self._minute: deque[Message] = deque()  # of the last `WINDOW_S`, one a second
+        self._points: deque[dict[str, Any]] = deque()  # points within `RATE_S`
+        self._minute: deque[Message] = deque()  # one message per second, within `WINDOW_S`
         self._drafting = False
 
     def take(self, text: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class Visitor:
     key: str | None = None
     admin_key: str | None = None
     is_dark: bool | None = None  # None: as the browser says
-    kept: dict[str, Any] = field(default_factory=dict)  # by page: what is shown again when it comes back
+    kept: dict[str, Any] = field(default_factory=dict)  # shown again when the page comes back, by page
 
 
 class Visitors:

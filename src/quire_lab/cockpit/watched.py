@@ -14,7 +14,7 @@ from quire.http.client_errors import connection_problem
 _MAX_EVENT_BYTES = 4 << 20
 _TIMEOUT_S = 10.0
 _READY_S = 4.0
-_SILENT_S = 8.0  # without a message or a beat of the live feed, which has one every two seconds
+_SILENT_S = 8.0  # seconds without a message or a beat (one in two seconds)
 _ROUTE = ("x-quire-backend", "x-quire-route")
 _decode = msgspec.json.Decoder().decode
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from quire_lab.diagnose.read import Metrics, Reading
 
-KV_FULL = 0.75  # of the blocks; a sequence that waits does not fit into the rest, most of the time
+# Share of the blocks; a waiting sequence does not fit into the rest, most of the time.
+KV_FULL = 0.75
 
 
 class _Sample(NamedTuple):
@@ -23,7 +24,7 @@ class Figures:
 
     model: str
     seconds: float
-    requests: float  # that ended
+    requests: float  # ended requests
     prompt_tokens: float
     output_tokens: float
     # Means over the samples.
@@ -34,9 +35,8 @@ class Figures:
     # Shares of the samples, in all of which sequences wait: the KV cache is full; every slot is taken.
     kv_full: float
     slots_full: float
-    idle_slots: (
-        float  # mean share of the slots that waiting sequences could have, and the KV cache has room for
-    )
+    # Mean share of the slots that waiting sequences could have, and that have room in the KV cache.
+    idle_slots: float
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     long_tokens: int | None  # long_prefill_token_threshold
@@ -44,13 +44,12 @@ class Figures:
     prefix_caching: bool | None
     preemptions: float
     recomputed: float  # share of the computed tokens that were computed before
-    hit_rate: float  # of prompt tokens in the prefix cache
-    shared: float | None  # share of prompt tokens that begin a prompt as an earlier one of this time began
-    prompt_share: (
-        float  # of the engine's time (of its tokens, where times are not known) that goes to prompts
-    )
+    hit_rate: float  # share of prompt tokens in the prefix cache
+    shared: float | None  # share of prompt tokens that begin like an earlier prompt
+    # Share of the engine's time (of its tokens, where times are not known) that goes to prompts.
+    prompt_share: float
     chunks_per_prompt: float
-    chunk_tokens: float | None  # of a step with prompt tokens
+    chunk_tokens: float | None  # prompt tokens in a step that has any
     chunk_step_s: float | None
     decode_step_s: float | None
     ttft_s: float
@@ -58,17 +57,17 @@ class Figures:
     itl_s: float  # mean
     itl_p50_s: float
     itl_p99_s: float
-    host_share: float | None  # of a step's time that is planning and applying
+    host_share: float | None  # share of a step's time for planning and applying
     step_s: float | None
-    draft_share: float | None  # of a step's time that is drafting
+    draft_share: float | None  # share of a step's time for drafting
     drafted: float
     accepted: float  # share of the drafts
     draft_gain: float
     computed_tokens: float
-    rejected: float  # requests that were answered with 429 or 503, or refused by the engine
+    rejected: float  # requests with 429 or 503, or refused by the engine
     deadlines: float
     slo_missed: float  # share of the sequences, with --slo
-    api_cores: float  # that the API process used
+    api_cores: float  # cores used by the API process
     load_per_core: float | None
 
 

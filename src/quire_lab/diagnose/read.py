@@ -41,7 +41,7 @@ class Reading:
     polled: list[Metrics] = field(default_factory=list)  # where there are none
     runtime: dict[str, Any] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)  # the first model that it lists
-    load_per_core: float | None = None  # of this machine, if the server runs on it
+    load_per_core: float | None = None  # this machine's, if the server runs on it
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,7 +14,7 @@ from quire_lab.diagnose.figures import Figures
 
 _MIN_COST = 0.05
 _STALL = 5.0  # p99 of ITL over its median, from which on chunks are felt
-_FULL = 0.75  # share of max_num_batched_tokens from which on a step had no room for more
+_FULL = 0.75  # share of max_num_batched_tokens that fills a step
 _GOOD_STALL = 3.0  # steps with a chunk that are aimed at, in steps without
 
 
@@ -26,7 +26,7 @@ class Finding:
     what: str
     cost: float  # 0…1
     because: tuple[str, ...]  # the figures
-    change: tuple[str, ...]  # what to set, the first one first
+    change: tuple[str, ...]  # settings to change, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ def diagnose(f: Figures) -> Diagnosis:
         return Diagnosis("no-step" if f.running or f.waiting else "idle", (), f)
     found = [finding for rule in _RULES if (finding := rule(f)) is not None]
     explained = max((each.cost for each in found), default=0.0)
-    if (overload := _overloaded(f)) is not None:  # what is left of it once the others are set right
+    if (overload := _overloaded(f)) is not None:
+        # The overload counts with what is left of it once the other findings are set right.
         found.append(replace(overload, cost=overload.cost * (1.0 - explained)))
     found = sorted((each for each in found if each.cost >= _MIN_COST), key=lambda each: -each.cost)
     return Diagnosis("limited" if found else "fine", tuple(found), f)

@@ -53,7 +53,7 @@ class BlockTables:
     def __init__(self) -> None:
         self.rows: dict[int, list[int]] = {}  # request → block ids
         self.num_tokens: dict[int, int] = {}
-        self._request: dict[int, int] = {}  # by seq_id
+        self._request: dict[int, int] = {}  # seq_id → request
 
     def take(self, plan: StepPlan) -> None:
         """Apply the plan's differences."""

@@ -10,7 +10,8 @@ from quire_lab.learn.picture import Axis, Bars, Fact, Facts, Picture, Row, Span,
 from quire_lab.learn.prefill_decode import decode_step
 from quire_lab.learn.simulation import Simulation, choice, number, numbers_of, text
 
-Times = list[tuple[float, float]]  # per request: first token and end, in seconds after all had arrived
+# Per request: first token and end, in seconds after all requests had arrived.
+Times = list[tuple[float, float]]
 
 
 def draw(model: str, device: str, prompts: str, lengths: str, batch: int) -> Picture:

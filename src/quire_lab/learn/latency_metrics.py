@@ -11,7 +11,7 @@ from quire_lab.learn.simulation import Simulation, choice, number
 from quire_lab.workload.build import Synthetic
 from quire_lab.workload.distributions import Arrivals, Fixed, parse_lengths
 
-TAIL = 10.0  # P99 / P50 from which on a service has a problem with its tail
+TAIL = 10.0  # P99 / P50 that shows a problem with the tail
 
 
 def draw(

@@ -12,7 +12,7 @@ from quire_lab.learn.picture import Axis, Fact, Facts, Line, Lines, Picture, Tab
 from quire_lab.learn.prefill_decode import decode_step, prefill_step
 from quire_lab.learn.simulation import Simulation, choice, number
 
-_ROWS = 8  # of the table
+_ROWS = 8  # rows of the table
 
 
 def draw(model: str, device: str, prompt: int, output: int) -> Picture:

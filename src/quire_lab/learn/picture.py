@@ -104,7 +104,7 @@ class Grid:
     kind: ClassVar[str] = "grid"
     title: str
     rows: tuple[tuple[Cell, ...], ...]
-    names: tuple[str, ...] = ()  # of the rows; empty: none
+    names: tuple[str, ...] = ()  # names of the rows; empty: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Sampled:
     token_id: int
     model: Tensor  # softmax of the logits
     warm: Tensor  # with temperature
-    kept: Tensor  # with temperature and truncation: what the sampler samples from
+    kept: Tensor  # with temperature and truncation: the sampler's input
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,10 @@ class Step:
     """One thing to change. ``effect``: how many times better the objective gets; infinity: what failed now works."""
 
     what: str  # with the assumption that it rests on
-    flag: str  # of `quire plan`
+    flag: str  # a flag of `quire plan`
     effect: float
-    before: (
-        float | None
-    )  # of the objective: requests/s, seconds, or device-seconds a request; None: no figure
+    # The objective: requests/s, seconds, or device-seconds per request; None: no figure.
+    before: float | None
     after: float | None
     holds: bool  # the load and the SLO, afterwards
 

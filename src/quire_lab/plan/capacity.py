@@ -34,7 +34,7 @@ from quire_lab.plan.estimate import Cost, Estimate, Load, Replica, cost_of
 
 Objective = Literal["throughput", "latency", "cost"]
 BEST = {"throughput": "serves the most", "latency": "answers soonest", "cost": "costs the least"}
-NEAR = 0.95  # of the most requests/s: splits from there on are compared by latency
+NEAR = 0.95  # share of the best rate; splits above compare by latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,16 +219,16 @@ class Question:
     engine: str = "default"  # whose constants: one of `quire.cost.efficiency.ENGINES`
     slo: Slo | None = None
     precision: str = "bf16"
-    own_precision: str = "bf16"  # of the model's files: what `quire serve` loads without --quantize
+    own_precision: str = "bf16"  # the files' precision, served without --quantize
     kv_dtype: str = "bf16"
     context: int | None = None  # tokens per request; None: its prompt and output
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
-    long_prefill_token_threshold: int = 0  # of each step for prompts that do not fit in one; 0: all of it
+    long_prefill_token_threshold: int = 0  # tokens per step for prompts longer than a step; 0: all
     objective: Objective = "throughput"
     split: Split | None = None  # the only one to consider; None: the best
     draft: Draft | None = None
-    links: Links | None = None  # measured between ranks of a machine; None: the table's bandwidth
+    links: Links | None = None  # measured between ranks; None: the table's bandwidth
 
     @property
     def efficiency(self) -> Efficiency:
@@ -302,10 +302,10 @@ class CapacityPlan:
 
     question: Question
     advice: Advice
-    memory: MemoryPlan  # of the chosen split, or of one device where nothing fits
+    memory: MemoryPlan  # the chosen split's, or one device's where nothing fits
     knee: float | None
     cost: Cost | None
-    devices_needed: int | None = None  # fewest over all splits whose replicas hold the SLO at the rate
+    devices_needed: int | None = None  # fewest over splits whose replicas hold the SLO
 
     @property
     def goodput(self) -> float | None:

@@ -47,7 +47,7 @@ class Estimate:
     rate: float  # requests completed per second
     prefill_s: float  # tp
     decode_s: float  # td
-    saturated: bool = False  # more requests arrive than can be served: the queue grows without bound
+    saturated: bool = False  # arrivals exceed capacity: the queue grows forever
 
     def meets(self, slo: Slo) -> bool:
         """Whether the means meet ``slo`` and the queue does not grow."""

@@ -13,7 +13,7 @@ from quire.cost.split import FLOAT_BYTES, Shard, Split
 from quire.modelspec import ModelSpec, weight_shapes
 
 NVME_BANDWIDTH = 7e9  # bytes/s that a PCIe 4.0 x4 drive reads
-WORDS_PER_TOKEN = 0.75  # of English text
+WORDS_PER_TOKEN = 0.75  # in English text
 MILLION = 1e6
 SECONDS_PER_DAY = 86_400
 HOURS_PER_MONTH = 365 * 24 / 12
@@ -152,7 +152,8 @@ class AttentionTraffic:
     scores: float  # one matrix of scores, over all heads
     naive: float
     tiled: float  # K and V once per tile of queries
-    once: float  # every element once: tiled, where K and V of a head stay in the L2
+    # Every element once: tiled, where K and V of a head stay in the L2.
+    once: float
     operations: float
 
 

@@ -48,7 +48,7 @@ class Latency:
     """Seconds of a step on one replica."""
 
     def __init__(self, step_time: StepTime, swap: Swap | None = None) -> None:
-        self.swaps = swap is not None  # tokens computed before a preemption are copied, not recomputed
+        self.swaps = swap is not None  # tokens of a preempted sequence are copied, not recomputed
         self._step_time, self._plain = step_time, step_time.seconds
         self._restore_s = 2.0 * swap.seconds_per_token if swap else 0.0
 

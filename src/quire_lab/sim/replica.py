@@ -138,21 +138,21 @@ class ClusterConfig:
     scheduler: SchedulerConfig
     cache: CacheConfig
     num_replicas: int = 1
-    start_up_s: float = 0.0  # of a replica that is added, or replaces one that died
+    start_up_s: float = 0.0  # seconds for a replica that is added or replaces another
     routing: str = "least-loaded"
     max_load_ratio: float = 1.25
     max_in_flight: int = 1
-    num_stages: int = 1  # of a pipeline; more than 1: as many steps in flight
-    stage_rows: StageRows | None = None  # of a pipeline
+    num_stages: int = 1  # pipeline stages: as many steps in flight, if more than 1
+    stage_rows: StageRows | None = None  # decides the chunks of a pipeline
     speculation: Speculation | None = None
     swap: Swap | None = None  # None: a preempted sequence is computed again
     pools: Pools | None = None  # None: every replica computes prompts and decodes
     faults: tuple[Fault, ...] = ()
-    tpot_s: float | None = None  # target of each replica's controller, as of ``quire serve --slo``
-    request_s: float = 0.0  # from the client to the core and back; all of it is spent on the way in
+    tpot_s: float | None = None  # target of each controller, like ``quire serve --slo``
+    request_s: float = 0.0  # client to core and back, all spent on the way in
     per_prompt_token_s: float = 0.0  # the same, per prompt token
     seed: int = 0
-    retries: int = 0  # times that a rejected request is sent again, each after the time that it was told
+    retries: int = 0  # resends of a rejected request, each after the wait it names
     # Requests at once; for a workload without arrival times, users of a closed loop.
     concurrency: int | None = None
 

@@ -14,7 +14,7 @@ from quire.request import Request, SamplingParams, TokenEvent
 from quire_lab.bench.summary import CANCELLED, ERROR, OK, RequestRecord
 from quire_lab.workload.request import PromptMaker, Workload, WorkloadRequest
 
-VOCAB_SIZE, FIRST_ID = 4096, 256  # of made-up prompts, as `quire bench serve` makes them
+VOCAB_SIZE, FIRST_ID = 4096, 256  # made-up prompts, like those of `quire bench serve`
 
 
 @dataclass(slots=True)

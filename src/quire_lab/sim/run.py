@@ -33,14 +33,14 @@ class ReplicaReport:
     num_steps: int
     busy_s: float  # computing steps
     stats: EngineStats  # at the end
-    bubbles: float = 0.0  # share of its stages' time in which they waited though a step was in flight
+    bubbles: float = 0.0  # share of stages' time spent waiting with a step in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """The result of a simulation."""
 
-    records: tuple[RequestRecord, ...]  # by index
+    records: tuple[RequestRecord, ...]  # in the order of index
     points: tuple[Point, ...]
     replicas: tuple[ReplicaReport, ...]  # those that died first, then by number
     end_s: float  # virtual time

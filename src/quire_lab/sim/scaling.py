@@ -9,7 +9,7 @@ from __future__ import annotations
 from quire_gateway.autoscale import Policy, Seen
 from quire_lab.sim.cluster import Cluster
 
-Scaling = tuple[Policy, float]  # and the seconds between two looks
+Scaling = tuple[Policy, float]  # policy, seconds between two looks
 
 
 class Scaler:

@@ -33,9 +33,9 @@ _COLUMNS = {
     "cached": "num_cached_tokens",
 }  # fmt: skip
 _LISTS = ("values", "charts", "variants", "scaled", "claims")
-_CHARTS = ("output_tokens_per_s", "ttft_ms.p50", "tpot_ms.p50")  # of a person's file that names none
+_CHARTS = ("output_tokens_per_s", "ttft_ms.p50", "tpot_ms.p50")  # for a user's file that names none
 Summary = Mapping[str, Any]
-Results = Mapping[tuple[str, Any], Summary]  # by (variant, value of x)
+Results = Mapping[tuple[str, Any], Summary]  # (variant, value of x) → summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Scenario:
     variants: tuple[Mapping[str, Any], ...]  # each with a name
     scaled: tuple[str, ...] = ()  # flags of the base that are multiplied by the value of x
     figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name → see `figures_of`
-    claims: tuple[str, ...] = ()  # what must hold of the figures for the answer to be true, as "gain >= 1.5"
+    claims: tuple[str, ...] = ()  # required of the figures, such as "gain >= 1.5"
     columns: Mapping[str, str] = field(default_factory=dict)  # further ones: heading → key of the summary
 
 

@@ -43,7 +43,7 @@ class Tried:
 
     setting: Setting
     usd_per_hour: float | None
-    share: float  # of the requests that met the SLO
+    share: float  # share of the requests that met the SLO
     ttft_p95_ms: float | None
     tpot_p95_ms: float | None
     goodput_per_s: float

@@ -43,8 +43,8 @@ from quire_lab.sim.run import Simulated, simulate, summary_of
 from quire_lab.sim.scaling import Scaling
 from quire_lab.workload.request import Workload
 
-DEFAULT_NETWORK = 50e9  # bytes/s between replicas where the table has no figure: 400 Gb/s
-ROOFLINE_STEPS_IN_FLIGHT = 2  # as on a GPU
+DEFAULT_NETWORK = 50e9  # bytes/s between replicas by default: 400 Gb/s
+ROOFLINE_STEPS_IN_FLIGHT = 2  # the number on a GPU
 # Settings of the server that was profiled, where no others are given.
 _DEFAULTS = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
 # Settings that a profile was measured with.
@@ -60,7 +60,7 @@ class Setup:
     facts: Mapping[str, Any]
     slo: Slo | None
     args: SimulateArgs
-    spread: Spread | None = None  # of the machine's speed, from the profile
+    spread: Spread | None = None  # spread of the machine's speed, from the profile
 
     @property
     def scaling(self) -> Scaling | None:
@@ -94,8 +94,8 @@ class _Engine:
     host: HostCost
     facts: Mapping[str, Any]
     defaults: Mapping[str, Any]  # engine settings for those that are not given
-    spread: Spread | None = None  # of the profile
-    draft_cost: DraftCost | None = None  # of the profile
+    spread: Spread | None = None  # from the profile
+    draft_cost: DraftCost | None = None  # from the profile
 
 
 class ModelDoesNotFit(ConfigError):

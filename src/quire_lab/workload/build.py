@@ -35,7 +35,8 @@ def from_trace(
         raise ConfigError(f"limit = {limit!r} must be at least 1 request")
     refused: Counter[str] = Counter()
     rows: list[WorkloadRequest] = []
-    end = math.inf  # the row at which the limit is reached; later rows are neither used nor refused
+    # The row at which the limit is reached: later rows are neither used nor refused.
+    end = math.inf
     for row in trace.rows:
         if limit is not None and len(rows) == limit:
             end = row.index
@@ -64,11 +65,11 @@ class Synthetic:
     # Of a later turn: the tokens that the user adds.
     prompt_lengths: Lengths = field(default_factory=lambda: Fixed(512))
     output_lengths: Lengths = field(default_factory=lambda: Fixed(128))
-    arrivals: Arrivals = field(default_factory=Arrivals)  # of first turns
-    prefix_length: int = 0  # of a shared prefix before the prompt's own tokens
+    arrivals: Arrivals = field(default_factory=Arrivals)  # first turns
+    prefix_length: int = 0  # tokens of a shared prefix before the prompt's own
     num_prefixes: int = 1  # number of different prefixes, of equal probability
     num_turns: int = 1  # per session; ``num_requests`` counts turns
-    think_s: float = 0.0  # mean seconds between an answer and the next turn, exponential
+    think_s: float = 0.0  # mean seconds from answer to next turn, exponential
 
     def __post_init__(self) -> None:
         for name, low in (("num_requests", 1), ("prefix_length", 0), ("num_prefixes", 1), ("num_turns", 1)):

@@ -74,7 +74,8 @@ def ramp(num: int, rate: float, ramp_to: float, rng: Random) -> list[float]:
     for point in accumulate(rng.expovariate(1.0) for _ in range(num)):
         if point >= num:
             times.append(length_s + (point - num) / ramp_to)
-        else:  # rate t + slope t²/2 = point, in the form without cancellation for a small slope
+        else:
+            # rate t + slope t²/2 = point, in the form without cancellation for a small slope.
             times.append(2.0 * point / (rate + math.sqrt(rate * rate + 2.0 * slope * point)))
     return times
 

@@ -29,7 +29,7 @@ class WorkloadRequest:
     # Tokens per hash; the end of the prompt may cut the last block.
     hash_block_size: int = 0
     session: str | None = None
-    turn: int = 0  # of its session; sent once the previous turn is answered
+    turn: int = 0  # turn of its session, sent after the previous answer
     think_s: float = 0.0  # seconds between that answer's last token and this turn
     text: str | None = None  # the user's message, where the trace has it
     cancel_after_tokens: int | None = None  # the client leaves after this many tokens

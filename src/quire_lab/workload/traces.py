@@ -122,7 +122,7 @@ Rows = Callable[[dict[str, Any], int, Callable[[str], int]], Iterable[WorkloadRe
 @dataclass(frozen=True, slots=True)
 class _Format:
     name: str
-    fields: frozenset[str]  # that every row of this format has
+    fields: frozenset[str]  # fields in every row of this format
     timed: bool
     rows: Rows
 

@@ -51,10 +51,9 @@ from quire.parallel.stripe import Stripe
 
 TILE = 64  # positions
 ALIGN = 16  # elements of head_dim and v_head_dim
-_LOWEST = -1e30  # the maximum of a row that sees nothing in a tile; exp(−inf − _LOWEST) = 0
-_CHUNK_FLOATS = (
-    1 << 20
-)  # of gathered K and V at once, 4 MiB: they stay in the caches, so reading them twice is free
+_LOWEST = -1e30  # maximum of a row that sees nothing in a tile: exp gives 0
+# Gathered K and V at once, 4 MiB: they stay in the caches, so reading them twice is free.
+_CHUNK_FLOATS = 1 << 20
 
 IntArray = npt.NDArray[np.int64]
 
@@ -89,7 +88,7 @@ class Tiling:
     positions: int  # per tile
     tile: int  # lanes
     window: int | None
-    max_pairs: int  # of a chunk
+    max_pairs: int  # per chunk
     stripe: Stripe | None = None
 
 

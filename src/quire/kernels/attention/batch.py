@@ -80,7 +80,7 @@ class StepLimits:
 
     num_tokens: int
     num_seqs: int
-    num_positions: int  # of the longest context
+    num_positions: int  # longest context
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,8 @@ class RowTiles:
     seq: npt.NDArray[np.int64]
     first_row: npt.NDArray[np.int64]  # within the sequence
     low: npt.NDArray[np.int64]  # first position that any of its rows sees
-    end: npt.NDArray[
-        np.int64
-    ]  # behind the last one: causal, so it ends behind its last row; ≤ low: there are none
+    # One past the last position that any row sees: causally, its last row. ≤ low: there are none.
+    end: npt.NDArray[np.int64]
 
 
 def cut_rows(

@@ -20,7 +20,7 @@ from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.block_sizes import Sizes
 from quire.kernels.kv_blocks import KvView
 
-WORKSPACE_BYTES = 128 << 20  # as its documentation recommends
+WORKSPACE_BYTES = 128 << 20  # recommended by its documentation
 DIMS = (64, 128, 256)
 
 

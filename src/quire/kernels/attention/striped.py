@@ -23,7 +23,8 @@ from quire.kernels.registry import NATIVE_LEVELS, native, op
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, empty
 
-EXTRA = 2  # columns of a partial result behind its values: sum of the weights, maximum in powers of two
+# Columns of a partial result after its values: the sum of the weights, and the maximum in powers of two.
+EXTRA = 2
 
 
 @op("partial_attention")

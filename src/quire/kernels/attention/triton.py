@@ -30,7 +30,7 @@ from quire.kernels.triton_overlap import follow, launch_options
 from quire.kernels.workspace import unit_stride
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)  # the maximum of a row that has seen nothing; exp2(−inf − LOWEST) = 0
+LOWEST = tl.constexpr(-1e30)  # maximum of a row that has seen nothing: exp2 gives 0
 
 
 def attend(

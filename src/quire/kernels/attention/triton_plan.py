@@ -36,9 +36,10 @@ from quire.kernels.attention.batch import (
 )
 from quire.kernels.block_sizes import block_sizes
 
-SPLIT = 512  # positions per split of the invariant version: a constant, since it is part of the result
+# Positions per split of the invariant version: a constant, since it is part of the result.
+SPLIT = 512
 DECODE_ROWS = 16  # rows of a tile in decode: the least that a matrix unit takes
-PROGRAMS_PER_UNIT = 4  # items that a multiprocessor should have to hide its memory's latency
+PROGRAMS_PER_UNIT = 4  # items per multiprocessor, to hide memory latency
 LEAST_SPLIT = 128  # positions
 WHOLE = 1 << 30  # positions: a split that no context reaches
 Array = TypeVar("Array")

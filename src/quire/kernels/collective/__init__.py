@@ -34,7 +34,7 @@ class Group(Protocol):
     """The members of one group, seen from one of them."""
 
     size: int
-    index: int  # of the caller
+    index: int  # the caller's
 
     @property
     def bytes_sent(self) -> int:

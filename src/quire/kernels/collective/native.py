@@ -55,7 +55,7 @@ class SharedMemoryGroup:
         self.size = len(lanes.ranks)
         self.index = index
         self._segment = segment  # the mapping lives as long as the channel
-        self._begins: dict[tuple[int, ...], ctypes.Array[Any]] = {}  # of gathers; tapes hold the addresses
+        self._begins: dict[tuple[int, ...], ctypes.Array[Any]] = {}  # per gather; tapes hold the addresses
         base = segment.address
         self.channel = native.Channel(
             base + lanes.abort_word, [base + at for at in lanes.lanes], [base + at for at in lanes.slots],

@@ -11,7 +11,7 @@ from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import GPU_KERNELS, Backend
 from quire.weight_format import PLAIN, WeightFormat
 
-RANGE = {"int8": (-128, 127), "int4": (-8, 7)}  # of integers
+RANGE = {"int8": (-128, 127), "int4": (-8, 7)}  # smallest and largest integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class QuantizedWeight:
     """
 
     format: WeightFormat
-    q: Tensor  # int8 [out, in]: −127 … 127, or −8 … 7 for int4; fp8: float8_e4m3fn
+    q: Tensor  # [out, in]: int8 (int4: −8 … 7), or float8_e4m3fn
     scale: Tensor  # fp32 [out, in / group]
     offset: Tensor | None = None  # fp32, the same shape; present where format.has_offset
     # uint8 [out, in / 16] where format.two_level; scale is then [out, 1].
@@ -70,7 +70,7 @@ class PackedLinear:
     bias: Tensor | None = None
     backend: Backend = "reference"
     format: WeightFormat = PLAIN
-    dtype: torch.dtype = torch.float32  # of the result of `read_rows`: the model's
+    dtype: torch.dtype = torch.float32  # the model's, returned by `read_rows`
     scale: Tensor | None = None  # fp32
     offset: Tensor | None = None  # fp32
     group_scale: Tensor | None = None  # GPU kernels: fp16, with fp8 fp32

@@ -47,9 +47,9 @@ from quire.weight_format import WeightFormat
 
 TILE_ROWS = 32
 ALIGN = 32  # features
-EXACT_SUM = 1024  # products of two int8 whose sum fp32 holds exactly, in any order
+EXACT_SUM = 1024  # int8 products that fp32 sums exactly, in any order
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of float8_e4m3fn
+LARGEST = 448.0  # largest float8_e4m3fn
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -60,7 +60,8 @@ def round_up(size: int, multiple: int) -> int:
 def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
     """Row-major ``[out_features, in_features]``, both padded with zeros to a multiple of 32."""
     data = torch.zeros(round_up(out_features, ALIGN), round_up(in_features, ALIGN), dtype=dtype)
-    data[out_features:].zero_()  # only the padding: the rest costs no memory until it is written
+    # Only the padding is filled: the rest costs no memory until it is written.
+    data[out_features:].zero_()
     data[:, in_features:].zero_()
     return PackedLinear(out_features, in_features, data)
 

@@ -194,7 +194,7 @@ def int_linear_invariant(
 
 
 SMALL = 32  # rows, beyond which the tiles for many rows are taken
-SCALED_MM = (9, 0)  # compute capability from which torch multiplies with scales by row and column
+SCALED_MM = (9, 0)  # compute capability for torch's scales per row and column
 
 
 @register("quantize_rows_to_fp8", *GPU_KERNELS)

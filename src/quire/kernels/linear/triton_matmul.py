@@ -24,16 +24,18 @@ from quire.kernels.triton_interpreter import interpreting
 from quire.kernels.triton_overlap import follow, launch_options
 from quire.kernels.workspace import unit_stride
 
-ENOUGH = 256  # programs, where the sizes name no number; with fewer tiles than that, the inputs are split too
+# Programs, where the sizes name no number; with fewer tiles than that, the inputs are split too.
+ENOUGH = 256
 LEAST_INNER = 512  # inputs of a split
 TICKETS = 1 << 16  # tiles of a launch whose inputs are split
 
 
+# For fp32 rows, whose tiles take at least twice the memory.
 NARROW: Sizes = {
     "rows": 16,
     "columns": 32,
     "stages": 2,
-}  # of fp32 rows, whose tiles take twice and more the memory
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,8 @@ def matmul_tiles(
         offset += expert * scale_expert_stride
         power += expert * power_expert_stride
         bias += expert * bias_expert_stride
-    else:  # tiles of TOGETHER rows of tiles run one after another over all columns: what they share stays in L2
+    else:
+        # TOGETHER rows of tiles run one after another over all columns: what they share stays in L2.
         per_band = TOGETHER * column_tiles
         band = tl.program_id(0) // per_band
         in_band = tl.minimum(row_tiles - band * TOGETHER, TOGETHER)
@@ -248,7 +251,8 @@ def matmul_tiles(
                 w_tile = int8_to_bf16(w_tile)
             else:
                 w_tile = w_tile.to(x_tile.dtype)
-            if ROW_SCALE:  # Hopper adds fp8 products in 14 bits, so their sums go to fp32 every 64
+            # Hopper adds fp8 products in 14 bits, so their sums go to fp32 every 64.
+            if ROW_SCALE:
                 dot = tl.dot(x_tile, w_tile, max_num_imprecise_acc=64)
             else:
                 dot = tl.dot(x_tile, w_tile, input_precision=PRECISION)
@@ -273,7 +277,8 @@ def matmul_tiles(
         tl.store(
             parts + (tl.program_id(1) * num_rows + wide_row) * num_columns + column[None, :], acc, mask=mask
         )
-        tl.debug_barrier()  # every thread has stored its sums when one thread takes the ticket
+        # Every thread has stored its sums before one thread takes the ticket.
+        tl.debug_barrier()
         if tl.atomic_add(ended + tl.program_id(0), 1, sem="acq_rel") < splits - 1:
             return
         tl.store(ended + tl.program_id(0), 0)
@@ -359,7 +364,8 @@ def rows_to_fp8(x, x_stride, q, scale, size, GROUP: tl.constexpr, BLOCK: tl.cons
     follow(OVERLAP)
     values = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 0)
-    used = largest >= 2.0**-100  # as `linear.reference`; beyond, 448 / largest is not finite
+    # The bound of `linear.reference`: for much smaller rows 448 / largest overflows.
+    used = largest >= 2.0**-100
     tl.store(scale + row * tl.num_programs(1) + group, tl.where(used, tl.div_rn(largest, 448.0), 0.0))
     inverse = tl.where(used, tl.div_rn(448.0, tl.where(used, largest, 1.0)), 0.0)
     tl.store(q + row * size + column, (values * inverse).to(q.dtype.element_ty), mask=mask)

@@ -109,7 +109,7 @@ def expand_rows(
     row, stop = tl.load(tile + 1) + tl.arange(0, ROWS), tl.load(tile + 2)
     width = tl.where(part == 0, width_0, tl.where(part == 1, width_1, width_2))
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    here = tl.where(part > 0, width_0, 0) + tl.where(part > 1, width_1, 0) + column  # of y
+    here = tl.where(part > 0, width_0, 0) + tl.where(part > 1, width_1, 0) + column  # column of y
     highest = tl.load(ranks + slot * parts + part)
     if (tl.load(tile + 1) < stop) & (highest > 0) & (tl.program_id(2) * COLUMNS < width):
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)

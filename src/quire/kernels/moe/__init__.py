@@ -25,7 +25,7 @@ from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, empty
 from quire.modelspec import MoeSpec
 
-_TINY = 1e-20  # DeepSeek-V3 keeps the division of a sum of sigmoids safe with it
+_TINY = 1e-20  # keeps the division by a sum of sigmoids safe (DeepSeek-V3)
 
 
 class ExpertPlaces:

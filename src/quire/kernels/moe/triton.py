@@ -21,7 +21,7 @@ from quire.kernels.moe import ExpertStack
 from quire.kernels.pointwise.triton import gated
 from quire.kernels.workspace import unit_stride
 
-MANY = 64  # rows per expert, beyond which the tiles for many rows are taken
+MANY = 64  # rows per expert; more take the tiles for many rows
 
 
 @moe.experts.version("triton")

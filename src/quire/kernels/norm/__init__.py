@@ -18,7 +18,7 @@ from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import native, op
 from quire.kernels.workspace import address, call_of, empty, rows_of, unit_stride
 
-MAX_ROW = 32_768  # elements; from here on torch may split the sum of a single row over threads
+MAX_ROW = 32_768  # elements; torch may split the sum of a row this long
 
 
 @op("rms_norm")

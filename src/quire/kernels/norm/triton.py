@@ -94,9 +94,9 @@ def normalize(
     factor = tl.rsqrt(mean_square + eps)
     values = values * factor * column_weight
     if FP8:
-        values = values.to(x.dtype.element_ty).to(tl.float32)  # as the norm alone would write it
+        values = values.to(x.dtype.element_ty).to(tl.float32)  # rounded like the output of the norm alone
         largest = tl.max(tl.abs(values), 0)
-        used = largest >= 2.0**-100  # as `linear.reference`
+        used = largest >= 2.0**-100  # see `linear.reference`
         tl.store(scales + token, tl.where(used, tl.div_rn(largest, 448.0), 0.0))
         values *= tl.where(used, tl.div_rn(448.0, tl.where(used, largest, 1.0)), 0.0)
     tl.store(y + place, values.to(y.dtype.element_ty), mask=mask)

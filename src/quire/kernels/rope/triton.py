@@ -77,7 +77,7 @@ def _launch(
 _LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
 
 
-ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it drops the fraction of a small fp32, to nearest even
+ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it rounds a small fp32 to nearest even
 
 
 @triton.jit

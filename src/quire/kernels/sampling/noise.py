@@ -23,7 +23,7 @@ from torch import Tensor
 _LN2 = 0.6931471805599453
 _SQRT_HALF = 0.7071067811865476
 _LOG2_E = 1.44269504088896341
-_LN2_HIGH = 0.693359375  # nine bits: k * _LN2_HIGH is exact in float32 for every k that occurs
+_LN2_HIGH = 0.693359375  # nine bits, so that k * _LN2_HIGH is exact in float32
 _LN2_LOW = -2.12194440054690583e-4
 _EXP_SERIES = tuple(1.0 / factorial for factorial in (5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0))
 _LOG_SERIES = tuple(1.0 / odd for odd in range(23, 0, -2))
@@ -86,7 +86,7 @@ ROUNDS = 10
 _MASK, _SHIFT = np.uint64(WORD), np.uint64(32)
 _MULTIPLIER0, _MULTIPLIER1 = (np.uint64(m) for m in MULTIPLIERS)
 _WEYL0, _WEYL1 = (np.uint64(w) for w in WEYL)
-_IDS_AT_ONCE = 1 << 16  # ids whose words are made together: the temporaries then stay in the L2 cache
+_IDS_AT_ONCE = 1 << 16  # ids per pass, so that temporaries stay in the L2 cache
 # The bound's float32 rounding errors add up to less than 1e-5 where they matter (scores within 30 of the best).
 _MARGIN = 1e-3
 

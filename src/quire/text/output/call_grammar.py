@@ -257,7 +257,7 @@ def _rooted(kind: Any, root: Mapping[str, Any]) -> Form:
 def _schema(schema: Any) -> Form:
     """Return the form of a tool's arguments, which are an object even for a tool without parameters."""
     for key, kind in _properties(schema or {}):
-        if isinstance(kind, Mapping) and LARK in kind:  # of a tool whose one argument is a text
+        if isinstance(kind, Mapping) and LARK in kind:  # a tool whose one argument is a text
             return _tag("{" + json.dumps(key) + ": ", _rooted(kind, schema), "}")
     return {"type": "json_schema", "json_schema": schema or {"type": "object", "properties": {}}}
 

@@ -78,7 +78,7 @@ def written(template: str) -> str:
             name = tokens[i + 1][1]
             constants[name] = None if name in constants else tokens[i + 3][1]
     parts: list[str] = []
-    block = ""  # the name of the statement that the token is in, "{" for an expression
+    block = ""  # name of the statement around the token; "{": expression
     for i, (kind, text) in enumerate(tokens):
         before, after = tokens[i - 1][0] if i else "", tokens[i + 1][0] if i + 1 < len(tokens) else ""
         if kind == "data":

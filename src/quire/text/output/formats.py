@@ -77,7 +77,7 @@ class TaggedCalls:
     value: str = ""  # mark between a key and its value
     text: str = ""
     json: str = ""  # the attributes of JSON that a required call has, with {type}
-    attributes: str = ""  # what a required call has after its name
+    attributes: str = ""  # text after the name in a required call
     cdata: bool = False  # a value may stand in <![CDATA[…]]>
 
 
@@ -110,7 +110,7 @@ class GemmaCalls:
 class MessageForm:
     """An answer that consists of messages: ``header mark body end``. Both regular expressions search a header."""
 
-    beginnings: tuple[str, ...]  # of a header; an answer without one is plain text
+    beginnings: tuple[str, ...]  # beginnings of a header; without one: plain text
     mark: str
     ends: tuple[str, ...]
     reasoning: str  # matches the header of reasoning
@@ -132,7 +132,7 @@ class OutputFormat:
     # Calls may also begin the answer with this character, without a section's opening.
     bare: Literal["", "{", "["] = ""
     listed: bool = False  # required calls are written as one list
-    spaced: bool = False  # line breaks separate the marks of a section from its contents
+    spaced: bool = False  # line breaks between a section's marks and its contents
     reasoning: tuple[str, str] | None = None  # begin and end mark
     keeps_reasoning: bool = False  # even if the template shows other marks
     drops: tuple[str, ...] = ()  # marks that are dropped

@@ -29,7 +29,7 @@ from quire.text.output.sections import Calls, NotCalls, json_calls, named_calls
 from quire.text.output.tagged import nested_calls, tagged_calls
 from quire.text.output.unmarked import unmarked_calls
 
-MIN_PIECE = 2  # characters of a mark; one alone ("<", "[") is more often text
+MIN_PIECE = 2  # characters of a mark; one alone is more often text
 
 
 class OutputParser:
@@ -218,7 +218,7 @@ def _without_piece(deltas: list[Delta], marks: tuple[str, ...]) -> list[Delta]:
     if isinstance(last, CallDelta):
         return deltas
     rest = [delta for delta in deltas if type(delta) is not type(last)]
-    text = "".join([d.text for d in deltas if isinstance(d, type(last))])  # what was held, in pieces
+    text = "".join([d.text for d in deltas if isinstance(d, type(last))])  # held text, in pieces
     at = partial_mark(text, 0, marks)
     if len(text) - at < MIN_PIECE:
         return deltas
