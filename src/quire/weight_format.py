@@ -29,8 +29,7 @@ BITS: Mapping[Kind, int] = {"int8": 8, "int4": 4, "fp8": 8}
 # Group sizes that the kernels support, largest first. int8 and fp8 may also have one scale per row (group None).
 GROUPS: Mapping[Kind, tuple[int, ...]] = {"int8": (128, 64, 32, 16), "int4": (128, 64, 32), "fp8": (128,)}
 TWO_LEVEL_GROUP = 16  # inputs of int4 that share an integer multiplier
-# Inputs of a row that are stored together: 32 bytes of levels, 2 of multipliers.
-TWO_LEVEL_BLOCK = 64
+TWO_LEVEL_BLOCK = 64  # inputs stored together: 32 bytes, and 2 of multipliers
 # In packed memory: fp32, and fp16 times a power of two per row. The group scales of fp8 are fp32.
 ROW_SCALE_BYTES, GROUP_SCALE_BYTES = 4, 2
 

@@ -132,8 +132,7 @@ def _bytes(
     return prod(shape) * FLOAT_BYTES[precision]
 
 
-# Share of a device's memory; the rest is fragmentation, the driver and uncounted buffers.
-UTILIZATION = 0.9
+UTILIZATION = 0.9  # share of device memory; the rest: driver, fragmentation
 # An accelerator's context and libraries, captured graphs, and buffers of collectives (these as aiconfigurator
 # counts them for NCCL: gpu_profiles/aiconfigurator/h100_sxm.yaml, nccl_mem). A CPU process: torch and its libraries.
 RUNTIME_BYTES = {"accelerator": 1 << 30, "cpu": 400 << 20}
@@ -147,8 +146,7 @@ class MemoryPlan:
 
     kv_bytes_per_token: int  # whole model, layers that see the token
     kv_scale_bytes_per_token: int  # int8: 4 bytes each for K and V, per head and layer
-    # The whole model at ``context``; a layer with a window keeps its window.
-    kv_bytes_per_request: int
+    kv_bytes_per_request: int  # whole model at ``context``, within the layers' windows
     context: int  # tokens
     weights: int
     activations: int

@@ -21,8 +21,7 @@ from quire.families.shape import Fields
 Encoding = Literal["packed", "int8", "awq", "gptq", "fp8", "fp8_inverse"]  # the last: weight_scale_inv
 METHODS = ("compressed-tensors", "awq", "gptq", "fp8")
 BLOCK = 128  # inputs and outputs of an fp8 block with one scale
-# Fields that say how the weights were computed, or that are hints for the kernels of other engines.
-_HARMLESS = {
+_HARMLESS = {  # how weights were computed, hints for other engines
     "compressed-tensors": {"global_compression_ratio", "version", "quantization_status"},
     "awq": {"backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"},
     "gptq": {
@@ -140,8 +139,7 @@ def _gptq(f: Fields) -> tuple[set[str], Quantization]:
     f.refuse("pack_dtype", unless=("int32",), why="only eight 4-bit numbers per word are read")
     f.refuse("format", unless=(form,), why="it contradicts checkpoint_format")
     f.refuse("is_marlin_format", unless=(False,), why="Marlin's order of weights belongs to GPU kernels")
-    # When the weights are read, g_idx shows whether groups are consecutive.
-    f.flag("desc_act", False)
+    f.flag("desc_act", False)  # g_idx shows later whether groups are consecutive
     known = {"bits", "group_size", "sym", "checkpoint_format", "pack_dtype", "is_marlin_format", "format"}
     scheme = Scheme("gptq", bits, _group(f, "group_size"), f.flag("sym", True), zero_minus_one=form == "gptq")
     return known, Quantization((("Linear", scheme),))

@@ -30,8 +30,7 @@ except ImportError:
 # Without a step before tables for grammars are built: a part of them takes up to a second.
 TABLES_QUIET_S = 1.0
 _PAUSE_S = 0.02  # between two looks whether steps run
-# MKL's number of threads belongs to the process, so two engines take turns.
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.Lock()  # since MKL has one number of threads per process
 _chosen = 0  # 0: not chosen, so torch's number counts
 
 

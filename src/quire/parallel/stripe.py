@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Rows per rank from which the ranks divide a step's rows: fewer take as long as one.
-DIVIDE_FROM = 32
+DIVIDE_FROM = 32  # rows per rank from which a step's rows are divided
 Ints = npt.NDArray[np.int64]
 
 
