@@ -1,10 +1,12 @@
-// How one call of attention over tiled blocks is cut into units of work, and what is prefetched while one computes.
+// How one call of attention over tiled blocks is cut into units of work.
 //
 //   step   64 positions at an absolute multiple of 64, which a unit computes at a time
 //   split  512 positions: every split of a row's keys is a softmax of its own, and splits are folded in order of position,
 //          whichever thread computed them. So a long context of few rows can use every thread, and no bit changes.
 //   unit   up to `kUnitRows` rows (token, query head) of one kv head and all their splits, or one split of few rows; or a
 //          few rows each of some kv heads, whose pieces of a block are neighbours in memory
+//   group  units of a thread that read the same keys and take turns by splits: a split comes from memory once for all of
+//          them, while the one before is computed
 #pragma once
 
 #include <algorithm>
@@ -22,13 +24,8 @@ constexpr int64_t kSplitSteps = 8;
 constexpr int64_t kUnitRows = 48;     // the state of a unit stays in L1
 constexpr int64_t kBlockRows = 16;    // rows of a unit whose products are computed together
 constexpr int64_t kRunBytes = 1 << 15;  // read in sequence where a unit may choose: faster than single 4 KiB pages
-constexpr int64_t kAheadSteps = 1;      // steps between a prefetch into L2 and its use
-// Lines that are prefetched at a time: a step of a head has about 24 places for them with AMX, and three without.
-#if defined(QUIRE_HAVE_AMX)
-constexpr int64_t kAheadLines = 12;
-#else
-constexpr int64_t kAheadLines = 4;
-#endif
+constexpr int64_t kGroupUnits = 16;
+constexpr int64_t kGroupBytes = 256 << 10;  // of a group's rows and their sums, which lie in L2 beside two splits
 
 // Bytes of a tile of the cache (kv_tile.h).
 inline int64_t tile_bytes(const AttentionArgs& a) {
@@ -74,8 +71,23 @@ struct Unit {
 
   int64_t first_step() const { return low / kStep; }
   int64_t last_step() const { return high > low ? (high - 1) / kStep : first_step() - 1; }
+  // Steps of one split, or of several.
+  int64_t steps_in(int64_t begin, int64_t end) const {
+    return std::max<int64_t>(0, std::min(last_step() + 1, end) - std::max(first_step(), begin));
+  }
   // The cost of a step: its loads, and its rows. A unit without steps still writes its rows.
   int64_t cost() const { return std::max<int64_t>(1, last_step() - first_step() + 1) * heads * (rows + 4); }
+};
+
+// Units [begin, end) of a plan. Alone, or several that read the same keys, in order of rows.
+struct Group {
+  int64_t begin, end;
+  int64_t first_step, last_step;  // that any of them reads
+  int64_t heads;
+
+  int64_t units() const { return end - begin; }
+  int64_t first_split() const { return first_step / kSplitSteps; }
+  int64_t last_split() const { return last_step < first_step ? first_split() - 1 : last_step / kSplitSteps; }
 };
 
 // A unit whose splits are in parts [first_part, first_part + parts).
@@ -131,7 +143,27 @@ struct Plan {
     return range;
   }
 
+  // One thread's units in groups. `row_bytes`: of a row and its sums.
+  void groups_of(Range mine, int64_t row_bytes, std::vector<Group>& groups) const {
+    groups.clear();
+    const int64_t most = std::clamp<int64_t>(kGroupBytes / (row_bytes * kUnitRows), 1, kGroupUnits);
+    for (int64_t i = mine.begin; i < mine.end; ++i) {
+      const Unit& unit = units[i];
+      if (!groups.empty() && groups.back().units() < most && goes_on(units[i - 1], unit)) {
+        groups.back().end = i + 1;
+        groups.back().last_step = std::max(groups.back().last_step, unit.last_step());
+      } else {
+        groups.push_back({i, i + 1, unit.first_step(), unit.last_step(), unit.heads});
+      }
+    }
+  }
+
  private:
+  // Whether `next` has the rows behind those of `unit`.
+  static bool goes_on(const Unit& unit, const Unit& next) {
+    return next.seq == unit.seq && next.kv_head == unit.kv_head && next.first_row > unit.first_row;
+  }
+
   // Whether most sequences have the middle of their keys in common with the one before.
   static bool shares_keys(const AttentionArgs& a) {
     int64_t shared = 0;
@@ -167,79 +199,6 @@ struct Plan {
       units.push_back(part);
     }
   }
-};
-
-// Prefetches into L2 what a thread reads some steps later, across its units. A hardware prefetcher does not follow a
-// block table, and prefetching into L1 is slower than none: L1 has few miss buffers.
-class Ahead {
- public:
-  Ahead(const AttentionArgs& args, const Plan& plan, Range units)
-      : a(args), plan_(plan), units_(units), lines_(tile_bytes(args) / 64), unit_(units.begin) {
-    if (unit_ < units_.end) step_ = plan_.units[unit_].first_step();
-    for (int64_t i = 0; i < kAheadSteps; ++i) advance();
-  }
-
-  // The step is done: go on to the next one.
-  void advance() {
-    while (more()) few();
-    tile_ = 0;
-    done_ = false;
-    if (unit_ >= units_.end || ++step_ <= plan_.units[unit_].last_step()) return;
-    do {
-      ++unit_;
-    } while (unit_ < units_.end && (plan_.units[unit_].first_row > 0 ||  // the same keys as the unit before
-                                    plan_.units[unit_].high <= plan_.units[unit_].low));
-    if (unit_ < units_.end) step_ = plan_.units[unit_].first_step();
-  }
-
-  // The next few lines of the step, in order of memory. A burst of many would fill the queue of misses, and the
-  // computation beside it would wait.
-  void few() {
-    __asm__ volatile("");  // else gcc drops calls of a function that only prefetches, as if it had no effect
-    if (left_ < kAheadLines) {
-      if (!done_) rest();
-      return;
-    }
-    UNROLL for (int64_t i = 0; i < kAheadLines; ++i) __builtin_prefetch(at_ + i * 64, 0, 2);
-    at_ += kAheadLines * 64;
-    left_ -= kAheadLines;
-  }
-
- private:
-  // The last lines of a tile.
-  __attribute__((noinline)) void rest() {
-    if (!more()) return;
-    const int64_t count = std::min(left_, kAheadLines);
-    for (int64_t i = 0; i < count; ++i) __builtin_prefetch(at_ + i * 64, 0, 2);
-    at_ += count * 64;
-    left_ -= count;
-  }
-
-  // Whether lines are left; goes on to the next tile where this one has none.
-  bool more() {
-    if (done_) return false;
-    while (left_ == 0) {
-      done_ = true;
-      if (unit_ >= units_.end) return false;
-      const Unit& unit = plan_.units[unit_];
-      const int64_t position = step_ * kStep + tile_ / unit.heads * kTile;
-      if (position >= std::min(unit.high, (step_ + 1) * kStep)) return false;
-      done_ = false;
-      const int64_t head = unit.kv_head + tile_++ % unit.heads;
-      if (position + kTile <= unit.low) continue;
-      at_ = tile_at(a, unit.seq, head, position);
-      left_ = lines_;
-    }
-    return true;
-  }
-
-  const AttentionArgs& a;
-  const Plan& plan_;
-  const Range units_;
-  const int64_t lines_;  // of a tile
-  int64_t unit_, step_ = 0, tile_ = 0, left_ = 0;
-  const char* at_ = nullptr;
-  bool done_ = false;  // no lines of the step are left
 };
 
 }  // namespace quire::cpu::QUIRE_ISA

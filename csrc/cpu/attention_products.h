@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cpu/attention_ahead.h"
 #include "cpu/attention_plan.h"
 #include "cpu/byte_pairs.h"
 #include "cpu/isa.h"
@@ -57,8 +58,8 @@ class DotProducts {
 
   // Whether rows for int8 tiles are words. Those of a query are within +-query_most(), so that sums stay below 2^31.
   static constexpr bool kWords = kWordProducts;
-  float query_most() const {
-    return std::min(kWordMost, std::floor(0x7fffff00p0f / (127.0f * 2.0f * static_cast<float>(pairs_))));
+  static float query_most(int64_t head_dim) {
+    return std::min(kWordMost, std::floor(0x7fffff00p0f / (127.0f * 2.0f * static_cast<float>(head_dim / 2))));
   }
 
   // A score; the products leave integers where rows are words.

@@ -7,15 +7,17 @@
 // once for all rows of the unit, with nothing to transpose. int8 tiles are widened, exactly, to bf16, once for the rows of
 // a step or by the products of few rows, or where the level has dots of words to int16 by the products of any number of
 // rows; their scales multiply scores and weights. A query row then becomes int16 with one scale, a row's weights with one
-// per step. Every split of 512 positions starts with new sums, which are folded into the row's in order. Bytes: K and V
-// once per unit. Bound: memory bandwidth for single tokens, the dot units (and beside them the softmax) for chunks. Tiles
-// that a row does not see change no bit of it, so a row's bits are those of its own keys.
+// per step. Every split of 512 positions starts with new sums, which are folded into the row's in order. Units that read
+// the same keys take turns by splits. Bytes: K and V once per group of units. Bound: memory bandwidth for single tokens,
+// the dot units (and beside them the softmax) for chunks. Tiles that a row does not see change no bit of it, so a row's
+// bits are those of its own keys.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 
 #include "cpu/attention.h"
+#include "cpu/attention_ahead.h"
 #include "cpu/attention_plan.h"
 #include "cpu/attention_products.h"
 #if defined(QUIRE_HAVE_AMX)
@@ -91,13 +93,22 @@ struct Sums {
   }
 };
 
-struct Scratch {
-  Buffer<uint16_t> query, weights, tiles;
-  Buffer<float> scores, split, sums;
+// What a unit keeps between its turns.
+struct UnitRows {
+  Buffer<uint16_t> query;
+  Buffer<float> sums;  // of the splits before, once there are any
+  bool folded;
   int64_t lows[kUnitRows], ends[kUnitRows];  // the positions that a row sees: [low, end)
   // Where rows are words: what a query's words stand for, the part of it that the powers take in, and its inverse (whole
-  // vectors may be read); what the words of a row's weights stand for.
-  float query_scales[kUnitRows], factors[kUnitRows], inverses[kUnitRows + kBlockRows], weight_scales[kBlockRows + 4];
+  // vectors may be read).
+  float query_scales[kUnitRows], factors[kUnitRows], inverses[kUnitRows + kBlockRows];
+};
+
+struct Scratch {
+  UnitRows units[kGroupUnits];
+  Buffer<uint16_t> weights, tiles;
+  Buffer<float> scores, split;
+  float weight_scales[kBlockRows + 4];  // what the words of a row's weights stand for, where they are words
   alignas(64) float scales[2][2][kStep];  // of the step's positions for two heads, K's and V's; int8 only
 };
 
@@ -113,29 +124,23 @@ class TilesKernel {
 
   int64_t part_floats() const { return Sums::floats(kUnitRows, width); }
 
-  void run(const Unit& unit, Ahead& ahead, float* parts) {
-    const SeqRows rows(a, unit.seq);
-    const Products products(a, unit.rows);
-    const int64_t count = unit.all_rows();
-    take_query(unit, rows, products);
-    Sums split = Sums::in(s.split.at_least(part_floats()), count);
-    const int64_t first = unit.first_step(), last = unit.last_step();
-    if (unit.part >= 0) split = Sums::in(parts + unit.part * part_floats(), count);
-    const Sums sums = Sums::in(s.sums.at_least(part_floats()), count);
-    split.clear(count, width);
-    bool folded = false;
-    for (int64_t i = first; i <= last; ++i) {
-      if (i > first && i % kSplitSteps == 0) {
-        if (!folded) sums.clear(count, width);
-        folded = true;
-        sums.fold(split, count, width);
-        split.clear(count, width);
+  // Bytes of a row and its sums.
+  int64_t row_bytes() const { return dim * 2 + (width + kLanes + 1) * 4; }
+
+  // `units`: those of the group, which take turns by splits.
+  void run(const Group& group, const Unit* units, Ahead& ahead, float* parts) {
+    const SeqRows rows(a, units[0].seq);
+    const int64_t count = group.units();
+    for (int64_t i = 0; i < count; ++i) start(units[i], rows, s.units[i]);
+    for (int64_t split = group.first_split(); split <= group.last_split(); ++split) {
+      const int64_t begin = split * kSplitSteps, end = begin + kSplitSteps;
+      int64_t turns = 0;
+      for (int64_t i = 0; i < count; ++i) turns += units[i].steps_in(begin, end);
+      ahead.start_split(split, turns);
+      for (int64_t i = 0; i < count; ++i) {
+        if (units[i].steps_in(begin, end) > 0) run_split(units[i], rows, begin, end, s.units[i], ahead, parts);
       }
-      step(unit, products, i * kStep, split, ahead);
     }
-    if (unit.part >= 0) return;
-    if (folded) sums.fold(split, count, width);
-    finish(unit, rows, folded ? sums : split);
   }
 
   void fold(const Fold& fold, float* parts) {
@@ -159,8 +164,45 @@ class TilesKernel {
 
   static constexpr bool kWords = kInt8 && Products::kWords;
 
-  void take_query(const Unit& unit, const SeqRows& rows, const Products& products) {
-    uint16_t* query = s.query.at_least(kUnitRows * dim);
+  void start(const Unit& unit, const SeqRows& rows, UnitRows& state) {
+    own = &state;
+    own->folded = false;
+    take_query(unit, rows);
+    if (unit.last_step() >= unit.first_step()) return;
+    const Sums none = split_sums(unit, nullptr);  // its rows see nothing
+    none.clear(unit.all_rows(), width);
+    finish(unit, rows, none);
+  }
+
+  // The sums of a split: a part's own, or the buffer of all units.
+  Sums split_sums(const Unit& unit, float* parts) {
+    return Sums::in(unit.part >= 0 ? parts + unit.part * part_floats() : s.split.at_least(part_floats()), unit.all_rows());
+  }
+
+  // A unit's steps of the split [begin, end).
+  void run_split(const Unit& unit, const SeqRows& rows, int64_t begin, int64_t end, UnitRows& state, Ahead& ahead,
+                 float* parts) {
+    own = &state;
+    const Products products(a, unit.rows);
+    const int64_t count = unit.all_rows(), last = unit.last_step();
+    const Sums split = split_sums(unit, parts);
+    split.clear(count, width);
+    for (int64_t i = std::max(begin, unit.first_step()); i <= std::min(last, end - 1); ++i) {
+      step(unit, products, i * kStep, split, ahead);
+    }
+    if (unit.part >= 0) return;
+    const bool only = !own->folded && last < end;
+    if (!only) {
+      const Sums sums = Sums::in(own->sums.at_least(part_floats()), count);
+      if (!own->folded) sums.clear(count, width);
+      own->folded = true;
+      sums.fold(split, count, width);
+    }
+    if (last < end) finish(unit, rows, only ? split : Sums::in(own->sums.at_least(0), count));
+  }
+
+  void take_query(const Unit& unit, const SeqRows& rows) {
+    uint16_t* query = own->query.at_least(kUnitRows * dim);
     const auto row_at = [&](int64_t i) {
       const auto [token, head] = place(unit, rows, i);
       return static_cast<const uint16_t*>(a.q) + token * a.q_stride + head * a.head_dim;
@@ -171,26 +213,27 @@ class TilesKernel {
     for (int64_t i = 0; i < unit.all_rows(); ++i) {
       const uint16_t* q = row_at(i);
       if constexpr (kWords) {
-        s.query_scales[i] = query_words(q, a.head_dim, products.query_most(), query + i * dim);
-        s.factors[i] = a.cap != 0.0f ? late : late * s.query_scales[i];
-        s.inverses[i] = 1.0f / s.factors[i];
+        own->query_scales[i] = query_words(q, a.head_dim, Products::query_most(a.head_dim), query + i * dim);
+        own->factors[i] = a.cap != 0.0f ? late : late * own->query_scales[i];
+        own->inverses[i] = 1.0f / own->factors[i];
       } else {
         std::copy(q, q + a.head_dim, query + i * dim);
       }
       const int64_t r = unit.first_row + i % unit.rows;
-      s.lows[i] = rows.lowest(r), s.ends[i] = rows.end(r);
+      own->lows[i] = rows.lowest(r), own->ends[i] = rows.end(r);
       std::fill(query + i * dim + a.head_dim, query + (i + 1) * dim, uint16_t{0});
     }
   }
 
   // Blocks of rows in turn: up to kBlockRows of one head, or all of each head. Scores of the next are computed first.
   void step(const Unit& unit, const Products& products, int64_t base, const Sums& sums, Ahead& ahead) {
-    const uint16_t* query = s.query.at_least(0);
+    const uint16_t* query = own->query.at_least(0);
     float* buffer = s.scores.at_least(2 * kBlockRows * kStep);  // of two blocks in turn, so that L1 holds them
     uint16_t* weights = s.weights.at_least(kBlockRows * kStep);
     const int64_t all = unit.all_rows(), block = unit.heads > 1 ? unit.rows : kBlockRows;
     const auto count = [&](int64_t first) { return std::min(block, all - first); };
     const auto scores = [&](int64_t first) { return buffer + first / block % 2 * kBlockRows * kStep; };
+    ahead.start_step(base / kStep);
     StepTiles tiles = take_tiles(unit, 0, base), next = tiles;
     const auto take_scores = [&](int64_t first) {
       products.scores(count(first), query + first * dim, dim, next, scores(first), ahead);
@@ -205,7 +248,7 @@ class TilesKernel {
       products.values(count(first), weights, s.weight_scales, tiles, sums.values + first * width, width, ahead);
       tiles = next;
     }
-    ahead.advance();
+    ahead.finish_step();
   }
 
   StepTiles take_tiles(const Unit& unit, int64_t head, int64_t base) {
@@ -247,15 +290,15 @@ class TilesKernel {
               const Sums& sums) {
     alignas(64) float limits[kBlockRows];
     for (int64_t i = 0; i < kBlockRows; i += kLanes) {
-      const Vec inverse = kWords ? load(s.inverses + first + i) : broadcast(1.0f / late);
+      const Vec inverse = kWords ? load(own->inverses + first + i) : broadcast(1.0f / late);
       store(limits + i, mul(add(load(sums.top + first + i), broadcast(kRoom)), inverse));
     }
     Vec excess = broadcast(kMasked);
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t begin = s.lows[first + i] - base, end = s.ends[first + i] - base;
+      const int64_t begin = own->lows[first + i] - base, end = own->ends[first + i] - base;
       float* x = scores + i * kStep;
       Vec most;
-      if (begin > 0 || end < kStep || a.cap != 0.0f) most = prepare_part(x, begin, end, s.query_scales[first + i], tiles);
+      if (begin > 0 || end < kStep || a.cap != 0.0f) most = prepare_part(x, begin, end, own->query_scales[first + i], tiles);
       else most = prepare(x, tiles);
       excess = max(sub(most, broadcast(limits[i])), excess);  // a NaN must not hide the rows before it
     }
@@ -272,7 +315,7 @@ class TilesKernel {
     constexpr int kVectors = kStep / kLanes;
     Vec powers[R][kVectors], most[R];
     UNROLL for (int r = 0; r < R; ++r) {
-      const Vec top = broadcast(-sums.top[row + r]), factor = broadcast(kWords ? s.factors[row + r] : late);
+      const Vec top = broadcast(-sums.top[row + r]), factor = broadcast(kWords ? own->factors[row + r] : late);
       Vec total = load(sums.total + (row + r) * kLanes);
       UNROLL for (int v = 0; v < kVectors; ++v) {
         Vec& e = powers[r][v];
@@ -309,7 +352,7 @@ class TilesKernel {
       if (!(most > limits[i])) continue;
       float& top = sums.top[first + i];
       const float before = top;
-      top = most * (kWords ? s.factors[first + i] : late);
+      top = most * (kWords ? own->factors[first + i] : late);
       if (before == kLowest) continue;  // its sums are 0
       store(factors, exp2(broadcast(before - top)));
       sums.scale_row(first + i, width, broadcast(factors[0]));
@@ -399,6 +442,7 @@ class TilesKernel {
 
   const AttentionArgs& a;
   Scratch& s;
+  UnitRows* own = nullptr;  // of the unit whose turn it is
   const int64_t dim, width;
   const float scale;  // of what the products leave
   const float late;   // the part of it that the powers take in: all, or 1
@@ -414,10 +458,14 @@ void attention_as(const AttentionArgs& a, ThreadPool& pool) {
   if (plan.parts > 0) parts = memory.at_least(plan.parts * Sums::floats(kUnitRows, round_up(a.v_head_dim, kLanes)));
   auto body = [&a, &all = plan, parts](int thread, int num_threads) {
     static thread_local Scratch scratch;
-    const Range mine = all.units_of(thread, num_threads);
+    static thread_local std::vector<Group> groups;
     TilesKernel<Products, kInt8> kernel(a, scratch);
-    Ahead ahead(a, all, mine);
-    for (int64_t i = mine.begin; i < mine.end; ++i) kernel.run(all.units[i], ahead, parts);
+    all.groups_of(all.units_of(thread, num_threads), kernel.row_bytes(), groups);
+    Ahead ahead(a, all, groups);
+    for (size_t i = 0; i < groups.size(); ++i) {
+      ahead.start_group(static_cast<int64_t>(i));
+      kernel.run(groups[i], &all.units[groups[i].begin], ahead, parts);
+    }
   };
   if (plan.units.size() < 2 || plan.cost * kStep * (a.head_dim + a.v_head_dim) < kSmallWork) {
     body(0, 1);

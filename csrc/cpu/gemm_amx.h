@@ -76,16 +76,21 @@ void over_threads(int64_t items, int64_t work, ThreadPool& pool, const F& body) 
   }
 }
 
-// Cache lines to fetch into L2 while something else computes, a few at a time: more would fill the queue of misses, and
-// the tiles that are loaded next would wait for them.
-struct Ahead {
-  const uint8_t *next, *end;
-  int64_t lines;
+// Cache lines from `next` on to fetch into L2 while something else computes, `lines` of them evenly over `calls`: many at
+// a time fill the queue of misses, and the tiles that are loaded next wait for them.
+class Ahead {
+ public:
+  Ahead(const uint8_t* next, const uint8_t* end, int64_t lines, int64_t calls)
+      : next_(next), end_(end), share_((lines * kLine + calls - 1) / calls) {}
 
   void fetch() {
-    const uint8_t* stop = std::min(next + lines * 64, end);
-    for (; next < stop; next += 64) __builtin_prefetch(next, 0, 2);
+    for (due_ += share_; due_ >= kLine && next_ < end_; due_ -= kLine, next_ += 64) __builtin_prefetch(next_, 0, 2);
   }
+
+ private:
+  static constexpr int64_t kLine = 1 << 10;
+  const uint8_t *next_, *end_;
+  int64_t share_, due_ = 0;  // in 1 / kLine of a line
 };
 
 // A row of a panel's width.
@@ -326,10 +331,9 @@ class PanelWorker {
   // chunk.
   Ahead ahead_of(int64_t p, int64_t c, const uint8_t* next) const {
     const uint8_t* end = weights(g_.panels(), 0);
-    if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, (Op::kStepBytes / 64 + kFetches - 1) / kFetches};
+    if (pass_.blocks() == 1) return {weights(p, c) + kAheadBytes, end, Op::kStepBytes / 64, kFetches};
     const int64_t lines = pass_.most_steps() * Op::kStepBytes / 64;
-    const int64_t turns = pass_.blocks() * pass_.chunk_steps(c) * kFetches;
-    return {next, std::min(next + lines * 64, end), (lines + turns - 1) / turns};
+    return {next, std::min(next + lines * 64, end), lines, pass_.blocks() * pass_.chunk_steps(c) * kFetches};
   }
 
   // All rows by chunk c of panel p. Their sums are at `sums`, block by block.

@@ -123,9 +123,9 @@ class GroupWorker {
   // Several blocks of a panel have time to fetch the next panel. A single one streams through the weights: see
   // `unpack`.
   Ahead ahead_of(int64_t p) const {
-    if (pass_.blocks() == 1) return {nullptr, nullptr, 0};
-    const int64_t lines = a_.format.panel_bytes(a_.k) / 64 + 1, turns = pass_.blocks() * pass_.groups;
-    return {panel(p + 1), std::min(panel(p + 2), panel((a_.n + kPanel - 1) / kPanel)), (lines + turns - 1) / turns};
+    if (pass_.blocks() == 1) return {nullptr, nullptr, 0, 1};
+    const uint8_t* end = std::min(panel(p + 2), panel((a_.n + kPanel - 1) / kPanel));
+    return {panel(p + 1), end, a_.format.panel_bytes(a_.k) / 64 + 1, pass_.blocks() * pass_.groups};
   }
 
   // The codes of one group as signed bytes. Where weights are used once, each line read fetches one further ahead.

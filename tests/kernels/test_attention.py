@@ -250,6 +250,28 @@ def test_many_sequences_agree_with_each_alone(int8: bool, window: int | None, ba
 
 
 @pytest.mark.parametrize("backend", registry.backends("attention"))
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_that_take_turns_have_their_own_bits(int8: bool, window: int | None, backend: Backend) -> None:
+    """Units of 16 tokens share each split of a long context; alone, a unit goes through all of them."""
+    lengths = ((200, 1400), (1, 700), (40, 530))
+    case = cases.AttentionCase("turns", lengths, 6, 2, window=window, layout="tiles", int8=int8)
+    made = cases.attention_inputs(case, torch.bfloat16, generator())
+    with threads(1):
+        whole = run(made, backend)
+        pieces = [
+            run(part(made, seq, first, min(first + 16, queries)), backend)
+            for seq, (queries, _) in enumerate(lengths)
+            for first in range(0, queries, 16)
+        ]
+    assert_close("attention", whole, oracle(made))
+    assert_same_bits(whole, torch.cat(pieces), "16 tokens at a time")
+    with threads(2):
+        made.batch.plans.clear()
+        assert_same_bits(run(made, backend), whole, "two threads")
+
+
+@pytest.mark.parametrize("backend", registry.backends("attention"))
 def test_scale_is_applied(backend: Backend) -> None:
     made = cases.attention_inputs(SMALL[3], torch.float32, generator())
     flat = dataclasses.replace(made, shape=AttentionShape(made.shape.num_heads, 0.0))

@@ -13,7 +13,7 @@ blocks are not held, since each of them is next when the share comes free. The b
 needs yet are held against those that enter; only what they generate may grow into them.
 
 A prompt that fits in one step is not cut unless short ones have come lately: smaller steps cost some throughput, most
-of it where a kernel arranges the keys of the context anew in each step (AMX).
+of it where products are fast beside memory (AMX), since each step reads all weights.
 """
 
 from __future__ import annotations
