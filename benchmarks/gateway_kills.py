@@ -148,7 +148,7 @@ class Watch:
     def place(self, exchange: Exchange) -> Placed | None:
         placed = self._place(exchange)
         if placed is not None:
-            self.placements.append((exchange, placed, exchange.has_begun))
+            self.placements.append((exchange, placed, exchange.answer.has_begun))
         return placed
 
     def over(self, placed: Placed, is_good: bool | None) -> None:
@@ -163,7 +163,7 @@ class Watch:
     def waiting(self, name: str) -> int:
         """Return the requests at a backend that have no byte."""
         return sum(
-            p.backend.name == name and p.id not in self.ended and not e.has_begun
+            p.backend.name == name and p.id not in self.ended and not e.answer.has_begun
             for e, p, _ in self.placements
         )
 

@@ -67,11 +67,17 @@ def test_a_missing_cockpit_is_named_with_its_command() -> None:
     )
 
 
-def test_what_a_gateway_lacks_is_an_error_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gateway_lacks_is_an_error_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     hide(monkeypatch, "redis")
     config = GatewayConfig(server=GatewayArgs(port=0, redis="redis://127.0.0.1:1"))
     with pytest.raises(ConfigError, match="needs the extra 'redis'"):
         run_gateway(config)
+    (tmp_path / "file").touch()
+    books = GatewayArgs(port=0, ledger=str(tmp_path / "file" / "ledger.sqlite"))
+    with pytest.raises(ConfigError, match="journal"):
+        run_gateway(GatewayConfig(server=books))
 
 
 def test_another_error_inside_needs_is_not_a_missing_extra() -> None:

@@ -42,6 +42,8 @@ LATE_IMPORTS: dict[str, str] = {
     "quire_lab/learn/stop_rules.py": "the same",
     "quire/__init__.py": "LLM and friends are resolved lazily",
     "quire_gateway/scalers.py": "ray is optional",
+    "quire_gateway/stages.py": "the one list of the gateway's stages: what is off is not loaded",
+    "quire_gateway/routing.py": "the prefix index is a wing: not loaded for a policy that does not score",
     "quire/executor/ray.py": "ray is optional",
     "quire/metrics/trace.py": "opentelemetry is the extra `otel`",
     "quire_gateway/redis_store.py": "redis is the extra `redis`",

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, Setting, defaults, flag_name, settings_of
 from quire.cli.flags import AutoscaleArgs, PlanArgs, ReplayArgs
-from quire_gateway.auto_model import AutoArgs, RuleArgs
+from quire_gateway.auto_config import AutoArgs, RuleArgs
 from quire_gateway.config import (
     BackendArgs,
     GatewayArgs,
@@ -20,7 +20,7 @@ from quire_gateway.config import (
     RoutingArgs,
     TimeoutArgs,
 )
-from quire_gateway.filters import FilterArgs
+from quire_gateway.filter_config import FilterArgs
 from quire_gateway.region_config import RegionArgs
 from quire_lab.bench.args import (
     LatencyArgs,

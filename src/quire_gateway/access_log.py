@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import msgspec
 from quire.metrics.log import Log
 from quire.private import appended, tighten
 from quire_gateway.exchange import Exchange
+from quire_gateway.stage import Stage
 
 FLUSH_S = 0.2
 MAX_WAITING = 100_000  # lines; more are counted and dropped while the file takes none
@@ -19,29 +22,27 @@ log = Log("gateway")
 _encode = msgspec.json.Encoder().encode
 
 
-class AccessLog:
+class AccessLog(Stage):
     """Lines wait at most `FLUSH_S`. The file is opened for each write, so that it may be moved away at any time."""
 
-    def __init__(self, path: str | None, *, logs: bool) -> None:
+    def __init__(self, path: str | None, *, logs: bool, unix_time: Callable[[], float] = time.time) -> None:
+        """``path``: of the file, if any; ``logs``: write to the log of the gateway."""
+        self._unix_time = unix_time
         self._path = path  # "-": standard output
         self._logs = logs
         self._lines: list[bytes] = []
         self._flushing: asyncio.Task[None] | None = None
         self._is_failing = False
-        if (
-            path is not None and path != "-"
-        ):  # a collector may need to read it: its rights are left to the operator
+        if path is not None and path != "-":
+            # A collector may need to read the file: its rights are left to the operator.
             tighten(Path(path), changes=False)
 
-    def write(self, exchange: Exchange, now: float, unix_s: float) -> None:
-        """A request has ended."""
-        if self._path is None and not self._logs:
-            return
+    async def after(self, exchange: Exchange, now: float) -> None:
         fields = _fields(exchange, now)
         if self._logs:
             log.info("request", **fields)
         if self._path is not None and len(self._lines) < MAX_WAITING:
-            self._lines.append(_encode({"time": round(unix_s, 3), **fields}))
+            self._lines.append(_encode({"time": round(self._unix_time(), 3), **fields}))
             if self._flushing is None or self._flushing.done():
                 self._flushing = asyncio.create_task(self._flush_soon())
 
@@ -81,7 +82,7 @@ def _append(path: str, data: bytes) -> None:
 
 def _fields(exchange: Exchange, now: float) -> dict[str, Any]:
     usage, backend, asked = exchange.usage, exchange.backend, exchange.asked
-    first_s = exchange.first_s
+    first_s = exchange.answer.first_s
     return {
         "request_id": exchange.request_id,
         "trace_id": exchange.trace_id,
@@ -89,13 +90,13 @@ def _fields(exchange: Exchange, now: float) -> dict[str, Any]:
         "key": exchange.key or None,
         "client": (exchange.scope.get("client") or [None])[0],
         "path": exchange.path,
-        "status": exchange.status,
+        "status": exchange.answer.status,
         "outcome": exchange.outcome,
         "model": exchange.named_model or None,
         "target": exchange.target.model if exchange.target is not None else None,
         "backend": backend.name if backend is not None else None,
         "stream": asked.streams if asked is not None else None,
-        "attempts": exchange.num_attempts,
+        "attempts": exchange.attempts.num,
         "ttft_ms": round(1e3 * (first_s - exchange.arrival_s), 1) if first_s is not None else None,
         "ms": round(1e3 * (now - exchange.arrival_s), 1),
         "prompt_tokens": usage.prompt_tokens,

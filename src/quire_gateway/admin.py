@@ -145,7 +145,7 @@ class Admin:
                 "policy": state.router.policy,
                 "max_load_ratio": state.config.routing.max_load_ratio,
                 "models": models,
-                "regions": state.placing.regions.shown() if state.placing.regions is not None else None,
+                "regions": state.stages.regions.shown() if state.stages.regions is not None else None,
                 "served": {name: [b.name for b in state.fleet.serving(name)] for name in state.fleet.models},
                 "retries": {"balance": round(budget.balance, 2), "taken": budget.num_taken,
                             "refused": budget.num_refused},

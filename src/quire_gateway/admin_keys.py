@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,9 +27,11 @@ from quire.http.keys import (
 from quire.http.refusals import HttpError, Refusal
 from quire.http.wire import Boolean, Number, Text, Texts, Wire, parse
 from quire.metrics.log import Log
-from quire_gateway.limits import Left
 from quire_gateway.quotas import NANO, Limit, Unit
 from quire_gateway.state import GatewayState
+
+if TYPE_CHECKING:
+    from quire_gateway.limits import Left
 
 log = Log("gateway")
 MAX_BODY_BYTES = 1 << 20
@@ -111,12 +113,13 @@ class AdminKeys:
             read_keys(self._path()).keys.values() if config.server.key_file and self._path().exists() else ()
         )
         owners = {(key.name, key.tenant) for key in keys} or {("", "")}
-        limits = state.tenants.limits
-        left = await limits.left(sorted(owners), list(config.model_limits))
+        limits = state.tenants.limits if state.tenants is not None else None
+        models = list(config.model_limits)
+        left = await limits.left(sorted(owners), models) if limits is not None else []
         return json_response(
             {
                 "books": "redis" if config.server.redis else "memory",
-                "is_degraded": limits.is_degraded,
+                "is_degraded": limits is not None and limits.is_degraded,
                 "default": _given(config.limits),
                 "keys": {name: _given(limit) for name, limit in config.key_limits.items()},
                 "tenants": {name: _given(limit) for name, limit in config.tenant_limits.items()},

@@ -21,9 +21,9 @@ from quire.http.held_bytes import HeldBodies
 from quire.http.websocket import WebSockets
 from quire_gateway.admin import admin_app
 from quire_gateway.descriptions import Descriptions
-from quire_gateway.model_routes import MODEL_PATHS, model_app
 from quire_gateway.ollama_lists import OllamaLists
 from quire_gateway.proxy import Proxy
+from quire_gateway.stages import model_app
 from quire_gateway.state import GatewayState
 from quire_gateway.stored import StoredProxy
 
@@ -35,6 +35,7 @@ POST_PATHS = (
     "/classify", "/v1/responses/input_tokens", "/completion", "/infill", "/generate", "/generate_stream",
     "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show",
 )  # fmt: skip
+_MODEL_PATHS = ("/v1/models/load", "/v1/models/unload")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -102,7 +103,7 @@ class _Split:
         app, path = self._app, scope["path"] if scope["type"] == "http" else ""
         if path.startswith("/admin/"):
             app = self._admin
-        elif self._models is not None and path in MODEL_PATHS:
+        elif self._models is not None and path in _MODEL_PATHS:
             app = self._models
         await app(scope, receive, send)
 

@@ -44,6 +44,7 @@ class Asked:
     session: bytes
     priority: int | None = None  # replaces the body's: that of a batch, whose lines are sent by this process
     hint: str = ""  # of the backend that holds the stored response it names; see `gateway.ownership`
+    salt: str | None = None  # replaces the client's ``cache_salt``
 
     @property
     def wants_usage(self) -> bool:
@@ -73,11 +74,12 @@ class Asked:
         numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
         return min(numbers) / 1e3 if numbers else None
 
-    def body_for(self, model: str, *, adds_usage: bool = False, salt: str | None = None) -> bytes:
+    def body_for(self, model: str, *, adds_usage: bool = False, takes_salt: bool | None = True) -> bytes:
         """Return the body with the name ``model``, and with usage at the end of its stream if ``adds_usage``.
 
-        ``salt``: replaces the client's ``cache_salt``. Every other field keeps its bytes.
+        ``takes_salt``: ``salt`` goes along. Every other field keeps its bytes.
         """
+        salt = self.salt if takes_salt else None
         is_named = model == self.model or (
             self.path.startswith(OLLAMA_ROOT) and f"{model}{LATEST}" == self.model
         )

@@ -20,81 +20,24 @@ import asyncio
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from quire.args import make_args
+from prometheus_client.core import Metric
+
 from quire.errors import ConfigError
 from quire.http.keys import ApiKey
 from quire.metrics.log import Log
 from quire_gateway.asked import Asked
+from quire_gateway.auto_config import AutoConfig, RuleArgs
+from quire_gateway.exchange import Exchange
+from quire_gateway.metrics import counter
+from quire_gateway.stage import Stage
 
 log = Log("gateway")
 
 
-@dataclass(frozen=True, slots=True)
-class AutoArgs:
-    """``[auto]``"""
-
-    name: str = "auto"
-    default: str = ""
-    judge: str | None = None
-    judge_timeout_s: float = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class RuleArgs:
-    """One of ``[[auto.rules]]``: all conditions that are given must hold."""
-
-    model: str = ""
-    tenants: tuple[str, ...] = ()
-    min_prompt_tokens: int | None = None
-    max_prompt_tokens: int | None = None
-    max_budget_left: float | None = None
-    min_difficulty: float | None = None
-    max_difficulty: float | None = None
-
-    @property
-    def asks_judge(self) -> bool:
-        return self.min_difficulty is not None or self.max_difficulty is not None
-
-
-@dataclass(frozen=True, slots=True)
-class AutoConfig:
-    """The table and its rules, in order."""
-
-    args: AutoArgs
-    rules: tuple[RuleArgs, ...]
-
-
-def auto_of(table: Mapping[str, Any], origin: str) -> AutoConfig | None:
-    """Return the configuration of ``[auto]``; None without the table.
-
-    Raises:
-        ConfigError: names the key that is wrong.
-    """
-    if not table:
-        return None
-    rules, own = table.get("rules", []), {key: value for key, value in table.items() if key != "rules"}
-    args = make_args(AutoArgs, own, origin=f"{origin}: [auto]")
-    if not isinstance(rules, list) or not all(isinstance(each, dict) for each in rules):
-        raise ConfigError(f"{origin}: auto.rules = {rules!r} must be tables ([[auto.rules]])")
-    found = []
-    for index, values in enumerate(rules):
-        where = f"{origin}: auto.rules[{index}]"
-        rule = make_args(RuleArgs, values, origin=where)
-        if not rule.model or rule.model == args.name:
-            raise ConfigError(f"{where}: model = {rule.model!r} must be the name of another model")
-        if rule.asks_judge and args.judge is None:
-            raise ConfigError(f"{where}: a difficulty needs [auto] judge = 'module:function'")
-        found.append(rule)
-    if not args.default or args.default == args.name:
-        raise ConfigError(f"{origin}: [auto]: default = {args.default!r} must be the name of another model")
-    return AutoConfig(args, tuple(found))
-
-
-class AutoModel:
+class AutoModel(Stage):
     """Chooses among models. ``budget_left``: the smallest share that (key, tenant) has left of a budget."""
 
     def __init__(
@@ -109,6 +52,20 @@ class AutoModel:
         self._num_tokens = num_tokens
         self._budget_left = budget_left
         self._judge = _load(config.args.judge) if config.args.judge is not None else None
+
+    def metrics(self) -> Iterable[Metric]:
+        yield counter(
+            "quire:gateway_auto_models", "Requests for auto by the model chosen.", ("model",), self.counts
+        )
+
+    async def model(self, exchange: Exchange, name: str | None) -> str | None:
+        """Replace the name ``auto``, and tell the client by what."""
+        if name != self.name:
+            return name
+        assert exchange.asked is not None
+        chosen = await self.choose(exchange.asked, exchange.call.key)
+        exchange.answer.headers.append((b"x-quire-model", chosen.encode()))
+        return chosen
 
     async def choose(self, asked: Asked, key: ApiKey | None) -> str:
         """Return the name of the model for a request."""

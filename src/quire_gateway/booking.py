@@ -12,26 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import msgspec
-
-from quire.http.account import USAGE_PATH, UsedPage
 from quire.metrics.log import Log
-from quire_gateway.books import Books
-from quire_gateway.exchange import Exchange
+from quire_gateway.books import Bookkeeping, Books
 from quire_gateway.fleet import Backend, Fleet
 from quire_gateway.ledger_row import UNSETTLED, Row
+from quire_gateway.replica_usage import UsageReader
+from quire_gateway.stage import Stage
 from quire_gateway.tenants import Tenants
-from quire_gateway.upstream import BackendFailed, Upstream
-from quire_gateway.usage import Usage
+from quire_gateway.upstream import BackendFailed
 
 PASSES_S = (0.0, 1.0, 10.0)  # after the replica was first ready
 PATIENCE_S = 60.0  # with a backend that does not become ready
-ASK_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # pauses before each question for a request that is about to end
 _LOOK_S = 0.25
-_TIMEOUT_S = 5.0
 log = Log("ledger")
 
 
@@ -45,50 +39,34 @@ class _Reading:
     since: float = 0.0  # Unix time of its start
 
 
-class Booking:
-    """Reads the records of the replicas in ``fleet``. ``key_of``: the key by which a replica knows this gateway."""
+class Booking(Stage):
+    """Books what an earlier process of this gateway has not: from the journal, and from replicas' records."""
 
     def __init__(
-        self, fleet: Fleet, key_of: Callable[[Backend], str | None], tenants: Tenants, books: Books
+        self, fleet: Fleet, reader: UsageReader, bookkeeping: Bookkeeping, tenants: Tenants | None
     ) -> None:
+        """``tenants``: charges the budgets; None: there are none."""
         self._fleet = fleet
-        self._key_of = key_of
+        self._reader = reader
+        self._bookkeeping = bookkeeping
         self._tenants = tenants
-        self._books = books
         # Requests that ran when an earlier process was killed: slot, row, model of the limits.
-        self._running = {each[1].request_id: each for each in books.found() if each[1].outcome == UNSETTLED}
-        self._upstream: Upstream | None = None
+        self._running: dict[str, tuple[int, Row, str]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, upstream: Upstream) -> None:
+    @property
+    def _books(self) -> Books:
+        return self._bookkeeping.books
+
+    def start(self) -> None:
         """Read the records of an earlier process from now on."""
-        self._upstream = upstream
-        if self._books.is_kept:
-            self._task = asyncio.create_task(self._run())
+        self._running = {row[1].request_id: row for row in self._books.found() if row[1].outcome == UNSETTLED}
+        self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-
-    async def settle(self, exchange: Exchange) -> None:
-        """Give an exchange that ended without its usage the usage that its replica knows."""
-        backend, target = exchange.backend, exchange.target
-        if backend is None or target is None or exchange.outcome not in ("left", "broken"):
-            return
-        if target.model not in backend.fingerprints or self._key_of(backend) is None:
-            return
-        for pause_s in ASK_S:
-            await asyncio.sleep(pause_s)
-            try:
-                page = await self._get(backend, f"id={exchange.ledger_id}")
-            except BackendFailed:
-                return
-            if page.data:
-                used = page.data[0]
-                tokens = used.prompt_tokens, used.cached_tokens, used.output_tokens
-                exchange.usage = Usage(*tokens, None, used.engine_s, used.kv_block_s)
-                return
 
     async def _run(self) -> None:
         """Read each replica's records `PASSES_S` after it was first seen ready, each time from where it ended."""
@@ -99,7 +77,7 @@ class Booking:
             for backend in self._fleet:
                 if not backend.is_ready:
                     continue
-                if not backend.fingerprints or self._key_of(backend) is None:
+                if not self._reader.tells(backend):
                     await self._conclude(backend.name, math.inf)
                     continue
                 if not self._books.ledger_id:
@@ -126,23 +104,30 @@ class Booking:
         for slot, row, limited in self._books.found():
             if row.outcome != UNSETTLED:
                 self._books.book_row(row, slot)
-                await self._tenants.charge(row, limited, if_held=True)
+                await self._charge(row, limited, if_held=True)
 
     async def _read(self, backend: Backend, reading: _Reading) -> None:
         """Book what a replica has behind its last record that was read, of requests of this ledger alone."""
         count, has_more = 0, True
         while has_more:
-            page = await self._get(backend, f"after={reading.last}&ledger={self._books.ledger_id}")
+            page = await self._reader.page(backend, f"after={reading.last}&ledger={self._books.ledger_id}")
             for used in page.data:
                 found = self._running.pop(used.request_id, None)
                 if found is None and used.ledger != self._books.ledger_id:
                     reading.last = used.number
                     continue
-                self._books.book(used, backend)
+                self._books.book(used, backend.name)
                 if found is not None:
                     slot, row, limited = found
-                    tokens = used.prompt_tokens, used.cached_tokens, used.output_tokens
-                    await self._charge(row, limited, tokens)
+                    await self._charge(
+                        replace(
+                            row,
+                            prompt_tokens=used.prompt_tokens,
+                            cached_tokens=used.cached_tokens,
+                            output_tokens=used.output_tokens,
+                        ),
+                        limited,
+                    )
                     self._books.forget(slot)
                 reading.last = used.number
             count, has_more, reading.since = count + len(page.data), page.has_more, page.since
@@ -159,28 +144,14 @@ class Booking:
         ]:
             del self._running[row.request_id]
             if row.finished_at > since:
-                await self._charge(row, limited, (0, 0, 0))
+                nothing = replace(row, prompt_tokens=0, cached_tokens=0, output_tokens=0)
+                await self._charge(nothing, limited)
                 self._books.forget(slot)
             else:
-                await self._tenants.charge(row, limited)
+                await self._charge(row, limited)
                 self._books.book_row(row, slot)
 
-    async def _charge(self, row: Row, limited: str, tokens: tuple[int, int, int]) -> None:
-        """Charge the budgets for a request with its prompt, cached and output tokens as the replica knows them."""
-        prompt, cached, output = tokens
-        used = replace(row, prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)
-        await self._tenants.charge(used, limited)
-
-    async def _get(self, backend: Backend, query: str) -> UsedPage:
-        assert self._upstream is not None
-        key = self._key_of(backend)
-        assert key is not None
-        headers = [("x-quire-gateway-key", key)]
-        url = f"{backend.url}{USAGE_PATH}?{query}"
-        whole = await self._upstream.get(url, _TIMEOUT_S, backend.args.api_key, headers)
-        if whole.status != 200:
-            raise BackendFailed("status", f"{USAGE_PATH} answered {whole.status}.")
-        try:
-            return msgspec.json.decode(whole.body, type=UsedPage)
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise BackendFailed("garbage", f"{USAGE_PATH} is no list of usage: {error}.") from error
+    async def _charge(self, row: Row, limited: str, *, if_held: bool = False) -> None:
+        """Charge the budgets for a request of an earlier process (see `Limits.recover`)."""
+        if self._tenants is not None:
+            await self._tenants.charge(row, limited, if_held=if_held)

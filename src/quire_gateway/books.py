@@ -6,8 +6,12 @@ has it. While there is no free slot, requests are refused: none is served unbook
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from quire.errors import ConfigError
 from quire.http.account import Used
@@ -15,13 +19,15 @@ from quire.http.refusals import HttpError, busy
 from quire.metrics.log import Log
 from quire_gateway.config import GatewayConfig
 from quire_gateway.exchange import Exchange
-from quire_gateway.fleet import Backend
 from quire_gateway.journal import FIRST_SLOTS, SLOT_BYTES, Journal
 from quire_gateway.ledger import Ledger
 from quire_gateway.ledger_database import open_database
 from quire_gateway.ledger_row import UNSETTLED, Row
+from quire_gateway.metrics import counter
+from quire_gateway.prices import price_of
 from quire_gateway.quotas import Usage
-from quire_gateway.rows import output_so_far, price_of, row_of, row_of_record
+from quire_gateway.stage import Stage
+from quire_gateway.used import meets, output_so_far, used_of
 
 SPOOL_SUFFIX = ".spool"
 JOURNAL_SUFFIX = ".journal"
@@ -29,8 +35,68 @@ RETRY_AFTER_S = 2
 log = Log("ledger")
 
 
+class Bookkeeping(Stage):
+    """Has every request booked that a backend gets, from the moment that it gets it."""
+
+    def __init__(self, config: GatewayConfig, now: Callable[[], float]) -> None:
+        self._config = config
+        self._now = now
+        self._books: Books | None = None
+        self._slots: dict[Exchange, int] = {}  # requests that a backend has, and where the journal has them
+
+    @property
+    def books(self) -> Books:
+        assert self._books is not None, "the gateway has not been started"
+        return self._books
+
+    def start(self) -> None:
+        """Raises `ConfigError`: the books cannot be opened."""
+        self._books = Books(self._config)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.books.close)
+
+    def metrics(self) -> Iterable[Metric]:
+        waiting = GaugeMetricFamily("quire:gateway_ledger_rows_waiting", "Rows that no disk has taken yet.")
+        waiting.add_metric([], self.books.num_waiting)
+        refused: dict[tuple[str, ...], float] = {(): self.books.num_refused}
+        text = "Requests refused since no more could be booked."
+        return waiting, counter("quire:gateway_ledger_refused", text, (), refused)
+
+    async def admit(self, exchange: Exchange, model: str) -> None:
+        self.books.check()
+
+    def begun(self, exchange: Exchange) -> None:
+        """A backend gets the request: from now on it is booked even if this process is killed.
+
+        Raises:
+            HttpError: 503, there is no room to book it.
+        """
+        used = Usage(exchange.reserved.input_tokens)
+        row = Row.from_exchange(exchange, self._now(), UNSETTLED, used)
+        self._slots[exchange] = self.books.begin(self._slots.get(exchange), row, _limited(exchange))
+
+    def relayed(self, exchange: Exchange) -> None:
+        self.books.count(self._slots[exchange], output_so_far(exchange))
+
+    async def after(self, exchange: Exchange, now: float) -> None:
+        """Write the row. It comes before the limits: what the journal still has as running can be settled yet."""
+        slot = self._slots.pop(exchange, None)
+        if exchange.asked is None:
+            return
+        used, slo = used_of(exchange, self._config.prices), self._config.slo
+        met_slo = slo is not None and meets(slo, exchange, now)
+        row = Row.from_exchange(exchange, now, exchange.outcome, used or Usage(), met_slo=met_slo)
+        self.books.end(slot, row, _limited(exchange), is_answer=used is not None)
+
+
+def _limited(exchange: Exchange) -> str:
+    """Return the model whose limits hold for a request."""
+    return exchange.targets[0].model if exchange.targets else ""
+
+
 class Books:
-    """Books every request of a gateway. Without a ledger in the configuration it keeps nothing."""
+    """The ledger and its journal."""
 
     def __init__(self, config: GatewayConfig) -> None:
         """Open the journal and the ledger.
@@ -38,14 +104,12 @@ class Books:
         Raises:
             ConfigError: one of their files cannot be opened, or has no room.
         """
-        self._config = config
-        self._ledger: Ledger | None = None
-        self._journal: Journal | None = None
+        self._prices = config.prices
         self._is_full = False
         self.num_refused = 0  # requests that were refused since the journal was full
         self.num_left_out = 0  # rows of requests that were refused meanwhile, which used nothing
-        if (url := config.server.ledger) is None:
-            return
+        url = config.server.ledger
+        assert url is not None
         spool = Path(config.server.ledger_spool or _beside(url))
         try:
             self._journal = Journal(spool.with_suffix(JOURNAL_SUFFIX))
@@ -63,60 +127,45 @@ class Books:
             raise
 
     @property
-    def is_kept(self) -> bool:
-        return self._ledger is not None
-
-    @property
     def ledger_id(self) -> str:
-        """The id of the ledger; empty where there is none, and until a database that is away has told it."""
-        return self._ledger.id if self._ledger is not None else ""
+        """The id of the ledger; empty until a database that is away has told it."""
+        return self._ledger.id
 
     @property
     def num_waiting(self) -> int:
         """Rows that neither the database nor the spool has."""
-        return self._ledger.num_waiting if self._ledger is not None else 0
+        return self._ledger.num_waiting
 
     def check(self) -> None:
         """Raise `HttpError` (503) while no further request can be booked."""
-        if self._journal is not None and not self._journal.has_room():
+        if not self._journal.has_room():
             raise self._full()
         if self._is_full:
             log.info("journal_has_room")
             self._is_full = False
 
-    def begun(self, exchange: Exchange, now: float) -> None:
-        """A backend gets the request: from now on it is booked even if this process is killed.
+    def begin(self, slot: int | None, row: Row, limited: str) -> int:
+        """Note a request that runs, in place of ``slot``, and return its slot. ``limited``: see `Journal.put`.
 
         Raises:
-            HttpError: 503, there is no room to book it.
+            HttpError: 503, there is no room.
         """
-        if self._journal is not None:
-            used = Usage(exchange.reserved.input_tokens)
-            slot = self._put(exchange, row_of(exchange, now, UNSETTLED, used))
-            if slot is None:
-                raise self._full()
-            exchange.journal_slot = slot
+        taken = self._journal.put(slot, row, limited)
+        if taken is None:
+            raise self._full()
+        return taken
 
-    def relayed(self, exchange: Exchange) -> None:
-        """More of the answer has come."""
-        if exchange.journal_slot is not None and self._journal is not None:
-            self._journal.count(exchange.journal_slot, output_so_far(exchange))
+    def count(self, slot: int, num_tokens: int) -> None:
+        """``num_tokens`` of the answer have come."""
+        self._journal.count(slot, num_tokens)
 
-    def ended(self, exchange: Exchange, now: float, used: Usage | None) -> None:
-        """Write the row of a request that has ended; ``used``: None for what is no answer."""
-        if self._ledger is None:
-            return
-        row = row_of(exchange, now, exchange.outcome, used or Usage())
-        slot = self._put(exchange, row)
-        if slot is None and used is None:
+    def end(self, slot: int | None, row: Row, limited: str, *, is_answer: bool) -> None:
+        """Write the row of a request that has ended."""
+        taken = self._journal.put(slot, row, limited)
+        if taken is None and not is_answer:
             self.num_left_out += 1  # a refusal, and the disk is full: such rows may be without end
         else:
-            self._ledger.record(row, slot)
-
-    def _put(self, exchange: Exchange, row: Row) -> int | None:
-        assert self._journal is not None
-        limited = exchange.targets[0].model if exchange.targets else ""
-        return self._journal.put(exchange.journal_slot, row, limited)
+            self._ledger.record(row, taken)
 
     def _full(self) -> HttpError:
         if not self._is_full:
@@ -128,31 +177,28 @@ class Books:
 
     def found(self) -> list[tuple[int, Row, str]]:
         """Return what an earlier process has left in the journal: slot, row, and model of the limits."""
-        return self._journal.found if self._journal is not None else []
+        return self._journal.found
 
     def forget(self, slot: int | None) -> None:
         """A request of an earlier process needs no row of its own."""
-        if slot is not None and self._journal is not None:
+        if slot is not None:
             self._journal.free(slot)
 
     def book_row(self, row: Row, slot: int | None = None) -> None:
         """Write a row at its model's price."""
-        if self._ledger is not None:
-            price = price_of(self._config.prices, row.model).nano(
-                row.prompt_tokens, row.cached_tokens, row.output_tokens
-            )
-            self._ledger.record(replace(row, price_nano=price), slot)
+        price = price_of(self._prices, row.model).nano(
+            row.prompt_tokens, row.cached_tokens, row.output_tokens
+        )
+        self._ledger.record(replace(row, price_nano=price), slot)
 
-    def book(self, used: Used, backend: Backend) -> None:
+    def book(self, used: Used, backend: str) -> None:
         """Book what a replica knows of a request; a row of its own gateway wins."""
-        self.book_row(row_of_record(used, backend))
+        self.book_row(Row.from_record(used, backend))
 
     def close(self) -> None:
         """Write what waits; blocks. What no disk takes stays in the journal."""
-        if self._ledger is not None:
-            self._ledger.close()
-        if self._journal is not None:
-            self._journal.close()
+        self._ledger.close()
+        self._journal.close()
 
 
 def _beside(ledger: str) -> str:

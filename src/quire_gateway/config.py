@@ -22,9 +22,9 @@ from typing import Literal, get_args
 from quire.http.browser_guard import BrowserRules, allowed_hosts
 from quire.http.listen import resolved
 from quire.slo import Slo
-from quire_gateway.auto_model import AutoConfig
-from quire_gateway.filters import FilterConfig
-from quire_gateway.ledger_row import Price
+from quire_gateway.auto_config import AutoConfig
+from quire_gateway.filter_config import FilterConfig
+from quire_gateway.prices import Price
 from quire_gateway.quotas import Limit
 from quire_gateway.region_config import RegionConfig
 from quire_gateway.routing import Policy
@@ -189,6 +189,22 @@ class GatewayConfig:
     model_limits: Mapping[str, Limit] = field(default_factory=dict)
     prices: Mapping[str, Price] = field(default_factory=dict)  # by the name that backends serve
     slo: Slo | None = None  # what goodput counts
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether any request can be above a limit."""
+        owned = (self.key_limits, self.tenant_limits, self.model_limits)
+        return any(owned) or bool(self.limits.quotas(""))
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether every answer must say what it used."""
+        return self.server.ledger is not None or self.has_limits
+
+    @property
+    def has_replica_key(self) -> bool:
+        """Whether replicas of Quire can know this gateway."""
+        return self.server.gateway_key is not None or self.server.admin_key is not None
 
     def timeouts_of(self, path: str) -> TimeoutArgs:
         return self.path_timeouts.get(path, self.timeouts)

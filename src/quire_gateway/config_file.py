@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from quire.args import make_args
 from quire.errors import ConfigError, nearest
 from quire.slo import Slo
-from quire_gateway.auto_model import auto_of
+from quire_gateway.auto_config import auto_of
 from quire_gateway.config import (
     CAUSES,
     BackendArgs,
@@ -28,8 +28,8 @@ from quire_gateway.config import (
     RoutingArgs,
     TimeoutArgs,
 )
-from quire_gateway.filters import FilterArgs, FilterConfig
-from quire_gateway.ledger_row import Price
+from quire_gateway.filter_config import FilterArgs, FilterConfig
+from quire_gateway.prices import Price
 from quire_gateway.quotas import Limit
 from quire_gateway.region_config import regions_of
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from quire.errors import ConfigError
-from quire_gateway.filters import About, Bound, FilterArgs, FilterConfig, Filters, Refused, load_hook
+from quire_gateway.filter_config import FilterArgs, FilterConfig
+from quire_gateway.filters import About, Bound, Filters, Refused, load_hook
 from quire_gateway.upstream import Upstream, closing, read_whole
 
 # Fields of a request that hold text for the model, and keys within them that do not.
@@ -129,14 +130,12 @@ def _told(about: About) -> dict[str, str]:
     return {name: getattr(about, name) for name in ("request_id", "path", "model", "tenant", "key")}
 
 
-def make_filters(configs: Sequence[FilterConfig], upstream: Callable[[], Upstream]) -> Filters | None:
-    """Return the chain of a configuration; None without filters. ``upstream``: the client, once it runs.
+def make_filters(configs: Sequence[FilterConfig], upstream: Callable[[], Upstream]) -> Filters:
+    """Return the chain of a configuration. ``upstream``: the client, once it runs.
 
     Raises:
         ConfigError: a hook cannot be loaded, or a pattern is none.
     """
-    if not configs:
-        return None
     return Filters([Bound(each.args, _hook(each, upstream)) for each in configs])
 
 

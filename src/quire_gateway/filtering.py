@@ -11,15 +11,22 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from prometheus_client.core import Metric
+from starlette.types import Scope
 
+from quire.http.call import call_of
 from quire.http.refusals import OLLAMA_ROOT, HttpError, Refusal
+from quire_gateway.answer import AnswerStep
 from quire_gateway.answer_texts import Channel, Piece, kind_of, pieces_of
+from quire_gateway.exchange import Exchange
 from quire_gateway.filters import About, Filters
+from quire_gateway.metrics import counter
+from quire_gateway.stage import Proceed, Stage
 
 PRECEDING_CHARS = 200  # of the text before, that a hook is shown
 _FRAME = re.compile(rb".*?(?:\r?\n\r?\n|\Z)", re.DOTALL)
@@ -87,17 +94,51 @@ class _Held:
     is_changed: bool = False
 
 
-class Filtering:
+class FilterStage(Stage):
+    """Shows requests to the filters, and has their answers pass them."""
+
+    def __init__(self, filters: Filters) -> None:
+        self.filters = filters
+
+    def metrics(self) -> Iterable[Metric]:
+        yield counter(
+            "quire:gateway_filter_verdicts",
+            "Verdicts by filter, before or after the model.",
+            ("filter", "when", "verdict"),
+            self.filters.counts,
+        )
+
+    async def serve(self, exchange: Exchange, proceed: Proceed) -> None:
+        """Raises `HttpError`: a filter refuses the request."""
+        filters, asked = self.filters, exchange.asked
+        assert asked is not None
+        model = exchange.targets[0].model
+        about = About(exchange.request_id, exchange.path, model, exchange.tenant, exchange.key)
+        if filters.reads_requests:
+            changed = await filters.before(about, asked.plain_body)
+            exchange.asked = asked if changed is None else asked.changed_to(changed)
+        if filters.reads_answers:
+            exchange.answer.through(Filtering(filters, about))
+        await proceed()
+
+    def step(self, scope: Scope) -> Filtering | None:
+        """Return what the answer to a question about a stored response passes; its replica knows no filters."""
+        call = call_of(scope)
+        owner = (call.tenant, call.key.name) if call.key is not None else ("", "")
+        about = About(call.request_id, scope["path"], "", *owner)
+        return Filtering(self.filters, about) if self.filters.reads_answers else None
+
+
+class Filtering(AnswerStep):
     """The filters around one answer."""
 
     def __init__(self, filters: Filters, about: About) -> None:
         self._filters = filters
         self._about = about
         self._is_lines = about.path.startswith(OLLAMA_ROOT)
-        self.reset()
+        self.restart()
 
-    def reset(self) -> None:
-        """The answer begins anew, at another backend."""
+    def restart(self) -> None:
         self._texts: dict[Channel, _Text] = {}
         self._held: list[_Held] = []
         self._refusal: HttpError | None = None
@@ -117,8 +158,10 @@ class Filtering:
                 is_changed = True
         return msgspec.json.encode(value) if is_changed else body
 
-    async def feed(self, frames: bytes) -> bytes:
-        """Take whole events, and return those that may go to the client; `check` follows."""
+    async def document(self, status: int, content_type: str, body: bytes) -> bytes:
+        return await self.whole(body) if status == 200 and "json" in content_type else body
+
+    async def events(self, frames: bytes) -> bytes:
         try:
             for match in (_LINE if self._is_lines else _FRAME).finditer(frames):
                 if match[0]:
@@ -127,9 +170,8 @@ class Filtering:
             self._refusal = error
         return b"".join(self._released())
 
-    async def end(self, rest: bytes) -> bytes:
-        """The stream has ended: return what was held; `check` follows."""
-        out = await self.feed(rest)
+    async def ended(self, rest: bytes) -> bytes:
+        out = await self.events(rest)
         if self._refusal is None:
             try:
                 await self._flush(list(self._texts), are_over=True)
@@ -138,7 +180,6 @@ class Filtering:
         return out + b"".join(self._released())
 
     def check(self) -> None:
-        """Raise `HttpError` if a filter refused what follows."""
         if self._refusal is not None:
             raise self._refusal
 

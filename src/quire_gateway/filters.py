@@ -15,42 +15,16 @@ import importlib
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from quire.errors import ConfigError
 from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
+from quire_gateway.filter_config import FILTERED, FilterArgs
 
-When = Literal["both", "before", "after"]
-FILTERED = "content_filter"  # the code of a refusal
 log = Log("gateway")
-
-
-@dataclass(frozen=True, slots=True)
-class FilterArgs:
-    """One of ``[[filters]]``; exactly one of ``hook``, ``url``, and ``keywords`` with ``patterns``."""
-
-    name: str = ""
-    hook: str | None = None
-    url: str | None = None
-    keywords: tuple[str, ...] = ()
-    patterns: tuple[str, ...] = ()
-    action: Literal["refuse", "redact"] = "refuse"
-    replacement: str = "[removed]"
-    when: When = "both"
-    timeout_s: float = 2.0
-    on_failure: Literal["refuse", "pass"] = "refuse"
-    hold_chars: int = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class FilterConfig:
-    """A filter, and the arguments of its hook's constructor."""
-
-    args: FilterArgs
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

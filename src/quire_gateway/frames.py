@@ -6,6 +6,8 @@ Only whole frames go to the client: a stream that breaks can then be continued, 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from quire.http.body import named_event
@@ -20,6 +22,18 @@ _ENDS = (b"\n\n", b"\r\n\r\n")
 def is_stream(content_type: str) -> bool:
     """Whether an answer of this type comes in frames."""
     return content_type.startswith((_EVENTS, LINES))
+
+
+class StreamMoves(Exception):
+    """A replica ended the stream because it shuts down, or because its engine is dead."""
+
+
+class Cutter(Protocol):
+    """Cuts a stream: `Frames`, and `Groups` for one that another replica may continue."""
+
+    def feed(self, data: bytes) -> bytes: ...
+
+    def end(self) -> bytes: ...
 
 
 class Frames:

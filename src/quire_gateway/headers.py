@@ -9,9 +9,9 @@ from starlette.types import Scope
 from quire.http.account import COST_HEADER
 from quire.http.body import header
 from quire.http.cache_messages import BLOCKS_HEADER
-from quire_gateway.migrate import TAGGED
 
 Pairs = list[tuple[bytes, bytes]]
+TAGGED = b"x-quire-tagged"  # of a replica's answer: the fingerprint of what the stream depends on
 _HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
      b"trailer", b"transfer-encoding", b"upgrade")

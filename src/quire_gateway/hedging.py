@@ -10,69 +10,109 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from aiohttp import ClientResponse
+from prometheus_client.core import Metric
 
 from quire_gateway.config import HedgeArgs
+from quire_gateway.exchange import Exchange
+from quire_gateway.fleet import Backend
 from quire_gateway.frames import has_event, is_stream
 from quire_gateway.headers import to_client
-from quire_gateway.placing import Placed
+from quire_gateway.metrics import counter
+from quire_gateway.placing import Placed, Placing
 from quire_gateway.retries import RetryBudget
+from quire_gateway.sending import Opened
+from quire_gateway.stage import Open, Stage
 from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, failures
 
 _RESERVE = 10  # hedges that may be made in a burst
+# Called when an attempt has ended that did not win: it failed, or it was cancelled (None).
+Lost = Callable[[Placed, BackendFailed | None], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """An answer that has begun. ``first``: the first bytes of its stream."""
-
-    placed: Placed
-    response: ClientResponse
-    first: bytes = b""
-
-
-Send = Callable[[Placed], Awaitable[ClientResponse]]
-Over = Callable[
-    [Placed, BackendFailed | None], None
-]  # an attempt has ended without a winner: failed, or cancelled
-
-
-class Hedging:
+class Hedging(Stage):
     """Which requests are hedged, and what came of them."""
 
-    def __init__(self, args: HedgeArgs) -> None:
+    def __init__(
+        self, args: HedgeArgs, placing: Placing, count_failure: Callable[[Backend, BackendFailed], None]
+    ) -> None:
         self._args = args
+        self._placing = placing
+        self._count_failure = count_failure
         self._budget = RetryBudget(args.budget, _RESERVE)
-        self.counts: Counter[tuple[str, str]] = (
-            Counter()
-        )  # (backend, won | lost), of requests with two attempts
-        self.waste: Counter[tuple[str]] = (
-            Counter()
-        )  # (backend,): prompt tokens of attempts that lost, as estimated
+        # (backend, won | lost) of requests with two attempts
+        self.counts: Counter[tuple[str, str]] = Counter()
+        # (backend,): estimated prompt tokens of attempts that lost
+        self.waste: Counter[tuple[str]] = Counter()
 
-    def after_s(self, streams: bool, num_prompt_tokens: int) -> float | None:
+    def metrics(self) -> Iterable[Metric]:
+        yield counter(
+            "quire:gateway_hedges",
+            "Attempts of hedged requests, by backend: won or lost.",
+            ("backend", "result"),
+            self.counts,
+        )
+        yield counter(
+            "quire:gateway_hedge_waste_tokens",
+            "Prompt tokens of attempts that lost, as estimated.",
+            ("backend",),
+            self.waste,
+        )
+
+    async def open(self, exchange: Exchange, proceed: Open, placed: Placed) -> Opened:
+        """Make an attempt, and a second one at another backend where the first is slow."""
+        asked, answer, attempts = exchange.asked, exchange.answer, exchange.attempts
+        assert asked is not None
+        num_tokens = self._placing.num_tokens(asked, placed.target.model)
+        after_s = None if answer.has_begun else self._after_s(asked.streams, num_tokens)
+        if after_s is None:
+            return await proceed(placed)
+        headers, targets = answer.route_headers, exchange.targets
+
+        def another() -> Placed | None:
+            attempts.tried.add((placed.backend.life, placed.target.model))
+            attempts.num += 1
+            exchange.targets = [placed.target]  # the same model
+            second = self._placing.place(exchange)
+            exchange.targets = targets
+            if second is not None:
+                attempts.watch(second.backend)
+            return second
+
+        def lost(attempt: Placed, error: BackendFailed | None) -> None:
+            attempts.unwatch(attempt.backend)
+            self._placing.over(attempt, False if error is not None and error.blames_backend else None)
+            if error is not None:
+                attempts.tried.add((attempt.backend.life, attempt.target.model))
+                self._count_failure(attempt.backend, error)
+
+        opened = await self._race(placed, proceed, another, lost, num_tokens, after_s)
+        if opened.placed is placed:
+            answer.route_headers = headers
+        return opened
+
+    def _after_s(self, streams: bool, num_prompt_tokens: int) -> float | None:
         """Return the seconds after which a request may have a second attempt; None: never."""
         self._budget.earn()
         if num_prompt_tokens > self._args.max_prompt_tokens:
             return None
         return self._args.after_s if streams else self._args.whole_after_s
 
-    async def open(
+    async def _race(
         self,
         first: Placed,
-        send: Send,
+        send: Open,
         another: Callable[[], Placed | None],
-        over: Over,
+        lost: Lost,
         num_prompt_tokens: int,
         after_s: float,
     ) -> Opened:
         """Send a request, and send it again to ``another`` backend if no answer comes within ``after_s``.
 
         Raises:
-            BackendFailed: no attempt succeeded; the error is that of the first one, for which ``over`` is not called.
+            BackendFailed: no attempt succeeded; the error is that of the first one, for which ``lost`` is not called.
         """
         tasks = {asyncio.create_task(_open(send, first)): first}
         num_sent, errors = 1, dict[Placed, BackendFailed]()
@@ -99,10 +139,10 @@ class Hedging:
             for placed in tasks.values():
                 self.waste[(placed.backend.name,)] += num_prompt_tokens if won is not None else 0
                 if placed is not first or won is not None:
-                    over(placed, None)
+                    lost(placed, None)
         for placed, failure in errors.items():
             if placed is not first or won is not None:
-                over(placed, failure)
+                lost(placed, failure)
         if won is None:
             raise errors[first]
         if num_sent == 2:
@@ -120,17 +160,18 @@ def _refused(opened: Opened) -> BackendFailed:
     return BackendFailed("status", f"The backend answered {status}.", Whole(status, kept, b""))
 
 
-async def _open(send: Send, placed: Placed) -> Opened:
+async def _open(send: Open, placed: Placed) -> Opened:
     """Send a request and wait for the first bytes of its stream. Another answer is left unread."""
-    response = await send(placed)
+    opened = await send(placed)
+    response = opened.response
     try:
         if response.status == 200 and is_stream(response.headers.get("content-type", "")):
             first = b""
             with failures():
                 while not has_event(first) and (piece := await response.content.readany()):
                     first += piece  # comments are no token
-            return Opened(placed, response, first)
-        return Opened(placed, response)
+            return replace(opened, first=first)
+        return opened
     except BaseException:
         response.close()
         raise

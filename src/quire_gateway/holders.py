@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend, Fleet
 from quire_gateway.ownership import Owner
-from quire_gateway.sealed import NAMING_PATHS
 
 MAX_HOLDERS = 1 << 16
 Asks = Callable[[Backend, str], Awaitable[bool]]  # whether a backend has the response of an id
@@ -46,7 +45,7 @@ class Holders:
         asked = exchange.asked
         assert asked is not None
         previous = asked.body.get("previous_response_id")
-        if asked.path not in NAMING_PATHS or not (previous or asked.hint):
+        if not (previous or asked.hint):
             return None
         names = dict.fromkeys(target.model for target in exchange.targets)
         serving = list(dict.fromkeys(b for name in names for b in self._fleet.serving(name)))

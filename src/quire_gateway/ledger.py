@@ -1,4 +1,4 @@
-"""`Ledger`: one row per request, written in batches off the request's path.
+"""`Ledger` and its `Spool`: one row per request, written in batches off the request's path.
 
 A row's key is the request's id, so a row that is written twice counts once. Rows wait at most `FLUSH_S` in memory.
 While the database does not take them they go to a spool beside it, an SQLite file of the same table, and from there to
@@ -38,9 +38,8 @@ class Ledger:
         """
         self._on_stored = on_stored
         self._database = database
-        self._spool_path = spool
         try:
-            self._spool: Sqlite | None = Sqlite(spool) if spool.exists() else None
+            self._spool = Spool(spool)
             self.id = identity_of(database) if isinstance(database, Sqlite) else ""
         except sqlite3.Error as error:
             database.close()
@@ -73,9 +72,8 @@ class Ledger:
         self._closing = True
         self._wake.set()
         self._thread.join()
-        for each in (self._database, self._spool):
-            if each is not None:
-                each.close()
+        self._database.close()
+        self._spool.close()
 
     def _write(self) -> None:
         wait_s = 0.0
@@ -86,7 +84,7 @@ class Ledger:
             wait_s = max(0.0, wait_s - FLUSH_S)
             batch = [self._rows[i][0] for i in range(min(len(self._rows), 10 * BATCH_ROWS))]
             try_database, is_stored = wait_s == 0.0 or closing, True
-            if batch or (self._spool is not None and try_database) or not self.id:
+            if batch or (self._spool.has_rows and try_database) or not self.id:
                 in_database, is_stored = self._store(batch, try_database=try_database)
                 if not in_database:
                     wait_s = wait_s or RETRY_S
@@ -110,12 +108,12 @@ class Ledger:
         if try_database:
             try:
                 self.id = self.id or identity_of(self._database)
-                self._empty_spool()
+                self._spool.empty(self._database)
                 if batch:
                     self._database.insert(batch)
             except (OSError, sqlite3.Error) as error:
                 if not self._is_down:
-                    log.warning("ledger_gone", error=str(error), spool=str(self._spool_path))
+                    log.warning("ledger_gone", error=str(error), spool=str(self._spool.path))
                 self._is_down = True
             else:
                 if self._is_down:
@@ -124,8 +122,6 @@ class Ledger:
                 return True, True
         if batch:
             try:
-                if self._spool is None:
-                    self._spool = Sqlite(self._spool_path)
                 self._spool.insert(batch)
             except (OSError, sqlite3.Error) as error:
                 if not self._is_full:
@@ -137,15 +133,40 @@ class Ledger:
             self._is_full = False
         return False, True
 
-    def _empty_spool(self) -> None:
-        while self._spool is not None:
-            rows = self._spool.query(f"SELECT {', '.join(COLUMNS)} FROM quire_ledger LIMIT {BATCH_ROWS}")
-            if not rows:
-                self._spool.close()
+
+class Spool:
+    """Rows that wait for the database, in an SQLite file with the ledger's table, which exists while it has any."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `sqlite3.Error`: the file of an earlier process cannot be used."""
+        self.path = path
+        self._file: Sqlite | None = Sqlite(path) if path.exists() else None
+
+    @property
+    def has_rows(self) -> bool:
+        return self._file is not None
+
+    def insert(self, rows: Sequence[Row]) -> None:
+        """Raises `OSError` or `sqlite3.Error`: the file does not take them."""
+        if self._file is None:
+            self._file = Sqlite(self.path)
+        self._file.insert(rows)
+
+    def empty(self, database: Database) -> None:
+        """Move all rows to ``database``, which counts a row once that it gets twice, and remove the file."""
+        while self._file is not None:
+            values = self._file.query(f"SELECT {', '.join(COLUMNS)} FROM quire_ledger LIMIT {BATCH_ROWS}")
+            if not values:
+                self.close()
                 for end in ("", "-wal", "-shm"):
-                    self._spool_path.with_name(self._spool_path.name + end).unlink(missing_ok=True)
-                self._spool = None
+                    self.path.with_name(self.path.name + end).unlink(missing_ok=True)
                 return
-            self._database.insert([Row(*each) for each in rows])
-            marks = ", ".join("?" * len(rows))
-            self._spool.query(f"DELETE FROM quire_ledger WHERE request_id IN ({marks})", [r[0] for r in rows])
+            database.insert([Row(*row) for row in values])
+            marks = ", ".join("?" * len(values))
+            ids = [row[0] for row in values]
+            self._file.query(f"DELETE FROM quire_ledger WHERE request_id IN ({marks})", ids)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

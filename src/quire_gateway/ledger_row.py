@@ -1,10 +1,17 @@
-"""`Row`: one request in the ledger, and the `Price` of its tokens."""
+"""`Row`: one request in the ledger, made from an `Exchange` or from a replica's record of it."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-NANO = 1_000_000_000
+from quire.http.account import Used
+from quire_gateway.quotas import Usage
+
+if TYPE_CHECKING:  # `quire ledger` reads rows without a gateway
+    from quire_gateway.exchange import Exchange
+
 RECOVERED = "recovered"  # outcome of a row that is made from a replica's record
 UNSETTLED = "unsettled"  # outcome of a row that is made from what a killed gateway knew of a request that ran
 
@@ -32,17 +39,52 @@ class Row:
     engine_s: float = 0.0  # the engine's time for its tokens
     kv_block_s: float = 0.0  # KV blocks that it held, times seconds
 
+    @classmethod
+    def from_exchange(
+        cls, exchange: Exchange, now: float, outcome: str, used: Usage, *, met_slo: bool = False
+    ) -> Row:
+        """Return the row of a request that has ended, or has begun, ``now``."""
+        target, backend = exchange.target, exchange.backend
+        begin_s, first_s = exchange.arrival_s, exchange.answer.first_s
+        return cls(
+            request_id=exchange.ledger_id,
+            finished_at=time.time(),
+            tenant=exchange.tenant,
+            key=exchange.key,
+            model=target.model if target is not None else exchange.named_model,
+            backend=backend.name if backend is not None else "",
+            endpoint=exchange.path,
+            outcome=outcome,
+            prompt_tokens=used.input_tokens,
+            cached_tokens=min(exchange.usage.cached_tokens or 0, used.input_tokens),
+            output_tokens=used.output_tokens,
+            ttft_ms=1e3 * (first_s - begin_s) if first_s is not None else 0.0,
+            e2el_ms=1e3 * (now - begin_s),
+            price_nano=used.money_nano,
+            estimated=int(used.input_tokens > 0 and exchange.usage.is_estimate),
+            met_slo=int(met_slo),
+            engine_s=exchange.usage.engine_s,
+            kv_block_s=exchange.usage.kv_block_s,
+        )
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """Money per million tokens of one model; cached input may cost less."""
-
-    input: float = 0.0
-    cached_input: float | None = None  # None: as input
-    output: float = 0.0
-
-    def nano(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> int:
-        """Return the price of a request in billionths."""
-        cached = self.input if self.cached_input is None else self.cached_input
-        plain = prompt_tokens - cached_tokens
-        return round((plain * self.input + cached_tokens * cached + output_tokens * self.output) * NANO / 1e6)
+    @classmethod
+    def from_record(cls, used: Used, backend: str) -> Row:
+        """Return the row of a request by what the replica ``backend`` knows. The price is set when it is booked."""
+        return cls(
+            request_id=used.request_id,
+            finished_at=used.finished_at,
+            tenant=used.tenant,
+            key=used.key,
+            model=used.model,
+            backend=backend,
+            endpoint=used.endpoint,
+            outcome=RECOVERED,
+            prompt_tokens=used.prompt_tokens,
+            cached_tokens=used.cached_tokens,
+            output_tokens=used.output_tokens,
+            ttft_ms=0.0,
+            e2el_ms=used.e2el_ms,
+            price_nano=0,
+            engine_s=used.engine_s,
+            kv_block_s=used.kv_block_s,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -11,14 +11,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from quire.metrics.engine_stats import Histogram
-from quire_gateway.auto_model import AutoModel
-from quire_gateway.books import Books
+from quire.slo import Slo
 from quire_gateway.exchange import Exchange
-from quire_gateway.filters import Filters
 from quire_gateway.fleet import Fleet
-from quire_gateway.hedging import Hedging
-from quire_gateway.regions import Regions
 from quire_gateway.retries import RetryBudget
+from quire_gateway.stage import Stage, families
+from quire_gateway.used import meets
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -31,22 +29,20 @@ _ENVOY_FAILURES = (
 )
 
 
-class GatewayMetrics:
+class GatewayMetrics(Stage):
     """Counted by request; the gauges are read from the fleet at each scrape."""
 
-    def __init__(self, fleet: Fleet, budget: RetryBudget) -> None:
+    def __init__(self, fleet: Fleet, budget: RetryBudget, slo: Slo | None = None) -> None:
+        """``slo``: the latencies of an answer that counts as goodput; None: no answer does."""
         self._fleet = fleet
         self._budget = budget
+        self._slo = slo
+        self.stages: Sequence[Stage] = ()  # whose families are told too
         self.requests: Counter[tuple[str, str, str]] = Counter()  # (path, status, outcome)
         self.answers: Counter[tuple[str, str]] = Counter()  # (backend, status)
         self.failures: Counter[tuple[str, str]] = Counter()  # (backend, kind of failure)
         self.migrations: Counter[tuple[str]] = Counter()  # (backend that went on,)
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # (backend, model, prompt | cached | output)
-        self.filters: Filters | None = None
-        self.auto: AutoModel | None = None
-        self.regions: Regions | None = None
-        self.hedging: Hedging | None = None
-        self.books: Books | None = None
         self.tenants: Counter[tuple[str, str]] = Counter()  # (tenant, outcome)
         self.tenant_tokens: Counter[tuple[str, str]] = Counter()  # (tenant, prompt | cached | output)
         self.engine_s: dict[str, float] = defaultdict(float)  # by tenant
@@ -62,25 +58,27 @@ class GatewayMetrics:
         for registry in (self.registry, self._without_tenants):
             ProcessCollector(registry=registry)
 
-    def ended(self, exchange: Exchange, now: float) -> None:
+    async def after(self, exchange: Exchange, now: float) -> None:
         """Count a request."""
-        self.requests[exchange.path, str(exchange.status), exchange.outcome] += 1
+        answer = exchange.answer
+        self.requests[exchange.path, str(answer.status), exchange.outcome] += 1
         tenant = self._tenant(exchange.tenant)
-        self.tenants[tenant, "limited" if exchange.status == 429 else exchange.outcome] += 1
+        self.tenants[tenant, "limited" if answer.status == 429 else exchange.outcome] += 1
         backend, target, usage = exchange.backend, exchange.target, exchange.usage
         if backend is None or target is None:
             return
-        self.answers[backend.name, str(exchange.status)] += 1
+        self.answers[backend.name, str(answer.status)] += 1
         self._total[backend.name].observe(now - exchange.arrival_s)
-        if exchange.first_s is not None:
-            self._ttft[backend.name].observe(exchange.first_s - exchange.arrival_s)
+        if answer.first_s is not None:
+            self._ttft[backend.name].observe(answer.first_s - exchange.arrival_s)
         for kind in ("prompt", "cached", "output"):
             num = getattr(usage, f"{kind}_tokens") or 0
             self.tokens[backend.name, target.model, kind] += num
             self.tenant_tokens[tenant, kind] += num
         self.engine_s[tenant] += usage.engine_s
         self.kv_block_s[tenant] += usage.kv_block_s
-        self.goodput[tenant, self._key(tenant, exchange.key)] += exchange.met_slo
+        met_slo = self._slo is not None and meets(self._slo, exchange, now)
+        self.goodput[tenant, self._key(tenant, exchange.key)] += met_slo
 
     def _tenant(self, name: str) -> str:
         """Return the label of a tenant: the first `MAX_TENANTS` have their own."""
@@ -102,57 +100,36 @@ class GatewayMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family; prometheus-client calls this at each scrape."""
-        yield _counter("quire:gateway_requests", "Requests by path, status and outcome.",
+        yield counter("quire:gateway_requests", "Requests by path, status and outcome.",
                        ("path", "status", "outcome"), self.requests)  # fmt: skip
-        yield _counter("envoy_cluster_upstream_rq", "Requests by the backend that answered, and status.",
+        yield counter("envoy_cluster_upstream_rq", "Requests by the backend that answered, and status.",
                        ("backend", "envoy_response_code"), self.answers)  # fmt: skip
-        yield _counter("quire:gateway_attempt_failures", "Failed attempts by backend and kind.",
+        yield counter("quire:gateway_attempt_failures", "Failed attempts by backend and kind.",
                        ("backend", "kind"), self.failures)  # fmt: skip
-        yield _counter("quire:gateway_migrations", "Streams that a backend continued for another one.",
+        yield counter("quire:gateway_migrations", "Streams that a backend continued for another one.",
                        ("backend",), self.migrations)  # fmt: skip
-        yield _counter("quire:gateway_tokens", "Tokens by backend, model and kind, as answers say.",
+        yield counter("quire:gateway_tokens", "Tokens by backend, model and kind, as answers say.",
                        ("backend", "model", "kind"), self.tokens)  # fmt: skip
-        yield _counter("quire:gateway_tenant_requests", "Requests by tenant and outcome; limited: status 429.",
+        yield counter("quire:gateway_tenant_requests", "Requests by tenant and outcome; limited: status 429.",
                        ("tenant", "outcome"), self.tenants)  # fmt: skip
-        yield _counter("quire:gateway_tenant_tokens", "Tokens by tenant and kind, as answers say.",
+        yield counter("quire:gateway_tenant_tokens", "Tokens by tenant and kind, as answers say.",
                        ("tenant", "kind"), self.tenant_tokens)  # fmt: skip
-        yield _counter("quire:gateway_tenant_slo_met", "Answers within every latency of slo, by tenant and key.",
+        yield counter("quire:gateway_tenant_slo_met", "Answers within every latency of slo, by tenant and key.",
                        ("tenant", "key"), self.goodput)  # fmt: skip
-        yield _counter("quire:gateway_tenant_engine_seconds", "Engine time by tenant, as replicas of Quire say.",
+        yield counter("quire:gateway_tenant_engine_seconds", "Engine time by tenant, as replicas of Quire say.",
                        ("tenant",), {(name,): value for name, value in self.engine_s.items()})  # fmt: skip
-        yield _counter("quire:gateway_tenant_kv_block_seconds", "KV blocks held, times seconds, by tenant.",
+        yield counter("quire:gateway_tenant_kv_block_seconds", "KV blocks held, times seconds, by tenant.",
                        ("tenant",), {(name,): value for name, value in self.kv_block_s.items()})  # fmt: skip
         for name, kind, text in _ENVOY_FAILURES:
             counts = {(backend,): n for (backend, found), n in self.failures.items() if found == kind}
-            yield _counter(name, text, ("backend",), counts)
-        if (books := self.books) is not None and books.is_kept:
-            waiting = GaugeMetricFamily(
-                "quire:gateway_ledger_rows_waiting", "Rows that no disk has taken yet."
-            )
-            waiting.add_metric([], books.num_waiting)
-            yield waiting
-            yield _counter("quire:gateway_ledger_refused", "Requests refused since no more could be booked.",
-                           (), {(): books.num_refused})  # fmt: skip
-        if self.auto is not None:
-            yield _counter("quire:gateway_auto_models", "Requests for auto by the model chosen.",
-                           ("model",), self.auto.counts)  # fmt: skip
-        if self.regions is not None:
-            yield _counter("quire:gateway_region_requests", "Attempts by region: own, spill or failover.",
-                           ("region", "why"), self.regions.counts)  # fmt: skip
-        if self.hedging is not None:
-            yield _counter("quire:gateway_hedges", "Attempts of hedged requests, by backend: won or lost.",
-                           ("backend", "result"), self.hedging.counts)  # fmt: skip
-            yield _counter("quire:gateway_hedge_waste_tokens", "Prompt tokens of attempts that lost, as estimated.",
-                           ("backend",), self.hedging.waste)  # fmt: skip
-        if self.filters is not None:
-            yield _counter("quire:gateway_filter_verdicts", "Verdicts by filter, before or after the model.",
-                           ("filter", "when", "verdict"), self.filters.counts)  # fmt: skip
+            yield counter(name, text, ("backend",), counts)
+        yield from families(self.stages)
         retries = {(): self._budget.num_taken}
-        yield _counter("envoy_cluster_upstream_rq_retry", "Retries.", (), retries)
+        yield counter("envoy_cluster_upstream_rq_retry", "Retries.", (), retries)
         refused = {(): self._budget.num_refused}
-        yield _counter("envoy_cluster_upstream_rq_retry_overflow", "Retries beyond the budget.", (), refused)
+        yield counter("envoy_cluster_upstream_rq_retry_overflow", "Retries beyond the budget.", (), refused)
         ejections = {(b.name,): b.breaker.num_ejections for b in self._fleet}
-        yield _counter("envoy_cluster_outlier_detection_ejections_enforced_total", "Openings of breakers.",
+        yield counter("envoy_cluster_outlier_detection_ejections_enforced_total", "Openings of breakers.",
                        ("backend",), ejections)  # fmt: skip
         yield _histogram("quire:gateway_time_to_first_token_seconds", "Arrival to first frame.", self._ttft)
         yield _histogram("quire:gateway_request_seconds", "Arrival to end.", self._total)
@@ -193,7 +170,7 @@ class _WithoutTenants:
                 yield family
 
 
-def _counter(
+def counter(
     name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, float]
 ) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=labels)

@@ -13,12 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.http.account import cost_of
+from quire_gateway.frames import StreamMoves
 
 MAX_TAG_BYTES = 1 << 20  # of a stream's tags that are kept; a longer stream cannot be continued
 MAX_GROUP_BYTES = 8 << 20
 _MOVES = 503  # status of an error event that another replica can answer better: shutdown, a dead engine
-SEED_BITS = 53
-TAGGED = b"x-quire-tagged"  # of a replica's answer: the fingerprint of what the stream depends on
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +57,11 @@ class Continuation:
         else:
             self._tags.append(tag)
 
+    def groups(self, fingerprint: str) -> Groups:
+        """Return what cuts the stream of a replica with this fingerprint into whole groups."""
+        self.fingerprint = fingerprint
+        return Groups(self)
+
     def headers(self, key: str, *, resumes: bool) -> list[tuple[str, str]]:
         """Return what goes to a replica with the request. ``key``: the gateway's."""
         named = [
@@ -70,10 +74,6 @@ class Continuation:
         """Return the resume form of the client's body."""
         form = b'{"fingerprint":"%b","elapsed_s":%.3f,"delivered":[%b],"request":%b}'
         return form % (self.fingerprint.encode(), elapsed_s, b",".join(self._tags), request)
-
-
-class StreamMoves(Exception):
-    """A replica ended the stream because it shuts down, or because its engine is dead."""
 
 
 class Groups:

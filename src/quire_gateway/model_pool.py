@@ -21,6 +21,8 @@ from typing import Any, Literal
 from quire.errors import ModelLoadError, NotFoundError, clip, nearest
 from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
+from quire_gateway.exchange import Exchange
+from quire_gateway.stage import Proceed, Stage
 
 log = Log("gateway")
 _GIB = 2**30
@@ -125,7 +127,7 @@ class _Room:
             self.notify()
 
 
-class ModelPool:
+class ModelPool(Stage):
     """Made before the event loop, used in it. ``load`` and ``unload`` start and end the server of one model.
 
     ``load`` returns once requests can be sent to the server, and raises `ModelLoadError` where that cannot be.
@@ -177,6 +179,12 @@ class ModelPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def serve(self, exchange: Exchange, proceed: Proceed) -> None:
+        """Keep the request's model in memory while it runs. Raises `HttpError` as `use` does."""
+        assert exchange.asked is not None
+        async with self.use(exchange.targets[0].model, exchange.asked.deadline_s):
+            await proceed()
 
     @asynccontextmanager
     async def use(self, name: str, limit_s: float | None = None) -> AsyncGenerator[None, None]:

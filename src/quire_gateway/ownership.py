@@ -25,6 +25,8 @@ from pathlib import Path
 from quire.http.keys import KeyFile, KeyTable
 from quire_gateway.config import GatewayArgs
 
+RESPONSES = "/v1/responses"
+NAMING_PATHS = (RESPONSES, f"{RESPONSES}/input_tokens")  # whose requests name stored responses
 _TAG_BYTES = 12  # of a tag without a hint: as many digits as one with a hint has characters
 _TAG_CHARS = 24
 _HINT_CHARS = 4  # 20 bits

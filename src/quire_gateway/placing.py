@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from quire.cache.events import SHORT_HASH_BYTES
-from quire.http.cache_messages import PIECES_HEADER
 from quire.text.digest import digests, root_of
 from quire_gateway.asked import Asked
+from quire_gateway.attempts import Attempts
 from quire_gateway.catalog import Target
 from quire_gateway.config import Cause
 from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend, Fleet
-from quire_gateway.regions import Regions
 from quire_gateway.routing import Demand, Router
 
 _BYTES_PER_TOKEN = 4.0  # of a model whose answers have said nothing yet
 _LEARNING = 0.05  # weight of one answer in a model's ratio
 _MIN_OBSERVED = 10  # first tokens of a backend, before one can be called late
 _LATE_S = 1.0
+
+
+# (model, candidates, now) → the candidates among which the router chooses
+Narrow = Callable[[str, list[Backend], float], list[Backend]]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,11 +48,10 @@ class Placing:
         router: Router,
         piece_bytes: int,
         now: Callable[[], float],
-        pays: Callable[[Exchange, str], bool],
-        regions: Regions | None = None,
+        pays: Callable[[Attempts, str], bool],
     ) -> None:
         """``pays``: whether a request may have another attempt at a model that it owes one; see `Retrying`."""
-        self.regions = regions
+        self.narrow: Narrow | None = None  # set by `Regions`
         self._pays = pays
         self._fleet = fleet
         self._router = router
@@ -61,51 +61,36 @@ class Placing:
 
     def place(self, exchange: Exchange) -> Placed | None:
         """Choose a backend for the next attempt and count the request there until `over`; None where none is left."""
-        asked = exchange.asked
-        assert asked is not None
-        now = self._now()
+        attempts, now = exchange.attempts, self._now()
         target, candidates = self._target(exchange, now)
         if target is None:
             return None
-        holder = exchange.holder or exchange.promised_by
-        holding = [b for b in candidates if b.name == holder]
-        candidates = holding or self._of_region(target.model, candidates, now)
+        holding = [b for b in candidates if b.name == attempts.holder]
+        if holding:
+            candidates = holding
+        elif self.narrow is not None:
+            candidates = self.narrow(target.model, candidates, now)
         demand = self._demand(exchange, target.model)
-        exchange.chain = demand.chain
+        attempts.chain = demand.chain
         among = {b.number: b for b in candidates}
-        exchange.route_headers = [self._explanation(demand, among)] if exchange.explains else []
-        attempt_id = f"{exchange.request_id}/{id(exchange):x}/{exchange.num_attempts}"
+        exchange.answer.route_headers = [self._explanation(demand, among)] if exchange.explains else []
+        attempt_id = f"{exchange.request_id}/{id(exchange):x}/{attempts.num}"
         number = self._router.route(attempt_id, demand, among)
         assert number is not None
         backend, is_first = among[number], self._router.loads[number].pending == 1
         backend.breaker.taken(now)
         if exchange.explains:
-            exchange.route_headers.append((b"x-quire-backend", backend.name.encode()))
+            exchange.answer.route_headers.append((b"x-quire-backend", backend.name.encode()))
         if target.is_fallback:
-            exchange.route_headers.append((b"x-quire-fallback-model", target.model.encode()))
+            exchange.answer.route_headers.append((b"x-quire-fallback-model", target.model.encode()))
         return Placed(attempt_id, backend, target, now, self._router.predicted_s(attempt_id), is_first)
-
-    def _of_region(self, model: str, candidates: list[Backend], now: float) -> list[Backend]:
-        if self.regions is None:
-            return candidates
-        router = self._router
-
-        def queue_s(backend: Backend) -> float:
-            return router.ttft.predict(backend.number, router.loads[backend.number].queued_tokens)
-
-        ready = [
-            b
-            for b in self._fleet.serving(model)
-            if b.is_ready and not b.is_draining and b.breaker.state(now) != "open"
-        ]
-        return self.regions.among(model, candidates, ready, queue_s, now)
 
     def may_come(self, exchange: Exchange) -> bool:
         """Whether a replica may come that can take the request; those that died may be tried again then."""
-        if exchange.has_begun:
-            exchange.tried.clear()
+        if exchange.answer.has_begun:
+            exchange.attempts.tried.clear()
             return exchange.can_move
-        failure = exchange.failure
+        failure = exchange.attempts.failure
         if failure is None or not failure.tells_of_death:
             return False
         names = {target.model for target in exchange.targets}
@@ -123,7 +108,7 @@ class Placing:
             and b.is_ready
             and (b.answered_s >= lost.missed_s or not lost.is_silent)
             and not b.is_draining
-            and (b.life, model) not in exchange.tried
+            and (b.life, model) not in exchange.attempts.tried
             and exchange.may_go_to(b, model)
             for b in self._fleet.serving(model)
         )
@@ -155,22 +140,6 @@ class Placing:
             before = self._bytes_per_token.get(model, ratio)
             self._bytes_per_token[model] = before + _LEARNING * (ratio - before)
 
-    def asks_for_blocks(self) -> list[tuple[str, str]]:
-        """Return the header by which a replica tells the blocks of a prompt's pieces, where the policy needs them."""
-        return [(PIECES_HEADER, str(self._piece_bytes))] if self._router.needs_events else []
-
-    def learn_blocks(self, exchange: Exchange, said: str | None) -> None:
-        """Take what an answer says of the blocks of its prompt's pieces."""
-        names = self._router.prefixes.names
-        if said is None or names is None:
-            return
-        try:
-            hashes = b64decode(said, validate=True)
-        except ValueError:
-            return
-        short = [hashes[at : at + SHORT_HASH_BYTES] for at in range(0, len(hashes), SHORT_HASH_BYTES)]
-        names.learn(exchange.chain, short)
-
     def num_tokens(self, asked: Asked, model: str) -> int:
         """Return the prompt tokens of a request by the model's bytes per token."""
         return int(len(asked.text) / self._bytes_per_token.get(model, _BYTES_PER_TOKEN)) + 1
@@ -181,17 +150,17 @@ class Placing:
         A fallback is taken for its causes: those of attempts that failed, and those for which the targets before it
         have no backend now. It is not paid for, a further attempt at the same model is.
         """
-        if exchange.has_begun and exchange.target is not None:
-            ready = self._fleet.candidates(exchange.target.model, now, exchange.tried)
+        if exchange.answer.has_begun and exchange.target is not None:
+            ready = self._fleet.candidates(exchange.target.model, now, exchange.attempts.tried)
             fit = [b for b in ready if exchange.may_go_to(b, exchange.target.model)]
             return (exchange.target, fit) if fit else (None, [])
-        causes = set(exchange.causes)
+        causes = set(exchange.attempts.causes)
         for target in exchange.targets:
             model = target.model
-            if model in exchange.closed or (target.is_fallback and not target.when & causes):
+            if model in exchange.attempts.closed or (target.is_fallback and not target.when & causes):
                 continue
-            candidates = self._fleet.candidates(model, now, exchange.tried, exchange.holder)
-            if candidates and (model not in exchange.owed or self._pays(exchange, model)):
+            candidates = self._fleet.candidates(model, now, exchange.attempts.tried, exchange.attempts.holder)
+            if candidates and (model not in exchange.attempts.owed or self._pays(exchange.attempts, model)):
                 return target, candidates
             if not candidates:
                 causes |= self._why_none(exchange, model)
@@ -202,7 +171,7 @@ class Placing:
         up = [b for b in self._fleet.serving(model) if b.is_ready and not b.is_draining]
         if not up:
             return {"failure"}
-        return {"saturated"} if any((b.life, model) not in exchange.tried for b in up) else set()
+        return {"saturated"} if any((b.life, model) not in exchange.attempts.tried for b in up) else set()
 
     def _demand(self, exchange: Exchange, model: str) -> Demand:
         asked, chain = exchange.asked, list[bytes]()
@@ -210,7 +179,7 @@ class Placing:
         if self._router.needs_chains:
             salt = asked.body.get("cache_salt")
             salt = salt if isinstance(salt, str) else ""
-            root = root_of(model, salt if exchange.salt is None else exchange.salt)
+            root = root_of(model, salt if asked.salt is None else asked.salt)
             chain = digests(root, asked.text, self._piece_bytes)
         return Demand(chain, self.num_tokens(asked, model), asked.num_output_tokens, asked.session)
 

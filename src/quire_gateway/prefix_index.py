@@ -243,6 +243,8 @@ class PendingIndex:
 class KnownPrefixes:
     """What is known of the replicas' caches under a policy: predicted, reported, or both (hybrid), or nothing."""
 
+    ticks_to_live = TICKS_TO_LIVE
+
     def __init__(self, policy: str, capacity: int, *, of_text: bool = False) -> None:
         """``of_text``: chains are digests of text, whose blocks are to be learned; else hashes of blocks."""
         self._is_predicted = policy == "prefix-predicted"

@@ -10,12 +10,17 @@ among the others, spilling among all. The two pairs of limits keep requests from
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quire_gateway.fleet import Backend
+from prometheus_client.core import Metric
+
+from quire_gateway.fleet import Backend, Fleet
+from quire_gateway.metrics import counter
 from quire_gateway.region_config import RegionConfig
+from quire_gateway.routing import Router
+from quire_gateway.stage import Stage
 
 Why = Literal["own", "spill", "failover"]
 
@@ -27,6 +32,37 @@ class _State:
     is_away: bool = False
     is_spilling: bool = False
     back_since_s: float | None = None  # own backends are ready again
+
+
+class RegionStage(Stage):
+    """Has `Placing` ask `Regions` before the router."""
+
+    def __init__(self, regions: Regions, fleet: Fleet, router: Router) -> None:
+        self.regions = regions
+        self._fleet = fleet
+        self._router = router
+
+    def metrics(self) -> Iterable[Metric]:
+        yield counter(
+            "quire:gateway_region_requests",
+            "Attempts by region: own, spill or failover.",
+            ("region", "why"),
+            self.regions.counts,
+        )
+
+    def narrow(self, model: str, candidates: list[Backend], now: float) -> list[Backend]:
+        """Return the candidates in the region that gets a request."""
+        router = self._router
+
+        def queue_s(backend: Backend) -> float:
+            return router.ttft.predict(backend.number, router.loads[backend.number].queued_tokens)
+
+        ready = [
+            b
+            for b in self._fleet.serving(model)
+            if b.is_ready and not b.is_draining and b.breaker.state(now) != "open"
+        ]
+        return self.regions.among(model, candidates, ready, queue_s, now)
 
 
 class Regions:

@@ -7,13 +7,17 @@ has been away; what is known of the replica stays until the next snapshot, or un
 from __future__ import annotations
 
 import asyncio
+from base64 import b64decode
 from collections.abc import Callable
 
-from quire.cache.events import EVENT_BYTES, unpack
-from quire.http.cache_messages import BEAT, CACHE_PATH, SNAPSHOT, messages
+from quire.cache.events import EVENT_BYTES, SHORT_HASH_BYTES, unpack
+from quire.http.cache_messages import BEAT, BLOCKS_HEADER, CACHE_PATH, PIECES_HEADER, SNAPSHOT, messages
 from quire.metrics.log import Log
+from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend, Fleet
 from quire_gateway.patience import lasting
+from quire_gateway.sending import Opened, Outgoing
+from quire_gateway.stage import Stage
 from quire_gateway.upstream import BackendFailed, Upstream, closing, failures
 
 SILENCE_S = 10.0  # the feed beats every second
@@ -22,15 +26,43 @@ _AT_ONCE = 2_000  # events that are taken in between two turns of the other task
 log = Log("gateway")
 
 
-class Reports:
-    """One task for each ready replica of Quire. Nothing is read where the policy does not go by reports."""
+class Reports(Stage):
+    """One task for each ready replica of Quire. Each answer tells the blocks of its prompt's pieces, too."""
 
-    def __init__(self, fleet: Fleet, key_of: Callable[[Backend], str | None], upstream: Upstream) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        key_of: Callable[[Backend], str | None],
+        upstream: Callable[[], Upstream],
+        piece_bytes: int,
+    ) -> None:
         self._fleet = fleet
         self._key_of = key_of
         self._upstream = upstream
+        self._piece_bytes = piece_bytes
         self._tasks: dict[Backend, asyncio.Task[None]] = {}
-        self._watching = asyncio.create_task(self._watch()) if fleet.router.needs_events else None
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._watching = asyncio.create_task(self._watch())
+
+    def prepare(self, outgoing: Outgoing) -> None:
+        """Have a replica tell the blocks of the prompt's pieces."""
+        placed = outgoing.placed
+        if self._key_of(placed.backend) is not None and placed.target.model in placed.backend.fingerprints:
+            outgoing.headers.append((PIECES_HEADER, str(self._piece_bytes)))
+
+    def answered(self, exchange: Exchange, opened: Opened) -> None:
+        """Take what an answer says of the blocks of its prompt's pieces."""
+        names, told = self._fleet.router.prefixes.names, opened.response.headers.get(BLOCKS_HEADER)
+        if told is None or names is None:
+            return
+        try:
+            hashes = b64decode(told, validate=True)
+        except ValueError:
+            return
+        short = [hashes[at : at + SHORT_HASH_BYTES] for at in range(0, len(hashes), SHORT_HASH_BYTES)]
+        names.learn(exchange.attempts.chain, short)
 
     async def close(self) -> None:
         tasks = [*self._tasks.values(), *([self._watching] if self._watching is not None else [])]
@@ -61,7 +93,7 @@ class Reports:
         try:
             with failures():
                 async with lasting(SILENCE_S) as limit:
-                    response = await self._upstream.open("GET", backend.url + CACHE_PATH, headers, None)
+                    response = await self._upstream().open("GET", backend.url + CACHE_PATH, headers, None)
                     with closing(response):
                         if response.status != 200:
                             raise BackendFailed("status", f"{CACHE_PATH} answered {response.status}.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from quire_gateway.attempts import Attempts
 from quire_gateway.config import RetryArgs
-from quire_gateway.exchange import Exchange
 
 
 class RetryBudget:
@@ -30,10 +30,10 @@ class RetryBudget:
         return True
 
 
-def pays(exchange: Exchange, model: str, args: RetryArgs, budget: RetryBudget) -> bool:
+def pays(attempts: Attempts, model: str, args: RetryArgs, budget: RetryBudget) -> bool:
     """Whether a request whose attempt at ``model`` failed may have another one there; it is paid for then."""
-    if exchange.failures[model] < args.attempts and budget.take():
-        exchange.owed.discard(model)
+    if attempts.failures[model] < args.attempts and budget.take():
+        attempts.owed.discard(model)
         return True
-    exchange.closed.add(model)
+    attempts.closed.add(model)
     return False

@@ -45,25 +45,26 @@ class Retrying:
 
     def goes_on(self, exchange: Exchange, error: BackendFailed) -> bool:
         """Note that an attempt has failed; return whether the request may have another one."""
-        backend, target = exchange.backend, exchange.target
+        attempts = exchange.attempts
+        backend, target = attempts.backend, attempts.target
         assert backend is not None and target is not None  # noqa: PT018
         model = target.model
-        exchange.failure = error
-        exchange.tried.add((backend.life, model))
-        exchange.causes |= causes_of_failure(error)
+        attempts.failure = error
+        attempts.tried.add((backend.life, model))
+        attempts.causes |= causes_of_failure(error)
         self._state.count_failure(backend, error)
         if error.kind == "room":
             return False
-        if exchange.has_begun:
+        if exchange.answer.has_begun:
             return self._migrates(exchange, (backend.life, model), error)
         exchange.restart()
         if error.tells_of_death:
-            exchange.num_deaths += 1
-            return exchange.num_deaths < MAX_DEATHS
+            attempts.num_deaths += 1
+            return attempts.num_deaths < MAX_DEATHS
         if error.answer is not None and error.answer.status not in RETRIED_STATUS:
-            exchange.closed.add(model)  # its other backends would say the same
-        exchange.failures[model] += 1
-        exchange.owed.add(model)
+            attempts.closed.add(model)  # its other backends would say the same
+        attempts.failures[model] += 1
+        attempts.owed.add(model)
         return True
 
     def _migrates(self, exchange: Exchange, attempt: tuple[int, str], error: BackendFailed) -> bool:
@@ -72,24 +73,24 @@ class Retrying:
         The death of a replica is not charged to the retry budget, since all its streams break at once; what a live one
         answers is. The number of replicas that may die or fail in a row without the stream moving on is limited.
         """
-        continuation = exchange.continuation
+        continuation, attempts = exchange.continuation, exchange.attempts
         total_s = self._timeouts.stream_total_s
         late = total_s is not None and self._state.now() - exchange.arrival_s >= total_s
         if continuation is None or late or not exchange.can_move:
             return False
         if continuation.has_moved():
-            continuation.num_in_vain = exchange.num_deaths = 0
-            exchange.tried = {attempt}
+            continuation.num_in_vain = attempts.num_deaths = 0
+            attempts.tried = {attempt}
             return True
         if error.tells_of_death:
-            exchange.num_deaths += 1
-            return exchange.num_deaths < MAX_DEATHS
+            attempts.num_deaths += 1
+            return attempts.num_deaths < MAX_DEATHS
         continuation.num_in_vain += 1
         return continuation.num_in_vain < self._state.config.retries.attempts and self._state.budget.take()
 
     def falls_back(self, exchange: Exchange, answer: Whole) -> bool:
         """Whether a backend's answer that would go to the client sends the request to a fallback instead."""
-        if exchange.has_begun or answer.status < 400:
+        if exchange.answer.has_begun or answer.status < 400:
             return False
         return may_fall_back(causes_of_failure(BackendFailed("status", "", answer)), exchange.targets)
 
@@ -100,21 +101,25 @@ class Retrying:
         Raises:
             BackendFailed: of kind "unready".
         """
-        task, is_withdrawn, why = asyncio.current_task(), False, ""
+        attempts, task, is_withdrawn, why = exchange.attempts, asyncio.current_task(), False, ""
         assert task is not None
         num_before = task.cancelling()
 
         def look() -> None:
             nonlocal is_withdrawn, why
-            free = exchange.is_reading and (exchange.can_move or not exchange.has_begun) and not is_withdrawn
-            lost = free and all(backend.is_lost for backend in exchange.asked_at)
+            free = (
+                attempts.is_reading
+                and (exchange.can_move or not exchange.answer.has_begun)
+                and not is_withdrawn
+            )
+            lost = free and all(backend.is_lost for backend in attempts.running)
             if lost and self._state.placing.may_leave(exchange, placed):
-                is_withdrawn, why = True, exchange.asked_at[0].failure
+                is_withdrawn, why = True, attempts.running[0].failure
                 task.cancel()
 
-        exchange.look = look
-        exchange.watch(placed.backend)
-        exchange.is_reading = True
+        attempts.on_lost = look
+        attempts.watch(placed.backend)
+        attempts.is_reading = True
         try:
             yield
         except BaseException as error:
@@ -123,7 +128,7 @@ class Retrying:
                 raise BackendFailed("unready", f"The backend is lost: {why}") from None
             raise
         finally:
-            exchange.is_reading = False
-            for backend in tuple(exchange.asked_at):
-                exchange.unwatch(backend)
-            exchange.look = None
+            attempts.is_reading = False
+            for backend in tuple(attempts.running):
+                attempts.unwatch(backend)
+            attempts.on_lost = None

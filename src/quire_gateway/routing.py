@@ -27,11 +27,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from quire.errors import ConfigError, nearest
-from quire_gateway.prefix_index import KnownPrefixes
 from quire_gateway.ttft import TtftModel
+
+if TYPE_CHECKING:
+    from quire.cache.events import CacheEvent
+    from quire_gateway.prefix_index import KnownPrefixes
 
 Policy = Literal[
     "random", "round-robin", "least-loaded", "least-tokens", "power-of-two", "session", "prefix-hash",
@@ -71,6 +74,37 @@ class _InFlight:
     pending: bool = True  # no first token yet
 
 
+class NoPrefixes:
+    """What is known of prefixes by a policy that does not go by them."""
+
+    names = None
+    ticks_to_live = 1
+
+    def tick(self) -> None: ...
+
+    def report(self, replica: int, events: Iterable[CacheEvent]) -> bool:
+        return True
+
+    def replace_report(self, replica: int, events: Iterable[CacheEvent]) -> None: ...
+
+    def forget_report(self, replica: int) -> None: ...
+
+    def depths(self, chain: Sequence[bytes], num_replicas: int) -> list[int]:
+        return [0] * num_replicas
+
+    def sent(self, replica: int, chain: Sequence[bytes]) -> None: ...
+
+    def arrived(self, replica: int, chain: Sequence[bytes]) -> None: ...
+
+    def forget(self, replica: int) -> None: ...
+
+
+def _prefixes(policy: str, capacity: int, *, of_text: bool) -> KnownPrefixes:
+    from quire_gateway.prefix_index import KnownPrefixes
+
+    return KnownPrefixes(policy, capacity, of_text=of_text)
+
+
 class Router:
     """Chooses among replicas 0 … n − 1 and counts the requests in flight at each."""
 
@@ -94,10 +128,8 @@ class Router:
         self.policy = policy
         self.scores = policy in ("prefix-predicted", "prefix-reported", "prefix-hybrid")  # by cost
         self.needs_chains = self.scores or policy in ("session", "prefix-hash")  # else `route` needs no chain
-        self.needs_events = policy in (
-            "prefix-reported",
-            "prefix-hybrid",
-        )  # otherwise `prefixes.report` has no effect
+        # Otherwise `prefixes.report` has no effect.
+        self.needs_events = policy in ("prefix-reported", "prefix-hybrid")
         self.ttft = TtftModel()
         self.loads: list[Load] = []
         self._ratio = max_load_ratio
@@ -105,7 +137,9 @@ class Router:
         self._alive: list[bool] = []
         self._turn = 0
         self._in_flight: dict[str, _InFlight] = {}
-        self.prefixes = KnownPrefixes(policy, capacity, of_text=of_text)
+        self.prefixes: KnownPrefixes | NoPrefixes = (
+            _prefixes(policy, capacity, of_text=of_text) if self.scores else NoPrefixes()
+        )
         for _ in range(num_replicas):
             self.add_replica()
 
@@ -234,7 +268,7 @@ class Router:
 
     def _depths(self, chain: Sequence[bytes]) -> list[int]:
         num = len(self.loads)
-        return self.prefixes.depths(chain, num) if self.scores else [0] * num
+        return self.prefixes.depths(chain, num)
 
     def _least(self, replicas: Sequence[int], *, by_tokens: bool = False) -> int:
         loads = self.loads

@@ -9,6 +9,7 @@ in the key file: gateways that share the file share cached blocks. With one grou
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from hashlib import blake2b
 
 from quire.http.call import Call
@@ -16,8 +17,10 @@ from quire.http.wire import not_allowed
 from quire.metrics.log import Log
 from quire_gateway.asked import Asked
 from quire_gateway.config import BackendArgs
+from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend
 from quire_gateway.ownership import Tenancy
+from quire_gateway.stage import Stage
 
 # Paths whose prompts a backend caches.
 SALTED_PATHS = frozenset(
@@ -32,8 +35,10 @@ _SALT_BYTES = 16
 log = Log("gateway")
 
 
-class Salts:
+class Salts(Stage):
     """The salts of one gateway."""
+
+    paths = SALTED_PATHS
 
     def __init__(self, tenancy: Tenancy) -> None:
         self._tenancy = tenancy
@@ -44,14 +49,13 @@ class Salts:
         """Whether there are tenants to keep apart."""
         return self._tenancy.has_groups
 
-    def of(self, asked: Asked, call: Call) -> str | None:
-        """Return the salt of a request; None: the client's own, if any, counts.
+    async def enter(self, exchange: Exchange) -> None:
+        """Raises `RequestError`: the client's ``cache_salt`` is not a text."""
+        assert exchange.asked is not None
+        if self.are_used:
+            exchange.asked = replace(exchange.asked, salt=self._salt(exchange.asked, exchange.call))
 
-        Raises:
-            RequestError: the client's is not a text.
-        """
-        if asked.path not in SALTED_PATHS or not self.are_used:
-            return None
+    def _salt(self, asked: Asked, call: Call) -> str:
         given = asked.body.get("cache_salt")
         if given is not None and not isinstance(given, str):
             raise not_allowed("cache_salt", given, "a string", "invalid_type")

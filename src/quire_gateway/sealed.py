@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import NotFoundError, RequestError, clip
+from quire.errors import RequestError, clip
+from quire_gateway.answer import AnswerStep
 from quire_gateway.asked import Asked
-from quire_gateway.ownership import Owner
+from quire_gateway.exchange import Exchange
+from quire_gateway.ownership import NAMING_PATHS, Owner, Tenancy
+from quire_gateway.stage import Stage
 
-RESPONSES = "/v1/responses"
-NAMING_PATHS = (RESPONSES, f"{RESPONSES}/input_tokens")  # whose requests name stored responses
 # Of a response, of an event of its stream, of a list of items, and of what a deletion answers.
 _IDS = ("id", "item_id", "response_id", "previous_response_id", "first_id", "last_id")
 _OBJECTS = ("response", "item")
@@ -26,15 +27,6 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 _MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
-
-
-def not_stored(response_id: str) -> NotFoundError:
-    """Return the answer to an id that does not exist, or is another tenant's."""
-    return NotFoundError(
-        f"The response {clip(response_id)} is not stored here.",
-        param="response_id",
-        code="response_not_found",
-    )
 
 
 def opened_request(asked: Asked, owner: Owner) -> Asked:
@@ -110,7 +102,28 @@ def _refers(item: dict[str, Any]) -> bool:
     return item.get("type") == "item_reference" or item.keys() <= _REFERENCE
 
 
-class Sealing:
+class Sealed(Stage):
+    """Opens the ids in requests, and seals those in answers."""
+
+    paths = NAMING_PATHS
+
+    def __init__(self, tenancy: Tenancy) -> None:
+        self._tenancy = tenancy
+
+    async def enter(self, exchange: Exchange) -> None:
+        """Raises `RequestError`: an id is not of the tenant."""
+        owner, shown = self._tenancy.owner(exchange.call.tenant), exchange.asked
+        assert shown is not None
+        exchange.asked = opened_request(shown, owner)
+        if owner.seals:
+            exchange.answer.through(sealing_of(owner, exchange.asked, shown))
+
+    def step(self, owner: Owner, shown: dict[str, str], hint: str) -> Sealing:
+        """Return what seals the answer to a question about a stored response."""
+        return Sealing(owner, shown, hint)
+
+
+class Sealing(AnswerStep):
     """Seals the ids in the answer to one request."""
 
     def __init__(self, owner: Owner, shown: dict[str, str] | None = None, hint: str = "") -> None:
@@ -134,6 +147,12 @@ class Sealing:
             body = body.replace(given.encode(), shown.encode())
         return body
 
+    async def document(self, status: int, content_type: str, body: bytes) -> bytes:
+        return self.whole(status, body)
+
+    async def events(self, frames: bytes) -> bytes:
+        return self.frames(frames)
+
     def frames(self, frames: bytes) -> bytes:
         """Return whole server-sent events as the client sees them."""
         if b'id"' not in frames:
@@ -146,10 +165,8 @@ class Sealing:
         return b"\n".join(lines)
 
 
-def sealing_of(owner: Owner, asked: Asked, before: Asked) -> Sealing | None:
-    """Return what seals the answer to a request, which was ``before`` until it was opened; None: nothing is sealed."""
-    if asked.path not in NAMING_PATHS or not owner.seals:
-        return None
+def sealing_of(owner: Owner, asked: Asked, before: Asked) -> Sealing:
+    """Return what seals the answer to a request, which was ``before`` until it was opened."""
     given, shown = asked.body.get("previous_response_id"), before.body.get("previous_response_id")
     is_named = isinstance(given, str) and isinstance(shown, str) and bool(given)
     return Sealing(owner, {given: shown} if is_named else None)  # type: ignore[dict-item]

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import uvloop
 from starlette.types import ASGIApp
@@ -19,9 +20,12 @@ from quire.http.edge import Extension
 from quire.http.listen import bind, url_of
 from quire.metrics.log import Log
 from quire_gateway.app import Probes, create_gateway
+from quire_gateway.build import make_state
 from quire_gateway.config import GatewayConfig
-from quire_gateway.model_pool import ModelPool
-from quire_gateway.state import GatewayState, make_state
+from quire_gateway.state import GatewayState
+
+if TYPE_CHECKING:
+    from quire_gateway.model_pool import ModelPool
 
 log = Log("gateway")
 _LOOK_S = 0.05

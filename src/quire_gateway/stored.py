@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from urllib.parse import quote
 
 from aiohttp import ClientResponse
 from starlette.types import Receive, Scope, Send
 
+from quire.errors import NotFoundError, clip
 from quire.http.account import Account
 from quire.http.body import send_json
 from quire.http.call import call_of
 from quire.http.refusals import Refusal
 from quire_gateway.exchange import Exchange
-from quire_gateway.filtering import Filtering
-from quire_gateway.filters import About
 from quire_gateway.fleet import Backend
 from quire_gateway.headers import to_backend
+from quire_gateway.ownership import NAMING_PATHS, RESPONSES
 from quire_gateway.patience import lasting
-from quire_gateway.sealed import RESPONSES, Sealing, not_stored
+from quire_gateway.sending import Opened
+from quire_gateway.stage import Proceed, Stage
 from quire_gateway.state import GatewayState
 from quire_gateway.upstream import BackendFailed, Whole, closing, failures, read_whole
 
@@ -34,7 +34,11 @@ class StoredProxy:
         tenant = state.tenancy.owner(call_of(scope).tenant)
         response_id, hint = tenant.open(shown), tenant.hint_in(shown)
         if response_id is None:
-            raise not_stored(shown)
+            raise NotFoundError(
+                f"The response {clip(shown)} is not stored here.",
+                param="response_id",
+                code="response_not_found",
+            )
         likely, others = state.holders.likely(response_id, tenant, hint)
         whole: Whole | None = None
         silent = set(likely)  # those that should hold it and have not answered
@@ -50,47 +54,47 @@ class StoredProxy:
             refusal = Refusal(503, "No backend that may hold the response answers now.", code="no_backend")
             await send_json(send, refusal.status, refusal.body(), [(b"retry-after", b"1")])
             return
-        if tenant.seals:
-            sealing = Sealing(tenant, {response_id: shown}, hint)
-            kind = dict(whole.headers).get(b"content-type", b"")
-            is_stream = kind.startswith(b"text/event-stream")
-            body = sealing.frames(whole.body) if is_stream else sealing.whole(whole.status, whole.body)
-            whole = replace(whole, body=body)
-        body = await self._filtered(scope, whole)
+        kind = dict(whole.headers).get(b"content-type", b"").decode("latin-1")
+        is_stream, body = whole.status == 200 and kind.startswith("text/event-stream"), whole.body
+        for step in state.stages.stored_steps(scope, tenant, {response_id: shown}, hint):
+            body = await (step.ended(body) if is_stream else step.document(whole.status, kind, body))
+            step.check()
         length = (b"content-length", str(len(body)).encode())
         await send(
             {"type": "http.response.start", "status": whole.status, "headers": [*whole.headers, length]}
         )
         await send({"type": "http.response.body", "body": body})
 
-    async def _filtered(self, scope: Scope, whole: Whole) -> bytes:
-        """Return the body after the filters, which the replica that stores it does not know."""
-        filters, call = self._state.filters, call_of(scope)
-        if filters is None or not filters.reads_answers or whole.status != 200:
-            return whole.body
-        owner = (call.tenant, call.key.name) if call.key is not None else ("", "")
-        filtering = Filtering(filters, About(call.request_id, scope["path"], "", *owner))
-        if dict(whole.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
-            stream = await filtering.end(whole.body)
-            filtering.check()
-            return stream
-        return await filtering.whole(whole.body)
 
+class Responses(Stage):
+    """A request that goes on with a stored response goes to the backend that holds it."""
 
-async def holder_of(state: GatewayState, exchange: Exchange) -> str | None:
-    """Return the one backend that can take a request, as `Holders.find`."""
+    paths = NAMING_PATHS
 
-    async def has(backend: Backend, response_id: str) -> bool:
-        try:
-            with failures():
-                async with lasting(state.config.health.timeout_s):
-                    response = await _open(state, exchange.scope, "GET", backend, _path_at(response_id))
-                    with closing(response):
-                        return response.status == 200
-        except BackendFailed:
-            return False
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
 
-    return await state.holders.find(exchange, state.tenancy.owner(exchange.call.tenant), has)
+    async def serve(self, exchange: Exchange, proceed: Proceed) -> None:
+        state = self._state
+
+        async def has(backend: Backend, response_id: str) -> bool:
+            try:
+                with failures():
+                    async with lasting(state.config.health.timeout_s):
+                        response = await _open(state, exchange.scope, "GET", backend, _path_at(response_id))
+                        with closing(response):
+                            return response.status == 200
+            except BackendFailed:
+                return False
+
+        owner = state.tenancy.owner(exchange.call.tenant)
+        exchange.attempts.holder = await state.holders.find(exchange, owner, has)
+        await proceed()
+
+    def answered(self, exchange: Exchange, opened: Opened) -> None:
+        """Remember where the response is stored."""
+        if exchange.path == RESPONSES and exchange.usage.answer_id is not None:
+            self._state.holders.put(exchange.usage.answer_id, opened.placed.backend.name)
 
 
 async def _ask(state: GatewayState, scope: Scope, backend: Backend, path: str) -> Whole:

@@ -1,107 +1,85 @@
-"""`Tenants`: what a key may do, what its requests reserve before a model is touched, and what they used."""
+"""`Tenants`: what requests reserve of their limits before a model is touched, and what they used."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from typing import TYPE_CHECKING
 
 from quire.clock import WallClock
-from quire.errors import NotFoundError
 from quire.http.refusals import HttpError, Refusal
-from quire_gateway.books import Books
 from quire_gateway.config import GatewayConfig
 from quire_gateway.exchange import Exchange
-from quire_gateway.ledger_row import Row
-from quire_gateway.limits import LEASE_S, Decision, Limits, LimitTable, MemoryStore, limit_headers
-from quire_gateway.quotas import Unit, Usage
-from quire_gateway.redis_store import RedisStore
-from quire_gateway.rows import price_of, used_of
-
-# Paths that generate no tokens: only the prompt is reserved.
-_NO_OUTPUT = (
-    "/embeddings",
-    "/api/embed",
-    "/api/show",
-    "/score",
-    "/rerank",
-    "tokenize",
-    "/render",
-    "/count_tokens",
-    "/input_tokens",
-    "/pooling",
-    "/classify",
+from quire_gateway.limits import (
+    LEASE_S,
+    Decision,
+    Limits,
+    LimitTable,
+    MemoryStore,
+    Reservation,
+    limit_headers,
 )
+from quire_gateway.prices import price_of
+from quire_gateway.quotas import Unit, Usage
+from quire_gateway.stage import Stage
+from quire_gateway.used import used_of
+
+if TYPE_CHECKING:
+    from quire_gateway.ledger_row import Row
+    from quire_gateway.redis_store import RedisStore
 
 
-class Tenants:
-    """Identity and limits of one gateway, and what its requests used. Made in the loop that serves."""
+class Tenants(Stage):
+    """The limits of one gateway, and what its requests hold of them."""
 
-    def __init__(self, config: GatewayConfig, books: Books) -> None:
+    def __init__(self, config: GatewayConfig, redis: RedisStore | None = None) -> None:
+        """``redis``: the books of several gateways; None: they are this process's own."""
         self._config = config
-        self._books = books
-        table = LimitTable(config.limits, config.key_limits, config.tenant_limits, config.model_limits)
-        url = config.server.redis
-        self._redis = RedisStore(url, WallClock()) if url is not None else None
-        self.limits = Limits(table, self._redis or MemoryStore(WallClock()))
-        self._renewing = asyncio.create_task(self._renew())
+        self._redis = redis
+        self._limits: Limits | None = None
+        self._renewing: asyncio.Task[None] | None = None
+        self._reservations: dict[Exchange, Reservation] = {}
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether every answer must say what it used."""
-        config = self._config
-        has_limits = any(
-            (config.key_limits, config.tenant_limits, config.model_limits)
-        ) or config.limits.quotas("")
-        return self._books.is_kept or bool(has_limits)
+    def limits(self) -> Limits:
+        assert self._limits is not None, "the gateway has not been started"
+        return self._limits
 
-    async def reserve(self, exchange: Exchange, model: str, prompt_tokens: int) -> None:
-        """Reserve what a request of its key may use at most. ``model``: empty where it is not known.
+    def start(self) -> None:
+        config = self._config
+        table = LimitTable(config.limits, config.key_limits, config.tenant_limits, config.model_limits)
+        self._limits = Limits(table, self._redis or MemoryStore(WallClock()))
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def close(self) -> None:
+        """End the leases."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+        if self._redis is not None:
+            await self._redis.close()
+
+    async def admit(self, exchange: Exchange, model: str) -> None:
+        """Reserve what a request may use at most.
 
         Raises:
-            HttpError: 429, a limit is used up; 503, it cannot be booked.
+            HttpError: 429, a limit is used up.
         """
-        asked, key = exchange.asked, exchange.call.key
-        assert asked is not None
-        if key is not None:
-            exchange.key, exchange.tenant, exchange.weight = key.name, key.tenant, key.weight
-        output = 0 if exchange.path.endswith(_NO_OUTPUT) else asked.num_output_tokens
-        exchange.reserved = Usage(
-            prompt_tokens, output, price_of(self._config.prices, model).nano(prompt_tokens, 0, output)
-        )
-        self._books.check()
         reservation, decision = await self.limits.reserve(
             exchange.ledger_id, exchange.key, exchange.tenant, model, exchange.reserved
         )
         if reservation is None:
             raise HttpError(_refusal(decision, exchange.reserved))
-        exchange.reservation = reservation
-        exchange.extra_headers += limit_headers(decision.left)
+        self._reservations[exchange] = reservation
+        exchange.answer.headers += limit_headers(decision.left)
 
-    def check_model(self, exchange: Exchange, model: str) -> None:
-        """Leave out the targets that the request's key may not use. Raises `NotFoundError` if that is ``model``."""
-        key = exchange.call.key
-        if key is None:
-            return
-        if not key.allows_model(model):
-            raise NotFoundError(
-                f"The key {key.name!r} may not use the model {model!r}; it may use {', '.join(key.models)}.",
-                param="model",
-                code="model_not_found",
-            )
-        exchange.targets = [each for each in exchange.targets if key.allows_model(each.model)]
-
-    async def settle(self, exchange: Exchange, now: float) -> None:
-        """Replace what the request reserved by what it used, and write its row.
-
-        The row is first: a request that the journal still has as running has not been settled, so the next process can.
-        """
-        used = used_of(exchange, self._config.prices)
-        if exchange.asked is not None:
-            self._books.ended(exchange, now, used)
-        if exchange.reservation is not None:
+    async def after(self, exchange: Exchange, now: float) -> None:
+        """Replace what the request reserved by what it used."""
+        reservation = self._reservations.pop(exchange, None)
+        if reservation is not None:
+            used = used_of(exchange, self._config.prices)
             # A refused request has used no tokens, and has been a request.
             most = Usage() if used is None and exchange.outcome == "refused" else used
-            await self.limits.settle(exchange.reservation, most)
+            await self.limits.settle(reservation, most)
 
     async def charge(self, row: Row, limited: str, *, if_held: bool = False) -> None:
         """Charge the budgets for a request of an earlier process (see `Limits.recover`)."""
@@ -117,12 +95,6 @@ class Tenants:
         while True:
             await asyncio.sleep(LEASE_S / 3)
             await self.limits.renew()
-
-    async def close(self) -> None:
-        """End the leases. The requests have ended."""
-        self._renewing.cancel()
-        if self._redis is not None:
-            await self._redis.close()
 
 
 def _refusal(decision: Decision, most: Usage) -> Refusal:

@@ -20,10 +20,11 @@ from tests.e2e.live import LiveServer
 
 from quire.args import ServerArgs
 from quire.errors import ConfigError
+from quire_gateway.build import make_state
 from quire_gateway.cli.replicas import Replicas, gateway_args, serve_replicas
 from quire_gateway.config_file import config_of
 from quire_gateway.discovery import Registration
-from quire_gateway.state import GatewayState, make_state
+from quire_gateway.state import GatewayState
 
 
 @pytest.mark.parametrize("name", ["admin_port", "step_log", "journal", "gateway"])

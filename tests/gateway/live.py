@@ -7,7 +7,7 @@ import io
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,11 @@ import uvicorn
 
 from quire.http.drain import UVICORN
 from quire_gateway.app import create_gateway
+from quire_gateway.build import make_state
 from quire_gateway.config_file import config_of
 from quire_gateway.model_pool import ModelPool
-from quire_gateway.state import GatewayState, make_state
+from quire_gateway.stage import Stage
+from quire_gateway.state import GatewayState
 
 WAIT_S = 20.0
 
@@ -182,20 +184,30 @@ class Live:
 
 @asynccontextmanager
 async def gateway(*scripted: Scripted, ready: bool = True, **settings: Any) -> AsyncGenerator[Live, None]:
-    """Run a gateway in front of the backends, which are named b0, b1 …; ``settings`` are top-level keys and tables."""
+    """Run a gateway in front of the backends, which are named b0, b1 …
+
+    ``settings``: top-level keys and tables, and ``stages``, which are added to those that are on.
+    """
     async with backends(*scripted):
         named = [{"name": f"b{i}", "url": each.url} for i, each in enumerate(scripted)]
         quick = {"interval_s": 0.05, "slow_start_s": 0.0} | settings.pop("health", {})
-        async with gateway_of({"backends": named, "health": quick} | settings, ready=ready) as live:
+        stages = settings.pop("stages", ())
+        config = {"backends": named, "health": quick} | settings
+        async with gateway_of(config, ready=ready, stages=stages) as live:
             yield live
 
 
 @asynccontextmanager
 async def gateway_of(
-    config: dict[str, Any], *, ready: bool = True, pool: ModelPool | None = None
+    config: dict[str, Any],
+    *,
+    ready: bool = True,
+    pool: ModelPool | None = None,
+    stages: Sequence[Stage] = (),
 ) -> AsyncGenerator[Live, None]:
-    """Run the gateway of a configuration. ``ready``: wait until all backends are."""
+    """Run the gateway of a configuration. ``ready``: wait until all backends are; ``stages``: more of them."""
     state = make_state(config_of(config), time.monotonic, 0, pool)
+    state.stages.on += stages
     sock = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(create_gateway(state), **UVICORN, lifespan="on"))
     serving = asyncio.create_task(server._serve([sock]))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.live import Scripted, gateway, says
+from tests.gateway.live import Received, Scripted, answer, gateway, says
 from tests.gateway.test_tenants import config, make_keys
 
 from quire_gateway.exchange import MAX_NAME_CHARS
@@ -140,8 +140,21 @@ def test_what_no_server_takes_reaches_no_backend() -> None:
     async def run() -> None:
         async with gateway(backend) as live:
             for body in bodies:
-                status, answer = await live.post(body)
-                assert (status, json.loads(answer)["error"]["code"]) == (400, "limit_exceeded")
+                status, refusal = await live.post(body)
+                assert (status, json.loads(refusal)["error"]["code"]) == (400, "limit_exceeded")
 
     asyncio.run(run())
     assert not backend.received
+
+
+def test_no_503_is_without_its_time() -> None:
+    async def full(request: Received, writer: asyncio.StreamWriter) -> None:
+        await answer(writer, 503, json.dumps({"error": "full"}).encode())
+
+    async def run() -> None:
+        async with gateway(Scripted(full)) as live:
+            status, said = await live.post({"model": "m", "prompt": "hi"})
+            assert (status, live.headers["retry-after"]) == (503, "1")
+            assert said == b'{"error": "full"}'
+
+    asyncio.run(run())

@@ -13,7 +13,8 @@ from tests.gateway.live import Live, Scripted, gateway, says
 
 from quire.errors import ConfigError
 from quire.http.keys import ApiKey, create_key
-from quire_gateway.auto_model import AutoArgs, AutoConfig, AutoModel
+from quire_gateway.auto_config import AutoArgs, AutoConfig
+from quire_gateway.auto_model import AutoModel
 from quire_gateway.config_file import config_of
 
 SHORT, LONG = "hi", "once upon a time " * 100

@@ -16,13 +16,14 @@ from tests.gateway.test_tenants import rows
 from quire.errors import ConfigError
 from quire.http.account import COST_HEADER, Account, cost_of, ledger_header
 from quire.slo import Slo
+from quire_gateway.answer import Answer
 from quire_gateway.catalog import Target
 from quire_gateway.config_file import config_of
 from quire_gateway.exchange import Exchange
 from quire_gateway.migrate import Continuation, Groups
 from quire_gateway.quotas import Usage as Reserved
-from quire_gateway.rows import meets
 from quire_gateway.usage import Usage
+from quire_gateway.used import meets
 
 KEY = "between-us"
 LEDGER = "a" * 32
@@ -102,11 +103,12 @@ def test_a_replica_tells_a_gateway_with_a_ledger_alone(stream: bool) -> None:
 
 
 def exchange(**values: Any) -> Exchange:
-    made = Exchange({"type": "http", "headers": []}, None, "r", "/v1/completions", 100.0)  # type: ignore[arg-type]
-    made.backend, made.target = object(), Target("m")  # type: ignore[assignment]
+    made = Exchange({"type": "http", "headers": []}, Answer(None), "r", 100.0)  # type: ignore[arg-type]
+    made.attempts.backend, made.attempts.target = object(), Target("m")  # type: ignore[assignment]
     made.reserved, made.usage = Reserved(1, 100), Usage(5, 0, 11)
+    owners = {"first_s": made.answer, "backend": made.attempts}
     for name, value in values.items():
-        setattr(made, name, value)
+        setattr(owners.get(name, made), name, value)
     return made
 
 

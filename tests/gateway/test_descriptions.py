@@ -22,9 +22,10 @@ from tests.gateway.test_tenants import config, make_keys, rows
 from quire.http.refusals import Refusal
 from quire_gateway.app import create_gateway
 from quire_gateway.cli.gateway import batches
+from quire_gateway.filter_config import FilterArgs, FilterConfig
 from quire_gateway.filter_kinds import make_filters
 from quire_gateway.filtering import Filtering
-from quire_gateway.filters import About, FilterArgs, FilterConfig
+from quire_gateway.filters import About
 from quire_gateway.frames import error_frame
 
 # Routes of a single server that a gateway does not have, and why.
@@ -309,7 +310,7 @@ def test_filters_read_forms_of_other_servers(path: str) -> None:
 
     async def main() -> None:
         filtering = Filtering(filters, About("r", path, "m", "", ""))
-        out = b"".join([await filtering.feed(each) for each in STREAMS[path]]) + await filtering.end(b"")
+        out = b"".join([await filtering.events(each) for each in STREAMS[path]]) + await filtering.ended(b"")
         assert b"ret" not in out
         assert b"end" in out
         whole = {"generated_text": "a secret", "details": {"tokens": [{"id": 9, "text": "secret"}]}}

@@ -24,9 +24,10 @@ from tests.gateway.test_migrate import Quill, group
 from quire.errors import ConfigError
 from quire.http.refusals import HttpError
 from quire_gateway.config_file import config_of
+from quire_gateway.filter_config import FilterArgs, FilterConfig
 from quire_gateway.filter_kinds import make_filters
 from quire_gateway.filtering import Filtering
-from quire_gateway.filters import About, FilterArgs, FilterConfig, Filters, Refused
+from quire_gateway.filters import About, Filters, Refused
 from quire_gateway.ledger_database import open_database
 from quire_gateway.ledger_report import report
 
@@ -70,9 +71,9 @@ async def filtered(filters: Filters, frames: list[bytes]) -> list[bytes]:
     filtering = Filtering(filters, ABOUT)
     out = []
     for each in frames:
-        out.append(await filtering.feed(each))
+        out.append(await filtering.events(each))
         filtering.check()
-    return [*out, await filtering.end(b"")]
+    return [*out, await filtering.ended(b"")]
 
 
 def test_what_passes_keeps_its_bytes() -> None:

@@ -34,9 +34,10 @@ from quire.http.keys import ApiKey, KeyFile, create_key
 from quire.models.hub import quill_path
 from quire_gateway.admin import admin_app
 from quire_gateway.app import create_gateway
+from quire_gateway.build import make_state
 from quire_gateway.cli.gateway import batches
 from quire_gateway.config_file import config_of
-from quire_gateway.state import GatewayState, make_state
+from quire_gateway.state import GatewayState
 
 GATEWAY_KEY = "the-gateways-own-key"
 WAIT_S = 20.0

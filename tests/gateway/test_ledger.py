@@ -20,7 +20,8 @@ from quire.errors import ConfigError
 from quire_gateway.ledger import Ledger
 from quire_gateway.ledger_database import Database, Sqlite, open_database
 from quire_gateway.ledger_report import forget, report
-from quire_gateway.ledger_row import Price, Row
+from quire_gateway.ledger_row import Row
+from quire_gateway.prices import Price
 
 NOTHING = {"unsettled": 0, "estimated": 0, "met_slo": 0, "engine_s": 0, "kv_block_s": 0, "goodput": 0}
 DAY = datetime(2026, 11, 22, 12, tzinfo=UTC).timestamp()

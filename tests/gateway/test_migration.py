@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +25,9 @@ from tests.gateway.test_resume import KEY, groups
 
 from quire.errors import ModelLoadError
 from quire.models.hub import quill_path
+from quire_gateway.exchange import Exchange
 from quire_gateway.migrate import Continuation
-from quire_gateway.state import GatewayState
+from quire_gateway.stage import Stage
 
 START_S = 120.0
 EXPLAIN = {"x-quire-explain": "1"}  # the answer names its replica
@@ -65,7 +66,7 @@ class Replica:
 
 @asynccontextmanager
 async def served(
-    folder: Path, num: int, flags: tuple[str, ...] = (), **settings: Any
+    folder: Path, num: int, flags: tuple[str, ...] = (), stages: Sequence[Stage] = (), **settings: Any
 ) -> AsyncGenerator[tuple[Live, list[Replica]], None]:
     """Run ``num`` replicas with ``flags`` behind a gateway."""
     try:
@@ -84,7 +85,7 @@ async def served(
     try:
         for each in replicas:
             each.start()
-        async with gateway_of(config, ready=False) as live:
+        async with gateway_of(config, ready=False, stages=stages) as live:
             await until_ready(live, num)
             yield live, replicas
     finally:
@@ -115,21 +116,24 @@ async def direct(session: aiohttp.ClientSession, url: str, path: str, body: Any,
         return b"".join(events for _, events in groups(await response.read()))
 
 
-def test_streams_survive_kill_nine_frame_for_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, Continuation] = {}
-    make = GatewayState.new_continuation
+class Remembering(Stage):
+    """Knows what each answer began with."""
 
-    def remembered(self: GatewayState) -> Continuation | None:
-        continuation = make(self)
-        assert continuation is not None
-        made[continuation.answer_id] = continuation
-        return continuation
+    def __init__(self) -> None:
+        self.made: dict[str, Continuation] = {}
 
-    monkeypatch.setattr(GatewayState, "new_continuation", remembered)
+    async def enter(self, exchange: Exchange) -> None:
+        assert exchange.continuation is not None
+        self.made[exchange.continuation.answer_id] = exchange.continuation
+
+
+def test_streams_survive_kill_nine_frame_for_frame(tmp_path: Path) -> None:
+    remembering = Remembering()
+    made = remembering.made
 
     async def main() -> None:
         wanted = asks(80)
-        async with served(tmp_path, 2) as (live, replicas):
+        async with served(tmp_path, 2, stages=[remembering]) as (live, replicas):
             begun: dict[str, set[int]] = {
                 "r0": set(),
                 "r1": set(),

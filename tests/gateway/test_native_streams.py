@@ -11,9 +11,10 @@ import pytest
 from tests.gateway.live import Received, Script, Scripted, answer, begin_stream, chunk, frame, gateway
 from tests.gateway.test_proxy import run
 
+from quire_gateway.filter_config import FilterArgs, FilterConfig
 from quire_gateway.filter_kinds import make_filters
 from quire_gateway.filtering import Filtering
-from quire_gateway.filters import About, FilterArgs, FilterConfig
+from quire_gateway.filters import About
 from quire_gateway.stream_errors import error_in
 
 LLAMA, TGI = "/completion", "/generate_stream"
@@ -155,7 +156,7 @@ async def filtered(path: str, frames: list[bytes]) -> list[dict[str, Any]]:
     filters = make_filters([FilterConfig(given)], lambda: None)  # type: ignore[arg-type,return-value]
     assert filters is not None
     filtering = Filtering(filters, About("r", path, "m", "", ""))
-    out = b"".join([await filtering.feed(each) for each in frames]) + await filtering.end(b"")
+    out = b"".join([await filtering.events(each) for each in frames]) + await filtering.ended(b"")
     return [json.loads(event[6:]) for event in out.split(b"\n\n") if event]
 
 
@@ -218,7 +219,7 @@ def test_what_no_filter_changes_keeps_its_bytes_and_ids(path: str) -> None:
 
     async def main() -> None:
         filtering = Filtering(filters, About("r", path, "m", "", ""))
-        parts = [await filtering.feed(each) for each in frames] + [await filtering.end(b"")]
+        parts = [await filtering.events(each) for each in frames] + [await filtering.ended(b"")]
         assert b"".join(parts) == b"".join(frames)
         assert parts[3] == b"".join(frames[:4]), (
             "what is behind a text is held until the next one, or the end"

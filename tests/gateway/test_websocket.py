@@ -82,7 +82,7 @@ def test_a_client_that_leaves_ends_its_requests() -> None:
             async with connect(live) as ws:
                 for name in "ab":
                     await ws.send_json({"id": name, "path": COMPLETIONS, "body": BODY})
-                await live.until(lambda: live.state.num_open == 2)
+                await live.until(lambda: len(backend.received) == 2)
             await live.until(lambda: live.state.num_open == 0)
             await live.until(lambda: backend.num_left == 2)
 

@@ -21,8 +21,8 @@ from quire.api.admin import create_admin_app
 from quire.errors import ConfigError
 from quire.http.browser_guard import BrowserRules, allowed_hosts, open_note
 from quire_gateway.app import create_gateway
+from quire_gateway.build import make_state
 from quire_gateway.config_file import config_of
-from quire_gateway.state import make_state
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 FOREIGN = ["http://evil.example", "https://localhost.evil.example", "null", "chrome-extension://abc",

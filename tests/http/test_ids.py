@@ -16,6 +16,8 @@ from tests.api.asgi_client import Api
 from tests.gateway.live import Scripted, gateway, says
 
 from quire.http.edge import new_id
+from quire_gateway.exchange import Exchange
+from quire_gateway.stage import Stage
 
 NUM_WORDS = 624  # of the state of a Mersenne Twister
 
@@ -122,13 +124,18 @@ def test_every_id_of_a_server_is_the_systems(tmp_path: Path, system: list[str]) 
 
 
 async def gateways_ids() -> dict[str, str]:
-    async with gateway(Scripted(says("hi")), gateway_key="k") as live:
+    answers: list[str] = []
+
+    class Remembering(Stage):
+        async def enter(self, exchange: Exchange) -> None:
+            assert exchange.continuation is not None
+            answers.append(exchange.continuation.answer_id)
+
+    async with gateway(Scripted(says("hi")), gateway_key="k", stages=[Remembering()]) as live:
         await live.post({"model": "m", "prompt": "x"})
         found = {"request": live.headers["x-request-id"]}
         found["ledger"] = live.state.new_id()
-        made = live.state.new_continuation()
-        assert made is not None
-        found["answer"] = made.answer_id
+        found["answer"] = answers[0]
     return found
 
 

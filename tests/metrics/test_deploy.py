@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.prometheus import ServerMetrics
-from quire_gateway.books import Books
+from quire_gateway.books import Bookkeeping
 from quire_gateway.config import HealthArgs
 from quire_gateway.config_file import config_of
 from quire_gateway.fleet import Fleet
@@ -61,9 +61,11 @@ def alert_expressions() -> Iterator[str]:
 
 def exposed_by_a_gateway(folder: Path) -> set[str]:
     metrics = GatewayMetrics(Fleet(Router("round-robin"), HealthArgs(), Random(0)), RetryBudget(0.2, 10))
-    metrics.books = Books(config_of({"ledger": str(folder / "ledger.sqlite")}))
+    bookkeeping = Bookkeeping(config_of({"ledger": str(folder / "ledger.sqlite")}), lambda: 0.0)
+    bookkeeping.start()
+    metrics.stages = [bookkeeping]
     text = metrics.exposition("")[0].decode()
-    metrics.books.close()
+    bookkeeping.books.close()
     return {s.name for family in text_string_to_metric_families(text) for s in family.samples}
 
 

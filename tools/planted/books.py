@@ -20,7 +20,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "recovered-at-full-price",
         "a row that is made from a replica's record has no cached tokens",
-        "src/quire_gateway/rows.py",
+        "src/quire_gateway/ledger_row.py",
         "cached_tokens=used.cached_tokens,",
         "cached_tokens=0,",
         ("tests/gateway/test_booking.py::test_a_killed_gateways_requests_are_booked",),
@@ -28,7 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "last-usage-is-the-end",
         "what a broken stream brought after its last usage is not counted",
-        "src/quire_gateway/rows.py",
+        "src/quire_gateway/used.py",
         "min(counted + exchange.usage.uncounted,",
         "min(counted or exchange.usage.uncounted,",
         (f"{BILLING}::test_events_behind_the_last_usage_are_counted",),
@@ -36,7 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "broken-stream-free",
         "a stream that ends with an error is not billed",
-        "src/quire_gateway/rows.py",
+        "src/quire_gateway/used.py",
         'if exchange.outcome == "broken" and not output:',
         'if exchange.outcome == "broken":',
         (f"{BILLING}::test_an_error_in_a_stream_bills_what_the_client_had",),
@@ -69,8 +69,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "served-unbooked",
         "a full journal lets requests through that are in no book",
         "src/quire_gateway/books.py",
-        "            if slot is None:\n                raise self._full()\n            exchange",
-        "            exchange",
+        "            raise self._full()\n        return taken",
+        "            pass\n        return taken",
         (f"{DISK}::test_what_cannot_be_booked_is_not_served", f"{DISK}::test_begun_needs_a_slot"),
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "goodput-of-broken-answers",
         "an answer that broke off in time counts as goodput",
-        "src/quire_gateway/rows.py",
+        "src/quire_gateway/used.py",
         'if exchange.outcome != "ok" or exchange.backend is None:',
         "if exchange.backend is None:",
         ("tests/gateway/test_costs.py::test_an_answer_meets_every_latency_or_not",),

@@ -168,7 +168,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tenants-index-unsalted",
         "the gateway's index of prefixes is one for all tenants",
         "src/quire_gateway/placing.py",
-        "root_of(model, salt if exchange.salt is None else exchange.salt)",
+        "root_of(model, salt if asked.salt is None else asked.salt)",
         "root_of(model, salt)",
         _SALTS,
     ),

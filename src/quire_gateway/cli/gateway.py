@@ -15,7 +15,7 @@ from quire.jobs.routes import JobSettings, jobs_of
 from quire.metrics.log import configure
 from quire_gateway.config import GatewayArgs
 from quire_gateway.config_file import read_config
-from quire_gateway.filters import FilterArgs, FilterConfig
+from quire_gateway.filter_config import FilterArgs, FilterConfig
 from quire_gateway.server import run_gateway
 from quire_gateway.state import GatewayState
 

@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.http.keys import read_time
 from quire_gateway.ledger_database import open_database
 from quire_gateway.ledger_report import GROUPS, forget, report
-from quire_gateway.ledger_row import NANO
+from quire_gateway.quotas import NANO
 
 ledger_app = typer.Typer(
     help="The gateway's ledger: report, forget.", no_args_is_help=True, add_completion=False
