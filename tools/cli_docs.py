@@ -30,6 +30,7 @@ from quire_lab.bench.args import (
     SpeculateBenchArgs,
     ThroughputArgs,
 )
+from quire_lab.eval.args import EvalArgs
 
 HEAD = """\
 # The command line
@@ -50,6 +51,7 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire bench throughput [MODEL] all requests at once, without a server
     quire bench speculate [MODEL]  numbers of drafts beside plain decoding and theory
     quire profile [MODEL]          measure step times for simulate and serve --slo (and every flag of the engine)
+    quire eval [MODEL] --text PATH perplexity, KL from the original, choice tasks (docs/eval.md)
     quire simulate                 a workload through the real scheduler on a virtual clock (docs/simulator.md); also
                                    the workload, load and results flags of bench serve, and the engine's scheduling
     quire doctor                   what this machine has, which kernels are used and why, what to install
@@ -127,6 +129,7 @@ def document() -> str:
         ("Formulas: plan", PlanArgs),
         ("Flight recorder: replay", ReplayArgs),
         ("Step times: profile", ProfileArgs),
+        ("Fidelity: eval", EvalArgs),
         ("Virtual clock: simulate", SimulateArgs),
         ("Replicas by load: autoscale", AutoscaleArgs),
     ):

@@ -11,6 +11,7 @@ from planted import (
     admission,
     books,
     edge,
+    evaluating,
     install,
     model_files,
     replicas,
@@ -1410,4 +1411,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *requests.MUTANTS,
     *books.MUTANTS,
     *model_files.MUTANTS,
+    *evaluating.MUTANTS,
 )

@@ -18,13 +18,13 @@ from quire.cli.table import from_table
 PANELS = {
     "Start here": ("serve", "run", "chat", "doctor"),
     "Models": ("pull", "list", "rm"),
-    "Before you rent or change something": ("plan", "profile", "simulate", "learn"),
+    "Before you rent or change something": ("plan", "profile", "simulate", "eval", "learn"),
     "A running server": ("launch", "cockpit", "bench", "diagnose", "replay"),
     "Many servers": ("gateway", "autoscale", "keys", "ledger"),
     "This program": ("version",),
 }
 # Groups of commands, which are imported when they are typed or listed.
-LATE = ("bench", "profile", "simulate", "keys", "ledger")
+LATE = ("bench", "profile", "eval", "simulate", "keys", "ledger")
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 MODEL_ARGUMENTS = ("model", "models")
 

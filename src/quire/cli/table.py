@@ -15,6 +15,7 @@ TABLE = {
     "bench": "quire_lab.cli.measure:bench_app",
     "cockpit": "quire_lab.cli.cockpit:cockpit",
     "diagnose": "quire_lab.cli.diagnose:run",
+    "eval": "quire_lab.cli.measure:eval_app",
     "gateway": "quire_gateway.cli.gateway:gateway",
     "keys": "quire.cli.keys:keys_app",
     "learn": "quire_lab.cli.learn:learn",

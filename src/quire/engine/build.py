@@ -12,10 +12,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cache.events import EventBuffer
 from quire.clock import Clock
@@ -144,17 +144,19 @@ def _module(executor: str) -> str:
     return module if colon else f"quire.executor.{module}"
 
 
-def make_executor(config: EngineConfig, executor: str, clock: Clock) -> Executor:
-    """Load the model. Raises as `build_core`."""
+def make_executor(
+    config: EngineConfig, executor: str, clock: Clock, weights: Iterable[tuple[str, Any]] | None = None
+) -> Executor:
+    """Load the model. ``weights``, for "local", replace the checkpoint's. Raises as `build_core`."""
     kind, _, argument = executor.partition("@")
     if kind == "local" and config.device.kind != "cpu":
         from quire.executor.device import DeviceExecutor
 
-        return DeviceExecutor(config, clock=clock)
+        return DeviceExecutor(config, clock=clock, weights=weights)
     if kind == "local":
         from quire.executor.local import LocalExecutor
 
-        return LocalExecutor(config, clock=clock)
+        return LocalExecutor(config, clock=clock, weights=weights)
     if kind == "ranks":
         from quire.executor.ranks import RanksExecutor
 

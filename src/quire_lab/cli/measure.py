@@ -1,4 +1,4 @@
-"""`quire bench serve | latency | throughput | speculate`, `quire profile` and `quire simulate`."""
+"""`quire bench serve | latency | throughput | speculate`, `quire profile`, `quire eval` and `quire simulate`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from quire_lab.bench.args import (
     SpeculateBenchArgs,
     ThroughputArgs,
 )
+from quire_lab.eval.args import FP32, EvalArgs
 
 bench_app = typer.Typer(
     help="Measure: serve, latency, throughput, speculate.", no_args_is_help=True, add_completion=False
 )
 profile_app = typer.Typer(add_completion=False)
+eval_app = typer.Typer(add_completion=False)
 simulate_app = typer.Typer(add_completion=False)
 
 
@@ -95,6 +97,39 @@ def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     given = with_model(model, settings)
     flags = as_flags({k: v for k, v in given.items() if k != "model" and k not in SPECULATION})
     raise typer.Exit(profile(pick(EngineArgs, given), pick(ProfileArgs, given), flags))
+
+
+# Settings of the engine that change what a model computes, or how fast.
+_EVALUATED = {
+    "revision", "tokenizer", "load_format", "dtype", "quantize", "quantize_head", "kv_dtype", "packed_cache", "device",
+    "threads", "cpu_isa", "batch_invariant", "max_num_batched_tokens",
+}  # fmt: skip
+
+
+class EvalCommand(SettingsCommand):
+    """A command whose ``--against`` may stand without a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_original(args))
+
+
+def with_original(args: list[str]) -> list[str]:
+    """Return ``args`` with fp32 behind an ``--against`` that no value follows."""
+    found: list[str] = []
+    for arg, following in zip(args, [*args[1:], "-"], strict=True):
+        found.append(arg)
+        if arg == "--against" and following.startswith("-"):
+            found.append(FP32)
+    return found
+
+
+@eval_app.command("eval", cls=EvalCommand)
+@command_with(EvalArgs, EngineArgs, skip=_all_but(_EVALUATED, EngineArgs))
+def evaluate(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
+    """Measure how faithful a model is: perplexity, KL from its original, choice tasks."""
+    from quire_lab.eval.run import run
+
+    raise typer.Exit(run(pick(EngineArgs, with_model(model, settings)), pick(EvalArgs, settings)))
 
 
 @simulate_app.command(cls=SettingsCommand)
