@@ -6,6 +6,7 @@ import torch
 from quire.kernels.linear import linear, pack_empty, write_rows
 from quire.kernels.pointwise import gated
 from quire.kernels.registry import backends
+from quire.kernels.tape import StepTape, between_segments
 
 native = pytest.importorskip("quire._native", reason="the native extension is not built")
 LEVEL = next((level for level in backends("gated") if level != "reference"), "reference")
@@ -44,6 +45,23 @@ def test_recording_runs_nothing() -> None:
     assert torch.equal(y, torch.full_like(y, 7.0))
     tape.run(1, **LIMITS)
     assert torch.equal(y, gated.on(LEVEL)(x, "silu"))
+
+
+def test_a_cut_runs_between_segments_and_only_when_it_has_to() -> None:
+    x, needed = torch.randn(8, 32), [True]
+
+    def forward() -> torch.Tensor:
+        y = gated.on(LEVEL)(x, "silu")
+        assert between_segments(lambda x, y: y.add_(x[:, :16]), x, y, lambda: needed[0])
+        return y
+
+    tape = StepTape(forward, 8, 4)
+    plain = gated.on(LEVEL)(x, "silu")
+    tape.run(5, 2)
+    assert torch.equal(tape.output[:5], plain[:5] + x[:5, :16])
+    needed[0] = False
+    tape.run(5, 2)
+    assert torch.equal(tape.output[:5], plain[:5])
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:

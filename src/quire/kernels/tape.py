@@ -42,9 +42,10 @@ class _Cut(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
     kind: int  # index into `Counts`
+    when: Callable[[], bool] | None  # None: always
 
     def run(self, counts: Counts) -> None:
-        if rows := counts[self.kind]:
+        if (rows := counts[self.kind]) and (self.when is None or self.when()):
             self.call(self.x[:rows], self.y[:rows])
 
 
@@ -91,14 +92,15 @@ class StepTape:
         return self._arena.num_bytes
 
     def cut(
-        self, call: Callable[[torch.Tensor, torch.Tensor], None], x: torch.Tensor, y: torch.Tensor
-    ) -> None:
+        self, call: Callable[[torch.Tensor, torch.Tensor], None], x: torch.Tensor, y: torch.Tensor,
+        when: Callable[[], bool] | None = None,
+    ) -> None:  # fmt: skip
         """Record ``call(x, y)``, whose rows are the step's tokens or its logits, and begin another segment."""
         limits = (self.max_tokens, self.max_logits)
         if x.shape[0] not in limits:
             raise NotRecordable(f"a collective has {x.shape[0]} rows, which no step has")
         self._segments[-1].stop()
-        self._cuts.append(_Cut(call, _unowned(x), _unowned(y), limits.index(x.shape[0])))
+        self._cuts.append(_Cut(call, _unowned(x), _unowned(y), limits.index(x.shape[0]), when))
         self._segments.append(native.Tape())
         self._start()
 
@@ -144,12 +146,16 @@ _recording: ContextVar[StepTape | None] = ContextVar("recording", default=None)
 
 
 def between_segments(
-    call: Callable[[torch.Tensor, torch.Tensor], None], x: torch.Tensor, y: torch.Tensor
-) -> bool:
-    """Record ``call(x, y)`` as what runs between two segments; False: nothing is being recorded."""
+    call: Callable[[torch.Tensor, torch.Tensor], None], x: torch.Tensor, y: torch.Tensor,
+    when: Callable[[], bool] | None = None,
+) -> bool:  # fmt: skip
+    """Record ``call(x, y)`` as what runs between two segments; False: nothing is being recorded.
+
+    ``when``: whether it has to run, asked at each replay; None: always.
+    """
     tape = _recording.get()
     if tape is not None:
-        tape.cut(call, x, y)
+        tape.cut(call, x, y, when)
     return tape is not None
 
 

@@ -76,7 +76,7 @@ class EndSlots:
                     y = self._sum(y, held, held.a[own].float()).to(self._dtype)
                 rows[at] = y
 
-        _in_order(change, ids.unsqueeze(1), rows)
+        _in_order(change, ids.unsqueeze(1), rows, lambda: bool(self._embedding))
 
     def change_logits(self, hidden: Tensor, logits: Tensor, adapters: AdapterRows) -> None:
         """Change ``logits [num_logits, vocab_size]`` fp32 of ``hidden [num_logits, hidden_size]`` in place."""
@@ -89,7 +89,7 @@ class EndSlots:
                     y = self._sum(y, held, linear(x, held.a, out_dtype=torch.float32))
                 logits[at] = y
 
-        _in_order(change, hidden, logits)
+        _in_order(change, hidden, logits, lambda: bool(self._head))
 
     def _sum(self, y: Tensor, held: _Held[M], low: Tensor) -> Tensor:
         """``gain · y + B (scale · low)`` in fp32; the scaled product is rounded to the model's type."""
@@ -123,7 +123,9 @@ class EndSlots:
         return packed
 
 
-def _in_order(change: Callable[[Tensor, Tensor], None], x: Tensor, y: Tensor) -> None:
-    """Call ``change(x, y)`` now, or at its place in every replay of the step that is recorded."""
-    if not between_segments(change, x, y):
+def _in_order(
+    change: Callable[[Tensor, Tensor], None], x: Tensor, y: Tensor, when: Callable[[], bool]
+) -> None:
+    """Call ``change(x, y)`` now, or at its place in every replay of the step that is recorded, where ``when()``."""
+    if not between_segments(change, x, y, when):
         change(x, y)
