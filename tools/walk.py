@@ -25,10 +25,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # What runs by default and is not needed for the answer: the recorder, the hang watch, the golden prompt, the share of
-# long prompts.
+# long prompts, the process in front that answers probes.
 OFF = (
     *("--record-steps", "0", "--hang-timeout-s", "0", "--golden-interval-s", "0"),
-    *("--long-prefill-token-threshold", "0"),
+    *("--long-prefill-token-threshold", "0", "--no-probe-process"),
 )
 TIMEOUT_S = 120
 BODY = {

@@ -135,6 +135,7 @@ class ServerArgs:
     max_restarts: int = 3
     hang_timeout_s: float = 10.0
     golden_interval_s: float = 300.0
+    probe_process: bool = True
     record_steps: int = 256
     record_dir: str | None = None
     record_ids: bool = True

@@ -16,8 +16,8 @@ from tests.gateway.live import Received, Scripted, gateway, says
 
 from quire.engine.large_body import parse
 from quire.http import held_bytes, memory
-from quire.http.body import read_bytes, read_json, send_json
-from quire.http.held_bytes import LARGE, MESSAGES, SMALL, HeldBodies, release_body
+from quire.http.body import HELD_BODY, read_bytes, read_json, send_json
+from quire.http.held_bytes import LARGE, MESSAGES, SMALL, HeldBodies
 from quire.http.memory import EVERY_S, GROWTH_BYTES, MemoryReturn
 from quire.http.refusals import HttpError
 
@@ -71,7 +71,7 @@ class Client:
         except HttpError as error:
             self.error = error
         if self.early:
-            release_body(scope)
+            scope[HELD_BODY].release()
         await self.ends.wait()
         await send_json(send, 200, b"{}")
         await asyncio.sleep(0.01)

@@ -32,11 +32,10 @@ from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.http.account import USAGE_PATH
-from quire.http.browser_guard import BrowserRules, guards
+from quire.http.browser_guard import BrowserRules
 from quire.http.cache_messages import CACHE_PATH
 from quire.http.edge import Edge, Extension, error_handlers, new_id
-from quire.http.held_bytes import HeldBodies
-from quire.http.websocket import WebSockets
+from quire.http.stages import Stages
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.text.infill import infill_of
@@ -79,9 +78,7 @@ def create_app(
     app = Starlette(
         routes=_with_extension(_routes(state), extension, settings.version, partial(_served, state)),
         middleware=[
-            *guards(BrowserRules(settings.cors_origins, settings.allowed_hosts)),
-            Middleware(WebSockets),
-            Middleware(HeldBodies),
+            Middleware(Stages, rules=BrowserRules(settings.cors_origins, settings.allowed_hosts)),
             Middleware(
                 Edge,
                 api_keys=settings.api_keys,

@@ -21,9 +21,8 @@ from quire.api.piece_blocks import telling_blocks
 from quire.api.relayed import MAX_DELIVERED_BYTES, Relayed, read_relayed, resumes
 from quire.api.state import ApiState
 from quire.errors import NotFoundError, QuireError, RequestError
-from quire.http.body import Disconnected, decode_body, header, read_pieces, send_json
+from quire.http.body import HELD_BODY, Disconnected, decode_body, header, read_pieces, send_json
 from quire.http.call import AnswerName, Call, adopt_request_id, call_of
-from quire.http.held_bytes import release_body
 from quire.http.refusals import Refusal, refusal_of
 from quire.http.wire import Ignored
 from quire.metrics.log import Log
@@ -62,7 +61,8 @@ class PostEndpoint:
             if self._state.journal is not None:
                 client.pieces = pieces
             del pieces
-            release_body(scope)
+            if (held := scope.get(HELD_BODY)) is not None:
+                held.release()
             await self._run(body, arrival_s, scope, client, send)
         except Disconnected:
             status = 499  # nginx's number for a client that disconnected; it is only counted

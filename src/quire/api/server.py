@@ -51,18 +51,21 @@ def run(
     tls: Tls | None = None,
     takeover: Takeover | None = None,
     on_leave: Callable[[], None] = lambda: None,
+    probe_process: bool = True,
 ) -> int:
     """Serve ``app`` until a signal; return the exit status: 0 after a drain, 1 when the engine could not start.
 
     ``sock`` is an already bound socket, instead of ``host`` and ``port``. The frontend is started and closed here, in
     the loop that serves. ``admin`` is served beside it, from before the engine is ready until after the drain.
     ``takeover``: of the running server that ``sock`` comes from; it serves until the engine is ready. ``on_leave`` is
-    called when another server has taken over from this one.
+    called when another server has taken over from this one. ``probe_process``: see `quire.http.front`.
     """
     sock = sock if sock is not None else bind(host, port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(
-            _Service(app, sock, admin, drain_timeout_s, on_ready, on_leave, tls).serve(takeover)
+            _Service(app, sock, admin, drain_timeout_s, on_ready, on_leave, tls, probe_process).serve(
+                takeover
+            )
         )
 
 
@@ -77,6 +80,7 @@ class _Service:
     _on_ready: ReadyHook | None
     _on_leave: Callable[[], None]
     _tls: Tls | None
+    _has_front: bool
 
     def __post_init__(self) -> None:
         self._state: ApiState = self._app.state.quire
@@ -91,8 +95,13 @@ class _Service:
 
     async def serve(self, takeover: Takeover | None) -> int:
         """Serve to the end; return the exit status."""
+        probes = Probes(self._state)
         self._server = DrainingServer(
-            self._app, self._drain, on_cut=self._on_cut, ask=Probes(self._state).answers, tls=self._tls
+            self._app,
+            self._drain,
+            on_cut=self._on_cut,
+            ask=probes.answers if self._has_front else None,
+            tls=self._tls,
         )
         self._starting = asyncio.create_task(self._start(announces=takeover is None))
         self._watch_recording_signal()
@@ -103,7 +112,8 @@ class _Service:
             async with served_beside(self._admin) as self._leave_admin:
                 self._server.on_listening = partial(self._listening, takeover)
                 try:
-                    await self._server.serve([self._sock])
+                    # A task of its own, so that this method does not run with each turn of the server.
+                    await asyncio.create_task(self._server.serve([self._sock]))
                 finally:
                     if self._point is not None:
                         self._point.close()

@@ -154,7 +154,7 @@ def _serve(
         drain_s, ready, leave = server_args.drain_timeout_s, seen.ready, seen.leave
         return run(
             app, sock=sock, drain_timeout_s=drain_s, on_ready=ready, admin=admin, tls=tls,
-            takeover=takeover, on_leave=leave,
+            takeover=takeover, on_leave=leave, probe_process=server_args.probe_process,
         )  # fmt: skip
 
 

@@ -9,12 +9,10 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import RequestError, clip
-from quire.http.codings import decoder_of
-from quire.http.held_bytes import hold_more
-from quire.http.limits import INLINE_BYTES, check_fields, takes_long
+from quire.http.limits import INLINE_BYTES, SMALL_BYTES, SMALL_ELEMENTS, check_fields, takes_long
 from quire.http.refusals import OLLAMA_ROOT, HttpError, Refusal
 from quire.http.wire import not_allowed
 
@@ -26,6 +24,7 @@ STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),  # nginx must not hold the stream back
 )
 BROWSER_HEADERS = (b"origin", b"sec-fetch-site", b"referer")
+HELD_BODY = "quire.held_body"  # in the ASGI scope: what `quire.http.held_bytes` holds of the request
 STREAM_DONE = b"data: [DONE]\n\n"  # the end of OpenAI's streams
 
 _encode = msgspec.json.Encoder().encode
@@ -56,7 +55,16 @@ async def read_bytes(scope: Scope, receive: Receive, max_bytes: int, flag: str) 
 async def read_pieces(scope: Scope, receive: Receive, max_bytes: int, flag: str) -> list[bytes]:
     """As `read_bytes`, in pieces: joining a large body takes long."""
     _check_media_type(scope)
-    return [piece async for piece in body_pieces(scope, receive, max_bytes, flag)]
+    first: Message | None = None
+    length = header(scope, b"content-length") or b"0"
+    is_coded = header(scope, b"content-encoding") is not None
+    if not is_coded and length.isdigit() and int(length) <= max_bytes:
+        first = await receive()
+        if not first.get("more_body", False) and len(body := first.get("body", b"")) <= max_bytes:
+            if first["type"] == "http.disconnect":
+                raise Disconnected
+            return [body]
+    return [piece async for piece in body_pieces(scope, receive, max_bytes, flag, first)]
 
 
 async def decode_body(pieces: list[bytes], decode_large: DecodeLarge | None = None) -> Any:
@@ -68,6 +76,8 @@ async def decode_body(pieces: list[bytes], decode_large: DecodeLarge | None = No
     Raises:
         RequestError: not JSON, or a field above its limit.
     """
+    if len(pieces) == 1 and len(raw := pieces[0]) <= SMALL_BYTES and raw.count(b",") < SMALL_ELEMENTS:
+        return decode(raw)  # no list and no text in it is beyond a limit
     if decode_large is not None and takes_long(pieces):
         return await decode_large(pieces)
     body = decode(b"".join(pieces))
@@ -95,9 +105,11 @@ def decode(raw: bytes) -> Any:
 
 
 async def body_pieces(
-    scope: Scope, receive: Receive, max_bytes: int, flag: str
+    scope: Scope, receive: Receive, max_bytes: int, flag: str, first: Message | None = None
 ) -> AsyncGenerator[bytes, None]:
     """Yield the body in pieces as they arrive. ``flag`` is the server's flag that sets the limit.
+
+    ``first``: the message that was received already.
 
     A body that the client has coded is yielded as it was before, and ``max_bytes`` holds for both.
 
@@ -106,13 +118,20 @@ async def body_pieces(
         RequestError: the body is not of its coding.
         Disconnected: the client left before the end.
     """
-    decoder = decoder_of(header(scope, b"content-encoding"))
+    coding = header(scope, b"content-encoding")
+    decoder = None
+    if coding is not None:
+        from quire.http.codings import decoder_of
+        from quire.http.held_bytes import hold_more
+
+        decoder = decoder_of(coding)
     length = header(scope, b"content-length")
     if length is not None and length.isdigit() and int(length) > max_bytes:
         raise _too_large(length.decode(), max_bytes, flag)
     size, decoded_size, more = 0, 0, True
     while more:
-        message = await receive()
+        message = await receive() if first is None else first
+        first = None
         if message["type"] == "http.disconnect":
             raise Disconnected
         piece = message.get("body", b"")

@@ -19,7 +19,7 @@ from quire.http.keys import ApiKey
 
 MAX_REQUEST_ID_CHARS = 128
 _SEED_MASK = (1 << 53) - 1
-_SCOPE_KEY = "quire.call"
+SCOPE_KEY = "quire.call"  # in the ASGI scope: the call
 
 
 class AnswerName(NamedTuple):
@@ -97,19 +97,14 @@ _NONE = Call()
 
 def call_of(scope: Scope) -> Call:
     """Return the call of a request; one without name and tenant where no edge was passed."""
-    found: Call = scope.get(_SCOPE_KEY, _NONE)
+    found: Call = scope.get(SCOPE_KEY, _NONE)
     return found
 
 
 def put_call(scope: Scope, call: Call) -> Call:
     """Have `call_of` find ``call``, and return it."""
-    scope[_SCOPE_KEY] = call
+    scope[SCOPE_KEY] = call
     return call
-
-
-def has_call(scope: Scope) -> bool:
-    """Whether the edge was passed already, or this process asks."""
-    return _SCOPE_KEY in scope
 
 
 def adopt_request_id(scope: Scope, given: str | None) -> Call:

@@ -80,7 +80,6 @@ class WatchedProtocol(HttpToolsProtocol):
     on_idle: Callable[[WatchedProtocol], object] | None = None  # called after each answer
     _head_bytes = -1  # of a head that has begun, in whole reads; -1: none has
     _head_tail = b""  # its last bytes so far, where the mark of its end may have begun
-    _field_bytes = 0  # of this head: target, names and values
     _in_message = False  # a request has come in part
     _has_body = False  # a byte of its body has come
     _is_offer = False  # the parser stops behind this head
@@ -99,23 +98,18 @@ class WatchedProtocol(HttpToolsProtocol):
             )
 
     def on_message_begin(self) -> None:
-        self._head_bytes = self._field_bytes = 0
+        self._head_bytes = 0
         self._in_message, self._has_body, self._is_offer = True, False, False
         super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._field_bytes += len(url)
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._field_bytes += len(name) + len(value) + _BETWEEN_BYTES
-        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._head_bytes = -1
         if self.transport.is_closing():
             return
-        if self._field_bytes > MAX_HEAD_BYTES:
+        num_bytes = len(self.url)
+        for name, value in self.headers:
+            num_bytes += len(name) + len(value) + _BETWEEN_BYTES
+        if num_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
             return
         is_offer = self.parser.should_upgrade() and not self._should_upgrade()
@@ -156,9 +150,11 @@ class WatchedProtocol(HttpToolsProtocol):
         """Count ``data`` and handle it."""
         self.num_received += len(data)
         self._unset_keepalive_if_required()
-        if self._is_long_head(data):
+        if len(data) + max(self._head_bytes, 0) > MAX_HEAD_BYTES and self._is_long_head(data):
             self._refuse_head()
             return
+        if not self._in_message:
+            self._head_tail = b""
         self._parse(data)
         if self._head_bytes >= 0:
             self._head_bytes += len(data)
@@ -166,15 +162,11 @@ class WatchedProtocol(HttpToolsProtocol):
 
     def _is_long_head(self, data: bytes) -> bool:
         """Whether ``data`` begins with a head, or goes on with one, that has more than `MAX_HEAD_BYTES` in all."""
-        if not self._in_message:
-            self._head_tail = b""
-        elif self._head_bytes < 0:
+        if self._in_message and self._head_bytes < 0:
             return False
-        before = max(self._head_bytes, 0)
-        if before + len(data) <= MAX_HEAD_BYTES:
-            return False
-        end = (self._head_tail + data).find(b"\r\n\r\n")
-        return end < 0 or before + end - len(self._head_tail) > MAX_HEAD_BYTES
+        before, tail = max(self._head_bytes, 0), self._head_tail if self._in_message else b""
+        end = (tail + data).find(b"\r\n\r\n")
+        return end < 0 or before + end - len(tail) > MAX_HEAD_BYTES
 
     def _parse(self, data: bytes) -> None:
         try:

@@ -25,6 +25,7 @@ from quire.http.connections import (
     give_idle,
 )
 from quire.http.front_link import Ask, FrontLink
+from quire.http.held_bytes import LARGE
 from quire.http.listen import Tls
 from quire.http.memory import MemoryReturn
 
@@ -41,6 +42,8 @@ UVICORN: dict[str, Any] = {
 }
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
+_WORTH_A_LOOK = 64  # requests after which memory may have grown
+_LOOKING_S = 60.0  # for memory to give back, after them or a large body
 _GIVING_S = 0.05  # between looks for connections that may be given away
 _FORCED_END_S = 1.0
 _CLOSE_TIMEOUT_S = 5  # for the last bytes of answers, after the drain
@@ -81,6 +84,8 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
         self._memory = MemoryReturn(lambda work: self._loop.run_in_executor(None, work))
+        self._used = (0, 0)  # requests and bytes of large bodies so far, as of the last look
+        self._look_until_s = 0.0  # at the memory
         self._num_signals = 0
         self._ask = ask if tls is None else None
         self._front: FrontLink | None = None
@@ -91,6 +96,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, with the process in front that accepts connections and answers probes."""
         await super().startup(sockets=[])
+        self._memory.look(self._loop.time())
         for listen in sockets or ():
             self._listen = listen
             listen.listen(_BACKLOG)
@@ -192,8 +198,13 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Look after the connections and the memory, twice a second."""
         if counter % 5 == 0:
-            self._watch.look(self._connections(), self._loop.time())
-            self._memory.look(self._loop.time())
+            now_s = self._loop.time()
+            self._watch.look(self._connections(), now_s)
+            used = self.server_state.total_requests // _WORTH_A_LOOK, LARGE.taken
+            if used != self._used:
+                self._used, self._look_until_s = used, now_s + _LOOKING_S
+            if now_s < self._look_until_s:
+                self._memory.look(now_s)
         return await super().on_tick(counter)
 
 

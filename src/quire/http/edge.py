@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 from quire.errors import QuireError
 from quire.http.account import is_second, read_account
 from quire.http.body import header, send_json
-from quire.http.call import Call, call_of, has_call, put_call, usable_request_id
+from quire.http.call import SCOPE_KEY, Call, call_of, put_call, usable_request_id
 from quire.http.keys import KeyFile
 from quire.http.refusals import HttpError, Refusal, refusal_of
 from quire.http.wire import Body
@@ -72,17 +72,20 @@ class Edge:
         self._key_file = key_file
         self._new_id = new_id
         self._keys = [key.encode() for key in api_keys]
+        self._has_keys = bool(api_keys) or key_file is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or has_call(scope):
+        if scope["type"] != "http" or SCOPE_KEY in scope:
             await self._app(scope, receive, send)
             return
-        given = usable_request_id(header(scope, b"x-request-id"))
-        call = put_call(scope, Call(given or self._new_id(), draws_id=given is None))
+        given: Any = header(scope, b"x-request-id")
+        if given is not None:
+            given = usable_request_id(given)
+        call = scope[SCOPE_KEY] = Call(given or self._new_id(), draws_id=given is None)
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                name = (b"x-request-id", call_of(scope).request_id.encode())
+                name = (b"x-request-id", scope[SCOPE_KEY].request_id.encode())
                 message["headers"] = [*message.get("headers", ()), name]
             try:
                 await send(message)
@@ -91,17 +94,19 @@ class Edge:
                     raise
 
         try:
-            call = call if scope["path"] in OPEN_PATHS else self._with_key(call, scope)
+            if self._has_keys and scope["path"] not in OPEN_PATHS:
+                call = put_call(scope, self._with_key(call, scope))
         except HttpError as error:
             refusal = error.refusal
             await send_json(send_named, refusal.status, refusal.body(scope["path"]), refusal.headers)
             return
-        put_call(scope, self._with_account(call, scope))
+        if self._gateway_key is not None:
+            put_call(scope, self._with_account(call, scope, self._gateway_key))
         await self._app(scope, receive, send_named)
 
-    def _with_account(self, call: Call, scope: Scope) -> Call:
+    def _with_account(self, call: Call, scope: Scope, gateway_key: str) -> Call:
         """Return the call as a gateway with the key says for whom it runs."""
-        account = None if self._gateway_key is None else read_account(scope, self._gateway_key)
+        account = read_account(scope, gateway_key)
         if account is None:
             return call
         if not is_second(scope):
@@ -114,10 +119,8 @@ class Edge:
         """Return the call with the rights of the request's key.
 
         Raises:
-            HttpError: a key is needed, and the request's does not suffice.
+            HttpError: the request's key does not suffice.
         """
-        if not self._keys and self._key_file is None:
-            return call
         given = _keys_of(scope)
         # Each comparison takes constant time, which reveals neither a length nor where a difference is.
         matches = [hmac.compare_digest(one, key) for one in given for key in self._keys]

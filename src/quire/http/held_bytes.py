@@ -1,8 +1,8 @@
 """What clients have sent and this process holds: bounded in sum, whatever each request's own limit is.
 
-    HeldBodies   ASGI middleware: a body counts from its first byte until its answer begins, or the endpoint needs it
-                 no more (`release_body`). Large and small ones (up to `INLINE_BYTES`) have a bound each, so that the
-                 large ones cannot keep the small ones out. A large one counts whole from its head on
+    HeldBodies   ASGI middleware: a body counts from its first byte until its answer begins, or the endpoint releases
+                 it (`HELD_BODY` in its scope). Large and small ones (up to `INLINE_BYTES`) have a bound each, so that
+                 the large ones cannot keep the small ones out. A large one counts whole from its head on
     MESSAGES     the parts of WebSocket messages that have not ended (`quire.http.connections`)
 
 Beyond a bound the answer is 503 with `Retry-After`, before more is read. Forms are written to disk and do not count.
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.http.body import HELD_BODY
 from quire.http.limits import INLINE_BYTES, WAITING_BYTES
 from quire.http.refusals import HttpError, busy
-
-_SCOPE_KEY = "quire.held_body"
 
 
 class Room:
@@ -24,6 +23,7 @@ class Room:
     def __init__(self, most: int) -> None:
         self.most = most
         self.held = 0
+        self.taken = 0  # by all holders so far
 
 
 class Held:
@@ -41,6 +41,7 @@ class Held:
         if self._room.held + more > self._room.most:
             return False
         self._room.held += more
+        self._room.taken += more
         self._num_bytes = num_bytes
         return True
 
@@ -95,10 +96,10 @@ class HeldBodies:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _SCOPE_KEY in scope or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        if scope["type"] != "http" or HELD_BODY in scope or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, send)
             return
-        body = scope[_SCOPE_KEY] = _Body(scope)
+        body = scope[HELD_BODY] = _Body(scope)
 
         async def counted() -> Message:
             body.take(0)
@@ -118,11 +119,5 @@ class HeldBodies:
 
 def hold_more(scope: Scope, num_bytes: int) -> None:
     """Count what a coded body has become beside the bytes that came. Raises `HttpError`."""
-    if (body := scope.get(_SCOPE_KEY)) is not None:
+    if (body := scope.get(HELD_BODY)) is not None:
         body.take(num_bytes)
-
-
-def release_body(scope: Scope) -> None:
-    """The request's body is not needed any more."""
-    if (body := scope.get(_SCOPE_KEY)) is not None:
-        body.release()

@@ -33,7 +33,7 @@ FIELDS: Mapping[str, Limit] = {
     "stop": Limit(64, 4096),
     "stop_sequences": Limit(64, 4096),
     "stop_token_ids": Limit(1024),
-    "bad_words": Limit(512, 256),
+    "bad_words": Limit(512, 1024),
     "logit_bias": Limit(4096),
     "allowed_token_ids": Limit(65_536),
     "guided_choice": Limit(8192),
@@ -41,7 +41,7 @@ FIELDS: Mapping[str, Limit] = {
     "tokens": Limit(262_144),
     "chat_template_kwargs": Limit(64),
     "metadata": Limit(64, 4096),
-    "include": Limit(64, 256),
+    "include": Limit(64, 1024),
     "model": Limit(characters=1024),
     "user": Limit(characters=1024),
     "cache_salt": Limit(characters=1024),
@@ -49,6 +49,9 @@ FIELDS: Mapping[str, Limit] = {
     "rid": Limit(characters=1024),
 }
 BODY_FIELDS = 256  # names at the top of a body
+# The least limits above: a body with no more bytes and fewer commas is within all of them.
+SMALL_BYTES = 1024
+SMALL_ELEMENTS = 64
 # Of the whole body, lists of token ids apart.
 BODY_CONTAINERS = 65_536  # lists and objects
 BODY_VALUES = 262_144  # texts, numbers, true, false, null

@@ -46,6 +46,7 @@ def start_page(app: Any, sock: socket.socket, admin: Any, *, secure: bool) -> An
     """
     from starlette.middleware import Middleware
 
+    from quire.http.browser_guard import BrowserGuard, BrowserRules
     from quire_lab.cockpit.process import PageProcess, PageProxy
 
     admin_url = None
@@ -53,7 +54,9 @@ def start_page(app: Any, sock: socket.socket, admin: Any, *, secure: bool) -> An
         admin_url = f"unix:{admin.path}" if admin.path is not None else url_of(admin.sock)
     commands = commands_of(local=is_loopback(sock.getsockname()[0]))
     process = PageProcess(url_of(sock, secure=secure), admin_url, commands)
-    app.user_middleware.insert(1, Middleware(PageProxy, process=process))  # behind the guard
+    settings = app.state.quire.settings
+    rules = BrowserRules(settings.cors_origins, settings.allowed_hosts)
+    app.user_middleware[:0] = [Middleware(BrowserGuard, rules=rules), Middleware(PageProxy, process=process)]
     return process
 
 
