@@ -308,8 +308,9 @@ def test_a_replay_has_the_order_of_its_events(seed: int) -> None:
         if not left[choice]:
             del left[choice]
     relayed = Relayed(AnswerName("cmpl-1", 0, 7), written, by_gateway=False)
-    job: Any = SimpleNamespace(relayed=relayed, sampling=SimpleNamespace(n=n))
-    streams = PromptStreams(SimpleNamespace(now=lambda: 0.0), job, 0.0, Call("req-1"), {})  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(sampling=SimpleNamespace(n=n))
+    state: Any = SimpleNamespace(now=lambda: 0.0)
+    streams = PromptStreams(state, job, 0.0, Call("req-1"), {}, relayed)
     finished = [Finished() for _ in range(num_prompts)]
     for prompt, metrics in enumerate(finished):
         events = relayed.of_prompt(prompt, n)["delivered"]

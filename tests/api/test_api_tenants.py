@@ -101,7 +101,7 @@ def test_a_running_response_is_not_for_keys_without_a_tenant() -> None:
     """A key of ``--api-key`` has no tenant: that is not a right to read what runs for others."""
     api = Api()
     running = object.__new__(Generation)
-    running.job = Job((), SamplingParams(), cast(Any, None), tenant="lab", owner="lab", in_background=True)
+    running.job = Job((), SamplingParams(), cast(Any, None), owner="lab", in_background=True)
     state = api.app.state.quire
     for tenant, sees in (("lab", True), ("", False), ("shop", False)):
         with state.running.entered(frozenset(("resp_1",)), running):

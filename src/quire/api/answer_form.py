@@ -215,6 +215,9 @@ class ToolUse:
         return (self.choice[1:],) if self.choice.startswith("=") else ()
 
 
+NO_TOOLS = ToolUse()
+
+
 def tool_use(
     tools: Sequence[dict[str, Any]], choice: Any, parallel: bool | None, *, function: str
 ) -> ToolUse:

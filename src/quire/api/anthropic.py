@@ -6,6 +6,7 @@ message_start (content_block_start content_block_delta* content_block_stop)* mes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,8 @@ from quire.api.anthropic_request import (
     conversation_of,
     form_of,
 )
-from quire.api.conversation import OutputPlan, arguments_of, check_edits, conversation_job
+from quire.api.context_management import check_edits
+from quire.api.conversation import OutputPlan, arguments_of, conversation_job
 from quire.api.job import Answer, Head, Job, Usage
 from quire.api.parts import Assembler, Event, Kind, Part
 from quire.api.protocol import given_sampling, sampling_params
@@ -29,7 +31,7 @@ from quire.http.body import named_event
 from quire.http.call import Call
 from quire.http.refusals import ANTHROPIC_ROOT, Refusal
 from quire.http.wire import parse
-from quire.request import FinishReason, SamplingParams
+from quire.request import FinishReason, SamplingParams, Tenant
 
 _encode = msgspec.json.Encoder().encode
 _DELTAS = {
@@ -65,12 +67,11 @@ async def messages_job(state: ApiState, call: Call, body: Any, ignored: list[str
     def answer(head: Head, plan: OutputPlan | None, sampling: SamplingParams) -> Answer:
         return MessageAnswer(head, plan, streamed=request.stream)
 
-    tenant = call.tenant or metadata.user_id
     if metadata.user_id and ignored is not None and not state.reads_tenants(call):
         ignored.append("metadata.user_id")
-    return await conversation_job(
-        state, call, request, conversation, sampling, "msg_", answer, ignored, tenant=tenant
-    )
+    job = await conversation_job(state, call, request, conversation, sampling, "msg_", answer, ignored)
+    tenant = Tenant(call.tenant or metadata.user_id, call.weight)
+    return replace(job, options={**job.options, "tenant": tenant})
 
 
 async def count_tokens(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from starlette.applications import Starlette
@@ -12,13 +12,11 @@ from starlette.routing import Route
 
 from quire.api.anthropic import count_tokens, messages_job
 from quire.api.busy import Busy
-from quire.api.cache_feed import CacheFeed
+from quire.api.call_stages import CallStages
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
-from quire.api.endpoint import JOURNALED, GenerateEndpoint, JsonEndpoint, StreamEndpoint
-from quire.api.finished import FinishedUsage
+from quire.api.endpoint import CallStage, GenerateEndpoint, JsonEndpoint
 from quire.api.health import About, Models, Probes
-from quire.api.journal import Journal
 from quire.api.live_feed import LIVE_PATH, LiveFeed
 from quire.api.native_forms import llama_completion_job, llama_infill_job, tgi_job, tgi_stream_job
 from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
@@ -27,13 +25,11 @@ from quire.api.ollama_models import OllamaModels, show
 from quire.api.openapi import Description, Served
 from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, count_input, responses_job
-from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast
+from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast, output_format
 from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
-from quire.http.account import USAGE_PATH
 from quire.http.browser_guard import BrowserRules
-from quire.http.cache_messages import CACHE_PATH
 from quire.http.edge import Edge, Extension, error_handlers, new_id
 from quire.http.stages import Stages
 from quire.metrics.prometheus import ServerMetrics
@@ -65,18 +61,18 @@ def create_app(
         unix_time,
         new_id=new_id,
         started_unix=int(unix_time()),
+        reasons=output_format(settings, frontend.chat_template, has_tools=False).reasons,
         responses=ResponseStore(settings.response_store_bytes, settings.response_dir),
         running=RunningRequests(),
         bodies=LargeBodies(),
         busy=Busy(),
-        finished=FinishedUsage(settings.gateway_key, unix_time),
-        journal=_journal(frontend, settings, now),
         tracer=tracer,
         forecast=forecast,
     )
+    stages = CallStages.of(frontend, settings, now, unix_time)
     extension = extension or Extension()
     app = Starlette(
-        routes=_with_extension(_routes(state), extension, settings.version, partial(_served, state)),
+        routes=_with_extension(_routes(state, stages), extension, settings.version, partial(_served, state)),
         middleware=[
             Middleware(Stages, rules=BrowserRules(settings.cors_origins, settings.allowed_hosts)),
             Middleware(
@@ -93,13 +89,8 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.quire = state
     app.state.work = extension.work
+    app.state.journal = stages.journal
     return app
-
-
-def _journal(frontend: Frontend, settings: ApiSettings, now: Callable[[], float]) -> Journal | None:
-    if settings.journal_dir is None:
-        return None
-    return Journal(settings.journal_dir, settings.journal_bytes, now, lambda: frontend.state == "ready")
 
 
 def _served(state: ApiState) -> Served:
@@ -129,7 +120,7 @@ def _with_extension(
     return routes
 
 
-def _routes(state: ApiState) -> list[Route]:
+def _routes(state: ApiState, stages: CallStages) -> list[Route]:
     probes, models, stored, about = Probes(state), Models(state), StoredResponses(state), About(state)
     get = {
         "/livez": probes.livez,
@@ -145,9 +136,7 @@ def _routes(state: ApiState) -> list[Route]:
         "/tokenizer_info": about.tokenizer_info,
         "/props": about.props,
         "/slots": about.slots,
-        USAGE_PATH: state.finished.show,
         LIVE_PATH: LiveFeed(state).show,
-        CACHE_PATH: CacheFeed(state.frontend, state.settings.gateway_key).show,
     }
     generate = {
         "/v1/completions": completion_job,
@@ -169,15 +158,15 @@ def _routes(state: ApiState) -> list[Route]:
         "/v1/responses/input_tokens": count_input,
     }
     # Routes are tried in order: the busy ones come first.
-    endpoints = {path: GenerateEndpoint(state, path, job) for path, job in generate.items()}
+    listed = stages.listed()
+    endpoints = {path: GenerateEndpoint(state, path, job, listed) for path, job in generate.items()}
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     routes += [Route(path, JsonEndpoint(state, path, run), methods=["POST"]) for path, run in compute.items()]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
     routes.append(Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]))
     routes.append(Route("/v1/responses/{response_id}/input_items", stored.input_items, methods=["GET"]))
     routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
-    streams = StreamEndpoint(state, {path: endpoints[path] for path in JOURNALED})
-    routes.append(Route("/v1/streams/{stream_id}", streams, methods=["GET"]))
+    routes += stages.routes(state, endpoints)
     native = {
         "/completion": llama_completion_job,
         "/infill": llama_infill_job,
@@ -185,12 +174,12 @@ def _routes(state: ApiState) -> list[Route]:
         "/generate_stream": tgi_stream_job,
     }
     for path, job in native.items():
-        endpoint = GenerateEndpoint(state, path, job)
+        endpoint = GenerateEndpoint(state, path, job, listed)
         routes.append(Route(path, endpoint, methods=["POST"], include_in_schema=False))
-    return routes + _ollama_routes(state)
+    return routes + _ollama_routes(state, listed)
 
 
-def _ollama_routes(state: ApiState) -> list[Route]:
+def _ollama_routes(state: ApiState, stages: Sequence[CallStage]) -> list[Route]:
     models = OllamaModels(state)
     generate = {
         "/api/chat": ollama_chat_job,
@@ -202,7 +191,10 @@ def _ollama_routes(state: ApiState) -> list[Route]:
     refused = {"pull": ["POST"], "push": ["POST"], "create": ["POST"], "copy": ["POST"], "delete": ["DELETE"]}
     refused["blobs/{digest}"] = ["GET", "POST"]
     return [
-        *(Route(path, OllamaEndpoint(state, path, job), methods=["POST"]) for path, job in generate.items()),
+        *(
+            Route(path, OllamaEndpoint(state, path, job, stages), methods=["POST"])
+            for path, job in generate.items()
+        ),
         Route("/api/show", JsonEndpoint(state, "/api/show", show), methods=["POST"]),
         *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
         *(

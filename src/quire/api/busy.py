@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from quire.http.refusals import Refusal
+from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
 
 MEMORY_S = 1.0  # after a rejection by the engine
@@ -33,6 +33,12 @@ class Busy:
             log.warning("queue_full", error=refusal.message)
         self.until_s = now_s + MEMORY_S
         self._refusal = refusal
+
+    def check(self, now_s: float) -> None:
+        """Raise `HttpError` unless a new request goes to the engine in full."""
+        refusal = self.refusal(now_s)
+        if refusal is not None:
+            raise HttpError(refusal)
 
     def refusal(self, now_s: float) -> Refusal | None:
         """Return the answer to a new request; None: it goes to the engine in full."""

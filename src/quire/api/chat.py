@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
 
-from quire.api.answer_form import chat_tools, structured_outputs, tool_use
+from quire.api.answer_form import NO_TOOLS, chat_tools, structured_outputs, tool_use
 from quire.api.chat_messages import template_messages
 from quire.api.conversation import (
     Conversation,
@@ -30,22 +31,24 @@ from quire.api.parts import (
     prompt_logprobs,
 )
 from quire.api.protocol import (
+    FORM_FIELDS,
     REST_OF_CONTEXT,
+    TEMPLATE_FIELDS,
     ChatPrompt,
     ChatRequest,
     given_sampling,
-    output_limit,
     sampling_params,
     stream_options,
 )
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.prompts import off_loop
+from quire.engine.prompts import INLINE_ELEMENTS
 from quire.errors import RequestError, clip
 from quire.http.call import Call
 from quire.http.wire import not_allowed, parse
 from quire.request import FinishReason, SamplingParams, TokenLogprobs
 
+NO_VARIABLES: Mapping[str, Any] = {}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -62,8 +65,10 @@ async def chat_job(state: ApiState, call: Call, body: Any, ignored: list[str] | 
         given_sampling(request),
         state.model.generation_defaults,
         max_tokens=_max_tokens(request),
-        logprobs=_num_logprobs(request),
-        form=structured_outputs(request, ignored),
+        logprobs=_num_logprobs(request) if request.logprobs or request.top_logprobs else None,
+        form=None
+        if request.model_fields_set.isdisjoint(FORM_FIELDS)
+        else structured_outputs(request, ignored),
         client_names={"logprobs": "top_logprobs"},
     )
 
@@ -78,7 +83,10 @@ async def chat_job(state: ApiState, call: Call, body: Any, ignored: list[str] | 
         )
         return ChoicesAnswer(head, choices, options, sampling.n)
 
-    conversation = await off_loop(len(request.messages), chat_conversation, request, ignored, request)
+    if len(request.messages) <= INLINE_ELEMENTS:
+        conversation = chat_conversation(request, ignored, request)
+    else:
+        conversation = await asyncio.to_thread(chat_conversation, request, ignored, request)
     return await conversation_job(state, call, request, conversation, sampling, "chatcmpl-", answer, ignored)
 
 
@@ -90,19 +98,23 @@ def chat_conversation(
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    tools = chat_tools(request.tools, ignored)
     effort = chat.reasoning_effort if chat else None
     choice, parallel = (chat.tool_choice, chat.parallel_tool_calls) if chat else (None, None)
-    return Conversation(
-        template_messages(request.messages, ignored),
-        tool_use(tools, choice, parallel, function=".function"),
-        template_variables(
+    use, variables = NO_TOOLS, NO_VARIABLES
+    if request.tools or choice is not None:
+        use = tool_use(chat_tools(request.tools, ignored), choice, parallel, function=".function")
+    if not request.model_fields_set.isdisjoint(TEMPLATE_FIELDS):
+        variables = template_variables(
             request.chat_template_kwargs,
             effort=effort,
             documents=request.documents,
             continues=request.continue_final_message,
             begins=request.add_generation_prompt,
-        ),
+        )
+    return Conversation(
+        template_messages(request.messages, ignored),
+        use,
+        variables,
         Thinking(chat.thinking_token_budget if chat else None, effort),
         separate_reasoning=chat is None or chat.separate_reasoning,
         with_reasoning=chat is None or chat.include_reasoning,
@@ -122,20 +134,19 @@ def _max_tokens(request: ChatRequest) -> int | None:
         raise not_allowed(
             "max_completion_tokens", new, "an integer ≥ 1, or null or -1 for the rest of the context"
         )
-    return output_limit(new if new is not None else old)
+    limit = new if new is not None else old
+    return None if limit == REST_OF_CONTEXT else limit
 
 
-def _num_logprobs(request: ChatRequest) -> int | None:
+def _num_logprobs(request: ChatRequest) -> int:
     """An integer is the completions' form of the field: that many alternatives, and 0 is false."""
     if request.logprobs:
         top = None if request.logprobs is True else request.logprobs
         return request.top_logprobs if request.top_logprobs is not None else top or 0
-    if request.top_logprobs:
-        raise RequestError(
-            f"top_logprobs = {clip(request.top_logprobs)} is only allowed with logprobs = true.",
-            param="top_logprobs",
-        )
-    return None
+    raise RequestError(
+        f"top_logprobs = {clip(request.top_logprobs)} is only allowed with logprobs = true.",
+        param="top_logprobs",
+    )
 
 
 @dataclass(slots=True)
@@ -163,17 +174,18 @@ class ChatChoices(Choices):
     def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
         """Return the choice object of one chunk; None if there is nothing to show yet."""
         last = chunk.finish_reason is not None
-        text_only = not last and not self.with_logprobs and not self.with_ids
+        text_only = not self.with_logprobs and not self.with_ids
         if text_only and self.plan is None:
-            if not chunk.text:
+            if not last and not chunk.text:
                 return None
-            content = _encode(chunk.text)
-            return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
-                index,
-                content,
-            )
+            content = b'{"content":%b}' % _encode(chunk.text) if chunk.text else b"{}"
+            if not last:
+                return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, content)
+            reasons = _encode(chunk.finish_reason), _encode(chunk.stop_reason)
+            form = b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
+            return form % (index, content, *reasons)
         delta = _delta(self._assembler(index).feed(chunk.text, chunk.finish_reason))
-        if text_only and not delta:
+        if text_only and not last and not delta:
             return None
         if not delta and self.plan is None and not last:
             delta = {"content": ""}  # a token whose text is held back

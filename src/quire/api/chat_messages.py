@@ -103,9 +103,10 @@ def template_messages(messages: list[Any], ignored: list[str] | None = None) -> 
         RequestError: names ``messages[i].…``, the value and what is allowed.
     """
     result = []
-    call_id = None
-    newest = newest_of(messages)
+    call_id, newest = None, None
     for i, raw in enumerate(messages):
+        if newest is None and isinstance(raw, dict) and isinstance(raw.get("content"), list):
+            newest = newest_of(messages)
         message = _message(raw, f"messages[{i}]", ignored, newest=i == newest)
         if message.pop("is_legacy", False):  # functions of before tools: no ids, one call at a time
             if message["role"] == "tool":
@@ -126,6 +127,30 @@ def _message(raw: Any, where: str, ignored: list[str] | None, *, newest: bool) -
             param=where + ".content",
             code="missing_required_parameter",
         )
+    calls = _calls(message, where, ignored) if message.tool_calls or message.function_call else []
+    is_legacy = message.role == "function" or bool(message.function_call)
+    role = "tool" if message.role == "function" else message.role
+    # Templates read a missing text as an empty one, or as the mark of a message that only calls.
+    result: dict[str, Any] = {"role": role, "content": None if calls else ""}
+    if isinstance(message.content, str):
+        result["content"] = message.content
+    elif message.content is not None:
+        thoughts: list[str] = []
+        result["content"] = text_of(
+            message.content, where + ".content", ignored=ignored, newest=newest, thoughts=thoughts
+        )
+        if any(thoughts):
+            result["reasoning_content"] = "\n".join(thoughts)
+    for name in _PASSED:
+        if (value := getattr(message, name)) is not None:
+            result[name] = value
+    if calls:
+        result["tool_calls"] = calls
+    return {**result, "is_legacy": True} if is_legacy else result
+
+
+def _calls(message: Message, where: str, ignored: list[str] | None) -> list[dict[str, Any]]:
+    """Return the calls of a message, as a chat template reads them."""
     for name in ("tool_calls", "function_call"):
         if getattr(message, name) and message.role != "assistant":
             raise RequestError(
@@ -138,21 +163,7 @@ def _message(raw: Any, where: str, ignored: list[str] | None, *, newest: bool) -
     ]
     if message.function_call:
         calls.append(_call(message.function_call, None, where + ".function_call", ignored))
-    is_legacy = message.role == "function" or bool(message.function_call)
-    role = "tool" if message.role == "function" else message.role
-    # Templates read a missing text as an empty one, or as the mark of a message that only calls.
-    result: dict[str, Any] = {"role": role, "content": None if calls else ""}
-    if message.content is not None:
-        thoughts: list[str] = []
-        result["content"] = text_of(
-            message.content, where + ".content", ignored=ignored, newest=newest, thoughts=thoughts
-        )
-        if any(thoughts):
-            result["reasoning_content"] = "\n".join(thoughts)
-    result |= {name: value for name in _PASSED if (value := getattr(message, name)) is not None}
-    if calls:
-        result["tool_calls"] = calls
-    return {**result, "is_legacy": True} if is_legacy else result
+    return calls
 
 
 def _tool_call(raw: Any, where: str, ignored: list[str] | None) -> dict[str, Any]:

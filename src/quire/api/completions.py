@@ -13,6 +13,7 @@ from quire.api.answer_form import structured_outputs
 from quire.api.job import Job, common_fields, new_head
 from quire.api.parts import Choices, ChoicesAnswer, CompletionLogprobs, TokenNames, prompt_logprobs
 from quire.api.protocol import (
+    FORM_FIELDS,
     CompletionRequest,
     given_sampling,
     output_limit,
@@ -46,7 +47,9 @@ async def completion_job(state: ApiState, call: Call, body: Any, ignored: list[s
         state.model.generation_defaults,
         max_tokens=output_limit(DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens),
         logprobs=request.logprobs,
-        form=structured_outputs(request, ignored),
+        form=None
+        if request.model_fields_set.isdisjoint(FORM_FIELDS)
+        else structured_outputs(request, ignored),
     )
     offsets: list[int] = []
     if request.logprobs is not None and not request.echo:  # as at OpenAI, from the beginning of the prompt

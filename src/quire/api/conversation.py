@@ -1,13 +1,13 @@
 """`Conversation`: what chats, Anthropic's messages and OpenAI's responses have in common, and how it becomes a `Job`.
 
 Each of the three endpoints turns its own wire request into one, so there is one way from messages to a prompt and one
-place where tools, the answer's parser, its grammar and the thinking budget are chosen. Of ``context_management`` the
-rules that change nothing here are accepted.
+place where tools, the answer's parser, its grammar and the thinking budget are chosen.
+
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from quire.text.output.parser import OutputParser
 RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
 )  # fmt: skip
+_PLAIN_ROLES = frozenset({"system", "user", "assistant"})  # that every template knows
 _MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
@@ -56,18 +57,17 @@ class Conversation:
             RequestError: the template rejects the messages.
             CapacityError: too many conversations wait to be rendered (503).
         """
-        messages = self.messages
-        template = state.frontend.chat_template
-        if template.names and "developer" not in template.source():
-            # `developer` is OpenAI's newer name of `system`; most templates know the older one alone.
-            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        messages: Sequence[dict[str, Any]] = self.messages
         # With tool_choice "none" the model is not shown the tools, so that it does not call them.
-        tools = list(self.tools.tools) if self.tools.choice != "none" else None
-        if template.names and state.output_format(bool(tools)).asked:
-            messages, tools = asked(messages, tools or [], template.source()), None
+        tools = list(self.tools.tools) if self.tools.tools and self.tools.choice != "none" else None
+        is_plain = tools is None
+        for message in messages:
+            is_plain = is_plain and message["role"] in _PLAIN_ROLES and "tool_calls" not in message
+        if not is_plain:
+            messages, tools = _for_template(state, messages, tools)
         return await state.frontend.prompts.chat(
             messages,
-            tools or None,
+            tools,
             add_special_tokens=add_special_tokens,
             most_tokens=state.model.max_model_len if within_context else None,
             **self.variables,
@@ -120,14 +120,17 @@ async def conversation_job(
     fields = common_fields(request, call, ignored) | fields
     text, prompt = await conversation.prompt(state, within_context=fields["truncate_to"] is None)
     use = conversation.tools
-    plan = conversation.output_plan(state, text, hide_special=sampling.skip_special_tokens)
+    plan = None
+    if use.tools or state.reasons:
+        plan = conversation.output_plan(state, text, hide_special=sampling.skip_special_tokens)
     if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
         form = plan.constrained(use, sampling.structured_outputs)
         sampling = replace(sampling, skip_special_tokens=False, structured_outputs=form)
         plan = replace(plan, unmarked=bool(use.schemas) and form is None)
         fields = {**fields, "notes": plan.notes}
-    budget = thinking_budget(state, conversation.thinking, text, ignored, has_tools=bool(use.tools))
-    if budget is not None:
+    thinking = conversation.thinking
+    if thinking.num_tokens is not None or thinking.effort is not None:
+        budget = thinking_budget(state, thinking, text, ignored, has_tools=bool(use.tools))
         sampling = replace(sampling, thinking_budget=budget)
     return Job(
         [prompt],
@@ -137,6 +140,19 @@ async def conversation_job(
         continues=bool(conversation.variables.get("continue_final_message")),
         **fields,
     )
+
+
+def _for_template(
+    state: ApiState, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[Sequence[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return messages and tools in the roles that the model's template knows, or with the tools as text."""
+    template = state.frontend.chat_template
+    if template.names and "developer" not in template.source():
+        # `developer` is OpenAI's newer name of `system`; most templates know the older one alone.
+        messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+    if template.names and state.output_format(bool(tools)).asked:
+        messages, tools = asked(messages, tools or [], template.source()), None
+    return messages, tools or None
 
 
 def template_variables(
@@ -314,85 +330,3 @@ def _marks(state: ApiState, format: OutputFormat, param: str) -> tuple[int, int]
             code="unsupported_parameter",
         )
     return found[0][0], found[1][0]
-
-
-_TRIGGER_TOKENS = {"clear_tool_uses_20250919": 100_000, "compact_20260112": 150_000}  # Anthropic's defaults
-_KEPT_TOOL_USES = 3
-_KEPT_TURNS = 1
-
-
-def check_edits(
-    given: dict[str, Any] | None, messages: list[Any], max_model_len: int, ignored: list[str] | None
-) -> None:
-    """Check Anthropic's ``context_management`` of a request with these ``messages`` (as they came).
-
-    Raises:
-        RequestError: an edit that could change this conversation, or one that is not known.
-    """
-    edits = (given or {}).get("edits")
-    if given and not isinstance(edits, list):
-        raise _refusal("context_management", given)
-    for i, edit in enumerate(edits or ()):
-        if not (isinstance(edit, dict) and _changes_nothing(edit, messages, max_model_len)):
-            raise _refusal(f"context_management.edits[{i}]", edit)
-    if edits and ignored is not None:
-        ignored.append("context_management")
-
-
-def check_compaction(given: list[Any] | None, max_model_len: int, ignored: list[str] | None) -> None:
-    """Check the Responses API's ``context_management``.
-
-    Raises:
-        RequestError: an entry that could change a conversation of ``max_model_len`` tokens.
-    """
-    for i, entry in enumerate(given or ()):
-        kind = entry.get("type") if isinstance(entry, dict) else None
-        if kind != "compaction" or not _number(entry.get("compact_threshold"), 0) >= max_model_len:
-            raise _refusal(f"context_management[{i}]", entry)
-    if given and ignored is not None:
-        ignored.append("context_management")
-
-
-def _changes_nothing(edit: dict[str, Any], messages: list[Any], max_model_len: int) -> bool:
-    kind, keep = edit.get("type"), edit.get("keep")
-    kept = keep.get("value") if isinstance(keep, dict) else None
-    if kind == "clear_thinking_20251015":
-        return keep == "all" or _turns_with("thinking", messages) <= _number(kept, _KEPT_TURNS)
-    if kind not in _TRIGGER_TOKENS:
-        return False
-    num_uses = sum(1 for block in _blocks(messages) if block.get("type") == "tool_use")
-    if kind == "clear_tool_uses_20250919" and num_uses <= _number(kept, _KEPT_TOOL_USES):
-        return True
-    trigger = edit.get("trigger") or {}
-    if not isinstance(trigger, dict):
-        return False
-    if trigger.get("type") == "tool_uses":
-        return num_uses < _number(trigger.get("value"), 0)
-    # A token has at least one byte.
-    num_tokens = min(max_model_len, len(msgspec.json.encode(messages)))
-    return num_tokens <= _number(trigger.get("value"), _TRIGGER_TOKENS[kind])
-
-
-def _blocks(messages: list[Any]) -> Iterator[dict[str, Any]]:
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        yield from (block for block in content or () if isinstance(block, dict))
-
-
-def _turns_with(kind: str, messages: list[Any]) -> int:
-    return sum(any(block.get("type") == kind for block in _blocks([message])) for message in messages)
-
-
-def _number(value: Any, default: int) -> float:
-    if value is None:
-        return default
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else -1
-
-
-def _refusal(where: str, value: Any) -> RequestError:
-    return RequestError(
-        f"{where} = {clip(value)} is not supported here and could change the answer: only edits that never trigger in "
-        "this conversation are accepted. Shorten the conversation yourself.",
-        param=where,
-        code="unsupported_parameter",
-    )

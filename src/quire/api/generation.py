@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import Send
 
-from quire.api.job import Job, Usage
-from quire.api.journal import Entry
+from quire.api.job import Job
 from quire.api.prompt_streams import PromptStreams
-from quire.api.relayed import Tags, tag_of
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk, merge
 from quire.engine.results import choose_best
@@ -23,14 +20,39 @@ from quire.http.body import STREAM_HEADERS, Headers, send_json
 from quire.http.call import Call
 from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.metrics.log import Log
-from quire.request import FinishReason
+from quire.request import NO_TENANT, FinishReason
+
+if TYPE_CHECKING:
+    from quire.api.relayed import Relayed
 
 log = Log("api")
 
-_REPLAYED_AT_ONCE = 256  # chunks; other requests get their turn then
+_GOOD = (None, FinishReason.STOP, FinishReason.LENGTH)
 CONTINUES = 503  # status of an error after which a client may come back for the rest: shutdown, a dead engine
 CANCELLED = "cancelled"
 CANCELLED_BY_CLIENT = "cancelled_by_client"
+
+
+class Tap(Protocol):
+    """Sees a stream before its client does, so that it can go on elsewhere."""
+
+    headers: Headers  # of the answer
+    resumes: bool  # the client has a part of the stream
+
+    def attach(self, generation: Generation) -> None:
+        """``generation`` is the one whose stream it is."""
+
+    async def replay(self, generation: Generation, send: Send, opening: bytes) -> bool:
+        """Bring the answer to where the client has it; return whether it had ended with an error."""
+        ...
+
+    async def chunk(self, index: int, chunk: OutputChunk, cached_tokens: int, events: bytes) -> bytes | None:
+        """Return what the client gets for the ``events`` of a chunk; None: it gets no more."""
+        ...
+
+    async def end(self, status: int, events: bytes) -> bytes:
+        """Return the same of the last events. ``status``: of the error that ends the stream, or 0."""
+        ...
 
 
 class Generation:
@@ -43,30 +65,26 @@ class Generation:
         arrival_s: float,
         call: Call,
         trace: Mapping[str, str],
-        entry: Entry | None = None,
+        tap: Tap | None = None,
+        relayed: Relayed | None = None,
     ) -> None:
         """``trace``: the headers that name the client's span.
 
-        ``entry``: of the journal, for a stream that is written there.
+        ``tap`` and ``relayed``: of an answer that can go on elsewhere, or has begun there.
         """
         self.job = job
         self.disconnected = False
-        self._state = state
+        self.state = state
         self._arrival_s = arrival_s
-        self._call = call
-        self.streams = PromptStreams(state, job, arrival_s, call, trace)
+        self.call = call
+        self._tap = tap
+        self.streams = PromptStreams(state, job, arrival_s, call, trace, relayed, tap is None)
+        self.usage = self.streams.usage
         self._begun = False  # the first bytes of a stream were sent
         self._ended = False  # the last bytes were sent
         self._cancelled = ""  # the error's code
-        self._entry = entry
-        tagged = job.is_continuable and job.relayed is not None and job.relayed.by_gateway
-        self._tags = Tags(state.continuable_with(job.answer.head.model)) if tagged else None
-        if entry is not None:
-            entry.end_request = self.disconnect
-
-    @property
-    def usage(self) -> Usage:
-        return self.streams.usage
+        if tap is not None:
+            tap.attach(self)
 
     async def submit(self) -> None:
         """Start all prompts, or none.
@@ -91,8 +109,7 @@ class Generation:
             except Exception as error:
                 await self._fail_stream(send, error)
                 return
-        predicted_ms = self.streams.predicted_ms()
-        if predicted_ms is not None:
+        if self.state.forecast is not None and (predicted_ms := self.streams.predicted_ms()) is not None:
             headers = (*headers, (b"x-quire-predicted-ttft-ms", f"{predicted_ms:.1f}".encode()))
         if self.job.answer.streamed:
             await self._answer_stream(send, headers)
@@ -106,7 +123,7 @@ class Generation:
         """
         if not self._ended:
             self.disconnected = True
-            self._state.metrics.counters["quire:http_disconnects"] += 1
+            self.state.metrics.counters["quire:http_disconnects"] += 1
             await self.streams.abort()
 
     async def cancel(self, code: str = CANCELLED) -> None:
@@ -122,28 +139,30 @@ class Generation:
         """Return the line of ``GET /requests``."""
         return {
             "id": self.job.answer.head.id,
-            "request_id": self._call.request_id,
+            "request_id": self.call.request_id,
             "model": self.job.answer.head.model,
             "seconds": round(now_s - self._arrival_s, 3),
             "num_choices": len(self.job.prompts) * self.job.sampling.n,
             "prompt_tokens": self.usage.prompt_tokens,
             "completion_tokens": self.usage.completion_tokens,
             "stream": self.job.answer.streamed and not self.job.in_background,
-            "priority": self.job.priority,
-            "tenant": self.job.tenant,
+            "priority": self.job.options.get("priority", 0),
+            "tenant": self.job.options.get("tenant", NO_TENANT).name,
         }
 
-    async def close(self) -> None:
-        """Abort the prompts that still run."""
-        await self.streams.close()
+    def log_end(self, seconds: float) -> None:
+        """Log at the level debug what the request has used."""
+        names = dict(zip(("prompt_tokens", "cached_tokens", "output_tokens"), self.usage.counts, strict=True))
+        request_id, answer_id = self.call.request_id, self.job.answer.head.id
+        log.debug("request_done", request_id=request_id, id=answer_id, seconds=seconds, **names)
 
     def _check_end(self, chunk: OutputChunk) -> None:
         """Raise unless the last chunk of a choice ends an answer that can be shown."""
         if chunk.finish_reason is FinishReason.ERROR:
-            after_s = max(self._state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
+            after_s = max(self.state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
             refusal = refusal_of_chunk(chunk.error, chunk.error_kind, retry_after_s=after_s)
             if chunk.error_kind == "capacity":
-                self._state.busy.rejected(refusal, self._state.now())
+                self.state.busy.rejected(refusal, self.state.now())
             raise HttpError(refusal)
         if chunk.finish_reason is FinishReason.DEADLINE and not self.usage.completion_tokens:
             raise HttpError(refusal_of_chunk(chunk.error, chunk.error_kind))
@@ -160,7 +179,7 @@ class Generation:
         collected: list[list[OutputChunk]] = [[] for _ in range(len(job.prompts) * num_samples)]
         async with aclosing(self.streams.chunks()) as chunks:
             async for index, chunk in chunks:
-                if chunk.finish_reason is not None:
+                if chunk.finish_reason not in _GOOD:
                     self._check_end(chunk)
                 collected[index].append(chunk)
         wholes: list[OutputChunk] = []
@@ -170,31 +189,31 @@ class Generation:
             )
         if echoes := self.streams.echoes:
             wholes = [replace(whole, text=echoes[i // n] + whole.text) for i, whole in enumerate(wholes)]
-        self.streams.note_timing()
+        if job.timing:
+            self.streams.note_timing()
         body = job.answer.whole(wholes, self.streams.token_ids(), self.usage)
         self._ended = True
         await send_json(send, 200, body, headers)
 
     async def _answer_stream(self, send: Send, headers: Headers) -> None:
-        answer, tags, entry = self.job.answer, self._tags, self._entry
+        answer, tap = self.job.answer, self._tap
         try:
-            if _goes_on(self.job, entry) and await self._replay(
-                send, await self._start_stream(send, headers)
-            ):
-                return
+            if tap is not None and tap.resumes:
+                opening = await self._start_stream(send, headers)
+                if await tap.replay(self, send, opening):
+                    return
             async with aclosing(self.streams.chunks()) as chunks:
                 async for index, chunk in chunks:
-                    if chunk.finish_reason is not None:
+                    if chunk.finish_reason not in _GOOD:
                         self._check_end(chunk)
                     # Not earlier: a rejection by the engine is the first chunk, and has a status of its own.
                     frame = b"" if self._begun else await self._start_stream(send, headers)
                     frame += answer.frame(index, chunk, self.usage)
-                    if tags is not None:
-                        frame = tags.chunk(index, chunk, self.usage.cached_tokens, frame)
-                    elif entry is not None:
-                        if self.disconnected:  # the rest is for the client that comes back
+                    if tap is not None:
+                        shown = await tap.chunk(index, chunk, self.usage.cached_tokens, frame)
+                        if shown is None:
                             return
-                        frame = await entry.chunk(tag_of(index, chunk, self.usage.cached_tokens), frame)
+                        frame = shown
                     if frame:
                         await send({"type": "http.response.body", "body": frame, "more_body": True})
         except Exception as error:
@@ -202,32 +221,14 @@ class Generation:
                 raise
             await self._fail_stream(send, error)
             return
-        self.streams.note_timing()
-        await self._send_last(send, answer.closing(self.usage))
-
-    async def _replay(self, send: Send, events: bytes) -> bool:
-        """Bring the answer to where the client has it; return whether it had ended with an error.
-
-        What the client of a journal's stream has not seen is sent.
-        """
-        entry = self._entry
-        for i, (index, chunk) in enumerate(self.streams.delivered()):
-            events += self.job.answer.frame(index, chunk, self.usage)
-            if i % _REPLAYED_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        if entry is None:
-            return False
-        if shown := entry.numbered(events):
-            await send({"type": "http.response.body", "body": shown, "more_body": True})
-        if entry.end is None or not entry.end.status:
-            return False
-        await self._send_last(send, entry.end.events.encode(), entry.end.status)
-        return True
+        if self.job.timing:
+            self.streams.note_timing()
+        await self.send_last(send, answer.closing(self.usage))
 
     async def _start_stream(self, send: Send, headers: Headers) -> bytes:
         """Send the status, and return the first events."""
         self._begun = True
-        tagged = self._tags.headers if self._tags is not None else ()
+        tagged = () if self._tap is None else self._tap.headers
         every = [(b"content-type", self.job.answer.media_type), *STREAM_HEADERS, *tagged, *headers]
         await send({"type": "http.response.start", "status": 200, "headers": every})
         return self.job.answer.opening(self.streams.token_ids(), self.streams.echoes, self.usage)
@@ -237,24 +238,14 @@ class Generation:
         if not isinstance(error, QuireError):
             log.exception("stream_crashed", id=self.job.answer.head.id)
         refusal = refusal_of(error)
-        await self._send_last(send, self.job.answer.error(refusal), refusal.status)
+        await self.send_last(send, self.job.answer.error(refusal), refusal.status)
 
-    async def _send_last(self, send: Send, body: bytes, status: int = 0) -> None:
+    async def send_last(self, send: Send, body: bytes, status: int = 0) -> None:
         """``status``: of the error that ``body`` is, or 0."""
         self._ended = True
-        if self._tags is not None:
-            body = self._tags.end(status, body)
-        elif self._entry is not None and status != CONTINUES:
-            body = await self._entry.finish(status, body)
+        if self._tap is not None:
+            body = await self._tap.end(status, body)
         await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def _goes_on(job: Job, entry: Entry | None) -> bool:
-    """Whether the client has a part of the stream."""
-    relayed = job.relayed
-    if relayed is None or not relayed.is_resumed or not job.is_continuable:
-        return False
-    return relayed.by_gateway or (entry is not None and bool(relayed.delivered))
 
 
 def _cancellation(code: str) -> HttpError:

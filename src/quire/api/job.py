@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from quire.api.protocol import RequestFields, SampledFields, deadline_of
-from quire.api.relayed import Relayed
+from quire.api.protocol import RequestFields, deadline_of
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
+from quire.engine.prompts import RequestOptions
 from quire.http.call import Call
 from quire.http.refusals import Refusal
-from quire.request import Deadline, Pooling, SamplingParams
+from quire.request import Pooling, SamplingParams, Tenant
 
 _encode = msgspec.json.Encoder().encode
 
@@ -130,32 +130,19 @@ class Job:
     prompts: Sequence[str | Sequence[int]]
     sampling: SamplingParams
     answer: Answer
-    priority: int = 0
-    cache_salt: str = ""
-    tenant: str = ""  # or, without one, the client's user: whose share of the engine it uses
+    # What the edge says of it and the core reads, passed on as it is. The tenant is, without one, the client's user.
+    options: RequestOptions = field(default_factory=RequestOptions)
     owner: str = ""  # the tenant alone: it may read the answer
     continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
     prompt_text: str | None = None  # of a chat: the text that its template made
     truncate_to: int | None = None  # last tokens of each prompt that are kept; -1: as many as fit
-    deadline: Deadline | None = None
     timing: bool = False  # the answer has a timing block
     in_background: bool = False  # a response that runs without its client
     echo: bool = False  # each choice begins with its prompt's text
     pooling: Pooling | None = None  # of requests that sample nothing
     prompt_param: str = "prompt"  # the endpoint's name of its prompts
     notes: dict[str, Any] = field(default_factory=dict)  # that its reading adds to ``timing``
-    relayed: Relayed | None = None  # the answer can go on elsewhere, or has begun there
-
-    @property
-    def is_continuable(self) -> bool:
-        """Whether another server can continue its stream. The prompt's logprobs are not kept."""
-        return (
-            self.relayed is not None
-            and self.answer.streamed
-            and not (self.in_background or self.echo or self.samples_nothing)
-            and self.sampling.prompt_logprobs is None
-        )
 
     @property
     def samples_nothing(self) -> bool:
@@ -169,17 +156,22 @@ def common_fields(request: RequestFields, call: Call, ignored: list[str] | None)
     Raises:
         RequestError: a deadline that is wrong.
     """
-    given: dict[str, Any] = {
+    salt = request.cache_salt
+    options: RequestOptions = {
         "priority": request.priority if call.priority is None else call.priority,
-        "cache_salt": cache_salt(call.salt_group, request.cache_salt),
-        "client_request_id": request.request_id or getattr(request, "rid", None),
-        "tenant": call.tenant or getattr(request, "user", ""),
-        "owner": call.tenant,
-        "truncate_to": getattr(request, "truncate_prompt_tokens", None),
+        "cache_salt": cache_salt(call.salt_group, salt) if salt or call.tenant or call.cache_group else "",
+        "tenant": Tenant(call.tenant or getattr(request, "user", ""), call.weight),
     }
-    if isinstance(request, SampledFields):
-        given |= {"deadline": deadline_of(request.deadline_ms, ignored), "timing": request.timing}
-    return given
+    limit = getattr(request, "deadline_ms", None)
+    if limit is not None:
+        options["deadline"] = deadline_of(limit, ignored)
+    return {
+        "options": options,
+        "owner": call.tenant,
+        "client_request_id": request.request_id or getattr(request, "rid", None),
+        "truncate_to": getattr(request, "truncate_prompt_tokens", None),
+        "timing": getattr(request, "timing", False),
+    }
 
 
 def cache_salt(group: str, given: str) -> str:

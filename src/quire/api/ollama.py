@@ -25,8 +25,7 @@ from quire.api.ollama_request import (
     text_conversation,
 )
 from quire.api.parts import Assembler, Event, Kind, TokenNames, chat_logprobs
-from quire.api.protocol import RequestFields, deadline_of
-from quire.api.relayed import resumes
+from quire.api.protocol import RequestFields
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.engine.pooling import NOTHING_SAMPLED, embedding
@@ -35,7 +34,7 @@ from quire.errors import CapacityError
 from quire.http.body import send_json
 from quire.http.call import Call
 from quire.http.refusals import OLLAMA_ROOT, Refusal
-from quire.http.wire import Boolean, Integer, Text, parse
+from quire.http.wire import Boolean, Ignored, Integer, Text, parse
 from quire.request import FinishReason, Pooling, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
@@ -110,7 +109,7 @@ def _behind(state: ApiState, context: Sequence[int], prompt: str | Sequence[int]
 
 def _fields(request: OllamaFields, ignored: list[str] | None) -> dict[str, Any]:
     """The durations of the answer are those of its timing."""
-    return {"deadline": deadline_of(request.deadline_ms, ignored), "timing": True}
+    return {"timing": True}
 
 
 def _answer(
@@ -308,12 +307,12 @@ class OllamaEndpoint(GenerateEndpoint):
     """An endpoint that also answers a request without a prompt, which asks only that the model is loaded."""
 
     async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
-        model, prompt, empty = _LOADS[self._path]
-        goes_on = resumes(scope, self._state.settings.gateway_key)
+        model, prompt, empty = _LOADS[self.path]
+        goes_on = self.has_its_place(scope)
         if goes_on or (isinstance(body, dict) and (body.get(prompt) or body.get("suffix"))):
             await super()._run(body, arrival_s, scope, client, send)
             return
-        ignored, state = self._ignored(), self._state
+        ignored, state = Ignored(self._judged), self.state
         name = parse(model, body, ignored=ignored).model or state.check_model(None)
         state.check_model(name)
         if state.frontend.state != "ready":

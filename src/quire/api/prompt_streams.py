@@ -7,18 +7,22 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.api.job import Job, Usage
 from quire.api.state import ApiState, Ticket
 from quire.engine.output import OutputChunk
+from quire.engine.prompts import RequestOptions
 from quire.engine.stream import RequestStream
 from quire.errors import RequestError, clip
-from quire.http.call import Call
+from quire.http.call import AnswerName, Call
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.prometheus import RequestMetrics
-from quire.metrics.trace import RequestPhases
-from quire.request import FinishReason, Tenant
+from quire.metrics.trace import RequestPhases, RequestTracer
+from quire.request import FinishReason
+
+if TYPE_CHECKING:
+    from quire.api.relayed import Relayed
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 _LEAST = 16  # tokens that a prompt counts as
@@ -42,6 +46,9 @@ class PromptStreams:
     _arrival_s: float
     _call: Call
     _trace: Mapping[str, str]
+    _relayed: Relayed | None = None  # of an answer that can go on elsewhere, or has begun there
+    # Where a stream can go on elsewhere, the cuts between its events must not depend on the reader's pace.
+    _merges: bool = True
     usage: Usage = field(default_factory=Usage)
     echoes: list[str] = field(default_factory=list)  # the text of each prompt, with `Job.echo`
     _prompts: list[_Started] = field(default_factory=list)
@@ -49,34 +56,30 @@ class PromptStreams:
 
     async def submit(self) -> None:
         """Start all prompts, or none."""
-        job, relayed, n = self._job, self._job.relayed, self._job.sampling.n
-        adapter = self._state.adapter_of(job.answer.head.model)
+        job, state = self._job, self._state
+        is_alone = len(job.prompts) == 1
+        model = job.answer.head.model
+        adapter = None if model in state.model.names else state.adapter_of(model)
+        options: RequestOptions = {**job.options, "adapter": adapter, "pooling": job.pooling}
         try:
             for i, given in enumerate(job.prompts):
-                prompt = await self._cut(given)
+                prompt = given if job.truncate_to is None else await self._cut(given, job.truncate_to)
                 if i:
                     await asyncio.sleep(0)  # other requests have their turn between two prompts
                 if job.samples_nothing:
                     await self._wait_for_turn()
                 if job.echo:
                     self.echoes.append(self._text_of(prompt))
-                stream = await self._state.frontend.submit(
+                stream = await state.frontend.submit(
                     prompt,
                     job.sampling,
-                    request_id=job.answer.head.id + (f"-{i}" if len(job.prompts) > 1 else ""),
-                    priority=job.priority,
-                    cache_salt=job.cache_salt,
-                    tenant=Tenant(job.tenant, self._call.weight),
+                    request_id=job.answer.head.id + ("" if is_alone else f"-{i}"),
                     continues=job.continues,
-                    pooling=job.pooling,
-                    deadline=job.deadline,
-                    adapter=adapter,
-                    **({} if relayed is None else relayed.of_prompt(i, n)),
+                    **options,
+                    **({} if self._call.answer is None else self._named(self._call.answer, i)),
                 )
-                stream.merges = (
-                    not job.is_continuable
-                )  # the cuts between events must not depend on the reader's pace
-                self._started(stream)
+                stream.merges = self._merges
+                self._start(stream)
         except BaseException as error:
             await self.close()
             if isinstance(error, RequestError) and error.param == "prompt" != job.prompt_param:
@@ -85,6 +88,12 @@ class PromptStreams:
                     message = job.prompt_param + message.removeprefix("prompt")
                 raise RequestError(message, param=job.prompt_param, code=error.code) from None
             raise
+
+    def _named(self, answer: AnswerName, prompt: int) -> dict[str, Any]:
+        """Return what an answer that has a name already gives `Frontend.submit` for one prompt."""
+        if self._relayed is not None:
+            return self._relayed.of_prompt(prompt, self._job.sampling.n)
+        return {"seed": answer.seed_of(prompt)}
 
     async def _wait_for_turn(self) -> None:
         """Wait until few tokens of this request are left to compute, so that it shares the engine with others."""
@@ -98,25 +107,23 @@ class PromptStreams:
         skip = self._job.sampling.skip_special_tokens
         return self._state.frontend.tokenizer.decode(prompt, skip_special_tokens=skip)
 
-    def _started(self, stream: RequestStream) -> None:
+    def _start(self, stream: RequestStream) -> None:
         state, sampling, num_tokens = self._state, self._job.sampling, len(stream.prompt_token_ids)
         metrics = state.metrics.request(
             self._arrival_s,
             n=sampling.num_samples,
             max_tokens=sampling.max_tokens,
             prompt_tokens=num_tokens,
-            on_end=self._spans(stream.request_id),
+            on_end=None if state.tracer is None else self._spans(state.tracer, stream.request_id),
         )
         ticket = None if state.forecast is None else state.forecast.enter(num_tokens)
         self._prompts.append(_Started(stream, metrics, ticket))
         self._open.append(self._prompts[-1])
         self.usage.prompt_tokens += num_tokens
 
-    async def _cut(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
+    async def _cut(self, prompt: str | Sequence[int], asked: int) -> str | Sequence[int]:
         """Apply ``truncate_prompt_tokens``; the usage counts the tokens that are cut off."""
-        asked, limit = self._job.truncate_to, self._state.model.max_model_len
-        if asked is None:
-            return prompt
+        limit = self._state.model.max_model_len
         if asked != -1 and not 1 <= asked <= limit:
             raise RequestError(
                 f"truncate_prompt_tokens = {clip(asked)} is not allowed: it must be an integer in 1…{limit} (the "
@@ -129,10 +136,8 @@ class PromptStreams:
         self.usage.truncated_tokens += num_cut
         return ids[num_cut:] if num_cut else prompt
 
-    def _spans(self, request_id: str) -> Callable[[RequestPhases], None] | None:
-        """Return the function that makes the spans of a prompt when it ends; None without a tracer."""
-        if self._state.tracer is None:
-            return None
+    def _spans(self, tracer: RequestTracer, request_id: str) -> Callable[[RequestPhases], None]:
+        """Return the function that makes the spans of a prompt when it ends."""
         sampling = self._job.sampling
         attributes = {
             "gen_ai.request.id": request_id,
@@ -143,7 +148,7 @@ class PromptStreams:
             "gen_ai.request.n": sampling.n,
             "http.request_id": self._call.request_id,
         }
-        return self._state.tracer.follow(self._trace, attributes)
+        return tracer.follow(self._trace, attributes)
 
     async def abort(self) -> None:
         for prompt in self._prompts:
@@ -161,12 +166,12 @@ class PromptStreams:
         return [prompt.stream.prompt_token_ids for prompt in self._prompts]
 
     def note_timing(self) -> None:
-        if self._job.timing:
-            streams = [prompt.stream for prompt in self._prompts]
-            total_s = self._state.now() - self._arrival_s
-            stats = self._state.frontend.stats()
-            self.usage.notes = self._job.notes
-            self.usage.timing = timing_of(streams, self._job.answer.head.determinism, total_s, stats)
+        """Put the timing block of the answer into the usage."""
+        streams = [prompt.stream for prompt in self._prompts]
+        total_s = self._state.now() - self._arrival_s
+        stats = self._state.frontend.stats()
+        self.usage.notes = self._job.notes
+        self.usage.timing = timing_of(streams, self._job.answer.head.determinism, total_s, stats)
 
     def cost(self) -> tuple[float, float]:
         """Return the engine-seconds and KV-block-seconds of what has been computed."""
@@ -194,11 +199,11 @@ class PromptStreams:
 
     def delivered(self) -> Iterator[tuple[int, OutputChunk]]:
         """Yield the chunks that the client has from another replica. They count for usage, not for metrics."""
-        assert self._job.relayed is not None
-        self.usage.cached_tokens = self._job.relayed.cached_tokens
+        assert self._relayed is not None
+        self.usage.cached_tokens = self._relayed.cached_tokens
         n = self._job.sampling.n
         left = [iter(prompt.stream.delivered) for prompt in self._prompts]
-        for each in self._job.relayed.delivered:  # in their order, which numbers the events of a journal
+        for each in self._relayed.delivered:  # in their order, which numbers the events of a journal
             i = each.choice // n
             if (chunk := next(left[i], None)) is None:
                 continue

@@ -121,6 +121,22 @@ class GenerationFields(SampledFields):
     prompt_logprobs: Integer | None = None
 
 
+# The fields that say what form the answer has.
+FORM_FIELDS = frozenset(
+    {
+        "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "guided_whitespace_pattern", "structural_tag", "json_schema", "regex", "ebnf",
+    }
+)  # fmt: skip
+# The fields that change what a chat template is given beside the messages.
+TEMPLATE_FIELDS = frozenset(
+    {
+        "chat_template_kwargs", "reasoning_effort", "documents", "continue_final_message",
+        "add_generation_prompt",
+    }
+)  # fmt: skip
+
+
 class CompletionRequest(GenerationFields):
     """Body of ``/v1/completions``. ``prompt`` is checked by `parse_prompts`."""
 
@@ -197,7 +213,10 @@ def given_sampling(request: SampledFields) -> dict[str, Any]:
     Raises:
         RequestError: best_of in a stream, or a logit_bias whose keys are not token ids.
     """
-    given = {name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None}
+    given: dict[str, Any] = {}
+    for name in _SAME_NAME:
+        if (value := getattr(request, name, None)) is not None:
+            given[name] = value
     if isinstance(given.get("stop"), str | list):  # an empty string stops nothing
         stop = given["stop"]
         given["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
@@ -236,11 +255,11 @@ def sampling_params(
     """
     if given.get("use_beam_search"):
         defaults = {}  # beams are not sampled, so defaults for sampling would contradict them
-    values = {name: value for name, value in defaults.items() if name in _SAME_NAME}
+    for field, value in defaults.items():
+        if field in _SAME_NAME:
+            given = {field: value, **given}
     try:
-        return SamplingParams(
-            **{**values, **given}, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form
-        )
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form)
     except RequestError as error:
         name = (client_names or {}).get(error.param or "")
         if name is None:

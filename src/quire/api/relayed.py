@@ -32,7 +32,6 @@ from quire.request import FinishReason, TokenEvent, TokenLogprobs
 MAX_DELIVERED_BYTES = 4 << 20  # of the resume form, beside the client's body
 TAGGED = b"x-quire-tagged"
 _FLOOR = -9999.0  # JSON has no -Infinity; an answer shows this number as well
-_SEED_MASK = (1 << 53) - 1
 _encode = msgspec.json.Encoder().encode
 
 
@@ -98,7 +97,7 @@ class Relayed:
             if first <= each.choice < first + n
         ]  # fmt: skip
         return {
-            "seed": (self.answer.seed + prompt) & _SEED_MASK,
+            "seed": self.answer.seed_of(prompt),
             "delivered": events,
             "elapsed_s": self.elapsed_s,
         }

@@ -8,7 +8,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.conversation import Conversation, OutputPlan, check_compaction, conversation_job
+from quire.api.context_management import check_compaction
+from quire.api.conversation import Conversation, OutputPlan, conversation_job
 from quire.api.generation import Generation
 from quire.api.job import Answer, Head, Job
 from quire.api.parts import TokenNames

@@ -105,7 +105,8 @@ class _Service:
         )
         self._starting = asyncio.create_task(self._start(announces=takeover is None))
         self._watch_recording_signal()
-        sweeping = asyncio.create_task(self._state.journal.run()) if self._state.journal is not None else None
+        journal = self._app.state.journal
+        sweeping = asyncio.create_task(journal.run()) if journal is not None else None
         try:
             if takeover is not None and (status := await self._take(takeover)):
                 return status
@@ -126,9 +127,9 @@ class _Service:
         finally:
             self._state.bodies.close()
             await self._frontend.close()
-            if sweeping is not None and self._state.journal is not None:
+            if sweeping is not None and journal is not None:
                 sweeping.cancel()
-                await self._state.journal.close()
+                await journal.close()
 
     def _watch_recording_signal(self) -> None:
         if threading.current_thread() is threading.main_thread():

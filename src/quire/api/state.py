@@ -14,8 +14,6 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.api.busy import Busy
-from quire.api.finished import FinishedUsage
-from quire.api.journal import Journal
 from quire.config import CacheConfig, EngineConfig, ModelConfig
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
@@ -32,6 +30,7 @@ from quire.metrics.trace import RequestTracer
 from quire.private import private_folder
 from quire.request import Adapter
 from quire.slo import Slo
+from quire.text.chat_template import ChatTemplate
 from quire.text.output.formats import FORMATS, OutputFormat
 from quire.text.output.generic import format_of
 
@@ -79,23 +78,17 @@ class ApiState:
     unix_time: Callable[[], float]  # seconds since 1970, for "created"
     new_id: Callable[[], str]  # 32 hexadecimal digits, unique
     started_unix: int
+    reasons: bool  # the model writes reasoning, which is separated
     responses: ResponseStore
     running: RunningRequests
     bodies: LargeBodies
     busy: Busy
-    finished: FinishedUsage
-    journal: Journal | None = None
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
 
     def output_format(self, has_tools: bool) -> OutputFormat:
-        """Return how the model writes reasoning and calls: --tool-format, or what its chat template shows."""
-        if self.settings.tool_format != "auto":
-            return FORMATS[self.settings.tool_format]
-        template = self.frontend.chat_template
-        if not template.names:
-            return FORMATS["plain"]
-        return format_of(template.source(has_tools))
+        """Return how the model writes reasoning and calls."""
+        return output_format(self.settings, self.frontend.chat_template, has_tools=has_tools)
 
     @property
     def model(self) -> ModelInfo:
@@ -161,6 +154,15 @@ class ApiState:
         if registry is None or model in self.model.names:
             return None
         return registry.find(model)
+
+
+def output_format(settings: ApiSettings, template: ChatTemplate, *, has_tools: bool) -> OutputFormat:
+    """Return --tool-format, or what the model's chat template shows."""
+    if settings.tool_format != "auto":
+        return FORMATS[settings.tool_format]
+    if not template.names:
+        return FORMATS["plain"]
+    return format_of(template.source(has_tools))
 
 
 def is_busy(frontend: Frontend) -> bool:

@@ -122,7 +122,6 @@ async def body_pieces(
     decoder = None
     if coding is not None:
         from quire.http.codings import decoder_of
-        from quire.http.held_bytes import hold_more
 
         decoder = decoder_of(coding)
     length = header(scope, b"content-length")
@@ -146,7 +145,8 @@ async def body_pieces(
             decoded_size += len(part)
             if decoded_size > max_bytes:
                 raise _too_large(f"over {max_bytes}", max_bytes, flag)
-            hold_more(scope, len(part))
+            if (held := scope.get(HELD_BODY)) is not None:
+                held.take(len(part))  # beside the bytes that came
             yield part
             await asyncio.sleep(0)  # other requests have their turn
     if decoder is not None:

@@ -32,6 +32,10 @@ class AnswerName(NamedTuple):
     def __str__(self) -> str:
         return f"{self.id} {self.created} {self.seed}"
 
+    def seed_of(self, prompt: int) -> int:
+        """Return the seed of a prompt of the request, counted from 0."""
+        return (self.seed + prompt) & _SEED_MASK
+
     @classmethod
     def read(cls, text: str) -> AnswerName:
         """Return what `str` has written, the value of ``x-quire-answer``.

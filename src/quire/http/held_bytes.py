@@ -115,9 +115,3 @@ class HeldBodies:
             await self._app(scope, counted, answering)
         finally:
             body.release()
-
-
-def hold_more(scope: Scope, num_bytes: int) -> None:
-    """Count what a coded body has become beside the bytes that came. Raises `HttpError`."""
-    if (body := scope.get(HELD_BODY)) is not None:
-        body.take(num_bytes)

@@ -116,7 +116,10 @@ class ChatTemplate:
         Raises `RequestError` where the template rejects the messages, fails on them, or writes too much.
         """
         chosen = self._choose(bool(tools), name)
-        chat = [_with_reasoning_names(message) for message in messages]
+        chat = []
+        for message in messages:
+            has_reasoning = not message.keys().isdisjoint(_REASONING_FIELDS)
+            chat.append(_with_reasoning_names(message) if has_reasoning else dict(message))
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -129,7 +132,7 @@ class ChatTemplate:
         if add_generation_prompt is not None:
             given["add_generation_prompt"] = add_generation_prompt
         given = _given({**self._variables, **given, **(variables or {})})
-        text = self._render(self.compile()[chosen], given)
+        text = self._render((self._compiled or self.compile())[chosen], given)
         return _cut(text, final_text) if continue_final_message else text
 
     def _choose(self, has_tools: bool, name: str | None) -> str:
@@ -150,13 +153,13 @@ class ChatTemplate:
         return name
 
     def _render(self, template: Template, variables: Mapping[str, Any]) -> str:
-        absent = [name for name in ("tools", "documents") if variables[name] is None]
         try:
             try:
                 return _capped(template, variables)
             except TypeError:
                 # transformers passes None for what is absent, and a template that always expects tools fails on it. If
                 # it does not get the name at all, it loops over nothing.
+                absent = [name for name in ("tools", "documents") if variables[name] is None]
                 if not absent:
                     raise
                 return _capped(template, {k: v for k, v in variables.items() if k not in absent})

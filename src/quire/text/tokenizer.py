@@ -83,7 +83,8 @@ class Tokenizer:
         if allow_special and len(text) > _LONG_CHARACTERS:
             return self.encode_long([text], add_special_tokens)[0]
         with nullcontext() if allow_special else self._long_lock, self._lock:
-            self._allow_special(allow_special)
+            if self._backend.encode_special_tokens == allow_special:
+                self._allow_special(allow_special)
             try:
                 ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             except TypeError as error:
