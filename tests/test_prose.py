@@ -47,10 +47,10 @@ ALLOWED: dict[str, int] = {}
 # The same for trailing comments in src.
 ALLOWED_TRAILING: dict[str, int] = {
     "src/quire": 1,
-    "src/quire/api": 52,
+    "src/quire/api": 51,
     "src/quire/cli": 2,
     "src/quire/engine": 42,
-    "src/quire/http": 39,
+    "src/quire/http": 38,
     "src/quire/jobs": 6,
     "src/quire/layers": 1,
     "src/quire/lora": 2,

@@ -716,8 +716,8 @@ TOKENS: tuple[Mutant, ...] = (
         "replayed-prompt-by-prompt",
         "a stream with several prompts is replayed prompt by prompt, so that its events get other numbers",
         "src/quire/api/prompt_streams.py",
-        "in self._relayed.delivered:  #",
-        "in sorted(self._relayed.delivered, key=lambda each: each.choice // n):  #",
+        "in self._relayed.delivered:\n",
+        "in sorted(self._relayed.delivered, key=lambda each: each.choice // n):\n",
         ("tests/api/test_api_journal.py",),
     ),
     Mutant(

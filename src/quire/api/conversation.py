@@ -31,7 +31,8 @@ from quire.text.output.parser import OutputParser
 RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
 )  # fmt: skip
-_PLAIN_ROLES = frozenset({"system", "user", "assistant"})  # that every template knows
+# Every template knows these roles.
+_PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 _MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 

@@ -36,7 +36,7 @@ CANCELLED_BY_CLIENT = "cancelled_by_client"
 class Tap(Protocol):
     """Sees a stream before its client does, so that it can go on elsewhere."""
 
-    headers: Headers  # of the answer
+    headers: Headers  # the answer has them too
     resumes: bool  # the client has a part of the stream
 
     def attach(self, generation: Generation) -> None:

@@ -26,7 +26,7 @@ class Passage:
         self, journal: Journal | None, path: str, relayed: Relayed, entry: Entry | None = None
     ) -> None:
         self.relayed = relayed
-        self.tap: Tap | None = None  # what sees its stream
+        self.tap: Tap | None = None
         self._journal = journal
         self._path = path
         self._resumed = entry

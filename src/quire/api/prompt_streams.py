@@ -46,7 +46,8 @@ class PromptStreams:
     _arrival_s: float
     _call: Call
     _trace: Mapping[str, str]
-    _relayed: Relayed | None = None  # of an answer that can go on elsewhere, or has begun there
+    # None: the answer cannot go on elsewhere.
+    _relayed: Relayed | None = None
     # Where a stream can go on elsewhere, the cuts between its events must not depend on the reader's pace.
     _merges: bool = True
     usage: Usage = field(default_factory=Usage)
@@ -203,7 +204,8 @@ class PromptStreams:
         self.usage.cached_tokens = self._relayed.cached_tokens
         n = self._job.sampling.n
         left = [iter(prompt.stream.delivered) for prompt in self._prompts]
-        for each in self._relayed.delivered:  # in their order, which numbers the events of a journal
+        # Their order numbers the events of a journal.
+        for each in self._relayed.delivered:
             i = each.choice // n
             if (chunk := next(left[i], None)) is None:
                 continue

@@ -24,7 +24,8 @@ STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),  # nginx must not hold the stream back
 )
 BROWSER_HEADERS = (b"origin", b"sec-fetch-site", b"referer")
-HELD_BODY = "quire.held_body"  # in the ASGI scope: what `quire.http.held_bytes` holds of the request
+# The key in the ASGI scope of what `quire.http.held_bytes` holds of the request.
+HELD_BODY = "quire.held_body"
 STREAM_DONE = b"data: [DONE]\n\n"  # the end of OpenAI's streams
 
 _encode = msgspec.json.Encoder().encode
@@ -146,7 +147,7 @@ async def body_pieces(
             if decoded_size > max_bytes:
                 raise _too_large(f"over {max_bytes}", max_bytes, flag)
             if (held := scope.get(HELD_BODY)) is not None:
-                held.take(len(part))  # beside the bytes that came
+                held.take(len(part))
             yield part
             await asyncio.sleep(0)  # other requests have their turn
     if decoder is not None:

@@ -43,7 +43,7 @@ UVICORN: dict[str, Any] = {
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _WORTH_A_LOOK = 64  # requests after which memory may have grown
-_LOOKING_S = 60.0  # for memory to give back, after them or a large body
+_LOOKING_S = 60.0
 _GIVING_S = 0.05  # between looks for connections that may be given away
 _FORCED_END_S = 1.0
 _CLOSE_TIMEOUT_S = 5  # for the last bytes of answers, after the drain
@@ -84,8 +84,9 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
         self._memory = MemoryReturn(lambda work: self._loop.run_in_executor(None, work))
-        self._used = (0, 0)  # requests and bytes of large bodies so far, as of the last look
-        self._look_until_s = 0.0  # at the memory
+        # Requests and bytes of large bodies, when memory was looked at.
+        self._used = (0, 0)
+        self._look_until_s = 0.0
         self._num_signals = 0
         self._ask = ask if tls is None else None
         self._front: FrontLink | None = None

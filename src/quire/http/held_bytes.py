@@ -23,7 +23,7 @@ class Room:
     def __init__(self, most: int) -> None:
         self.most = most
         self.held = 0
-        self.taken = 0  # by all holders so far
+        self.taken = 0  # bytes so far
 
 
 class Held:

@@ -29,7 +29,7 @@ class Stages:
     def __init__(self, app: ASGIApp, rules: BrowserRules) -> None:
         self._app = app
         self._rules = rules
-        self._hosts: set[bytes] = set()  # values of Host that are allowed
+        self._hosts: set[bytes] = set()  # allowed values of Host
         self._staged: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
