@@ -37,8 +37,7 @@ class RopeSpec:
     theta: float
     dim: int  # rotated dimensions per head; partial rotary: < head_dim
     kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
-    # Pairs (0,1),(2,3)… (GPT-J, DeepSeek) instead of (i, i + dim/2) (NeoX).
-    interleaved: bool = False
+    interleaved: bool = False  # pairs (0,1),(2,3)… (GPT-J), not (i, i + dim/2) (NeoX)
     factor: float = 1.0
     original_max_position: int = 0  # length of the original training (0: max_position_embeddings)
     low_freq_factor: float = 1.0  # llama3

@@ -277,7 +277,7 @@ class Adapter(NamedTuple):
     path: str  # folder, on the machine of the workers
     key: str  # digest of its content
     rank: int  # the largest of its modules
-    saved: tuple[str, ...] = ()  # ends of the model that it brings whole: "embed_tokens", "lm_head"
+    saved: tuple[str, ...] = ()  # replaced matrices: "embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True, slots=True)

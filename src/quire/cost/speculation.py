@@ -22,8 +22,7 @@ from quire.modelspec import ModelSpec
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
 
-# Sequences with a tree of drafts in one step: with more, a step has no time for wide trees.
-TREES = 8
+TREES = 8  # sequences per step with a tree of drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class _Held(Generic[M]):
     """The same, ready to use: a `PackedLinear` multiplies hidden states, of a tensor ids choose rows."""
 
     whole: M | None
-    a: M | None = None  # of the embedding [vocab_size, rank]
+    a: M | None = None  # embedding [vocab_size, rank]
     b: PackedLinear | None = None
     scale: float = 1.0
     gain: Tensor | None = None

@@ -30,8 +30,7 @@ from quire.weight_format import WeightFormat
 # The largest weight of a group becomes −divisor: beyond 8 it is cut off, below it not all levels are used.
 DIVISORS = (8.0, 7.0, 7.4, 7.7, 8.3, 8.6, 9.0)
 TOP = 116.0  # below 120, so the largest weight is cut off a little
-# Multipliers tried, counted from the one that makes a group's largest level 8 or more.
-NEIGHBOURS = (-1, 0, 1, 2, 3)
+NEIGHBOURS = (-1, 0, 1, 2, 3)  # steps from the multiplier that makes a group's largest 8
 PARTIALS = 4  # partial sums of Σ w·q; weight i belongs to sum i mod 4
 SMALLEST = 2.0**-100  # a group whose largest weight is no larger is all zeros
 

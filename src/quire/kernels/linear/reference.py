@@ -60,8 +60,7 @@ def round_up(size: int, multiple: int) -> int:
 def pack_empty(out_features: int, in_features: int, dtype: torch.dtype) -> PackedLinear:
     """Row-major ``[out_features, in_features]``, both padded with zeros to a multiple of 32."""
     data = torch.zeros(round_up(out_features, ALIGN), round_up(in_features, ALIGN), dtype=dtype)
-    # Only the padding is filled: the rest costs no memory until it is written.
-    data[out_features:].zero_()
+    data[out_features:].zero_()  # only the padding: the rest stays untouched memory
     data[:, in_features:].zero_()
     return PackedLinear(out_features, in_features, data)
 
