@@ -62,11 +62,11 @@ def add_tokens(backend: Backend, added: Mapping[int, AddedToken]) -> None:
     """Register tokens that are matched before splitting, and check that each gets the id of its file."""
     for token_id, token in sorted(added.items()):
         backend.add_tokens([token])
-        found = backend.token_to_id(token.content)
-        if found != token_id:
+        known_id = backend.token_to_id(token.content)
+        if known_id != token_id:
             raise ModelLoadError(
                 f"The added token {token.content!r} should have id {token_id} (added_tokens_decoder) but the "
-                f"vocabulary gives it {found}: the tokenizer files do not belong together. Use all of them from one "
+                f"vocabulary gives it {known_id}: the tokenizer files do not belong together. Use all of them from one "
                 "repository."
             )
 

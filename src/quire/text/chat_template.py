@@ -128,11 +128,11 @@ class ChatTemplate:
                     param="continue_final_message",
                 )
             chat, final_text = _marked(chat)
-        given: dict[str, Any] = {"messages": chat, "tools": tools, "documents": documents}
+        context: dict[str, Any] = {"messages": chat, "tools": tools, "documents": documents}
         if add_generation_prompt is not None:
-            given["add_generation_prompt"] = add_generation_prompt
-        given = _given({**self._variables, **given, **(variables or {})})
-        text = self._render((self._compiled or self.compile())[chosen], given)
+            context["add_generation_prompt"] = add_generation_prompt
+        context = _given({**self._variables, **context, **(variables or {})})
+        text = self._render((self._compiled or self.compile())[chosen], context)
         return _cut(text, final_text) if continue_final_message else text
 
     def _choose(self, has_tools: bool, name: str | None) -> str:
@@ -315,5 +315,5 @@ def _cut(text: str, final_text: str) -> str:
             param="continue_final_message",
         )
     # A template that trims the message has removed the mark's space and the message's own trailing spaces.
-    kept = text[at : at + len(_CUT)] == _CUT
-    return text[:at] if kept else re.sub(r"\s+\Z", "", text[:at])
+    has_mark = text[at : at + len(_CUT)] == _CUT
+    return text[:at] if has_mark else re.sub(r"\s+\Z", "", text[:at])

@@ -95,22 +95,22 @@ class _Closing:
         for part in _schemas(schema.get("allOf") or ()):
             yield [part]
         for options in (schema.get("anyOf"), schema.get("oneOf"), [schema.get("then"), schema.get("else")]):
-            found = _schemas(options or ())
-            if found:
-                yield found
+            schemas = _schemas(options or ())
+            if schemas:
+                yield schemas
         for key in ("dependencies", "dependentSchemas"):
-            found = _schemas(_values(schema.get(key)))
-            if found:
-                yield found
+            schemas = _schemas(_values(schema.get(key)))
+            if schemas:
+                yield schemas
 
     def _inside(self, schema: Schema) -> list[Schema]:
         """Return the schemas directly inside, and what is referred to."""
-        found = [schema.get(key) for key in (*_VALUES, "then", "else")]
+        children = [schema.get(key) for key in (*_VALUES, "then", "else")]
         for key in _LISTS:
-            found += schema[key] if isinstance(schema.get(key), list) else ()
+            children += schema[key] if isinstance(schema.get(key), list) else ()
         for key in _MAPS:
-            found += _values(schema.get(key))
-        return _schemas([*found, *([target(schema["$ref"], self._root)] if "$ref" in schema else [])])
+            children += _values(schema.get(key))
+        return _schemas([*children, *([target(schema["$ref"], self._root)] if "$ref" in schema else [])])
 
     def _speaking(self, schema: Schema, *, own: bool = False) -> bool:
         """Return whether the schema, or with ``own`` its own keywords, says which properties an object has."""
@@ -162,8 +162,8 @@ class _Closing:
 
     def _are_apart(self, options: list[Schema]) -> bool:
         """Return whether a value of one option, closed, is never valid under another as it is written."""
-        found = [self._followed(option) for option in options]
-        return all(_excludes(a, b) for i, a in enumerate(found) for j, b in enumerate(found) if i != j)
+        followed = [self._followed(option) for option in options]
+        return all(_excludes(a, b) for i, a in enumerate(followed) for j, b in enumerate(followed) if i != j)
 
     def _followed(self, schema: Schema, limit: int = 8) -> Schema:
         inner = target(schema["$ref"], self._root) if "$ref" in schema else None
@@ -235,8 +235,8 @@ def _excludes(option: Schema, other: Schema) -> bool:
 
 def _kinds(schema: Schema) -> set[str]:
     kinds = schema.get("type")
-    found = {kinds} if isinstance(kinds, str) else set(kinds or ())
-    return {"number" if kind == "integer" else kind for kind in found}
+    names = {kinds} if isinstance(kinds, str) else set(kinds or ())
+    return {"number" if kind == "integer" else kind for kind in names}
 
 
 def _listed(schema: Any) -> set[str] | None:
@@ -249,12 +249,12 @@ def _listed(schema: Any) -> set[str] | None:
 
 def _required(schema: Schema) -> set[str]:
     names = schema.get("required")
-    found = set(map(str, names)) if isinstance(names, list) else set()
+    required = set(map(str, names)) if isinstance(names, list) else set()
     for key in ("dependencies", "dependentRequired"):
         needs = schema.get(key)
         for name, need in needs.items() if isinstance(needs, dict) else ():
-            found |= {name, *map(str, need)} if isinstance(need, list) else {name}
-    return found
+            required |= {name, *map(str, need)} if isinstance(need, list) else {name}
+    return required
 
 
 def _schemas(values: Iterable[Any]) -> list[Schema]:

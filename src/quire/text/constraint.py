@@ -48,9 +48,9 @@ class AllowedTokens:
         self._ids = np.unique(np.asarray(token_ids, np.int64))
 
     def mask(self, allowed: BoolMask) -> bool:
-        kept = allowed[self._ids].copy()
+        before = allowed[self._ids].copy()
         allowed[:] = False
-        allowed[self._ids] = kept
+        allowed[self._ids] = before
         return True
 
     def advance(self, token_id: int) -> None:

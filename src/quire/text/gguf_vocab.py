@@ -50,15 +50,15 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the ids that end an answer: those that the file names, and those whose text says it, as in llama.cpp."""
     named = [special_id(metadata, key) for key in _END_IDS]
     by_text = _ends_by_text(metadata.get(_PREFIX + "tokens") or ())
-    return tuple(dict.fromkeys(each for each in (*named, *by_text) if each is not None))
+    return tuple(dict.fromkeys(token_id for token_id in (*named, *by_text) if token_id is not None))
 
 
 def _ends_by_text(tokens: Sequence[str]) -> list[int]:
-    found = {text: token_id for token_id, text in enumerate(tokens) if text in _ENDS}
+    ids = {text: token_id for token_id, text in enumerate(tokens) if text in _ENDS}
     for marks, inner in _BETWEEN:
-        if all(mark in found for mark in marks):
-            found.pop(inner, None)
-    return list(found.values())
+        if all(mark in ids for mark in marks):
+            ids.pop(inner, None)
+    return list(ids.values())
 
 
 def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any]) -> Tokenizer:

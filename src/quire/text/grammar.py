@@ -38,14 +38,14 @@ def grammar_source(params: StructuredOutputsParams) -> str:
         RequestError: the text is larger than `MAX_SOURCE_BYTES`, or nested more deeply than Python can serialize.
     """
     kind = params.kind
-    given = {
+    fields = {
         "kind": kind,
         "value": getattr(params, kind),
         "whitespace": None if params.disable_any_whitespace else params.whitespace_pattern or WHITESPACE,
         "closed": params.disable_additional_properties is not False,
     }
     try:
-        text = json.dumps(given)
+        text = json.dumps(fields)
     except RecursionError:
         raise params.wrong(f"{params.param}: {kind} is nested too deeply.") from None
     except (TypeError, ValueError) as error:  # offline: a dict may hold anything
@@ -71,14 +71,14 @@ def build_grammar(source: str, level: int = 0) -> str:
     Raises:
         RequestError: the source cannot be a grammar. Many errors show only when the result is compiled.
     """
-    given = json.loads(source)
-    value, options = given["value"], _options(given["whitespace"])
-    match given["kind"]:
+    fields = json.loads(source)
+    value, options = fields["value"], _options(fields["whitespace"])
+    match fields["kind"]:
         case "json":
             schema = _parsed(value)
             if not isinstance(schema, dict):
                 raise RequestError(f"the schema is {schema!r:.60}; it must be an object")
-            schema = closed(schema) if given["closed"] else schema
+            schema = closed(schema) if fields["closed"] else schema
             return _at_level(without_empty(schema), level, options)
         case "json_object":
             return _json_grammar({"type": "object"}, options)
@@ -87,7 +87,7 @@ def build_grammar(source: str, level: int = 0) -> str:
         case "regex":
             return _lark(f"start: /{slashed(value)}/")
         case "structural_tag":
-            return lark_of_structural_tag(_parsed(value), options, closes=given["closed"])
+            return lark_of_structural_tag(_parsed(value), options, closes=fields["closed"])
     return _lark(as_lark(value))
 
 

@@ -75,8 +75,8 @@ class Lookahead:
         if ("listed", place) not in known:
             schemas = self.schemas(state)
             known["listed", place] = self._check.listed(schemas)
-        found: list[Any] | None = known["listed", place]
-        return found
+        values: list[Any] | None = known["listed", place]
+        return values
 
     def is_unique(self, schemas: Sequence[Any]) -> bool:
         return any(part.get("uniqueItems") is True for s in schemas for part in self._check.parts(s))
@@ -87,11 +87,11 @@ class Lookahead:
             return (self._check.root,)
         frame = state.frames[-1]
         place = (frame.key or "") if isinstance(frame.value, dict) else len(frame.value)
-        found: tuple[Any, ...] | None = frame.known.get((place, options))
-        if found is None:
+        inner: tuple[Any, ...] | None = frame.known.get((place, options))
+        if inner is None:
             schemas = frame.may if options else frame.schemas
-            found = frame.known[place, options] = self._check.inside(schemas, place, options=options)
-        return found
+            inner = frame.known[place, options] = self._check.inside(schemas, place, options=options)
+        return inner
 
 
 def narrowed(outer: tuple[Frame, ...], frame: Frame) -> State | None:

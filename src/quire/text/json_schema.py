@@ -117,9 +117,9 @@ def relaxed(schema: Any, *, alternatives: bool, nested: int = 0) -> Any:
     if nested > _MAX_INSIDE:
         raise NoForm
     if isinstance(schema.get("$ref"), str):
-        kept = {key: schema[key] for key in ("$schema", "$id", "id", "$ref") if key in schema}
+        identity = {key: schema[key] for key in ("$schema", "$id", "id", "$ref") if key in schema}
         groups = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema.get(key), dict)}
-        schema = {**kept, **groups}
+        schema = {**identity, **groups}
     made = {key: value for key, value in schema.items() if key not in _WATCHED}
     made = with_known_format(made)
     options = [made.pop(key) for key in ("anyOf", "oneOf") if isinstance(made.get(key), list)]

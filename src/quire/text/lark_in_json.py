@@ -117,7 +117,7 @@ def _node(kind: Any, value: Any, flags: int) -> str:
     if kind is op.IN:
         return _one_of(_cased(_members(value), flags))
     if kind is op.BRANCH:
-        return "(" + "|".join([_written(each, flags) for each in value[1]]) + ")"
+        return "(" + "|".join([_written(branch, flags) for branch in value[1]]) + ")"
     if kind is op.SUBPATTERN:
         _, add, remove, inner = value
         return "(" + _written(inner, (flags | add) & ~remove) + ")"
@@ -129,18 +129,18 @@ def _node(kind: Any, value: Any, flags: int) -> str:
 
 
 def _members(items: Iterable[tuple[Any, Any]]) -> Ranges:
-    found: Ranges = []
+    ranges: Ranges = []
     negated = False
     for kind, value in items:
         if kind is op.NEGATE:
             negated = True
         elif kind is op.RANGE:
-            found.append(value)
+            ranges.append(value)
         elif kind is op.LITERAL:
-            found.append((value, value))
+            ranges.append((value, value))
         else:
-            found += _CLASSES[value] if value in _CLASSES else _others(_CLASSES[_NEGATED[value]])
-    return _others(found) if negated else found
+            ranges += _CLASSES[value] if value in _CLASSES else _others(_CLASSES[_NEGATED[value]])
+    return _others(ranges) if negated else ranges
 
 
 def _cased(ranges: Ranges, flags: int) -> Ranges:
@@ -158,12 +158,12 @@ def _cased(ranges: Ranges, flags: int) -> Ranges:
 
 def _others(ranges: Ranges) -> Ranges:
     """Return all characters that are in none of ``ranges``."""
-    found, begin = [], 0
+    gaps, begin = [], 0
     for low, high in sorted(ranges):
         if low > begin:
-            found.append((begin, low - 1))
+            gaps.append((begin, low - 1))
         begin = max(begin, high + 1)
-    return [*found, (begin, _END)] if begin <= _END else found
+    return [*gaps, (begin, _END)] if begin <= _END else gaps
 
 
 def _one_of(ranges: Ranges) -> str:

@@ -77,12 +77,12 @@ def _plain(value: Decimal) -> int | float:
 def _with_fewer_digits(low: Limit | None, high: Limit | None) -> list[tuple[Limit | None, Limit | None]]:
     """Return the ranges inside whose limits have fewer digits behind the point."""
     digits = max(0 if limit is None else _digits(limit[0]) for limit in (low, high))
-    found = []
+    ranges = []
     for places in range(digits if digits <= _MAX_DIGITS else 0):
         inner_low, inner_high = _rounded(low, places, 1), _rounded(high, places, -1)
         if inner_low is None or inner_high is None or inner_low[0] <= inner_high[0]:
-            found.append((inner_low, inner_high))
-    return found
+            ranges.append((inner_low, inner_high))
+    return ranges
 
 
 def _digits(value: Decimal) -> int:

@@ -86,11 +86,11 @@ class SchemaCheck:
 
     def inside(self, schemas: Sequence[Any], key: str | int, *, options: bool = False) -> tuple[Any, ...]:
         """Return the schemas that hold, or with ``options`` may hold, for a property, or for the item at an index."""
-        found: list[Any] = []
+        inner: list[Any] = []
         for schema in schemas:
             for part in self.options(schema) if options else self.parts(schema):
-                found += self._of_property(part, key) if isinstance(key, str) else _of_item(part, key)
-        return tuple(found)
+                inner += self._of_property(part, key) if isinstance(key, str) else _of_item(part, key)
+        return tuple(inner)
 
     def listed(self, schemas: Sequence[Any]) -> list[Any] | None:
         """Return the values that are valid under all of ``schemas``, None if no `enum` or `const` lists them."""
@@ -107,13 +107,13 @@ class SchemaCheck:
             if "const" in part or "enum" in part:
                 return [part["const"]] if "const" in part else list(part["enum"])
             for options in (part.get("anyOf"), part.get("oneOf")):
-                found = (
+                lists = (
                     [self._values(o, depth + 1) for o in options]
                     if options and depth < _MAX_NESTED
                     else [None]
                 )
-                if None not in found:
-                    return [value for values in found for value in values or ()]
+                if None not in lists:
+                    return [value for values in lists for value in values or ()]
         return None
 
     def valid(self, value: Any, schema: Any, depth: int = 0) -> bool:
@@ -201,10 +201,10 @@ class SchemaCheck:
         )
 
     def _of_property(self, schema: Mapping[str, Any], name: str) -> list[Any]:
-        found = [schema["properties"][name]] if name in schema.get("properties", ()) else []
+        schemas = [schema["properties"][name]] if name in schema.get("properties", ()) else []
         patterns = schema.get("patternProperties", {})
-        found += [inner for pattern, inner in patterns.items() if self._matches("pattern", pattern, name)]
-        return found or ([schema["additionalProperties"]] if "additionalProperties" in schema else [])
+        schemas += [inner for pattern, inner in patterns.items() if self._matches("pattern", pattern, name)]
+        return schemas or ([schema["additionalProperties"]] if "additionalProperties" in schema else [])
 
 
 def _of_item(schema: Mapping[str, Any], index: int) -> list[Any]:

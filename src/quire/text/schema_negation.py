@@ -34,11 +34,11 @@ def all_of(parts: Sequence[Any]) -> Any:
     """Return the schema under which all of ``parts`` hold."""
     if any(part is False for part in parts):
         return False
-    kept = [part for part in parts if isinstance(part, dict) and part]
-    if len(kept) < 2:
-        return kept[0] if kept else {}
-    first = kept[0]
-    return {**first, "allOf": [*first.get("allOf", ()), *kept[1:]]}
+    schemas = [part for part in parts if isinstance(part, dict) and part]
+    if len(schemas) < 2:
+        return schemas[0] if schemas else {}
+    first = schemas[0]
+    return {**first, "allOf": [*first.get("allOf", ()), *schemas[1:]]}
 
 
 def without(name: str) -> dict[str, Any]:
@@ -50,16 +50,16 @@ def target(ref: Any, root: Any) -> Any:
     """Return what a local reference ``#/a/b`` means. Raises `NoForm` for one that is not local or leads nowhere."""
     if not isinstance(ref, str) or not ref.startswith("#") or ref[1:2] not in ("", "/"):
         raise NoForm
-    found = root
+    node = root
     for part in unquote(ref[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        elif isinstance(found, dict) and name in found:
-            found = found[name]
+        if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        elif isinstance(node, dict) and name in node:
+            node = node[name]
         else:
             raise NoForm
-    return found
+    return node
 
 
 def resolved(schema: Any, root: dict[str, Any], limit: int = 8) -> Any:
@@ -68,9 +68,9 @@ def resolved(schema: Any, root: dict[str, Any], limit: int = 8) -> Any:
         return schema
     if limit == 0:
         raise NoForm
-    found = target(schema["$ref"], root)
+    referred = target(schema["$ref"], root)
     rest = {key: value for key, value in schema.items() if key != "$ref" and key not in SILENT}
-    return all_of([resolved(found, root, limit - 1), rest])
+    return all_of([resolved(referred, root, limit - 1), rest])
 
 
 def negate(schema: Any, root: dict[str, Any], depth: int = 0) -> Any:
@@ -105,10 +105,10 @@ def negate(schema: Any, root: dict[str, Any], depth: int = 0) -> Any:
 
 
 def _type(value: Any, negate: Negate) -> list[Any]:
-    given = {value} if isinstance(value, str) else set(value)
-    if "integer" in given:
-        given.add("number")  # there is no schema for numbers that are not integers
-    left = [kind for kind in _TYPES if kind not in given]
+    kinds = {value} if isinstance(value, str) else set(value)
+    if "integer" in kinds:
+        kinds.add("number")  # there is no schema for numbers that are not integers
+    left = [kind for kind in _TYPES if kind not in kinds]
     return [{"type": left}] if left else []
 
 

@@ -77,9 +77,9 @@ class _Values:
                 known = self._kinds.get(id(schema), frozenset())
                 if known == ALL:
                     continue
-                found = self._evaluated(schema)
-                changed = changed or found != known
-                self._kinds[id(schema)] = found
+                kinds = self._evaluated(schema)
+                changed = changed or kinds != known
+                self._kinds[id(schema)] = kinds
 
     def kinds_of(self, schema: Any) -> Kinds:
         """Return the types of the finite values known so far."""
@@ -147,22 +147,22 @@ class _Values:
 
     def _members(self, schema: Schema) -> list[Schema] | None:
         """Return the schemas that hold together with ``schema``; None if ``$ref`` leads back to itself."""
-        found: list[Schema] = []
+        members: list[Schema] = []
         seen: set[int] = set()
 
         def add(one: Any, above: tuple[int, ...]) -> bool:
             if id(one) in above:
                 return False
             if one is False:
-                found.append({"not": {}, "type": []})
+                members.append({"not": {}, "type": []})
             if not isinstance(one, dict) or id(one) in seen:
                 return True
             seen.add(id(one))
-            found.append(one)
+            members.append(one)
             inner = [self._target(one), *_list(one, "allOf")]
             return all(add(part, (*above, id(one))) for part in inner)
 
-        return found if add(schema, ()) else None
+        return members if add(schema, ()) else None
 
     def _evaluated(self, schema: Schema) -> Kinds:
         why: list[Reason] = []
@@ -278,9 +278,9 @@ def _number(members: Sequence[Schema]) -> Reason | None:
         first += bool(above) and first * step == low
         last -= bool(below) and last * step == high
         if first > last:
-            said = "type 'integer'" if step == 1 else f"multipleOf = {float(step):g}"
+            rule = "type 'integer'" if step == 1 else f"multipleOf = {float(step):g}"
             return (
-                f"{low_name} = {float(low):g} and {high_name} = {float(high):g} leave nothing of {said}",
+                f"{low_name} = {float(low):g} and {high_name} = {float(high):g} leave nothing of {rule}",
                 None,
             )
     return None

@@ -104,7 +104,7 @@ class Tokenizer:
                 encoded = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             except TypeError as error:
                 raise _no_unicode() from error
-            return [each.ids for each in encoded]
+            return [encoding.ids for encoding in encoded]
 
     def _allow_special(self, allow: bool) -> None:
         if self._backend.encode_special_tokens == allow:
@@ -152,8 +152,8 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token in the vocabulary's own spelling, or None."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     @property
     def bos_token_id(self) -> int | None:
@@ -188,14 +188,14 @@ def characters_kept(backend: Backend) -> int:
         return 0
     most, left = 1, [] if backend.normalizer is None else [json.loads(backend.normalizer.__getstate__())]
     while left:
-        each = left.pop()
-        left += each.get("normalizers", [])
-        if each["type"] == "NFC":
+        normalizer = left.pop()
+        left += normalizer.get("normalizers", [])
+        if normalizer["type"] == "NFC":
             most = _NFC_CHARACTERS
-        elif each["type"] == "Replace":
-            if len(each["pattern"].get("String", "  ")) > max(1, len(each["content"])):
+        elif normalizer["type"] == "Replace":
+            if len(normalizer["pattern"].get("String", "  ")) > max(1, len(normalizer["content"])):
                 return 0
-        elif each["type"] not in ("Sequence", "Prepend"):
+        elif normalizer["type"] not in ("Sequence", "Prepend"):
             return 0
     return most
 

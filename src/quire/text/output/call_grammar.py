@@ -53,21 +53,21 @@ def required_calls(
 def _calls(format: OutputFormat, tools: Tools, names: Sequence[str], *, many: bool) -> Form:
     calls, separator = format.calls, ""
     if isinstance(calls, NamedCalls):
-        each = [_named(calls, name, tools[name]) for name in names]
+        forms = [_named(calls, name, tools[name]) for name in names]
     elif isinstance(calls, JsonCalls):
-        each = [_object(calls, name, tools[name]) for name in names]
+        forms = [_object(calls, name, tools[name]) for name in names]
     elif isinstance(calls, TaggedCalls):
-        each = [_tagged(calls, name, tools[name]) for name in names]
+        forms = [_tagged(calls, name, tools[name]) for name in names]
         separator = "\n" if calls.open else ""
     elif isinstance(calls, NestedCalls):
-        each = [_nested(calls, name, tools[name]) for name in names]
+        forms = [_nested(calls, name, tools[name]) for name in names]
         separator = "\n"
     elif isinstance(calls, PythonCalls):
-        each = [_tag(f"{name}(", _keywords(tools[name]), ")") for name in names]
+        forms = [_tag(f"{name}(", _keywords(tools[name]), ")") for name in names]
     else:
         assert isinstance(calls, GemmaCalls)
-        each = [_tag(f"call:{name}{{", _bare_keys(calls, tools[name]), "}") for name in names]
-    return _in_section(format, each, many=many, separator=separator)
+        forms = [_tag(f"call:{name}{{", _bare_keys(calls, tools[name]), "}") for name in names]
+    return _in_section(format, forms, many=many, separator=separator)
 
 
 def calls_in_text(format: OutputFormat, tools: Tools) -> Form | None:
@@ -211,17 +211,17 @@ def _element(calls: NestedCalls, key: str, kind: Any, root: Mapping[str, Any]) -
 
 def _keywords(schema: Mapping[str, Any]) -> Form:
     """Return the form of a Python call's arguments: JSON values, which the parser reads in Python as well."""
-    given = {key: _tag(f"{key}=", _rooted(kind, schema), "") for key, kind in _properties(schema)}
-    return _listed(given, schema, ", ")
+    forms = {key: _tag(f"{key}=", _rooted(kind, schema), "") for key, kind in _properties(schema)}
+    return _listed(forms, schema, ", ")
 
 
 def _bare_keys(calls: GemmaCalls, schema: Mapping[str, Any]) -> Form:
-    given = {}
+    forms = {}
     for key, kind in _properties(schema):
         form = _text_or_json(kind, schema)
         quote = calls.quote if is_text(kind, schema) else ""
-        given[key] = _tag(f"{key}:{quote}", form, quote)
-    return _listed(given, schema, ",")
+        forms[key] = _tag(f"{key}:{quote}", form, quote)
+    return _listed(forms, schema, ",")
 
 
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -98,11 +98,11 @@ def written(template: str) -> str:
 def marks(format: OutputFormat) -> tuple[str, ...]:
     """Return the marks that a template of this format writes around calls, their keys and their values."""
     calls = format.calls
-    found = [*format.opens[:1], *format.closes[:1]]
+    texts = [*format.opens[:1], *format.closes[:1]]
     if isinstance(calls, NamedCalls):
-        found += [calls.open, calls.args, calls.close]
+        texts += [calls.open, calls.args, calls.close]
     elif isinstance(calls, TaggedCalls):
-        found += [
+        texts += [
             calls.open,
             calls.name_end,
             calls.key,
@@ -112,17 +112,17 @@ def marks(format: OutputFormat) -> tuple[str, ...]:
             calls.close,
         ]
     elif isinstance(calls, NestedCalls):
-        found += [calls.open, calls.prefix, calls.close]
+        texts += [calls.open, calls.prefix, calls.close]
     elif isinstance(calls, GemmaCalls):
-        found += [calls.quote]
-    return tuple(mark.strip() for mark in found if len(mark.strip()) > 2)
+        texts += [calls.quote]
+    return tuple(mark.strip() for mark in texts if len(mark.strip()) > 2)
 
 
 def _fits(format: OutputFormat, template: str, text: str) -> bool:
     if format.signs:
         return any(all(sign in text or sign in template for sign in signs) for signs in format.signs)
-    found = marks(format)
-    if not found or not all(mark in text for mark in found):
+    needed = marks(format)
+    if not needed or not all(mark in text for mark in needed):
         return False
     return not isinstance(format.calls, JsonCalls) or _opens_json(format, text)
 

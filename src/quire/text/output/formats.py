@@ -164,8 +164,8 @@ _KINDS = {
 
 def _format(name: str, entry: Mapping[str, Any]) -> OutputFormat:
     values = {key: _frozen(value) for key, value in entry.items() if key not in ("calls", "messages")}
-    for kind, given in entry.get("calls", {}).items():
-        values["calls"] = _KINDS[kind](**{key: _frozen(value) for key, value in given.items()})
+    for kind, fields in entry.get("calls", {}).items():
+        values["calls"] = _KINDS[kind](**{key: _frozen(value) for key, value in fields.items()})
     if "messages" in entry:
         values["messages"] = MessageForm(**{key: _frozen(value) for key, value in entry["messages"].items()})
     return OutputFormat(name, **values)

@@ -144,11 +144,11 @@ def _gemma_value(text: str, at: int, quote: str) -> tuple[Any, int]:
             return _DECODER.raw_decode(text, at)
         except ValueError:
             return _container(text, at, quote)
-    found = _PRIMITIVE.match(text, at)
-    if found is None:
+    match = _PRIMITIVE.match(text, at)
+    if match is None:
         raise ValueError(text[at])
-    word = found.group().strip()
-    return (_WORDS[word] if word in _WORDS else json.loads(word)), found.end()
+    word = match.group().strip()
+    return (_WORDS[word] if word in _WORDS else json.loads(word)), match.end()
 
 
 def _container(text: str, at: int, quote: str) -> tuple[Any, int]:
@@ -175,6 +175,6 @@ def _container(text: str, at: int, quote: str) -> tuple[Any, int]:
 
 
 def _space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()

@@ -94,8 +94,8 @@ class Reader:
         """Emit text up to the earliest marker, then pass and return the marker; None at the end of the text."""
         search = _search(markers)
         while True:
-            found = search.search(self._text, self._at)
-            at, marker = (found.start(), found.group()) if found else (len(self._text), None)
+            match = search.search(self._text, self._at)
+            at, marker = (match.start(), match.group()) if match else (len(self._text), None)
             open_at = len(self._text) if self._closed else partial_mark(self._text, self._at, markers)
             if marker is not None and at < open_at:
                 self._emit(at, emit)
@@ -119,20 +119,20 @@ class Reader:
             if (yield from self.peek()) == "":
                 return primitive
             if primitive:
-                found = _PRIMITIVE_END.search(self._text, self._at)
-                self._emit(found.start() if found else len(self._text), emit)
-                if found:
+                match = _PRIMITIVE_END.search(self._text, self._at)
+                self._emit(match.start() if match else len(self._text), emit)
+                if match:
                     return True
                 continue
-            found = (_IN_STRING if in_string else _STRUCTURE).search(self._text, self._at)
-            if found is None:
+            match = (_IN_STRING if in_string else _STRUCTURE).search(self._text, self._at)
+            if match is None:
                 self._emit(len(self._text), emit)
                 continue
-            end = found.end()
-            char = found.group()
+            end = match.end()
+            char = match.group()
             if char == "\\":
                 if end >= len(self._text) and not self._closed:  # the escaped character is still to come
-                    self._emit(found.start(), emit)
+                    self._emit(match.start(), emit)
                     yield
                     continue
                 end = min(end + 1, len(self._text))
@@ -190,11 +190,11 @@ class Trimmed:
                 return
             self._drop_leading = False
         text = self._held + text
-        kept = text.rstrip()
-        self._held = text[len(kept) :]
-        if kept:
+        stripped = text.rstrip()
+        self._held = text[len(stripped) :]
+        if stripped:
             self.shown = True
-            self._emit(kept)
+            self._emit(stripped)
 
     def after_section(self) -> None:
         """Drop white space before and after this position, where a section begins or ends."""

@@ -101,7 +101,7 @@ def _object(calls: Calls, form: JsonCalls) -> Wait[None]:
     """Read ``{"name": …, "arguments": …}``, with its keys in any order."""
     reader = calls.reader
     reader.take(1)
-    held: list[str] = []  # arguments that came before the name
+    early: list[str] = []  # arguments that came before the name
     name: str | None = None
     call_id: str | None = None
     given = False
@@ -123,10 +123,10 @@ def _object(calls: Calls, form: JsonCalls) -> Wait[None]:
         elif key in form.name_keys and name is None:
             name = _text((yield from reader.string()))
             calls.begin(name, call_id)
-            calls.arguments("".join(held))
+            calls.arguments("".join(early))
         elif key in form.argument_keys and not given:
             given = True
-            yield from _arguments(calls, held.append if name is None else calls.arguments)
+            yield from _arguments(calls, early.append if name is None else calls.arguments)
         else:
             parts: list[str] = []
             yield from reader.json(parts.append)
@@ -181,10 +181,10 @@ def named_calls(calls: Calls, form: NamedCalls) -> Wait[None]:
         parts: list[str] = []
         stops = (form.args, *calls.closes, *calls.drops, *((form.close,) if form.close else ()))
         stop = yield from reader.until(stops, parts.append)
-        found = header.fullmatch("".join(parts))
-        if stop != form.args or found is None:
+        match = header.fullmatch("".join(parts))
+        if stop != form.args or match is None:
             raise NotCalls
-        groups = found.groupdict()
+        groups = match.groupdict()
         calls.begin(groups["name"], groups.get("id") or None)
         count += 1
         yield from reader.space()
@@ -214,12 +214,12 @@ def _inside(calls: Calls, key: str) -> Wait[None]:
         if char == ",":
             reader.take(1)
             continue
-        found = (yield from _key(calls, given=True)) if char == '"' else None
-        if found is None:
+        name = (yield from _key(calls, given=True)) if char == '"' else None
+        if name is None:
             if char == "}":
                 reader.take(1)
             return
-        if found == key:
+        if name == key:
             yield from _arguments(calls, calls.arguments)
         else:
             yield from reader.json(lambda text: None)

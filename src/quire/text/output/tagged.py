@@ -206,10 +206,10 @@ def nested_calls(calls: Calls, form: NestedCalls, tools: Tools) -> Wait[None]:
         while (key := (yield from _element_name(calls, form))) not in ("", end):
             if key.startswith("/"):
                 continue
-            found = yield from _element(calls, form, property_schema(schema, key, schema), schema)
-            if found is None:
+            value = yield from _element(calls, form, property_schema(schema, key, schema), schema)
+            if value is None:
                 return
-            calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: {found}")
+            calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: {value}")
             opening = ", "
         if not key:
             return
@@ -236,13 +236,17 @@ def _element(calls: Calls, form: NestedCalls, schema: Any, root: Any) -> Wait[st
     while not (name := (yield from _element_name(calls, form))).startswith("/"):
         is_item = name == "item" and property_schema(schema, name, root) is None
         inner = item_schema(schema, root) if is_item else property_schema(schema, name, root)
-        found = (yield from _element(calls, form, inner, root)) if name else None
-        if found is None:
+        element = (yield from _element(calls, form, inner, root)) if name else None
+        if element is None:
             return None
-        inside.append((name, found))
+        inside.append((name, element))
     types = types_of(schema, root)
     if not inside and not ("".join(parts).strip() == "" and types & {"object", "array"}):
         return json.dumps(typed_value("".join(parts).strip("\n"), schema, root), ensure_ascii=False)
     if "array" in types or (inside and "object" not in types and all(name == "item" for name, _ in inside)):
-        return "[" + ", ".join(found for _, found in inside) + "]"
-    return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {found}" for name, found in inside) + "}"
+        return "[" + ", ".join(element for _, element in inside) + "]"
+    return (
+        "{"
+        + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {element}" for name, element in inside)
+        + "}"
+    )

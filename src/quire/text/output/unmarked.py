@@ -36,16 +36,16 @@ def unmarked_calls(
     Raises:
         NotCalls: the text is anything else.
     """
-    found: list[UnmarkedCall] = []
+    calls: list[UnmarkedCall] = []
     while True:
         yield from reader.space()
         mark = yield from reader.starts(drops)
         if mark is not None:
             reader.take(len(mark))
             continue
-        if (yield from reader.peek()) == "" and found:
-            return found
-        found.append((yield from _call(reader, tuple(map(json.dumps, names)))))
+        if (yield from reader.peek()) == "" and calls:
+            return calls
+        calls.append((yield from _call(reader, tuple(map(json.dumps, names)))))
 
 
 def _call(reader: Reader, names: tuple[str, ...]) -> Wait[UnmarkedCall]:
@@ -146,7 +146,7 @@ def _expect(reader: Reader, char: str) -> Wait[None]:
 
 
 def _one_of(reader: Reader, texts: tuple[str, ...]) -> Wait[str]:
-    found = yield from reader.starts(texts)
-    if found is None:
+    prefix = yield from reader.starts(texts)
+    if prefix is None:
         raise NotCalls
-    return reader.take(len(found))
+    return reader.take(len(prefix))

@@ -39,7 +39,7 @@ def is_text(schema: Any, root: Any = None) -> bool:
 
 def types_of(schema: Any, root: Any = None) -> set[str]:
     """Return the JSON types that a schema allows; empty if it does not say."""
-    found: set[str] = set()
+    allowed: set[str] = set()
     for part in _alternatives(schema, root, _MAX_REFS):
         types = part.get("type")
         here = {types} if isinstance(types, str) else {t for t in types or () if isinstance(t, str)}
@@ -49,8 +49,8 @@ def types_of(schema: Any, root: Any = None) -> set[str]:
             here = set().union(*(_json_types(value) for value in part["enum"]))
         if here and part.get("nullable") is True:
             here = here | {"null"}
-        found |= here
-    return found
+        allowed |= here
+    return allowed
 
 
 def property_schema(schema: Any, name: str, root: Any = None) -> Any:
