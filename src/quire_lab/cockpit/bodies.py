@@ -42,7 +42,9 @@ class PlainBodies:
         if body is None:
             return
         length = (b"content-length", str(len(body)).encode())
-        kept = [pair for pair in scope["headers"] if pair[0] not in (CODING, length[0], b"transfer-encoding")]
+        headers = [
+            pair for pair in scope["headers"] if pair[0] not in (CODING, length[0], b"transfer-encoding")
+        ]
         is_read = False
 
         async def plain() -> Message:
@@ -52,4 +54,4 @@ class PlainBodies:
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app({**scope, "headers": [*kept, length]}, plain, send)
+        await self._app({**scope, "headers": [*headers, length]}, plain, send)

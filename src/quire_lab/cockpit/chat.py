@@ -144,11 +144,11 @@ class Pane:
     async def _run(self, answer: Answer, turns: list[dict[str, Any]], cut: dict[str, Any] | None) -> None:
         """Stream an answer behind ``turns``; ``cut`` is the answer that it continues."""
         turn = cut or {"role": "assistant", "content": "", "think": "", "calls": []}
-        told = turns + ([{**cut}] if cut is not None else [])
+        messages = turns + ([{**cut}] if cut is not None else [])
         turns.append(turn)
         waiting: list[dict[str, Any]] = []
         try:
-            await self._stream(answer, told, turn, waiting, goes_on=cut is not None)
+            await self._stream(answer, messages, turn, waiting, goes_on=cut is not None)
         except Failed as error:
             waiting.append({"error": str(error)})
         except asyncio.CancelledError:
@@ -196,15 +196,15 @@ class Pane:
             await stream.aclose()
         bar = bar_of(timing, 1000 * (now() - begin), usage)
         turn["num_tokens"] = timing.get("completion_tokens") or usage.get("completion_tokens")
-        bar["facts"] += [[name.removeprefix("x-quire-"), said] for name, said in route.items()]
+        bar["facts"] += [[name.removeprefix("x-quire-"), value] for name, value in route.items()]
         waiting.append({"timing": bar})
 
 
 async def show_chat(watched: Watched, visitor: Visitor) -> None:
     """Build the page."""
     try:
-        found = await watched.get("/v1/models", visitor.key)
-        models = [card["id"] for card in found.get("data", [])]
+        listing = await watched.get("/v1/models", visitor.key)
+        models = [card["id"] for card in listing.get("data", [])]
     except Failed:
         models = []
     is_fresh = "chat" not in visitor.kept

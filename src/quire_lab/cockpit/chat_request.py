@@ -92,21 +92,21 @@ def _json(text: str, what: str) -> Any:
 
 def event_of(chunk: dict[str, Any]) -> dict[str, Any]:
     """Return what the browser draws of a chunk of a stream; ``finish``: why the answer has ended."""
-    found: dict[str, Any] = {}
+    event: dict[str, Any] = {}
     if "error" in chunk:
-        found["error"] = chunk["error"].get("message", "failed")
+        event["error"] = chunk["error"].get("message", "failed")
     for choice in chunk.get("choices", ())[:1]:
         delta = choice.get("delta") or {}
-        found["finish"] = choice.get("finish_reason")
-        found["text"] = delta.get("content") or ""
-        found["think"] = delta.get("reasoning") or delta.get("reasoning_content") or ""
-        found["calls"] = [
+        event["finish"] = choice.get("finish_reason")
+        event["text"] = delta.get("content") or ""
+        event["think"] = delta.get("reasoning") or delta.get("reasoning_content") or ""
+        event["calls"] = [
             {"index": call.get("index", 0), **(call.get("function") or {})}
             for call in delta.get("tool_calls") or ()
         ]
         tokens = (choice.get("logprobs") or {}).get("content") or ()
-        if tokens and not found["think"] and not found["calls"]:
-            found["tokens"] = [
+        if tokens and not event["think"] and not event["calls"]:
+            event["tokens"] = [
                 {
                     "token": one["token"],
                     "text": one["token"],
@@ -117,7 +117,7 @@ def event_of(chunk: dict[str, Any]) -> dict[str, Any]:
                 }
                 for one in tokens
             ]
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in event.items() if value}
 
 
 def end_of(talk: Talk, turn: dict[str, Any]) -> dict[str, Any]:

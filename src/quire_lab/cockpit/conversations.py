@@ -65,12 +65,16 @@ def conversation_of(talk: Talk) -> dict[str, Any]:
 def put_back(talk: Talk, kept: Any) -> bool:
     """Make ``talk`` the conversation that a browser has kept; return False where it is none."""
     try:
-        found = msgspec.convert(kept, Conversation)
+        conversation = msgspec.convert(kept, Conversation)
     except msgspec.ValidationError:
         return False
-    turns: list[list[dict[str, Any]]] = msgspec.to_builtins(found.turns)
-    talk.id, talk.turns = found.id, turns + [[] for _ in range(_MAX_PANES - len(turns))]
-    talk.models, talk.system, talk.is_double = list(found.models), found.system, found.is_double
+    turns: list[list[dict[str, Any]]] = msgspec.to_builtins(conversation.turns)
+    talk.id, talk.turns = conversation.id, turns + [[] for _ in range(_MAX_PANES - len(turns))]
+    talk.models, talk.system, talk.is_double = (
+        list(conversation.models),
+        conversation.system,
+        conversation.is_double,
+    )
     return True
 
 

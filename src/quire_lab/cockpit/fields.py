@@ -67,16 +67,16 @@ def value_of(name: str, values: Mapping[str, Any]) -> Any:
 def arguments_of(flags: Sequence[Flag], values: Mapping[str, Any]) -> list[str]:
     """Return the command's arguments for the fields that are filled in."""
     first, rest = [], []
-    for each in flags:
-        value = value_of(each.name, values)
-        if value in (None, "", False) and not (each.negative and value is False):
+    for flag in flags:
+        value = value_of(flag.name, values)
+        if value in (None, "", False) and not (flag.negative and value is False):
             continue
-        if each.name == "gpu" and values.get("cpu"):  # this machine is asked for in its place
+        if flag.name == "gpu" and values.get("cpu"):  # this machine is asked for in its place
             continue
-        if each.kind == "bool":
-            rest += [each.negative] if value is False else [each.flag] if not each.negative else []
-        elif each.flag:
-            rest += [each.flag, str(value)]
+        if flag.kind == "bool":
+            rest += [flag.negative] if value is False else [flag.flag] if not flag.negative else []
+        elif flag.flag:
+            rest += [flag.flag, str(value)]
         else:
             first.append(str(value))
     return first + rest
@@ -84,6 +84,6 @@ def arguments_of(flags: Sequence[Flag], values: Mapping[str, Any]) -> list[str]:
 
 def in_labels(text: str, flags: Sequence[Flag]) -> str:
     """Return a message of the command with the labels of the form in place of the names of its settings."""
-    labels = {each.flag or each.name: f"“{LOOKS[each.name].label}”" for each in flags}
-    labels |= {f"settings: {each.name}": f"“{LOOKS[each.name].label}”" for each in flags}
+    labels = {flag.flag or flag.name: f"“{LOOKS[flag.name].label}”" for flag in flags}
+    labels |= {f"settings: {flag.name}": f"“{LOOKS[flag.name].label}”" for flag in flags}
     return re.sub(r"(settings: |--)[a-z][\w-]*", lambda match: labels.get(match[0], match[0]), text)

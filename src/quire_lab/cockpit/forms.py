@@ -82,17 +82,17 @@ async def answer_of(command: str, arguments: Sequence[str], *, local: bool) -> P
     Raises:
         Failed: what the command says is wrong.
     """
-    named = [each for each in arguments if os.path.exists(each)]
+    named = [argument for argument in arguments if os.path.exists(argument)]
     if named and not local:
         raise Failed(f"{named[0]!r} is a file of the server's machine: only a page on 127.0.0.1 may name it.")
     with tempfile.TemporaryDirectory(prefix="quire-form-") as folder:
-        said, requests = Path(folder) / "said.json", Path(folder) / "requests.jsonl"
-        files = ["--json"] if command == "plan" else ["--json", str(said), "--jsonl", str(requests)]
+        output, requests = Path(folder) / "said.json", Path(folder) / "requests.jsonl"
+        files = ["--json"] if command == "plan" else ["--json", str(output), "--jsonl", str(requests)]
         out, problem = await _run([command, *arguments, *files])
         if command == "plan":
-            said.write_bytes(out)
+            output.write_bytes(out)
         try:
-            found = msgspec.json.decode(said.read_bytes())
+            summary = msgspec.json.decode(output.read_bytes())
         except (OSError, msgspec.DecodeError):
             text = (
                 problem.decode(errors="replace")
@@ -101,14 +101,14 @@ async def answer_of(command: str, arguments: Sequence[str], *, local: bool) -> P
             )
             raise Failed(text.strip().removeprefix("quire: ")[-_MAX_CHARS:]) from None
         if command == "plan":
-            return plan_picture(found)
+            return plan_picture(summary)
         lines = requests.read_bytes().splitlines() if requests.exists() else []
         decoder = msgspec.json.Decoder(Request)
-        return simulate_picture(found, [decoder.decode(line) for line in lines])
+        return simulate_picture(summary, [decoder.decode(line) for line in lines])
 
 
 async def _run(arguments: Sequence[str]) -> tuple[bytes, bytes]:
-    nice = [found, "-n", "10"] if (found := shutil.which("nice")) else []
+    nice = [path, "-n", "10"] if (path := shutil.which("nice")) else []
     async with _AT_ONCE:
         process = await asyncio.create_subprocess_exec(
             *nice, sys.executable, "-P", "-m", "quire.cli", *arguments,
@@ -141,23 +141,23 @@ class _Form:
         with ui.element("div").classes("qc-form"):
             with ui.element("div").classes("qc-panel"):
                 ui.label(_ABOUT[self._command]).classes("qc-note")
-                by_name = {each.name: each for each in self._flags}
+                by_name = {flag.name: flag for flag in self._flags}
                 first = [by_name[name] for name in FIRST[self._command] if name in by_name]
-                for each in first:
-                    self._setting(each)
+                for flag in first:
+                    self._setting(flag)
                 panels: dict[str, list[Flag]] = {}
-                for each in self._flags:
-                    if each not in first:
-                        panels.setdefault(each.panel, []).append(each)
+                for flag in self._flags:
+                    if flag not in first:
+                        panels.setdefault(flag.panel, []).append(flag)
                 for panel, flags in panels.items():
-                    is_open = any(self._filled.values.get(each.name) for each in flags)
+                    is_open = any(self._filled.values.get(flag.name) for flag in flags)
                     with (
                         ui.expansion(f"More: {panel.lower()}", value=is_open)
                         .props("dense dense-toggle header-class=qc-title")
                         .classes("full-width")
                     ):
-                        for each in flags:
-                            self._setting(each)
+                        for flag in flags:
+                            self._setting(flag)
             with ui.element("div").style("min-width:0"):
                 self._buttons()
                 self._results = ui.element("div").classes("qc-two").style("margin-top:14px")
@@ -180,7 +180,7 @@ class _Form:
             or look.options
             or (flag.suggested if flag.name in ("gpu", "hardware") else ())
         ):
-            options = {"": "default", **{each: each for each in choices}}
+            options = {"": "default", **{choice: choice for choice in choices}}
             made = ui.select(options, value=values.get(flag.name) or "", label=label)
         elif look.is_number:
             self._number(flag.name, label, look.unit or "", flag)
@@ -262,16 +262,16 @@ class _Form:
     def _draw(self, *_: Any, reveal: bool = False) -> None:
         self._results.clear()
         shown = self._filled.results[: 2 if self._filled.is_beside else 1][::-1]
-        pictures = [each.picture.as_dict() for each in shown if each.picture is not None]
+        pictures = [answer.picture.as_dict() for answer in shown if answer.picture is not None]
         with self._results:
-            for each in shown:
+            for answer in shown:
                 with ui.element("div").classes("qc-panel"):
                     view = PictureView()
-                    if each.picture is not None:
-                        view.push(each.picture.as_dict(), pictures)
+                    if answer.picture is not None:
+                        view.push(answer.picture.as_dict(), pictures)
                     else:
-                        view.fail(each.problem)
-                    if reveal and each is shown[-1]:
+                        view.fail(answer.problem)
+                    if reveal and answer is shown[-1]:
                         view.reveal()
             if not shown:
                 ui.label(f"“{_VERB[self._command]}” shows the answer here, as pictures.").classes("qc-note")

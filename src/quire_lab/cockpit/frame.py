@@ -81,9 +81,9 @@ async def show_frame(watched: Watched, presence: Presence, visitor: Visitor) -> 
                 ui.html(next(n for n, p in PAGES.items() if p == path), tag="h1", sanitize=False).classes(
                     "qc-hidden"
                 )
-                found = show(watched, visitor)
-                if found is not None:
-                    await found
+                pending = show(watched, visitor)
+                if pending is not None:
+                    await pending
 
         return build
 
@@ -122,10 +122,10 @@ _NEEDS_KEY = "a key is needed"
 async def _models(watched: Watched, visitor: Visitor) -> tuple[list[str], str]:
     """Return the served names, and what is wrong."""
     try:
-        found: dict[str, Any] = await watched.get("/v1/models", visitor.key)
+        listing: dict[str, Any] = await watched.get("/v1/models", visitor.key)
     except Failed as error:
         return [], _NEEDS_KEY if error.status in (401, 403) else str(error)
-    return [card["id"] for card in found.get("data", [])], ""
+    return [card["id"] for card in listing.get("data", [])], ""
 
 
 def _leave(visitor: Visitor) -> None:

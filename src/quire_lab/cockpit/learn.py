@@ -39,7 +39,7 @@ class _Lesson:
     def __init__(self, simulation: Simulation, visitor: Visitor) -> None:
         self._simulation = simulation
         self._values: dict[str, Any] = visitor.kept.setdefault(
-            f"learn {simulation.name}", {each.name: each.default for each in simulation.controls}
+            f"learn {simulation.name}", {control.name: control.default for control in simulation.controls}
         )
         self._task: asyncio.Task[None] | None = None
 
@@ -55,8 +55,8 @@ class _Lesson:
                 ui.link("next →", f"/cockpit/learn/{names[at + 1]}").style("font-size:13px")
         with ui.element("div").classes("qc-form"):
             with ui.element("div").classes("qc-panel"):
-                for each in self._simulation.controls:
-                    self._control(each)
+                for control in self._simulation.controls:
+                    self._control(control)
                 self._line = ui.label().classes("qc-pre").style("white-space:pre-wrap;margin-top:10px")
             with ui.element("div").classes("qc-panel"):
                 self._view = PictureView()
@@ -89,20 +89,20 @@ class _Lesson:
     def _changed(self, wait_s: float) -> None:
         if self._task is not None:
             self._task.cancel()
-        given = [
+        arguments = [
             part
-            for each in self._simulation.controls
-            if (value := self._values[each.name]) != each.default
-            for part in (each.flag, f"{value:g}" if isinstance(value, float) else str(value))
+            for control in self._simulation.controls
+            if (value := self._values[control.name]) != control.default
+            for part in (control.flag, f"{value:g}" if isinstance(value, float) else str(value))
         ]
-        self._line.text = shlex.join(["quire", "learn", self._simulation.name, *given])
+        self._line.text = shlex.join(["quire", "learn", self._simulation.name, *arguments])
         self._task = background_tasks.create(self._draw(wait_s))
 
     async def _draw(self, wait_s: float) -> None:
         await asyncio.sleep(wait_s)
-        whole = {each.name for each in self._simulation.controls if each.kind == "int"}
+        integers = {control.name for control in self._simulation.controls if control.kind == "int"}
         values = {
-            name: int(v) if name in whole else v for name, v in self._values.items() if v not in (None, "")
+            name: int(v) if name in integers else v for name, v in self._values.items() if v not in (None, "")
         }
         try:
             picture = await run.io_bound(lambda: self._simulation.run(**values).as_dict())

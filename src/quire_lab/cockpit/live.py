@@ -56,10 +56,10 @@ async def show_live(watched: Watched, visitor: Visitor) -> None:
 async def _replicas(watched: Watched, visitor: Visitor) -> dict[str, str]:
     """Return the replicas of a gateway that are ready, URL → name."""
     try:
-        found = await watched.get("/admin/backends", visitor.admin_key)
+        backends = await watched.get("/admin/backends", visitor.admin_key)
     except Failed:
         return {}
-    return {card["url"]: card["name"] for card in found["data"] if card["state"] == "ready"}
+    return {card["url"]: card["name"] for card in backends["data"] if card["state"] == "ready"}
 
 
 async def _follow(picture: LivePicture, watched: Watched, visitor: Visitor, url: str | None) -> None:

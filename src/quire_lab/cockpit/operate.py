@@ -53,20 +53,20 @@ class Sightings:
 
     def note(self, cards: Sequence[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:
         """Return the cards, with the time for which a replica is in another state than "ready"."""
-        found = []
+        seen = []
         for card in cards:
             state, since_s = self._seen.get(card["name"], (card["state"], None))
             if state != card["state"]:
                 since_s = now_s
             self._seen[card["name"]] = (card["state"], since_s)
             is_told = since_s is not None and card["state"] != "ready"
-            told = (
+            shown_state = (
                 f"{card['state']} for {now_s - since_s:.0f} s"
                 if is_told and since_s is not None
                 else card["state"]
             )
-            found.append({**card, "state": told})
-        return found
+            seen.append({**card, "state": shown_state})
+        return seen
 
 
 def tables_of(backends: Any, routing: Any, limits: Any) -> list[tuple[str, str]]:
@@ -74,7 +74,7 @@ def tables_of(backends: Any, routing: Any, limits: Any) -> list[tuple[str, str]]
     cards = backends["data"]
     gone = {number for number, card in enumerate(cards) if card["state"].startswith("unready")}
     shown = [key for key in _COLUMNS if any(card.get(key) not in (None, "", []) for card in cards)]
-    found = [
+    tables = [
         (
             "Replicas",
             table([_COLUMNS[key] for key in shown], [[card[key] for key in shown] for card in cards], gone),
@@ -84,12 +84,14 @@ def tables_of(backends: Any, routing: Any, limits: Any) -> list[tuple[str, str]]
     rows += [[f"{name} is served by", names] for name, names in routing["served"].items()]
     if routing.get("regions"):
         rows += [[f"region of {name}", str(state)] for name, state in routing["regions"].items()]
-    found.append(("Routing", table(("", ""), rows)))
+    tables.append(("Routing", table(("", ""), rows)))
     quotas = limits.get("quotas", []) if limits else []
     if quotas:
         keys = list(quotas[0])
-        found.append(("Keys and tenants", table(keys, [[each.get(key) for key in keys] for each in quotas])))
-    return found
+        tables.append(
+            ("Keys and tenants", table(keys, [[quota.get(key) for key in keys] for quota in quotas]))
+        )
+    return tables
 
 
 async def show_gateway(watched: Watched, visitor: Visitor) -> bool:
@@ -186,17 +188,17 @@ class _Operate:
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
-            found = await self._watched.admin(method, path, self._visitor.admin_key, body)
+            answer = await self._watched.admin(method, path, self._visitor.admin_key, body)
         except Failed as error:
             ui.notify(str(error), type="negative")
             return None
-        return found
+        return answer
 
     async def show(self) -> None:
-        said = await self._call("GET", "/runtime")
-        if said is None:
+        answer = await self._call("GET", "/runtime")
+        if answer is None:
             return
-        values = said.get("runtime", said)
+        values = answer.get("runtime", answer)
         with ui.row().style("gap:8px;align-items:end"):
             for name, value in values.items():
                 if type(value) in (str, int, float) and name != "object":
@@ -221,10 +223,10 @@ class _Operate:
             value: Any = text if isinstance(old, str) else float(text) if "." in text else int(text)
         except ValueError:
             value = text
-        found = await self._call("PATCH", "/runtime", {name: value})
-        if found is not None:
+        answer = await self._call("PATCH", "/runtime", {name: value})
+        if answer is not None:
             ui.notify(
-                f"{name.replace('_', ' ')} is {found.get('runtime', {}).get(name, value)}", type="positive"
+                f"{name.replace('_', ' ')} is {answer.get('runtime', {}).get(name, value)}", type="positive"
             )
 
     async def _act(self, name: str, path: str) -> None:

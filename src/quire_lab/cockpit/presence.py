@@ -62,10 +62,10 @@ class Presence:
     async def _ask(self) -> tuple[str, str]:
         """Return the status and what is wrong."""
         try:
-            said = await self._watched.ready()
+            answer = await self._watched.ready()
         except Failed as error:
             return GONE, str(error)
-        status, reason = str(said.get("status", "ready")), said.get("reason") or ""
+        status, reason = str(answer.get("status", "ready")), answer.get("reason") or ""
         text = _SAID.get(status, f"is {status}")
         return status, f"{text}: {reason}" if text and reason else text
 

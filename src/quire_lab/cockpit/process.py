@@ -201,9 +201,9 @@ async def _up(receive: Receive, theirs: aiohttp.ClientWebSocketResponse) -> None
 
 async def _down(theirs: aiohttp.ClientWebSocketResponse, send: Send) -> None:
     async for message in theirs:
-        said: Message = {"type": "websocket.send"}
-        said["text" if message.type is aiohttp.WSMsgType.TEXT else "bytes"] = message.data
-        await send(said)
+        event: Message = {"type": "websocket.send"}
+        event["text" if message.type is aiohttp.WSMsgType.TEXT else "bytes"] = message.data
+        await send(event)
 
 
 def _target(scope: Scope) -> str:

@@ -138,17 +138,17 @@ class Readings:
         now, g, first = self._last, self._last.gauges, self._first.gauges
         num_steps = sum(point["steps"].get("count", 0.0) for point in self._points)
         used_s = sum(point["steps"].get(part, 0.0) for point in self._points for part in STEP_PARTS)
-        held = g["num_blocks"] - g["num_free_blocks"] - g["num_idle_blocks"]
-        asked = g["num_prompt_tokens"] - first["num_prompt_tokens"]
+        num_used = g["num_blocks"] - g["num_free_blocks"] - g["num_idle_blocks"]
+        num_prompt = g["num_prompt_tokens"] - first["num_prompt_tokens"]
         hit = g["num_cached_tokens"] - first["num_cached_tokens"]
         tiles = [
             Tile("generated tokens/s", count(self._mean("made"))),
             Tile("prompt tokens/s", count(self._mean("prompt"))),
             Tile(f"running of {now.limits['max_num_seqs']}", count(g["num_running"])),
             Tile("waiting", count(g["num_waiting"])),
-            Tile("KV blocks in use", percent(held, g["num_blocks"])),
-            Tile("of prompts cached", percent(hit, asked))
-            if asked
+            Tile("KV blocks in use", percent(num_used, g["num_blocks"])),
+            Tile("of prompts cached", percent(hit, num_prompt))
+            if num_prompt
             else Tile(
                 "of prompts cached, since start", percent(g["num_cached_tokens"], g["num_prompt_tokens"])
             ),
@@ -215,9 +215,9 @@ class Readings:
         p50, p90, p99 = (quantile(now["bounds"], counts, q) for q in (0.5, 0.9, 0.99))
         limit = self._last.model.get("slo", {}).get(LIMITS.get(key, ""))
         is_over = limit is not None and p99 is not None and p99 > limit
-        said = "no request yet"
+        text = "no request yet"
         if p99 is not None:
-            said = f"p50 {seconds(p50)} · p90 {seconds(p90)} · p99 {seconds(p99)} · {when}"
+            text = f"p50 {seconds(p50)} · p90 {seconds(p90)} · p99 {seconds(p99)} · {when}"
             if limit is not None:
-                said += f" · SLO {seconds(limit)}" + (": exceeded" if is_over else "")
-        return {"counts": counts, "p50": p50, "p99": p99, "slo": limit, "is_over": is_over, "said": said}
+                text += f" · SLO {seconds(limit)}" + (": exceeded" if is_over else "")
+        return {"counts": counts, "p50": p50, "p99": p99, "slo": limit, "is_over": is_over, "said": text}

@@ -91,8 +91,8 @@ def _plan_facts(said: Said, predicted: Said) -> Facts:
 
 def _latencies(said: Said, predicted: Said) -> Iterable[Bars]:
     """Yield a request's time by its parts, and each latency that has a target beside it; all are means."""
-    first, whole = predicted["ttft_ms"], predicted["e2el_ms"]
-    parts = {"to the first token": (first,), "further tokens": (whole - first,)}
+    first, total = predicted["ttft_ms"], predicted["e2el_ms"]
+    parts = {"to the first token": (first,), "further tokens": (total - first,)}
     yield Bars("One request", Axis("mean time", "ms"), ("a request",), parts, stacked=True)
     limits = said.get("slo") or {}
     for key, title in _TIMES.items():
@@ -104,8 +104,8 @@ def _latencies(said: Said, predicted: Said) -> Iterable[Bars]:
 def _memory(said: Said) -> Bars:
     memory = dict(said["memory"])
     running = (said.get("predicted") or {}).get("running") or 0.0
-    pool, each = memory.get("kv_pool") or 0, memory.get("kv_request_share") or 0
-    memory["kv"] = max(0.0, min(pool, running * each))
+    pool, per_request = memory.get("kv_pool") or 0, memory.get("kv_request_share") or 0
+    memory["kv"] = max(0.0, min(pool, running * per_request))
     memory["free"] = max(0.0, pool - memory["kv"])
     bars = {title: (memory[key] / _GIB,) for key, title in _MEMORY.items() if memory.get(key)}
     used = sum(value[0] for value in bars.values())
@@ -150,8 +150,8 @@ def simulate_picture(said: Said, requests: Sequence[Request]) -> Picture:
     parts += _of_requests(said, requests)
     replicas = said["simulation"]["replicas"]
     end_s = max(said["simulation"]["end_s"], 1e-9)
-    busy = tuple(100 * each["busy_s"] / end_s for each in replicas)
-    names = tuple(f"replica {each['replica']}" for each in replicas)
+    busy = tuple(100 * replica["busy_s"] / end_s for replica in replicas)
+    names = tuple(f"replica {replica['replica']}" for replica in replicas)
     parts.append(
         Bars("Time in which the replicas compute", Axis("share of the time", "%"), names, {"busy": busy})
     )
@@ -203,19 +203,19 @@ def _of_requests(said: Said, requests: Sequence[Request]) -> list[Part]:
     if not done:
         return []
     first = [1e3 * (r.first_token_s - r.arrival_s) for r in done if r.first_token_s is not None]
-    whole = [1e3 * (r.end_s - r.arrival_s) for r in done if r.end_s is not None]
+    totals = [1e3 * (r.end_s - r.arrival_s) for r in done if r.end_s is not None]
     per_token = [
-        (whole[i] - first[i]) / (r.num_output_tokens - 1)
+        (totals[i] - first[i]) / (r.num_output_tokens - 1)
         for i, r in enumerate(done)
         if r.num_output_tokens > 1
     ]
-    values = {"first token": first, "per output token": per_token, "whole answer": whole}
+    values = {"first token": first, "per output token": per_token, "whole answer": totals}
     limits = said.get("slo") or {}
     marks = tuple((limits[f"{key}_ms"], f"{key.upper()} target") for key in _TIMES if limits.get(f"{key}_ms"))
-    curves = tuple(_distribution(name, each) for name, each in values.items() if each)
+    curves = tuple(_distribution(name, series) for name, series in values.items() if series)
     begins = [r.arrival_s for r in done]
     begun, ends = (
-        [t + value / 1e3 for t, value in zip(begins, each, strict=True)] for each in (first, whole)
+        [t + value / 1e3 for t, value in zip(begins, series, strict=True)] for series in (first, totals)
     )
     return [
         Lines("How fast the requests were", Axis("time", "ms", log=True), _SHARE, curves, marks),
@@ -269,10 +269,10 @@ def _scenario_picture(said: Said) -> Picture:
 
 
 def _at(run: Said, path: Sequence[str]) -> float:
-    found: Any = run
+    value: Any = run
     for name in path:
-        found = found[name]
-    return float(found) if found is not None else float("nan")
+        value = value[name]
+    return float(value) if value is not None else float("nan")
 
 
 def _variants(runs: Sequence[Said]) -> list[str]:

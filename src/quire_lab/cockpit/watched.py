@@ -80,12 +80,12 @@ class Watched:
     async def ready(self) -> Mapping[str, Any]:
         """Return what ``/readyz`` says, which needs no key. Raises `Failed` where nothing answers."""
         try:
-            said = await self._ask(
+            answer = await self._ask(
                 "GET", self.url + "/readyz", None, None, timeout_s=_READY_S, or_refusal=True
             )
         except msgspec.DecodeError:
             return {}
-        return said if isinstance(said, Mapping) and "error" not in said else {}
+        return answer if isinstance(answer, Mapping) and "error" not in answer else {}
 
     async def live(self, key: str | None, *, at: str | None = None) -> AsyncGenerator[str, None]:
         """Yield the messages of ``/engine/live`` as they are, and "" where the engine gives none for a while.
@@ -167,8 +167,8 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
         return
     raw = await answer.read()
     try:
-        said = _decode(raw)
-        error = said.get("error", said)
+        body = _decode(raw)
+        error = body.get("error", body)
         text = error.get("message", str(error)) if isinstance(error, dict) else str(error)
     except (msgspec.DecodeError, AttributeError):
         text = raw.decode(errors="replace")[:300] or answer.reason or ""
