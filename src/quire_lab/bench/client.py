@@ -149,8 +149,8 @@ class StreamingClient:
         try:
             async with self._session.get(self.target.url + "/models") as answer:
                 value = json.loads(await answer.read())
-                found = {str(model["id"]): model.get("max_model_len") for model in value["data"]}
-                return {name: size if isinstance(size, int) else None for name, size in found.items()}
+                sizes = {str(model["id"]): model.get("max_model_len") for model in value["data"]}
+                return {name: size if isinstance(size, int) else None for name, size in sizes.items()}
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RequestFailed("connection", f"the server {connection_problem(error)}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -161,8 +161,8 @@ class StreamingClient:
         try:
             async with self._session.post(self.target.request_url, data=body) as response:
                 if response.status != 200:
-                    said = (await response.content.read(2000)).decode(errors="replace")
-                    raise RequestFailed(f"http {response.status}", _message(said))
+                    text = (await response.content.read(2000)).decode(errors="replace")
+                    raise RequestFailed(f"http {response.status}", _message(text))
                 async for now_s, data in _events(response.content):
                     _take(answer, now_s, data)
                     if cancel_after is not None and timing.num_output_tokens >= cancel_after:
@@ -206,9 +206,9 @@ def _take(answer: Answer, now_s: float, data: bytes) -> None:
     for choice in event.get("choices") or ():
         ids, delta = choice.get("token_ids"), choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or ""
-        said = text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
+        content = text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
         answer.text += text
-        if num := len(ids) if ids is not None else int(bool(said)):
+        if num := len(ids) if ids is not None else int(bool(content)):
             answer.timing.tokens(now_s, num)
         answer.finished = answer.finished or choice.get("finish_reason") is not None
 

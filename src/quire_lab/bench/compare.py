@@ -52,10 +52,10 @@ def compare_to(client: ProcessClient, config: EngineConfig, args: ServerArgs, pa
     """Run the requests of ``path`` instead of serving; return 1 where tokens or latencies drift."""
     try:
         client.wait_ready()
-        said, found = compare(client, Path(path), WallClock())
+        origin, comparison = compare(client, Path(path), WallClock())
     finally:
         client.close()
-    text, drifts = report(said, about(config), found, args.compare_latency)
+    text, drifts = report(origin, about(config), comparison, args.compare_latency)
     print(text)
     return 1 if drifts else 0
 
@@ -67,21 +67,25 @@ def compare(client: EngineClient, path: Path, clock: Clock) -> tuple[dict[str, s
         ConfigError: the file cannot be read, or has no request to compare.
     """
     origin, recorded = read_requests(path)
-    kept = [each for each in recorded if any(sample.token_ids for sample in each.samples)]
-    if not kept:
+    comparable = [request for request in recorded if any(sample.token_ids for sample in request.samples)]
+    if not comparable:
         raise ConfigError(f"{path} has no request with tokens: there is nothing to compare")
-    first = replace(kept[0], request=replace(kept[0].request, cache_salt="warm-up"))
+    first = replace(comparable[0], request=replace(comparable[0].request, cache_salt="warm-up"))
     # The first steps of an engine take longer, and the recorded server had served before.
     _run(client, [first], clock)
-    got = _run(client, kept, clock)
-    differences = [text for one, other in zip(kept, got, strict=True) for text in _differences(one, other)]
-    ended = [(one, other) for one, other in zip(kept, got, strict=True) if one.has_ended]
+    got = _run(client, comparable, clock)
+    differences = [
+        text for one, other in zip(comparable, got, strict=True) for text in _differences(one, other)
+    ]
+    ended = [(one, other) for one, other in zip(comparable, got, strict=True) if one.has_ended]
     medians = (
         _median("TTFT", [(_ttft_s(one), _ttft_s(other)) for one, other in ended]),
         _median("TPOT", [(_tpot_s(one), _tpot_s(other)) for one, other in ended]),
     )
-    num_tokens = sum(len(sample.token_ids) for each in kept for sample in each.samples)
-    return origin, Comparison(len(kept), len(recorded) - len(kept), num_tokens, tuple(differences), medians)
+    num_tokens = sum(len(sample.token_ids) for request in comparable for sample in request.samples)
+    return origin, Comparison(
+        len(comparable), len(recorded) - len(comparable), num_tokens, tuple(differences), medians
+    )
 
 
 def _run(client: EngineClient, recorded: Sequence[RecordedRequest], clock: Clock) -> list[RecordedRequest]:
@@ -104,12 +108,12 @@ def _run(client: EngineClient, recorded: Sequence[RecordedRequest], clock: Clock
                 client.send(request)
                 continue
         for event in client.receive(wait_s):
-            found = by_id.get(event.request_id)
-            if found is not None:
-                found.take(event, clock.now())
+            replayed = by_id.get(event.request_id)
+            if replayed is not None:
+                replayed.take(event, clock.now())
                 if event.error is not None:
-                    found.samples[event.sample_index].finish_reason = f"error: {event.error}"
-                if found.has_ended:
+                    replayed.samples[event.sample_index].finish_reason = f"error: {event.error}"
+                if replayed.has_ended:
                     del by_id[event.request_id]
     return got
 
@@ -126,14 +130,14 @@ def _again(recorded: RecordedRequest, name: str, now_s: float) -> Request:
 
 
 def _differences(recorded: RecordedRequest, got: RecordedRequest) -> list[str]:
-    found = []
+    differences = []
     for index, (want, have) in enumerate(zip(recorded.samples, got.samples, strict=True)):
         if want.finish_reason in _FAILED and not want.token_ids:
             continue
         text = _differ(want, have)
         if text is not None:
-            found.append(f"{recorded.request.request_id}, sample {index}: {text}")
-    return found
+            differences.append(f"{recorded.request.request_id}, sample {index}: {text}")
+    return differences
 
 
 def _differ(want: RecordedSample, have: RecordedSample) -> str | None:
@@ -163,10 +167,10 @@ def _tpot_s(each: RecordedRequest) -> float | None:
 
 
 def _median(name: str, pairs: Sequence[tuple[float | None, float | None]]) -> Median:
-    whole = [(before, now) for before, now in pairs if before is not None and now is not None]
-    if not whole:
+    complete = [(before, now) for before, now in pairs if before is not None and now is not None]
+    if not complete:
         return Median(name, None, None)
-    return Median(name, statistics.median(b for b, _ in whole), statistics.median(n for _, n in whole))
+    return Median(name, statistics.median(b for b, _ in complete), statistics.median(n for _, n in complete))
 
 
 def report(

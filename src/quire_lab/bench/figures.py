@@ -136,8 +136,8 @@ def _line(one: Series, across: Axis, up: Axis, stroke: str) -> Iterator[str]:
     """Yield the elements of one line, thinned out to `MAX_POINTS`."""
     values = [p for p in zip(one.x, one.y, strict=True) if math.isfinite(p[1]) and (p[1] > 0.0 or not up.log)]
     stride = max(1, len(values) // MAX_POINTS)
-    kept = values[::stride] + (values[-1:] if stride > 1 else [])
-    points = [(across.at(x), up.at(y)) for x, y in kept]
+    shown = values[::stride] + (values[-1:] if stride > 1 else [])
+    points = [(across.at(x), up.at(y)) for x, y in shown]
     path = "".join(f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for i, (x, y) in enumerate(points))
     if one.style == "steps":
         path = "".join(f"H{x:.1f}V{y:.1f}" if i else f"M{x:.1f} {y:.1f}" for i, (x, y) in enumerate(points))

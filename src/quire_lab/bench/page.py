@@ -167,11 +167,11 @@ def sweep_charts(points: Sequence[Mapping[str, Any]], knee: float, slo: Slo | No
         Series("offered", load, load, "dashed"),
     ]
     charts = [chart(goodput, title="Goodput", x="offered requests/s", y="requests/s", marks=marks)]
-    asked = slo or Slo()
+    targets = slo or Slo()
     for key, name, limit_s in (
-        ("ttft_ms", "TTFT", asked.ttft_s),
-        ("tpot_ms", "TPOT", asked.tpot_s),
-        ("e2el_ms", "E2EL", asked.e2el_s),
+        ("ttft_ms", "TTFT", targets.ttft_s),
+        ("tpot_ms", "TPOT", targets.tpot_s),
+        ("e2el_ms", "E2EL", targets.e2el_s),
     ):
         limits = [] if limit_s is None else [(limit_s * 1e3, f"SLO {limit_s * 1e3:.4g} ms")]
         lines = [_by_load(part, ordered, key, part) for part in ("p50", "p95", "p99")]

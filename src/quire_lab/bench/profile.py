@@ -59,12 +59,12 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {args.out}: the folder {out.absolute().parent} does not exist")
     defaults = asdict(checkpoint.generation)
-    given = {key: value for key, value in defaults.items() if value is not None}
-    steps = _logged(args.steps) if args.steps is not None else _measured(config, given, args.seconds)
+    sampling = {key: value for key, value in defaults.items() if value is not None}
+    steps = _logged(args.steps) if args.steps is not None else _measured(config, sampling, args.seconds)
     made = Profile(
         model=config.model.name,
         machine=machine,
-        settings=settings | {"sampling": given},
+        settings=settings | {"sampling": sampling},
         executor=steps.executor,
         host=steps.host or HostCost(),
         error=_error(steps.points),
@@ -105,8 +105,8 @@ class _Steps:
 
 
 def _logged(path: str) -> _Steps:
-    found = fit_steps(read_steps(Path(path)))
-    return _Steps(found.executor, found.points, found.host, found.draft)
+    fit = fit_steps(read_steps(Path(path)))
+    return _Steps(fit.executor, fit.points, fit.host, fit.draft)
 
 
 def _measured(config: EngineConfig, given: Mapping[str, Any], seconds: float) -> _Steps:
@@ -181,11 +181,11 @@ def measure_steps(
         try:
             spread = _rounds(profiler, todo, seconds, clock)
         except KeyboardInterrupt:
-            found = profiler.measured()
-            if len(found) < LEAST_KINDS:
+            measured = profiler.measured()
+            if len(measured) < LEAST_KINDS:
                 raise
-            _say(f"stopped: fitting the {len(found)} kinds of steps that were measured")
-            return found, profiler.measured_drafts(), None
+            _say(f"stopped: fitting the {len(measured)} kinds of steps that were measured")
+            return measured, profiler.measured_drafts(), None
         return profiler.measured(), profiler.measured_drafts(), spread
     finally:
         executor.close()
@@ -231,9 +231,9 @@ def _ranked(
 ) -> dict[str, HostCost]:
     """Return the host's part with two ranks and with two stages, where each has as many cores as were measured."""
     threads = config.runner.num_threads
-    found: dict[str, HostCost] = {}
+    hosts: dict[str, HostCost] = {}
     if 2 * threads > config.device.num_cores:
-        return found
+        return hosts
     layout = {"ep": 2} if cuts_rows("auto", config.model.spec) else {"tp": 2}
     for kind, flag, topology in (
         ("ranks", "--tensor-parallel-size", Topology(**layout)),
@@ -241,8 +241,8 @@ def _ranked(
     ):
         _say(f"measuring a server with two {kind} …")
         steps = RankedSteps(model, config.model.spec, topology, links, config.model.dtype)
-        found[kind] = _serve(config, steps, [*serve_flags, "--threads", str(threads), flag, "2"])
-    return found
+        hosts[kind] = _serve(config, steps, [*serve_flags, "--threads", str(threads), flag, "2"])
+    return hosts
 
 
 def _serve(config: EngineConfig, model: CostModel | RankedSteps, flags: Sequence[str]) -> HostCost:
@@ -264,18 +264,18 @@ def _links() -> Links:
 
 def warnings_of(made: Profile) -> list[str]:
     """Return what a reader of the profile should know before trusting it."""
-    found, error, spread = [], made.error, made.spread
+    warnings, error, spread = [], made.error, made.spread
     if spread is not None and spread.slow / spread.fast > CHANGED:
-        found.append(
+        warnings.append(
             f"the machine's speed changed while it was measured: the same steps took {spread.fast:.2f} … "
             f"{spread.slow:.2f} of their median. simulate prints the range; measure again on a quiet machine."
         )
     if error is not None and error.worst > 1.0:
-        found.append(
+        warnings.append(
             f"the worst step left out of the fit is {error.worst:.0%} off: near saturation, latencies of a "
             "simulation are off by more than that. Measure for longer (--seconds), on a quiet machine."
         )
-    return found
+    return warnings
 
 
 def _warn_if_busy() -> None:

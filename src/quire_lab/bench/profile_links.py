@@ -59,7 +59,7 @@ def measure_links() -> Links:
             for pair in ends:
                 for end in pair:
                     end.close()
-            found = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
+            outputs = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"the links were not measured within {LIMIT_S:.0f} s: is the machine busy?"
@@ -71,9 +71,9 @@ def measure_links() -> Links:
             rank.wait()
     for number, rank in enumerate(ranks):
         if rank.returncode:
-            last = (found[number][1].strip().splitlines() or ["it was killed"])[-1]
+            last = (outputs[number][1].strip().splitlines() or ["it was killed"])[-1]
             raise ConfigError(f"the links were not measured: rank {number}: {last}")
-    return {op: LinkCost.fit(points) for op, points in json.loads(found[0][0]).items()}
+    return {op: LinkCost.fit(points) for op, points in json.loads(outputs[0][0]).items()}
 
 
 def _start(
@@ -94,12 +94,12 @@ def main(argv: list[str]) -> None:
     choose_threads(1, torch_is_heavy=False)
     group = attach(Segment.attach(name, TWO), rank).of_layers
     assert group is not None
-    found = _in_shared_memory(group)
-    found["send"] = _sends(rank, socket.socket(fileno=to), socket.socket(fileno=source))
+    points = _in_shared_memory(group)
+    points["send"] = _sends(rank, socket.socket(fileno=to), socket.socket(fileno=source))
     with _gloo(rank, folder) as other:
-        found |= _over_gloo(other)
+        points |= _over_gloo(other)
     if rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(points))
 
 
 def _in_shared_memory(group: Group) -> dict[str, list[list[float]]]:
@@ -114,7 +114,7 @@ def _in_shared_memory(group: Group) -> dict[str, list[list[float]]]:
     def exchange() -> torch.Tensor:
         return group.all_to_all(x)
 
-    found: dict[str, list[list[float]]] = {}
+    points: dict[str, list[list[float]]] = {}
     calls: dict[Kind, Callable[[], torch.Tensor]] = {
         "all_reduce": reduce, "all_gather": gather, "all_to_all": exchange,
     }  # fmt: skip
@@ -126,13 +126,13 @@ def _in_shared_memory(group: Group) -> dict[str, list[list[float]]]:
             return y[:1]
 
         tape = StepTape(forward, max(ROWS), 1)
-        found[kind] = [_point(kind, rows, partial(tape.run, rows, 1), CALLS) for rows in ROWS]
+        points[kind] = [_point(kind, rows, partial(tape.run, rows, 1), CALLS) for rows in ROWS]
     y = torch.zeros(2 * max(ROWS), HIDDEN)
-    found["gather_parts"] = [
+    points["gather_parts"] = [
         _point("gather_parts", rows, partial(group.gather_parts, y[: 2 * rows], [0, rows, 2 * rows]))
         for rows in ROWS
     ]
-    return found
+    return points
 
 
 def _sends(rank: int, to: socket.socket, source: socket.socket) -> list[list[float]]:

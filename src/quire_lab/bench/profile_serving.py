@@ -142,11 +142,11 @@ def _beyond(executor: CostModel | RankedSteps, num: int, gap_s: float) -> tuple[
     Between two tokens of a user each of a pipeline's steps in flight passes through the slowest stage.
     """
     stages = executor.num_stages if isinstance(executor, RankedSteps) else 1
-    each, out = -(-num // stages), min(num, stages)
-    step = StepFeatures(each, each, each, each * (PROMPT + OUTPUT // 2), 0, 0)
+    per_stage, out = -(-num // stages), min(num, stages)
+    step = StepFeatures(per_stage, per_stage, per_stage, per_stage * (PROMPT + OUTPUT // 2), 0, 0)
     if isinstance(executor, RankedSteps) and out > 1:
-        return each, gap_s / out - max(executor.stage_seconds(step)), gap_s / out
-    return each, gap_s - executor.seconds(step), gap_s
+        return per_stage, gap_s / out - max(executor.stage_seconds(step)), gap_s / out
+    return per_stage, gap_s - executor.seconds(step), gap_s
 
 
 def _line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
@@ -154,8 +154,8 @@ def _line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
     points = [point for point in points if point[2] > 0.0]
     if not points:
         return 0.0, 0.0
-    a = np.array([[1.0 / whole, x / whole] for x, _, whole in points])
-    b = np.array([max(0.0, y) / whole for _, y, whole in points])
+    a = np.array([[1.0 / total_s, x / total_s] for x, _, total_s in points])
+    b = np.array([max(0.0, y) / total_s for _, y, total_s in points])
     fixed, slope = scaled_nnls(a, b).tolist()
     return fixed, slope
 
@@ -209,11 +209,11 @@ class LiveServer:
     def _wait(self) -> str:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            said = self._said()
-            if found := _READY.search(said):
-                return found[1]
+            output = self._said()
+            if match := _READY.search(output):
+                return match[1]
             if self._process.poll() is not None:
-                last = said.strip().splitlines()[-1:] or ["without a word"]
+                last = output.strip().splitlines()[-1:] or ["without a word"]
                 raise ConfigError(f"the server ended while it started: {last[0]}")
             time.sleep(self._poll_s)
         raise ConfigError(f"the server was not ready after {START_TIMEOUT_S:.0f} s: {self._said()[-500:]}")

@@ -100,8 +100,8 @@ def cases(config: EngineConfig, max_blocks: int) -> list[Case]:
         )
 
     most = scheduler.max_num_drafts
-    found = dict.fromkeys(case for case in _all(longest) if fits(case) and case.num_drafts <= most)
-    return sorted(found, key=lambda c: (c.num_rows, c.features.chunk_pairs, c.features.decode_kv_tokens))
+    fitting = dict.fromkeys(case for case in _all(longest) if fits(case) and case.num_drafts <= most)
+    return sorted(fitting, key=lambda c: (c.num_rows, c.features.chunk_pairs, c.features.decode_kv_tokens))
 
 
 def _all(longest: int) -> Iterator[Case]:
@@ -204,7 +204,7 @@ class StepProfiler:
             seconds, result = self._run(StepPlan(self._step, new, (*plans, *(plan for _, plan in chunks))))
             times.append((_with_decodes(case, plans), seconds))
             entering = ()
-            plans = [_next(plan, found) for plan, found in zip(plans, result.seqs, strict=False)]
+            plans = [_next(plan, outcome) for plan, outcome in zip(plans, result.seqs, strict=False)]
             self._gone = tuple(seq.seq_id for seq, _ in chunks)
             if sum(seconds for _, seconds in times[bool(case.num_drafts) :]) > limit_s:
                 break
@@ -222,7 +222,9 @@ class StepProfiler:
         """Return the mean of each case: its seconds, and its features, since the contexts of decodes grew."""
         steps = []
         for times in self._times.values():
-            mean = (round(statistics.fmean(each)) for each in zip(*(step for step, _ in times), strict=True))
+            mean = (
+                round(statistics.fmean(column)) for column in zip(*(step for step, _ in times), strict=True)
+            )
             steps.append(MeasuredStep(StepFeatures(*mean), cut_mean([seconds for _, seconds in times])))
         return steps
 

@@ -64,7 +64,7 @@ class Measured:
         workloads = [workload, *map(make_workload, flags)]
 
         def at(rate: float) -> Mapping[str, Any]:
-            runs = [self.measure(at_rate(each, rate), f"{rate:.3g}/s") for each in workloads]
+            runs = [self.measure(at_rate(source, rate), f"{rate:.3g}/s") for source in workloads]
             runs.sort(key=lambda run: float(run.summary["goodput_per_s"]))
             outcome = outcomes[rate] = runs[len(runs) // 2]
             if len(runs) > 1:
@@ -91,8 +91,8 @@ class Measured:
         if outcome.note:
             out.print(outcome.note, highlight=False)
         if flags.json:
-            said = finite({**summary, "run": self.facts})
-            write(flags.json, json.dumps(said, indent=2, allow_nan=False) + "\n")
+            report = finite({**summary, "run": self.facts})
+            write(flags.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
         if flags.jsonl:
             lines = (json.dumps(record.as_dict(), allow_nan=False) for record in outcome.records)
             write(flags.jsonl, "".join(f"{line}\n" for line in lines))

@@ -99,19 +99,19 @@ def speculate(engine_args: EngineArgs, args: SpeculateBenchArgs) -> int:
         clock=CpuClock() if args.clock == "cpu" else None,
     )
     drafting = DraftTime(engine.executor)
-    found: list[Setting] = []
+    measured: list[Setting] = []
     for batch in batches:
-        found += _of_batch(engine, drafting, args, batch, [0, *counts, None])
+        measured += _of_batch(engine, drafting, args, batch, [0, *counts, None])
     engine.close()
     out = console()
     out.print(
         f"{engine_args.model} on {cpu_name()}, {engine.info.kernels}, {args.clock} time, median of {args.rounds}"
     )
-    out.print(table(found), markup=False, soft_wrap=True)
+    out.print(table(measured), markup=False, soft_wrap=True)
     if args.json:
-        write(args.json, json.dumps([asdict(each) for each in found], indent=2) + "\n")
+        write(args.json, json.dumps([asdict(setting) for setting in measured], indent=2) + "\n")
     if args.svg:
-        write(args.svg, plot(found))
+        write(args.svg, plot(measured))
     return 0
 
 
@@ -144,11 +144,13 @@ def _of_batch(
             else:
                 first_s = one.seconds  # the last setting's: auto
     num_tokens = batch * args.output_len
-    plain_s = median(each.seconds for each in rounds[0])
+    plain_s = median(round_.seconds for round_ in rounds[0])
     step_s = plain_s / args.output_len
-    found = [_setting(batch, setting, rounds[setting], num_tokens, plain_s, step_s) for setting in settings]
-    found[-1].first_speedup = plain_s / first_s
-    return found
+    measured = [
+        _setting(batch, setting, rounds[setting], num_tokens, plain_s, step_s) for setting in settings
+    ]
+    measured[-1].first_speedup = plain_s / first_s
+    return measured
 
 
 def _round(before: EngineStats, after: EngineStats, seconds: float, draft_s: float, num_steps: int) -> Round:
@@ -166,29 +168,29 @@ def _round(before: EngineStats, after: EngineStats, seconds: float, draft_s: flo
 def _setting(
     batch: int, drafts: int | None, rounds: Sequence[Round], num_tokens: int, plain_s: float, step_s: float
 ) -> Setting:
-    seconds = median(each.seconds for each in rounds)
-    found = Setting(batch, drafts, num_tokens / seconds, plain_s / seconds)
-    count = sum(each.num_rounds for each in rounds)
+    seconds = median(round_.seconds for round_ in rounds)
+    setting = Setting(batch, drafts, num_tokens / seconds, plain_s / seconds)
+    count = sum(round_.num_rounds for round_ in rounds)
     if not count:
-        return found
-    accepted = [sum(column) for column in zip(*(each.accepted_at for each in rounds), strict=True)]
+        return setting
+    accepted = [sum(column) for column in zip(*(round_.accepted_at for round_ in rounds), strict=True)]
     reached = [count, *accepted]
-    found.alphas = tuple(now / then for now, then in zip(accepted, reached, strict=False) if then)
-    found.tokens_per_round = 1.0 + sum(accepted) / count
+    setting.alphas = tuple(now / then for now, then in zip(accepted, reached, strict=False) if then)
+    setting.tokens_per_round = 1.0 + sum(accepted) / count
     if not drafts:
-        return found
+        return setting
     tried = sum(reached[:drafts])
     alpha = sum(accepted) / tried if tried else 0.0
-    found.alphas = found.alphas[:drafts]
-    found.expected_tokens = drafts + 1.0 if alpha == 1.0 else (1 - alpha ** (drafts + 1)) / (1 - alpha)
-    drafted = sum(each.num_drafted for each in rounds)
-    steps = sum(each.num_steps for each in rounds)
-    found.c = sum(each.draft_s for each in rounds) / drafted * batch / step_s
-    round_s = sum(each.seconds - each.draft_s for each in rounds) / steps
-    found.v = round_s / step_s
-    found.expected_speedup = found.tokens_per_round / (drafts * found.c + found.v)
-    found.textbook = found.tokens_per_round / (drafts * found.c + 1.0)
-    return found
+    setting.alphas = setting.alphas[:drafts]
+    setting.expected_tokens = drafts + 1.0 if alpha == 1.0 else (1 - alpha ** (drafts + 1)) / (1 - alpha)
+    drafted = sum(round_.num_drafted for round_ in rounds)
+    steps = sum(round_.num_steps for round_ in rounds)
+    setting.c = sum(round_.draft_s for round_ in rounds) / drafted * batch / step_s
+    round_s = sum(round_.seconds - round_.draft_s for round_ in rounds) / steps
+    setting.v = round_s / step_s
+    setting.expected_speedup = setting.tokens_per_round / (drafts * setting.c + setting.v)
+    setting.textbook = setting.tokens_per_round / (drafts * setting.c + 1.0)
+    return setting
 
 
 def table(found: Sequence[Setting]) -> str:
@@ -198,22 +200,27 @@ def table(found: Sequence[Setting]) -> str:
         "| first round |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for each in found:
-        cells: list[Any] = [each.batch, each.name, f"{each.tokens_per_s:.0f}", f"{each.speedup:.2f}"]
-        if each.drafts:
+    for setting in found:
+        cells: list[Any] = [
+            setting.batch,
+            setting.name,
+            f"{setting.tokens_per_s:.0f}",
+            f"{setting.speedup:.2f}",
+        ]
+        if setting.drafts:
             numbers = (
-                each.expected_speedup,
-                each.textbook,
-                each.tokens_per_round,
-                each.expected_tokens,
-                each.c,
-                each.v,
+                setting.expected_speedup,
+                setting.textbook,
+                setting.tokens_per_round,
+                setting.expected_tokens,
+                setting.c,
+                setting.v,
             )
             cells += [f"{number:.2f}" for number in numbers]
         else:
-            cells += ["", "", f"{each.tokens_per_round:.2f}", "", "", ""]
-        cells.append(" ".join(f"{alpha:.2f}" for alpha in each.alphas))
-        cells.append("" if each.first_speedup is None else f"{each.first_speedup:.2f}")
+            cells += ["", "", f"{setting.tokens_per_round:.2f}", "", "", ""]
+        cells.append(" ".join(f"{alpha:.2f}" for alpha in setting.alphas))
+        cells.append("" if setting.first_speedup is None else f"{setting.first_speedup:.2f}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -224,8 +231,8 @@ WIDTH, HEIGHT, EDGE = 640, 400, 48  # pixels
 
 def plot(found: Sequence[Setting]) -> str:
     """Return an SVG of the speed-up against the batch size, one line per number of drafts."""
-    batches = sorted({each.batch for each in found})
-    top = 1.1 * max(each.speedup for each in found)
+    batches = sorted({setting.batch for setting in found})
+    top = 1.1 * max(setting.speedup for setting in found)
     step = (WIDTH - 2 * EDGE - 80) / max(1, len(batches) - 1)
     x = {batch: EDGE + place * step for place, batch in enumerate(batches)}
 
@@ -240,9 +247,9 @@ def plot(found: Sequence[Setting]) -> str:
         parts.append(f'<text x="{x[batch]:.0f}" y="{HEIGHT - EDGE + 18}" text-anchor="middle">{batch}</text>')
     for tick in range(int(2 * top) + 1):
         parts.append(f'<text x="8" y="{y(tick / 2) + 4:.0f}">{tick / 2:g}×</text>')
-    for place, name in enumerate(dict.fromkeys(each.name for each in found)):
-        own = [each for each in found if each.name == name]
-        points = " ".join(f"{x[each.batch]:.1f},{y(each.speedup):.1f}" for each in own)
+    for place, name in enumerate(dict.fromkeys(setting.name for setting in found)):
+        own = [setting for setting in found if setting.name == name]
+        points = " ".join(f"{x[setting.batch]:.1f},{y(setting.speedup):.1f}" for setting in own)
         colour = COLOURS[place % len(COLOURS)]
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         end = y(own[-1].speedup)

@@ -166,5 +166,5 @@ def distribution(seconds: Iterable[float | None]) -> dict[str, float | None]:
     names = [f"p{percent}" for percent in PERCENTILES]
     if not values:
         return dict.fromkeys(("mean", *names))
-    found = np.percentile(values, PERCENTILES).tolist()
-    return {"mean": math.fsum(values) / len(values), **dict(zip(names, found, strict=True))}
+    percentiles = np.percentile(values, PERCENTILES).tolist()
+    return {"mean": math.fsum(values) / len(values), **dict(zip(names, percentiles, strict=True))}
