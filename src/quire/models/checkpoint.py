@@ -177,15 +177,15 @@ def stored_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTens
 
 
 def _only_gguf(folder: Path) -> Path:
-    found = sorted(folder.glob("*.gguf"))
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if not files:
         raise ModelLoadError(
             f"{folder} has neither config.json nor a GGUF file: it is no model folder; download the whole model."
         )
-    names = ", ".join(path.name for path in found)
-    raise ModelLoadError(f"{folder} has {len(found)} GGUF files ({names}): name one of them.")
+    names = ", ".join(path.name for path in files)
+    raise ModelLoadError(f"{folder} has {len(files)} GGUF files ({names}): name one of them.")
 
 
 def _common_dtype(tensors: Iterable[StoredTensor]) -> str:

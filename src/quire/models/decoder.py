@@ -124,8 +124,8 @@ class Decoder:
     def quantized_matrices(self) -> dict[str, Sequence[PackedLinear]]:
         """Return the name of each quantized weight → the packed matrices that have it, and maybe others."""
         loaders = {name: self._loaders[name] for name in self._shapes}
-        found = {name: load.matrices for name, load in loaders.items() if isinstance(load, MatrixLoader)}
-        return {name: each for name, each in found.items() if each[0].format.quantized}
+        loaded = {name: load.matrices for name, load in loaders.items() if isinstance(load, MatrixLoader)}
+        return {name: matrices for name, matrices in loaded.items() if matrices[0].format.quantized}
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Take all weights from a stream of (canonical name, tensor).
@@ -253,17 +253,17 @@ class DecoderLayer:
         self._scale_rows = build.of(scale_rows)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        found = prefixed("attn.", self._attention.weight_loaders())
-        found.update(prefixed("mlp." if isinstance(self.mlp, Mlp) else "moe.", self.mlp.weight_loaders()))
+        loaders = prefixed("attn.", self._attention.weight_loaders())
+        loaders.update(prefixed("mlp." if isinstance(self.mlp, Mlp) else "moe.", self.mlp.weight_loaders()))
         for name, norm in self._norms.items():
-            found.update(prefixed(f"{name}.", norm.weight_loaders()))
-        return found
+            loaders.update(prefixed(f"{name}.", norm.weight_loaders()))
+        return loaders
 
     def lora_targets(self) -> dict[str, LoraTarget]:
         """Return "attn.q" … → what an adapter changes there."""
         mlp = "mlp." if isinstance(self.mlp, Mlp) else "moe.shared."
-        linears = [("attn.", each) for each in self._attention.linears()]
-        linears += [(mlp, each) for each in self.mlp.linears()]
+        linears = [("attn.", module) for module in self._attention.linears()]
+        linears += [(mlp, module) for module in self.mlp.linears()]
         return {
             prefix + name: target
             for prefix, linear in linears

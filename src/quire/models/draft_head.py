@@ -106,10 +106,10 @@ class DraftHead:
     def side_by_side(self, parts: Sequence[Tensor]) -> Tensor:
         """``parts [num_tokens, size]`` → ``[num_tokens, len(parts) · size]``."""
         num_tokens, size = parts[0].shape
-        whole = empty(num_tokens, len(parts) * size, dtype=parts[0].dtype)
+        joined = empty(num_tokens, len(parts) * size, dtype=parts[0].dtype)
         for place, part in enumerate(parts):
-            self._copy(part.unsqueeze(1), whole[:, place * size : (place + 1) * size].unsqueeze(1))
-        return whole
+            self._copy(part.unsqueeze(1), joined[:, place * size : (place + 1) * size].unsqueeze(1))
+        return joined
 
     def forward(self, batch: StepBatch, hidden: Tensor, kv: KvView) -> tuple[Tensor, Tensor]:
         """Compute the rows of ``batch``, storing their K and V. ``hidden [num_tokens, hidden_size]``: what they read.
@@ -132,12 +132,12 @@ class DraftHead:
             )
         (group,) = batch.groups
         delta = self._attention(x, angles, group, kv)  # type: ignore[arg-type]
-        delta, residual = (self._take_rows(each, batch.logits_indices) for each in (delta, residual))
+        delta, residual = (self._take_rows(rows, batch.logits_indices) for rows in (delta, residual))
         x, residual = self._norms["mlp_norm"].add(delta, residual)
-        found = self._add_rows(residual, self._mlp(x))
-        last = self._norm("norm", found)
+        output = self._add_rows(residual, self._mlp(x))
+        last = self._norm("norm", output)
         logits = self._ends.logits(last) if self._head is None else self._head(last, out_dtype=torch.float32)
-        return found, logits
+        return output, logits
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         norm = self._norms.get(name)

@@ -56,9 +56,9 @@ def identity(path: Path) -> str:
         files = [*checkpoint_files(path), *(file for file in described if file.exists())]
     for file in files:
         stat = file.stat()
-        said = (file.name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        facts = (file.name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         with file.open("rb") as opened:
-            digest.update(repr(said).encode() + opened.read(_HEAD_BYTES))
+            digest.update(repr(facts).encode() + opened.read(_HEAD_BYTES))
     return digest.hexdigest()
 
 

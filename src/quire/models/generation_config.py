@@ -41,17 +41,17 @@ def read_generation(
 ) -> tuple[GenerationDefaults, tuple[int, ...], tuple[str, ...]]:
     """Return the defaults, the ids that end an answer, and a line for each setting that is left out."""
     remarks: list[str] = []
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for key in GenerationDefaults.__dataclass_fields__:
         value = values.get(key)
         if isinstance(value, float) and key == "top_k" and value.is_integer():
             value = int(value)
         if value is not None and _is_allowed(key, value):
-            found[key] = value
+            defaults[key] = value
         elif value is not None:
             remarks.append(f"{where}: {key} = {clip(value)} is no value that a request may have: left out")
     if values.get("do_sample") is False:  # greedy, whatever else the file says
-        found["temperature"] = 0.0
+        defaults["temperature"] = 0.0
     eos, wrong = _ids(values.get("eos_token_id"))
     if wrong:
         remarks.append(f"{where}: eos_token_id has {clip(wrong)}, which is no token id: left out")
@@ -59,7 +59,7 @@ def read_generation(
         value = values.get(key)
         if value is not None and value not in neutral:
             remarks.append(f"{where}: {key} = {clip(value)} is not applied")
-    return GenerationDefaults(**found), eos, tuple(remarks)
+    return GenerationDefaults(**defaults), eos, tuple(remarks)
 
 
 def _is_allowed(key: str, value: Any) -> bool:

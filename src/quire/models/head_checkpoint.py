@@ -65,12 +65,12 @@ def holds_heads(path: Path) -> bool:
 
 def _refuse_pickles(path: Path) -> None:
     """Say how heads that are published as a pickle are converted."""
-    found = sorted(file for pattern in PICKLES for file in path.glob(pattern))
-    if not found or any(path.glob("*.safetensors")):
+    pickles = sorted(file for pattern in PICKLES for file in path.glob(pattern))
+    if not pickles or any(path.glob("*.safetensors")):
         return
     raise ModelLoadError(
-        f"{found[0]} is a pickle, which can run code and is not read. If you trust it, convert it once: python -c "
+        f"{pickles[0]} is a pickle, which can run code and is not read. If you trust it, convert it once: python -c "
         f'"import torch; from safetensors.torch import save_file; save_file({{k: v.contiguous() for k, v in '
-        f"torch.load('{found[0]}', map_location='cpu', weights_only=True).items()}}, "
+        f"torch.load('{pickles[0]}', map_location='cpu', weights_only=True).items()}}, "
         f"'{path / 'model.safetensors'}')\""
     )

@@ -70,8 +70,8 @@ def quill_path(name: str) -> Path:
 
 def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
     """Return the one GGUF file whose name has ``quant`` in it. Raises `ModelLoadError` naming what there is."""
-    found = [file for file in files if file.endswith(".gguf")]
-    hits = [file for file in found if quant.lower() in Path(file).name.lower()]
+    ggufs = [file for file in files if file.endswith(".gguf")]
+    hits = [file for file in ggufs if quant.lower() in Path(file).name.lower()]
     if len(hits) == 1:
         return hits[0]
     exact = [
@@ -79,7 +79,7 @@ def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
     ]
     if len(exact) == 1:
         return exact[0]
-    there = ", ".join(Path(file).name for file in (hits or found)) or "none"
+    there = ", ".join(Path(file).name for file in (hits or ggufs)) or "none"
     which = "no GGUF file" if not hits else f"{len(hits)} GGUF files"
     raise ModelLoadError(f"{name}: {which} with {quant!r} in the name. GGUF files there: {there}.")
 
@@ -156,12 +156,12 @@ def cached_models() -> list[CachedModel]:
     from huggingface_hub import errors as hub_errors
 
     try:
-        found = huggingface_hub.scan_cache_dir().repos
+        repos = huggingface_hub.scan_cache_dir().repos
     except hub_errors.CacheNotFound:
         return []
     models = [
         CachedModel(r.repo_id, r.size_on_disk, r.last_modified, tuple(v.commit_hash for v in r.revisions))
-        for r in found
+        for r in repos
         if r.repo_type == "model"
     ]
     return sorted(models, key=lambda model: model.repo)

@@ -180,10 +180,10 @@ def random_tensors(
         name, shape = cut.name, shapes[cut.name]
         kind = stored_dtype(name, dtype)
         if _is_norm(name):
-            whole = torch.full(shape, norm, dtype=kind, device=device)
+            tensor = torch.full(shape, norm, dtype=kind, device=device)
         else:
-            whole = _cut(pools[kind], name, seed, shape)
-        yield local, whole[_index(cut.ranges(whole.dim()))].contiguous()
+            tensor = _cut(pools[kind], name, seed, shape)
+        yield local, tensor[_index(cut.ranges(tensor.dim()))].contiguous()
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -116,11 +116,11 @@ def packed_key(model: ModelConfig, dtype: torch.dtype, runner: RunnerConfig, cut
 
 def _tensors(matrices: Mapping[str, Sequence[PackedLinear]]) -> list[torch.Tensor]:
     """Return the memory of ``matrices``, each once: q, k and v lie in one. Biases are weights of their own."""
-    each = {id(matrix): matrix for of_name in matrices.values() for matrix in of_name}
-    parts = [part for matrix in each.values() for part in (matrix.data, matrix.scale, matrix.offset)]
-    found = [part for part in parts if part is not None]
-    assert all(tensor.is_contiguous() for tensor in found)
-    return found
+    unique = {id(matrix): matrix for of_name in matrices.values() for matrix in of_name}
+    parts = [part for matrix in unique.values() for part in (matrix.data, matrix.scale, matrix.offset)]
+    tensors = [part for part in parts if part is not None]
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return tensors
 
 
 class PackedSaver:

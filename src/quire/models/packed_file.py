@@ -215,8 +215,8 @@ def _memory(piece: _Piece) -> memoryview:
 
 def _sum_of(data: bytes | bytearray) -> int:
     assert native is not None
-    held = bytearray(data)
-    return native.checksum(ctypes.addressof((ctypes.c_uint8 * len(held)).from_buffer(held)), len(held))
+    buffer = bytearray(data)
+    return native.checksum(ctypes.addressof((ctypes.c_uint8 * len(buffer)).from_buffer(buffer)), len(buffer))
 
 
 def packed_folder() -> Path:
@@ -242,13 +242,13 @@ class Entry(NamedTuple):
 
 def entries(folder: Path) -> list[Entry]:
     """Return the files of ``folder``, the one that was not used for the longest time first."""
-    found = []
+    present = []
     with contextlib.suppress(OSError):
         for path in folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):
                 stat = path.stat()
-                found.append(Entry(path, stat.st_size, stat.st_mtime))
-    return sorted(found, key=lambda entry: entry.used_s)
+                present.append(Entry(path, stat.st_size, stat.st_mtime))
+    return sorted(present, key=lambda entry: entry.used_s)
 
 
 def make_room(folder: Path, num_bytes: int, max_bytes: int) -> None:
@@ -261,9 +261,9 @@ def make_room(folder: Path, num_bytes: int, max_bytes: int) -> None:
         with part.open("rb") as file, contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             part.unlink(missing_ok=True)
-    found = entries(folder)
-    total = sum(entry.num_bytes for entry in found) + num_bytes
-    for entry in found:
+    present = entries(folder)
+    total = sum(entry.num_bytes for entry in present) + num_bytes
+    for entry in present:
         if total <= max_bytes:
             return
         entry.path.unlink(missing_ok=True)

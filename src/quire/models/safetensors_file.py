@@ -173,12 +173,12 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
     if single.is_file():
         return (single,)
     # Mistral puts its own format beside it under this name; it repeats the weights.
-    found = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    if len(found) == 1:
-        return (found[0],)
-    if found:
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if len(files) == 1:
+        return (files[0],)
+    if files:
         raise ModelLoadError(
-            f"{folder} has {len(found)} safetensors files but no {INDEX_NAME} that says which make the model; "
+            f"{folder} has {len(files)} safetensors files but no {INDEX_NAME} that says which make the model; "
             "download the index too."
         )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
@@ -248,9 +248,9 @@ def not_finite(tensors: Mapping[str, StoredTensor]) -> Iterator[NotFinite]:
     """Yield each float tensor of ``tensors`` (name → where it lies) that holds a NaN or an infinity."""
     for name, stored in tensors.items():
         if stored.dtype in _EXPONENTS:
-            found = _scan(name, stored)
-            if found is not None:
-                yield found
+            problem = _scan(name, stored)
+            if problem is not None:
+                yield problem
 
 
 def _scan(name: str, stored: StoredTensor) -> NotFinite | None:

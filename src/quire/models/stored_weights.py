@@ -64,10 +64,10 @@ def open_quantized(
     """
     if source.scheme is None:
         return _open_blocks(source, stored[source.take.names[0]], cut.columns).rows(cut.rows)
-    held = source.parts if cut.experts is None else source.parts[cut.experts.start : cut.experts.stop]
+    stack = source.parts if cut.experts is None else source.parts[cut.experts.start : cut.experts.stop]
     matrices = tuple(
         _open_parts(source, {part: stored[name] for part, name in parts.items()}, parts, cut.columns).rows(cut.rows)
-        for parts in held
+        for parts in stack
     )  # fmt: skip
     return StoredStack(matrices) if source.take.stacked else matrices[0]
 
@@ -94,7 +94,7 @@ def _open_blocks(source: Source, stored: StoredTensor, columns: range | None) ->
 def _open_parts(
     source: Source, stored: Mapping[str, StoredTensor], names: Parts, columns: range | None
 ) -> StoredMatrix:
-    take, held, scheme = source.take, source.held, source.scheme
+    take, weight_format, scheme = source.take, source.held, source.scheme
     assert scheme is not None
     tensors: Tensors = {part: view(tensor) for part, tensor in stored.items()}
     out, in_features = take.shape
@@ -117,33 +117,33 @@ def _open_parts(
     def read(start: int, stop: int) -> QuantizedWeight:
         # Words of 4 or 8 outputs are read as a whole.
         low, high = (first + start) // 8 * 8, min(out, -(-(first + stop) // 8) * 8)
-        rows = decode(tensors, held, low, high, in_features)
+        rows = decode(tensors, weight_format, low, high, in_features)
         cut = slice(first + start - low, first + stop - low)
         offset = None if rows.offset is None else rows.offset[cut]
-        return QuantizedWeight(held, rows.q[cut], rows.scale[cut], offset)
+        return QuantizedWeight(weight_format, rows.q[cut], rows.scale[cut], offset)
 
-    return StoredMatrix(held, (last - first, in_features), read)
+    return StoredMatrix(weight_format, (last - first, in_features), read)
 
 
 def _columns_of(tensors: Tensors, scheme: Scheme, in_features: int, columns: range) -> Tensors:
     """Return the parts of a matrix for the inputs ``columns``, which are whole words and whole groups."""
     dims = {"packed": 1, "gptq": 0, "awq": 0}  # dimension of the inputs
     dim = dims.get(scheme.encoding, 1)
-    found = dict(tensors)
+    parts = dict(tensors)
     for part in ("q", "scale", "zero"):
         tensor = tensors.get(part)
         if tensor is None or tensor.dim() < 2 or tensor.shape[dim] == 1:
             continue  # one scale for the whole row
-        each = in_features // tensor.shape[dim]  # inputs per word, or per group
-        if columns.start % each:
+        per_unit = in_features // tensor.shape[dim]  # inputs per word, or per group
+        if columns.start % per_unit:
             raise UnsupportedModelError(
-                f"a matrix of {in_features} inputs in groups of {each} cannot be cut at input {columns.start}; "
+                f"a matrix of {in_features} inputs in groups of {per_unit} cannot be cut at input {columns.start}; "
                 "give fewer tensor-parallel ranks."
             )
-        found[part] = tensor.narrow(
-            dim, columns.start // each, -(-columns.stop // each) - columns.start // each
+        parts[part] = tensor.narrow(
+            dim, columns.start // per_unit, -(-columns.stop // per_unit) - columns.start // per_unit
         )
-    return found
+    return parts
 
 
 def _word_rows(
@@ -187,8 +187,8 @@ def _fp8_rows(
     rows = torch.arange(low, high)
     if scheme.group is not None:
         return QuantizedWeight(held, tensors["q"][low:high], scale[rows // scheme.group])
-    each = scale.expand(1) if scale.dim() == 0 else scale.flatten()
-    return QuantizedWeight(held, tensors["q"][low:high], each[rows % len(each)].unsqueeze(1))
+    scales = scale.expand(1) if scale.dim() == 0 else scale.flatten()
+    return QuantizedWeight(held, tensors["q"][low:high], scales[rows % len(scales)].unsqueeze(1))
 
 
 def _check_index(index: Tensor, scheme: Scheme, name: str) -> None:
@@ -205,8 +205,8 @@ def _check_zeros(zero: Tensor, scheme: Scheme, name: str) -> None:
     """Check that every zero point of a symmetric checkpoint is the middle."""
     middle = 0
     if scheme.encoding in ("gptq", "awq", "packed"):  # zero points in words
-        each = (1 << scheme.bits - 1) - scheme.zero_minus_one
-        word = each * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)
+        middle_zero = (1 << scheme.bits - 1) - scheme.zero_minus_one
+        word = middle_zero * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)
         middle = int(torch.tensor([word]).to(torch.int32))
     if (zero != middle).any():
         raise ModelLoadError(

@@ -62,8 +62,8 @@ def find_sources(
     chosen: dict[str, Source] = {}
     missing: list[str] = []
     for canonical, takes in names.sources.items():
-        found = (_source(take, stored, quantization) for take in takes)
-        source = next((each for each in found if each is not None), None)
+        candidates = (_source(take, stored, quantization) for take in takes)
+        source = next((candidate for candidate in candidates if candidate is not None), None)
         if source is None:
             missing.append(next(name for name in takes[0].names if name not in stored))
         else:
@@ -86,17 +86,17 @@ def find_sources(
 
 def stored_formats(spec: ModelSpec, sources: Mapping[str, Source]) -> dict[str, WeightFormat]:
     """Return how the quantized matrices of a checkpoint are held: what `plan_weights` starts from."""
-    found = {}
+    formats = {}
     for name, source in sources.items():
         if source.held.quantized and role_of(spec, name) != "other":
-            found[name] = source.held
-    for name, held in found.items():
+            formats[name] = source.held
+    for name, weight_format in formats.items():
         up = name.replace(".moe.gate.", ".moe.up.")
-        if ".moe.gate." in name and found.get(up) != held:
+        if ".moe.gate." in name and formats.get(up) != weight_format:
             raise UnsupportedModelError(
-                f"{name} is stored as {held} and {up} as {found.get(up, PLAIN)}; experts need both alike."
+                f"{name} is stored as {weight_format} and {up} as {formats.get(up, PLAIN)}; experts need both alike."
             )
-    return found
+    return formats
 
 
 def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> Source | None:
@@ -145,18 +145,18 @@ def _parts(name: str, scheme: Scheme, stored: Tensors) -> Parts:
         needed.append("zero")
     if any(parts[part] not in stored for part in needed):
         return {}
-    return {part: found for part, found in parts.items() if found in stored}
+    return {part: stored_name for part, stored_name in parts.items() if stored_name in stored}
 
 
 def _held(take: Take, scheme: Scheme) -> WeightFormat:
     kind: Kind = "fp8" if scheme.encoding in FP8 else "int4" if scheme.bits == 4 else "int8"
-    held = held_as(kind, scheme.group, take.shape[1], has_offset=not scheme.symmetric)
-    if held is None:
+    weight_format = held_as(kind, scheme.group, take.shape[1], has_offset=not scheme.symmetric)
+    if weight_format is None:
         raise UnsupportedModelError(
             f"{take.names[0]}: {scheme.bits} bits in groups of {scheme.group} over {take.shape[1]} inputs cannot "
             f"be held; groups must be a multiple of one of {sorted(GROUPS[kind])} and divide the inputs, or be a row."
         )
-    return held
+    return weight_format
 
 
 def _check_names(where: str, names: WeightMap, chosen: Mapping[str, Source], stored: Tensors) -> None:
@@ -193,10 +193,10 @@ def _check_parts(take: Take, scheme: Scheme, parts: Parts, stored: Tensors) -> N
     else:
         shapes = {"q": (out, in_), "scale": (out, groups), "zero": (out, groups)}
     if scheme.encoding in FP8:
-        found = stored[parts["scale"]].shape
-        whole = found if found in ((), (1,), (out,)) else (out, 1)  # one scale, or one per row
+        shape = stored[parts["scale"]].shape
+        per_row = shape if shape in ((), (1,), (out,)) else (out, 1)  # one scale, or one per row
         shapes["scale"] = (
-            whole if scheme.group is None else (-(-out // scheme.group), -(-in_ // scheme.group))
+            per_row if scheme.group is None else (-(-out // scheme.group), -(-in_ // scheme.group))
         )
     integers = (_TYPES.get(scheme.encoding, "int32"),)
     types = {"scale": FLOATS, "bias": FLOATS, "index": ("int32", "int64"), "shape": ("int32", "int64")}
@@ -227,9 +227,9 @@ def _look_at(names: WeightMap, *stored: str) -> str:
 
 def unused(stored: Tensors) -> tuple[str, ...]:
     """Return a line that names the tensors that no answer needs, where there are any."""
-    found = [name for name in stored if _UNUSED.fullmatch(name)]
-    what = "is a tensor" if len(found) == 1 else "are tensors"
-    return (f"{len(found)} {what} that no answer needs, {_some(found)}: not read",) if found else ()
+    names = [name for name in stored if _UNUSED.fullmatch(name)]
+    what = "is a tensor" if len(names) == 1 else "are tensors"
+    return (f"{len(names)} {what} that no answer needs, {_some(names)}: not read",) if names else ()
 
 
 def _some(names: Iterable[str]) -> str:
