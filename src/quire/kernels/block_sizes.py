@@ -40,8 +40,8 @@ def block_sizes(op: str, shape: str) -> Sizes:
     """Return the sizes of ``op`` for ``shape`` (a key as the op writes it) on the GPU of this process."""
     if op in INVARIANT:
         return DEFAULTS[op]
-    found = table_of(gpu_name()).get(op, {})
-    return found.get(shape) or found.get("all") or DEFAULTS[op]
+    sizes = table_of(gpu_name()).get(op, {})
+    return sizes.get(shape) or sizes.get("all") or DEFAULTS[op]
 
 
 @lru_cache(maxsize=1)

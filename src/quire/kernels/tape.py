@@ -122,10 +122,10 @@ class StepTape:
 
     def run_calls(self, num_tokens: int, num_logits: int) -> list[tuple[str, float]]:
         """Compute a step as `run` and return the op and the seconds of each call, in order."""
-        found: list[tuple[str, float]] = []
+        times: list[tuple[str, float]] = []
         clock = WallClock()
         for segment, cut in zip(self._segments, (*self._cuts, None), strict=True):
-            found += [
+            times += [
                 (
                     mangled.removesuffix("E").rpartition("cpu")[2].lstrip("0123456789").removesuffix("Args"),
                     taken,
@@ -135,8 +135,8 @@ class StepTape:
             if cut is not None:
                 start_s = clock.now()
                 cut.run((num_tokens, num_logits))
-                found.append(("Network", clock.now() - start_s))
-        return found
+                times.append(("Network", clock.now() - start_s))
+        return times
 
     def _start(self) -> None:
         self._segments[-1].start(tokens=self.max_tokens, logits=self.max_logits)

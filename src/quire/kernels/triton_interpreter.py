@@ -70,8 +70,8 @@ def _widen(data, dtype) -> np.ndarray:
     if dtype == tl.bfloat16:
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype in _TORCH:
-        whole = np.ascontiguousarray(data.view(np.uint8))
-        return torch.from_numpy(whole).view(_TORCH[dtype]).float().numpy()
+        raw = np.ascontiguousarray(data.view(np.uint8))
+        return torch.from_numpy(raw).view(_TORCH[dtype]).float().numpy()
     return data
 
 

@@ -200,8 +200,8 @@ def _gather(kv: KvView, blocks: Tensor, num_pairs: int, tile: int) -> tuple[Tens
         padded = _align(dim) != dim or per_tile * kv.block_size != tile
         make = torch.zeros if padded else torch.empty
         target = make(kv.num_kv_heads, num_pairs, tile, _align(dim))
-        whole = torch.unflatten(target[:, :, : per_tile * kv.block_size, :dim], 2, (per_tile, kv.block_size))
-        whole.copy_(rows.permute(2, 0, 1, 3, 4))
+        tiled = torch.unflatten(target[:, :, : per_tile * kv.block_size, :dim], 2, (per_tile, kv.block_size))
+        tiled.copy_(rows.permute(2, 0, 1, 3, 4))
         return target.view(kv.num_kv_heads * num_pairs, tile, -1)
 
     keys = unpack(rows_k, kv.head_dim)

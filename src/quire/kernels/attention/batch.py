@@ -58,10 +58,10 @@ class RaggedBatch:
 
     def plan(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """Return what a backend keeps under ``key``: restored from an upload, or made by the first layer that asks."""
-        found: T | None = self.plans.get(key)
-        if found is None:
-            found = self.plans[key] = make()
-        return found
+        plan: T | None = self.plans.get(key)
+        if plan is None:
+            plan = self.plans[key] = make()
+        return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,6 @@ def padded(array: IntArray, size: int | None, value: int = 0) -> IntArray:
     if size is None or len(array) == size:
         return array
     assert len(array) < size, (len(array), size)
-    whole = np.full((size, *array.shape[1:]), value, array.dtype)
-    whole[: len(array)] = array
-    return whole
+    out = np.full((size, *array.shape[1:]), value, array.dtype)
+    out[: len(array)] = array
+    return out

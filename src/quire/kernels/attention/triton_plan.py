@@ -201,14 +201,14 @@ def most_works(kind: LayerKind, limits: StepLimits, *, units: int, invariant: bo
 
     if invariant:
         return [(tiles(DECODE_ROWS) * -(-limits.num_positions // SPLIT), tiles(DECODE_ROWS))]
-    found = []
+    works = []
     if group <= DECODE_ROWS:
         most = limits.num_seqs * -(-limits.num_positions // LEAST_SPLIT)
         share = limits.num_seqs + units * PROGRAMS_PER_UNIT // kind.kv.num_kv_heads + 1
-        found.append((min(most, share), limits.num_seqs))
+        works.append((min(most, share), limits.num_seqs))
     if group > DECODE_ROWS or not one_each:
-        found.append((tiles(block_sizes("attention_prefill", _shape_key(kind))["rows"]),) * 2)
-    return found
+        works.append((tiles(block_sizes("attention_prefill", _shape_key(kind))["rows"]),) * 2)
+    return works
 
 
 def cut_work(

@@ -39,8 +39,8 @@ class TorchGroup:
 
     def __init__(self, group: Any = None, name: str = "its group") -> None:
         """``group`` None: all processes, which must be initialized."""
-        found: Any = dist.group.WORLD if group is None else group
-        self._group, self.size, self.index = found, found.size(), found.rank()
+        members: Any = dist.group.WORLD if group is None else group
+        self._group, self.size, self.index = members, members.size(), members.rank()
         self.bytes_sent, self._name = 0, name
 
     def all_reduce(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -59,9 +59,9 @@ class TorchGroup:
 
     def gather_parts(self, y: Tensor, begins: Sequence[int]) -> None:
         counts = [stop - start for start, stop in pairwise(begins)]
-        mine = y.new_zeros(max(counts), y.shape[1])
-        mine[: counts[self.index]] = y[begins[self.index] : begins[self.index + 1]]
-        parts = zip(self._gather(mine), counts, strict=True)
+        own = y.new_zeros(max(counts), y.shape[1])
+        own[: counts[self.index]] = y[begins[self.index] : begins[self.index + 1]]
+        parts = zip(self._gather(own), counts, strict=True)
         y.copy_(reference.gather_parts([part[:count] for part, count in parts]))
 
     def send(self, x: Tensor) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 def all_reduce(rows: Sequence[Tensor], out_dtype: torch.dtype) -> Tensor:
     """Sum in fp32 in the order of the members; rounded once."""
     total = rows[0].float()
-    for each in rows[1:]:
-        total = total + each.float()
+    for row in rows[1:]:
+        total = total + row.float()
     return total.to(out_dtype)
 
 
@@ -23,12 +23,12 @@ def all_gather(rows: Sequence[Tensor]) -> Tensor:
 
 def reduce_scatter(rows: Sequence[Tensor], index: int, out_dtype: torch.dtype) -> Tensor:
     """Block ``index`` of the sum."""
-    return all_reduce([block(each, index, len(rows)) for each in rows], out_dtype)
+    return all_reduce([block(row, index, len(rows)) for row in rows], out_dtype)
 
 
 def all_to_all(rows: Sequence[Tensor], index: int) -> Tensor:
     """Block ``index`` of every member's rows."""
-    return torch.cat([block(each, index, len(rows)) for each in rows], dim=1)
+    return torch.cat([block(row, index, len(rows)) for row in rows], dim=1)
 
 
 def gather_parts(rows: Sequence[Tensor]) -> Tensor:

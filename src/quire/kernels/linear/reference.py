@@ -131,8 +131,8 @@ def quantize_rows(x: Tensor, group: int | None) -> QuantizedRows:
     rows = torch.zeros(x.shape[0], row_stride(in_features, group), dtype=torch.int8)
     rows[:, :in_features] = q
     groups = num_groups(in_features, group)
-    whole = torch.unflatten(rows[:, : padded_size(in_features, group)], 1, (groups, -1))
-    sums = whole.sum(-1, dtype=torch.int32)
+    grouped = torch.unflatten(rows[:, : padded_size(in_features, group)], 1, (groups, -1))
+    sums = grouped.sum(-1, dtype=torch.int32)
     return QuantizedRows(rows, scale.squeeze(1), sums, in_features, group, x.dtype)
 
 

@@ -119,8 +119,8 @@ def _best_groups(choice: Tensor, spec: MoeSpec) -> Tensor:
     else:
         best = grouped.topk(2, dim=-1).values
         group_scores = best[..., 0] + best[..., 1]
-    kept = group_scores.topk(spec.topk_groups, dim=-1).indices
-    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
+    top_groups = group_scores.topk(spec.topk_groups, dim=-1).indices
+    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, top_groups, False)
     return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(1)
 
 

@@ -135,8 +135,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) ->
     ``logits: [rows, vocab]`` are raw: before bias, penalties, masks, temperature and truncation. Equal logits rank by
     id, so ranks are distinct and the lists deterministic.
     """
-    found = logprob_tensors(logits, token_ids, min(max(num_top), logits.shape[1]))
-    return assemble(token_ids.tolist(), num_top, *(part.tolist() for part in found))
+    tensors = logprob_tensors(logits, token_ids, min(max(num_top), logits.shape[1]))
+    return assemble(token_ids.tolist(), num_top, *(part.tolist() for part in tensors))
 
 
 def logprob_tensors(logits: Tensor, token_ids: Tensor, widest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -183,13 +183,13 @@ def native_sample(
     for row, changed in edited.items():
         assert changed.is_contiguous()
         instead.append((row, changed.data_ptr()))
-    found = np.empty(2 * rows, np.int64)  # one array, since to ask for an address takes 1 µs
-    at = found.ctypes.data
+    out = np.empty(2 * rows, np.int64)  # one array, since to ask for an address takes 1 µs
+    at = out.ctypes.data
     native.sample(
         num_native_threads(), isa, logits.data_ptr(), stride, instead, columns.ctypes.data, rows, vocab, purpose,
         at, at + 8 * rows,
     )  # fmt: skip
-    return found[:rows], found[rows:].view(np.float32)[:rows]
+    return out[:rows], out[rows:].view(np.float32)[:rows]
 
 
 @token_logprobs.native()
@@ -207,8 +207,8 @@ def native_token_logprobs(
         num_native_threads(), isa, addresses.ctypes.data, chosen.ctypes.data, wanted.ctypes.data, rows, vocab,
         width, logprobs.ctypes.data, ranks.ctypes.data, top_ids.ctypes.data, top_logprobs.ctypes.data,
     )  # fmt: skip
-    found = (logprobs.tolist(), ranks.tolist(), top_ids.tolist(), top_logprobs.tolist())
-    return assemble(chosen.tolist(), wanted.tolist(), *found)
+    columns = (logprobs.tolist(), ranks.tolist(), top_ids.tolist(), top_logprobs.tolist())
+    return assemble(chosen.tolist(), wanted.tolist(), *columns)
 
 
 def _addresses(logits: Tensor) -> NDArray[np.int64]:

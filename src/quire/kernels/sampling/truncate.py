@@ -58,8 +58,8 @@ def truncate(
     widest = int(truncation.top_k[limited].max()) if bool(limited.any()) else 1
     num = min(vocab, widest if bool(limited.all()) else max(widest, num_candidates))
     values, ids = top_candidates(scores, num)
-    kept, short = _prefix_lengths(scores, values, truncation)
-    values = torch.where(_first(kept, num), values, -torch.inf)
+    lengths, short = _prefix_lengths(scores, values, truncation)
+    values = torch.where(_first(lengths, num), values, -torch.inf)
     if not bool(short.any()):
         return values, ids
     again = short.nonzero().flatten()
@@ -78,22 +78,22 @@ def _first(lengths: Tensor, num: int) -> Tensor:
 def _prefix_lengths(scores: Tensor, values: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
     """Return how many of the sorted ``values: [rows, n]`` each row keeps, and which rows need more than n to know."""
     vocab, num = scores.shape[1], values.shape[1]
-    kept = truncation.top_k.clamp(max=num)
+    lengths = truncation.top_k.clamp(max=num)
     best = values[:, :1]
     # Sequential float64 sums: the mass of a prefix has the same bits however many candidates follow it.
     mass = exp_f32(values - best).to(torch.float64).cumsum(dim=1)
-    total = mass.gather(1, kept[:, None] - 1).squeeze(1)
+    total = mass.gather(1, lengths[:, None] - 1).squeeze(1)
     nucleus = truncation.top_p < 1.0
-    whole = nucleus & (truncation.top_k >= vocab)
-    if bool(whole.any()):
-        rows = whole.nonzero().flatten()
+    unbounded = nucleus & (truncation.top_k >= vocab)
+    if bool(unbounded.any()):
+        rows = unbounded.nonzero().flatten()
         total[rows] = tree_sum(exp_f32(scores[rows] - best[rows]))
     wanted = truncation.top_p * total
     reached = (mass < wanted[:, None]).sum(dim=1) + 1
-    kept = torch.where(nucleus, torch.minimum(kept, reached), kept)
+    lengths = torch.where(nucleus, torch.minimum(lengths, reached), lengths)
     unlimited = truncation.top_k >= vocab
     short = unlimited & (reached > num) if num < vocab else torch.zeros_like(unlimited)
-    return kept, short
+    return lengths, short
 
 
 def typical_ids(
@@ -119,18 +119,18 @@ def typical_ids(
     while True:
         _, ids = top_candidates(nearness[None], num)
         mass = share[ids[0]].cumsum(dim=0)  # in order, so that its bits do not depend on how many follow
-        kept = int((mass < typical_p * tree_sum(share)).sum()) + 1
-        if kept <= num or num == logits.shape[0]:
-            return ids[0, :kept]
+        count = int((mass < typical_p * tree_sum(share)).sum()) + 1
+        if count <= num or num == logits.shape[0]:
+            return ids[0, :count]
         num = min(logits.shape[0], num * _WIDEN)
 
 
 def keep_typical(row: Tensor, temperature: float, typical_p: float) -> None:
     """Write −inf over what `typical_ids` does not keep of ``row: [vocab] float32``."""
-    kept = typical_ids(row, temperature, typical_p)
-    values = row[kept]
+    ids = typical_ids(row, temperature, typical_p)
+    values = row[ids]
     row.fill_(-torch.inf)
-    row[kept] = values
+    row[ids] = values
 
 
 def top_candidates(scores: Tensor, k: int, *, masked_too: bool = False) -> tuple[Tensor, Tensor]:
