@@ -102,7 +102,7 @@ class Scaled:
 
     def stage_seconds(self, step: StepFeatures) -> tuple[float, ...]:
         """Return the seconds of ``step`` on each stage of a pipeline."""
-        return tuple(self.factor * each for each in cast(StagedTime, self.inner).stage_seconds(step))
+        return tuple(self.factor * seconds for seconds in cast(StagedTime, self.inner).stage_seconds(step))
 
 
 @dataclass(frozen=True, slots=True)

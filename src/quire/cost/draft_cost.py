@@ -78,17 +78,17 @@ class DraftCost:
 
 def fit_drafts(found: Sequence[MeasuredDrafts]) -> DraftCost | None:
     """Fit relative errors by non-negative least squares; None: nothing was proposed."""
-    made = [each for each in found if each.work.num_forwards and each.seconds > 0.0]
+    made = [case for case in found if case.work.num_forwards and case.seconds > 0.0]
     if not made:
         return None
-    weights = np.array([each.seconds for each in made])
-    columns = np.array([each.work for each in made], dtype=float)
+    weights = np.array([case.seconds for case in made])
+    columns = np.array([case.work for case in made], dtype=float)
     # Weighted first by the measured seconds, then by those that the fit predicts.
     for _ in range(3):
-        costs = scaled_nnls(columns / weights[:, None], np.array([each.seconds for each in made]) / weights)
+        costs = scaled_nnls(columns / weights[:, None], np.array([case.seconds for case in made]) / weights)
         weights = np.maximum(columns @ costs, weights / 4)
     forward_s, draft_s, missed_s, pair_s, key_s = map(float, costs)
-    verified = [pair for each in found for pair in each.verified]
+    verified = [pair for case in found for pair in case.verified]
     return DraftCost(forward_s, draft_s, missed_s, acceptance_of(verified), pair_s, key_s)
 
 
@@ -131,17 +131,17 @@ class DraftLedger:
         left = self._max_rows
         forwards = drafts = missed = pairs = keys = 0
         self.behind.clear()
-        for each, found in zip(plan.seqs, result.seqs, strict=False):
-            seq = self._seqs.get(each.seq_id)
+        for seq_plan, seq_result in zip(plan.seqs, result.seqs, strict=False):
+            seq = self._seqs.get(seq_plan.seq_id)
             if seq is None:
                 continue
-            if each.seq_id in fresh and self._cached_prefix:
-                seq.num_drafted = each.num_computed_tokens
-            if each.num_draft_tokens:
-                seq.num_drafted += min(max(0, len(found.token_ids) - 1), seq.num_ahead)
+            if seq_plan.seq_id in fresh and self._cached_prefix:
+                seq.num_drafted = seq_plan.num_computed_tokens
+            if seq_plan.num_draft_tokens:
+                seq.num_drafted += min(max(0, len(seq_result.token_ids) - 1), seq.num_ahead)
             seq.num_ahead = 0
-            seq.num_known += len(found.token_ids)
-            if not (each.max_next_drafts and found.token_ids):
+            seq.num_known += len(seq_result.token_ids)
+            if not (seq_plan.max_next_drafts and seq_result.token_ids):
                 continue
             start, rows = seq.num_drafted, seq.num_known - seq.num_drafted
             if left is not None:
@@ -149,8 +149,8 @@ class DraftLedger:
                 left -= rows
             seq.num_drafted += rows
             if seq.num_drafted < seq.num_known:
-                self.behind.add(each.seq_id)
-            elif count := found.num_next_drafts:
+                self.behind.add(seq_plan.seq_id)
+            elif count := seq_result.num_next_drafts:
                 seq.num_ahead, rows = count - 1, rows - 1
                 forwards, drafts = max(forwards, count), drafts + count
                 keys += chunk_pairs(seq.num_known - 1, count)

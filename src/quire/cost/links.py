@@ -61,15 +61,15 @@ def links_to_json(links: Links) -> dict[str, Any]:
 
 def links_from_json(data: Mapping[str, Any]) -> Links:
     """Return what `links_to_json` wrote. Raises `ConfigError` where an op is unknown or a cost below 0."""
-    found = {}
+    costs = {}
     for op, row in data.items():
         if op not in LINK_OPS:
             raise ConfigError(f"links: unknown op {op!r}; allowed: {', '.join(LINK_OPS)}")
         cost = LinkCost(row["alpha_s"], row["beta_s"], tuple((size, s) for size, s in row.get("points", ())))
         if not (cost.alpha_s >= 0.0 and cost.beta_s >= 0.0):
             raise ConfigError(f"links: {op}: alpha_s and beta_s must be numbers ≥ 0")
-        found[op] = cost
-    return found
+        costs[op] = cost
+    return costs
 
 
 # Between two ranks on the loopback device (benchmarks/results/parallel.md); those of a profile take their place.
@@ -104,10 +104,10 @@ class RankShare:
 
     @classmethod
     def of(cls, part: Shard, dtype: str) -> RankShare:
-        whole, mine = weight_shapes(part.whole), part.shapes
+        full, own = weight_shapes(part.whole), part.shapes
         kv = [layer.attention.num_kv_heads for layer in part.spec.layers]
         return cls(
-            layers=_matrices(mine) / _matrices(whole),
+            layers=_matrices(own) / _matrices(full),
             head=len(part.vocab) / part.whole.vocab_size if part.is_last else 0.0,
             attention=sum(kv) / sum(a.attention.num_kv_heads for a in part.whole.layers) / part.topology.cp,
             cp=part.topology.cp,

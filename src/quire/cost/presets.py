@@ -58,11 +58,11 @@ def _read(model: str) -> tuple[str | None, str | None]:
     """Return the preset of a name, and the format that the name's endings state."""
     name, stated = model.rpartition("/")[2].lower().replace("meta-llama-", "llama-"), None
     while name not in presets():
-        found = _SAME_SHAPES.search(name)
-        if found is None:
+        match = _SAME_SHAPES.search(name)
+        if match is None:
             return None, None
-        stated = _FORMATS.get(found[1], stated)
-        name = name[: found.start()]
+        stated = _FORMATS.get(match[1], stated)
+        name = name[: match.start()]
     return name, stated
 
 

@@ -77,8 +77,8 @@ class Profile:
 
     def __post_init__(self) -> None:
         host = self.host
-        whole = self.executor.plus(fixed_s=host.fixed_s, per_seq_s=host.per_seq_s, per_row_s=host.per_row_s)
-        object.__setattr__(self, "step_time", whole)
+        timing = self.executor.plus(fixed_s=host.fixed_s, per_seq_s=host.per_seq_s, per_row_s=host.per_row_s)
+        object.__setattr__(self, "step_time", timing)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -122,9 +122,9 @@ def load_profile(path: Path) -> Profile:
     except ValueError as error:
         raise ConfigError(f"profile {path}: not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        file_format = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ConfigError(
-            f"profile {path}: format = {found!r}, it must be {FORMAT!r}; `quire profile --out` writes one"
+            f"profile {path}: format = {file_format!r}, it must be {FORMAT!r}; `quire profile --out` writes one"
         )
     try:
         return Profile(

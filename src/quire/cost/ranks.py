@@ -126,4 +126,4 @@ class RankBytes:
     def block(self, layout: KvLayout) -> int:
         """Return the bytes of one block of the model's cache."""
         layouts = (part.kv_layout(layout) for part in self._parts)
-        return sum(each.block_bytes(self._block_size, self._kv_dtype) for each in layouts)
+        return sum(kv_layout.block_bytes(self._block_size, self._kv_dtype) for kv_layout in layouts)

@@ -187,7 +187,7 @@ class Roofline:
             linears=split.pp * max(compute_s, memory_s) + head_s,
             experts=split.pp * self._experts(step.num_tokens, rate, bandwidth),
             attention=self._attention(step),
-            links=sum(each.use.count * each.seconds for each in self.link_uses(rows, head_rows)),
+            links=sum(link.use.count * link.seconds for link in self.link_uses(rows, head_rows)),
             launches=self.work.num_layers * e.layer_s
             + e.step_s
             + e.seq_s * step.num_seqs / split.attention_dp,
@@ -224,7 +224,7 @@ class Roofline:
         """Return the collectives of a step with ``rows`` tokens, of which ``logits`` sample, on one device."""
         num_tokens, num_logits = ceil(rows), ceil(logits)
         network = self.hardware.network_bandwidth
-        found = []
+        link_uses = []
         for use in self.uses:
             if not use.num_rows(num_tokens, num_logits):
                 continue
@@ -240,8 +240,8 @@ class Roofline:
             else:
                 speed = self._link(use)
                 seconds = self.efficiency.link_s + moved / (speed * self.efficiency.link)
-            found.append(LinkUse(use, moved, seconds, speed, transport))
-        return found
+            link_uses.append(LinkUse(use, moved, seconds, speed, transport))
+        return link_uses
 
     def _is_wide(self, use: Use) -> bool:
         """Whether the devices of an axis are in several domains."""

@@ -197,10 +197,10 @@ def kv_bytes_per_request(spec: ModelSpec, context: int, kv_dtype: str = "bf16", 
     """
     total = 0
     for group in spec.kv_layout(spec.max_position_embeddings).groups:
-        kept = context - shared if group.window is None else min(context, group.window)
+        num_tokens = context - shared if group.window is None else min(context, group.window)
         num_heads = sum(spec.layers[i].attention.num_kv_heads for i in group.layers)
         scales = 8 * num_heads if kv_dtype == "int8" else 0
-        total += kept * (spec.kv_bytes_per_token(group, KV_DTYPES[kv_dtype]) + scales)
+        total += num_tokens * (spec.kv_bytes_per_token(group, KV_DTYPES[kv_dtype]) + scales)
     return total
 
 
