@@ -109,8 +109,8 @@ class Growing:
         """Append ``token_id`` to the chain, and put ``second`` beside it."""
         parent, self._last = self._last, len(self._token_ids)
         self.trunk.append(token_id)
-        for each in (token_id,) if second is None else (token_id, second):
-            self._token_ids.append(each)
+        for token in (token_id,) if second is None else (token_id, second):
+            self._token_ids.append(token)
             self._parents.append(parent)
             self._left -= 1
         self._beside -= second is not None
@@ -131,12 +131,12 @@ class DraftProposer:
 
     def propose(self, wanted: list[Wanted]) -> list[Drafts]:
         """As `Proposer.propose`."""
-        limits = [self._limit(each) for each in wanted]
+        limits = [self._limit(seq) for seq in wanted]
         chunks = self._catch_up(wanted, limits)
-        found = self._chains(wanted, limits, chunks)
-        if found is not None:
-            return found
-        drafts = {each.seq_id: Growing(each, limit) for each, limit in zip(wanted, limits, strict=True)}
+        chains = self._chains(wanted, limits, chunks)
+        if chains is not None:
+            return chains
+        drafts = {seq.seq_id: Growing(seq, limit) for seq, limit in zip(wanted, limits, strict=True)}
         appended = dict.fromkeys(drafts, 0)
         try:
             self._decode(wanted, chunks, drafts, appended)
@@ -144,27 +144,27 @@ class DraftProposer:
             for seq_id, count in appended.items():
                 if count:
                     self._model.take_back(seq_id, count)
-        for each in wanted:
-            each.state.drafts = tuple(drafts[each.seq_id].trunk[:-1])
-        return [drafts[each.seq_id].drafts() for each in wanted]
+        for seq in wanted:
+            seq.state.drafts = tuple(drafts[seq.seq_id].trunk[:-1])
+        return [drafts[seq.seq_id].drafts() for seq in wanted]
 
     def _chains(
         self, wanted: list[Wanted], limits: Sequence[int], chunks: Sequence[Rows]
     ) -> list[Drafts] | None:
         """Return chains computed in one call, where all sequences are ready for theirs; else None."""
-        ready = [each for each, limit in zip(wanted, limits, strict=True) if limit > 0]
+        ready = [seq for seq, limit in zip(wanted, limits, strict=True) if limit > 0]
         if not ready or len(chunks) < len(ready):
             return None
-        for each, rows in zip(ready, chunks, strict=True):
-            if rows.end < len(each.token_ids) or (each.max_paths > 1 and each.limit > 1):
+        for seq, rows in zip(ready, chunks, strict=True):
+            if rows.end < len(seq.token_ids) or (seq.max_paths > 1 and seq.limit > 1):
                 return None
-        found = self._model.chains(chunks, [limit for limit in limits if limit > 0])
-        if found is None:
+        chains = self._model.chains(chunks, [limit for limit in limits if limit > 0])
+        if chains is None:
             return None
-        drafts = dict.fromkeys((each.seq_id for each in wanted), NO_DRAFTS)
-        for each, token_ids in zip(ready, found, strict=True):
-            each.state.drafts = tuple(token_ids[:-1])
-            drafts[each.seq_id] = chain(token_ids)
+        drafts = dict.fromkeys((seq.seq_id for seq in wanted), NO_DRAFTS)
+        for seq, token_ids in zip(ready, chains, strict=True):
+            seq.state.drafts = tuple(token_ids[:-1])
+            drafts[seq.seq_id] = chain(token_ids)
         return list(drafts.values())
 
     def _decode(
@@ -172,28 +172,28 @@ class DraftProposer:
     ) -> None:  # fmt: skip
         """Fill ``drafts``; ``appended`` counts those that are behind a sequence's last token at the moment."""
         last = {rows.seq_id: rows.end for rows in chunks}
-        ready = [each for each in wanted if last.get(each.seq_id) == len(each.token_ids)]
-        found = self._forward(chunks)
+        ready = [seq for seq in wanted if last.get(seq.seq_id) == len(seq.token_ids)]
+        sampled = self._forward(chunks)
         while ready:
             others: dict[int, int] = {}
-            if branching := {each.seq_id for each in ready if drafts[each.seq_id].takes_second}:
+            if branching := {seq.seq_id for seq in ready if drafts[seq.seq_id].takes_second}:
                 others = self._model.second(branching)
             computed: list[Rows] = []
-            for each in ready:
-                own, seq_id = drafts[each.seq_id], each.seq_id
-                own.add(found[seq_id], others.get(seq_id))
+            for seq in ready:
+                own, seq_id = drafts[seq.seq_id], seq.seq_id
+                own.add(sampled[seq_id], others.get(seq_id))
                 if not own.is_full:
-                    self._model.append(seq_id, found[seq_id])
+                    self._model.append(seq_id, sampled[seq_id])
                     appended[seq_id] += 1
-                    end = len(each.token_ids) + appended[seq_id]
+                    end = len(seq.token_ids) + appended[seq_id]
                     computed.append(Rows(seq_id, end - 1, end))
-            ready = [each for each in ready if not drafts[each.seq_id].is_full]
-            found = self._forward(computed)
+            ready = [seq for seq in ready if not drafts[seq.seq_id].is_full]
+            sampled = self._forward(computed)
 
     def _forward(self, rows: Sequence[Rows]) -> dict[int, int]:
         """Return what is sampled behind each sequence's rows."""
         sampled = self._model.forward(rows) if rows else []
-        return {each.seq_id: token_id for each, token_id in zip(rows, sampled, strict=True)}
+        return {seq.seq_id: token_id for seq, token_id in zip(rows, sampled, strict=True)}
 
     def _limit(self, wanted: Wanted) -> int:
         return min(wanted.limit, self._model.max_tokens - len(wanted.token_ids))
@@ -204,14 +204,14 @@ class DraftProposer:
         A sequence waits where another one fills its next block.
         """
         left, chunks, claimed = self._model.max_rows, [], set[int]()
-        for each, limit in zip(wanted, limits, strict=True):
-            state: DraftState = each.state
-            end = len(each.token_ids)
-            start = self._start(each)
+        for seq, limit in zip(wanted, limits, strict=True):
+            state: DraftState = seq.state
+            end = len(seq.token_ids)
+            start = self._start(seq)
             state.num_known, state.drafts = end, ()
             stop = min(end, start + left)
-            if limit > 0 and (stop := self._model.claim(each.seq_id, start, stop, claimed)) > start:
-                chunks.append(Rows(each.seq_id, start, stop))
+            if limit > 0 and (stop := self._model.claim(seq.seq_id, start, stop, claimed)) > start:
+                chunks.append(Rows(seq.seq_id, start, stop))
                 left -= stop - start
         return chunks
 

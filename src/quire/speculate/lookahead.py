@@ -34,11 +34,11 @@ class LookaheadState:
     size: int = 0  # known tokens seen
 
     def add(self, ngram: Sequence[int]) -> None:
-        kept = self.pool.setdefault(ngram[0], {})
-        kept.pop(tuple(ngram[1:]), None)
-        kept[tuple(ngram[1:])] = None
-        if len(kept) > MAX_KEPT:
-            del kept[next(iter(kept))]
+        ngrams = self.pool.setdefault(ngram[0], {})
+        ngrams.pop(tuple(ngram[1:]), None)
+        ngrams[tuple(ngram[1:])] = None
+        if len(ngrams) > MAX_KEPT:
+            del ngrams[next(iter(ngrams))]
 
     def columns(self) -> Iterator[list[int]]:
         """Yield the tokens of each column."""
@@ -54,7 +54,7 @@ class LookaheadProposer:
 
     def propose(self, wanted: list[Wanted]) -> list[Drafts]:
         """As `Proposer.propose`."""
-        return [_propose(each) for each in wanted]
+        return [_propose(seq) for seq in wanted]
 
 
 def _propose(wanted: Wanted) -> Drafts:
@@ -65,8 +65,8 @@ def _propose(wanted: Wanted) -> Drafts:
     _fit(state, width, known)
     columns = list(state.columns())
     num_drafts = max(0, wanted.limit - width * LEVELS)
-    found = [*state.pool.get(known[-1], ())][::-1]
-    drafts = [path for path in found[: wanted.max_paths - width] if path][: -(-num_drafts // LEVELS)]
+    ngrams = [*state.pool.get(known[-1], ())][::-1]
+    drafts = [path for path in ngrams[: wanted.max_paths - width] if path][: -(-num_drafts // LEVELS)]
     window = [[*state.levels[0][: place + 1], *column[1:]] for place, column in enumerate(columns)]
     tree = tree_of([*drafts, *window][: wanted.max_paths], wanted.limit)
     state.ends = [_end(tree, path) for path in window]

@@ -51,8 +51,8 @@ class MedusaProposer:
 
     def propose(self, wanted: list[Wanted]) -> list[Drafts]:
         """As `Proposer.propose`."""
-        trees = [shape_of(self._model.num_heads, each.limit, each.max_paths) for each in wanted]
-        return self._model.sample([each.seq_id for each in wanted], trees)
+        trees = [shape_of(self._model.num_heads, seq.limit, seq.max_paths) for seq in wanted]
+        return self._model.sample([seq.seq_id for seq in wanted], trees)
 
 
 @lru_cache(maxsize=256)
@@ -79,8 +79,8 @@ def shape_of(num_heads: int, limit: int, max_paths: int) -> tuple[Node, ...]:
         following = [Node(node.head, node.rank + 1, node.parent)]
         if node.head + 1 < num_heads:
             following.insert(0, Node(node.head + 1, 0, place))
-        for each in following:
-            heapq.heappush(waiting, (halvings + 1, entered, each))
+        for child in following:
+            heapq.heappush(waiting, (halvings + 1, entered, child))
             entered += 1
     return tuple(nodes)
 
@@ -90,14 +90,14 @@ def planted(nodes: Sequence[Node], choices: Sequence[Sequence[int]]) -> tuple[Dr
 
     Where a head has fewer choices than the tree has room for, nodes are left out with all behind them.
     """
-    kept: dict[int, int] = {ROOT: ROOT}
+    places: dict[int, int] = {ROOT: ROOT}
     token_ids: list[int] = []
     parents: list[int] = []
     having: list[Node] = []
     for place, node in enumerate(nodes):
-        if node.parent in kept and node.rank < len(choices[node.head]):
-            kept[place] = len(token_ids)
+        if node.parent in places and node.rank < len(choices[node.head]):
+            places[place] = len(token_ids)
             token_ids.append(choices[node.head][node.rank])
-            parents.append(kept[node.parent])
+            parents.append(places[node.parent])
             having.append(node)
     return Drafts(tuple(token_ids), tuple(parents)), having

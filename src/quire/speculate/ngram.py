@@ -26,7 +26,7 @@ class NgramProposer:
 
     def propose(self, wanted: list[Wanted]) -> list[Drafts]:
         """As `Proposer.propose`."""
-        return [_propose(each) for each in wanted]
+        return [_propose(seq) for seq in wanted]
 
 
 def _propose(wanted: Wanted) -> Drafts:
