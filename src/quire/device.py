@@ -94,7 +94,7 @@ def unused_levels(
         is_built: whether this build and CPU run a level.
         flags: those of /proc/cpuinfo; empty where unknown.
     """
-    found: list[str] = []
+    problems: list[str] = []
     for level, needed in (ARM_LEVELS if features.get("neon") else LEVELS).items():
         if level == best:
             break
@@ -108,8 +108,8 @@ def unused_levels(
             what = "the CPU has all it needs, and this build has no such kernels: reinstall with a newer compiler"
         else:
             continue
-        found.append(f"{level} is not used: {what}.")
-    return found
+        problems.append(f"{level} is not used: {what}.")
+    return problems
 
 
 def is_built(level: str) -> bool:
@@ -254,7 +254,7 @@ def gpu_problem(gpu: GpuInfo) -> str | None:
             "update the NVIDIA driver."
         )
     if gpu.capability < LEAST_CAPABILITY:
-        have, need = (".".join(map(str, each)) for each in (gpu.capability, LEAST_CAPABILITY))
+        have, need = (".".join(map(str, version)) for version in (gpu.capability, LEAST_CAPABILITY))
         return f"{gpu.name} has compute capability {have}; {need} or more is needed (Ampere and later)."
     return None
 

@@ -86,13 +86,13 @@ def held_as(kind: Kind, group: int | None, in_features: int, *, has_offset: bool
 
     A group size that no kernel supports is cut into smaller groups with equal scales; int4 that fits none becomes int8.
     """
-    whole = in_features if group is None else group
-    if in_features % whole:
+    group_size = in_features if group is None else group
+    if in_features % group_size:
         return None
-    if kind != "int4" and whole == in_features:
+    if kind != "int4" and group_size == in_features:
         return WeightFormat(kind, None, has_offset)
     for size in GROUPS[kind]:
-        if whole % size == 0:
+        if group_size % size == 0:
             return WeightFormat(kind, size, has_offset)
     return held_as("int8", group, in_features, has_offset=has_offset) if kind == "int4" else None
 

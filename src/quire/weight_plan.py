@@ -80,7 +80,7 @@ def plan_weights(
                 f"({stored[head_name]}); leave it out, or give 'none' to expand it"
             )
         formats[head_name] = head
-    return _fit(spec, {name: each for name, each in formats.items() if each.quantized})
+    return _fit(spec, {name: form for name, form in formats.items() if form.quantized})
 
 
 def _fit(spec: ModelSpec, formats: dict[str, WeightFormat]) -> WeightPlan:
@@ -102,7 +102,7 @@ def _fit(spec: ModelSpec, formats: dict[str, WeightFormat]) -> WeightPlan:
 
 
 def _kinds(formats: Formats) -> str:
-    return "; ".join(sorted({str(each) for each in formats.values()}))
+    return "; ".join(sorted({str(form) for form in formats.values()}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,9 @@ def weight_table(spec: ModelSpec, dtype: str, formats: Formats) -> list[TableRow
     sizes: Counter[tuple[str, str]] = Counter()
     read: Counter[tuple[str, str]] = Counter()
     for name, shape in weight_shapes(spec).items():
-        held = formats.get(name, PLAIN)
-        key = (_PART_NAMES[role_of(spec, name)], str(held) if held.quantized else dtype)
-        size = matrix_bytes(shape, dtype, held)
+        weight_format = formats.get(name, PLAIN)
+        key = (_PART_NAMES[role_of(spec, name)], str(weight_format) if weight_format.quantized else dtype)
+        size = matrix_bytes(shape, dtype, weight_format)
         numbers[key] += prod(shape)
         sizes[key] += size
         read[key] += _read_share(spec, name, shape, size)

@@ -58,15 +58,17 @@ def begin_store(
         path.append(node)
         node = node.parent
     blocks = tuple(
-        TransferBlock(group, each.block_ids[group], group_block_hash(each.block_hash, group))
-        for each in reversed(path[:num_blocks])
-        for group in each.groups
+        TransferBlock(group, path_node.block_ids[group], group_block_hash(path_node.block_hash, group))
+        for path_node in reversed(path[:num_blocks])
+        for group in path_node.groups
     )
     if blocks:  # else windows have left only nodes without blocks
-        held = [block_id for each in path for block_id in each.block_ids if block_id != NO_BLOCK]
-        for block_id in held:
+        block_ids = [
+            block_id for path_node in path for block_id in path_node.block_ids if block_id != NO_BLOCK
+        ]
+        for block_id in block_ids:
             references.share(block_id)
-        references.transfers[transfer_id] = TransferBlocks(held)
+        references.transfers[transfer_id] = TransferBlocks(block_ids)
     return blocks
 
 

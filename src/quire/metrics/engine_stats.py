@@ -194,5 +194,5 @@ class EngineStats:
     @property
     def kv_usage(self) -> float:
         """Fraction of the blocks that sequences or steps hold."""
-        held = self.num_blocks - self.num_free_blocks - self.num_idle_blocks
-        return held / self.num_blocks if self.num_blocks else 0.0
+        num_used = self.num_blocks - self.num_free_blocks - self.num_idle_blocks
+        return num_used / self.num_blocks if self.num_blocks else 0.0

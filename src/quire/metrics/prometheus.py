@@ -162,8 +162,8 @@ class ServerMetrics:
         info = GaugeMetricFamily("quire:rank_info", "Where a rank runs.", labels=[*self._labels, *names])
         for rank, at in enumerate(ranks.about):
             steps = "recorded" if at.replays else "call by call"
-            told = map(str, (rank, at.host, at.pid, at.stage, at.num_cores, steps))
-            info.add_metric([*self._values, *told], 1.0)
+            labels = map(str, (rank, at.host, at.pid, at.stage, at.num_cores, steps))
+            info.add_metric([*self._values, *labels], 1.0)
         yield info
         if ranks.experts:
             yield from self._of_experts(ranks)

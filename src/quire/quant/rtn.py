@@ -77,14 +77,14 @@ def _int4(values: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     best = torch.full_like(extreme, -1.0)
     scale, inverse = torch.zeros_like(extreme), torch.zeros_like(extreme)
     for divisor in DIVISORS:
-        each = reciprocal * -divisor
-        q = _levels(values, each)
+        factor = reciprocal * -divisor
+        q = _levels(values, factor)
         along, size = _sum(values * q), q.square().sum(-1, keepdim=True)  # the second is exact in any order
         gain = along.square() / size
         better = gain > best  # False for the NaN of a group of zeros
         best = torch.where(better, gain, best)
         scale = torch.where(better, along / size, scale)
-        inverse = torch.where(better, each, inverse)
+        inverse = torch.where(better, factor, inverse)
     return _levels(values, inverse), scale
 
 
@@ -100,7 +100,7 @@ def _two_levels(weight: Tensor, held: WeightFormat) -> QuantizedWeight:
     step, inverse = top / TOP, torch.where(used, torch.full_like(top, TOP) / top, 0.0)
     first = (largest * inverse * 0.125).floor()
     best = torch.full_like(largest, -torch.inf)
-    kept = [torch.zeros_like(largest) for _ in range(3)]  # multiplier, Σ w·q, Σ q²
+    chosen = [torch.zeros_like(largest) for _ in range(3)]  # multiplier, Σ w·q, Σ q²
     for neighbour in NEIGHBOURS:
         m = (first + neighbour).clamp(1, 15)
         q = _side_levels(values, inverse / m, m)
@@ -108,13 +108,13 @@ def _two_levels(weight: Tensor, held: WeightFormat) -> QuantizedWeight:
         gain = (along + along - step * m * size) * m  # decrease of the square error, over step
         better = gain > best
         best = torch.where(better, gain, best)
-        kept = [torch.where(better, *pair) for pair in zip((m, along, size), kept, strict=True)]
-    m, along, size = kept
+        chosen = [torch.where(better, *pair) for pair in zip((m, along, size), chosen, strict=True)]
+    m, along, size = chosen
     q = _side_levels(values, inverse / m, m) - m % 2
     wide = m.double()
     total, squares = torch.zeros_like(top[:, 0], dtype=torch.float64), (wide * wide * size.double()).sum(1)
-    for each in (wide * along.double()).unbind(1):
-        total += each
+    for column in (wide * along.double()).unbind(1):
+        total += column
     scale = (total / squares).float()
     return QuantizedWeight(
         held,
