@@ -292,7 +292,7 @@ TOKENS: tuple[Mutant, ...] = (
         "store-without-references",
         "the blocks of a store may be evicted while their bytes are read",
         "src/quire/cache/transfers.py",
-        "            references.share(block_id)\n        references.transfers[transfer_id] = TransferBlocks(block_ids)\n",
+        "            references.share(block_id)\n        references.transfers[transfer_id] = TransferBlocks(shared)\n",
         "            pass\n        references.transfers[transfer_id] = TransferBlocks([])\n",
         WIDE_FUZZ,
     ),

@@ -58,17 +58,15 @@ def begin_store(
         path.append(node)
         node = node.parent
     blocks = tuple(
-        TransferBlock(group, path_node.block_ids[group], group_block_hash(path_node.block_hash, group))
-        for path_node in reversed(path[:num_blocks])
-        for group in path_node.groups
+        TransferBlock(group, member.block_ids[group], group_block_hash(member.block_hash, group))
+        for member in reversed(path[:num_blocks])
+        for group in member.groups
     )
     if blocks:  # else windows have left only nodes without blocks
-        block_ids = [
-            block_id for path_node in path for block_id in path_node.block_ids if block_id != NO_BLOCK
-        ]
-        for block_id in block_ids:
+        shared = [block_id for member in path for block_id in member.block_ids if block_id != NO_BLOCK]
+        for block_id in shared:
             references.share(block_id)
-        references.transfers[transfer_id] = TransferBlocks(block_ids)
+        references.transfers[transfer_id] = TransferBlocks(shared)
     return blocks
 
 
