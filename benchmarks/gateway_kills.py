@@ -136,12 +136,12 @@ class Watch:
 
     def __init__(self, live: Live) -> None:
         self.placements: list[tuple[Exchange, Placed, bool]] = []  # had it begun
-        self.ended: dict[str, float] = {}  # by the id of the placement
+        self.ended_s: dict[str, float] = {}  # by the id of the placement
         self.lost_s: dict[str, float] = {}  # by backend
-        self._place, self._over = live.state.placing.place, live.state.placing.over
+        self._place, self._ended = live.state.placing.place, live.state.placing.ended
         self._set_ready = live.state.fleet.set_ready
         self._now = live.state.now
-        for owner, name in ((live.state.placing, "place"), (live.state.placing, "over")):
+        for owner, name in ((live.state.placing, "place"), (live.state.placing, "ended")):
             setattr(owner, name, getattr(self, name))
         live.state.fleet.set_ready = self.set_ready  # type: ignore[method-assign]
 
@@ -151,9 +151,9 @@ class Watch:
             self.placements.append((exchange, placed, exchange.answer.has_begun))
         return placed
 
-    def over(self, placed: Placed, is_good: bool | None) -> None:
-        self.ended[placed.id] = self._now()
-        self._over(placed, is_good)
+    def ended(self, placed: Placed, is_good: bool | None) -> None:
+        self.ended_s[placed.id] = self._now()
+        self._ended(placed, is_good)
 
     def set_ready(self, backend: Backend, ready: bool, why: str, now: float, **more: Any) -> None:
         if not ready and backend.is_ready:
@@ -163,20 +163,20 @@ class Watch:
     def waiting(self, name: str) -> int:
         """Return the requests at a backend that have no byte."""
         return sum(
-            p.backend.name == name and p.id not in self.ended and not e.answer.has_begun
+            p.backend.name == name and p.id not in self.ended_s and not e.answer.has_begun
             for e, p, _ in self.placements
         )
 
     def forget(self) -> None:
         self.placements.clear()
-        self.ended.clear()
+        self.ended_s.clear()
         self.lost_s.clear()
 
     def tell(self, name: str, since_s: float, row: Row) -> None:
         """Add to ``row`` what became of the requests that backend ``name`` had at ``since_s``."""
         lost_s = self.lost_s.get(name, since_s)
         for at, (exchange, placed, _) in enumerate(self.placements):
-            ended_s = self.ended.get(placed.id, float("inf"))
+            ended_s = self.ended_s.get(placed.id, float("inf"))
             if placed.backend.name != name or not placed.placed_s <= since_s < ended_s:
                 continue
             later = [(p, begun) for e, p, begun in self.placements[at + 1 :] if e is exchange]

@@ -81,7 +81,7 @@ def _append(path: str, data: bytes) -> None:
 
 
 def _fields(exchange: Exchange, now: float) -> dict[str, Any]:
-    usage, backend, asked = exchange.usage, exchange.backend, exchange.asked
+    usage, backend, request = exchange.usage, exchange.backend, exchange.request
     first_s = exchange.answer.first_s
     return {
         "request_id": exchange.request_id,
@@ -95,7 +95,7 @@ def _fields(exchange: Exchange, now: float) -> dict[str, Any]:
         "model": exchange.named_model or None,
         "target": exchange.target.model if exchange.target is not None else None,
         "backend": backend.name if backend is not None else None,
-        "stream": asked.streams if asked is not None else None,
+        "stream": request.streams if request is not None else None,
         "attempts": exchange.attempts.num,
         "ttft_ms": round(1e3 * (first_s - exchange.arrival_s), 1) if first_s is not None else None,
         "ms": round(1e3 * (now - exchange.arrival_s), 1),

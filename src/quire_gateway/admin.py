@@ -97,20 +97,26 @@ class Admin:
 
     async def register(self, request: Request) -> Response:
         """Take a replica's heartbeat. A replica that listens on every address is reached where it called from."""
-        said = parse(Heartbeat, await read_json(request.scope, request.receive, MAX_BODY_BYTES))
+        heartbeat = parse(Heartbeat, await read_json(request.scope, request.receive, MAX_BODY_BYTES))
         caller = request.client.host if request.client is not None else "127.0.0.1"
-        if not 1.0 <= said.ttl_s <= 3600.0:
-            raise not_allowed("ttl_s", said.ttl_s, "a number of seconds in 1…3600")
+        if not 1.0 <= heartbeat.ttl_s <= 3600.0:
+            raise not_allowed("ttl_s", heartbeat.ttl_s, "a number of seconds in 1…3600")
         try:
-            url = checked_url(said.url, "url")
+            url = checked_url(heartbeat.url, "url")
         except ConfigError as error:
             raise RequestError(str(error), param="url") from error
         if (host := urlsplit(url).hostname) and is_loopback(host) and not is_loopback(caller):
             url = url.replace(host, f"[{caller}]" if ":" in caller else caller, 1)
         registration = Registration(
-            said.name, url, tuple(said.models), said.ttl_s, said.api_key, said.max_requests, said.region,
-            said.about or {},
-        )  # fmt: skip
+            heartbeat.name,
+            url,
+            tuple(heartbeat.models),
+            heartbeat.ttl_s,
+            heartbeat.api_key,
+            heartbeat.max_requests,
+            heartbeat.region,
+            heartbeat.about or {},
+        )
         return json_response(self._card(self._state.discovery.register(registration)))
 
     async def deregister(self, request: Request) -> Response:

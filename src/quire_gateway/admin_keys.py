@@ -31,7 +31,7 @@ from quire_gateway.quotas import NANO, Limit, Unit
 from quire_gateway.state import GatewayState
 
 if TYPE_CHECKING:
-    from quire_gateway.limits import Left
+    from quire_gateway.limits import Allowance
 
 log = Log("gateway")
 MAX_BODY_BYTES = 1 << 20
@@ -72,19 +72,19 @@ class AdminKeys:
 
     async def create(self, request: Request) -> Response:
         """Add a key; the answer has its text, this once. Requests may carry it within a second."""
-        said = parse(NewKey, await read_json(request.scope, request.receive, MAX_BODY_BYTES))
+        body = parse(NewKey, await read_json(request.scope, request.receive, MAX_BODY_BYTES))
         try:
             key = ApiKey(
-                name=check_name(said.name, "name"),
-                tenant=check_name(said.tenant or said.name, "tenant"),
+                name=check_name(body.name, "name"),
+                tenant=check_name(body.tenant or body.name, "tenant"),
                 digest="",
                 created=datetime.now(UTC),
-                expires=read_time(said.expires, "expires") if said.expires else None,
-                models=_patterns("models", said.models),
-                endpoints=_patterns("endpoints", said.endpoints),
-                admin=said.admin,
-                weight=check_weight(str(said.weight), "weight"),
-                cache_group=check_name(said.cache_group, "cache_group") if said.cache_group else "",
+                expires=read_time(body.expires, "expires") if body.expires else None,
+                models=_patterns("models", body.models),
+                endpoints=_patterns("endpoints", body.endpoints),
+                admin=body.admin,
+                weight=check_weight(str(body.weight), "weight"),
+                cache_group=check_name(body.cache_group, "cache_group") if body.cache_group else "",
             )
             text = await asyncio.to_thread(create_key, self._path(), key)
         except ConfigError as error:
@@ -115,7 +115,7 @@ class AdminKeys:
         owners = {(key.name, key.tenant) for key in keys} or {("", "")}
         limits = state.tenants.limits if state.tenants is not None else None
         models = list(config.model_limits)
-        left = await limits.left(sorted(owners), models) if limits is not None else []
+        allowances = await limits.allowances(sorted(owners), models) if limits is not None else []
         return json_response(
             {
                 "books": "redis" if config.server.redis else "memory",
@@ -124,7 +124,7 @@ class AdminKeys:
                 "keys": {name: _given(limit) for name, limit in config.key_limits.items()},
                 "tenants": {name: _given(limit) for name, limit in config.tenant_limits.items()},
                 "models": {name: _given(limit) for name, limit in config.model_limits.items()},
-                "quotas": [_quota(each) for each in left],
+                "quotas": [_quota(allowance) for allowance in allowances],
             }
         )
 
@@ -143,12 +143,12 @@ class AdminKeys:
         raise NotFoundError(f"There is no key named {clip(name)}.", code="key_not_found")
 
 
-def _patterns(name: str, given: list[str] | None) -> tuple[str, ...]:
+def _patterns(name: str, patterns: list[str] | None) -> tuple[str, ...]:
     """Return patterns that a line of the key file can hold."""
-    for each in given or ():
-        if not each or not each.isprintable() or set(each) & {" ", ","}:
-            raise ConfigError(f"{name}: {clip(each)} must be a pattern without spaces and commas.")
-    return tuple(given or ())
+    for pattern in patterns or ():
+        if not pattern or not pattern.isprintable() or set(pattern) & {" ", ","}:
+            raise ConfigError(f"{name}: {clip(pattern)} must be a pattern without spaces and commas.")
+    return tuple(patterns or ())
 
 
 def _card(key: ApiKey) -> dict[str, Any]:
@@ -164,16 +164,16 @@ def _card(key: ApiKey) -> dict[str, Any]:
     }
 
 
-def _quota(left: Left) -> dict[str, Any]:
-    quota = left.quota
+def _quota(allowance: Allowance) -> dict[str, Any]:
+    quota = allowance.quota
     unit = NANO if quota.unit is Unit.MONEY else 1
     return {
         "name": quota.name,
         "unit": str(quota.unit),
         "period": quota.period,
         "capacity": quota.capacity / unit,
-        "remaining": left.remaining / unit,
-        "reset_s": round(left.reset_s, 3),
+        "remaining": allowance.remaining / unit,
+        "reset_s": round(allowance.reset_s, 3),
     }
 
 

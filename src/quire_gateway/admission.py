@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from quire.errors import NotFoundError, RequestError
 from quire.http.refusals import OLLAMA_ROOT
-from quire_gateway.asked import Asked
 from quire_gateway.catalog import Catalog, Target
+from quire_gateway.client_request import ClientRequest
 from quire_gateway.config import GatewayConfig
 from quire_gateway.exchange import Exchange
 from quire_gateway.prices import price_of
@@ -37,7 +37,7 @@ class Admission:
         self,
         config: GatewayConfig,
         catalog: Catalog,
-        num_tokens: Callable[[Asked, str], int],
+        num_tokens: Callable[[ClientRequest, str], int],
         stages: Pipeline,
     ) -> None:
         self._config = config
@@ -68,18 +68,18 @@ class Admission:
 
     async def _targets(self, exchange: Exchange) -> list[Target]:
         """Return the models to try for a request. Raises what `Catalog.targets` does."""
-        assert exchange.asked is not None
-        name = exchange.asked.model or self._config.server.default_model
+        assert exchange.request is not None
+        name = exchange.request.model or self._config.server.default_model
         if exchange.path.startswith(OLLAMA_ROOT):
             name = self._catalog.tagged(name)
         return self._catalog.targets(await self._stages.model(exchange, name))
 
     def _most(self, exchange: Exchange, model: str) -> Usage:
         """Return what a request may use at most. ``model``: empty where it is not known."""
-        asked = exchange.asked
-        assert asked is not None
-        prompt = self._num_tokens(asked, model)
-        output = 0 if exchange.path.endswith(_NO_OUTPUT) else asked.num_output_tokens
+        request = exchange.request
+        assert request is not None
+        prompt = self._num_tokens(request, model)
+        output = 0 if exchange.path.endswith(_NO_OUTPUT) else request.num_output_tokens
         return Usage(prompt, output, price_of(self._config.prices, model).nano(prompt, 0, output))
 
 

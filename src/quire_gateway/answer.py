@@ -100,7 +100,7 @@ class Answer:
         """End a stream; ``data`` is the gateway's own."""
         await self.send({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def whole(self, status: int, headers: Pairs, body: bytes) -> None:
+    async def send_whole(self, status: int, headers: Pairs, body: bytes) -> None:
         """Send a whole answer. Raises `HttpError` if a step refuses it."""
         kind = dict(headers).get(b"content-type", b"").decode("latin-1") if self.steps else ""
         for step in self.steps:

@@ -74,9 +74,9 @@ def pieces_of(value: dict[str, Any], *, with_tokens: bool = False) -> list[Piece
     Empty ones are left out; ``with_tokens``: unless their tokens are told, which have a part of another event's text.
     """
     return [
-        each
-        for each in _pieces(value)
-        if each.holder[each.key] or (with_tokens and not each.repeats and each.tells_tokens)
+        piece
+        for piece in _pieces(value)
+        if piece.holder[piece.key] or (with_tokens and not piece.repeats and piece.tells_tokens)
     ]
 
 
@@ -108,13 +108,13 @@ def _of_choice(choice: dict[str, Any]) -> Iterator[Piece]:
     index = _int(choice.get("index"))
     if isinstance(choice.get("text"), str):
         yield Piece((index, "text", 0), choice, "text", choice)
-    for said in (choice.get("delta"), choice.get("message")):
-        if not isinstance(said, dict):
+    for message in (choice.get("delta"), choice.get("message")):
+        if not isinstance(message, dict):
             continue
         for key in ("content", "reasoning_content", "reasoning", "refusal"):
-            if isinstance(said.get(key), str):
-                yield Piece((index, key, 0), said, key, choice)
-        calls = [*(said.get("tool_calls") or ()), {"function": said.get("function_call")}]
+            if isinstance(message.get(key), str):
+                yield Piece((index, key, 0), message, key, choice)
+        calls = [*(message.get("tool_calls") or ()), {"function": message.get("function_call")}]
         for at, call in enumerate(calls):
             function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
@@ -123,11 +123,11 @@ def _of_choice(choice: dict[str, Any]) -> Iterator[Piece]:
 
 def _of_line(value: dict[str, Any]) -> Iterator[Piece]:
     """Of Ollama's API, whole or a line of a stream."""
-    said = value.get("message", value)
+    message = value.get("message", value)
     for key in ("content", "response", "thinking"):
-        if isinstance(said.get(key), str):
-            yield Piece((0, key, 0), said, key, value)
-    for at, call in enumerate(said.get("tool_calls") or ()):
+        if isinstance(message.get(key), str):
+            yield Piece((0, key, 0), message, key, value)
+    for at, call in enumerate(message.get("tool_calls") or ()):
         if isinstance(function := call.get("function"), dict) and function.get("arguments"):
             yield Piece((0, "arguments", _int(function.get("index", at))), function, "arguments", value)
 

@@ -55,9 +55,9 @@ def auto_of(table: Mapping[str, Any], origin: str) -> AutoConfig | None:
         return None
     rules, own = table.get("rules", []), {key: value for key, value in table.items() if key != "rules"}
     args = make_args(AutoArgs, own, origin=f"{origin}: [auto]")
-    if not isinstance(rules, list) or not all(isinstance(each, dict) for each in rules):
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise ConfigError(f"{origin}: auto.rules = {rules!r} must be tables ([[auto.rules]])")
-    found = []
+    checked = []
     for index, values in enumerate(rules):
         where = f"{origin}: auto.rules[{index}]"
         rule = make_args(RuleArgs, values, origin=where)
@@ -65,7 +65,7 @@ def auto_of(table: Mapping[str, Any], origin: str) -> AutoConfig | None:
             raise ConfigError(f"{where}: model = {rule.model!r} must be the name of another model")
         if rule.asks_judge and args.judge is None:
             raise ConfigError(f"{where}: a difficulty needs [auto] judge = 'module:function'")
-        found.append(rule)
+        checked.append(rule)
     if not args.default or args.default == args.name:
         raise ConfigError(f"{origin}: [auto]: default = {args.default!r} must be the name of another model")
-    return AutoConfig(args, tuple(found))
+    return AutoConfig(args, tuple(checked))

@@ -28,8 +28,8 @@ from prometheus_client.core import Metric
 from quire.errors import ConfigError
 from quire.http.keys import ApiKey
 from quire.metrics.log import Log
-from quire_gateway.asked import Asked
 from quire_gateway.auto_config import AutoConfig, RuleArgs
+from quire_gateway.client_request import ClientRequest
 from quire_gateway.exchange import Exchange
 from quire_gateway.metrics import counter
 from quire_gateway.stage import Stage
@@ -43,7 +43,7 @@ class AutoModel(Stage):
     def __init__(
         self,
         config: AutoConfig,
-        num_tokens: Callable[[Asked, str], int],
+        num_tokens: Callable[[ClientRequest, str], int],
         budget_left: Callable[[str, str], Awaitable[float]],
     ) -> None:
         self.name = config.args.name
@@ -62,33 +62,33 @@ class AutoModel(Stage):
         """Replace the name ``auto``, and tell the client by what."""
         if name != self.name:
             return name
-        assert exchange.asked is not None
-        chosen = await self.choose(exchange.asked, exchange.call.key)
+        assert exchange.request is not None
+        chosen = await self.choose(exchange.request, exchange.call.key)
         exchange.answer.headers.append((b"x-quire-model", chosen.encode()))
         return chosen
 
-    async def choose(self, asked: Asked, key: ApiKey | None) -> str:
+    async def choose(self, request: ClientRequest, key: ApiKey | None) -> str:
         """Return the name of the model for a request."""
         difficulty = None
         if any(rule.asks_judge for rule in self._config.rules):
-            difficulty = await self._difficulty(asked)
+            difficulty = await self._difficulty(request)
         chosen = self._config.args.default
         for rule in self._config.rules:
-            if await self._holds(rule, asked, key, difficulty):
+            if await self._holds(rule, request, key, difficulty):
                 chosen = rule.model
                 break
         self.counts[(chosen,)] += 1
         return chosen
 
     async def _holds(
-        self, rule: RuleArgs, asked: Asked, key: ApiKey | None, difficulty: float | None
+        self, rule: RuleArgs, request: ClientRequest, key: ApiKey | None, difficulty: float | None
     ) -> bool:
         tenant, name = (key.tenant, key.name) if key is not None else ("", "")
         if key is not None and not key.allows_model(rule.model):
             return False
         if rule.tenants and tenant not in rule.tenants:
             return False
-        if not _within(self._num_tokens(asked, rule.model), rule.min_prompt_tokens, rule.max_prompt_tokens):
+        if not _within(self._num_tokens(request, rule.model), rule.min_prompt_tokens, rule.max_prompt_tokens):
             return False
         if rule.asks_judge and (
             difficulty is None or not _within(difficulty, rule.min_difficulty, rule.max_difficulty)
@@ -96,14 +96,14 @@ class AutoModel(Stage):
             return False
         return rule.max_budget_left is None or await self._budget_left(name, tenant) <= rule.max_budget_left
 
-    async def _difficulty(self, asked: Asked) -> float | None:
+    async def _difficulty(self, request: ClientRequest) -> float | None:
         """Return what the judge says; None if it fails: the rules that ask for it then do not hold."""
         assert self._judge is not None
         try:
             async with asyncio.timeout(self._config.args.judge_timeout_s):
                 if inspect.iscoroutinefunction(self._judge):
-                    return float(await self._judge(asked.body))
-                return float(await asyncio.to_thread(self._judge, asked.body))
+                    return float(await self._judge(request.body))
+                return float(await asyncio.to_thread(self._judge, request.body))
         except Exception as error:  # of the judge's own code
             log.warning("judge_failed", error=f"{type(error).__name__}: {error}"[:300])
             return None
@@ -116,9 +116,9 @@ def _within(value: float, low: float | None, high: float | None) -> bool:
 def _load(path: str) -> Callable[[Any], Any]:
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name) if module and name else None
+        judge = getattr(importlib.import_module(module), name) if module and name else None
     except Exception as error:  # of the module's own code
         raise ConfigError(f"[auto]: judge = {path!r} cannot be loaded: {error}") from error
-    if not callable(found):
+    if not callable(judge):
         raise ConfigError(f"[auto]: judge = {path!r} must be module:function")
-    return found  # type: ignore[no-any-return]
+    return judge  # type: ignore[no-any-return]

@@ -78,7 +78,7 @@ class _SlowDown:
         self._needs.append((now_s, need))
         if need > current + self._tolerance:
             return self._bounds.within(math.ceil(need - self._tolerance))
-        lower = math.ceil(max(each for _, each in self._needs) + self._tolerance)
+        lower = math.ceil(max(need for _, need in self._needs) + self._tolerance)
         return self._bounds.within(min(lower, current))
 
 

@@ -60,7 +60,9 @@ class Booking(Stage):
 
     def start(self) -> None:
         """Read the records of an earlier process from now on."""
-        self._running = {row[1].request_id: row for row in self._books.found() if row[1].outcome == UNSETTLED}
+        self._running = {
+            row[1].request_id: row for row in self._books.inherited() if row[1].outcome == UNSETTLED
+        }
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -72,7 +74,7 @@ class Booking(Stage):
         """Read each replica's records `PASSES_S` after it was first seen ready, each time from where it ended."""
         loop = asyncio.get_running_loop()
         begin_s, readings = loop.time(), dict[str, _Reading]()  # by URL
-        await self._book_found()
+        await self._book_inherited()
         while True:
             for backend in self._fleet:
                 if not backend.is_ready:
@@ -99,9 +101,9 @@ class Booking(Stage):
                 await self._conclude(None, math.inf)
             await asyncio.sleep(_LOOK_S)
 
-    async def _book_found(self) -> None:
+    async def _book_inherited(self) -> None:
         """Book the rows that an earlier process has not written."""
-        for slot, row, limited in self._books.found():
+        for slot, row, limited in self._books.inherited():
             if row.outcome != UNSETTLED:
                 self._books.book_row(row, slot)
                 await self._charge(row, limited, if_held=True)
@@ -112,13 +114,13 @@ class Booking(Stage):
         while has_more:
             page = await self._reader.page(backend, f"after={reading.last}&ledger={self._books.ledger_id}")
             for used in page.data:
-                found = self._running.pop(used.request_id, None)
-                if found is None and used.ledger != self._books.ledger_id:
+                run = self._running.pop(used.request_id, None)
+                if run is None and used.ledger != self._books.ledger_id:
                     reading.last = used.number
                     continue
                 self._books.book(used, backend.name)
-                if found is not None:
-                    slot, row, limited = found
+                if run is not None:
+                    slot, row, limited = run
                     await self._charge(
                         replace(
                             row,
@@ -139,9 +141,7 @@ class Booking(Stage):
 
         A replica has a record of all that reached it after ``since``.
         """
-        for slot, row, limited in [
-            each for each in self._running.values() if name in (None, each[1].backend)
-        ]:
+        for slot, row, limited in [run for run in self._running.values() if name in (None, run[1].backend)]:
             del self._running[row.request_id]
             if row.finished_at > since:
                 nothing = replace(row, prompt_tokens=0, cached_tokens=0, output_tokens=0)

@@ -82,7 +82,7 @@ class Bookkeeping(Stage):
     async def after(self, exchange: Exchange, now: float) -> None:
         """Write the row. It comes before the limits: what the journal still has as running can be settled yet."""
         slot = self._slots.pop(exchange, None)
-        if exchange.asked is None:
+        if exchange.request is None:
             return
         used, slo = used_of(exchange, self._config.prices), self._config.slo
         met_slo = slo is not None and meets(slo, exchange, now)
@@ -175,9 +175,9 @@ class Books:
         text = "The gateway has no room to book the request, and serves none that is not booked."
         return HttpError(busy(text, "ledger_full", RETRY_AFTER_S))
 
-    def found(self) -> list[tuple[int, Row, str]]:
+    def inherited(self) -> list[tuple[int, Row, str]]:
         """Return what an earlier process has left in the journal: slot, row, and model of the limits."""
-        return self._journal.found
+        return self._journal.inherited
 
     def forget(self, slot: int | None) -> None:
         """A request of an earlier process needs no row of its own."""

@@ -61,7 +61,7 @@ class Catalog:
     def served_as(self, name: str) -> str:
         """Return the name by which backends serve most of a listed model."""
         model = self._models.get(name)
-        return name if model is None else max(model.split, key=lambda each: model.split[each])
+        return name if model is None else max(model.split, key=lambda served: model.split[served])
 
     def targets(self, name: str | None) -> list[Target]:
         """Return what to try for a request that names the model ``name``, in order.

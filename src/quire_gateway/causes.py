@@ -8,7 +8,7 @@ import msgspec
 
 from quire_gateway.catalog import Target
 from quire_gateway.config import Cause
-from quire_gateway.upstream import BackendFailed, Whole
+from quire_gateway.upstream import BackendFailed, Reply
 
 _READ_BYTES = 64 * 1024  # of a refusal
 # What servers say of a prompt that is too long, and of one that a filter refuses: codes, or parts of the message.
@@ -32,7 +32,7 @@ def causes_of_failure(error: BackendFailed) -> frozenset[Cause]:
     return frozenset(("failure",)) if error.answer is None else causes_of_answer(error.answer)
 
 
-def causes_of_answer(answer: Whole) -> frozenset[Cause]:
+def causes_of_answer(answer: Reply) -> frozenset[Cause]:
     """Return what an answer is an example of; nothing for one that is good, or whose client is wrong."""
     status = answer.status
     if status == 429:
@@ -46,8 +46,8 @@ def causes_of_answer(answer: Whole) -> frozenset[Cause]:
 
 def may_fall_back(causes: Iterable[Cause], targets: Iterable[Target]) -> bool:
     """Whether one of ``targets`` is a fallback for one of ``causes``."""
-    wanted = frozenset(causes)
-    return any(target.is_fallback and target.when & wanted for target in targets)
+    causes_wanted = frozenset(causes)
+    return any(target.is_fallback and target.when & causes_wanted for target in targets)
 
 
 def _of_refusal(body: bytes) -> frozenset[Cause]:

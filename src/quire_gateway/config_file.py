@@ -80,12 +80,12 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
         path_timeouts=_path_timeouts(own, timeouts, origin),
         health=_args(HealthArgs, data, "health", origin),
         retries=_args(RetryArgs, data, "retries", origin),
-        backends=tuple(_backend(each, where) for each, where in _list(data, "backends", origin)),
+        backends=tuple(_backend(table, where) for table, where in _list(data, "backends", origin)),
         models=_models(_list(data, "models", origin)),
         hedging=_args(HedgeArgs, data, "hedging", origin),
         auto=auto_of(_table(data, "auto", origin), origin),
         regions=regions_of(_table(data, "regions", origin), origin),
-        filters=tuple(_filter(each, where) for each, where in _list(data, "filters", origin)),
+        filters=tuple(_filter(table, where) for table, where in _list(data, "filters", origin)),
         limits=make_args(Limit, limits, origin=f"{origin}: [limits]"),
         key_limits=owners["keys"],
         tenant_limits=owners["tenants"],
@@ -138,7 +138,7 @@ def _args(kind: type[_Args], data: Mapping[str, Any], key: str, origin: str) -> 
 def _each(kind: type[_Args], tables: dict[str, Any], key: str, origin: str) -> dict[str, _Args]:
     """Take the tables below ``key`` out of ``tables``: name → values."""
     own = tables.pop(key, {})
-    if not isinstance(own, dict) or not all(isinstance(each, dict) for each in own.values()):
+    if not isinstance(own, dict) or not all(isinstance(table, dict) for table in own.values()):
         raise ConfigError(f"{origin}{key}]: {own!r} must be tables of a name each")
     return {name: make_args(kind, values, origin=f"{origin}{key}.{name}]") for name, values in own.items()}
 
@@ -146,31 +146,33 @@ def _each(kind: type[_Args], tables: dict[str, Any], key: str, origin: str) -> d
 def _list(data: Mapping[str, Any], key: str, origin: str) -> list[tuple[dict[str, Any], str]]:
     """Return each table of ``[[key]]``, with what an error says of its place."""
     tables = data.get(key, [])
-    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{origin}: {key} = {tables!r} must be tables ([[{key}]])")
-    return [(each, f"{origin}: {key}[{index}]") for index, each in enumerate(tables)]
+    return [(table, f"{origin}: {key}[{index}]") for index, table in enumerate(tables)]
 
 
 def _path_timeouts(tables: Any, default: TimeoutArgs, origin: str) -> dict[str, TimeoutArgs]:
-    if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(
             f'{origin}: timeouts.paths = {tables!r} must be tables ([timeouts.paths."/v1/completions"])'
         )
-    found = {}
+    timeouts = {}
     for path, values in tables.items():
         where = f"{origin}: [timeouts.paths.{path!r}]"
         if not path.startswith("/"):
             raise ConfigError(f"{where}: a path begins with '/'")
         make_args(TimeoutArgs, values, origin=where)
-        found[path] = replace(default, **values)
-    return found
+        timeouts[path] = replace(default, **values)
+    return timeouts
 
 
 def _backend(values: dict[str, Any], where: str) -> BackendArgs:
     backend = make_args(BackendArgs, values, origin=where)
-    given = [key for key in ("url", "dns", "file") if getattr(backend, key) is not None]
-    if len(given) != 1:
-        raise ConfigError(f"{where}: {' and '.join(given) or 'nothing'} given; give one of url, dns and file")
+    sources = [key for key in ("url", "dns", "file") if getattr(backend, key) is not None]
+    if len(sources) != 1:
+        raise ConfigError(
+            f"{where}: {' and '.join(sources) or 'nothing'} given; give one of url, dns and file"
+        )
     if backend.url is not None:
         return replace(backend, url=checked_url(backend.url, f"{where}: url"))
     if backend.dns is not None:
@@ -184,10 +186,10 @@ def _filter(values: dict[str, Any], where: str) -> FilterConfig:
     options = values.get("options", {})
     args = make_args(FilterArgs, {k: v for k, v in values.items() if k != "options"}, origin=where)
     words = args.keywords or args.patterns
-    given = [key for key, value in (("hook", args.hook), ("url", args.url), ("keywords", words)) if value]
-    if len(given) != 1:
-        shown = " and ".join(given) or "nothing"
-        raise ConfigError(f"{where}: {shown} given; give one of hook, url, and keywords with patterns")
+    kinds = [key for key, value in (("hook", args.hook), ("url", args.url), ("keywords", words)) if value]
+    if len(kinds) != 1:
+        named = " and ".join(kinds) or "nothing"
+        raise ConfigError(f"{where}: {named} given; give one of hook, url, and keywords with patterns")
     if not isinstance(options, dict) or (options and args.hook is None):
         raise ConfigError(f"{where}: options = {options!r} must be a table, and of a hook")
     if args.url is not None:
@@ -213,7 +215,7 @@ def checked_url(url: str, where: str, shown: str | None = None, allowed: str = "
 
 
 def _models(tables: list[tuple[dict[str, Any], str]]) -> dict[str, ModelConfig]:
-    found: dict[str, ModelConfig] = {}
+    models: dict[str, ModelConfig] = {}
     for values, where in tables:
         split = values.get("split")
         when = _causes(values.get("fallback_when", "failure"), where)
@@ -224,24 +226,24 @@ def _models(tables: list[tuple[dict[str, Any], str]]) -> dict[str, ModelConfig]:
         weights = {args.name: 1.0} if split is None else _split(split, where)
         model = ModelConfig(args.name, weights, args.fallbacks, when)
         for name in (args.name, *args.aliases):
-            if name in found:
-                raise ConfigError(f"{where}: the name {name!r} belongs to {found[name].name!r} already")
-            found[name] = model
-    return found
+            if name in models:
+                raise ConfigError(f"{where}: the name {name!r} belongs to {models[name].name!r} already")
+            models[name] = model
+    return models
 
 
-def _causes(given: Any, where: str) -> frozenset[Cause]:
+def _causes(causes: Any, where: str) -> frozenset[Cause]:
     """Return what a fallback is taken for: a list of causes, or one of the two words that stood here before lists."""
-    if given == "saturated":
+    if causes == "saturated":
         return frozenset(("failure", "saturated"))
-    names = [given] if isinstance(given, str) else given
+    names = [causes] if isinstance(causes, str) else causes
     if not isinstance(names, list) or not names:
-        raise ConfigError(f"{where}: fallback_when = {given!r} must be a list of {', '.join(CAUSES)}")
+        raise ConfigError(f"{where}: fallback_when = {causes!r} must be a list of {', '.join(CAUSES)}")
     for name in names:
         if name not in CAUSES:
             near = nearest(name, CAUSES) if isinstance(name, str) else ""
             raise ConfigError(
-                f"{where}: fallback_when = {given!r} must be a list of {', '.join(CAUSES)}; {name!r} is none{near}"
+                f"{where}: fallback_when = {causes!r} must be a list of {', '.join(CAUSES)}; {name!r} is none{near}"
             )
     return frozenset(names)
 

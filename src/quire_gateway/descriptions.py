@@ -25,7 +25,7 @@ from quire_gateway.fleet import Backend
 from quire_gateway.headers import to_backend
 from quire_gateway.patience import lasting
 from quire_gateway.state import GatewayState
-from quire_gateway.upstream import BackendFailed, Whole, closing, failures, read_whole
+from quire_gateway.upstream import BackendFailed, Reply, closing, failures, read_reply
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 4 << 20  # of a document
@@ -42,7 +42,7 @@ class Descriptions:
         self._state = state
         self._paths = paths
         self._started_unix = int(state.unix_time())
-        self._page: tuple[int, Whole] | None = None  # life of the backend that gave it
+        self._page: tuple[int, Reply] | None = None  # life of the backend that gave it
 
     def routes(self) -> list[Route]:
         get = {
@@ -78,28 +78,28 @@ class Descriptions:
 
     async def description(self, request: Request) -> Response:
         """The description of this API: a replica's, without the paths that the gateway does not serve."""
-        whole = await self._ask(request, self._any(), "any model")
-        if whole.status != 200:
-            return _response(whole)
+        reply = await self._ask(request, self._any(), "any model")
+        if reply.status != 200:
+            return _response(reply)
         try:
-            fields = msgspec.json.decode(whole.body, type=dict[str, msgspec.Raw])
+            fields = msgspec.json.decode(reply.body, type=dict[str, msgspec.Raw])
             described = msgspec.json.decode(fields["paths"], type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeError, KeyError) as error:
             text = f"The replica's /openapi.json is no description: {error}."
             raise HttpError(Refusal(502, text, code="backend_garbage")) from error
         served = {path.replace(":path}", "}") for path in self._paths()}
-        kept = {path: what for path, what in described.items() if path in served}
-        fields["paths"] = msgspec.Raw(msgspec.json.encode(kept))
+        described_here = {path: what for path, what in described.items() if path in served}
+        fields["paths"] = msgspec.Raw(msgspec.json.encode(described_here))
         return Response(msgspec.json.encode(fields), media_type="application/json")
 
     async def docs(self, request: Request) -> Response:
         """The same as a page. It needs no key, so that a replica is asked for it once in its life."""
         replicas = self._any()
         if self._page is None or all(backend.life != self._page[0] for backend in replicas):
-            whole = await self._ask(request, replicas, "any model")
-            if whole.status != 200:
-                return _response(whole)
-            self._page = replicas[0].life, whole
+            reply = await self._ask(request, replicas, "any model")
+            if reply.status != 200:
+                return _response(reply)
+            self._page = replicas[0].life, reply
         return _response(self._page[1])
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Descriptions:
         card: dict[str, Any] = {"object": "model", "created": self._started_unix, "owned_by": _OWNER}
         served = self._state.catalog.served_as(name)
         serving = [backend for backend in self._state.fleet.serving(served) if served in backend.cards]
-        for backend in sorted(serving, key=lambda each: not each.is_ready)[:1]:
+        for backend in sorted(serving, key=lambda b: not b.is_ready)[:1]:
             card |= {k: v for k, v in backend.cards[served].items() if k not in _OWN_FIELDS}
         card = {"id": name} | card | {"id": name}
         return card if self._state.pool is None else card | self._state.pool.named(name).card()
@@ -129,18 +129,20 @@ class Descriptions:
     def _replicas(self, model: str) -> list[Backend]:
         """Return the ready replicas of Quire that serve a model; those that an operator drains are the last."""
         ready = [
-            each for each in self._state.fleet.serving(model) if each.is_ready and _is_replica(each, model)
+            backend
+            for backend in self._state.fleet.serving(model)
+            if backend.is_ready and _is_replica(backend, model)
         ]
-        return sorted(ready, key=lambda each: each.is_draining)
+        return sorted(ready, key=lambda backend: backend.is_draining)
 
     def _any(self) -> list[Backend]:
-        def found() -> Iterator[Backend]:
+        def replicas() -> Iterator[Backend]:
             for name in self._state.catalog.names():
                 yield from self._replicas(self._state.catalog.served_as(name))
 
-        return list(dict.fromkeys(found()))
+        return list(dict.fromkeys(replicas()))
 
-    async def _ask(self, request: Request, replicas: list[Backend], model: str) -> Whole:
+    async def _ask(self, request: Request, replicas: list[Backend], model: str) -> Reply:
         """Return the answer of the first replica that gives one.
 
         Raises:
@@ -149,15 +151,15 @@ class Descriptions:
         path = request.scope["path"]
         for backend in replicas:
             try:
-                whole = await self._get(request, backend, path)
+                reply = await self._get(request, backend, path)
             except BackendFailed:
                 continue
-            if whole.status < 500 and whole.status != 429:
-                return whole
+            if reply.status < 500 and reply.status != 429:
+                return reply
         text = f"No replica of Quire that serves {model} is ready to answer {path} now: try again."
         raise HttpError(busy(text, "no_backend", 1))
 
-    async def _get(self, request: Request, backend: Backend, path: str) -> Whole:
+    async def _get(self, request: Request, backend: Backend, path: str) -> Reply:
         state = self._state
         headers = to_backend(
             request.scope,
@@ -170,13 +172,13 @@ class Descriptions:
             async with lasting(_TIMEOUT_S):
                 response = await state.upstream.open("GET", backend.url + path, headers, None)
                 with closing(response):
-                    return await read_whole(response, _MOST_BYTES)
+                    return await read_reply(response, _MOST_BYTES)
 
 
 def _is_replica(backend: Backend, model: str) -> bool:
     return backend.cards.get(model, {}).get("owned_by") == _OWNER
 
 
-def _response(whole: Whole) -> Response:
-    kept = {k.decode("latin-1"): v.decode("latin-1") for k, v in whole.headers if k == b"content-type"}
-    return Response(whole.body, whole.status, kept)
+def _response(reply: Reply) -> Response:
+    headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in reply.headers if k == b"content-type"}
+    return Response(reply.body, reply.status, headers)

@@ -58,30 +58,36 @@ class Discovery:
         self._tasks.append(asyncio.create_task(self._expire()))
         self._poller.sync()
 
-    def register(self, said: Registration) -> Backend:
+    def register(self, registration: Registration) -> Backend:
         """Take a heartbeat.
 
         Raises:
             RequestError: the name belongs to a backend that has not registered itself.
         """
-        backend = self._fleet.named(said.name) if said.name in self._fleet else None
+        backend = self._fleet.named(registration.name) if registration.name in self._fleet else None
         if backend is not None and backend.source != "registered":
             raise RequestError(
-                f"name = {clip(said.name)} belongs to a backend of the configuration.", param="name"
+                f"name = {clip(registration.name)} belongs to a backend of the configuration.", param="name"
             )
-        if backend is not None and backend.url != said.url:  # it has started again at another address
+        if backend is not None and backend.url != registration.url:  # it has started again at another address
             self._fleet.remove(backend)
             backend = None
         if backend is None:
-            args = BackendArgs(said.name, said.url, models=said.models, api_key=said.api_key,
-                               max_requests=said.max_requests, region=said.region)  # fmt: skip
-            backend = self._fleet.add(said.name, said.url, args, "registered")
+            args = BackendArgs(
+                registration.name,
+                registration.url,
+                models=registration.models,
+                api_key=registration.api_key,
+                max_requests=registration.max_requests,
+                region=registration.region,
+            )
+            backend = self._fleet.add(registration.name, registration.url, args, "registered")
             self._poller.sync()
-        if backend.args.region != said.region:
-            backend.args = replace(backend.args, region=said.region)
-        self._fleet.serves(backend, said.models)
-        backend.about = dict(said.about)
-        self._until_s[said.name] = self._now() + said.ttl_s
+        if backend.args.region != registration.region:
+            backend.args = replace(backend.args, region=registration.region)
+        self._fleet.serves(backend, registration.models)
+        backend.about = dict(registration.about)
+        self._until_s[registration.name] = self._now() + registration.ttl_s
         return backend
 
     def deregister(self, name: str) -> None:
@@ -130,20 +136,20 @@ class Discovery:
         """Make the fleet have exactly ``urls`` of one source; return their names."""
         fleet, source = self._fleet, args.name or args.dns or args.file
         kind: Source = "dns" if args.dns is not None else "file"
-        wanted = {f"{source}/{url.partition('://')[2]}": url for url in urls}
-        for name in known.keys() - wanted.keys():
+        named_urls = {f"{source}/{url.partition('://')[2]}": url for url in urls}
+        for name in known.keys() - named_urls.keys():
             fleet.remove(fleet.named(name))
-        for name in sorted(wanted.keys() - known.keys()):
-            fleet.add(name, wanted[name], args, kind)
+        for name in sorted(named_urls.keys() - known.keys()):
+            fleet.add(name, named_urls[name], args, kind)
         self._poller.sync()
-        return wanted
+        return named_urls
 
 
 async def _resolve(name: str) -> list[str]:
     """Return a URL for every address of ``host:port``."""
     host, _, port = name.rpartition(":")
-    found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    addresses = sorted({info[4][0] for info in found})
+    infos = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    addresses = sorted({info[4][0] for info in infos})
     return [
         f"http://[{address}]:{port}" if ":" in str(address) else f"http://{address}:{port}"
         for address in addresses

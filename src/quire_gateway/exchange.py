@@ -11,9 +11,9 @@ from quire.http.account import Account
 from quire.http.body import header
 from quire.http.call import Call, call_of
 from quire_gateway.answer import Answer
-from quire_gateway.asked import Asked
 from quire_gateway.attempts import Attempts
 from quire_gateway.catalog import Target
+from quire_gateway.client_request import ClientRequest
 from quire_gateway.fleet import Backend
 from quire_gateway.quotas import Usage as Reserved
 from quire_gateway.usage import Usage
@@ -36,7 +36,7 @@ class Exchange:
     # The gateway's own id, since a client may send one request id twice.
     ledger_id: str
     arrival_s: float
-    asked: Asked | None = None  # None until the body was read
+    request: ClientRequest | None = None  # None until the body was read
     targets: list[Target] = field(default_factory=list)
     reserved: Reserved = field(default_factory=Reserved)  # what it may use at most
     attempts: Attempts = field(default_factory=Attempts)
@@ -87,14 +87,14 @@ class Exchange:
     @property
     def named_model(self) -> str:
         """The name that the client asked for, clipped; empty for none."""
-        name = (self.asked.model if self.asked is not None else None) or ""
+        name = (self.request.model if self.request is not None else None) or ""
         return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 1]}…"
 
     @property
     def trace_id(self) -> str:
         """The trace that the request belongs to: the client's, else one of its own (W3C's trace context)."""
-        given = header(self.scope, b"traceparent")
-        return given[3:35].decode("latin-1") if given is not None else self.ledger_id
+        traceparent = header(self.scope, b"traceparent")
+        return traceparent[3:35].decode("latin-1") if traceparent is not None else self.ledger_id
 
     @property
     def explains(self) -> bool:

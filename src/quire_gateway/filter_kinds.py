@@ -11,7 +11,7 @@ import msgspec
 from quire.errors import ConfigError
 from quire_gateway.filter_config import FilterArgs, FilterConfig
 from quire_gateway.filters import About, Bound, Filters, Refused, load_hook
-from quire_gateway.upstream import Upstream, closing, read_whole
+from quire_gateway.upstream import Upstream, closing, read_reply
 
 # Fields of a request that hold text for the model, and keys within them that do not.
 _TEXT_FIELDS = (
@@ -32,7 +32,7 @@ class KeywordFilter:
         replacement: str,
     ) -> None:
         words = [rf"(?<!\w)(?i:{re.escape(word)})(?!\w)" for word in keywords]
-        self._pattern = re.compile("|".join(f"(?:{each})" for each in (*words, *patterns)))
+        self._pattern = re.compile("|".join(f"(?:{pattern})" for pattern in (*words, *patterns)))
         self._redacts = action == "redact"
         self._replacement = replacement
 
@@ -54,28 +54,28 @@ class KeywordFilter:
         """Read a piece of an answer together with what came before it, so that no cut hides a word."""
         start = len(about.preceding)
         joined = about.preceding + text
-        found = [m.span() for m in self._pattern.finditer(joined) if m.end() > start and m.end() > m.start()]
-        if not found:
+        spans = [m.span() for m in self._pattern.finditer(joined) if m.end() > start and m.end() > m.start()]
+        if not spans:
             return None
         if not self._redacts:
             raise Refused("the answer has a text that is not allowed.")
-        kept, at = [], start
-        for first, last in found:
-            kept += [joined[at : max(first, at)], self._replacement]
+        parts, at = [], start
+        for first, last in spans:
+            parts += [joined[at : max(first, at)], self._replacement]
             at = last
-        return "".join(kept) + joined[at:]
+        return "".join(parts) + joined[at:]
 
 
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _texts(item)
     elif isinstance(value, dict):
-        for key, each in value.items():
+        for key, item in value.items():
             if key not in _NOT_TEXT:
-                yield from _texts(each)
+                yield from _texts(item)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
@@ -83,7 +83,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_mapped(each, change) for each in value]
+        return [_mapped(item, change) for item in value]
     if isinstance(value, dict):
         return {k: v if k in _NOT_TEXT else _mapped(v, change) for k, v in value.items()}
     return value
@@ -93,7 +93,7 @@ def _has_ids(prompt: Any) -> bool:
     """Whether a prompt, or one of several, is a list of token ids."""
     if not isinstance(prompt, list):
         return False
-    return any(isinstance(each, int) or (isinstance(each, list) and _has_ids(each)) for each in prompt)
+    return any(isinstance(item, int) or (isinstance(item, list) and _has_ids(item)) for item in prompt)
 
 
 class HttpFilter:
@@ -114,8 +114,8 @@ class HttpFilter:
         headers = [("content-type", "application/json")]
         response = await self._upstream().open("POST", self._url, headers, msgspec.json.encode(question))
         with closing(response):
-            whole = await read_whole(response, MAX_ANSWER_BYTES)
-        verdict: Any = msgspec.json.decode(whole.body) if whole.status == 200 else None
+            reply = await read_reply(response, MAX_ANSWER_BYTES)
+        verdict: Any = msgspec.json.decode(reply.body) if reply.status == 200 else None
         match verdict:
             case {"action": "pass"}:
                 return None
@@ -123,7 +123,7 @@ class HttpFilter:
                 raise Refused(str(verdict.get("message") or "not allowed."))
             case {"action": "change"} if changed in verdict:
                 return verdict[changed]
-        raise ValueError(f"status {whole.status}, and no verdict: {whole.body[:100]!r}")
+        raise ValueError(f"status {reply.status}, and no verdict: {reply.body[:100]!r}")
 
 
 def _told(about: About) -> dict[str, str]:
@@ -136,7 +136,7 @@ def make_filters(configs: Sequence[FilterConfig], upstream: Callable[[], Upstrea
     Raises:
         ConfigError: a hook cannot be loaded, or a pattern is none.
     """
-    return Filters([Bound(each.args, _hook(each, upstream)) for each in configs])
+    return Filters([Bound(config.args, _hook(config, upstream)) for config in configs])
 
 
 def _hook(config: FilterConfig, upstream: Callable[[], Upstream]) -> Any:

@@ -53,7 +53,7 @@ class _Text:
     preceding: str = ""
     out: list[str] = field(default_factory=list)
     is_changed: bool = False
-    is_over: bool = False  # no more text comes
+    has_ended: bool = False  # no more text comes
     segments: deque[_Segment] = field(default_factory=deque)
 
     @property
@@ -63,20 +63,20 @@ class _Text:
     def between(self, start: int, end: int) -> str:
         """Return what the event with the characters ``start`` … ``end`` has after the filters."""
         parts = []
-        for each in self.segments:
-            if each.end <= start or each.start >= end:
+        for segment in self.segments:
+            if segment.end <= start or segment.start >= end:
                 continue
-            if each.changed is None:
-                parts.append(each.raw[max(start - each.start, 0) : end - each.start])
-            elif start <= each.start:
-                parts.append(each.changed)
+            if segment.changed is None:
+                parts.append(segment.raw[max(start - segment.start, 0) : end - segment.start])
+            elif start <= segment.start:
+                parts.append(segment.changed)
         while self.segments and self.segments[0].end < end:
             self.segments.popleft()
         return "".join(parts)
 
     def is_known(self, end: int, *, is_empty: bool) -> bool:
         """Whether the text up to a place has been filtered, and behind an empty one what follows it."""
-        return end < self.num_filtered or (end == self.num_filtered and (self.is_over or not is_empty))
+        return end < self.num_filtered or (end == self.num_filtered and (self.has_ended or not is_empty))
 
     def is_changed_at(self, place: int) -> bool:
         """Whether the filters changed the text before or after a place."""
@@ -84,7 +84,7 @@ class _Text:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Event:
     """An event, its texts with their places in the channels, and the choice that it belongs to (None: all)."""
 
     raw: bytes
@@ -110,13 +110,13 @@ class FilterStage(Stage):
 
     async def serve(self, exchange: Exchange, proceed: Proceed) -> None:
         """Raises `HttpError`: a filter refuses the request."""
-        filters, asked = self.filters, exchange.asked
-        assert asked is not None
+        filters, request = self.filters, exchange.request
+        assert request is not None
         model = exchange.targets[0].model
         about = About(exchange.request_id, exchange.path, model, exchange.tenant, exchange.key)
         if filters.reads_requests:
-            changed = await filters.before(about, asked.plain_body)
-            exchange.asked = asked if changed is None else asked.changed_to(changed)
+            changed = await filters.before(about, request.plain_body)
+            exchange.request = request if changed is None else request.changed_to(changed)
         if filters.reads_answers:
             exchange.answer.through(Filtering(filters, about))
         await proceed()
@@ -140,7 +140,7 @@ class Filtering(AnswerStep):
 
     def restart(self) -> None:
         self._texts: dict[Channel, _Text] = {}
-        self._held: list[_Held] = []
+        self._waiting: list[_Event] = []
         self._refusal: HttpError | None = None
 
     async def whole(self, body: bytes) -> bytes:
@@ -174,7 +174,7 @@ class Filtering(AnswerStep):
         out = await self.events(rest)
         if self._refusal is None:
             try:
-                await self._flush(list(self._texts), are_over=True)
+                await self._flush(list(self._texts), have_ended=True)
             except HttpError as error:
                 self._refusal = error
         return out + b"".join(self._released())
@@ -187,8 +187,8 @@ class Filtering(AnswerStep):
         value = _value_of(raw, is_line=self._is_lines)
         if value is None:
             if b"data:" in raw:  # [DONE]
-                await self._flush(list(self._texts), are_over=True)
-            self._held.append(_Held(raw, None, [], None))
+                await self._flush(list(self._texts), have_ended=True)
+            self._waiting.append(_Event(raw, None, [], None))
             return
         texts = []
         for piece in pieces_of(value, with_tokens=True):
@@ -198,18 +198,18 @@ class Filtering(AnswerStep):
                 text.pending += piece.text
                 text.num_chars += len(piece.text)
             texts.append((piece, start, text.num_chars))
-        self._held.append(_Held(raw, value, texts, _choice_of(value), _without_ids(value)))
+        self._waiting.append(_Event(raw, value, texts, _choice_of(value), _without_ids(value)))
         ended = _ended(value, list(self._texts))
         repeated = [piece.channel for piece, _, _ in texts if piece.repeats]
         await self._flush(repeated)
-        await self._flush(ended, are_over=True)
+        await self._flush(ended, have_ended=True)
         for piece, _, _ in texts:
             await self._filter_sentences(piece.channel)
 
-    async def _flush(self, channels: list[Channel], *, are_over: bool = False) -> None:
+    async def _flush(self, channels: list[Channel], *, have_ended: bool = False) -> None:
         for channel in channels:
             await self._filter(channel, len(self._texts[channel].pending))
-            self._texts[channel].is_over |= are_over
+            self._texts[channel].has_ended |= have_ended
 
     async def _filter_sentences(self, channel: Channel) -> None:
         """Filter up to the last end of a sentence, or, where there is too much without one, of a word."""
@@ -236,23 +236,23 @@ class Filtering(AnswerStep):
 
     def _released(self) -> Iterator[bytes]:
         """Yield the events that are filtered, and have none before them of the same choice that is not."""
-        kept: list[_Held] = []
+        waiting_events: list[_Event] = []
         waiting: set[int | None] = set()
-        for each in self._held:
-            is_behind = None in waiting or each.choice in waiting or (each.choice is None and waiting)
-            if is_behind or not all(self._is_known(*text) for text in each.texts):
-                kept.append(each)
-                waiting.add(each.choice)
+        for event in self._waiting:
+            is_behind = None in waiting or event.choice in waiting or (event.choice is None and waiting)
+            if is_behind or not all(self._is_known(*text) for text in event.texts):
+                waiting_events.append(event)
+                waiting.add(event.choice)
             else:
-                yield self._written(each)
-        self._held = kept
+                yield self._written(event)
+        self._waiting = waiting_events
 
     def _is_known(self, piece: Piece, _: int, end: int) -> bool:
         return self._texts[piece.channel].is_known(end, is_empty=_is_empty(piece))
 
-    def _written(self, held: _Held) -> bytes:
-        is_changed = held.is_changed
-        for piece, start, end in held.texts:
+    def _written(self, event: _Event) -> bytes:
+        is_changed = event.is_changed
+        for piece, start, end in event.texts:
             text = self._texts[piece.channel]
             if piece.repeats:
                 new = "".join(text.out) if text.is_changed else piece.text
@@ -262,13 +262,13 @@ class Filtering(AnswerStep):
                 _replace(piece, new)
                 is_changed = True
         if not is_changed:
-            return held.raw
+            return event.raw
         if self._is_lines:
-            return msgspec.json.encode(held.value) + b"\n"
+            return msgspec.json.encode(event.value) + b"\n"
         named = b"".join(
-            line + b"\n" for line in held.raw.splitlines() if line and not line.startswith(b"data:")
+            line + b"\n" for line in event.raw.splitlines() if line and not line.startswith(b"data:")
         )
-        return b"%bdata: %b\n\n" % (named, msgspec.json.encode(held.value))
+        return b"%bdata: %b\n\n" % (named, msgspec.json.encode(event.value))
 
 
 def _is_empty(piece: Piece) -> bool:
@@ -311,10 +311,10 @@ def _ended(value: dict[str, Any], channels: list[Channel]) -> list[Channel]:
     choices = value.get("choices")
     if isinstance(choices, list):
         done = {choice.get("index", 0) for choice in choices if choice.get("finish_reason") is not None}
-        return [each for each in channels if each[0] in done or not choices]
+        return [channel for channel in channels if channel[0] in done or not choices]
     kind = value.get("type")
     if kind == "content_block_stop":
-        return [each for each in channels if each[0] == value.get("index")]
+        return [channel for channel in channels if channel[0] == value.get("index")]
     if kind is None and "done" in value:
         return channels if value["done"] else []
     if isinstance(value.get("token"), dict):  # TGI's

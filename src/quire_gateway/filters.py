@@ -53,17 +53,17 @@ class Bound:
     hook: Any
 
     def method(self, when: Literal["before", "after"]) -> Callable[..., Any] | None:
-        found = getattr(self.hook, when, None) if self.args.when in ("both", when) else None
-        return found if callable(found) else None
+        method = getattr(self.hook, when, None) if self.args.when in ("both", when) else None
+        return method if callable(method) else None
 
 
 class Filters:
     """The chain of one gateway: each filter gets what the one before it made."""
 
     def __init__(self, chain: Sequence[Bound]) -> None:
-        self._before = [(each, method) for each in chain if (method := each.method("before")) is not None]
-        self._after = [(each, method) for each in chain if (method := each.method("after")) is not None]
-        self.hold_chars = max((each.args.hold_chars for each, _ in self._after), default=0)
+        self._before = [(bound, method) for bound in chain if (method := bound.method("before")) is not None]
+        self._after = [(bound, method) for bound in chain if (method := bound.method("after")) is not None]
+        self.hold_chars = max((bound.args.hold_chars for bound, _ in self._after), default=0)
         self.counts: Counter[tuple[str, str, str]] = Counter()  # (filter, before | after, verdict)
 
     @property
@@ -77,57 +77,57 @@ class Filters:
     async def before(self, about: About, body: dict[str, Any]) -> dict[str, Any] | None:
         """Return the changed body of a request; None where nothing changes it. Raises `HttpError` if refused."""
         changed = None
-        for each, method in self._before:
-            given = body if changed is None else changed
-            answer = await self._ask(each, "before", partial(method, about, given))
-            if answer is not None and _is_fit(answer, given):
+        for bound, method in self._before:
+            current = body if changed is None else changed
+            answer = await self._ask(bound, "before", partial(method, about, current))
+            if answer is not None and _is_fit(answer, current):
                 changed = answer
             elif answer is not None:
-                self._failed(each, "before", "it changed model or stream, or returned no object")
+                self._failed(bound, "before", "it changed model or stream, or returned no object")
         return changed
 
     async def after(self, about: About, text: str) -> str | None:
         """Return the changed text of an answer; None where nothing changes it. Raises `HttpError` if refused."""
         changed = None
-        for each, method in self._after:
-            given = text if changed is None else changed
-            answer = await self._ask(each, "after", partial(method, about, given), text=given)
+        for bound, method in self._after:
+            current = text if changed is None else changed
+            answer = await self._ask(bound, "after", partial(method, about, current), text=current)
             if isinstance(answer, str):
                 changed = answer
             elif answer is not None:
-                self._failed(each, "after", "it returned no text")
+                self._failed(bound, "after", "it returned no text")
         return changed
 
     async def _ask(
-        self, each: Bound, when: Literal["before", "after"], call: Callable[[], Any], text: str | None = None
+        self, bound: Bound, when: Literal["before", "after"], call: Callable[[], Any], text: str | None = None
     ) -> Any:
         """Return a verdict; that of a hook which returns the ``text`` that it got is None, to pass."""
-        name = each.args.name
+        name = bound.args.name
         try:
-            async with asyncio.timeout(each.args.timeout_s):
-                answer = await _called(each.method(when), call)
+            async with asyncio.timeout(bound.args.timeout_s):
+                answer = await _called(bound.method(when), call)
         except Refused as error:
             self.counts[name, when, "refused"] += 1
             message = f"Refused by the filter {name!r}: {error}"
             raise HttpError(Refusal(400, message, code=FILTERED)) from None
         except TimeoutError:
-            self._failed(each, when, f"no answer within {each.args.timeout_s:g} s")
+            self._failed(bound, when, f"no answer within {bound.args.timeout_s:g} s")
             return None
         except Exception as error:  # of the hook's own code
-            self._failed(each, when, f"{type(error).__name__}: {error}")
+            self._failed(bound, when, f"{type(error).__name__}: {error}")
             return None
         answer = None if text is not None and answer == text else answer
         self.counts[name, when, "passed" if answer is None else "changed"] += 1
         return answer
 
-    def _failed(self, each: Bound, when: str, why: str) -> None:
+    def _failed(self, bound: Bound, when: str, why: str) -> None:
         """A filter gave no verdict: go on, or refuse with `HttpError`."""
-        self.counts[each.args.name, when, "failed"] += 1
+        self.counts[bound.args.name, when, "failed"] += 1
         log.warning(
-            "filter_failed", filter=each.args.name, when=when, why=why[:300], then=each.args.on_failure
+            "filter_failed", filter=bound.args.name, when=when, why=why[:300], then=bound.args.on_failure
         )
-        if each.args.on_failure == "refuse":
-            text = f"The filter {each.args.name!r} gave no verdict, and nothing passes without one."
+        if bound.args.on_failure == "refuse":
+            text = f"The filter {bound.args.name!r} gave no verdict, and nothing passes without one."
             raise HttpError(Refusal(503, text, code="filter_failed", headers=((b"retry-after", b"1"),)))
 
 
@@ -138,11 +138,11 @@ async def _called(method: Callable[..., Any] | None, call: Callable[[], Any]) ->
     return await answer if isinstance(answer, Awaitable) else answer
 
 
-def _is_fit(answer: Any, given: Mapping[str, Any]) -> bool:
+def _is_fit(answer: Any, before: Mapping[str, Any]) -> bool:
     """Whether a changed request is still for the model that its key may use, and answered in the same way."""
     if not isinstance(answer, dict):
         return False
-    return all(answer.get(name) == given.get(name) for name in ("model", "stream"))
+    return all(answer.get(name) == before.get(name) for name in ("model", "stream"))
 
 
 def load_hook(path: str, options: Mapping[str, Any], where: str) -> Any:

@@ -116,9 +116,9 @@ class Fleet:
             return
         backend.models = frozenset(models)
         self._by_model = {}
-        for each in self._backends.values():
-            for model in sorted(each.models):
-                self._by_model.setdefault(model, []).append(each)
+        for other in self._backends.values():
+            for model in sorted(other.models):
+                self._by_model.setdefault(model, []).append(other)
 
     def fingerprinted(self, backend: Backend, fingerprints: dict[str, str]) -> None:
         """``backend`` says what its streams depend on: weights, quantization, template, by model."""

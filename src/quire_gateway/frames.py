@@ -71,8 +71,8 @@ def without_usage(frames: bytes) -> bytes:
     """Return whole frames without the one that only holds usage, for a client that did not ask for it."""
     if b'"choices":[]' not in frames and b'"choices": []' not in frames:
         return frames
-    kept = [each for each in frames.split(b"\n\n") if not _only_usage(each)]
-    return b"\n\n".join(kept)
+    frames_left = [frame for frame in frames.split(b"\n\n") if not _only_usage(frame)]
+    return b"\n\n".join(frames_left)
 
 
 def _only_usage(frame: bytes) -> bool:

@@ -60,21 +60,21 @@ def to_backend(
     dropped = _HOP_BY_HOP | _REPLACED | _OF_PAGES | _named_by_connection(pairs)
     if api_key is not None or not pass_keys:
         dropped |= _KEYS
-    kept = [
+    headers = [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in pairs
         if name not in dropped and not name.startswith(_OWN_PREFIX)
     ]
     if api_key is not None:
-        kept.append(("authorization", f"Bearer {api_key}"))
+        headers.append(("authorization", f"Bearer {api_key}"))
     client = scope.get("client")
     came_through = (header(scope, b"x-forwarded-for") or b"").decode("latin-1")
     hops = [*filter(None, [came_through]), *([client[0]] if client else [])]
     if hops:
-        kept.append(("x-forwarded-for", ", ".join(hops)))
+        headers.append(("x-forwarded-for", ", ".join(hops)))
     if header(scope, b"traceparent") is None:
-        kept.append(("traceparent", f"00-{trace_id}-{trace_id[16:]}-01"))
-    return [*kept, ("x-request-id", request_id), ("accept-encoding", "identity")]
+        headers.append(("traceparent", f"00-{trace_id}-{trace_id[16:]}-01"))
+    return [*headers, ("x-request-id", request_id), ("accept-encoding", "identity")]
 
 
 def to_client(raw: Sequence[tuple[bytes, bytes]]) -> Pairs:

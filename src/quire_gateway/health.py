@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from quire_gateway.fleet import Backend, Fleet
-from quire_gateway.upstream import BackendFailed, Upstream, Whole
+from quire_gateway.upstream import BackendFailed, Reply, Upstream
 
 _PATHS = ("/readyz", "/health", "/v1/models")  # Quire, vLLM and others, any
 _JITTER = 0.25  # of the interval, either way, so that gateways do not poll in step
@@ -173,13 +173,13 @@ class Poller:
             raise BackendFailed("garbage", "/v1/models is not a list of models: one has no id.")
         return cards
 
-    async def _get(self, backend: Backend, path: str) -> Whole:
+    async def _get(self, backend: Backend, path: str) -> Reply:
         assert self._upstream is not None
         timeout_s = self._fleet.health.timeout_s
         return await self._upstream.get(f"{backend.url}{path}", timeout_s, backend.args.api_key)
 
 
-def _is_leaving(answer: Whole | None) -> bool:
+def _is_leaving(answer: Reply | None) -> bool:
     if answer is None:
         return False
     try:

@@ -25,7 +25,7 @@ from quire_gateway.placing import Placed, Placing
 from quire_gateway.retries import RetryBudget
 from quire_gateway.sending import Opened
 from quire_gateway.stage import Open, Stage
-from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, failures
+from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Reply, failures
 
 _RESERVE = 10  # hedges that may be made in a burst
 # Called when an attempt has ended that did not win: it failed, or it was cancelled (None).
@@ -63,10 +63,10 @@ class Hedging(Stage):
 
     async def open(self, exchange: Exchange, proceed: Open, placed: Placed) -> Opened:
         """Make an attempt, and a second one at another backend where the first is slow."""
-        asked, answer, attempts = exchange.asked, exchange.answer, exchange.attempts
-        assert asked is not None
-        num_tokens = self._placing.num_tokens(asked, placed.target.model)
-        after_s = None if answer.has_begun else self._after_s(asked.streams, num_tokens)
+        request, answer, attempts = exchange.request, exchange.answer, exchange.attempts
+        assert request is not None
+        num_tokens = self._placing.num_tokens(request, placed.target.model)
+        after_s = None if answer.has_begun else self._after_s(request.streams, num_tokens)
         if after_s is None:
             return await proceed(placed)
         headers, targets = answer.route_headers, exchange.targets
@@ -83,7 +83,7 @@ class Hedging(Stage):
 
         def lost(attempt: Placed, error: BackendFailed | None) -> None:
             attempts.unwatch(attempt.backend)
-            self._placing.over(attempt, False if error is not None and error.blames_backend else None)
+            self._placing.ended(attempt, False if error is not None and error.blames_backend else None)
             if error is not None:
                 attempts.tried.add((attempt.backend.life, attempt.target.model))
                 self._count_failure(attempt.backend, error)
@@ -156,8 +156,8 @@ def _refused(opened: Opened) -> BackendFailed:
     """Close the answer of an attempt that another one may still better."""
     opened.response.close()
     status = opened.response.status
-    kept = [pair for pair in to_client(opened.response.raw_headers) if pair[0] == b"retry-after"]
-    return BackendFailed("status", f"The backend answered {status}.", Whole(status, kept, b""))
+    headers = [pair for pair in to_client(opened.response.raw_headers) if pair[0] == b"retry-after"]
+    return BackendFailed("status", f"The backend answered {status}.", Reply(status, headers, b""))
 
 
 async def _open(send: Open, placed: Placed) -> Opened:

@@ -42,17 +42,17 @@ class Holders:
 
         None: any can, as far as is known.
         """
-        asked = exchange.asked
-        assert asked is not None
-        previous = asked.body.get("previous_response_id")
-        if not (previous or asked.hint):
+        request = exchange.request
+        assert request is not None
+        previous = request.body.get("previous_response_id")
+        if not (previous or request.hint):
             return None
         names = dict.fromkeys(target.model for target in exchange.targets)
         serving = list(dict.fromkeys(b for name in names for b in self._fleet.serving(name)))
         if len(serving) < 2:
             return None
         previous = previous if isinstance(previous, str) else ""
-        likely, others = self._split(previous, owner, asked.hint, serving)
+        likely, others = self._split(previous, owner, request.hint, serving)
         if likely and (self._names.get(previous) == likely[0].name or not previous):
             return likely[0].name  # of an item alone no backend can be asked
         for backends in (likely, others) if previous else ():

@@ -50,7 +50,7 @@ class Journal:
     """Slots of one file, which this process alone has open. Belongs to one event loop, except for `free`."""
 
     def __init__(self, path: Path) -> None:
-        """Take the first of ``path``.0, ``path``.1 … that no running gateway has; ``found`` has what it held."""
+        """Take the first of ``path``.0, ``path``.1 … that no running gateway has; ``inherited`` has what it held."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path, self._file = _first_unlocked(path)
         size = max(os.fstat(self._file).st_size, FIRST_SLOTS * SLOT_BYTES) // SLOT_BYTES * SLOT_BYTES
@@ -72,7 +72,7 @@ class Journal:
                 self.free(slot if row.outcome == UNSETTLED else other[0])
             if other is None or row.outcome != UNSETTLED:
                 found[row.request_id] = (slot, *read)
-        self.found = list(found.values())
+        self.inherited = list(found.values())
 
     def has_room(self) -> bool:
         """Whether one more request can be noted."""
@@ -163,15 +163,17 @@ def _cut(text: str, max_bytes: int) -> str:
 
 def _first_unlocked(path: Path) -> tuple[Path, int]:
     for number in range(_MAX_FILES):
-        each = path.with_name(f"{path.name}.{number}")
-        tighten(each)
-        file = private_fd(each, os.O_CREAT | os.O_RDWR)
+        candidate = path.with_name(f"{path.name}.{number}")
+        tighten(candidate)
+        file = private_fd(candidate, os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(file)
             continue
-        if each.exists() and os.fstat(file).st_ino == each.stat().st_ino:  # or its owner has just removed it
-            return each, file
+        if (
+            candidate.exists() and os.fstat(file).st_ino == candidate.stat().st_ino
+        ):  # or its owner has just removed it
+            return candidate, file
         os.close(file)
     raise OSError(f"{_MAX_FILES} gateways have their journals beside {path}; give this one another folder")

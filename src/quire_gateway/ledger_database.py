@@ -19,12 +19,12 @@ from quire.extras import needs
 from quire.private import private_fd, tighten
 from quire_gateway.ledger_row import RECOVERED, UNSETTLED, Row
 
-COLUMNS = tuple(each.name for each in fields(Row))
+COLUMNS = tuple(column.name for column in fields(Row))
 _TYPES = {"str": "TEXT NOT NULL", "int": "BIGINT NOT NULL", "float": "DOUBLE PRECISION NOT NULL"}
-_LATER = {each.name for each in fields(Row) if each.default is not MISSING}  # columns of later versions
+_LATER = {column.name for column in fields(Row) if column.default is not MISSING}  # columns of later versions
 _COLUMN_SQL = {
-    each.name: f"{each.name} {_TYPES[str(each.type)]}{' DEFAULT 0' if each.name in _LATER else ''}"
-    for each in fields(Row)
+    column.name: f"{column.name} {_TYPES[str(column.type)]}{' DEFAULT 0' if column.name in _LATER else ''}"
+    for column in fields(Row)
 }
 _CREATE = (
     f"CREATE TABLE IF NOT EXISTS quire_ledger ({', '.join(_COLUMN_SQL.values())}, PRIMARY KEY (request_id))",
@@ -59,9 +59,9 @@ class Sqlite:
         self._connection.execute("PRAGMA synchronous=NORMAL")
         with self._connection:
             self._connection.execute("BEGIN IMMEDIATE")  # one gateway makes the tables
-            for each in _CREATE:
-                self._connection.execute(each)
-            present = {each[1] for each in self._connection.execute("PRAGMA table_info(quire_ledger)")}
+            for statement in _CREATE:
+                self._connection.execute(statement)
+            present = {column[1] for column in self._connection.execute("PRAGMA table_info(quire_ledger)")}
             for name in COLUMNS:
                 if name not in present:
                     self._connection.execute(f"ALTER TABLE quire_ledger ADD COLUMN {_COLUMN_SQL[name]}")
@@ -95,8 +95,8 @@ class Postgres:
                 with self._connection.transaction():
                     # One gateway makes the tables.
                     self._connection.execute("SELECT pg_advisory_xact_lock(7112233)")
-                    for each in _CREATE:
-                        self._connection.execute(each)
+                    for statement in _CREATE:
+                        self._connection.execute(statement)
                     for name in COLUMNS:
                         if name in _LATER:
                             added = f"ADD COLUMN IF NOT EXISTS {_COLUMN_SQL[name]}"
@@ -128,7 +128,7 @@ class Postgres:
 # with more output), and both before what is not settled.
 _RANK = f"CASE {{}}.outcome WHEN '{UNSETTLED}' THEN 0 WHEN '{RECOVERED}' THEN 1 ELSE 2 END"
 _ON_CONFLICT = (
-    f"ON CONFLICT (request_id) DO UPDATE SET {', '.join(f'{each} = excluded.{each}' for each in COLUMNS[1:])} "
+    f"ON CONFLICT (request_id) DO UPDATE SET {', '.join(f'{column} = excluded.{column}' for column in COLUMNS[1:])} "
     f"WHERE {_RANK.format('quire_ledger')} < {_RANK.format('excluded')} OR quire_ledger.outcome = '{RECOVERED}' "
     f"AND excluded.outcome = '{RECOVERED}' AND quire_ledger.output_tokens < excluded.output_tokens"
 )

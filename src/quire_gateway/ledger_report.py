@@ -28,31 +28,31 @@ def report(
     Raises:
         ConfigError: a name of ``by`` that is no group.
     """
-    if unknown := [each for each in by if each not in GROUPS]:
+    if unknown := [group for group in by if group not in GROUPS]:
         raise ConfigError(f"--by {unknown[0]!r} must be of {', '.join(GROUPS)}.", param="by")
     where = "finished_at >= ? AND finished_at < ?"
     bounds = (since.timestamp() if since else 0.0, until.timestamp() if until else 1e18)
-    plain = [each for each in by if each not in ("day", "month")]
+    plain = [group for group in by if group not in ("day", "month")]
     # Days are groups of 86,400 s of Unix time, which both databases compute alike; months are added up here.
     days = ["CAST(floor(finished_at / 86400) AS BIGINT)"] if len(plain) < len(by) else []
     groups = ", ".join([*plain, *days])
-    sums = ", ".join(f"CAST(SUM({each}) AS BIGINT)" for each in SUMS)
-    sums += ", " + ", ".join(f"SUM({each})" for each in SECONDS)
+    sums = ", ".join(f"CAST(SUM({column}) AS BIGINT)" for column in SUMS)
+    sums += ", " + ", ".join(f"SUM({column})" for column in SECONDS)
     span = f"SELECT MAX(finished_at) - MIN(finished_at - e2el_ms / 1000) FROM quire_ledger WHERE {where}"
     span_s = float(database.query(span, bounds)[0][0] or 0.0)
-    found = database.query(
+    rows = database.query(
         f"SELECT {groups + ', ' if groups else ''}COUNT(*), {_UNSETTLED}, {sums} FROM quire_ledger WHERE {where}"
         + (f" GROUP BY {groups}" if groups else ""),
         bounds,
     )
     totals: dict[tuple[str, ...], list[float]] = {}
-    for row in found:
+    for row in rows:
         values = dict(zip(plain, row, strict=False))
         if days:
             date = datetime.fromtimestamp(row[len(plain)] * 86400, UTC)
             values |= {"day": f"{date:%Y-%m-%d}", "month": f"{date:%Y-%m}"}
-        numbers = [each or 0 for each in row[len(plain) + len(days) :]]
-        total = totals.setdefault(tuple(values[each] for each in by), [0] * len(numbers))
+        numbers = [number or 0 for number in row[len(plain) + len(days) :]]
+        total = totals.setdefault(tuple(values[group] for group in by), [0] * len(numbers))
         total[:] = [a + b for a, b in zip(total, numbers, strict=True)]
     return [
         dict(zip(by, group, strict=True)) | _line(total, span_s) for group, total in sorted(totals.items())

@@ -39,7 +39,7 @@ class Charge:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Allowance:
     """What a quota has left after a decision, and the seconds until all of it is back."""
 
     quota: Quota
@@ -51,7 +51,7 @@ class Left:
 class Decision:
     """Granted, or denied by the quota that is back last, with the seconds until the same request would be granted."""
 
-    left: tuple[Left, ...]
+    allowances: tuple[Allowance, ...]
     denied: Quota | None = None
     retry_after_s: float = 0.0  # infinite: the request alone is larger than the quota
 
@@ -145,7 +145,7 @@ class MemoryStore:
                 return max(0.0, used - (now - at) * quota.capacity / MINUTE_S)
             case "concurrent":
                 leases = self._leases[charge.key]
-                for request_id in [each for each, end in leases.items() if end <= now]:
+                for request_id in [request for request, end in leases.items() if end <= now]:
                     del leases[request_id]
                 return len(leases)
             case _:
@@ -175,11 +175,11 @@ def decide(charges: Sequence[Charge], used: Sequence[float], wall_s: float) -> D
             seconds = _wait_s(charge, level, wall_s)
             if denied is None or seconds > wait:
                 denied, wait = charge.quota, seconds
-    left = tuple(
-        _left(charge, level if denied else level + charge.amount, wall_s)
+    allowances = tuple(
+        _allowance(charge, level if denied else level + charge.amount, wall_s)
         for charge, level in zip(charges, used, strict=True)
     )
-    return Decision(left, denied, wait)
+    return Decision(allowances, denied, wait)
 
 
 def _wait_s(charge: Charge, level: float, wall_s: float) -> float:
@@ -195,16 +195,16 @@ def _wait_s(charge: Charge, level: float, wall_s: float) -> float:
             return quota.reset_s(wall_s)
 
 
-def _left(charge: Charge, level: float, wall_s: float) -> Left:
+def _allowance(charge: Charge, level: float, wall_s: float) -> Allowance:
     quota = charge.quota
     remaining = max(0, math.floor(quota.capacity - level))
     match quota.period:
         case "minute":
-            return Left(quota, remaining, level * MINUTE_S / quota.capacity if quota.capacity else 0.0)
+            return Allowance(quota, remaining, level * MINUTE_S / quota.capacity if quota.capacity else 0.0)
         case "concurrent":
-            return Left(quota, remaining, 0.0)
+            return Allowance(quota, remaining, 0.0)
         case _:
-            return Left(quota, remaining, quota.reset_s(wall_s))
+            return Allowance(quota, remaining, quota.reset_s(wall_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +218,12 @@ class LimitTable:
 
     def quotas(self, key: str, tenant: str, model: str) -> list[Quota]:
         """Return all quotas that a request of ``key`` for ``model`` counts against."""
-        found = self.keys.get(key, self.default).quotas(f"key/{key}")
+        quotas = self.keys.get(key, self.default).quotas(f"key/{key}")
         if tenant in self.tenants:
-            found += self.tenants[tenant].quotas(f"tenant/{tenant}")
+            quotas += self.tenants[tenant].quotas(f"tenant/{tenant}")
         if model in self.models:
-            found += self.models[model].quotas(f"tenant/{tenant}/{model}")
-        return found
+            quotas += self.models[model].quotas(f"tenant/{tenant}/{model}")
+        return quotas
 
 
 class Limits:
@@ -274,27 +274,27 @@ class Limits:
     def is_degraded(self) -> bool:
         return self._store.is_degraded
 
-    async def left(self, owners: Iterable[tuple[str, str]], models: Sequence[str]) -> list[Left]:
+    async def allowances(self, owners: Iterable[tuple[str, str]], models: Sequence[str]) -> list[Allowance]:
         """Return what (key, tenant) each have left of their quotas, with those of each tenant at ``models``."""
-        wall, found = self._wall(), {}
+        wall, quotas = self._wall(), {}
         for key, tenant in owners:
             for model in models or [""]:
-                found.update({quota.name: quota for quota in self._table.quotas(key, tenant, model)})
-        charges = [Charge(q, q.key(wall), 0) for q in found.values() if q.period != "concurrent"]
+                quotas.update({quota.name: quota for quota in self._table.quotas(key, tenant, model)})
+        charges = [Charge(q, q.key(wall), 0) for q in quotas.values() if q.period != "concurrent"]
         decision = await self._store.take("", charges) if charges else Decision(())
-        open_keys = [charge.key for each in self._open.values() for charge in each.charges]
+        open_keys = [charge.key for reservation in self._open.values() for charge in reservation.charges]
         places = [
-            Left(q, max(0, q.capacity - open_keys.count(q.key(wall))), 0.0)
-            for q in found.values()
+            Allowance(q, max(0, q.capacity - open_keys.count(q.key(wall))), 0.0)
+            for q in quotas.values()
             if q.period == "concurrent"
         ]
-        return sorted([*decision.left, *places], key=lambda each: each.quota.name)
+        return sorted([*decision.allowances, *places], key=lambda allowance: allowance.quota.name)
 
     async def budget_left(self, key: str, tenant: str) -> float:
         """Return the smallest share (0…1) that a key and its tenant have left of their budgets; 1 without any."""
-        left = await self.left([(key, tenant)], [])
-        budgets = [each for each in left if each.quota.is_budget]
-        return min((each.remaining / max(each.quota.capacity, 1) for each in budgets), default=1.0)
+        allowances = await self.allowances([(key, tenant)], [])
+        budgets = [allowance for allowance in allowances if allowance.quota.is_budget]
+        return min((budget.remaining / max(budget.quota.capacity, 1) for budget in budgets), default=1.0)
 
     async def renew(self) -> None:
         """Renew the leases of the open requests: to be called at least every `LEASE_S` / 3."""
@@ -308,22 +308,22 @@ class Limits:
             await self._store.renew(leases)
 
 
-def limit_headers(left: Iterable[Left]) -> list[tuple[bytes, bytes]]:
+def limit_headers(allowances: Iterable[Allowance]) -> list[tuple[bytes, bytes]]:
     """Return OpenAI's ``x-ratelimit-*`` headers for the tightest quota per minute of each unit."""
-    tightest: dict[str, Left] = {}
-    for each in left:
-        if each.quota.period != "minute":
+    tightest: dict[str, Allowance] = {}
+    for allowance in allowances:
+        if allowance.quota.period != "minute":
             continue
         name = {Unit.INPUT: "input-tokens", Unit.OUTPUT: "output-tokens"}.get(
-            each.quota.unit, str(each.quota.unit)
+            allowance.quota.unit, str(allowance.quota.unit)
         )
-        if name not in tightest or each.remaining < tightest[name].remaining:
-            tightest[name] = each
+        if name not in tightest or allowance.remaining < tightest[name].remaining:
+            tightest[name] = allowance
     headers = []
-    for name, each in tightest.items():
+    for name, allowance in tightest.items():
         headers += [
-            (f"x-ratelimit-limit-{name}".encode(), str(each.quota.capacity).encode()),
-            (f"x-ratelimit-remaining-{name}".encode(), str(each.remaining).encode()),
-            (f"x-ratelimit-reset-{name}".encode(), f"{each.reset_s:.3f}s".encode()),
+            (f"x-ratelimit-limit-{name}".encode(), str(allowance.quota.capacity).encode()),
+            (f"x-ratelimit-remaining-{name}".encode(), str(allowance.remaining).encode()),
+            (f"x-ratelimit-reset-{name}".encode(), f"{allowance.reset_s:.3f}s".encode()),
         ]
     return headers

@@ -121,7 +121,7 @@ class GatewayMetrics(Stage):
         yield counter("quire:gateway_tenant_kv_block_seconds", "KV blocks held, times seconds, by tenant.",
                        ("tenant",), {(name,): value for name, value in self.kv_block_s.items()})  # fmt: skip
         for name, kind, text in _ENVOY_FAILURES:
-            counts = {(backend,): n for (backend, found), n in self.failures.items() if found == kind}
+            counts = {(backend,): n for (backend, failure), n in self.failures.items() if failure == kind}
             yield counter(name, text, ("backend",), counts)
         yield from families(self.stages)
         retries = {(): self._budget.num_taken}
@@ -153,9 +153,9 @@ class GatewayMetrics(Stage):
                      {b.name: loads[b.number].requests - loads[b.number].pending for b in backends})  # fmt: skip
         serving = {model: self._fleet.serving(model) for model in self._fleet.models}
         yield _gauge("envoy_cluster_membership_total", "Backends by model.", "envoy_cluster_name",
-                     {model: len(each) for model, each in serving.items()})  # fmt: skip
+                     {model: len(members) for model, members in serving.items()})  # fmt: skip
         yield _gauge("envoy_cluster_membership_healthy", "Ready backends by model.", "envoy_cluster_name",
-                     {model: sum(b.is_ready for b in each) for model, each in serving.items()})  # fmt: skip
+                     {model: sum(b.is_ready for b in members) for model, members in serving.items()})  # fmt: skip
 
 
 class _WithoutTenants:

@@ -81,8 +81,8 @@ class _Room:
         """Unload others until the model fits; False: no request waits for it any more."""
         try:
             while model.num_waiting or model.num_users or model.is_pinned:
-                held = sum(m.num_bytes for m in self._models if m.state != "unloaded")
-                lacking = held + model.num_bytes - self._num_bytes
+                used = sum(m.num_bytes for m in self._models if m.state != "unloaded")
+                lacking = used + model.num_bytes - self._num_bytes
                 if lacking <= 0:
                     return True
                 self._choose_leavers(lacking)
@@ -105,9 +105,9 @@ class _Room:
             for m in self._models
             if m.state == "loaded" and not m.is_pinned and (m.is_leaving or not m.num_waiting)
         ]
-        for each in sorted(able, key=lambda m: (m.num_users > 0, m.used_s)):
-            each.is_leaving = lacking > 0
-            lacking -= each.num_bytes
+        for model in sorted(able, key=lambda m: (m.num_users > 0, m.used_s)):
+            model.is_leaving = lacking > 0
+            lacking -= model.num_bytes
 
     def unload_if_idle(self, model: PooledModel) -> bool:
         """Begin to unload a model that no request uses; return whether that is so."""
@@ -182,8 +182,8 @@ class ModelPool(Stage):
 
     async def serve(self, exchange: Exchange, proceed: Proceed) -> None:
         """Keep the request's model in memory while it runs. Raises `HttpError` as `use` does."""
-        assert exchange.asked is not None
-        async with self.use(exchange.targets[0].model, exchange.asked.deadline_s):
+        assert exchange.request is not None
+        async with self.use(exchange.targets[0].model, exchange.request.deadline_s):
             await proceed()
 
     @asynccontextmanager

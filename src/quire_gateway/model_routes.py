@@ -40,8 +40,8 @@ def model_app(pool: ModelPool, count: Callable[[int], None]) -> ASGIApp:
         async def handler(request: Request) -> Response:
             if pool.is_closed:
                 raise HttpError(_CLOSED)
-            said = parse(NamedModel, await read_json(request.scope, request.receive, _MAX_BODY_BYTES))
-            model = await change(said.model)
+            body = parse(NamedModel, await read_json(request.scope, request.receive, _MAX_BODY_BYTES))
+            model = await change(body.model)
             return json_response({"id": model.name, "object": "model", **model.card()})
 
         return handler

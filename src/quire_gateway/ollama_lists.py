@@ -61,9 +61,9 @@ class OllamaLists:
         ready: dict[str, Backend] = {}
         for name in catalog.names():
             served = catalog.served_as(name)
-            found = next((b for b in fleet.serving(served) if b.is_ready), None)
-            if found is not None:
-                ready[served] = found
+            backend = next((b for b in fleet.serving(served) if b.is_ready), None)
+            if backend is not None:
+                ready[served] = backend
         asked = list(dict.fromkeys(ready.values()))
         lists = dict(zip(asked, await asyncio.gather(*(self._ask(b, path) for b in asked)), strict=True))
         entries = []
@@ -72,8 +72,8 @@ class OllamaLists:
             known = lists[ready[served]] if served in ready else {}
             entry = known.get(served, known.get(served + LATEST, _EMPTY if every else None))
             if entry is not None:
-                shown = name if ":" in name.rpartition("/")[2] else name + LATEST
-                entries.append(entry | {"name": shown, "model": shown})
+                tagged = name if ":" in name.rpartition("/")[2] else name + LATEST
+                entries.append(entry | {"name": tagged, "model": tagged})
         return entries
 
     async def _ask(self, backend: Backend, path: str) -> dict[str, dict[str, Any]]:
@@ -81,6 +81,6 @@ class OllamaLists:
         try:
             answer = await self._state.upstream.get(backend.url + path, _TIMEOUT_S, backend.args.api_key)
             models = msgspec.json.decode(answer.body)["models"] if answer.status == 200 else []
-            return {each["name"]: each for each in models}
+            return {model["name"]: model for model in models}
         except (BackendFailed, msgspec.DecodeError, KeyError, TypeError):
             return {}

@@ -40,25 +40,29 @@ class Owner:
     key: bytes = b""
     seals: bool = False
 
-    def seal(self, given: str, hint: str = "") -> str:
+    def seal(self, own_id: str, hint: str = "") -> str:
         """Return an id as the tenant is shown it. ``hint``: of the backend that holds what it names, if known."""
-        return f"{given}-{self._tag(given, hint)}" if self.seals and given else given
+        return f"{own_id}-{self._tag(own_id, hint)}" if self.seals and own_id else own_id
 
-    def open(self, shown: str) -> str | None:
+    def open(self, shown_id: str) -> str | None:
         """Return the backend's id; None for an id that the tenant was not shown.
 
         Without ``seals`` an id that has no tag is taken as it is, and one from before with the tenant's tag is opened.
         """
-        given, _, tag = shown.rpartition("-")
-        if self.key and given and (self._is_tag(tag, given, tag[:_HINT_CHARS]) or self._is_tag(tag, given)):
-            return given
-        return None if self.seals else shown
+        own_id, _, tag = shown_id.rpartition("-")
+        if (
+            self.key
+            and own_id
+            and (self._is_tag(tag, own_id, tag[:_HINT_CHARS]) or self._is_tag(tag, own_id))
+        ):
+            return own_id
+        return None if self.seals else shown_id
 
-    def hint_in(self, shown: str) -> str:
+    def hint_in(self, shown_id: str) -> str:
         """Return the hint in an id that the tenant was shown; empty for one without."""
-        given, _, tag = shown.rpartition("-")
+        own_id, _, tag = shown_id.rpartition("-")
         hint = tag[:_HINT_CHARS]
-        return hint if self.key and given and self._is_tag(tag, given, hint) else ""
+        return hint if self.key and own_id and self._is_tag(tag, own_id, hint) else ""
 
     def hint_of(self, backend: str) -> str:
         """Return the hint of a backend by its name; two backends may have the same one."""
@@ -66,11 +70,11 @@ class Owner:
             blake2b(backend.encode("utf-8", "surrogatepass"), key=self.key, digest_size=5).digest()
         )[:_HINT_CHARS]
 
-    def _is_tag(self, tag: str, given: str, hint: str = "") -> bool:
-        return hmac.compare_digest(tag.encode(), self._tag(given, hint).encode())
+    def _is_tag(self, tag: str, own_id: str, hint: str = "") -> bool:
+        return hmac.compare_digest(tag.encode(), self._tag(own_id, hint).encode())
 
-    def _tag(self, given: str, hint: str) -> str:
-        text = f"{self.tenant}\0{given}".encode("utf-8", "surrogatepass")
+    def _tag(self, own_id: str, hint: str) -> str:
+        text = f"{self.tenant}\0{own_id}".encode("utf-8", "surrogatepass")
         if not hint:
             return blake2b(text, key=self.key, digest_size=_TAG_BYTES).hexdigest()
         of_hint = text + b"\0" + hint.encode("utf-8", "surrogatepass")

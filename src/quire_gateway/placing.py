@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.text.digest import digests, root_of
-from quire_gateway.asked import Asked
 from quire_gateway.attempts import Attempts
 from quire_gateway.catalog import Target
+from quire_gateway.client_request import ClientRequest
 from quire_gateway.config import Cause
 from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend, Fleet
@@ -60,7 +60,7 @@ class Placing:
         self._bytes_per_token: dict[str, float] = {}
 
     def place(self, exchange: Exchange) -> Placed | None:
-        """Choose a backend for the next attempt and count the request there until `over`; None where none is left."""
+        """Choose a backend for the next attempt and count the request there until `ended`; None where none is left."""
         attempts, now = exchange.attempts, self._now()
         target, candidates = self._target(exchange, now)
         if target is None:
@@ -122,7 +122,7 @@ class Placing:
         placed.is_late = placed.is_first and observed >= _MIN_OBSERVED and ttft_s > limit_s
         self._router.started(placed.id, ttft_s)
 
-    def over(self, placed: Placed, is_good: bool | None) -> None:
+    def ended(self, placed: Placed, is_good: bool | None) -> None:
         """The attempt has ended. ``is_good``: what it says of the backend's health; None: nothing."""
         self._router.finished(placed.id)
         breaker, now = placed.backend.breaker, self._now()
@@ -133,16 +133,16 @@ class Placing:
         else:
             breaker.failed(now)
 
-    def learn(self, asked: Asked, model: str, num_prompt_tokens: int) -> None:
+    def learn(self, request: ClientRequest, model: str, num_prompt_tokens: int) -> None:
         """An answer says how many tokens the text of its prompt has."""
-        if num_prompt_tokens > 0 and asked.text:
-            ratio = len(asked.text) / num_prompt_tokens
+        if num_prompt_tokens > 0 and request.text:
+            ratio = len(request.text) / num_prompt_tokens
             before = self._bytes_per_token.get(model, ratio)
             self._bytes_per_token[model] = before + _LEARNING * (ratio - before)
 
-    def num_tokens(self, asked: Asked, model: str) -> int:
+    def num_tokens(self, request: ClientRequest, model: str) -> int:
         """Return the prompt tokens of a request by the model's bytes per token."""
-        return int(len(asked.text) / self._bytes_per_token.get(model, _BYTES_PER_TOKEN)) + 1
+        return int(len(request.text) / self._bytes_per_token.get(model, _BYTES_PER_TOKEN)) + 1
 
     def _target(self, exchange: Exchange, now: float) -> tuple[Target | None, list[Backend]]:
         """Return the first target with a backend that may be tried.
@@ -174,17 +174,17 @@ class Placing:
         return {"saturated"} if any((b.life, model) not in exchange.attempts.tried for b in up) else set()
 
     def _demand(self, exchange: Exchange, model: str) -> Demand:
-        asked, chain = exchange.asked, list[bytes]()
-        assert asked is not None
+        request, chain = exchange.request, list[bytes]()
+        assert request is not None
         if self._router.needs_chains:
-            salt = asked.body.get("cache_salt")
+            salt = request.body.get("cache_salt")
             salt = salt if isinstance(salt, str) else ""
-            root = root_of(model, salt if asked.salt is None else asked.salt)
-            chain = digests(root, asked.text, self._piece_bytes)
-        return Demand(chain, self.num_tokens(asked, model), asked.num_output_tokens, asked.session)
+            root = root_of(model, salt if request.salt is None else request.salt)
+            chain = digests(root, request.text, self._piece_bytes)
+        return Demand(chain, self.num_tokens(request, model), request.num_output_tokens, request.session)
 
     def _explanation(self, demand: Demand, among: dict[int, Backend]) -> tuple[bytes, bytes]:
         scores = self._router.explain(demand, among)
-        named = {among[number].name: each for number, each in scores.items()}
+        named = {among[number].name: score for number, score in scores.items()}
         value = {"policy": self._router.policy, "pieces": len(demand.chain), "backends": named}
         return b"x-quire-route", msgspec.json.encode(value)

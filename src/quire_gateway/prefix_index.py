@@ -59,7 +59,7 @@ class Holders:
 
     def forget(self, replica: int) -> None:
         """``replica`` holds nothing; looks at every block."""
-        for block_hash in [each for each, mask in self._masks.items() if mask >> replica & 1]:
+        for block_hash in [block for block, mask in self._masks.items() if mask >> replica & 1]:
             self.remove(block_hash, replica)
 
     def depths(self, chain: Sequence[bytes], num_replicas: int) -> list[int]:
@@ -203,14 +203,14 @@ class PieceNames:
 
     def of(self, chain: Sequence[bytes]) -> list[bytes]:
         """Return the blocks of the first pieces, up to one that is not known."""
-        found: list[bytes] = []
-        get, add = self._blocks.get, found.append
+        blocks: list[bytes] = []
+        get, add = self._blocks.get, blocks.append
         for piece in chain:
             block_hash = get(piece)
             if block_hash is None:
                 break
             add(block_hash)
-        return found
+        return blocks
 
 
 class PendingIndex:

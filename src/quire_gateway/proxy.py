@@ -27,7 +27,7 @@ from quire.http.refusals import HttpError, Refusal, busy, refusal_of
 from quire.metrics.log import Log
 from quire_gateway.admission import Admission
 from quire_gateway.answer import Answer
-from quire_gateway.asked import Asked, read_asked
+from quire_gateway.client_request import ClientRequest, read_request
 from quire_gateway.exchange import Exchange
 from quire_gateway.filter_config import FILTERED
 from quire_gateway.frames import (
@@ -47,7 +47,7 @@ from quire_gateway.retrying import Retrying
 from quire_gateway.sending import Opened, Outgoing
 from quire_gateway.state import GatewayState
 from quire_gateway.stream_errors import StreamError
-from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Whole, closing, failures, read_whole
+from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Reply, closing, failures, read_reply
 from quire_gateway.used import output_so_far
 
 log = Log("gateway")
@@ -76,7 +76,7 @@ class Proxy:
                     busy("The gateway is draining: send the request to another one.", "draining", 1)
                 )
             most = state.config.server.max_body_mib << 20
-            exchange.asked = await read_asked(scope, receive, most, state.bodies.decode)
+            exchange.request = await read_request(scope, receive, most, state.bodies.decode)
             await self._stages.enter(exchange)
             await self._admission.admit(exchange)
             async with _cancelled_when_left(receive):
@@ -97,8 +97,8 @@ class Proxy:
         """A request has ended: count and book it, and learn from its usage."""
         await self._stages.after(exchange, self._state.now())
         num_tokens = exchange.usage.prompt_tokens
-        if exchange.asked is not None and exchange.target is not None and num_tokens is not None:
-            self._state.placing.learn(exchange.asked, exchange.target.model, num_tokens)
+        if exchange.request is not None and exchange.target is not None and num_tokens is not None:
+            self._state.placing.learn(exchange.request, exchange.target.model, num_tokens)
 
     async def _serve(self, exchange: Exchange) -> None:
         """Try backends until one has answered, or no more may be tried."""
@@ -121,10 +121,10 @@ class Proxy:
         Raises:
             BackendFailed: before or after the first byte went to the client.
         """
-        state, asked, answer = self._state, exchange.asked, exchange.answer
-        assert asked is not None
+        state, request, answer = self._state, exchange.request, exchange.answer
+        assert request is not None
         timeouts = self._timeouts
-        limit_s = timeouts.first_token_s if asked.streams else timeouts.total_s
+        limit_s = timeouts.first_token_s if request.streams else timeouts.total_s
         is_good: bool | None = None
         try:
             self._stages.begun(exchange)
@@ -147,7 +147,7 @@ class Proxy:
         finally:
             if exchange.usage.error is not None and answer.has_begun:
                 is_good = self._broke(exchange, placed, exchange.usage.error)
-            state.placing.over(placed, is_good)
+            state.placing.ended(placed, is_good)
 
     async def _open(self, exchange: Exchange, placed: Placed) -> Opened:
         """Return the answer of a backend: of the one that was chosen, unless a stage asks another one too."""
@@ -164,8 +164,8 @@ class Proxy:
 
     async def _send_to(self, exchange: Exchange, placed: Placed, *, is_second: bool) -> ClientResponse:
         """Send one attempt and return its answer once the head is there."""
-        state, asked, backend = self._state, exchange.asked, placed.backend
-        assert asked is not None
+        state, request, backend = self._state, exchange.request, placed.backend
+        assert request is not None
         headers = to_backend(
             exchange.scope,
             exchange.request_id,
@@ -173,8 +173,8 @@ class Proxy:
             pass_keys=not state.config.server.checks_keys,
             trace_id=exchange.ledger_id,
         )
-        model, adds_usage = placed.target.model, self._adds_usage(asked)
-        body = asked.body_for(model, adds_usage=adds_usage, takes_salt=backend.takes_salt)
+        model, adds_usage = placed.target.model, self._adds_usage(request)
+        body = request.body_for(model, adds_usage=adds_usage, takes_salt=backend.takes_salt)
         outgoing = Outgoing(exchange, placed, headers, body, is_second)
         self._stages.prepare(outgoing)
         query = exchange.scope["query_string"].decode("latin-1")
@@ -196,18 +196,18 @@ class Proxy:
         if response.status == 200 and is_stream(kind):
             await self._relay_stream(exchange, opened, limit)
             return
-        whole = await read_whole(response, self._state.config.server.max_answer_mib << 20)
+        reply = await read_reply(response, self._state.config.server.max_answer_mib << 20)
         exchange.attempts.is_reading = False
-        if whole.status in RETRIED_STATUS or answer.has_begun or self._retrying.falls_back(exchange, whole):
-            raise BackendFailed("status", f"The backend answered {whole.status}.", whole)
-        if whole.status == 200 and "json" in kind and not exchange.usage.read_whole(whole.body):
+        if reply.status in RETRIED_STATUS or answer.has_begun or self._retrying.falls_back(exchange, reply):
+            raise BackendFailed("status", f"The backend answered {reply.status}.", reply)
+        if reply.status == 200 and "json" in kind and not exchange.usage.read_whole(reply.body):
             raise BackendFailed("garbage", "The backend's answer says that it is JSON, and is not.")
         self._answered(exchange, opened)
-        if whole.status >= 400:
-            exchange.outcome = "refused" if whole.status < 500 else "failed"
+        if reply.status >= 400:
+            exchange.outcome = "refused" if reply.status < 500 else "failed"
         if (cost := response.headers.get(COST_HEADER)) is not None:
             exchange.usage.engine_s, exchange.usage.kv_block_s = cost_of(cost)
-        await answer.whole(whole.status, whole.headers, whole.body)
+        await answer.send_whole(reply.status, reply.headers, reply.body)
 
     def _answered(self, exchange: Exchange, opened: Opened) -> None:
         self._stages.answered(exchange, opened)
@@ -221,16 +221,16 @@ class Proxy:
         now, timeouts, frames = self._state.now, self._timeouts, _frames_of(exchange, response)
         total_s = timeouts.stream_total_s
         end_s = exchange.arrival_s + total_s if total_s is not None else float("inf")
-        assert exchange.asked is not None
-        hides_usage, is_first = self._adds_usage(exchange.asked), True
+        assert exchange.request is not None
+        hides_usage, is_first = self._adds_usage(exchange.request), True
         # A timer per event would be a third of the relay's own work: a silent backend is noticed up to slack_s later.
         slack_s, renew_s = min(0.1 * timeouts.idle_s, 1.0), 0.0
         try:
             async for piece in _pieces(exchange, opened):
-                whole = frames.feed(piece)
-                if not whole or (is_first and not has_event(whole)):
+                events = frames.feed(piece)
+                if not events or (is_first and not has_event(events)):
                     continue  # a comment is no answer: the time to the first token goes on
-                read(whole, self._path)
+                read(events, self._path)
                 if is_first:
                     self._begins(exchange, opened)
                     is_first = False
@@ -239,8 +239,8 @@ class Proxy:
                 for relayed in stages.relayed:
                     relayed(exchange)
                 if hides_usage:
-                    whole = without_usage(whole)
-                await _send(answer, response, await answer.relay(whole) if answer.steps else whole)
+                    events = without_usage(events)
+                await _send(answer, response, await answer.relay(events) if answer.steps else events)
                 if now() >= renew_s:
                     renew_s = now() + slack_s
                     limit.renew(min(slack_s + timeouts.idle_s, end_s - now()))
@@ -267,9 +267,9 @@ class Proxy:
         if exchange.answer.has_begun:
             self._state.metrics.migrations[(opened.placed.backend.name,)] += 1
 
-    def _adds_usage(self, asked: Asked) -> bool:
+    def _adds_usage(self, request: ClientRequest) -> bool:
         """Whether the gateway asks for the usage of a stream, and the client did not."""
-        return asked.streams and not asked.wants_usage and self._counts_tokens
+        return request.streams and not request.wants_usage and self._counts_tokens
 
     async def _give_up(self, exchange: Exchange, error: BackendFailed) -> None:
         """Every backend that may be tried has failed, or a stream broke."""
@@ -278,7 +278,7 @@ class Proxy:
         else:
             exchange.outcome = "failed"
             refusal = error.answer
-            await exchange.answer.whole(refusal.status, _with_time(refusal), refusal.body)
+            await exchange.answer.send_whole(refusal.status, _with_time(refusal), refusal.body)
 
     async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
         """Answer with an error; a stream that has begun ends with one."""
@@ -289,10 +289,10 @@ class Proxy:
             return
         exchange.outcome = "filtered" if is_filtered else "refused" if refusal.status < 500 else "failed"
         headers = [(b"content-type", b"application/json"), *refusal.headers]
-        await answer.whole(refusal.status, headers, refusal.body(self._path))
+        await answer.send_whole(refusal.status, headers, refusal.body(self._path))
 
 
-def _with_time(answer: Whole) -> Pairs:
+def _with_time(answer: Reply) -> Pairs:
     """Return the headers of a backend's refusal; a 503 without `Retry-After` gets one."""
     has_time = any(name == b"retry-after" for name, _ in answer.headers)
     return answer.headers if has_time or answer.status != 503 else [*answer.headers, (b"retry-after", b"1")]
@@ -361,9 +361,9 @@ def _check_first(exchange: Exchange) -> None:
     text = f"The backend's stream began with an error: {error.message}."
     refusal = busy(text, "backend_status", 1)
     headers = [(b"content-type", b"application/json"), *refusal.headers]
-    whole = Whole(refusal.status, headers, refusal.body(exchange.path)) if error.tells_of_load else None
+    reply = Reply(refusal.status, headers, refusal.body(exchange.path)) if error.tells_of_load else None
     exchange.usage.error = None
-    raise BackendFailed("status", text, whole)
+    raise BackendFailed("status", text, reply)
 
 
 def _why_none(exchange: Exchange) -> QuireError:

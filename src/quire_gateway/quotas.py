@@ -57,14 +57,14 @@ class Limit:
 
     def quotas(self, owner: str) -> list[Quota]:
         """Return the quotas that ``owner`` ("tenant/research") has by this limit."""
-        found = []
-        for each in fields(self):
-            value = getattr(self, each.name)
+        quotas = []
+        for entry in fields(self):
+            value = getattr(self, entry.name)
             if value is not None:
-                unit, period = _MEANING[each.name]
+                unit, period = _MEANING[entry.name]
                 capacity = round(value * NANO) if unit is Unit.MONEY else value
-                found.append(Quota(f"{owner}/{each.name}", unit, period, capacity))
-        return found
+                quotas.append(Quota(f"{owner}/{entry.name}", unit, period, capacity))
+        return quotas
 
 
 _MEANING: dict[str, tuple[Unit, str]] = {

@@ -129,7 +129,7 @@ class RedisStore:
                 self._local.add(request_id)
                 self._owe(pairs)
             return decision
-        return decide(charges, [float(each) for each in answer[2:]], float(answer[1]))
+        return decide(charges, [float(used) for used in answer[2:]], float(answer[1]))
 
     async def settle(self, request_id: str, charges: Sequence[Charge], used: Sequence[int]) -> None:
         pairs = list(zip(charges, used, strict=True))
@@ -155,7 +155,7 @@ class RedisStore:
 
     async def _settle(self, request_id: str, charges: _Charges, todo: Todo) -> None:
         if await self._run(request_id, charges, todo) is None:
-            budgets = [each for each in charges if each[0].quota.is_budget]
+            budgets = [charge for charge in charges if charge[0].quota.is_budget]
             self._unsettled[request_id] = budgets, todo
 
     async def renew(self, leases: Sequence[tuple[str, Charge]]) -> None:

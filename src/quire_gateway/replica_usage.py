@@ -35,11 +35,11 @@ class UsageReader:
         assert key is not None
         headers = [("x-quire-gateway-key", key)]
         url = f"{backend.url}{USAGE_PATH}?{query}"
-        whole = await self._upstream().get(url, _TIMEOUT_S, backend.args.api_key, headers)
-        if whole.status != 200:
-            raise BackendFailed("status", f"{USAGE_PATH} answered {whole.status}.")
+        reply = await self._upstream().get(url, _TIMEOUT_S, backend.args.api_key, headers)
+        if reply.status != 200:
+            raise BackendFailed("status", f"{USAGE_PATH} answered {reply.status}.")
         try:
-            return msgspec.json.decode(whole.body, type=UsedPage)
+            return msgspec.json.decode(reply.body, type=UsedPage)
         except (msgspec.DecodeError, UnicodeError) as error:
             raise BackendFailed("garbage", f"{USAGE_PATH} is no list of usage: {error}.") from error
 

@@ -54,11 +54,11 @@ class Reports(Stage):
 
     def answered(self, exchange: Exchange, opened: Opened) -> None:
         """Take what an answer says of the blocks of its prompt's pieces."""
-        names, told = self._fleet.router.prefixes.names, opened.response.headers.get(BLOCKS_HEADER)
-        if told is None or names is None:
+        names, encoded = self._fleet.router.prefixes.names, opened.response.headers.get(BLOCKS_HEADER)
+        if encoded is None or names is None:
             return
         try:
-            hashes = b64decode(told, validate=True)
+            hashes = b64decode(encoded, validate=True)
         except ValueError:
             return
         short = [hashes[at : at + SHORT_HASH_BYTES] for at in range(0, len(hashes), SHORT_HASH_BYTES)]

@@ -20,7 +20,7 @@ from quire_gateway.config import TimeoutArgs
 from quire_gateway.exchange import Exchange
 from quire_gateway.placing import Placed
 from quire_gateway.state import GatewayState
-from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Whole
+from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Reply
 
 _LOOK_AGAIN_S = 0.05  # while a request waits for a replica
 # Backends that may die or hang under one request that does not move on: it may be what they die of.
@@ -88,7 +88,7 @@ class Retrying:
         continuation.num_in_vain += 1
         return continuation.num_in_vain < self._state.config.retries.attempts and self._state.budget.take()
 
-    def falls_back(self, exchange: Exchange, answer: Whole) -> bool:
+    def falls_back(self, exchange: Exchange, answer: Reply) -> bool:
         """Whether a backend's answer that would go to the client sends the request to a fallback instead."""
         if exchange.answer.has_begun or answer.status < 400:
             return False

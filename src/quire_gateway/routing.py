@@ -247,16 +247,16 @@ class Router:
 
     def _cheapest(self, replicas: Sequence[int], demand: Demand, depths: Sequence[int]) -> list[int]:
         """Return the replicas with the lowest cost; ``replicas`` is not empty."""
-        lowest, found = math.inf, list[int]()
+        lowest, cheapest = math.inf, list[int]()
         loads, pace_s, whole = self.loads, self.ttft.pace_s, _uncached(demand, 0)
         for r in replicas:
             uncached = _uncached(demand, depths[r]) if depths[r] else whole
             cost = pace_s(r) * (loads[r].queued_tokens + 2 * uncached)
             if cost < lowest:
-                lowest, found = cost, [r]
+                lowest, cheapest = cost, [r]
             elif cost == lowest:
-                found.append(r)
-        return found
+                cheapest.append(r)
+        return cheapest
 
     def _within(self, alive: list[int]) -> list[int]:
         """Return the replicas whose load stays within the bound with one request more."""

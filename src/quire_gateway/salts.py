@@ -15,7 +15,7 @@ from hashlib import blake2b
 from quire.http.call import Call
 from quire.http.wire import not_allowed
 from quire.metrics.log import Log
-from quire_gateway.asked import Asked
+from quire_gateway.client_request import ClientRequest
 from quire_gateway.config import BackendArgs
 from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend
@@ -51,15 +51,15 @@ class Salts(Stage):
 
     async def enter(self, exchange: Exchange) -> None:
         """Raises `RequestError`: the client's ``cache_salt`` is not a text."""
-        assert exchange.asked is not None
+        assert exchange.request is not None
         if self.are_used:
-            exchange.asked = replace(exchange.asked, salt=self._salt(exchange.asked, exchange.call))
+            exchange.request = replace(exchange.request, salt=self._salt(exchange.request, exchange.call))
 
-    def _salt(self, asked: Asked, call: Call) -> str:
-        given = asked.body.get("cache_salt")
-        if given is not None and not isinstance(given, str):
-            raise not_allowed("cache_salt", given, "a string", "invalid_type")
-        text = f"{call.salt_group}\n{given or ''}".encode("utf-8", "surrogatepass")
+    def _salt(self, request: ClientRequest, call: Call) -> str:
+        salt = request.body.get("cache_salt")
+        if salt is not None and not isinstance(salt, str):
+            raise not_allowed("cache_salt", salt, "a string", "invalid_type")
+        text = f"{call.salt_group}\n{salt or ''}".encode("utf-8", "surrogatepass")
         return blake2b(text, key=self._tenancy.salt_key, digest_size=_SALT_BYTES).hexdigest()
 
     def listed(self, backend: Backend, owners: Collection[str]) -> None:

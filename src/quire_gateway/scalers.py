@@ -57,8 +57,8 @@ class LocalPool:
         self._ending: list[asyncio.subprocess.Process] = []
 
     async def current(self) -> int:
-        self._processes = [each for each in self._processes if each.returncode is None]
-        self._ending = [each for each in self._ending if each.returncode is None]
+        self._processes = [process for process in self._processes if process.returncode is None]
+        self._ending = [process for process in self._ending if process.returncode is None]
         return len(self._processes)
 
     async def scale(self, replicas: int) -> None:
@@ -77,12 +77,12 @@ class LocalPool:
 
     async def close(self) -> None:
         await self.scale(0)
-        waiting = [asyncio.create_task(each.wait()) for each in self._ending]
+        waiting = [asyncio.create_task(process.wait()) for process in self._ending]
         if waiting:
             await asyncio.wait(waiting, timeout=_STOP_S)
-        for each in self._ending:
+        for process in self._ending:
             with suppress(ProcessLookupError):
-                os.killpg(each.pid, signal.SIGKILL)  # its helpers, too
+                os.killpg(process.pid, signal.SIGKILL)  # its helpers, too
         await asyncio.gather(*waiting)
 
 
@@ -176,8 +176,8 @@ class Webhook:
         return self._replicas
 
     async def scale(self, replicas: int) -> None:
-        said = {"replicas": replicas, "previous": self._replicas}
-        await self._http.send("POST", self._url, said, headers=self._headers)
+        body = {"replicas": replicas, "previous": self._replicas}
+        await self._http.send("POST", self._url, body, headers=self._headers)
         self._replicas = replicas
 
 

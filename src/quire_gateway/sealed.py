@@ -13,7 +13,7 @@ import msgspec
 
 from quire.errors import RequestError, clip
 from quire_gateway.answer import AnswerStep
-from quire_gateway.asked import Asked
+from quire_gateway.client_request import ClientRequest
 from quire_gateway.exchange import Exchange
 from quire_gateway.ownership import NAMING_PATHS, Owner, Tenancy
 from quire_gateway.stage import Stage
@@ -29,43 +29,43 @@ _encode = msgspec.json.Encoder().encode
 _MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
-def opened_request(asked: Asked, owner: Owner) -> Asked:
+def opened_request(request: ClientRequest, owner: Owner) -> ClientRequest:
     """Return the request with the ids that the backend knows.
 
     Raises:
         RequestError: an id is not of the tenant, or the request goes on with something that has no owner here.
     """
-    if asked.path not in NAMING_PATHS or not owner.key:
-        return asked
+    if request.path not in NAMING_PATHS or not owner.key:
+        return request
     changed: dict[str, Any] = {}
     hint = ""
-    if owner.seals and asked.body.get("conversation") is not None:
+    if owner.seals and request.body.get("conversation") is not None:
         raise RequestError(
             "conversation is not supported by a gateway with several tenants: it cannot tell whose it is. Send "
             "previous_response_id, or the whole conversation as input.",
             param="conversation",
             code="unsupported_parameter",
         )
-    if isinstance(previous := asked.body.get("previous_response_id"), str):
-        given = owner.open(previous)
-        if given is None:
+    if isinstance(previous := request.body.get("previous_response_id"), str):
+        own_id = owner.open(previous)
+        if own_id is None:
             raise RequestError(
                 f"previous_response_id = {clip(previous)} is not stored here: it was not stored, or was deleted. Send "
                 "the whole conversation as input.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        if given != previous:
-            changed["previous_response_id"] = given
+        if own_id != previous:
+            changed["previous_response_id"] = own_id
             hint = owner.hint_in(previous)
-    opened = _opened_items(asked.body.get("input"), owner)
+    opened = _opened_items(request.body.get("input"), owner)
     if opened:
-        items = asked.body["input"]
+        items = request.body["input"]
         changed["input"] = [opened.get(i, item) for i, item in enumerate(items)]
         hint = hint or next((owner.hint_in(items[i]["id"]) for i in opened if _refers(items[i])), "")
     if not changed:
-        return asked
-    fields = _fields(asked.raw)
+        return request
+    fields = _fields(request.raw)
     if "previous_response_id" in changed:
         fields["previous_response_id"] = msgspec.Raw(_encode(changed["previous_response_id"]))
     if opened:
@@ -73,7 +73,7 @@ def opened_request(asked: Asked, owner: Owner) -> Asked:
         for i, item in opened.items():
             raw_items[i] = msgspec.Raw(_encode(_fields(raw_items[i]) | {"id": item["id"]}))
         fields["input"] = msgspec.Raw(_encode(raw_items))
-    return replace(asked, raw=_encode(fields), body={**asked.body, **changed}, hint=hint)
+    return replace(request, raw=_encode(fields), body={**request.body, **changed}, hint=hint)
 
 
 def _opened_items(items: Any, owner: Owner) -> dict[int, dict[str, Any]]:
@@ -82,19 +82,19 @@ def _opened_items(items: Any, owner: Owner) -> dict[int, dict[str, Any]]:
     Raises:
         RequestError: an item refers to another one that is not of the tenant.
     """
-    found: dict[int, dict[str, Any]] = {}
+    opened: dict[int, dict[str, Any]] = {}
     for i, item in enumerate(items if isinstance(items, list) else ()):
-        if not isinstance(item, dict) or not isinstance(shown := item.get("id"), str):
+        if not isinstance(item, dict) or not isinstance(shown_id := item.get("id"), str):
             continue
-        given = owner.open(shown)
-        if given is None and _refers(item):
+        own_id = owner.open(shown_id)
+        if own_id is None and _refers(item):
             raise RequestError(
-                f"input[{i}].id = {clip(shown)} is not an item of a response stored here: send the item itself.",
+                f"input[{i}].id = {clip(shown_id)} is not an item of a response stored here: send the item itself.",
                 param=f"input[{i}]",
             )
-        if given not in (None, shown):
-            found[i] = {**item, "id": given}
-    return found
+        if own_id not in (None, shown_id):
+            opened[i] = {**item, "id": own_id}
+    return opened
 
 
 def _refers(item: dict[str, Any]) -> bool:
@@ -112,39 +112,39 @@ class Sealed(Stage):
 
     async def enter(self, exchange: Exchange) -> None:
         """Raises `RequestError`: an id is not of the tenant."""
-        owner, shown = self._tenancy.owner(exchange.call.tenant), exchange.asked
-        assert shown is not None
-        exchange.asked = opened_request(shown, owner)
+        owner, before = self._tenancy.owner(exchange.call.tenant), exchange.request
+        assert before is not None
+        exchange.request = opened_request(before, owner)
         if owner.seals:
-            exchange.answer.through(sealing_of(owner, exchange.asked, shown))
+            exchange.answer.through(sealing_of(owner, exchange.request, before))
 
-    def step(self, owner: Owner, shown: dict[str, str], hint: str) -> Sealing:
+    def step(self, owner: Owner, shown_ids: dict[str, str], hint: str) -> Sealing:
         """Return what seals the answer to a question about a stored response."""
-        return Sealing(owner, shown, hint)
+        return Sealing(owner, shown_ids, hint)
 
 
 class Sealing(AnswerStep):
     """Seals the ids in the answer to one request."""
 
-    def __init__(self, owner: Owner, shown: dict[str, str] | None = None, hint: str = "") -> None:
-        """``shown``: the ids that the request named, by the backend's; ``hint``: of the backend that answers."""
+    def __init__(self, owner: Owner, shown_ids: dict[str, str] | None = None, hint: str = "") -> None:
+        """``shown_ids``: the ids that the request named, by the backend's; ``hint``: of the backend that answers."""
         self._owner = owner
-        self._shown = shown or {}
+        self._shown = shown_ids or {}
         self._hint = hint
 
     def answered_by(self, backend: str) -> None:
         """The answer begins. One that another backend continues keeps its ids."""
         self._hint = self._owner.hint_of(backend)
 
-    def _seal(self, given: str) -> str:
-        return self._shown.get(given) or self._owner.seal(given, self._hint)
+    def _seal(self, own_id: str) -> str:
+        return self._shown.get(own_id) or self._owner.seal(own_id, self._hint)
 
     def whole(self, status: int, body: bytes) -> bytes:
         """Return the body of an answer as the client sees it; in an error the ids are a part of its text."""
         if status == 200:
             return _sealed(body, self._seal)
-        for given, shown in self._shown.items():
-            body = body.replace(given.encode(), shown.encode())
+        for own_id, shown_id in self._shown.items():
+            body = body.replace(own_id.encode(), shown_id.encode())
         return body
 
     async def document(self, status: int, content_type: str, body: bytes) -> bytes:
@@ -165,11 +165,11 @@ class Sealing(AnswerStep):
         return b"\n".join(lines)
 
 
-def sealing_of(owner: Owner, asked: Asked, before: Asked) -> Sealing:
+def sealing_of(owner: Owner, request: ClientRequest, before: ClientRequest) -> Sealing:
     """Return what seals the answer to a request, which was ``before`` until it was opened."""
-    given, shown = asked.body.get("previous_response_id"), before.body.get("previous_response_id")
-    is_named = isinstance(given, str) and isinstance(shown, str) and bool(given)
-    return Sealing(owner, {given: shown} if is_named else None)  # type: ignore[dict-item]
+    own_id, shown_id = request.body.get("previous_response_id"), before.body.get("previous_response_id")
+    is_named = isinstance(own_id, str) and isinstance(shown_id, str) and bool(own_id)
+    return Sealing(owner, {own_id: shown_id} if is_named else None)  # type: ignore[dict-item]
 
 
 def _sealed(raw: bytes, seal: Callable[[str], str]) -> bytes:

@@ -55,14 +55,14 @@ class Stages:
     sealed: Sealed | None = None
 
     def stored_steps(
-        self, scope: Scope, owner: Owner, shown: dict[str, str], hint: str
+        self, scope: Scope, owner: Owner, shown_ids: dict[str, str], hint: str
     ) -> Iterator[AnswerStep]:
         """Yield what the answer to a question about a stored response passes.
 
-        ``shown``: the id that the client named, by the backend's; ``hint``: of the backend, as the id has it.
+        ``shown_ids``: the id that the client named, by the backend's; ``hint``: of the backend, as the id has it.
         """
         if self.sealed is not None and owner.seals:
-            yield self.sealed.step(owner, shown, hint)
+            yield self.sealed.step(owner, shown_ids, hint)
         if self.filters is not None and (step := self.filters.step(scope)) is not None:
             yield step
 

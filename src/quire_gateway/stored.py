@@ -20,7 +20,7 @@ from quire_gateway.patience import lasting
 from quire_gateway.sending import Opened
 from quire_gateway.stage import Proceed, Stage
 from quire_gateway.state import GatewayState
-from quire_gateway.upstream import BackendFailed, Whole, closing, failures, read_whole
+from quire_gateway.upstream import BackendFailed, Reply, closing, failures, read_reply
 
 
 class StoredProxy:
@@ -30,38 +30,38 @@ class StoredProxy:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state, shown = self._state, scope["path_params"]["response_id"]
+        state, shown_id = self._state, scope["path_params"]["response_id"]
         tenant = state.tenancy.owner(call_of(scope).tenant)
-        response_id, hint = tenant.open(shown), tenant.hint_in(shown)
+        response_id, hint = tenant.open(shown_id), tenant.hint_in(shown_id)
         if response_id is None:
             raise NotFoundError(
-                f"The response {clip(shown)} is not stored here.",
+                f"The response {clip(shown_id)} is not stored here.",
                 param="response_id",
                 code="response_not_found",
             )
         likely, others = state.holders.likely(response_id, tenant, hint)
-        whole: Whole | None = None
+        reply: Reply | None = None
         silent = set(likely)  # those that should hold it and have not answered
         for backend in (b for b in (*likely, *others) if b.is_ready):
             try:
-                whole = await _ask(state, scope, backend, _path_of(scope, response_id))
+                reply = await _ask(state, scope, backend, _path_of(scope, response_id))
             except BackendFailed:
                 continue
             silent.discard(backend)
-            if whole.status != 404:
+            if reply.status != 404:
                 break
-        if whole is None or (whole.status == 404 and silent):
+        if reply is None or (reply.status == 404 and silent):
             refusal = Refusal(503, "No backend that may hold the response answers now.", code="no_backend")
             await send_json(send, refusal.status, refusal.body(), [(b"retry-after", b"1")])
             return
-        kind = dict(whole.headers).get(b"content-type", b"").decode("latin-1")
-        is_stream, body = whole.status == 200 and kind.startswith("text/event-stream"), whole.body
-        for step in state.stages.stored_steps(scope, tenant, {response_id: shown}, hint):
-            body = await (step.ended(body) if is_stream else step.document(whole.status, kind, body))
+        kind = dict(reply.headers).get(b"content-type", b"").decode("latin-1")
+        is_stream, body = reply.status == 200 and kind.startswith("text/event-stream"), reply.body
+        for step in state.stages.stored_steps(scope, tenant, {response_id: shown_id}, hint):
+            body = await (step.ended(body) if is_stream else step.document(reply.status, kind, body))
             step.check()
         length = (b"content-length", str(len(body)).encode())
         await send(
-            {"type": "http.response.start", "status": whole.status, "headers": [*whole.headers, length]}
+            {"type": "http.response.start", "status": reply.status, "headers": [*reply.headers, length]}
         )
         await send({"type": "http.response.body", "body": body})
 
@@ -97,7 +97,7 @@ class Responses(Stage):
             self._state.holders.put(exchange.usage.answer_id, opened.placed.backend.name)
 
 
-async def _ask(state: GatewayState, scope: Scope, backend: Backend, path: str) -> Whole:
+async def _ask(state: GatewayState, scope: Scope, backend: Backend, path: str) -> Reply:
     query = scope["query_string"].decode("latin-1")
     config = state.config
     with failures():
@@ -106,7 +106,7 @@ async def _ask(state: GatewayState, scope: Scope, backend: Backend, path: str) -
                 state, scope, scope["method"], backend, f"{path}{'?' + query if query else ''}"
             )
             with closing(response):
-                return await read_whole(response, config.server.max_answer_mib << 20)
+                return await read_reply(response, config.server.max_answer_mib << 20)
 
 
 async def _open(
@@ -133,8 +133,8 @@ def _path_at(response_id: str) -> str:
 
 def _path_of(scope: Scope, response_id: str) -> str:
     """Return the path at a backend: the client's, with the backend's id."""
-    shown, raw = scope["path_params"]["response_id"], scope["raw_path"].decode("latin-1")
-    if response_id == shown:
+    shown_id, raw = scope["path_params"]["response_id"], scope["raw_path"].decode("latin-1")
+    if response_id == shown_id:
         return str(raw)
-    rest: str = scope["path"].removeprefix(f"{RESPONSES}/{shown}")
+    rest: str = scope["path"].removeprefix(f"{RESPONSES}/{shown_id}")
     return _path_at(response_id) + rest

@@ -70,7 +70,7 @@ class Tenants(Stage):
         if reservation is None:
             raise HttpError(_refusal(decision, exchange.reserved))
         self._reservations[exchange] = reservation
-        exchange.answer.headers += limit_headers(decision.left)
+        exchange.answer.headers += limit_headers(decision.allowances)
 
     async def after(self, exchange: Exchange, now: float) -> None:
         """Replace what the request reserved by what it used."""
@@ -104,7 +104,7 @@ def _refusal(decision: Decision, most: Usage) -> Refusal:
     allowed = f"{quota.capacity / 1e9:g}" if quota.unit is Unit.MONEY else f"{quota.capacity:,}"
     wanted = f"{most.of(quota.unit) / 1e9:g}" if quota.unit is Unit.MONEY else f"{most.of(quota.unit):,}"
     text = f"The limit {quota.name} allows {allowed} {unit}; the request asks for {wanted}"
-    headers = limit_headers(decision.left)
+    headers = limit_headers(decision.allowances)
     if math.isinf(decision.retry_after_s):
         return Refusal(
             429,

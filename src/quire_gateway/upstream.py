@@ -35,7 +35,7 @@ _AT_ONCE_BYTES = 1 << 20  # a larger body is written in pieces
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Reply:
     """A whole answer."""
 
     status: int
@@ -46,7 +46,7 @@ class Whole:
 class BackendFailed(QuireError):
     """A backend gave no good answer. ``answer``: what it said instead, if anything."""
 
-    def __init__(self, kind: FailureKind, message: str, answer: Whole | None = None) -> None:
+    def __init__(self, kind: FailureKind, message: str, answer: Reply | None = None) -> None:
         super().__init__(message)
         self.kind = kind
         self.answer = answer
@@ -114,7 +114,7 @@ class Upstream:
 
     async def get(
         self, url: str, timeout_s: float, api_key: str | None = None, extra: Sequence[tuple[str, str]] = ()
-    ) -> Whole:
+    ) -> Reply:
         """Return a small answer, as of a probe.
 
         Raises:
@@ -125,7 +125,7 @@ class Upstream:
             async with lasting(timeout_s):
                 response = await self._ask(self._polls, "GET", url, headers, None)
                 with closing(response):
-                    return await read_whole(response, _KEPT_BYTES)
+                    return await read_reply(response, _KEPT_BYTES)
 
     async def close(self) -> None:
         await self._requests.close()
@@ -145,7 +145,7 @@ def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
     )
 
 
-async def read_whole(response: aiohttp.ClientResponse, max_bytes: int) -> Whole:
+async def read_reply(response: aiohttp.ClientResponse, max_bytes: int) -> Reply:
     """Read an answer to its end.
 
     Raises:
@@ -160,7 +160,7 @@ async def read_whole(response: aiohttp.ClientResponse, max_bytes: int) -> Whole:
                     "garbage", f"The answer has more than {max_bytes} bytes (max_answer_mib)."
                 )
             pieces.append(piece)
-    return Whole(response.status, to_client(response.raw_headers), b"".join(pieces))
+    return Reply(response.status, to_client(response.raw_headers), b"".join(pieces))
 
 
 @contextmanager

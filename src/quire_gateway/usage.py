@@ -105,9 +105,9 @@ class Usage:
             return False
         if envelope.message is not None and envelope.message.usage is not None:
             envelope.message.usage.output_tokens = None  # message_start has a number that is no count yet
-        for each in (envelope, envelope.message, envelope.response):
-            if each is not None:
-                self._take(each)
+        for part in (envelope, envelope.message, envelope.response):
+            if part is not None:
+                self._take(part)
         return True
 
     def read_frames(self, frames: bytes, path: str = "") -> None:

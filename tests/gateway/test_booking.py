@@ -53,13 +53,13 @@ def test_a_journal_outlives_a_kill(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("written\n", -9), done.stderr
     journal = Journal(path)
-    found = {each.request_id: each for _, each, _ in journal.found}
+    found = {each.request_id: each for _, each, _ in journal.inherited}
     assert sorted(int(name[1:]) for name in found) == list(range(500, 1500))
     assert [found[f"r{500 + i}"].output_tokens for i in range(500)] == list(range(500))
     assert found["r1499"] == row(1499, outcome="ok")
     other = Journal(path)  # of another gateway in the same folder
     assert other.path.name == "journal.1"
-    for slot, _, _ in journal.found:
+    for slot, _, _ in journal.inherited:
         journal.free(slot)
     other.close()
     journal.close()
@@ -132,7 +132,7 @@ def test_a_row_is_there_at_every_moment_of_its_replacement(lower: bool, tmp_path
         copy = tmp_path / str(len(outcomes)) / "journal"
         copy.parent.mkdir()
         shutil.copy(tmp_path / "journal.0", f"{copy}.0")
-        [(_, found, _)] = Journal(copy).found
+        [(_, found, _)] = Journal(copy).inherited
         assert found.request_id == "r1"
         outcomes.append(found.outcome)
 
@@ -200,7 +200,7 @@ def test_a_killed_gateways_requests_are_booked(tmp_path: Path, monkeypatch: pyte
         async with gateway(quire, Scripted(says("x")), **settings) as live:
             await live.until(lambda: len(asked) >= 3)
             await asyncio.sleep(0.3)
-            (budget,) = await live.state.tenants.limits.left([("alice", "lab")], ["m"])
+            (budget,) = await live.state.tenants.limits.allowances([("alice", "lab")], ["m"])
             r3 = row(0).prompt_tokens + 7
             assert budget.remaining == 10_000 - (9 + 20) - r3
 

@@ -80,7 +80,7 @@ def test_a_row_keeps_its_slot_until_a_disk_has_it(disk: Disk, tmp_path: Path) ->
 def test_rows_that_no_disk_took_are_booked_by_the_next_start(disk: Disk, tmp_path: Path) -> None:
     def main(numbers: range) -> None:
         books = Books(config_of({"ledger": str(tmp_path / "ledger.sqlite")}))
-        for slot, found, _ in books.found():
+        for slot, found, _ in books.inherited():
             books.book_row(found, slot)
         assert books._ledger is not None
         assert books._journal is not None
@@ -117,7 +117,7 @@ def test_a_journal_is_allocated_and_grows_by_what_there_is(
     assert journal.path.stat().st_size == 256 * SLOT_BYTES
     replaced = [journal.put(slot, row(number, outcome="ok")) for number, slot in enumerate(slots)]
     assert None not in replaced
-    assert {each.outcome for _, each, _ in Journal(_copy(journal, tmp_path)).found} == {"ok"}
+    assert {each.outcome for _, each, _ in Journal(_copy(journal, tmp_path)).inherited} == {"ok"}
 
 
 def _copy(journal: Journal, folder: Path) -> Path:
@@ -130,7 +130,7 @@ def test_long_names_do_not_keep_a_row_out(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     long = row(1, model="m" * 500, backend="ü" * 300, tenant="t" * 200, key="k" * 200, endpoint="/" * 90)
     assert journal.put(None, long, "m" * 1000) is not None
-    [(_, found, limited)] = Journal(_copy(journal, tmp_path)).found
+    [(_, found, limited)] = Journal(_copy(journal, tmp_path)).inherited
     assert (found.model, found.backend, found.tenant, limited) == ("m" * 40, "ü" * 20, "t" * 80, "m" * 40)
     assert (found.request_id, found.output_tokens) == (long.request_id, long.output_tokens)
 
@@ -199,7 +199,7 @@ def test_streams_that_run_are_booked_though_the_disk_fills(disk: Disk, tmp_path:
     asyncio.run(asyncio.wait_for(main(), 60))
     disk.is_full = False
     journal = Journal(tmp_path / "ledger.sqlite.journal")
-    assert [(each.outcome, each.output_tokens) for _, each, _ in journal.found] == [("ok", 8)] * 40
+    assert [(each.outcome, each.output_tokens) for _, each, _ in journal.inherited] == [("ok", 8)] * 40
 
 
 def test_a_first_start_on_a_full_disk_is_one_line(disk: Disk, tmp_path: Path) -> None:

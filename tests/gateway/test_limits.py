@@ -71,7 +71,7 @@ def test_unused_tokens_return_at_settlement() -> None:
     books.settle(held, Usage(100, 50))
     again, decision = books.reserve(850)
     assert again
-    assert decision.left[0].remaining == 0
+    assert decision.allowances[0].remaining == 0
 
 
 def test_untouched_model_costs_nothing() -> None:
@@ -87,7 +87,7 @@ def test_one_full_quota_takes_nothing_from_others() -> None:
     for _ in range(5):
         assert books.reserve(1)[1].denied.name == "tenant/lab/tokens_per_minute"
     books.clock.advance(60.0)
-    assert books.reserve(0)[1].left[0].remaining == 99
+    assert books.reserve(0)[1].allowances[0].remaining == 99
 
 
 def test_the_time_to_come_back_is_that_of_the_request() -> None:
@@ -183,7 +183,7 @@ def test_headers_name_the_tightest_quota() -> None:
     books = Books(
         default=Limit(requests_per_minute=60, tokens_per_minute=600), tenant=Limit(requests_per_minute=30)
     )
-    headers = dict(limit_headers(books.reserve(60)[1].left))
+    headers = dict(limit_headers(books.reserve(60)[1].allowances))
     assert headers[b"x-ratelimit-limit-requests"] == b"30"
     assert headers[b"x-ratelimit-remaining-requests"] == b"29"
     assert headers[b"x-ratelimit-remaining-tokens"] == b"540"
@@ -270,7 +270,7 @@ async def _without_redis(redis: Redis) -> None:
     decision = await store.take("d", [Charge(quota, charge.key, 50)])
     assert not store.is_degraded
     assert decision.denied is None
-    assert decision.left[0].remaining == 0, "the 50 tokens of request b were brought to Redis"
+    assert decision.allowances[0].remaining == 0, "the 50 tokens of request b were brought to Redis"
     await store.close()
 
 
@@ -282,7 +282,7 @@ def test_a_killed_gateways_reservations_are_given_back(redis: Redis, monkeypatch
     lives, dies, books = Charge(DAY, DAY.key(NOON), 300), Charge(DAY, DAY.key(NOON), 700), DAY.key(NOON)
 
     async def left(store: RedisStore) -> int:
-        return (await store.take("", [Charge(DAY, books, 0)])).left[0].remaining
+        return (await store.take("", [Charge(DAY, books, 0)])).allowances[0].remaining
 
     async def run() -> None:
         killed, other = (RedisStore(redis.url, WallClock(), prefix="killed") for _ in range(2))
@@ -310,11 +310,11 @@ def test_a_recovered_request_is_charged_once(redis: Redis) -> None:
         none = Charge(DAY, charge.key, 0)
         assert (await store.take("a", [charge])).denied is None
         await store.recover("a", [none], [40], if_held=True)  # the lease has not ended
-        assert (await store.take("", [none])).left[0].remaining == 960
+        assert (await store.take("", [none])).allowances[0].remaining == 960
         assert (await store.take("b", [charge])).denied is None
         await store.settle("b", [charge], [60])
         await store.recover("b", [none], [60], if_held=True)  # it was settled before the kill
-        assert (await store.take("", [none])).left[0].remaining == 900
+        assert (await store.take("", [none])).allowances[0].remaining == 900
         await store.close()
 
     asyncio.run(run())
@@ -334,5 +334,5 @@ async def _settled_late(redis: Redis) -> None:
     assert store.is_degraded
     redis.start()
     clock.advance(5.0)
-    assert (await store.take("", [Charge(DAY, charge.key, 0)])).left[0].remaining == 850
+    assert (await store.take("", [Charge(DAY, charge.key, 0)])).allowances[0].remaining == 850
     await store.close()

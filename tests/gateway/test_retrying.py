@@ -29,7 +29,7 @@ from quire_gateway.breaker import Breaker
 from quire_gateway.config import BackendArgs, HealthArgs, TimeoutArgs
 from quire_gateway.fleet import Fleet
 from quire_gateway.routing import Router
-from quire_gateway.upstream import BackendFailed, Whole
+from quire_gateway.upstream import BackendFailed, Reply
 
 NO_RETRIES = {"budget": 0.0, "reserve": 1}
 TURNS = {"policy": "round-robin"}
@@ -437,10 +437,10 @@ def test_by_default_a_first_token_may_take_any_time() -> None:
     [
         (BackendFailed("connect", ""), True),
         (BackendFailed("unready", ""), False),
-        (BackendFailed("status", "", Whole(500, [], b"")), True),
-        (BackendFailed("status", "", Whole(429, [], b"")), False),
-        (BackendFailed("status", "", Whole(503, [], b"")), False),
-        (BackendFailed("status", "", Whole(400, [], b"")), False),
+        (BackendFailed("status", "", Reply(500, [], b"")), True),
+        (BackendFailed("status", "", Reply(429, [], b"")), False),
+        (BackendFailed("status", "", Reply(503, [], b"")), False),
+        (BackendFailed("status", "", Reply(400, [], b"")), False),
     ],
 )
 def test_breakers_count_what_a_backend_does_wrong(error: BackendFailed, blames: Any) -> None:

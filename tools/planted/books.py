@@ -13,8 +13,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "refusal-billed",
         "what a backend refuses is booked as answered",
         "src/quire_gateway/proxy.py",
-        "        if whole.status >= 400:\n",
-        "        if whole.status >= 600:\n",
+        "        if reply.status >= 400:\n",
+        "        if reply.status >= 600:\n",
         (f"{BILLING}::test_what_a_backend_refuses_is_not_billed",),
     ),
     Mutant(
@@ -93,8 +93,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "foreign-record-booked",
         "a gateway books the requests of another ledger",
         "src/quire_gateway/booking.py",
-        "if found is None and used.ledger != self._books.ledger_id:",
-        "if found is None and used.ledger is None:",
+        "if run is None and used.ledger != self._books.ledger_id:",
+        "if run is None and used.ledger is None:",
         (f"{BOOKING}::test_a_killed_gateways_requests_are_booked",),
     ),
     Mutant(
@@ -109,8 +109,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "recovered-twice",
         "a request that a replica has a record of is booked once more as unsettled",
         "src/quire_gateway/booking.py",
-        "found = self._running.pop(used.request_id, None)",
-        "found = self._running.get(used.request_id)",
+        "run = self._running.pop(used.request_id, None)",
+        "run = self._running.get(used.request_id)",
         (f"{BOOKING}::test_a_killed_gateways_requests_are_booked",),
     ),
     Mutant(

@@ -22,8 +22,8 @@ from quire_gateway.state import GatewayState
 
 def gateway(path: Path, flags: dict[str, Any], hooks: Sequence[str], log_level: str, log_format: str) -> int:
     """Run the gateway of a configuration file until a signal; return the exit status."""
-    given = {key: value for key, value in flags.items() if value is not None}
-    make_args(GatewayArgs, given, origin="flag")
+    settings = {key: value for key, value in flags.items() if value is not None}
+    make_args(GatewayArgs, settings, origin="flag")
     make_args(ServerArgs, {"log_level": log_level, "log_format": log_format}, origin="flag")
     style: Any = log_format
     configure(log_level, style=style)
@@ -31,7 +31,7 @@ def gateway(path: Path, flags: dict[str, Any], hooks: Sequence[str], log_level: 
     sys.path.insert(0, str(Path.cwd()))  # hooks may be beside the configuration
     config = replace(
         config,
-        server=replace(config.server, **given),
+        server=replace(config.server, **settings),
         filters=(*config.filters, *(FilterConfig(FilterArgs(name=hook, hook=hook)) for hook in hooks)),
     )
     return run_gateway(config, extend=batches)

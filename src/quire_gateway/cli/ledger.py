@@ -40,7 +40,7 @@ def report_command(
     try:
         lines = report(
             database,
-            [each for each in by.replace(" ", "").split(",") if each],
+            [group for group in by.replace(" ", "").split(",") if group],
             read_time(since, "--since") if since else None,
             read_time(until, "--until") if until else None,
         )

@@ -152,11 +152,11 @@ def shares_of(
     needs = {
         name: _needs(pick(EngineArgs, {**settings, "model": path}), device) for name, path in paths.items()
     }
-    given, shares = settings.get("kv_memory"), {}
+    kv_memory, shares = settings.get("kv_memory"), {}
     even = (memory - sum(fixed for fixed, _, _ in needs.values())) // len(needs)
     for name, (fixed, least, most) in needs.items():
         kv = min(max(even, min(least, (memory - fixed) // 2)), most)
-        shares[name] = Share(fixed, parse_bytes(given) if given is not None else kv)
+        shares[name] = Share(fixed, parse_bytes(kv_memory) if kv_memory is not None else kv)
         if shares[name].num_bytes > memory or shares[name].kv_bytes <= 0:
             raise ConfigError(
                 f"model_memory = {memory / GIB:.2f} GiB does not hold {name!r}: {fixed / GIB:.2f} GiB of weights, "
@@ -240,8 +240,8 @@ class ModelServers:
         try:
             while not any(b.is_ready for b in self._backends(child)):
                 if watching.done():
-                    said = [line for line in self._lines[name] if line.startswith("quire: ")]
-                    raise ModelLoadError((said or [f"its server ended with status {child.returncode}"])[-1])
+                    errors = [line for line in self._lines[name] if line.startswith("quire: ")]
+                    raise ModelLoadError((errors or [f"its server ended with status {child.returncode}"])[-1])
                 await asyncio.sleep(_LOOK_S)
         except BaseException:
             await self.unload(name)

@@ -1,4 +1,4 @@
-"""`Asked`: what the gateway reads of a request, of any dialect. Everything else passes through unread."""
+"""`ClientRequest`: what the gateway reads of a request, of any dialect. Everything else passes through unread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ClientRequest:
     """One request of a client."""
 
     path: str
@@ -54,7 +54,7 @@ class Asked:
         options = self.body.get("stream_options")
         return isinstance(options, dict) and options.get("include_usage") is True
 
-    def changed_to(self, body: Mapping[str, Any]) -> Asked:
+    def changed_to(self, body: Mapping[str, Any]) -> ClientRequest:
         """Return the same request with another body, for the same model and answered in the same way."""
         num = _num_output_tokens(body)
         return replace(
@@ -69,8 +69,8 @@ class Asked:
     @property
     def deadline_s(self) -> float | None:
         """The smallest number in ``deadline_ms`` in seconds; what is no number is the backend's to refuse."""
-        given = self.body.get("deadline_ms")
-        values = given.values() if isinstance(given, dict) else (given,)
+        deadline = self.body.get("deadline_ms")
+        values = deadline.values() if isinstance(deadline, dict) else (deadline,)
         numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
         return min(numbers) / 1e3 if numbers else None
 
@@ -103,7 +103,9 @@ class Asked:
         return msgspec.json.encode(fields)
 
 
-async def read_asked(scope: Scope, receive: Receive, max_bytes: int, decode_large: DecodeLarge) -> Asked:
+async def read_request(
+    scope: Scope, receive: Receive, max_bytes: int, decode_large: DecodeLarge
+) -> ClientRequest:
     """Read a request whose body is a JSON object. ``decode_large``: as of `decode_body`.
 
     Raises:
@@ -122,7 +124,7 @@ async def read_asked(scope: Scope, receive: Receive, max_bytes: int, decode_larg
         raise not_allowed("model", model, "a string", "invalid_type")
     if stream is not None and not isinstance(stream, bool):
         raise not_allowed("stream", stream, "true or false", "invalid_type")
-    return Asked(
+    return ClientRequest(
         path=scope["path"],
         raw=raw,
         body=body,
@@ -144,7 +146,7 @@ def _streams(path: str, stream: bool | None) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, array):
         return value.tolist()
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _num_output_tokens(body: Mapping[str, Any]) -> int:
@@ -157,9 +159,9 @@ def _num_output_tokens(body: Mapping[str, Any]) -> int:
             limit = min(value, 1 << 31) if value != _NO_LIMIT else limit
             break
     for holder in (body, body.get("options"), body.get("parameters")):  # options: Ollama's; parameters: TGI's
-        given = holder if isinstance(holder, dict) else {}
+        limits = holder if isinstance(holder, dict) else {}
         for name in _OTHER_LIMITS if holder is body else (*_OTHER_LIMITS, *_MAX_TOKENS):
-            if type(num := given.get(name)) is int and num > 0:
+            if type(num := limits.get(name)) is int and num > 0:
                 limit = min(num, 1 << 31)
     num = body.get("n")
     return limit * (min(num, 1024) if isinstance(num, int) and num > 1 else 1)
