@@ -54,7 +54,6 @@ ALLOWED_TRAILING: dict[str, int] = {
     "src/quire/lora": 2,
     "src/quire/runner": 33,
     "src/quire/sampling": 13,
-    "src/quire/scheduler": 53,
     "src/quire_gateway": 114,
     "src/quire_gateway/cli": 2,
 }

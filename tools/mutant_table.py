@@ -587,7 +587,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "deadline-of-the-engine-alone",
         "the API process waits for a hung engine to end a request that is late",
-        "src/quire/engine/frontend.py",
+        "src/quire/engine/stream.py",
         "        for event in stream.output.missed(name):\n            stream.feed(event)\n",
         "",
         ("tests/engine/test_late_engine.py",),

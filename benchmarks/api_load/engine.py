@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from quire.engine.build import EngineInfo
+from quire.engine.client import EngineInfo
 from quire.engine.messages import AbortRequest, FinishSample
 from quire.engine.process import Boot, Events, decode, encode
 from quire.metrics.engine_stats import EngineStats

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer as Backend
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.adapters import AdapterRegistry
-from quire.engine.build import EngineInfo
-from quire.engine.client import EngineHealth
+from quire.engine.client import EngineHealth, EngineInfo
 from quire.engine.core import EngineCore
 from quire.engine.messages import CoreCall, Reply
 from quire.engine.output import RequestOutputState

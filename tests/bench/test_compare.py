@@ -14,7 +14,7 @@ from tests.engine.toy import engine_config
 from tests.fakes.engine import FAKE
 
 from quire.clock import WallClock
-from quire.engine.client import InProcessClient
+from quire.engine.in_process import InProcessClient
 from quire.engine.messages import AbortRequest, FinishSample
 from quire.engine.process import ProcessClient
 from quire.engine.request_log import RequestLog, keep_requests, read_requests

@@ -14,8 +14,8 @@ from tests.fakes.engine import FAKE
 from quire.api.app import create_app
 from quire.api.state import ApiSettings
 from quire.clock import WallClock
-from quire.engine.client import InProcessClient
 from quire.engine.frontend import Frontend
+from quire.engine.in_process import InProcessClient
 from quire.text.chat_template import ChatTemplate
 
 STEP_MS = 10

@@ -5,8 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-from quire.engine.build import EngineInfo
-from quire.engine.client import EngineHealth
+from quire.engine.client import EngineHealth, EngineInfo
 from quire.engine.messages import AbortRequest, Message, Reply
 from quire.errors import EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats

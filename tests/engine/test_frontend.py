@@ -19,8 +19,9 @@ from tests.fakes.integrity import check_integrity
 from tests.fakes.model import FakeModel, fake_tokens
 
 from quire.clock import WallClock
-from quire.engine.client import EngineClient, InProcessClient
+from quire.engine.client import EngineClient
 from quire.engine.frontend import Frontend
+from quire.engine.in_process import InProcessClient
 from quire.engine.output import OutputChunk, merge
 from quire.engine.process import ProcessClient
 from quire.engine.prompts import prepare_request

@@ -11,7 +11,7 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.engine.assemble import llm_args
-from quire.engine.client import InProcessClient
+from quire.engine.in_process import InProcessClient
 from quire.errors import ConfigError, RequestError
 from quire.request import FinishReason
 

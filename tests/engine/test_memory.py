@@ -15,7 +15,7 @@ from tests.engine.test_recording import GRAMMAR, quill, request
 from tests.faults.processes import engine_of
 
 from quire.clock import WallClock
-from quire.engine.client import InProcessClient
+from quire.engine.in_process import InProcessClient
 from quire.engine.messages import AbortRequest
 from quire.sampling.grammars import _MAX_COMPILED
 

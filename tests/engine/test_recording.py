@@ -23,7 +23,7 @@ from quire.clock import WallClock
 from quire.config import EngineConfig, RecorderConfig
 from quire.device import detect_device
 from quire.engine.assemble import configure
-from quire.engine.client import InProcessClient
+from quire.engine.in_process import InProcessClient
 from quire.engine.messages import SaveRecording
 from quire.engine.process import ProcessClient
 from quire.engine.recording_file import MAX_FILES, keep, load, recorder_config, save

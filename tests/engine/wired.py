@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.client import InProcessClient
+from quire.engine.in_process import InProcessClient
 from quire.engine.messages import Message, Reply
 from quire.engine.process import Events, decode, encode
 from quire.request import Request, TokenEvent

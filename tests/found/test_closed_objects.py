@@ -13,7 +13,8 @@ from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.closed_objects import closed
 from quire.text.grammar import build_grammar, grammar_source
-from quire.text.grammar_matcher import compile_matcher, ll_tokenizer, token_table
+from quire.text.grammar_matcher import compile_matcher, ll_tokenizer
+from quire.text.token_table import token_table
 
 LLTOKENIZER = ll_tokenizer(token_table(byte_tokenizer(), VOCAB, (EOS,)))
 NAMED = {"properties": {"a": {}}}

@@ -12,7 +12,8 @@ from tests.engine.toy import EOS, VOCAB, byte_tokenizer
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammar import build_grammar, grammar_source
-from quire.text.grammar_matcher import compile_matcher, first_error, ll_tokenizer, token_table
+from quire.text.grammar_matcher import compile_matcher, first_error, ll_tokenizer
+from quire.text.token_table import token_table
 
 LLTOKENIZER = ll_tokenizer(token_table(byte_tokenizer(), VOCAB, (EOS,)))
 ENDLESS = {"type": "object", "properties": {"i": {"$ref": "#/$defs/x"}}, "required": ["i"]}

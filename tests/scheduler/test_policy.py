@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.scheduler.harness import Engine, make_scheduler, oracle, request
 from quire.request import Deadline, Request, Tenant
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.settings import PolicyChange
+from quire.scheduler.state import SchedulerState
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = """
@@ -81,6 +82,10 @@ def test_a_request_turns_on_what_it_needs(change: Callable[[Request], Request], 
     scheduler = make_scheduler()
     scheduler.add(change(request("a")), 0.0)
     assert names(scheduler) == on
+
+
+def test_the_shared_state_stays_small() -> None:
+    assert len(fields(SchedulerState)) <= 17
 
 
 def test_a_full_queue_turns_overload_on() -> None:

@@ -13,7 +13,7 @@ from tests.sim.driver import Driver
 from tests.sim.scenario import make_scenario
 
 from quire.clock import WallClock
-from quire.engine.client import InProcessClient
+from quire.engine.in_process import InProcessClient
 from quire.engine.messages import (
     AbortRequest,
     ChangePolicy,

@@ -18,8 +18,8 @@ from tests.fakes.model import FakeModel
 from tests.scheduler.harness import Engine, make_scheduler, oracle, request
 
 from quire.clock import WallClock
-from quire.engine.client import InProcessClient
 from quire.engine.frontend import Frontend
+from quire.engine.in_process import InProcessClient
 from quire.request import FinishReason, Request, TokenLogprobs
 from quire.text.chat_template import ChatTemplate
 

@@ -24,8 +24,8 @@ from quire.text.grammar_matcher import (
     encode_forced,
     first_error,
     ll_tokenizer,
-    token_table,
 )
+from quire.text.token_table import token_table
 from quire.text.tokenizer import Tokenizer
 
 SEED = 20261121

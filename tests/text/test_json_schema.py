@@ -23,12 +23,12 @@ from quire.text.grammar_matcher import (
     compile_matcher,
     first_error,
     ll_tokenizer,
-    token_table,
     watch_of,
 )
 from quire.text.json_schema import written_out
 from quire.text.json_watch import Vocabulary
 from quire.text.schema_negation import NoForm, negate
+from quire.text.token_table import token_table
 
 SEED = 20261121
 TABLE = token_table(byte_tokenizer(), VOCAB, (EOS,))

@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 
 from quire.api.health import Probes
 from quire.api.state import ApiState
-from quire.engine.build import EngineInfo
+from quire.engine.client import EngineInfo
 from quire.engine.messages import SaveRecording
 from quire.errors import ConfigError, QuireError
 from quire.http.drain import DrainingServer, SideApp, served_beside

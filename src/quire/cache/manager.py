@@ -57,6 +57,16 @@ class CacheManager:
         extend_chain(table.chain, table.root, token_ids, self.block_size)
         return self.prefix.find(table.chain, len(token_ids), step)
 
+    def miss_of(self, table: BlockTable, num_prompt: int, num_cached: int) -> str:
+        """Say why no more than ``num_cached`` tokens of a prompt came from the tree; empty where none could."""
+        if not self.config.enable_prefix_caching:
+            return "disabled"
+        if not table.reads_prefix:
+            return "whole prompt wanted"
+        if num_cached >= min(num_prompt // self.block_size * self.block_size, num_prompt - 1):
+            return "" if num_cached else "shorter than a block"
+        return "not in the cache from there on" if num_cached else "not in the cache"
+
     def admit(
         self,
         table: BlockTable,

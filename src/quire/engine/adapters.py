@@ -13,8 +13,6 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError, NotFoundError, RequestError
-from quire.lora.adapter import read_adapter
-from quire.lora.base_copies import check_copies
 from quire.models.checkpoint import Checkpoint
 from quire.models.hub import locate
 from quire.modelspec import ModelSpec
@@ -70,13 +68,11 @@ class AdapterRegistry:
                 f"{name!r} cannot be the name of an adapter: choose another.", param="lora_name"
             )
         try:
-            file = read_adapter(name, locate_adapter(path), self.spec)
-            remarks = () if self.model is None else check_copies(file, self.model, self.spec)
+            adapter, remarks = _read(name, path, self.spec, self.model)
         except ModelLoadError as error:
             raise RequestError(str(error), param="lora_path") from None
-        for line in (*file.remarks, *remarks):
+        for line in remarks:
             _log.warning(line)
-        adapter = file.adapter
         if adapter.rank > self.max_rank:
             raise RequestError(
                 f"The adapter at {path} has rank {adapter.rank}, and a slot of this engine holds {self.max_rank}: "
@@ -168,11 +164,9 @@ def read_adapters(named: Sequence[str], checkpoint: Checkpoint) -> tuple[list[Ad
             )
         if name in found:
             raise ConfigError(f"lora: the name {name!r} is given twice; each adapter needs its own")
-        file = read_adapter(name, locate_adapter(path), checkpoint.spec)
-        found[name] = file.adapter
-        remarks += file.remarks
-        if checkpoint.kind != "random":
-            remarks += check_copies(file, checkpoint.path, checkpoint.spec)
+        model = None if checkpoint.kind == "random" else checkpoint.path
+        found[name], more = _read(name, path, checkpoint.spec, model)
+        remarks += more
     return list(found.values()), remarks
 
 
@@ -186,3 +180,17 @@ def locate_adapter(path: str) -> Path:
             f"there is no folder {path!r}: give the folder of a PEFT adapter, or its id on the hub."
         )
     return locate(path)
+
+
+def _read(name: str, path: str, spec: ModelSpec, model: Path | None) -> tuple[Adapter, tuple[str, ...]]:
+    """Return an adapter and remarks on it; the reader is loaded with the first. ``model``: on disk.
+
+    Raises:
+        ModelLoadError: it cannot be read, or does not fit the model.
+    """
+    from quire.lora.adapter import read_adapter
+    from quire.lora.base_copies import check_copies
+
+    file = read_adapter(name, locate_adapter(path), spec)
+    copies = () if model is None else check_copies(file, model, spec)
+    return file.adapter, (*file.remarks, *copies)

@@ -13,13 +13,13 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cache.events import EventBuffer
 from quire.clock import Clock
-from quire.config import Determinism, EngineConfig, SloConfig
+from quire.config import EngineConfig, SloConfig
+from quire.engine.client import EngineInfo
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.executor.base import Executor, RankLoaded
@@ -28,19 +28,6 @@ from quire.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from quire.executor.profile_control import Profiles
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What an engine reports once it is loaded."""
-
-    num_kv_tokens: int  # tokens the block pool holds
-    kv_bytes: int
-    weight_bytes: int
-    kernels: str  # in words: "native avx512 (2 threads)"
-    determinism: Determinism
-    load_s: float  # from the start of the load to ready
-    pid: int
 
 
 def preload(executor: str) -> None:

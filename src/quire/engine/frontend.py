@@ -21,28 +21,29 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Unpack
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from quire.clock import Clock
 from quire.engine.adapters import AdapterRegistry
-from quire.engine.build import EngineInfo
-from quire.engine.client import Calls, EngineClient
-from quire.engine.grammar_checker import GrammarChecker
+from quire.engine.client import Calls, EngineClient, EngineInfo
 from quire.engine.in_flight import continued
-from quire.engine.messages import AbortRequest, CoreCall, Message, Reply
+from quire.engine.messages import CoreCall, Reply
 from quire.engine.output import RequestOutputState
 from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, RequestOptions, prepare_request
-from quire.engine.stream import RequestStream
+from quire.engine.stream import OpenStreams, RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Adapter, Request, SamplingParams, TokenEvent
+from quire.request import Request, SamplingParams, TokenEvent
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from quire.engine.grammar_checker import GrammarChecker
+
 FrontendState = Literal["starting", "ready", "draining", "dead"]
-DEADLINE_GRACE_S = 0.1  # for the engine, which knows best when a deadline has passed
 log = Log("frontend")
 
 
@@ -72,7 +73,7 @@ class Frontend:
         self._clock = clock
         self._new_seed = new_seed
         self.prompts = Prompts(tokenizer, chat_template)
-        self._grammars = GrammarChecker(tokenizer, model.vocab_size, model.eos_token_ids)
+        self._grammars: GrammarChecker | None = None  # with the first form
         self.streams = OpenStreams(client.send)
         self._calls = Calls(client.send)
         self._closing = False  # the process is about to end: admission stays closed
@@ -103,11 +104,19 @@ class Frontend:
 
     def prepare_grammars(self) -> None:
         """Start the helper for grammars on a thread, while no request is in flight: the first form does not wait."""
-        self._grammars.prepare(lambda: self.num_requests == 0)
+        self._checker.prepare(lambda: self.num_requests == 0)
+
+    @property
+    def _checker(self) -> GrammarChecker:
+        if self._grammars is None:
+            checkers = import_module("quire.engine.grammar_checker")
+            model = self.model
+            self._grammars = checkers.GrammarChecker(self.tokenizer, model.vocab_size, model.eos_token_ids)
+        return self._grammars
 
     async def check_form(self, form: StructuredOutputsParams) -> str:
         """Return the grammar of a form, compiled in a helper and remembered, or raise what is wrong with it."""
-        return await asyncio.wrap_future(self._grammars.submit(form))
+        return await asyncio.wrap_future(self._checker.submit(form))
 
     async def submit(
         self,
@@ -218,7 +227,8 @@ class Frontend:
     async def close(self) -> None:
         """Abort what is in flight and stop the engine. A second call has no effect."""
         await self.drain(0.0)
-        self._grammars.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self.prompts.close()
         if self._pump is None:
             await asyncio.to_thread(self._client.close)
@@ -255,94 +265,6 @@ class Frontend:
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(error)
-
-
-class OpenStreams:
-    """The streams in flight: from `add` until every sample has its terminal chunk. Belongs to one event loop."""
-
-    def __init__(self, send: Callable[[Message], None]) -> None:
-        self._send = send
-        self._open: dict[str, RequestStream] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._left = asyncio.Event()  # set when a stream ends
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, request_id: str, stream: RequestStream, now_s: float) -> None:
-        """Take a stream in. Its deadline is kept here too, for an engine that is late itself, or hangs."""
-        self._open[request_id] = stream
-        self._idle.clear()
-        request = stream.output.request
-        if request.deadline is None:
-            return
-        loop, begin_s = asyncio.get_running_loop(), request.arrival_s - now_s + DEADLINE_GRACE_S
-        limits = ("first_token", request.deadline.first_token_s), ("total", request.deadline.total_s)
-        for name, limit_s in limits:
-            if limit_s is not None:
-                delay_s = max(0.0, begin_s + limit_s)
-                stream.timers.append(loop.call_later(delay_s, self._expire, request_id, name))
-
-    def _expire(self, request_id: str, name: str) -> None:
-        """End what has missed a limit, if the engine has not done so."""
-        stream = self._open.get(request_id)
-        if stream is None:
-            return
-        for event in stream.output.missed(name):
-            stream.feed(event)
-        if stream.output.finished:
-            self.abandon(request_id)
-
-    def abandon(self, request_id: str) -> None:
-        """Forget a stream that has no reader any more, and abort its request in the engine."""
-        self._forget(request_id)
-        self._send(AbortRequest(request_id))
-
-    def dispatch(self, events: list[TokenEvent]) -> None:
-        """Hand the events of a step to their streams."""
-        for event in events:
-            stream = self._open.get(event.request_id)
-            if stream is None:  # aborted, or ended by a stop string before the core knew
-                continue
-            stream.feed(event)
-            if stream.output.finished:
-                self._forget(event.request_id)
-
-    async def end(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` seconds for the streams to end by themselves, then abort the rest."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        for stream in list(self._open.values()):
-            await stream.abort()
-
-    async def wait_for_adapter(self, adapter: Adapter, timeout_s: float) -> int:
-        """Wait until no stream uses ``adapter``; return how many still do after ``timeout_s`` seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._num_using(adapter):
-                    self._left.clear()
-                    await self._left.wait()
-        return self._num_using(adapter)
-
-    def _num_using(self, adapter: Adapter) -> int:
-        return sum(stream.adapter == adapter for stream in self._open.values())
-
-    def fail(self, error: str) -> None:
-        """End every stream: the engine is dead."""
-        for stream in list(self._open.values()):
-            stream.fail(error, "dead")
-        self._open.clear()
-        self._left.set()
-        self._idle.set()
-
-    def _forget(self, request_id: str) -> None:
-        stream = self._open.pop(request_id, None)
-        for timer in () if stream is None else stream.timers:
-            timer.cancel()
-        self._left.set()
-        if not self._open:
-            self._idle.set()
 
 
 @dataclass(eq=False)

@@ -7,14 +7,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from importlib import import_module
 from typing import Any
 
 from quire.engine import helper_pool
 from quire.engine.helper_pool import Head, HelperPool
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.grammar import grammar_source
-from quire.text.grammar_matcher import TokenTable, token_table
+from quire.text.token_table import TokenTable, token_table
 from quire.text.tokenizer import Tokenizer
 
 _MAX_REMEMBERED = 512  # answers
@@ -44,7 +44,7 @@ class GrammarChecker:
             CapacityError: too many grammars wait for the helpers (retryable).
         """
         self._check_possible(params)
-        source = grammar_source(params)
+        source: str = import_module("quire.text.grammar").grammar_source(params)
         with self._lock:
             known = self._remembered.get(source)
             if known is not None:

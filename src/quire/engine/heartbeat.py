@@ -13,11 +13,13 @@ import mmap
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.clock import Clock
-from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.scheduler.scheduler import Scheduler
 
 IDLE_TICK_S = 0.25  # between two ticks of an engine without work
 SLOW_START_S = 20.0  # that reading an adapter or building a grammar may add to a step

@@ -40,7 +40,8 @@ from quire.http.memory import trim
 from quire.recording_signal import pass_recording_signal_on
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import NUM_LEVELS, build_grammar
-from quire.text.grammar_matcher import TokenTable, compile_matcher, first_error, ll_tokenizer
+from quire.text.grammar_matcher import compile_matcher, first_error, ll_tokenizer
+from quire.text.token_table import TokenTable
 from quire.text.tokenizer import SpecialTokens
 
 Answer = dict[str, Any]

@@ -19,7 +19,7 @@ from quire.args import executor_of
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure, llm_args, load_text
-from quire.engine.client import InProcessClient
+from quire.engine.in_process import InProcessClient
 from quire.engine.messages import AbortRequest, ResetPrefixCache
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.prompts import SEED_BITS, prepare_request

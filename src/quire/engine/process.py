@@ -20,8 +20,7 @@ import zmq
 
 from quire import errors
 from quire.config import EngineConfig
-from quire.engine.build import EngineInfo
-from quire.engine.client import LOADING, EngineHealth
+from quire.engine.client import LOADING, EngineHealth, EngineInfo
 from quire.engine.heartbeat import HangWatch, Heartbeat
 from quire.engine.messages import Message, Reply
 from quire.engine.spawn import HEARTBEAT, EngineProcess

@@ -1,16 +1,19 @@
-"""`RequestStream`: the chunks of one request as an async iterator, between the events of the engine and one reader."""
+"""`RequestStream`: the chunks of one request as an async iterator; `OpenStreams`: those in flight, by request."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from quire.engine.messages import AbortRequest, Message
 from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.metrics.log import Log
-from quire.request import FinishReason, TokenEvent, TokenLogprobs
+from quire.request import Adapter, FinishReason, TokenEvent, TokenLogprobs
 
 log = Log("frontend")
+DEADLINE_GRACE_S = 0.1  # for the engine, which knows best when a deadline has passed
 MAX_UNREAD_BYTES = 16 * 2**20  # of chunks that a stream's reader has not taken, about
 
 
@@ -132,3 +135,91 @@ class RequestStream:
 
 def _num_logprobs(entry: TokenLogprobs) -> int:
     return 1 + len(entry.top_token_ids)
+
+
+class OpenStreams:
+    """The streams in flight: from `add` until every sample has its terminal chunk. Belongs to one event loop."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._open: dict[str, RequestStream] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._left = asyncio.Event()  # set when a stream ends
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, request_id: str, stream: RequestStream, now_s: float) -> None:
+        """Take a stream in. Its deadline is kept here too, for an engine that is late itself, or hangs."""
+        self._open[request_id] = stream
+        self._idle.clear()
+        request = stream.output.request
+        if request.deadline is None:
+            return
+        loop, begin_s = asyncio.get_running_loop(), request.arrival_s - now_s + DEADLINE_GRACE_S
+        limits = ("first_token", request.deadline.first_token_s), ("total", request.deadline.total_s)
+        for name, limit_s in limits:
+            if limit_s is not None:
+                delay_s = max(0.0, begin_s + limit_s)
+                stream.timers.append(loop.call_later(delay_s, self._expire, request_id, name))
+
+    def _expire(self, request_id: str, name: str) -> None:
+        """End what has missed a limit, if the engine has not done so."""
+        stream = self._open.get(request_id)
+        if stream is None:
+            return
+        for event in stream.output.missed(name):
+            stream.feed(event)
+        if stream.output.finished:
+            self.abandon(request_id)
+
+    def abandon(self, request_id: str) -> None:
+        """Forget a stream that has no reader any more, and abort its request in the engine."""
+        self._forget(request_id)
+        self._send(AbortRequest(request_id))
+
+    def dispatch(self, events: list[TokenEvent]) -> None:
+        """Hand the events of a step to their streams."""
+        for event in events:
+            stream = self._open.get(event.request_id)
+            if stream is None:  # aborted, or ended by a stop string before the core knew
+                continue
+            stream.feed(event)
+            if stream.output.finished:
+                self._forget(event.request_id)
+
+    async def end(self, grace_s: float) -> None:
+        """Wait up to ``grace_s`` seconds for the streams to end by themselves, then abort the rest."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        for stream in list(self._open.values()):
+            await stream.abort()
+
+    async def wait_for_adapter(self, adapter: Adapter, timeout_s: float) -> int:
+        """Wait until no stream uses ``adapter``; return how many still do after ``timeout_s`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._num_using(adapter):
+                    self._left.clear()
+                    await self._left.wait()
+        return self._num_using(adapter)
+
+    def _num_using(self, adapter: Adapter) -> int:
+        return sum(stream.adapter == adapter for stream in self._open.values())
+
+    def fail(self, error: str) -> None:
+        """End every stream: the engine is dead."""
+        for stream in list(self._open.values()):
+            stream.fail(error, "dead")
+        self._open.clear()
+        self._left.set()
+        self._idle.set()
+
+    def _forget(self, request_id: str) -> None:
+        stream = self._open.pop(request_id, None)
+        for timer in () if stream is None else stream.timers:
+            timer.cancel()
+        self._left.set()
+        if not self._open:
+            self._idle.set()

@@ -18,8 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from quire.clock import Clock
-from quire.engine.build import EngineInfo
-from quire.engine.client import EngineClient, EngineHealth
+from quire.engine.client import EngineClient, EngineHealth, EngineInfo
 from quire.engine.in_flight import InFlight
 from quire.engine.messages import Message, Reply
 from quire.engine.quarantine import Quarantine, send_again

@@ -192,6 +192,12 @@ class EngineStats:
     step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # steps by their tokens, at most each bound
 
     @property
+    def uncached_share(self) -> float:
+        """Share of prompt tokens that had to be computed."""
+        known = self.num_prompt_tokens
+        return 1.0 - self.num_cached_tokens / known if known else 1.0
+
+    @property
     def kv_usage(self) -> float:
         """Fraction of the blocks that sequences or steps hold."""
         num_used = self.num_blocks - self.num_free_blocks - self.num_idle_blocks

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 from quire.errors import StepError
-from quire.lora.slots import LoraSlots
 from quire.runner.branches import Branch, BranchBlocks, Move
 from quire.runner.prompt_outputs import PromptState
 from quire.sampling.draft_tree import NO_DRAFTS, Drafts
@@ -28,6 +27,7 @@ from quire.sampling.sampler import SeqSample, column_values, new_columns
 from quire.step import NewSeq, SeqPlan
 
 if TYPE_CHECKING:
+    from quire.lora.slots import LoraSlots
     from quire.sampling.grammars import Grammars, GrammarState
 
 Ints = npt.NDArray[np.int64]

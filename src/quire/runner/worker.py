@@ -17,7 +17,6 @@ import torch
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.errors import StepError
-from quire.lora.slots import LoraSlots
 from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.runner.branches import BranchBlocks, Move
@@ -31,6 +30,7 @@ from quire.speculate.proposer import Proposer, Wanted
 from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, SeqTold, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from quire.lora.slots import LoraSlots
     from quire.runner.draft_model import DraftModel
 
 _log = logging.getLogger(__name__)
@@ -65,9 +65,7 @@ class Worker:
         """
         self._clock = clock
         self.runner = runner(config, weights)
-        self._lora: LoraSlots | None = None
-        if config.lora is not None:
-            self._lora = LoraSlots(config.model.spec, config.lora, self.runner.decoder, shard, all_of)
+        self._lora = _adapters(config, self.runner, shard, all_of)
         scheduler, block_size = config.scheduler, config.cache.block_size
         vocab_size = config.model.spec.vocab_size
         # A block more than the context: the last token sampled may have no row left to be computed in.
@@ -309,6 +307,17 @@ def _unknown(plans: Sequence[SeqPlan], found: Sequence[WorkerSeq]) -> StepError:
     return StepError(
         f"The plan names sequence {plan.seq_id} in epoch {plan.epoch}; the worker does not have it."
     )
+
+
+def _adapters(
+    config: EngineConfig, runner: Runner, shard: Shard | None, all_of: Callable[[bool], bool]
+) -> LoraSlots | None:
+    """Return the slots for adapters, if there are any."""
+    if config.lora is None:
+        return None
+    from quire.lora.slots import LoraSlots
+
+    return LoraSlots(config.model.spec, config.lora, runner.decoder, shard, all_of)
 
 
 def _drafting(

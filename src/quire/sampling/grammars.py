@@ -31,17 +31,16 @@ from quire.sampling.draft_tree import ROOT, Drafts, Walk
 from quire.step import NewSeq
 from quire.text.grammar_matcher import (
     GrammarConstraint,
-    TokenTable,
     bitmask_words,
     compile_matcher,
     encode_forced,
     ll_tokenizer,
     mask_threads,
-    token_table,
     unpack,
     watch_of,
 )
 from quire.text.json_watch import Vocabulary
+from quire.text.token_table import TokenTable, token_table
 from quire.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ IDLE_S = 5.0
 FREE, CACHED, SHARED, OWNED = 0, 1, 2, 3
 _COLOURS = 250
 _MAX_CELLS = 4096
-_MAX_RUNS = 160  # of the tree
+_MAX_RUNS = 160  # runs in a drawn tree
 _MAX_NODES = 20_000  # a larger tree is not drawn
 _MAX_STEPS = 4096
 _MAX_CHUNKS = 2048
@@ -60,9 +60,9 @@ class LiveLog:
         self._began = (now_s, now_s)
         self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
         self._num_reads = 0
-        self._hits: Counter[bytes] = Counter()  # by the last block that an admission found in the prefix tree
+        self._hits: Counter[bytes] = Counter()  # per last block that an admission found in the tree
         self._starts: set[int] = set()  # hashes of the beginnings of prompts, block by block
-        self._prompts: dict[int, int] = {}  # by sequence: tokens that are no decode when they are computed
+        self._prompts: dict[int, int] = {}  # per sequence: tokens that are no decode
 
     def is_idle(self, now_s: float) -> bool:
         """Whether no reader has asked for `IDLE_S`."""

@@ -82,7 +82,7 @@ class Outcome:
         counters, add_event = self._state.counters, events.append
         num_zombies = num_events = num_generated = 0
         for seq, plan, result in zip(record.sequences, record.seqs, results, strict=True):
-            if seq.epoch != plan.epoch:  # a zombie: it ended or was preempted while this step was in flight
+            if seq.epoch != plan.epoch:  # a zombie: it ended or was preempted meanwhile
                 num_zombies += 1
                 self._charge(seq, token_s * plan.num_scheduled_tokens)
                 continue

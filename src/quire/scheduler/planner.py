@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
 from quire.scheduler.policy import StepRecord, StepRoom
 from quire.scheduler.sequence import Sequence, SequenceState, SortKey
@@ -48,7 +47,7 @@ class Planner:
             room.share.running_planned()
         if state.counters.num_preemptions > num_preemptions:
             decodes = [seq for seq in decodes if seq.state is SequenceState.RUNNING]
-        elif self._starved is None:  # else a sequence that was just preempted would come straight back
+        elif self._starved is None:  # else a preempted sequence would come straight back
             self._admit()
         self._emit_decodes(decodes, room.drafts)
         transfers: tuple[KvTransfer, ...] = ()
@@ -192,7 +191,7 @@ class Planner:
         state.waiting.remove(seq)
         state.start(seq, admitted.num_cached)
         if not seq.group.admitted:
-            _note_first_admission(state, seq, admitted.num_cached, self._now)
+            state.note_first_admission(seq, admitted.num_cached)
         if admitted.num_scheduled:
             self._emit(seq, admitted.num_cached + admitted.num_scheduled)
             return True
@@ -275,29 +274,6 @@ def _new_seq(seq: Sequence) -> NewSeq:
         prompt_logprobs=seq.sampling.prompt_logprobs if group.wants_prompt_logprobs else None,
         pooling=request.pooling,
     )
-
-
-def _note_first_admission(state: SchedulerState, seq: Sequence, num_cached: int, now: float) -> None:
-    """Note what the first admission of a request tells of it."""
-    group = seq.group
-    group.admitted = True
-    group.num_cached_tokens = min(num_cached, seq.num_prompt)
-    group.cache_miss = cache_miss(state.cache, seq, num_cached)
-    group.queued_s = now - group.request.arrival_s
-    state.counters.num_prompt_tokens += seq.num_prompt
-    state.counters.num_cached_tokens += group.num_cached_tokens
-
-
-def cache_miss(cache: CacheManager, seq: Sequence, num_cached: int) -> str:
-    """Say why no more than ``num_cached`` tokens of a prompt came from the prefix cache; empty where none could."""
-    size = cache.block_size
-    if not cache.config.enable_prefix_caching:
-        return "disabled"
-    if not seq.group.reads_prefix:
-        return "whole prompt wanted"
-    if num_cached >= min(seq.num_prompt // size * size, seq.num_prompt - 1):
-        return "" if num_cached else "shorter than a block"
-    return "not in the cache from there on" if num_cached else "not in the cache"
 
 
 def must_be_whole(config: SchedulerConfig, num_tokens: int) -> bool:

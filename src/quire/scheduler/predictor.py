@@ -15,7 +15,7 @@ from quire.step import SeqPlan
 
 _KEPT = 0.95  # share of the decaying sums that stays at each step
 FIRST_STEP_S = 30.0  # expected of a step before any was measured
-_WEIGHT = 0.1  # of the newest step in the running means
+_WEIGHT = 0.1  # the newest step in a `Mean`
 
 
 @dataclass(slots=True)

@@ -62,19 +62,19 @@ class Sequence:
     epoch: int = 0  # + 1 at each admission after the first; ENDED_EPOCH when over
     registered: bool = False  # the worker has had a NewSeq of this epoch
     num_planned: int = 0
-    adapter_slot: int = 0  # of its LoRA adapter while it runs; 0: the base model
-    forced: tuple[int, ...] = ()  # of a beam: replaces what its worker sampled last
+    adapter_slot: int = 0  # its LoRA adapter while it runs; 0: the base model
+    forced: tuple[int, ...] = ()  # beams: replaces what the worker sampled last
     # To be forked when all of the prompt but its last token is planned.
     siblings: list[Sequence] = field(default_factory=list)
     key: SortKey = ()  # rank: smaller comes first
-    late: bool = False  # cannot meet its deadline any more, as found under the order "deadline"
+    late: bool = False  # cannot meet its deadline any more (`earliest_deadline`)
     num_preemptions: int = 0
     num_steps: int = 0  # steps that computed something of it
-    num_chunks: int = 0  # of these, steps that computed known tokens
+    num_chunks: int = 0  # steps that computed known tokens
     num_drafts: int = 0  # tokens that its worker proposes for the next step
     num_vain: int = 0  # steps in a row in which it was asked for drafts and had none
     num_drafted: int = 0  # tokens that were known when it had drafts last
-    acceptance: float | None = None  # of its drafts, the last ones weigh most; None: there were none
+    acceptance: float | None = None  # share of drafts; the last weigh most; None: none yet
     # Orders decodes that do not all fit a step: the one that waited longest comes first.
     turn: tuple[int, int] = (0, 0)  # step, and place in it
     num_charged: int = field(init=False)  # tokens that its tenant's share has been charged for
@@ -82,7 +82,7 @@ class Sequence:
     ttft_s: float | None = None  # arrival to first token
     engine_s: float = 0.0  # its share of the steps that were applied
     kv_block_s: float = 0.0  # up to `_blocks_since_s`
-    _num_blocks: int = 0  # that it has held since then
+    _num_blocks: int = 0  # held since then
     _blocks_since_s: float = 0.0
     told_first: bool = False  # the first token since its last admission is out
     # A decode below this position appends one token and does nothing else; see `SchedulerState.find_next_event`.
@@ -175,9 +175,9 @@ class RequestState:
     admitted: bool = False
     beams: BeamSearch[Sequence] | None = None
     num_cached_tokens: int = 0
-    cache_miss: str = ""  # see `cache_miss`
+    cache_miss: str = ""  # see `CacheManager.miss_of`
     queued_s: float = 0.0
-    predicted_s: float = 0.0  # arrival to first token, as predicted at its arrival; 0: not predicted
+    predicted_s: float = 0.0  # arrival to first token; 0: not predicted
     # Spent on beams that are no answers: the answer that ends next takes it over.
     beams_engine_s: float = 0.0
     beams_kv_block_s: float = 0.0

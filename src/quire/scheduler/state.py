@@ -22,19 +22,19 @@ class SchedulerState:
     """Shared by the parts of one scheduler; private to this package."""
 
     config: SchedulerConfig
-    start_config: SchedulerConfig  # as the engine was built; `config` changes with the settings
+    start_config: SchedulerConfig  # at the start; `config` changes with the settings
     cache: CacheManager
     predictor: Predictor
     policies: Policies = field(init=False)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Sequence] = field(default_factory=list)  # in order of admission
     requests: dict[str, RequestState] = field(default_factory=dict)
-    sequences: dict[int, Sequence] = field(default_factory=dict)  # by id, those not ended
+    sequences: dict[int, Sequence] = field(default_factory=dict)  # id → sequence that has not ended
     in_flight: deque[StepRecord] = field(default_factory=deque)
     gone: list[int] = field(default_factory=list)  # sequences that the worker drops with the next plan
     # Of a pipeline: as many steps are in flight, which share decodes evenly.
     num_stages: int = 1
-    chains_steps: bool = True  # whether the executor takes a sequence again while its last token is out
+    chains_steps: bool = True  # the executor takes a sequence while its last token is out
     counters: EngineStats = field(default_factory=EngineStats)  # its gauges are not kept here
     now: float = 0.0  # the time of the last plan, result or request
     next_step: int = 0
@@ -74,6 +74,16 @@ class SchedulerState:
         self.running.append(seq)
         for on_start in self.policies.on_start:
             on_start(seq, forked)
+
+    def note_first_admission(self, seq: Sequence, num_cached: int) -> None:
+        """Note what the first admission of a request, that of ``seq``, tells of it."""
+        group = seq.group
+        group.admitted = True
+        group.num_cached_tokens = min(num_cached, seq.num_prompt)
+        group.cache_miss = self.cache.miss_of(seq.table, seq.num_prompt, num_cached)
+        group.queued_s = self.now - group.request.arrival_s
+        self.counters.num_prompt_tokens += seq.num_prompt
+        self.counters.num_cached_tokens += group.num_cached_tokens
 
     def fork_siblings(self, leader: Sequence) -> None:
         """Fork every sibling of a running ``leader`` that is about to compute its last prompt token.

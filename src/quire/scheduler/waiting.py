@@ -17,8 +17,8 @@ class WaitingQueue:
         self._entries: list[tuple[SortKey, Sequence]] = []
         # The same entries, kept where a policy wants them (`group_by_tenant`).
         self.by_tenant: dict[Tenant, list[tuple[SortKey, Sequence]]] | None = None
-        self.num_tokens = 0  # of their prompts
-        self.num_bytes = 0  # of their requests
+        self.num_tokens = 0  # prompt tokens
+        self.num_bytes = 0  # about, requests
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from quire.text.constraint import BoolMask
 from quire.text.json_watch import JsonWatch, Vocabulary
 from quire.text.schema_check import SchemaCheck
 from quire.text.schema_negation import NoForm
+from quire.text.token_table import TokenTable
 from quire.text.tokenizer import Tokenizer
 
 TOO_COMPLEX = "the grammar became too complex to follow at this point of the answer"
@@ -221,27 +222,6 @@ class _Wrapper:
 
 
 Encode = Callable[[str], list[int]]
-
-
-class TokenTable(NamedTuple):
-    """The vocabulary for llguidance. ``tokens[id]``: the exact bytes; empty for an id without a token, which no grammar
-    allows.
-    """
-
-    tokens: Sequence[bytes]
-    special_ids: Sequence[int]
-    eos_ids: Sequence[int]
-
-
-def token_table(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> TokenTable:
-    """Return the table of the model's ``vocab_size`` ids; the tokenizer may have more or fewer."""
-    tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
-    eos = tuple(token_id for token_id in eos_ids if token_id < vocab_size)
-    # An id that ends the answer must not count as the text that spells it.
-    special = {i for i in tokenizer.special_token_ids if i < vocab_size} | set(eos)
-    for token_id in special:
-        tokens[token_id] = tokens[token_id] or b"<%d>" % token_id
-    return TokenTable(tokens, sorted(special), eos)
 
 
 def encode_forced(tokenizer: Tokenizer) -> Encode:

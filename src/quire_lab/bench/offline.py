@@ -15,7 +15,7 @@ from quire.args import EngineArgs
 from quire.clock import Clock, WallClock
 from quire.device import detect_device
 from quire.engine.assemble import configure
-from quire.engine.client import InProcessClient
+from quire.engine.in_process import InProcessClient
 from quire.executor.base import Executor
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent

@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from quire.request import Sampling, TokenLogprobs
 
-Beam = TypeVar("Beam")  # what stands for a live beam: the scheduler's `Sequence`, hashable by identity
+Beam = TypeVar("Beam")  # a live beam: the scheduler's `Sequence`, by identity
 
 
 class Path(NamedTuple):
@@ -52,8 +52,8 @@ class BeamSearch(Generic[Beam]):
 
     def __init__(self, sampling: Sampling, stop_ids: frozenset[int], max_outputs: int) -> None:
         self.width = sampling.beam_width
-        self.paths: dict[Beam, Path] = {}  # of the live beams, best first
-        self.found: dict[Beam, TokenLogprobs] = {}  # what the live beams gave at this depth
+        self.paths: dict[Beam, Path] = {}  # the live beams, best first
+        self.found: dict[Beam, TokenLogprobs] = {}  # found by the live beams at this depth
         self.finished: list[Hypothesis] = []  # best first, at most `width`
         self._sampling = sampling
         self._stop_ids = stop_ids

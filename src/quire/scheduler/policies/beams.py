@@ -51,7 +51,7 @@ class Rule(Policy):
         beams = group.beams
         assert beams is not None
         assert logprobs is not None
-        if end != len(seq.token_ids) or seq not in beams.paths:  # of a depth that is over
+        if end != len(seq.token_ids) or seq not in beams.paths:  # its depth is over
             return []
         seq.num_steps += 1
         seq.num_chunks += end == seq.num_prompt
@@ -105,7 +105,7 @@ class Rule(Policy):
     def _replace(self, group: RequestState, children: list[Child[Sequence]]) -> None:
         beams = group.beams
         assert beams is not None
-        firsts = {child.parent: child for child in reversed(children)}  # which goes on in its parent's place
+        firsts = {child.parent: child for child in reversed(children)}  # goes on in its parent's place
         for seq in beams.paths:
             if seq not in firsts:
                 self._park(seq)

@@ -38,22 +38,22 @@ from quire.scheduler.policies.draft_times import (
 CUTS = (0.7, 0.5, 0.35, 0.25, 0.15)
 NO_CUT = 0.0  # with a cap
 BEHIND = 64  # tokens: of sequences equally far behind, each tries in turn
-REFRESH = 16  # decode steps after which the choice is made again: fewer where it is young
-BETTER = 1.02  # what another choice has to promise
-SHARE = 0.008  # of the time, which trials may lose
+REFRESH = 16  # decode steps between two choices; fewer at first
+BETTER = 1.02  # least ratio that another choice has to promise
+SHARE = 0.008  # share of the time that trials may lose
 GRACE = 3.0  # plain steps that trials may lose before they have saved them
 WAIT = 8  # fewest steps until a trial is considered again
-PLAIN_ROUNDS = FEW  # steps that are measured before the first drafts, and in a trial without drafts
+PLAIN_ROUNDS = FEW  # steps measured before drafts, and in a trial without
 MOST_ROUNDS = 10  # verifications of a trial while nothing is drafted
 PATIENCE = 12  # steps to wait for a proposal
 # A time that was measured once is off by so much (two standard deviations). What it drifts by in a thousand steps.
 NOISE, DRIFT = 0.2, 0.1
-UNKNOWN = 0.5  # measurements that an estimate from other numbers of drafts counts for
-MAX_VAIN = 16  # steps in a row without a proposal, after which a sequence is asked at block boundaries only
+UNKNOWN = 0.5  # weight of an estimate from other numbers, in measurements
+MAX_VAIN = 16  # steps in vain before it is asked at block boundaries only
 # Of the newest verification: in a sequence's acceptance, in the engine's, and in that while nothing is drafted.
 SEQ_WEIGHT, ENGINE_WEIGHT, PROBE_WEIGHT = 0.04, 0.01, 0.12
-OWN_SHARE = 0.6  # of the difference between a sequence's acceptance and the engine's that counts: it is noisy
-FORGET = 0.02  # per step without drafts: a sequence's acceptance tends to the engine's
+OWN_SHARE = 0.6  # share of a sequence's own, noisy difference that counts
+FORGET = 0.02  # per step without drafts, towards the engine's acceptance
 
 
 class Drafted(Protocol):
@@ -87,12 +87,12 @@ class DraftControl:
         self.accepted = Acceptance()
         self.cut: float | None = None  # None: no drafts
         self.cap = 0  # drafts per sequence, whatever the cut says
-        self.predicted_gain = 1.0  # tokens per second with this choice, over those without drafts
+        self.predicted_gain = 1.0  # tokens per second, over those without drafts
         self.any_held = False  # whether a worker may hold drafts that no step has verified
         self.wakes = False  # the next plan asks every sequence
         self._step = 0  # decode steps
         self._pace = 1.0
-        self._bucket = -1  # of the last choice
+        self._bucket = -1  # at the last choice
         self._rate = 0.0  # tokens per second of the choice
         # Steps: when drafts were turned on, and when the choice is made again.
         self._since = self._next_choice = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.scheduler.policies.draft_times import FEW, OUTLIER, StepTimes
 
-WEIGHT = 0.01  # of the newest step with drafts
+WEIGHT = 0.01  # the newest step with drafts
 
 
 class DraftGain:

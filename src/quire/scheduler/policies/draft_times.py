@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from quire.config import MAX_DRAFTS
 
-FEW, OUTLIER = 3, 2.0  # measurements of which the least counts; beyond that much of the mean, one is cut
+FEW, OUTLIER = 3, 2.0  # first measurements; ratio to the mean that is cut
 # Of the newest observation. The pace follows faster: the times of one number of drafts must not run away from others.
 TIME_WEIGHT, PACE_WEIGHT = 0.02, 0.1
 # Before it was measured, the share of a plain step that one draft per sequence adds: so much per sequence, until a row
 # costs what a row of a plain step does.
 SLOPE = 0.12
 PRIOR = 0.6  # acceptance before the first draft
-PRIOR_COUNT = 4.0  # observations that the prior, or the position before, counts for
-POSITION_WEIGHT = 0.01  # least weight of the newest verification in the acceptance at a position
+PRIOR_COUNT = 4.0  # observations that a prior counts for
+POSITION_WEIGHT = 0.01  # least weight of the newest verification
 
 
 @dataclass(slots=True)
@@ -38,7 +38,9 @@ class StepTimes:
 
     def __init__(self, slope: float | None = SLOPE) -> None:
         self._slope = slope
-        self._of: dict[int, dict[int, _Time]] = {}  # by bucket of sequences, by twice the drafts per sequence
+        self._of: dict[
+            int, dict[int, _Time]
+        ] = {}  # bucket of sequences → twice the drafts per sequence → time
 
     def note(self, num_seqs: int, num_drafts: int, seconds: float) -> float:
         """A step of ``num_seqs`` with ``num_drafts`` in all took ``seconds``; return the seconds known before, or 0."""

@@ -47,7 +47,7 @@ class Rule(Policy):
         config, waiting = self._state.config, self._state.waiting
         num_waiting = len(waiting)
         if num_waiting == 0:
-            self._num_seats = 0  # what is left of a batch whose members went away
+            self._num_seats = 0  # the members of a batch went away
         elif self._num_seats == 0 and not self._state.running:
             is_full = num_waiting >= config.max_num_seqs
             if (

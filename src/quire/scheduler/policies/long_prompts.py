@@ -23,7 +23,6 @@ import math
 from quire.metrics.engine_stats import LONG_SHARE, QUIET_TIMES, long_part
 from quire.scheduler.policy import LOOKAHEAD, Policy, StepRoom
 from quire.scheduler.sequence import RequestState, Sequence
-from quire.scheduler.settings import long_threshold
 from quire.scheduler.state import SchedulerState
 
 LATELY_S = 60.0
@@ -47,7 +46,7 @@ class Rule(Policy):
             self._last_short_s = self._state.now
 
     def budget(self, room: StepRoom) -> None:
-        if long_threshold(self._state.config):
+        if self._state.config.long_prefill_token_threshold:
             room.num_extra = LOOKAHEAD
             room.share = LongShare(self._state, room, is_lately=room.now - self._last_short_s <= LATELY_S)
 
@@ -57,9 +56,9 @@ class LongShare:
 
     def __init__(self, state: SchedulerState, room: StepRoom, *, is_lately: bool) -> None:
         self._state, self._step = state, room
-        self._threshold = long_threshold(state.config)
+        self._threshold = state.config.long_prefill_token_threshold
         self._uncut = 0 if is_lately else state.config.max_num_batched_tokens
-        self._num_left: dict[Sequence, int] = {}  # of waiting sequences, without what is cached
+        self._num_left: dict[Sequence, int] = {}  # tokens, without what is cached; waiting sequences
         most = self._threshold * (1 if is_lately else QUIET_TIMES)
         num_long = num_short = 0
         for seq in room.prefills:

@@ -15,8 +15,8 @@ from quire.scheduler.policy import LOOKAHEAD, Policy, StepRoom
 from quire.scheduler.sequence import Sequence, SortKey
 from quire.scheduler.state import SchedulerState
 
-AGING_S = 30.0  # of waiting that make up for one step of priority
-MAX_STEPS = 1000  # of priority that count against time; further ones only break ties
+AGING_S = 30.0  # waiting that makes up for one step of priority
+MAX_STEPS = 1000  # priority that counts; further steps only break ties
 
 
 class Rule(Policy):

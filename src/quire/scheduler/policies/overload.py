@@ -17,13 +17,13 @@ from quire.metrics.engine_stats import long_beside
 from quire.request import Request
 from quire.scheduler.policies.earliest_deadline import due_s
 from quire.scheduler.policies.order import aged_s
-from quire.scheduler.policies.seats import Seats, least_output, uncached_share
+from quire.scheduler.policies.seats import Seats, least_output
 from quire.scheduler.policy import Policy, Refusal
 from quire.scheduler.sequence import Sequence, held_bytes
 from quire.scheduler.settings import long_threshold
 from quire.scheduler.state import SchedulerState
 
-MARGIN = 1.25  # of the time told: the pace varies
+MARGIN = 1.25  # factor on the time told: the pace varies
 LEAST_S = 0.75  # told beside the margin
 
 
@@ -102,7 +102,7 @@ class Rule(Policy):
     def _first_s(self, line: Line, num_own: int) -> float:
         """Return in how many seconds ``num_own`` tokens behind the running prompts and ``line`` give a first token."""
         state, times = self._state, self._seats.times()
-        share, threshold = uncached_share(state), long_threshold(state.config)
+        share, threshold = state.counters.uncached_share, long_threshold(state.config)
         num_tokens = times.num_tokens + int(line.num_tokens * share)
         num_long = times.num_long + int(line.num_long * share)
         if num_own > threshold:

@@ -21,8 +21,8 @@ class SeatTimes(NamedTuple):
 
     free_s: list[float]  # when each seat is free, the earliest first
     typical_s: float  # for how long one is taken
-    num_tokens: int  # of short prompts
-    num_long: int  # of long ones
+    num_tokens: int  # short prompts
+    num_long: int  # long prompts
 
 
 class Seats:
@@ -50,7 +50,7 @@ class Seats:
     def _predict(self, threshold: int) -> SeatTimes:
         state, predictor, running = self._state, self._state.predictor, self._state.running
         step_s, mean = predictor.step_s or ASSUMED_STEP_S, predictor.mean_output
-        sample = state.waiting.first(64) or running  # of those that run, long outputs are the more frequent
+        sample = state.waiting.first(64) or running  # long outputs are more frequent among those that run
         typical = sum(_num_left(seq, mean, whole=True) for seq in sample) / len(sample) if sample else mean
         free = state.config.max_num_seqs - len(running)
         if running:
@@ -75,12 +75,6 @@ def _num_left(seq: Sequence, mean: float, *, whole: bool = False) -> float:
     if not mean or not (seq.stop_ids or seq.sampling.stop):
         return most
     return max(1.0, min(most, max(mean - done, mean / 4)))
-
-
-def uncached_share(state: SchedulerState) -> float:
-    """Return the share of prompt tokens that had to be computed so far."""
-    known = state.counters.num_prompt_tokens
-    return 1.0 - state.counters.num_cached_tokens / known if known else 1.0
 
 
 def least_output(request: Request) -> int:

@@ -22,8 +22,8 @@ from quire.scheduler.policies.forecast import ModelledPredictor
 from quire.scheduler.predictor import Predictor
 from quire.scheduler.settings import CONTROLLED, PolicyChange
 
-MARGIN = 0.92  # of the limit: what p95 is above the mean, and the model's error
-REFRESH = 4  # steps after which the same number of decodes is looked at again: it takes 0.1 ms
+MARGIN = 0.92  # share of the limit; p95 is above the mean
+REFRESH = 4  # steps with the same number of decodes between two looks
 MIN_CHUNK = 16  # tokens: a prompt always goes on
 WORTHWHILE = 1 / 16  # a smaller change of a setting is not sent
 VALUES = dict(zip(CONTROLLED, ("_limit", "_budget"), strict=True))  # where those in force are
@@ -38,11 +38,11 @@ class SloController:
         assert isinstance(predictor, ModelledPredictor)
         self._predictor = predictor
         self._aim_s = tpot_s * MARGIN
-        self._most = config  # what a person set: never exceeded
+        self._most = config  # set by a person: never exceeded
         self._budget = config.max_num_batched_tokens
         self._limit = config.max_num_seqs
         self.pinned: set[str] = set()  # settings that a person changed: theirs until released
-        self._asked, self._age = -1, 0  # the decodes that the settings are for, and for how many steps
+        self._asked, self._age = -1, 0  # decodes that the settings are for; steps
 
     def applied(self) -> PolicyChange | None:
         """Return new settings after a step, where they differ enough to matter."""
@@ -63,7 +63,7 @@ class SloController:
             value = getattr(change, name)
             if value is not None:
                 self.pinned.add(name)
-                setattr(self, mine, value)  # what is in force, which the next wish is compared with
+                setattr(self, mine, value)  # in force: the next wish is compared with it
             elif name in release:
                 self.pinned.discard(name)
         self._asked = -1

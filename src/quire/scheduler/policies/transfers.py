@@ -25,7 +25,7 @@ class Rule(Policy):
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self.loading: dict[int, Sequence] = {}  # by transfer id, those in state LOADING_KV
+        self.loading: dict[int, Sequence] = {}  # transfer id → sequence in state LOADING_KV
         self._new: list[KvTransfer] = []  # begin with the next plan
         self._next_id = 0
 
