@@ -38,8 +38,9 @@ from quire.errors import RequestError
 from quire.models.checkpoint import read_tokenizer
 from quire.models.hub import quill_path
 from quire.request import FinishReason
-from quire.text.grammar_matcher import accepts, encode_forced, ll_tokenizer, token_table
+from quire.text.grammar_matcher import accepts, encode_forced, ll_tokenizer
 from quire.text.json_watch import Vocabulary
+from quire.text.token_table import token_table
 
 SEED = 20261121
 NUM_SAMPLED = 400

@@ -90,8 +90,11 @@ class Admission:
         num_bytes = 0 if state.config.max_queue_bytes is None else held_bytes(request)
         if state.waiting.is_full(state.config, num_loading, num_prompt, num_bytes):
             state.policies.turn_on("overload")
-        refusals = (admit(request, now) for admit in state.policies.admit)
-        return next((refusal for refusal in refusals if refusal is not None), None)
+        for admit in state.policies.admit:
+            refusal = admit(request, now)
+            if refusal is not None:
+                return refusal
+        return None
 
     def _never_fits(self, request: Request) -> str | None:
         """Tell why the request could not run even alone."""

@@ -11,6 +11,7 @@ Every sequence ends with exactly one terminal event, whatever happens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -143,7 +144,10 @@ class Scheduler:
     def expire(self, now: float) -> list[TokenEvent]:
         """End the sequences whose deadlines have passed. Before each plan."""
         self._state.now = now
-        return [event for expire in self._state.policies.expire for event in expire(now)]
+        events: list[TokenEvent] = []
+        for expire in self._state.policies.expire:
+            events += expire(now)
+        return events
 
     def next_action(self, now: float) -> Step | Sleep | Wait:
         """Return what the engine's loop does next while it may submit a step."""
@@ -151,9 +155,11 @@ class Scheduler:
         if plan is not None:
             return Step(plan)
         state = self._state
-        times_s = [wakes_at() for wakes_at in state.policies.wakes_at]
-        until_s = min((time_s for time_s in times_s if time_s is not None), default=None)
-        return Wait() if until_s is None else Sleep(until_s)
+        until_s = math.inf
+        for wakes_at in state.policies.wakes_at:
+            time_s = wakes_at()
+            until_s = until_s if time_s is None else min(until_s, time_s)
+        return Wait() if until_s == math.inf else Sleep(until_s)
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None where nothing can be computed now."""
@@ -223,9 +229,12 @@ class Scheduler:
         state, config, prefix = self._state, self._state.config, self.cache.prefix
         drafts, transfers = state.policies.drafts, state.policies.transfers
         num_loading = 0 if transfers is None else len(transfers.loading)
-        num_groups = self.cache.windows.num_groups
-        num_slots = sum(seq.table.num_blocks for seq in state.running) * self.cache.block_size
-        num_unused = num_groups * sum(seq.table.capacity - seq.num_planned for seq in state.running)
+        num_held = num_unused = num_decoding = 0
+        for seq in state.running:
+            num_held += seq.table.num_blocks
+            num_unused += seq.table.capacity - seq.num_planned
+            num_decoding += seq.told_first
+        num_slots, num_unused = num_held * self.cache.block_size, num_unused * self.cache.windows.num_groups
         return replace(
             state.counters,
             order=config.order,
@@ -238,7 +247,7 @@ class Scheduler:
             num_idle_blocks=prefix.num_idle,
             num_peak_blocks=self._num_peak_blocks,
             ttft=self.predictor.ttft_stats(
-                sum(seq.told_first for seq in state.running),
+                num_decoding,
                 config.max_num_batched_tokens,
                 config.long_prefill_token_threshold if config.enable_chunked_prefill else 0,
             ),
