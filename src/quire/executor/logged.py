@@ -67,9 +67,9 @@ class LoggedExecutor:
                 **step._asdict(),
             }
             verified = [
-                (each.num_draft_tokens, len(found.token_ids) - 1)
-                for each, found in zip(plan.seqs, result.seqs, strict=False)
-                if each.num_draft_tokens and found.token_ids
+                (seq_plan.num_draft_tokens, len(seq_result.token_ids) - 1)
+                for seq_plan, seq_result in zip(plan.seqs, result.seqs, strict=False)
+                if seq_plan.num_draft_tokens and seq_result.token_ids
             ]
             if verified or work.num_forwards:
                 line["drafts"] = {"seconds": round(result.draft_s, 6), "work": work, "verified": verified}

@@ -73,8 +73,8 @@ class Profiler:
                 json.dump({"traceEvents": self._events, "otherData": {"top": top}}, file)
         except OSError as error:
             raise ConfigError(f"The profile cannot be written to {path}: {error.strerror}") from None
-        said = ", ".join(f"{one['op']} {one['share']:.0%}" for one in top)
-        _log.warning("profile of %d steps in %s: %s", self._num_steps, path, said)
+        shares = ", ".join(f"{one['op']} {one['share']:.0%}" for one in top)
+        _log.warning("profile of %d steps in %s: %s", self._num_steps, path, shares)
         return {"state": "off", "path": str(path), "num_steps": self._num_steps, "top": top}
 
     def _step(self, execute: Callable[[StepPlan], StepResult]) -> Callable[[StepPlan], StepResult]:
@@ -131,10 +131,10 @@ class Profiler:
         """Return the ops that took longest; ``of_bound`` is the share of their time that reading their bytes takes."""
         total = sum(map(sum, self._seconds.values())) or 1.0
         rows: list[dict[str, Any]] = []
-        for name, each in sorted(self._seconds.items(), key=lambda item: -sum(item[1]))[:NUM_TOP]:
-            seconds, num_bytes = sum(each), self._bytes.get(name)
+        for name, calls in sorted(self._seconds.items(), key=lambda item: -sum(item[1]))[:NUM_TOP]:
+            seconds, num_bytes = sum(calls), self._bytes.get(name)
             bound = None if num_bytes is None or not seconds else num_bytes / bandwidth / seconds
-            rows.append({"op": name, "calls": len(each), "seconds": seconds, "share": seconds / total,
+            rows.append({"op": name, "calls": len(calls), "seconds": seconds, "share": seconds / total,
                          "bytes": num_bytes, "of_bound": bound})  # fmt: skip
         return rows
 

@@ -116,30 +116,30 @@ class RankLoop:
         model, dtype = config.model, torch_dtype(config.model.dtype)
         if boot.fingerprint:
             _check_checkpoint(Path(model.path), boot.fingerprint)
-        mine = shard(model.spec, config.topology, boot.rank, model.formats)
+        part = shard(model.spec, config.topology, boot.rank, model.formats)
         max_tokens = config.scheduler.max_num_batched_tokens
         before, after, store = links
-        num_taps = sum(tap < mine.layers.start for tap in config.taps)
+        num_taps = sum(tap < part.layers.start for tap in config.taps)
         self._links = StageLinks(before, after, max_tokens, model.spec.hidden_size, dtype, clock, num_taps)
         groups = _groups(boot, store)
         self._groups = groups
-        tp = tensor_parallel(groups, mine)
+        tp = tensor_parallel(groups, part)
         runner = partial(
-            ModelRunner, tp=tp, cp=context_parallel(groups, mine, config.cache.block_size),
+            ModelRunner, tp=tp, cp=context_parallel(groups, part, config.cache.block_size),
             links=self._links, samples=self._answers,
         )  # fmt: skip
-        weights = CheckpointWeights(model, dtype, config.runner, mine.cuts)
-        weight_bytes = mine.weight_bytes(model.dtype, model.formats)
+        weights = CheckpointWeights(model, dtype, config.runner, part.cuts)
+        weight_bytes = part.weight_bytes(model.dtype, model.formats)
         with _in_memory(weight_bytes):
             self.worker = Worker(
-                rank_config(config, mine), weights, clock, runner, answers=self._answers, shard=mine,
+                rank_config(config, part), weights, clock, runner, answers=self._answers, shard=part,
                 all_of=lambda fine: self._links.all_of(groups.all_of(fine)),
             )  # fmt: skip
         self._balancer: ExpertBalancer | None = None
         if config.experts is not None:
             self._balancer = ExpertBalancer(
                 self.worker.runner.decoder.expert_blocks(), config.experts, _num_nodes(config),
-                partial(self._report, mine.layers.start, is_first=mine.at.ep == 0),
+                partial(self._report, part.layers.start, is_first=part.at.ep == 0),
             )  # fmt: skip
         self._out: deque[Launched | int] = deque()  # a number: the step whose plan was at fault
         assert isinstance(self.worker.runner, ModelRunner)
@@ -168,8 +168,8 @@ class RankLoop:
             if self._answers:
                 answer = self._answer(message.plan)
             else:
-                for told in message.told:
-                    self._settle(told)
+                for outcome in message.told:
+                    self._settle(outcome)
                 self._out.append(self._launch(message.plan))
             self._between.step_ended()
             self._pages.look()
@@ -198,15 +198,15 @@ class RankLoop:
         if self._is_alone:
             return Told(result.step)
         seqs = []
-        for each in result.seqs:
-            if each.token_ids or each.error is not None:
-                seq = self.worker.seqs.find(each.seq_id)
+        for answer in result.seqs:
+            if answer.token_ids or answer.error is not None:
+                seq = self.worker.seqs.find(answer.seq_id)
                 drafts = NO_DRAFTS if seq is None else seq.drafts
-                failed = each.error is not None
-                told = SeqTold(
-                    each.seq_id, each.epoch, each.token_ids, drafts.token_ids, drafts.parents, failed
+                failed = answer.error is not None
+                outcome = SeqTold(
+                    answer.seq_id, answer.epoch, answer.token_ids, drafts.token_ids, drafts.parents, failed
                 )
-                seqs.append(told)
+                seqs.append(outcome)
         return Told(result.step, tuple(seqs))
 
     def _launch(self, plan: StepPlan) -> Launched | int:
@@ -221,7 +221,7 @@ class RankLoop:
             assert launched == told.step
         else:
             assert launched.plan.step == told.step
-            self.worker.settle(launched, {each.seq_id: each for each in told.seqs})
+            self.worker.settle(launched, {outcome.seq_id: outcome for outcome in told.seqs})
 
 
 def _peak_bytes() -> int:
@@ -237,14 +237,14 @@ def _num_nodes(config: EngineConfig) -> int:
 
 def _groups(boot: RankBoot, store: socket.socket | None) -> Collectives:
     """Return the groups that the rank exchanges with: on its node in shared memory, across nodes over Gloo."""
-    topology, meeting, found = boot.config.topology, boot.meeting, Collectives()
+    topology, meeting, collectives = boot.config.topology, boot.meeting, Collectives()
     if boot.memory:
         crossing = () if meeting is None else meeting.axes
-        found = attach(Segment.attach(boot.memory, topology), boot.rank, without=crossing)
+        collectives = attach(Segment.attach(boot.memory, topology), boot.rank, without=crossing)
     if meeting is None:
-        return found
+        return collectives
     across = connect(meeting, topology, boot.rank, store)
-    return Collectives({**found.groups, **across})
+    return Collectives({**collectives.groups, **across})
 
 
 @contextlib.contextmanager
@@ -262,10 +262,10 @@ def _in_memory(weight_bytes: int) -> Iterator[None]:
 
 
 def _check_checkpoint(path: Path, expected: str) -> None:
-    found = fingerprint(describe(path))
-    if found != expected:
+    actual = fingerprint(describe(path))
+    if actual != expected:
         raise ModelLoadError(
-            f"the checkpoint {path} on {socket.gethostname()} has the fingerprint {found}, and the engine's has "
+            f"the checkpoint {path} on {socket.gethostname()} has the fingerprint {actual}, and the engine's has "
             f"{expected}: copy the same files to every node"
         )
 

@@ -42,14 +42,14 @@ class RanksExecutor:
         self.loaded = self._group.loaded
         self._about = tuple(
             RankAbout(
-                each.host,
-                each.pid,
-                config.topology.coordinates(each.rank).pp,
-                each.num_cores,
-                each.weight_bytes,
-                not each.call_by_call,
+                rank.host,
+                rank.pid,
+                config.topology.coordinates(rank.rank).pp,
+                rank.num_cores,
+                rank.weight_bytes,
+                not rank.call_by_call,
             )
-            for each in self.loaded
+            for rank in self.loaded
         )
         self._clock = clock or WallClock()
         self._num_out, self._out_since_s, self._out_s = 0, 0.0, 0.0
@@ -57,7 +57,7 @@ class RanksExecutor:
     @property
     def pids(self) -> list[int]:
         """The processes, by rank."""
-        return [each.pid for each in self.loaded]
+        return [rank.pid for rank in self.loaded]
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to every rank; fewer than ``max_in_flight`` are out."""
@@ -65,13 +65,13 @@ class RanksExecutor:
         if not self._num_out:
             self._out_since_s = self._clock.now()
         self._num_out += 1
-        told, self._told = tuple(self._told), []
-        self._group.broadcast(encode(RankStep(plan, told)))
+        outcomes, self._told = tuple(self._told), []
+        self._group.broadcast(encode(RankStep(plan, outcomes)))
 
     def collect(self) -> StepResult:
         """Wait for the answer to the oldest plan."""
-        result, told = self._group.answer()
-        self._told.append(told)
+        result, outcome = self._group.answer()
+        self._told.append(outcome)
         self._num_out -= 1
         if not self._num_out:
             self._out_s += self._clock.now() - self._out_since_s
@@ -83,13 +83,13 @@ class RanksExecutor:
         now_s = self._clock.now() - self._out_since_s if self._num_out else 0.0
         return RankStats(
             self._out_s + now_s,
-            tuple(each.busy_s for each in counts),
-            tuple(each.bytes_sent for each in counts),
+            tuple(rank.busy_s for rank in counts),
+            tuple(rank.bytes_sent for rank in counts),
             tuple(load for _, load in sorted(self._group.experts.items())),
             self._group.num_moved,
             self._about,
-            tuple(each.peak_bytes for each in counts),
-            tuple(each.num_steps for each in counts),
+            tuple(rank.peak_bytes for rank in counts),
+            tuple(rank.num_steps for rank in counts),
         )
 
     def close(self) -> None:

@@ -89,10 +89,10 @@ class RayRank:
     def start(self, engine: Address, after: Address | None, has_before: bool) -> int:
         """Connect to the engine and to the next stage, wait for the stage before; return the process's id."""
         with ExitStack() as ends:
-            mine = [self._connect(engine, kind) for kind in ("channel", "life")]
+            own = [self._connect(engine, kind) for kind in ("channel", "life")]
             mine_after = None if after is None else self._connect(after, "stage")
             before = self._accept() if has_before else None
-            sockets = [*mine, before, mine_after, self._store]
+            sockets = [*own, before, mine_after, self._store]
             for end in sockets:
                 if end is not None:
                     ends.enter_context(end)
@@ -260,19 +260,19 @@ def _placed(ray: Any, config: EngineConfig, placement: Placement) -> Any:
     """Return a placement group with a bundle of cores for the ranks that share a node."""
     assert config.ray is not None
     nodes, count = config.ray.nodes, placement.num_bundles
-    each = placement.per_bundle * config.runner.num_threads
+    num_cpus = placement.per_bundle * config.runner.num_threads
     alive = [node for node in ray.nodes() if node["Alive"]]
     if nodes is not None and nodes > len(alive):
         raise ConfigError(
             f"nodes = {nodes}: the Ray cluster has {len(alive)}; start more with `ray start --address …`"
         )
     how = "STRICT_SPREAD" if nodes == count else "STRICT_PACK" if nodes == 1 else "SPREAD"
-    group = ray.util.placement_group([{"CPU": each}] * count, strategy=how)
+    group = ray.util.placement_group([{"CPU": num_cpus}] * count, strategy=how)
     if not group.wait(_PLACING_S):
         ray.util.remove_placement_group(group)
         have = ", ".join(f"{node['Resources'].get('CPU', 0):g}" for node in alive)
         raise ConfigError(
-            f"{placement.topology} needs {count} bundles of {each} CPUs, {how.lower()} over nodes, and the Ray "
+            f"{placement.topology} needs {count} bundles of {num_cpus} CPUs, {how.lower()} over nodes, and the Ray "
             f"cluster has nodes of {have} CPUs: give fewer ranks or threads, add nodes, or give more of them as nodes"
         )
     return group

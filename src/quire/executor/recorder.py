@@ -119,10 +119,10 @@ class Recorder:
                     write_tables(known.tables, seq.block_start, seq.new_block_ids)
                     if count := len(seq.forced_token_ids):
                         known.output_token_ids[-count:] = seq.forced_token_ids
-        for found in result.seqs:
-            known = live.get(found.seq_id)
-            if known is not None and known.new.epoch == found.epoch:
-                known.output_token_ids += found.token_ids
+        for seq_result in result.seqs:
+            known = live.get(seq_result.seq_id)
+            if known is not None and known.new.epoch == seq_result.epoch:
+                known.output_token_ids += seq_result.token_ids
 
 
 class RecordingExecutor:
@@ -193,7 +193,7 @@ def _bare(new: NewSeq) -> NewSeq:
 
 def _without_ids(step: RecordedStep) -> RecordedStep:
     plan, result = step.plan, step.result
-    seqs = tuple(each._replace(forced_token_ids=(-1,) * len(each.forced_token_ids)) for each in plan.seqs)
+    seqs = tuple(seq._replace(forced_token_ids=(-1,) * len(seq.forced_token_ids)) for seq in plan.seqs)
     plan = replace(plan, new_seqs=tuple(map(_bare, plan.new_seqs)), seqs=seqs)
     if result is not None:
         bare = (
