@@ -63,9 +63,9 @@ def balance(
     for node in nodes:
         experts = [expert for group in sorted(node) for expert in groups[group]]
         counts = copies([loads[e] for e in experts], num_slots // num_nodes)
-        held = [(e, loads[e] / n) for e, n in zip(experts, counts, strict=True) for _ in range(n)]
-        for items in pack([load for _, load in held], num_ranks // num_nodes):
-            placed += [held[item][0] for item in items]
+        shares = [(e, loads[e] / n) for e, n in zip(experts, counts, strict=True) for _ in range(n)]
+        for items in pack([load for _, load in shares], num_ranks // num_nodes):
+            placed += [shares[item][0] for item in items]
     return tuple(placed)
 
 
@@ -75,7 +75,7 @@ def keep(old: Placement, new: Placement, num_ranks: int, num_nodes: int = 1) -> 
     ranks = [range(r * size, (r + 1) * size) for r in range(num_ranks)]
     before = [[old[slot] for slot in slots] for slots in ranks]
     packs = [[new[slot] for slot in slots] for slots in ranks]
-    found: list[int] = []
+    placed: list[int] = []
     for rank in range(num_ranks):
         first = rank // (num_ranks // num_nodes) * (num_ranks // num_nodes)
         left = [p for p in range(first, first + num_ranks // num_nodes) if packs[p]]
@@ -86,8 +86,8 @@ def keep(old: Placement, new: Placement, num_ranks: int, num_nodes: int = 1) -> 
             stays.append(coming[expert] > 0)
             coming[expert] -= stays[-1]
         others = iter(sorted(coming.elements()))
-        found += [e if stay else next(others) for e, stay in zip(before[rank], stays, strict=True)]
-    return tuple(found)
+        placed += [e if stay else next(others) for e, stay in zip(before[rank], stays, strict=True)]
+    return tuple(placed)
 
 
 def moves(old: Placement, new: Placement, num_ranks: int) -> list[Move]:
@@ -96,12 +96,12 @@ def moves(old: Placement, new: Placement, num_ranks: int) -> list[Move]:
     A copy on the same rank is taken where there is one.
     """
     size = len(old) // num_ranks
-    found = []
+    made = []
     for target, expert in enumerate(new):
         if old[target] != expert:
-            holders = [slot for slot, each in enumerate(old) if each == expert]
-            found.append(Move(min(holders, key=lambda s: (s // size != target // size, s)), target))
-    return found
+            holders = [slot for slot, held_expert in enumerate(old) if held_expert == expert]
+            made.append(Move(min(holders, key=lambda s: (s // size != target // size, s)), target))
+    return made
 
 
 def rank_loads(placement: Placement, loads: Loads, num_ranks: int) -> list[float]:

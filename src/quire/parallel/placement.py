@@ -60,20 +60,20 @@ def place(topology: Topology, nodes: int | None) -> Placement:
     per_stage = topology.per_stage
     if nodes is None or nodes <= topology.pp:
         return Placement(topology, per_stage)
-    each, rest = divmod(nodes, topology.pp)
+    num_nodes, rest = divmod(nodes, topology.pp)
     if rest:
         raise ConfigError(
             f"nodes = {nodes}: {topology.pp} stages do not divide over so many; {_allowed(topology)} are allowed."
         )
-    if per_stage % each:
+    if per_stage % num_nodes:
         raise ConfigError(
-            f"nodes = {nodes}: {topology} makes {per_stage} ranks per stage, which do not divide over {each} nodes; "
-            f"{_allowed(topology)} are allowed."
+            f"nodes = {nodes}: {topology} makes {per_stage} ranks per stage, which do not divide over {num_nodes} "
+            f"nodes; {_allowed(topology)} are allowed."
         )
-    return Placement(topology, per_stage // each)
+    return Placement(topology, per_stage // num_nodes)
 
 
 def _allowed(topology: Topology) -> str:
     per_stage = topology.per_stage
-    over = [each * topology.pp for each in range(2, per_stage + 1) if per_stage % each == 0]
+    over = [num_nodes * topology.pp for num_nodes in range(2, per_stage + 1) if per_stage % num_nodes == 0]
     return ", ".join(map(str, [*range(1, topology.pp + 1), *over]))

@@ -53,11 +53,11 @@ def slot_bytes_of(spec: ModelSpec, topology: Topology) -> int:
     """Return the size of a slot in which every row of the model that ranks exchange has room: whole MiB."""
     longest = 0
     for rank in range(topology.world_size):
-        mine, cp = shard(spec, topology, rank), topology.cp
-        sizes = [spec.hidden_size, mine.max_vocab if topology.tp * topology.ep > 1 else 0]
+        part, cp = shard(spec, topology, rank), topology.cp
+        sizes = [spec.hidden_size, part.max_vocab if topology.tp * topology.ep > 1 else 0]
         # A row's partial results for all ranks (MLA: of the latent size), or its q, k and v together.
         if cp > 1:
-            for a in (layer.attention for layer in mine.spec.layers):
+            for a in (layer.attention for layer in part.spec.layers):
                 size = a.kv_lora_rank if a.is_mla else a.v_head_dim
                 sizes += [cp * a.num_heads * (size + 2), (a.num_heads + 2 * a.num_kv_heads) * a.head_dim]
         longest = max(longest, 4 * max(sizes))  # fp32
@@ -127,11 +127,11 @@ class Segment:
             memory = mmap.mmap(handle, 0)
         finally:
             os.close(handle)
-        *found, slot_bytes = _HEADER.unpack_from(memory, 0)
+        *header, slot_bytes = _HEADER.unpack_from(memory, 0)
         expected = [_MAGIC, _VERSION, topology.tp, topology.pp, topology.ep, topology.cp, 0]
-        if found != expected:
+        if header != expected:
             raise StepError(
-                f"the shared memory {_FOLDER / name} is of another group: {found}, not {expected}"
+                f"the shared memory {_FOLDER / name} is of another group: {header}, not {expected}"
             )
         return cls(name, memory, topology, slot_bytes)
 

@@ -108,15 +108,15 @@ class Shard:
 
     def weight_bytes(self, dtype: str, of_model: Formats = MappingProxyType({})) -> int:
         """Return the bytes of this rank's weights in memory."""
-        held = self.formats(of_model)
+        own = self.formats(of_model)
         return sum(
-            matrix_bytes(shape, dtype, held.get(name, PLAIN)) for name, shape in self.shapes.items() if shape
+            matrix_bytes(shape, dtype, own.get(name, PLAIN)) for name, shape in self.shapes.items() if shape
         )
 
     def lacks(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return which weights of the whole model this rank does not have, or not whole."""
-        whole = {cut.name for cut in self.cuts.values() if (cut.rows, cut.columns) == (None, None)}
-        return tuple(name for name in names if name not in whole)
+        uncut_names = {cut.name for cut in self.cuts.values() if (cut.rows, cut.columns) == (None, None)}
+        return tuple(name for name in names if name not in uncut_names)
 
     def stripe(self, block_size: int) -> Stripe | None:
         """Return the positions that this rank's cache has, with blocks of ``block_size`` positions over all ranks.
@@ -164,8 +164,8 @@ def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = Map
         cuts["norm.weight"] = Cut("norm.weight")
         if not spec.tie_word_embeddings:
             cuts["lm_head.weight"] = Cut("lm_head.weight", vocab_cut)
-    whole = weight_shapes(spec)
-    shapes = {local: cut.shape(whole[cut.name]) for local, cut in cuts.items()}
+    full_shapes = weight_shapes(spec)
+    shapes = {local: cut.shape(full_shapes[cut.name]) for local, cut in cuts.items()}
     return Shard(topology, at, spec, replace(spec, layers=tuple(local)), layers, vocab, padded, cuts, shapes)
 
 

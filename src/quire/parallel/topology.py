@@ -41,9 +41,9 @@ def share(total: int, parts: int, index: int, unit: int = 1) -> range:
     """
     assert 0 <= index < parts
     units = -(-total // unit)
-    each, extra = divmod(units, parts)
-    begin = index * each + min(index, extra)
-    end = begin + each + (index < extra)
+    size, extra = divmod(units, parts)
+    begin = index * size + min(index, extra)
+    end = begin + size + (index < extra)
     return range(min(total, begin * unit), min(total, end * unit))
 
 
@@ -107,10 +107,10 @@ class Topology:
     def coordinates(self, rank: int) -> Rank:
         """Return where ``rank`` is on each axis."""
         assert 0 <= rank < self.world_size, rank
-        found = {}
+        places = {}
         for axis in AXES:
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return Rank(**found)
+            rank, places[axis] = divmod(rank, getattr(self, axis))
+        return Rank(**places)
 
     def rank_of(self, at: Rank) -> int:
         """Return the number of the rank at these coordinates."""
@@ -123,7 +123,7 @@ class Topology:
     def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` on ``axis`` alone, in its order; ``rank`` is one of them."""
         at = self.coordinates(rank)
-        places = {each: getattr(at, each) for each in AXES}
+        places = {name: getattr(at, name) for name in AXES}
         return tuple(self.rank_of(Rank(**(places | {axis: i}))) for i in range(getattr(self, axis)))
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
@@ -148,7 +148,7 @@ class Topology:
         for index in range(1, self.pp):
             allowed = range(cuts[-1] + 1, len(costs) - (self.pp - index) + 1)
             wanted = total * index / self.pp
-            cuts.append(min(allowed, key=[abs(each - wanted) for each in before].__getitem__))
+            cuts.append(min(allowed, key=[abs(begin - wanted) for begin in before].__getitem__))
         return range(*[*cuts, len(costs)][stage : stage + 2])
 
     def experts_of(self, num_experts: int, ep: int) -> range:
@@ -156,19 +156,19 @@ class Topology:
 
         Raises `ConfigError` where a rank would have none, or one twice.
         """
-        given = f"tensor_parallel_size = {self.ep} with enable_expert_parallel"
+        flags = f"tensor_parallel_size = {self.ep} with enable_expert_parallel"
         if self.ep > num_experts:
             raise ConfigError(
-                f"{given}: the model has {num_experts} experts; at most {num_experts} ranks are allowed."
+                f"{flags}: the model has {num_experts} experts; at most {num_experts} ranks are allowed."
             )
-        each = -(-(num_experts + self.redundant_experts) // self.ep)
-        if each > num_experts:
+        per_rank = -(-(num_experts + self.redundant_experts) // self.ep)
+        if per_rank > num_experts:
             raise ConfigError(
-                f"num_redundant_experts = {self.redundant_experts}: {given} and {num_experts} experts, at most "
+                f"num_redundant_experts = {self.redundant_experts}: {flags} and {num_experts} experts, at most "
                 f"{(self.ep - 1) * num_experts} are allowed."
             )
-        start = min(ep * num_experts // self.ep, num_experts - each)
-        return range(start, start + each)
+        start = min(ep * num_experts // self.ep, num_experts - per_rank)
+        return range(start, start + per_rank)
 
     def heads_of(self, num_heads: int, num_kv_heads: int, tp: int, unit: int = 1) -> Heads:
         """Return the heads of a rank: whole KV heads with all their queries, or a part of one KV head's queries.
@@ -179,25 +179,25 @@ class Topology:
         Raises `ConfigError` where a rank would have no head.
         """
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-        each = num_heads // num_kv_heads  # queries per KV head
-        found = []
+        group_size = num_heads // num_kv_heads  # queries per KV head
+        by_rank = []
         if num_kv_heads >= self.tp:
             for rank in range(self.tp):
-                kv = share(num_kv_heads, self.tp, rank, -(-unit // each))
-                found.append(Heads(range(kv.start * each, kv.stop * each), kv))
+                kv = share(num_kv_heads, self.tp, rank, -(-unit // group_size))
+                by_rank.append(Heads(range(kv.start * group_size, kv.stop * group_size), kv))
         else:
             for head in range(num_kv_heads):
                 parts = len(share(self.tp, num_kv_heads, head))  # ranks that have this KV head
-                for mine in (share(each, parts, part, unit) for part in range(parts)):
-                    queries = range(head * each + mine.start, head * each + mine.stop)
-                    found.append(Heads(queries, range(head, head + 1)))
-        if not all(heads.queries for heads in found):
+                for own in (share(group_size, parts, part, unit) for part in range(parts)):
+                    queries = range(head * group_size + own.start, head * group_size + own.stop)
+                    by_rank.append(Heads(queries, range(head, head + 1)))
+        if not all(heads.queries for heads in by_rank):
             groups = "" if unit == 1 else f", of which {unit} each share a quantization group"
             raise ConfigError(
                 f"tensor_parallel_size = {self.tp}: the model has {num_heads} attention heads over {num_kv_heads} KV "
                 f"heads{groups}; every rank needs one. Give fewer ranks."
             )
-        return found[tp]
+        return by_rank[tp]
 
 
 def _at_most(size: int, axis: Axis, count: int, what: str) -> None:

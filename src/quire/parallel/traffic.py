@@ -95,23 +95,23 @@ def uses(shard: Shard, dtype: str, *, has_adapters: bool = False) -> tuple[Use, 
 
     ``has_adapters``: the engine has slots for adapters, beside which partial sums have the type of the activations.
     """
-    found = _Uses(shard, DTYPE_BYTES[dtype], has_adapters)
+    traffic = _Uses(shard, DTYPE_BYTES[dtype], has_adapters)
     if shard.is_first:
-        found.add_sum(found.item, "own")
+        traffic.add_sum(traffic.item, "own")
     for number, layer in enumerate(shard.spec.layers):
         # After its attention the model's last layer goes on with the sampled rows alone.
         is_last = shard.is_last and number == len(shard.layers) - 1
-        found.add_stripes(layer)
+        traffic.add_stripes(layer)
         a = layer.attention
-        found.add_block(f"layers.{number}.attn.o.weight", a.num_heads * a.v_head_dim, "own")
-        found.add_mlp(f"layers.{number}.", layer.mlp, "sampled" if is_last else "own")
+        traffic.add_block(f"layers.{number}.attn.o.weight", a.num_heads * a.v_head_dim, "own")
+        traffic.add_mlp(f"layers.{number}.", layer.mlp, "sampled" if is_last else "own")
     hidden = shard.whole.hidden_size
-    found.add("cp", "all_gather", hidden, "own", count=2, is_divided=True)
+    traffic.add("cp", "all_gather", hidden, "own", count=2, is_divided=True)
     if shard.is_last:
-        found.add(found.layers_axis, "all_gather", len(shard.vocab), "sampled", taken=4)
+        traffic.add(traffic.layers_axis, "all_gather", len(shard.vocab), "sampled", taken=4)
     else:
-        found.add("pp", "send", 2 * hidden, "tokens")
-    return tuple(Use(count=count, **dict(key)) for key, count in found.counts.items())  # type: ignore[arg-type]
+        traffic.add("pp", "send", 2 * hidden, "tokens")
+    return tuple(Use(count=count, **dict(key)) for key, count in traffic.counts.items())  # type: ignore[arg-type]
 
 
 class _Uses:
