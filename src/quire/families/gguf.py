@@ -176,7 +176,7 @@ def _rope(f: Fields, head_dim: int, floats: Floats) -> dict[str, Any]:
     if factors is not None:
         if stated and stated["rope_type"] != "linear":
             raise f.wrong("rope.scaling.type", "'linear' or 'none' beside rope_freqs.weight")
-        factors = tuple(each * stated["factor"] for each in factors) if stated else factors
+        factors = tuple(factor * stated["factor"] for factor in factors) if stated else factors
         scaling: dict[str, Any] = {"factor": 1.0, "attention_factor": 1.0, "rope_type": "longrope"}
         config["rope_scaling"] = scaling | {"short_factor": factors, "long_factor": factors}
     elif floats("rope_factors_long.weight") is not None:
@@ -207,12 +207,12 @@ def _gemma(f: Fields, arch: str, head_dim: int) -> dict[str, Any]:
 def gguf_weight_map(spec: ModelSpec, arch: str) -> WeightMap:
     """Return where a GGUF file of architecture ``arch`` keeps each canonical weight."""
     rules = {"llama": _llama_rules, "phi3": _phi3_rules}.get(arch)
-    found = build_map(spec, _NAMES, rules, _ROPE_TENSORS, top=_TOP, layer_prefix="blk.{}.")
+    weight_map = build_map(spec, _NAMES, rules, _ROPE_TENSORS, top=_TOP, layer_prefix="blk.{}.")
     sources = {
         name: (*takes, Take((), takes[0].shape)) if name.endswith(".bias") else takes  # each may be left out
-        for name, takes in found.sources.items()
+        for name, takes in weight_map.sources.items()
     }
-    return replace(found, sources=sources)
+    return replace(weight_map, sources=sources)
 
 
 def _llama_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:

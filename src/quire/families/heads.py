@@ -187,15 +187,15 @@ def _eagle(f: Fields, stored: Shapes, target: ModelSpec, method: HeadMethod) -> 
 def _taps(f: Fields, target: ModelSpec) -> tuple[int, ...]:
     """Return three layers of ``target``: those that the configuration names, or a low, a middle and a high one."""
     nested = f.nested("eagle_config") or f
-    found = nested.integers("eagle_aux_hidden_state_layer_ids")
+    taps = nested.integers("eagle_aux_hidden_state_layer_ids")
     count = target.num_layers
-    found = tuple(sorted(set(found or (2, count // 2, count - 3))))
-    if len(found) != 3 or any(not 0 <= layer < count for layer in found):
+    taps = tuple(sorted(set(taps or (2, count // 2, count - 3))))
+    if len(taps) != 3 or any(not 0 <= layer < count for layer in taps):
         raise ModelLoadError(
-            f"{f.where}: eagle_aux_hidden_state_layer_ids = {list(found)} must be three layers of the model, which has "
+            f"{f.where}: eagle_aux_hidden_state_layer_ids = {list(taps)} must be three layers of the model, which has "
             f"layers 0…{count - 1}."
         )
-    return found
+    return taps
 
 
 def _medusa(f: Fields, stored: Shapes, target: ModelSpec) -> tuple[HeadSpec, WeightMap]:
@@ -207,15 +207,15 @@ def _medusa(f: Fields, stored: Shapes, target: ModelSpec) -> tuple[HeadSpec, Wei
         raise UnsupportedModelError(
             f"{f.where}: Medusa heads with a token_map are not supported: their ids are few."
         )
-    found = [match for match in map(_MEDUSA.fullmatch, stored) if match is not None]
-    if not found:
+    matches = [match for match in map(_MEDUSA.fullmatch, stored) if match is not None]
+    if not matches:
         raise ModelLoadError(
             f"{f.where}: there is no residual block: 0.0.linear.weight or blocks.0.layers.0.weight."
         )
-    places = [(int(m[1] or m[3]), int(m[2] or m[4])) for m in found]
+    places = [(int(m[1] or m[3]), int(m[2] or m[4])) for m in matches]
     num_heads, num_blocks = (1 + max(place) for place in zip(*places, strict=True))
     prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in stored) else ""
-    vllm = found[0][1] is not None
+    vllm = matches[0][1] is not None
     names: dict[str, str] = {}
     for head in range(num_heads):
         for block in range(num_blocks):

@@ -88,11 +88,11 @@ class Fields:
     def integers(self, key: str) -> tuple[int, ...]:
         """Return the integers ≥ 0 of a key that holds one of them or a list; empty when absent."""
         value = self.values.get(key)
-        found = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-        for item in found:
+        items = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+        for item in items:
             if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item <= LARGEST:
                 raise self.wrong(key, "an integer ≥ 0 or a list of them")
-        return tuple(found)
+        return tuple(items)
 
     def nested(self, key: str) -> Fields | None:
         """Return the nested object, or None when the key is absent."""
@@ -114,11 +114,11 @@ class Fields:
 
     def wrong(self, key: str, allowed: str) -> ModelLoadError:
         value = self.values.get(key)
-        said = f"{key} = {clip(value)} makes no sense"
+        problem = f"{key} = {clip(value)} makes no sense"
         if value is None:
-            said = f"{key} is {'null' if key in self.values else 'missing'}"
+            problem = f"{key} is {'null' if key in self.values else 'missing'}"
         return ModelLoadError(
-            f"{self.where}: {said}; it must be {allowed}. Correct the file or download the model again."
+            f"{self.where}: {problem}; it must be {allowed}. Correct the file or download the model again."
         )
 
     def _get(self, key: str, default: object) -> Any:
@@ -189,16 +189,16 @@ def activation(f: Fields, key: str = "hidden_act", default: str = "silu") -> Act
 def layer_types(f: Fields, default: Sequence[str]) -> tuple[str, ...]:
     """Return ``layer_types``, or ``default``: "full_attention" or "sliding_attention" per layer."""
     count = f.integer("num_hidden_layers")
-    found = f.items("layer_types") or list(default)
-    if len(found) != count:
+    kinds = f.items("layer_types") or list(default)
+    if len(kinds) != count:
         raise f.wrong("layer_types", f"a list of num_hidden_layers = {count} entries")
-    for kind in found:
+    for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(
                 f"{f.where}: layers of type {kind!r} are not supported; supported are 'full_attention' "
                 "and 'sliding_attention'."
             )
-    return tuple(found)
+    return tuple(kinds)
 
 
 def window_of(f: Fields, kind: str, default: int | None = None) -> int | None:
@@ -211,8 +211,8 @@ def uniform_window(f: Fields, default: int | None = None) -> int | None:
 
     ``default``: the family's, for a file without the key; null says that there is no window.
     """
-    found = f.optional_integer("sliding_window", minimum=1)
-    return found if "sliding_window" in f.values else default
+    window = f.optional_integer("sliding_window", minimum=1)
+    return window if "sliding_window" in f.values else default
 
 
 def soft_cap(f: Fields, key: str, default: float | None = None) -> float | None:

@@ -145,15 +145,15 @@ def expert_takes(
     takes: dict[str, tuple[Take, ...]] = {}
     for position, (part, name) in enumerate(zip(("gate", "up", "down"), names, strict=True)):
         single = (hidden, inter) if part == "down" else (inter, hidden)
-        each = Take(tuple(f"{folder}{e}.{name}.weight" for e in range(count)), single, stacked=True)
+        per_expert = Take(tuple(f"{folder}{e}.{name}.weight" for e in range(count)), single, stacked=True)
         if part == "down":
-            whole = Take((f"{fused}down_proj",), (count, hidden, inter))
+            fused_take = Take((f"{fused}down_proj",), (count, hidden, inter))
         else:
             start = position * inter
-            whole = Take(
+            fused_take = Take(
                 (f"{fused}gate_up_proj",), (count, 2 * inter, hidden), dim=1, start=start, stop=start + inter
             )
-        takes[f"moe.{part}.weight"] = (each, whole)
+        takes[f"moe.{part}.weight"] = (per_expert, fused_take)
     return takes
 
 
