@@ -45,8 +45,8 @@ def advice(plan: CapacityPlan) -> list[Step]:
     where the plan itself does not hold them.
     """
     q, now = plan.question, plan.advice.chosen
-    held = now is not None and now.holds(q.slo)
-    found = []
+    holds_now = now is not None and now.holds(q.slo)
+    steps = []
     for what, flag, changed in _changes(q, now):
         then = choice(changed).chosen
         if then is None:
@@ -54,9 +54,9 @@ def advice(plan: CapacityPlan) -> list[Step]:
         holds = then.holds(q.slo)
         before, after = _score(now, q.objective), _score(then, q.objective)
         effect = _effect(before, after, q.objective)
-        if effect >= LEAST and (holds or not held):
-            found.append(Step(what, flag, effect, _finite(before), _finite(after), holds))
-    return sorted(found, key=lambda s: (not s.holds, -s.effect))
+        if effect >= LEAST and (holds or not holds_now):
+            steps.append(Step(what, flag, effect, _finite(before), _finite(after), holds))
+    return sorted(steps, key=lambda s: (not s.holds, -s.effect))
 
 
 def _score(option: Option | None, objective: Objective) -> float:

@@ -19,7 +19,7 @@ def by_engine(plan: CapacityPlan) -> dict[str, Figures]:
     q, chosen = plan.question, plan.advice.chosen
     if q.engine != "default" or chosen is None or chosen.estimate is None:
         return {}
-    found = {}
+    by_name = {}
     for engine in MEASURED:
         estimate = replace(q, engine=engine, split=chosen.split).look(chosen.split).estimate
         assert estimate is not None
@@ -29,12 +29,12 @@ def by_engine(plan: CapacityPlan) -> dict[str, Figures]:
             "e2el_ms": estimate.e2el_s * 1e3,
             "requests_per_s": estimate.rate * chosen.split.dp,
         }
-        found[engine] = {name: x if math.isfinite(x) else None for name, x in figures.items()}
-    return found
+        by_name[engine] = {name: x if math.isfinite(x) else None for name, x in figures.items()}
+    return by_name
 
 
 def spread(figures: dict[str, Figures], name: str, own: float | None) -> tuple[float, float] | None:
     """Return the least and the most of a figure over the engines and the plan itself; None: one is without bound."""
-    values = [each[name] for each in figures.values()]
+    values = [row[name] for row in figures.values()]
     known = [value for value in (*values, own) if value is not None]
     return (min(known), max(known)) if len(known) > len(values) and values else None

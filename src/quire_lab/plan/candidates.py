@@ -21,22 +21,22 @@ def candidates(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
     """
     heads = min(layer.attention.num_heads for layer in spec.layers)
     is_networked = hardware.kind == "cpu" and hardware.network_bandwidth is not None
-    found = []
+    splits = []
     tp = 1
     while tp <= (count if is_networked else min(count, hardware.domain)) and heads % tp == 0:
         stages = 1
         while tp * stages <= count and stages <= spec.num_layers:
-            found.append(Split(tp=tp, pp=stages, ep=_experts(spec, tp), dp=count // (tp * stages)))
+            splits.append(Split(tp=tp, pp=stages, ep=_experts(spec, tp), dp=count // (tp * stages)))
             stages *= 2
         tp *= 2
-    return sorted(found, key=lambda s: (s.tp * s.pp, s.pp))
+    return sorted(splits, key=lambda s: (s.tp * s.pp, s.pp))
 
 
 def striped(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
     """Return the splits that share out K and V of a request by position, within a domain of links."""
     most = min(count, hardware.domain)
-    whole = [split for split in candidates(spec, hardware, most // 2) if split.pp == 1]
-    pairs = [(split, 1 << i) for split in whole for i in range(1, most.bit_length())]
+    splits = [split for split in candidates(spec, hardware, most // 2) if split.pp == 1]
+    pairs = [(split, 1 << i) for split in splits for i in range(1, most.bit_length())]
     found = [
         replace(split, cp=cp, dp=count // (split.tp * cp)) for split, cp in pairs if split.tp * cp <= most
     ]

@@ -83,13 +83,13 @@ def _roofline(plan: CapacityPlan, steps: Roofline) -> list[Line]:
     rows = min(q.load.isl, q.max_num_batched_tokens)
     named.append((f"intensity, prompt of {rows:,}", StepFeatures(rows, 1, 1, 0, rows, chunk_pairs(0, rows))))
     for name, step in named:
-        found = intensity(steps, step)
-        bound = "compute" if found.per_byte > ridge else "memory"
+        point = intensity(steps, step)
+        bound = "compute" if point.per_byte > ridge else "memory"
         text = (
-            f"{found.operations / 1e9:,.0f}e9 op / {found.bytes / 1e9:,.2f} GB a device: bound by {bound}; "
+            f"{point.operations / 1e9:,.0f}e9 op / {point.bytes / 1e9:,.2f} GB a device: bound by {bound}; "
         )
-        text += f"{found.utilization:.1%} of its op/s in {ms(found.seconds)}"
-        lines.append(Line(name, f"{found.per_byte:,.1f} op/B", text))
+        text += f"{point.utilization:.1%} of its op/s in {ms(point.seconds)}"
+        lines.append(Line(name, f"{point.per_byte:,.1f} op/B", text))
     return lines
 
 
@@ -98,16 +98,16 @@ def _links(plan: CapacityPlan, steps: Roofline, running: int) -> list[Line]:
     q, lines = plan.question, []
     rows = min(q.load.isl, q.max_num_batched_tokens)
     decode, prompt = steps.link_uses(running, running), steps.link_uses(rows, 1)
-    for axis in dict.fromkeys(each.use.axis for each in (*decode, *prompt)):
-        mine = [each for each in decode if each.use.axis == axis]
-        kinds = dict.fromkeys(each.use.kind for each in mine)
-        said = [_said(kind, [each for each in mine if each.use.kind == kind]) for kind in kinds]
-        sources = {_source(each) for each in mine}
-        seconds = sum(each.use.count * each.seconds for each in mine)
-        of_prompt = sum(each.total_bytes for each in prompt if each.use.axis == axis)
-        text = f"{' + '.join(said)} {', '.join(sorted(sources))} in {ms(seconds)}; "
+    for axis in dict.fromkeys(link.use.axis for link in (*decode, *prompt)):
+        own = [link for link in decode if link.use.axis == axis]
+        kinds = dict.fromkeys(link.use.kind for link in own)
+        texts = [_said(kind, [link for link in own if link.use.kind == kind]) for kind in kinds]
+        sources = {_source(link) for link in own}
+        seconds = sum(link.use.count * link.seconds for link in own)
+        of_prompt = sum(link.total_bytes for link in prompt if link.use.axis == axis)
+        text = f"{' + '.join(texts)} {', '.join(sorted(sources))} in {ms(seconds)}; "
         text += f"a prompt's {rows:,} rows {of_prompt / 1e6:,.1f} MB"
-        total = sum(each.total_bytes for each in mine)
+        total = sum(link.total_bytes for link in own)
         lines.append(Line(f"{axis} link, batch {running}", f"{total / 1e6:,.2f} MB", text))
     return lines
 
@@ -119,9 +119,9 @@ def _source(found: LinkUse) -> str:
 
 
 def _said(kind: Kind, found: list[LinkUse]) -> str:
-    count = sum(each.use.count for each in found)
+    count = sum(link.use.count for link in found)
     sizes = sorted(
-        {f"{each.num_bytes / 1e3:,.1f}" for each in found}, key=lambda text: float(text.replace(",", ""))
+        {f"{link.num_bytes / 1e3:,.1f}" for link in found}, key=lambda text: float(text.replace(",", ""))
     )
     least = f"{sizes[0]} … " if len(sizes) > 1 else ""
     return f"{count} {COLLECTIVES[kind].format(s='s' * (count > 1))} of {least}{sizes[-1]} kB"

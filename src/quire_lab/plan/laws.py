@@ -79,7 +79,7 @@ class Tier:
 
 def tiers(hardware: Hardware) -> list[Tier]:
     """Return the memories of ``hardware`` that the table knows, the fastest first."""
-    found = [
+    rows = [
         ("SRAM (shared memory)", hardware.sram_bandwidth, hardware.sram_bytes),
         ("L2", hardware.l2_bandwidth, hardware.l2_bytes),
         ("device memory", hardware.bandwidth, hardware.memory_bytes),
@@ -88,7 +88,7 @@ def tiers(hardware: Hardware) -> list[Tier]:
         ("network", hardware.network_bandwidth, None),
         ("NVMe", NVME_BANDWIDTH, None),
     ]
-    known = [Tier(name, speed, size) for name, speed, size in found if speed]
+    known = [Tier(name, speed, size) for name, speed, size in rows if speed]
     return sorted(known, key=lambda tier: -tier.bandwidth)
 
 
@@ -168,11 +168,11 @@ def attention_traffic(
     """
     scores = float(num_heads) * context * context * element
     rows = context * head_dim * element
-    whole = 2.0 * num_heads * rows + 2.0 * num_kv_heads * rows  # Q and the output; K and V
+    once = 2.0 * num_heads * rows + 2.0 * num_kv_heads * rows  # Q and the output; K and V
     tiles = -(-context // tile)
     tiled = 2.0 * num_heads * rows + 2.0 * num_heads * rows * tiles
     return AttentionTraffic(
-        scores, passes * scores + whole, tiled, whole, 4.0 * num_heads * head_dim * context * context
+        scores, passes * scores + once, tiled, once, 4.0 * num_heads * head_dim * context * context
     )
 
 
