@@ -102,12 +102,12 @@ class Decision:
         wins, draws = self.wins, len(self.values)
         first = 0 if wins[0] >= wins[1] else 1
         ranges = [f"{show(min(side))} … {show(max(side))}" for side in zip(*self.values, strict=True)]
-        told = f"{self.figure} {ranges[first]} against {ranges[1 - first]}"
+        text = f"{self.figure} {ranges[first]} against {ranges[1 - first]}"
         equal = draws - sum(wins)
         tail = f", equal in {equal}" if equal else ""
         if wins[0] == wins[1]:
-            return f"{self.names[0]} and {self.names[1]} are level in {draws} draws ({wins[0]} each{tail}): {told}"
-        return f"{self.names[first]} before {self.names[1 - first]} in {wins[first]} of {draws} draws{tail}: {told}"
+            return f"{self.names[0]} and {self.names[1]} are level in {draws} draws ({wins[0]} each{tail}): {text}"
+        return f"{self.names[first]} before {self.names[1 - first]} in {wins[first]} of {draws} draws{tail}: {text}"
 
 
 def decide(side: Side, text: str, draws: int) -> Decision:
@@ -118,14 +118,14 @@ def decide(side: Side, text: str, draws: int) -> Decision:
     figure, higher = ("goodput_per_s", True) if side.flags.slo else ("e2el_ms.mean", False)
     values = []
     for number in range(draws):
-        pair = [value_of(each.drawn(number, draws), figure) or 0.0 for each in (side, other)]
+        pair = [value_of(run.drawn(number, draws), figure) or 0.0 for run in (side, other)]
         values.append((pair[0], pair[1]))
     return Decision(("as given", other.name), figure, higher, tuple(values))
 
 
 def _pairs(text: str) -> dict[str, Any]:
     """Read ``a=1,b="x"`` as TOML values; a word without quotes is a text, and dashes are those of flags."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for part in (p.strip() for p in text.split(";" if ";" in text else ",") if p.strip()):
         key, equals, value = (p.strip() for p in part.partition("="))
         if not equals:
@@ -134,5 +134,5 @@ def _pairs(text: str) -> dict[str, Any]:
             read = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             read = value
-        found[key.removeprefix("--").replace("-", "_")] = read
-    return found
+        settings[key.removeprefix("--").replace("-", "_")] = read
+    return settings

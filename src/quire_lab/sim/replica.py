@@ -203,10 +203,10 @@ class Replica:
         self.executor = sim_executor(
             latency, clock, on_submit, max_in_flight=most_out, drafts=drafts, num_stages=stages
         )
-        held = config.tpot_s is not None
+        has_target = config.tpot_s is not None
         events = EventBuffer() if reports else None
         made = Scheduler(
-            scheduler, config.cache, events, step_time=step_time if held else None,
+            scheduler, config.cache, events, step_time=step_time if has_target else None,
             chains_steps=self.executor.chains_steps, num_stages=stages, stage_rows=config.stage_rows,
         )  # fmt: skip
         controller = None
@@ -249,13 +249,13 @@ class Timeline:
         """Record the state at ``now``. Call it only from `next_s` on."""
         stats = [replica.stats() for replica in replicas]
         blocks = sum(s.num_blocks for s in stats)
-        held = blocks - sum(s.num_free_blocks + s.num_idle_blocks for s in stats)
+        num_used = blocks - sum(s.num_free_blocks + s.num_idle_blocks for s in stats)
         self.points.append(
             Point(
                 now,
                 sum(s.num_running for s in stats),
                 sum(s.num_waiting for s in stats),
-                held / blocks,
+                num_used / blocks,
                 sum(s.num_generated_tokens for s in stats),
             )
         )

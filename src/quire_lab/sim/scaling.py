@@ -32,7 +32,7 @@ class Scaler:
     def close(self, end_s: float) -> float:
         """Return the seconds for which replicas were rented; the last request ended at ``end_s``."""
         open_s = (end_s - since_s for since_s in (*self._rented_s.values(), *self._starting.values()))
-        return self._replica_s + sum(max(each, 0.0) for each in open_s)
+        return self._replica_s + sum(max(seconds, 0.0) for seconds in open_s)
 
     def _look(self) -> None:
         cluster, now = self._cluster, self._cluster.clock.now()

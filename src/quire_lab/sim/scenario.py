@@ -90,7 +90,7 @@ def _own(path: Path) -> Scenario:
     for key in ("x", "values", "variants"):
         if not data.get(key):
             raise ConfigError(f"--scenario {path}: {key} is missing")
-    if not all(isinstance(each, dict) and each.get("name") for each in data["variants"]):
+    if not all(isinstance(variant, dict) and variant.get("name") for variant in data["variants"]):
         raise ConfigError(f"--scenario {path}: every variant is a table with a name")
     data = {"title": path.stem, "question": "", "answer": "", "base": {}, "charts": _CHARTS} | data
     return _made(path.stem, data)
@@ -107,19 +107,19 @@ def run_scenario(name: str, settings: Mapping[str, Any]) -> int:
             print(f"{known:20} {load_scenario(known).question}")
         return 0
     files_of = {key: settings.get(key) for key in ("json", "html")}
-    given = {k: v for k, v in settings.items() if k not in ("scenario", "json", "html", "jsonl")}
+    flags = {k: v for k, v in settings.items() if k not in ("scenario", "json", "html", "jsonl")}
     scenario = load_scenario(name)
     results: dict[tuple[str, Any], Summary] = {}
     todo = [(variant, value) for variant in scenario.variants for value in scenario.values]
     with ticking(lambda s: f"… {len(results)} of {len(todo)} runs after {s:.0f} s"):
         for variant, value in todo:
-            results[variant["name"], value] = run_one(scenario, variant, value, given)
+            results[variant["name"], value] = run_one(scenario, variant, value, flags)
     _show(scenario, results)
     if files_of["json"]:
         rows = [{"variant": v, scenario.x: x, **summary} for (v, x), summary in results.items()]
-        said = {"scenario": scenario.name, "title": scenario.title, "answer": answer_of(scenario, results)[0]}
+        head = {"scenario": scenario.name, "title": scenario.title, "answer": answer_of(scenario, results)[0]}
         figures = figures_of(scenario, results)
-        text = json.dumps(finite({**said, "figures": figures, "runs": rows}), indent=2)
+        text = json.dumps(finite({**head, "figures": figures, "runs": rows}), indent=2)
         write(files_of["json"], text + "\n")
     if files_of["html"]:
         write(files_of["html"], page_of(scenario, results))
@@ -146,10 +146,10 @@ def _load_of(scenario: Scenario) -> str:
 
 def value_of(summary: Summary, key: str) -> float | None:
     """Return ``ttft_ms.p50`` of a summary, or None where the run could not be set up."""
-    found: Any = summary
+    value: Any = summary
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return None if found is None else float(found)
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return None if value is None else float(value)
 
 
 def figures_of(scenario: Scenario, results: Results) -> dict[str, float]:
@@ -159,7 +159,7 @@ def figures_of(scenario: Scenario, results: Results) -> dict[str, float]:
     value) or of ``over_at`` (the same variant at another value). ``at`` may be left out where x has one value.
     ``best_of``: the largest over all values of x. What was not run or did not fit is NaN.
     """
-    found = {}
+    figures = {}
     for name, spec in scenario.figures.items():
         of, at, key = spec.get("of", spec.get("best_of")), spec.get("at", scenario.values[0]), spec["key"]
 
@@ -172,8 +172,8 @@ def figures_of(scenario: Scenario, results: Results) -> dict[str, float]:
         if "over" in spec or "over_at" in spec:
             below = value(spec.get("over", of), spec.get("over_at", at))
             figure = figure / below if below else math.nan
-        found[name] = figure
-    return found
+        figures[name] = figure
+    return figures
 
 
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}

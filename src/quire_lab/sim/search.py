@@ -76,12 +76,12 @@ class Search:
 
     def grid(self, max_replicas: int | None = None) -> list[Setting]:
         """Return every setting of at most ``count`` devices whose replicas fit in memory."""
-        found = []
+        settings = []
         for split in self._splits():
             most = self.question.count // split.tp
             for replicas in range(1, min(most, max_replicas or most) + 1):
-                found += [Setting(split.tp, replicas, chunk) for chunk in self.chunks]
-        return found
+                settings += [Setting(split.tp, replicas, chunk) for chunk in self.chunks]
+        return settings
 
     def find(self, max_replicas: int | None = None) -> Found:
         """Bisect the number of replicas for each tp, the smallest tp first."""
@@ -90,13 +90,13 @@ class Search:
             low, high = 0, min(self.question.count // split.tp, max_replicas or self.question.count)
             if best is not None:  # only cheaper settings are of interest
                 high = min(high, (best.setting.num_devices - 1) // split.tp)
-            if high < 1 or (held := self._holds(split.tp, high)) is None:
+            if high < 1 or (trial := self._holds(split.tp, high)) is None:
                 continue
             while high - low > 1:  # low does not hold, high does
                 middle = (low + high) // 2
                 fewer = self._holds(split.tp, middle)
-                low, high, held = (middle, high, held) if fewer is None else (low, middle, fewer)
-            best = held  # cheaper than the previous best: ``high`` started below it
+                low, high, trial = (middle, high, trial) if fewer is None else (low, middle, fewer)
+            best = trial  # cheaper than the previous best: ``high`` started below it
         return Found(best, tuple(self._tried.values()), len(self.grid(max_replicas)))
 
     def attempt(self, setting: Setting) -> Tried:

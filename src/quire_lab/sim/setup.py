@@ -202,10 +202,10 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
         raise ConfigError(f"model = {args.model!r}, but {args.profile} was measured with {profile.model!r}")
     measured = profile.settings
     for name in MEASURED:
-        given = settings.get(name)
-        if given not in (None, "auto", measured.get(name)):
+        value = settings.get(name)
+        if value not in (None, "auto", measured.get(name)):
             raise ConfigError(
-                f"{name} = {given!r}, but {args.profile} was measured with {measured.get(name)!r}: profile it again"
+                f"{name} = {value!r}, but {args.profile} was measured with {measured.get(name)!r}: profile it again"
             )
     try:
         return _Engine(
