@@ -89,15 +89,15 @@ async def _until_signal(args: AutoscaleArgs, policy: Policy, scaler: Scaler) -> 
 
 async def run(args: AutoscaleArgs, policy: Policy, scaler: Scaler, now: Callable[[], float]) -> None:
     """Look at the gateway every ``interval_s`` and scale, until cancelled. What fails is logged and tried again."""
-    asked = None
+    count = None
     async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
         while True:
             try:
-                if asked is None:
-                    asked = await scaler.current()
-                    if asked is not None and asked < args.min_replicas:
+                if count is None:
+                    count = await scaler.current()
+                    if count is not None and count < args.min_replicas:
                         await scaler.scale(args.min_replicas)
-                        log.info("scaled", replicas=args.min_replicas, before=asked, why="the fewest allowed")
+                        log.info("scaled", replicas=args.min_replicas, before=count, why="the fewest allowed")
                 decision = policy(await look(session, args.gateway, now()))
                 current = await scaler.current()
                 if decision.replicas != current:

@@ -105,14 +105,14 @@ def commands_of(*, local: bool) -> bytes:
         "suggested": suggested["model"],
     }
     commands = {"plan": command_with(PlanArgs, skip=("model",))(_plan), "simulate": simulate}
-    found: dict[str, list[dict[str, Any]]] = {"plan": [model], "simulate": []}
+    by_command: dict[str, list[dict[str, Any]]] = {"plan": [model], "simulate": []}
     for command, function in commands.items():
         for each in inspect.signature(function).parameters.values():
             if each.name not in HIDDEN:
                 python_type, option = get_args(each.annotation)
                 name, _, negative = str(option.default).partition("/")
                 is_bool = bool in get_args(python_type)
-                found[command].append(
+                by_command[command].append(
                     {
                         "name": each.name,
                         "flag": name,
@@ -124,7 +124,7 @@ def commands_of(*, local: bool) -> bytes:
                         "negative": negative if "(on" in option.help else "",
                     }
                 )
-    return msgspec.json.encode({"flags": found, "local": local})
+    return msgspec.json.encode({"flags": by_command, "local": local})
 
 
 def _plan(*, settings: dict[str, Any]) -> None:

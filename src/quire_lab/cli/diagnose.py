@@ -22,11 +22,11 @@ def run(
 ) -> int:
     """Print the diagnosis. Raises ConfigError."""
     reading = asyncio.run(read(url, seconds, key=key, admin_url=admin_url, admin_key=admin_key))
-    found = diagnose(figures(reading))
+    diagnosis = diagnose(figures(reading))
     if as_json:
-        print(json.dumps(finite({"url": reading.url, **found.as_dict()}), indent=1))
+        print(json.dumps(finite({"url": reading.url, **diagnosis.as_dict()}), indent=1))
         return 0
-    _print(reading.url, found)
+    _print(reading.url, diagnosis)
     return 0
 
 

@@ -40,8 +40,8 @@ def server(url: str, key: str | None) -> None:
 
 def ranks_of(metrics: Metrics) -> list[dict[str, str]]:
     """Return the labels of each rank, by its number."""
-    found = [dict(re.findall(r"(\w+)=([^,}]*)", name)) for name in metrics if name.startswith(_INFO)]
-    return sorted(found, key=lambda labels: int(labels["rank"]))
+    ranks = [dict(re.findall(r"(\w+)=([^,}]*)", name)) for name in metrics if name.startswith(_INFO)]
+    return sorted(ranks, key=lambda labels: int(labels["rank"]))
 
 
 def row_of(reading: Reading, rank: dict[str, str]) -> list[str]:

@@ -105,8 +105,8 @@ def _links(asked: PlanArgs, hardware: Hardware) -> Links | None:
     """Return the links of the profile that is given, or that was kept of this machine."""
     path = asked.profile
     if path is None:
-        found = kept(asked.model) if hardware.name == HERE else None
-        return None if found is None else found[1].links
+        profile = kept(asked.model) if hardware.name == HERE else None
+        return None if profile is None else profile[1].links
     links = load_profile(Path(path)).links
     if links is None:
         raise ConfigError(f"--profile {path!r} has no links: `quire profile --parallel` measures them")
@@ -135,10 +135,12 @@ def hardware_of(asked: PlanArgs) -> Hardware:
     """Return the requested device, at the price that is given."""
     if asked.price is not None and asked.price <= 0:
         raise ConfigError(f"--price {asked.price:g} must be more than 0 USD an hour")
-    found = _spread(asked, _device(asked))
+    hardware = _spread(asked, _device(asked))
     if asked.price is not None:
-        found = replace(found, price=Price(asked.price, "--price", "as given"))
-    return replace(found, watts=asked.watts or found.watts, purchase_usd=asked.purchase or found.purchase_usd)
+        hardware = replace(hardware, price=Price(asked.price, "--price", "as given"))
+    return replace(
+        hardware, watts=asked.watts or hardware.watts, purchase_usd=asked.purchase or hardware.purchase_usd
+    )
 
 
 def _spread(asked: PlanArgs, device: Hardware) -> Hardware:
@@ -175,7 +177,7 @@ def _device(asked: PlanArgs) -> Hardware:
 def lengths_of(workload: str) -> tuple[int, int]:
     """Return the mean (prompt, output) tokens of what ``--workload`` names."""
     if (lengths := parse_workload(workload)) is not None:
-        prompt, output = (statistics.fmean(each.draw(MEANS, Random(0))) for each in lengths)
+        prompt, output = (statistics.fmean(distribution.draw(MEANS, Random(0))) for distribution in lengths)
         return round(prompt), round(output)
     rows = read_trace(workload).rows
     if not rows:
@@ -249,23 +251,23 @@ def plan(asked: PlanArgs) -> int:
         return show_hardware(as_json=asked.json)
     question = question_of(asked)
     other = read_plan(asked.compare) if asked.compare else None
-    found = search(question, asked.workload) if asked.search else None
+    tries = search(question, asked.workload) if asked.search else None
     answer = plan_capacity(question)
     command, lacking = serve_command(answer)
     measured = measured_here(answer)
     explained = explain(answer, asked.api_price, asked.power_price, asked.people) if asked.explain else []
     if asked.json:
-        said = answer.as_dict() | {"command": command, "remarks": lacking}
-        said["predicted"] |= {"by_engine": figures} if (figures := by_engine(answer)) else {}
-        said["advice"] = [step.as_dict() for step in advice(answer)]
-        said["measured"] = measured
+        report = answer.as_dict() | {"command": command, "remarks": lacking}
+        report["predicted"] |= {"by_engine": figures} if (figures := by_engine(answer)) else {}
+        report["advice"] = [step.as_dict() for step in advice(answer)]
+        report["measured"] = measured
         if asked.explain:
-            said["explain"] = [asdict(line) for line in explained]
+            report["explain"] = [asdict(line) for line in explained]
         if other is not None:
-            said["compare"] = [asdict(row) for row in compare(other, said)]
-        if found is not None:
-            said["search"] = asdict(found) | {"share": SHARE}
-        print(json.dumps(said, indent=1))
+            report["compare"] = [asdict(row) for row in compare(other, report)]
+        if tries is not None:
+            report["search"] = asdict(tries) | {"share": SHARE}
+        print(json.dumps(report, indent=1))
     else:
         _print(answer, command, [*lacking, *measured_lines(answer, measured)], explained)
         if steps := advice(answer):
@@ -274,10 +276,10 @@ def plan(asked: PlanArgs) -> int:
         if other is not None:
             _console().print()
             _console().print(comparison_table(other, answer.as_dict() | {"command": command}))
-        if found is not None:
-            held = "the cheapest in bold" if found.best else "[red]none holds the SLO[/red]"
-            _console().print(f"\n{len(found.tried)} of {found.grid_size} settings simulated, {held}\n")
-            _console().print(search_table(found))
+        if tries is not None:
+            legend = "the cheapest in bold" if tries.best else "[red]none holds the SLO[/red]"
+            _console().print(f"\n{len(tries.tried)} of {tries.grid_size} settings simulated, {legend}\n")
+            _console().print(search_table(tries))
     return 0 if answer.advice.chosen else 2
 
 

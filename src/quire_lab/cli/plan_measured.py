@@ -20,10 +20,10 @@ def measured_here(answer: CapacityPlan) -> dict[str, Any] | None:
         return None
     dtype, quantize = _PRECISIONS.get(q.precision, ("bfloat16", q.precision))
     kv_dtype = dtype if q.kv_dtype == "bf16" else q.kv_dtype
-    found = kept(q.model, settings={"dtype": dtype, "quantize": quantize, "kv_dtype": kv_dtype})
-    if found is None:
+    profile = kept(q.model, settings={"dtype": dtype, "quantize": quantize, "kv_dtype": kv_dtype})
+    if profile is None:
         return None
-    path, made = found
+    path, made = profile
     isl, num = q.load.isl, max(1, round(chosen.estimate.concurrency))
     prompt_s = made.host.request_s
     for start in range(0, isl, q.max_num_batched_tokens):

@@ -71,9 +71,9 @@ def speed_table(data: Mapping[str, Any], engines: dict[str, Figures]) -> Table:
     table.add_row("throughput", f"{p['requests_per_s']:.2f} requests/s, {p['input_tokens_per_s']:,.0f} tokens/s in, "
                   f"{p['output_tokens_per_s']:,.0f} out")  # fmt: skip
     if p["knee_per_s"] is not None:
-        held = "held" if p["meets_slo"] else "[red]not held[/red]"
+        slo = "held" if p["meets_slo"] else "[red]not held[/red]"
         goodput = f"goodput {p['goodput_per_s']:.2f} requests/s, knee at {p['knee_per_s']:.2f}"
-        table.add_row("SLO", f"{held}; {goodput}")
+        table.add_row("SLO", f"{slo}; {goodput}")
         if p["devices_needed"] is not None:
             table.add_row("", f"the fewest devices that hold it: {p['devices_needed']}")
     if cost and cost["usd_per_hour"] is not None:

@@ -55,14 +55,14 @@ def _with_profile(args: SimulateArgs) -> SimulateArgs:
     """Return ``args`` with the newest profile that `quire profile` kept, where they name no step times."""
     if args.profile is not None or args.hardware is not None:
         return args
-    found = kept(args.model)
-    if found is None:
+    profile = kept(args.model)
+    if profile is None:
         of = "" if args.model is None else f" of {args.model}"
         raise ConfigError(
             f"there are no step times{of}: `quire profile` measures this machine's; or give "
             "--profile FILE, or --hardware NAME with --model NAME"
         )
-    return replace(args, profile=str(found[0]))
+    return replace(args, profile=str(profile[0]))
 
 
 def _simulated(setup: Setup, slo: Slo | None, workload: Workload, what: str) -> Outcome:
@@ -107,11 +107,11 @@ def _states(setup: Setup, slo: Slo | None, workload: Workload) -> list[dict[str,
     """Return the summaries of the same run in the machine's fast and slow state, as its profile saw them."""
     if setup.spread is None or setup.spread.slow <= setup.spread.fast:
         return []
-    found = []
+    summaries = []
     for factor in (setup.spread.fast, setup.spread.slow):
         result = simulate(setup.config, Scaled(setup.step_time, factor), workload, scaling=setup.scaling)
-        found.append(summary_of(result, slo, workload))
-    return found
+        summaries.append(summary_of(result, slo, workload))
+    return summaries
 
 
 NEAR_GOODPUT = 0.95  # share of the fast state's goodput; less is past the knee
