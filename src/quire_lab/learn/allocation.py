@@ -85,9 +85,9 @@ def paged(lengths: Sequence[tuple[int, int]], num_tokens: int, block_size: int, 
         tables.take(plan)
         now += 1.0
         if plan.seqs:
-            held = {request: tuple(rows) for request, rows in tables.rows.items()}
-            reserved = block_size * sum(map(len, held.values()))
-            snapshots.append(Snapshot(held, dict(tables.num_tokens), reserved))
+            used = {request: tuple(rows) for request, rows in tables.rows.items()}
+            reserved = block_size * sum(map(len, used.values()))
+            snapshots.append(Snapshot(used, dict(tables.num_tokens), reserved))
         scheduler.apply(ledger.take(plan).result, now)
     return Run(tuple(snapshots))
 

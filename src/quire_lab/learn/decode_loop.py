@@ -32,7 +32,7 @@ def draw(
     answer, steps = decode(prompt or " ", sampling)
     rows = []
     for number_, one in enumerate(steps):
-        of = [float(each[one.token_id]) * 100 for each in (one.model, one.warm, one.kept)]
+        of = [float(distribution[one.token_id]) * 100 for distribution in (one.model, one.warm, one.kept)]
         rows.append((f"{number_} {one.text!r}", one.token_id, *of, _rank(one), int((one.kept > 0).sum())))
     header = (
         "step and token",
@@ -50,7 +50,7 @@ def draw(
         name: tuple(float(of[i]) * 100 for i in ids)
         for name, of in (("model", at.model), ("temperature", at.warm), ("truncation", at.kept))
     }
-    names = tuple(repr(each) for each in spelled(ids))
+    names = tuple(repr(piece) for piece in spelled(ids))
     xs = tuple(float(i) for i in range(len(steps)))
     entropy = Lines("uncertainty of each step", Axis("step"), Axis("entropy", "bits"), (
         Line("model", xs, tuple(_entropy(s, "model") for s in steps), "points"),

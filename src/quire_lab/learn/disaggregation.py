@@ -90,8 +90,8 @@ def _state(step: Step) -> str:
 def _gaps(name: str, records: tuple[RequestRecord, ...]) -> Line:
     ms = sorted(gap_s * 1e3 for r in records for gap_s in r.itl_s)
     every = max(1, len(ms) // 400)
-    kept = [*range(0, len(ms), every), *([len(ms) - 1] if ms else [])]
-    return Line(name, tuple(ms[i] for i in kept), tuple(100.0 * (i + 1) / len(ms) for i in kept), "steps")
+    shown = [*range(0, len(ms), every), *([len(ms) - 1] if ms else [])]
+    return Line(name, tuple(ms[i] for i in shown), tuple(100.0 * (i + 1) / len(ms) for i in shown), "steps")
 
 
 def _longest(records: tuple[RequestRecord, ...]) -> float:

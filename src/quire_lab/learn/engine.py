@@ -107,11 +107,11 @@ def requests_of(
     prompts: Sequence[int], outputs: Sequence[int], arrivals_s: Sequence[float] = (0.0,)
 ) -> Workload:
     """Return one request per output length; shorter lists are gone through again."""
-    found = [
+    requests = [
         WorkloadRequest(arrivals_s[i % len(arrivals_s)], prompts[i % len(prompts)], length, i)
         for i, length in enumerate(outputs)
     ]
-    return Workload(tuple(found), {}, "given lengths")
+    return Workload(tuple(requests), {}, "given lengths")
 
 
 def watch(

@@ -56,10 +56,10 @@ def check(rows: int, columns: int, head_dim: int) -> tuple[float, Tiled]:
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, _CHECKED, head_dim))
     tiled = Tiled(q, k, v)
-    found = tiled.run(rows, columns)
+    output = tiled.run(rows, columns)
     scores = q @ k.T / math.sqrt(head_dim)
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return float(np.abs(found - weights / weights.sum(axis=1, keepdims=True) @ v).max()), tiled
+    return float(np.abs(output - weights / weights.sum(axis=1, keepdims=True) @ v).max()), tiled
 
 
 def draw(model: str, device: str, context: int, tile: int) -> Picture:
@@ -82,16 +82,16 @@ def draw(model: str, device: str, context: int, tile: int) -> Picture:
     xs = tuple(float(n) for n in lengths)
     lines = (Line("naive", xs, tuple(x for x, _ in times), "points"),
              Line("tiled", xs, tuple(x for _, x in times), "points"))  # fmt: skip
-    whole = attention_traffic(context, *shape, _ELEMENT, tile=tile)
+    traffic = attention_traffic(context, *shape, _ELEMENT, tile=tile)
     steps = ("S written", "S read", "P written", "P read", "Q, K, V, output", "tiled, all of it")
-    each = (whole.scores / 1e9,) * 4
+    matrices = (traffic.scores / 1e9,) * 4
     bars = Bars(f"bytes of one layer at {context:,} tokens, by step", Axis("traffic", "GB"), steps,
-                {"": (*each, (whole.naive - 4 * whole.scores) / 1e9, rows[-1][3])})  # fmt: skip
+                {"": (*matrices, (traffic.naive - 4 * traffic.scores) / 1e9, rows[-1][3])})  # fmt: skip
     error, counted = check(min(tile, _CHECKED), min(tile, _CHECKED), a.head_dim)
     layers = spec_of(model).num_layers
     facts = (
-        Fact("one layer's matrix of scores", whole.scores / 1e9, "GB"),
-        Fact("device memory's traffic, naive against tiled", whole.naive / 1e9 / rows[-1][3], "×"),
+        Fact("one layer's matrix of scores", traffic.scores / 1e9, "GB"),
+        Fact("device memory's traffic, naive against tiled", traffic.naive / 1e9 / rows[-1][3], "×"),
         Fact("time of all layers, naive", times[-1][0] * layers, "ms"),
         Fact("time of all layers, tiled", times[-1][1] * layers, "ms"),
         Fact("largest difference of the two, computed on 96 random tokens", error),

@@ -25,9 +25,9 @@ def draw(model: str, kv_dtype: str, context: int, users: int, device: str, count
     full = with_all_kv_heads(spec)
     contexts = [max(1, context * i // (_POINTS - 1)) for i in range(_POINTS)]
     grouped = tuple(users * kv_bytes_per_request(spec, c, kv_dtype) / GIB for c in contexts)
-    whole = tuple(users * kv_bytes_per_request(full, c, kv_dtype) / GIB for c in contexts)
+    ungrouped = tuple(users * kv_bytes_per_request(full, c, kv_dtype) / GIB for c in contexts)
     xs = tuple(float(c) for c in contexts)
-    lines = [Line("as the model is", xs, grouped), Line("a KV head per query head", xs, whole)]
+    lines = [Line("as the model is", xs, grouped), Line("a KV head per query head", xs, ungrouped)]
     memory = plan_memory(
         spec, hardware, Split(tp=count), precision="bf16", kv_dtype=kv_dtype, context=context,
         max_num_batched_tokens=2048, max_num_seqs=users,

@@ -19,11 +19,11 @@ def lengths_of(requests: int, prompt: int, output: int, max_len: int, seed: int)
         parse_lengths(f"lognormal:{prompt},0.8,{max_len}", "prompt"),
         parse_lengths(f"lognormal:{output},0.8,{max_len}", "output"),
     ).build(seed, None)
-    found = []
+    lengths = []
     for r in made.requests:
         first = min(r.num_prompt_tokens, max_len - 2)
-        found.append((first, max(2, min(r.num_output_tokens, max_len - first))))
-    return found
+        lengths.append((first, max(2, min(r.num_output_tokens, max_len - first))))
+    return lengths
 
 
 def draw(

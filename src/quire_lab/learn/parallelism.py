@@ -22,15 +22,15 @@ def splits(spec: ModelSpec, count: int) -> list[Split]:
     """Return the powers of 2 of tp · pp · dp that make ``count`` devices, and whole experts where there are any."""
     heads = min(layer.attention.num_heads for layer in spec.layers)
     sizes = [1 << i for i in range(count.bit_length())]
-    found = [
+    options = [
         Split(tp=tp, pp=pp, dp=count // (tp * pp))
         for tp in sizes
         for pp in sizes
         if count % (tp * pp) == 0 and heads % tp == 0 and pp <= spec.num_layers
     ]
     if any(layer.mlp.moe for layer in spec.layers) and count > 1:
-        found.append(Split(tp=1, ep=count, attention_dp=count))
-    return found
+        options.append(Split(tp=1, ep=count, attention_dp=count))
+    return options
 
 
 def draw(
@@ -48,7 +48,7 @@ def draw(
         name = f"EP{split.ep} with DP attention" if split.attention_dp > 1 else str(split)
         share = max(1, batch // split.dp)
         decode, prefill = steps.parts(decode_step(share, prompt)), steps.parts(prefill_step(prompt))
-        moved = sum(each.total_bytes for each in steps.link_uses(*2 * (share / split.attention_dp,)))
+        moved = sum(link.total_bytes for link in steps.link_uses(*2 * (share / split.attention_dp,)))
         waits = bubble(split.pp, microbatches)
         fits = "yes" if memory.fits else "no"
         rows.append((name, memory.weights / GIB, fits, memory.max_requests * split.dp, moved / 1e6,

@@ -168,11 +168,11 @@ class Picture:
 
     def fact(self, text: str) -> float | str:
         """Return the value of the fact whose sentence begins with ``text``."""
-        found = [
+        facts = [
             f.value for p in self.parts if isinstance(p, Facts) for f in p.facts if f.text.startswith(text)
         ]
-        assert len(found) == 1, (text, found)
-        return found[0]
+        assert len(facts) == 1, (text, facts)
+        return facts[0]
 
 
 def _along(part: Lines | Timeline) -> list[float]:

@@ -69,8 +69,8 @@ class Watch:
         plan = self._plan
         drafts: tuple[int, ...] = ()
         if plan is not None and plan.seqs:
-            held = self.executor.worker.seqs.find(plan.seqs[0].seq_id)
-            drafts = held.drafts.token_ids[: plan.seqs[0].num_draft_tokens] if held is not None else ()
+            seq = self.executor.worker.seqs.find(plan.seqs[0].seq_id)
+            drafts = seq.drafts.token_ids[: plan.seqs[0].num_draft_tokens] if seq is not None else ()
         result = type(self.executor).collect(self.executor)
         if result.seqs and result.seqs[0].token_ids:
             self.rounds.append((tuple(drafts), result.seqs[0].token_ids))

@@ -13,19 +13,19 @@ RESIDUE = "outside of the steps (fitted)"
 
 def spans_of(steps: tuple[Step, ...], request: int, arrival_s: float) -> tuple[Span, ...]:
     """Return the parts of a request's life, in ms: waits, prefill chunks, decode steps."""
-    found: list[Span] = []
+    spans: list[Span] = []
     at_s = arrival_s
     for step in steps:
         row = next((row for row in step.rows if row.request == request), None)
         if row is None:
             continue
         if step.start_s > at_s + 1e-9:
-            found.append(Span(at_s * 1e3, step.start_s * 1e3, "wait"))
+            spans.append(Span(at_s * 1e3, step.start_s * 1e3, "wait"))
         state = "decode" if row.count == 1 and row.start else "prefill"
         label = f"{row.count} tokens in a step of {step.num_tokens}"
-        found.append(Span(step.start_s * 1e3, step.end_s * 1e3, state, label))
+        spans.append(Span(step.start_s * 1e3, step.end_s * 1e3, state, label))
         at_s = step.end_s
-    return tuple(found)
+    return tuple(spans)
 
 
 def draw(model: str, device: str, prompt: int, output: int, others: int, chunk: int) -> Picture:
@@ -47,7 +47,7 @@ def draw(model: str, device: str, prompt: int, output: int, others: int, chunk: 
     of: dict[str, list[Span]] = {}
     for span in (way, *spans):
         of.setdefault(span.state, []).append(span)
-    table = tuple((state, len(each), sum(s.end - s.start for s in each)) for state, each in of.items())
+    table = tuple((state, len(group), sum(s.end - s.start for s in group)) for state, group in of.items())
     ttft, tpot = last.ttft_s, last.tpot_s
     facts = [Fact("TTFT", (ttft or 0.0) * 1e3, "ms"), Fact("TPOT", (tpot or 0.0) * 1e3, "ms")]
     facts += [

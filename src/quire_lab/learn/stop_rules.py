@@ -29,7 +29,7 @@ def draw(prompt: str, max_tokens: int, stop: str, stop_token: str, end_of_text: 
     together = base | {key: value for rule in used.values() for key, value in rule.items()}
     ends = {name: answer(prompt or " ", SamplingParams(**base | rule)) for name, rule in used.items()}
     final = answer(prompt or " ", SamplingParams(**together))
-    whole = answer(prompt or " ", SamplingParams(**base | {"max_tokens": len(final.words) + _SHOWN}))
+    unstopped = answer(prompt or " ", SamplingParams(**base | {"max_tokens": len(final.words) + _SHOWN}))
     first = min(ends, key=lambda name: len(ends[name].words))
     rows = tuple(
         (name, len(one.words), one.reason, repr(one.text[-24:]))
@@ -37,8 +37,10 @@ def draw(prompt: str, max_tokens: int, stop: str, stop_token: str, end_of_text: 
     )
     spans = tuple(Row(name, (Span(0.0, float(len(one.words)), "decode"),)) for name, one in ends.items())
     spans += (Row("all rules", (Span(0.0, float(len(final.words)), "decode"),)),)
-    kept = len(final.words)
-    cells = [Cell("kept" if i < kept else "waste", repr(word)[1:-1]) for i, word in enumerate(whole.words)]
+    num_kept = len(final.words)
+    cells = [
+        Cell("kept" if i < num_kept else "waste", repr(word)[1:-1]) for i, word in enumerate(unstopped.words)
+    ]
     grid = Grid("tokens that were generated, and those that would have followed",
                 tuple(tuple(cells[i : i + _SHOWN]) for i in range(0, len(cells), _SHOWN)))  # fmt: skip
     facts = (
