@@ -110,18 +110,18 @@ def figures(reading: Reading) -> Figures:
 
 def _queue(samples: Sequence[_Sample], slots: float) -> dict[str, Any]:
     """Return the figures of what ran and waited. ``slots``: max_num_seqs."""
-    queued = [each for each in samples if each.waiting > 0]
+    queued = [sample for sample in samples if sample.waiting > 0]
     count = max(1, len(samples))
     return {
-        "running": sum(each.running for each in samples) / count,
-        "waiting": sum(each.waiting for each in samples) / count,
-        "kv_usage": sum(each.kv_usage for each in samples) / count,
-        "kv_full": sum(each.kv_usage >= KV_FULL and each.running < slots for each in queued) / count,
-        "slots_full": sum(each.running >= slots for each in queued) / count,
+        "running": sum(sample.running for sample in samples) / count,
+        "waiting": sum(sample.waiting for sample in samples) / count,
+        "kv_usage": sum(sample.kv_usage for sample in samples) / count,
+        "kv_full": sum(sample.kv_usage >= KV_FULL and sample.running < slots for sample in queued) / count,
+        "slots_full": sum(sample.running >= slots for sample in queued) / count,
         "idle_slots": sum(
-            max(0.0, 1.0 - each.running / min(slots, each.running + each.waiting))
-            for each in queued
-            if each.kv_usage < KV_FULL
+            max(0.0, 1.0 - sample.running / min(slots, sample.running + sample.waiting))
+            for sample in queued
+            if sample.kv_usage < KV_FULL
         )
         / count,
     }

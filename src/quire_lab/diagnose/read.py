@@ -118,13 +118,13 @@ async def _metrics(session: aiohttp.ClientSession, base: str) -> Metrics:
 
 def parse_metrics(text: str) -> Metrics:
     """Return the samples of an exposition by name and labels, without those that all have."""
-    found: Metrics = {}
+    metrics: Metrics = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k not in ("engine", "model_name")}
             shown = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
-            found[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
-    return found
+            metrics[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
+    return metrics
 
 
 async def _watch(session: aiohttp.ClientSession, base: str) -> AsyncGenerator[dict[str, Any], None]:
@@ -154,6 +154,6 @@ async def _runtime(admin_url: str, key: str | None) -> dict[str, Any]:
         body = decode(await answer.read()) if "json" in answer.content_type else {}
         if answer.status != 200:
             error = body.get("error", body)
-            said = error.get("message", "") if isinstance(error, dict) else error
-            raise ConfigError(f"{admin_url}/runtime answers {answer.status}: {said}")
+            message = error.get("message", "") if isinstance(error, dict) else error
+            raise ConfigError(f"{admin_url}/runtime answers {answer.status}: {message}")
         return dict(body["runtime"])

@@ -45,13 +45,13 @@ def diagnose(f: Figures) -> Diagnosis:
     """Apply every rule."""
     if not f.computed_tokens and not f.rejected:
         return Diagnosis("no-step" if f.running or f.waiting else "idle", (), f)
-    found = [finding for rule in _RULES if (finding := rule(f)) is not None]
-    explained = max((each.cost for each in found), default=0.0)
+    findings = [finding for rule in _RULES if (finding := rule(f)) is not None]
+    explained = max((each.cost for each in findings), default=0.0)
     if (overload := _overloaded(f)) is not None:
         # The overload counts with what is left of it once the other findings are set right.
-        found.append(replace(overload, cost=overload.cost * (1.0 - explained)))
-    found = sorted((each for each in found if each.cost >= _MIN_COST), key=lambda each: -each.cost)
-    return Diagnosis("limited" if found else "fine", tuple(found), f)
+        findings.append(replace(overload, cost=overload.cost * (1.0 - explained)))
+    findings = sorted((each for each in findings if each.cost >= _MIN_COST), key=lambda each: -each.cost)
+    return Diagnosis("limited" if findings else "fine", tuple(findings), f)
 
 
 def _kv_cache(f: Figures) -> Finding | None:
@@ -192,17 +192,17 @@ def _overloaded(f: Figures) -> Finding | None:
     late = f.queue_s > 0.5 * f.ttft_s and f.waiting >= 1
     if not f.rejected and not f.deadlines and not late and f.slo_missed < 0.05:
         return None
-    asked = f.requests + f.rejected
+    num_arrived = f.requests + f.rejected
     because = [
         f"{f.waiting:.1f} sequences waited; of a TTFT of {_ms(f.ttft_s)}, {_ms(f.queue_s)} were in the queue"
     ]
     if f.rejected:
-        because.append(f"{f.rejected:.0f} of {asked:.0f} requests were rejected")
+        because.append(f"{f.rejected:.0f} of {num_arrived:.0f} requests were rejected")
     if f.deadlines:
         because.append(f"{f.deadlines:.0f} sequences missed their deadline")
     if f.slo_missed:
         because.append(f"{f.slo_missed:.0%} of the sequences missed the SLO")
-    lost = f.rejected / asked if asked else 0.0
+    lost = f.rejected / num_arrived if num_arrived else 0.0
     return Finding(
         "overloaded",
         "More is asked than the server can do",

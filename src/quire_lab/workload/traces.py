@@ -83,30 +83,30 @@ def parse_trace(text: str, name: str, count_tokens: Callable[[str], int] = estim
         records = iter(csv.DictReader(io.StringIO(text)))
     refusals: list[tuple[int, str]] = []
     rows: list[WorkloadRequest] = []
-    found: _Format | None = None
+    row_format: _Format | None = None
     for number, record in enumerate(records):
         try:
             if not isinstance(record, dict):
                 raise RefusedRow("not a JSON object")
-            found = found or _detect(record)
-            if found is None:
+            row_format = row_format or _detect(record)
+            if row_format is None:
                 raise RefusedRow("unknown fields")
-            rows += (replace(r, index=number) for r in found.rows(record, number, count_tokens))
+            rows += (replace(r, index=number) for r in row_format.rows(record, number, count_tokens))
         except RefusedRow as reason:
             refusals.append((number, str(reason)))
-    if found is None:
+    if row_format is None:
         raise ConfigError(f"trace {name}: none of its {len(refusals)} rows is of a known format: {_FORMATS}")
-    return Trace(name, found.name, tuple(rows), tuple(refusals), found.timed)
+    return Trace(name, row_format.name, tuple(rows), tuple(refusals), row_format.timed)
 
 
 def _json_records(text: str, start: str) -> Iterator[Any]:
     if start == "[":
         try:
-            whole = json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            whole = None
-        if isinstance(whole, list):
-            yield from whole
+            value = None
+        if isinstance(value, list):
+            yield from value
             return
     for line in text.splitlines():
         if line.strip():
@@ -229,10 +229,10 @@ def _ms(row: Mapping[str, Any], key: str) -> float:
 
 def _timestamp(row: Mapping[str, Any]) -> float:
     """``2023-11-16 18:15:46.6805900`` as seconds: whole seconds and fraction apart, which keeps all seven digits."""
-    whole, _, fraction = str(row.get("TIMESTAMP")).partition(".")
+    seconds, _, fraction = str(row.get("TIMESTAMP")).partition(".")
     digits = fraction[:-6] if fraction[-6:-5] in ("+", "-") else fraction.rstrip("Z")
     try:
-        base = datetime.fromisoformat(whole)
+        base = datetime.fromisoformat(seconds)
         base_s = (base - datetime(1970, 1, 1, tzinfo=base.tzinfo)).total_seconds()
         return base_s + (float(f"0.{digits}") if digits else 0.0)
     except ValueError:
