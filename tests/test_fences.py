@@ -21,7 +21,7 @@ from tools.walk import OFF, Walk, walk
 MAX_DEFAULT = (92, 19_600, 545, 5_310)
 MAX_WITHOUT_OPTIONAL = (82, 18_050, 482, 4_940)
 # Lines of the modules that a process has loaded when it has answered one plain request.
-MAX_SERVER = 33_600
+MAX_SERVER = 30_450
 MAX_LLM = 25_600
 MAX_CORE_LOOP = 19_800
 

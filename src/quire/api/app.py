@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.api.anthropic import count_tokens, messages_job
@@ -15,18 +18,15 @@ from quire.api.busy import Busy
 from quire.api.call_stages import CallStages
 from quire.api.chat import chat_job
 from quire.api.completions import completion_job
-from quire.api.endpoint import CallStage, GenerateEndpoint, JsonEndpoint
+from quire.api.endpoint import CallStage, Compute, GenerateEndpoint, JsonEndpoint, Prepare
 from quire.api.health import About, Models, Probes
+from quire.api.late import Late
 from quire.api.live_feed import LIVE_PATH, LiveFeed
-from quire.api.native_forms import llama_completion_job, llama_infill_job, tgi_job, tgi_stream_job
 from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
 from quire.api.ollama import embeddings_job as ollama_embeddings_job
 from quire.api.ollama_models import OllamaModels, show
-from quire.api.openapi import Description, Served
-from quire.api.pooling import embeddings_job, rerank_job, score_job
 from quire.api.responses import StoredResponses, count_input, responses_job
 from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast, output_format
-from quire.api.text_tools import detokenize, render, tokenize
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.http.browser_guard import BrowserRules
@@ -35,6 +35,24 @@ from quire.http.stages import Stages
 from quire.metrics.prometheus import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.text.infill import infill_of
+
+# What few servers are asked for, by path. It is loaded with the first request for it.
+LATE_GENERATE: dict[str, Late] = {
+    "/v1/embeddings": Late("quire.api.pooling:embeddings_job"),
+    **dict.fromkeys(("/v1/score", "/score"), Late("quire.api.pooling:score_job")),
+    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), Late("quire.api.pooling:rerank_job")),
+}
+LATE_COMPUTE: dict[str, Late] = {
+    "/tokenize": Late("quire.api.text_tools:tokenize"),
+    "/detokenize": Late("quire.api.text_tools:detokenize"),
+    "/v1/chat/completions/render": Late("quire.api.text_tools:render"),
+}
+LATE_NATIVE: dict[str, Late] = {
+    "/completion": Late("quire.api.native_forms:llama_completion_job"),
+    "/infill": Late("quire.api.native_forms:llama_infill_job"),
+    "/generate": Late("quire.api.native_forms:tgi_job"),
+    "/generate_stream": Late("quire.api.native_forms:tgi_stream_job"),
+}
 
 
 def create_app(
@@ -93,10 +111,10 @@ def create_app(
     return app
 
 
-def _served(state: ApiState) -> Served:
-    """Return what the description of the API says of the model."""
+def _served(state: ApiState) -> tuple[Any, ...]:
+    """Return the fields of `quire.api.openapi.Served`, what the description of the API says of the model."""
     model, config = state.model, state.settings.model
-    return Served(
+    return (
         (*model.names, *state.adapter_names),
         model.vocab_size,
         model.max_model_len,
@@ -106,7 +124,7 @@ def _served(state: ApiState) -> Served:
 
 
 def _with_extension(
-    own: list[Route], extension: Extension, version: str, served: Callable[[], Served]
+    own: list[Route], extension: Extension, version: str, served: Callable[[], tuple[Any, ...]]
 ) -> list[Route]:
     """Return all routes, and the one that describes them."""
     if extension.around is not None:
@@ -115,8 +133,17 @@ def _with_extension(
             if route.path == root or route.path.startswith(root + "/"):
                 route.app = around(route.app)
     routes = [*own, *extension.routes]
-    description = Description(routes, extension.bodies, version, served)
-    routes.append(Route("/openapi.json", description.show, methods=["GET"]))
+    made: list[Any] = []
+
+    async def openapi(request: Request) -> Response:
+        """The description of this API."""
+        if not made:
+            load = Late("quire.api.openapi:Description").load()
+            made.append(load(routes, extension.bodies, version, served))
+        answer: Response = await made[0].show(request)
+        return answer
+
+    routes.append(Route("/openapi.json", openapi, methods=["GET"]))
     return routes
 
 
@@ -138,22 +165,15 @@ def _routes(state: ApiState, stages: CallStages) -> list[Route]:
         "/slots": about.slots,
         LIVE_PATH: LiveFeed(state).show,
     }
-    generate = {
+    generate: dict[str, Prepare] = {
         "/v1/completions": completion_job,
         "/v1/chat/completions": chat_job,
         "/v1/messages": messages_job,
         "/v1/responses": responses_job,
-        "/v1/embeddings": embeddings_job,
-        "/v1/score": score_job,
-        "/score": score_job,
-        "/v1/rerank": rerank_job,
-        "/rerank": rerank_job,
-        "/v2/rerank": rerank_job,
+        **LATE_GENERATE,
     }
-    compute = {
-        "/tokenize": tokenize,
-        "/detokenize": detokenize,
-        "/v1/chat/completions/render": render,
+    compute: dict[str, Compute] = {
+        **LATE_COMPUTE,
         "/v1/messages/count_tokens": count_tokens,
         "/v1/responses/input_tokens": count_input,
     }
@@ -167,13 +187,7 @@ def _routes(state: ApiState, stages: CallStages) -> list[Route]:
     routes.append(Route("/v1/responses/{response_id}/input_items", stored.input_items, methods=["GET"]))
     routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
     routes += stages.routes(state, endpoints)
-    native = {
-        "/completion": llama_completion_job,
-        "/infill": llama_infill_job,
-        "/generate": tgi_job,
-        "/generate_stream": tgi_stream_job,
-    }
-    for path, job in native.items():
+    for path, job in LATE_NATIVE.items():
         endpoint = GenerateEndpoint(state, path, job, listed)
         routes.append(Route(path, endpoint, methods=["POST"], include_in_schema=False))
     return routes + _ollama_routes(state, listed)

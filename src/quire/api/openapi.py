@@ -68,7 +68,11 @@ class Description:
     """``/openapi.json`` of ``routes``; made at a request for it, so that it does not delay the start."""
 
     def __init__(
-        self, routes: Sequence[Route], bodies: Mapping[str, Body], version: str, served: Callable[[], Served]
+        self,
+        routes: Sequence[Route],
+        bodies: Mapping[str, Body],
+        version: str,
+        served: Callable[[], tuple[Any, ...]],
     ) -> None:
         """``bodies``: those of the routes that are not the API's own."""
         self._routes = routes
@@ -79,7 +83,7 @@ class Description:
 
     async def show(self, request: Request) -> Response:
         """The description of this API."""
-        served = self._served()
+        served = Served(*self._served())
         if self._made is None or self._made[0] != served:  # adapters come and go
             described = openapi_of(self._routes, self._bodies, self._version, served)
             self._made = served, msgspec.json.encode(described)

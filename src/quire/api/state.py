@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -20,7 +20,6 @@ from quire.engine.large_body import LargeBodies
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, NotFoundError, clip
 from quire.http.call import Call
-from quire.http.keys import KeyFile
 from quire.http.refusals import LATEST
 from quire.jobs.disk import write_json
 from quire.metrics.engine_stats import EngineStats
@@ -33,6 +32,9 @@ from quire.slo import Slo
 from quire.text.chat_template import ChatTemplate
 from quire.text.output.formats import FORMATS, OutputFormat
 from quire.text.output.generic import format_of
+
+if TYPE_CHECKING:
+    from quire.http.keys import KeyFile
 
 PLACEHOLDERS = ("tgi", "dummy")  # sent by huggingface_hub for whatever model is at an address
 _STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too

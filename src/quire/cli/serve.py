@@ -232,8 +232,12 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     """Return the settings of the API."""
     from quire.api.state import PLACEHOLDERS, ApiSettings, fingerprint
     from quire.http.browser_guard import allowed_hosts
-    from quire.http.keys import KeyFile
 
+    key_file: Any = None
+    if args.api_key_file:
+        from quire.http.keys import KeyFile
+
+        key_file = KeyFile(Path(args.api_key_file), time.monotonic)
     names: tuple[str, ...] = ()
     if args.clients:
         from quire.cli.clients import model_names
@@ -243,7 +247,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         version=__version__,
         system_fingerprint=fingerprint(config, __version__),
         api_keys=(args.api_key,) if args.api_key else (),
-        key_file=KeyFile(Path(args.api_key_file), time.monotonic) if args.api_key_file else None,
+        key_file=key_file,
         gateway_key=args.gateway_key,
         cors_origins=parts_of(args.cors_origins),
         allowed_hosts=allowed_hosts(resolved(args.host, args.port)[0], parts_of(args.allowed_hosts)),
@@ -337,9 +341,6 @@ def make_tracer(endpoint: str | None, clock: Any, release: str) -> Any:
 
 def admin_listener(app: Any, args: ServerArgs, takeover: Takeover | None = None) -> Any:
     """Bind the admin surface, if the settings ask for one, or take the socket of the server that is taken over."""
-    from quire.api.admin import create_admin_app
-    from quire.http.browser_guard import allowed_hosts
-    from quire.http.drain import SideApp
     from quire.http.listen import bind_admin, url_of
 
     key = args.admin_key
@@ -353,6 +354,10 @@ def admin_listener(app: Any, args: ServerArgs, takeover: Takeover | None = None)
     )
     if bound is None:
         return None
+    from quire.api.admin import create_admin_app
+    from quire.http.browser_guard import allowed_hosts
+    from quire.http.drain import SideApp
+
     sock, path = bound
     print(f"admin    on {path or url_of(sock)}", file=sys.stderr, flush=True)
     hosts = None if path is not None else allowed_hosts(sock.getsockname()[0], parts_of(args.allowed_hosts))

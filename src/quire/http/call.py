@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.types import Scope
 
 from quire.errors import RequestError, clip
 from quire.http.account import Account
-from quire.http.keys import ApiKey
+
+if TYPE_CHECKING:
+    from quire.http.keys import ApiKey
 
 MAX_REQUEST_ID_CHARS = 128
 _SEED_MASK = (1 << 53) - 1
@@ -91,6 +93,8 @@ class Call:
         call = cls(tenant=tenant, cache_group=kept.get("cache_group", ""), is_local=True)
         if rights is None:
             return call
+        from quire.http.keys import ApiKey
+
         models, epoch = tuple(rights["models"]), datetime.fromtimestamp(0, UTC)
         key = ApiKey(rights["name"], tenant, "", epoch, models=models, weight=rights["weight"])
         return replace(call, key=key, weight=rights["weight"])

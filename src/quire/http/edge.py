@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,10 +20,12 @@ from quire.errors import QuireError
 from quire.http.account import is_second, read_account
 from quire.http.body import header, send_json
 from quire.http.call import SCOPE_KEY, Call, call_of, put_call, usable_request_id
-from quire.http.keys import KeyFile
 from quire.http.refusals import HttpError, Refusal, refusal_of
 from quire.http.wire import Body
 from quire.metrics.log import Log
+
+if TYPE_CHECKING:
+    from quire.http.keys import KeyFile
 
 # Probes and scrapers send no key, as with vLLM; the two pages have nothing of the model without one.
 OPEN_PATHS = frozenset({"/", "/docs", "/livez", "/readyz", "/startupz", "/health", "/version", "/metrics"})

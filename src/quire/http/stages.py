@@ -1,6 +1,6 @@
 """`Stages`: which wrappers of the application a request passes, and the one list of them.
 
-    BrowserGuard, CORS   it names an origin or a site, or a host that was not seen yet; or it is a WebSocket
+    BrowserGuard, CORS   it names an origin, a site, or a host that is not allowed; or it is a WebSocket
     WebSockets           it is one
     HeldBodies           its body is longer than `SHORT_BYTES`, coded, or of unknown length
 
@@ -38,23 +38,26 @@ class Stages:
             if name == b"content-length":
                 is_short = len(value) <= _DIGITS and value.isdigit() and int(value) <= SHORT_BYTES
                 is_plain = is_plain and is_short
-            elif name in _ASKS or (name == b"host" and value not in self._hosts):
+            elif name in _ASKS or (name == b"host" and value not in self._hosts and not self._allows(value)):
                 is_plain = False
         if is_plain:
             await self._app(scope, receive, send)
         else:
-            await self._with_all(scope)(scope, receive, send)
+            await self._with_all()(scope, receive, send)
 
-    def _with_all(self, scope: Scope) -> ASGIApp:
-        """Return the application in all stages, and note the host of this request if it is allowed."""
+    def _allows(self, host: bytes) -> bool:
+        """Whether a value of Host is allowed; it is then known."""
+        is_allowed = self._rules.allows_host(host.decode("latin-1"))
+        if is_allowed and len(self._hosts) < MAX_HOSTS:
+            self._hosts.add(host)
+        return is_allowed
+
+    def _with_all(self) -> ASGIApp:
+        """Return the application in all stages."""
         from quire.http.browser_guard import guarded
         from quire.http.held_bytes import HeldBodies
         from quire.http.websocket import WebSockets
 
-        for name, value in scope["headers"]:
-            is_new = name == b"host" and len(self._hosts) < MAX_HOSTS
-            if is_new and self._rules.allows_host(value.decode("latin-1")):
-                self._hosts.add(value)
         if self._staged is None:
             self._staged = guarded(WebSockets(HeldBodies(self._app)), self._rules)
         return self._staged
