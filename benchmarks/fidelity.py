@@ -24,7 +24,7 @@ from tools.real_models import GEMMA3, QWEN25_CODER, SMOLLM2, RealModel
 
 from quire.args import EngineArgs
 from quire.device import detect_device
-from quire.models.hub import real_models_folder
+from quire.models.wheels import real_models_folder
 from quire_lab.eval.args import EvalArgs
 from quire_lab.eval.run import evaluate
 
@@ -71,6 +71,9 @@ def measure(model: str, form: Form, text: Path, num_tokens: int) -> dict[str, An
         stride=CONTEXT,
         limit_tokens=num_tokens,
     )
+    if model == "gemma3":
+        # It is another model in a window without BOS, and only these chunks have it each.
+        args = replace(args, window="llama.cpp", stride=None)
     found = evaluate(engine, args, device, ProcessorTime())
     named = {"model": MODELS[model].name, "form": form.name, "text": text.name}
     return {**found, **named, "machine": device.name, "date": date.today().isoformat()}
@@ -120,9 +123,10 @@ HEAD = """\
 
 Written by `python -m benchmarks.fidelity write`; measured by `python -m benchmarks.fidelity run --text FILE` with the
 files of `make real-models ARGS="--all"`. KL is from the same file expanded to fp32, over the full vocabulary, at every
-token but the first of windows of {context} tokens ([docs/eval.md](../../docs/eval.md)). Perplexity in brackets: against
-fp32's. Tokens per second are those of prompts, on one thread, by its processor time, since the machine is shared.
-llama.cpp is not in these tables: the package index that this machine reaches has no wheel of it.
+token but the first of windows of {context} tokens ([docs/eval.md](../../docs/eval.md)), of Gemma in the second halves
+of llama.cpp's chunks, which begin with BOS. Perplexity in brackets: against fp32's. Tokens per second are those of
+prompts, on one thread, by its processor time, since the machine is shared. llama.cpp is not in these tables: the
+package index that this machine reaches has no wheel of it.
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.costs import cost_of, held_to_a_unit
 
-from quire.models.hub import find_in_wheel
+from quire.models.wheels import find_in_wheel
 
 if not Path("/dev/nvidiactl").exists():
     # Before anything imports Triton: without a GPU its kernels run in its interpreter (tests/kernels/triton).

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.models.hub import real_models_folder
+from quire.models.wheels import real_models_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from quire.args import EngineArgs
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.errors import ModelLoadError
-from quire.models.hub import WHEEL_MODELS, find_in_wheel, locate, real_models_folder
+from quire.models.hub import WHEEL_NAMES, locate
+from quire.models.wheels import WHEEL_MODELS, find_in_wheel, real_models_folder
 
 FILE = WHEEL_MODELS["smollm2"].file
 
@@ -150,3 +151,4 @@ def test_the_name_and_the_download_mean_one_file() -> None:
     assert wheel.requirement.partition("==")[0] == named.distribution
     assert wheel.member == named.file
     assert real_models.SMOLLM2.file == Path(named.file).name
+    assert tuple(WHEEL_MODELS) == WHEEL_NAMES

@@ -6,15 +6,8 @@ from datetime import datetime
 
 import typer
 
-from quire.models.hub import (
-    QUILL_NAMES,
-    WHEEL_MODELS,
-    cached_models,
-    find_in_wheel,
-    locate,
-    quill_path,
-    remove,
-)
+from quire.models.hub import QUILL_NAMES, cached_models, locate, quill_path, remove
+from quire.models.wheels import WHEEL_MODELS, find_in_wheel
 
 
 def pull(name: str, revision: str | None) -> None:

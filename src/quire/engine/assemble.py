@@ -20,9 +20,8 @@ from quire.engine.adapters import AdapterRegistry, read_adapters
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
-from quire.models.generation_config import GenerationDefaults
 from quire.models.head_checkpoint import holds_heads, mtp_spec, open_heads
-from quire.models.hub import WHEEL_MODELS, locate
+from quire.models.hub import locate, recommended_sampling
 from quire.models.safetensors_file import reading
 from quire.resolve import resolve
 from quire.text.chat_template import ChatTemplate
@@ -49,8 +48,8 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
     """
     path = locate(args.model, revision=args.revision)
     checkpoint = describe(path, args.load_format)
-    if args.model in WHEEL_MODELS:
-        checkpoint = replace(checkpoint, generation=_recommended(args.model, checkpoint))
+    if sampling := recommended_sampling(args.model):
+        checkpoint = replace(checkpoint, generation=replace(checkpoint.generation, **sampling))
     adapters, remarks = read_adapters(args.lora, checkpoint)
     config = resolve(
         args,
@@ -64,12 +63,6 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
         draft=find_draft(args, checkpoint),
     )
     return config, checkpoint
-
-
-def _recommended(name: str, checkpoint: Checkpoint) -> GenerationDefaults:
-    """Return the sampling of a model of `WHEEL_MODELS`: the checkpoint's own, and the makers' where it says nothing."""
-    own = {key: value for key, value in asdict(checkpoint.generation).items() if value is not None}
-    return GenerationDefaults(**{**WHEEL_MODELS[name].sampling, **own})
 
 
 def load_text(

