@@ -168,7 +168,7 @@ def test_no_stage_keeps_a_request_that_has_ended(tmp_path: Path) -> None:
             await live.until(lambda: live.state.num_open == 0)
             await asyncio.sleep(0.1)
             gc.collect()
-            assert not [each for each in gc.get_objects() if isinstance(each, Exchange)]
+            assert not [held for held in gc.get_objects() if type(held) is Exchange]
 
     asyncio.run(main())
 

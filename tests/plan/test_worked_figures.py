@@ -352,7 +352,9 @@ def test_at_least_90_figures_and_every_verdict_is_explained() -> None:
 def test_the_page_is_written_from_this_table() -> None:
     root = Path(__file__).resolve().parents[2]
     wrong = sum(row.verdict == "✗" for row in ROWS)
-    assert f"{len(ROWS)} figures from texts, {wrong} of which are wrong" in (root / "README.md").read_text()
+    assert (
+        f"{len(ROWS)} figures from texts, {wrong} of which are wrong" in (root / "docs/README.md").read_text()
+    )
     spec = importlib.util.spec_from_file_location("worked_docs", root / "tools" / "worked_figures_docs.py")
     assert spec is not None
     assert spec.loader is not None
