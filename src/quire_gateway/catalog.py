@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from random import Random
 
 from quire.errors import NotFoundError, RequestError, clip, nearest
-from quire.http.refusals import LATEST
+from quire.http.refusals import LATEST, PLACEHOLDERS
 from quire_gateway.config import Cause, ModelConfig
 
 
@@ -36,9 +36,10 @@ class Catalog:
     ) -> None:
         """``base_of``: the name of the model that a served name is a further name or an adapter of.
 
-        ``stand_ins``: names, with * for anything, that stand for the default model where no model is called so.
+        ``stand_ins``: names, with * for anything, that stand for the default model where no model is called so, beside
+        those that clients send for whatever is served.
         """
-        self._stand_ins = stand_ins
+        self._stand_ins = (*PLACEHOLDERS, *stand_ins)
         self._base_of = base_of
         self._auto = [auto] if auto is not None else []  # a name that `AutoModel` replaces
         self._models = models

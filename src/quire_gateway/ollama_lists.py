@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
-from quire.http.body import json_response
+from quire.http.body import json_response, read_json
 from quire.http.refusals import LATEST, OLLAMA_VERSION, HttpError, Refusal
 from quire_gateway.fleet import Backend
 from quire_gateway.state import GatewayState
@@ -51,7 +51,14 @@ class OllamaLists:
         return json_response({"version": OLLAMA_VERSION, "quire": __version__})
 
     async def manage(self, request: Request) -> Response:
-        """Refuse what changes models on disk."""
+        """Refuse what changes models on disk; a pull of a model that is served has nothing to do."""
+        if request.url.path == "/api/pull":
+            body = await read_json(
+                request.scope, request.receive, self._state.config.server.max_body_mib * 2**20
+            )
+            name = body.get("model", body.get("name")) if isinstance(body, dict) else None
+            if isinstance(name, str) and self._state.catalog.tagged(name) in self._state.catalog.names():
+                return json_response({"status": "success"})
         text = f"{request.method} {request.url.path} is not supported: a gateway has no models of its own."
         raise HttpError(Refusal(501, text, code="unsupported"))
 

@@ -122,7 +122,10 @@ def test_lists_come_from_the_backends() -> None:
             assert "version" in await get("/api/version")
             status, shown = await live.post({"model": "chat"}, "/api/show")
             assert (status, json.loads(shown)) == (200, {"capabilities": ["completion"]})
-            status, refused = await live.post({"model": "chat"}, "/api/pull")
+            for name in ("chat", "chat:latest"):  # nothing is left to pull
+                status, answer = await live.post({"model": name}, "/api/pull")
+                assert (status, json.loads(answer)) == (200, {"status": "success"})
+            status, refused = await live.post({"model": "another"}, "/api/pull")
             assert (status, list(json.loads(refused))) == (501, ["error"])
 
     run(main())

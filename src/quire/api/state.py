@@ -20,7 +20,7 @@ from quire.engine.large_body import LargeBodies
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, NotFoundError, clip
 from quire.http.call import Call
-from quire.http.refusals import LATEST
+from quire.http.refusals import LATEST, PLACEHOLDERS
 from quire.jobs.disk import write_json
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
@@ -36,7 +36,6 @@ from quire.text.output.generic import format_of
 if TYPE_CHECKING:
     from quire.http.keys import KeyFile
 
-PLACEHOLDERS = ("tgi", "dummy")  # sent by huggingface_hub for whatever model is at an address
 _STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too
 log = Log("api")
 

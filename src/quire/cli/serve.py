@@ -230,8 +230,9 @@ def open_line(args: ServerArgs) -> str | None:
 
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     """Return the settings of the API."""
-    from quire.api.state import PLACEHOLDERS, ApiSettings, fingerprint
+    from quire.api.state import ApiSettings, fingerprint
     from quire.http.browser_guard import allowed_hosts
+    from quire.http.refusals import PLACEHOLDERS
 
     key_file: Any = None
     if args.api_key_file:

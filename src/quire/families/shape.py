@@ -203,7 +203,11 @@ def layer_types(f: Fields, default: Sequence[str]) -> tuple[str, ...]:
 
 def window_of(f: Fields, kind: str, default: int | None = None) -> int | None:
     """Return the window of a layer of that type: ``sliding_window`` for "sliding_attention", else None."""
-    return f.integer("sliding_window", default) if kind == "sliding_attention" else None
+    if kind != "sliding_attention":
+        return None
+    if default is None and not f.has("sliding_window"):
+        raise f.wrong("sliding_window", "an integer ≥ 1, since layer_types has 'sliding_attention'")
+    return f.integer("sliding_window", default)
 
 
 def uniform_window(f: Fields, default: int | None = None) -> int | None:

@@ -20,6 +20,7 @@ _TYPES = {
 ANTHROPIC_ROOT = "/v1/messages"
 OLLAMA_ROOT = "/api/"
 LATEST = ":latest"  # Ollama's tag of a name without one
+PLACEHOLDERS = ("tgi", "dummy")  # sent by huggingface_hub for whatever model is at an address
 # Ollama's clients ask for a least version before they use tools, thinking or logprobs. It is that of the API here.
 OLLAMA_VERSION = "0.12.11"
 _ANTHROPIC_TYPES = {
