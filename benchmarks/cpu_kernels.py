@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from typing import Any, Literal
@@ -107,13 +108,12 @@ def random_weight(format: WeightFormat, shape: tuple[int, int]) -> torch.Tensor 
 
 def copy_of(packed: PackedLinear) -> PackedLinear:
     """Return the same matrix elsewhere, in huge pages as an engine's weights are."""
-    data = huge_zeros(*packed.data.shape, dtype=packed.data.dtype).copy_(packed.data)
-    scale = None if packed.scale is None else packed.scale.clone()
-    offset = None if packed.offset is None else packed.offset.clone()
-    return PackedLinear(
-        packed.out_features, packed.in_features, data, None, packed.backend, packed.format,
-        packed.dtype, scale, offset,
-    )  # fmt: skip
+    other = copy(packed)
+    other.data = huge_zeros(*packed.data.shape, dtype=packed.data.dtype).copy_(packed.data)
+    other.bias = None
+    other.scale = None if packed.scale is None else packed.scale.clone()
+    other.offset = None if packed.offset is None else packed.offset.clone()
+    return other
 
 
 def held_bytes(packed: PackedLinear) -> int:

@@ -18,8 +18,8 @@ from tools.house import ROOT
 from tools.walk import OFF, Walk, walk
 
 # (files, their lines, functions that ran, their lines)
-MAX_DEFAULT = (92, 19_600, 545, 5_310)
-MAX_WITHOUT_OPTIONAL = (82, 18_050, 482, 4_940)
+MAX_DEFAULT = (86, 18_300, 540, 5_270)
+MAX_WITHOUT_OPTIONAL = (76, 16_740, 476, 4_895)
 # Lines of the modules that a process has loaded when it has answered one plain request.
 MAX_SERVER = 30_450
 MAX_LLM = 25_600

@@ -11,7 +11,7 @@ from tests.runner.tiny import SEED, SPECS, VOCAB, Driver, engine_config, prompt_
 
 from quire.kernels import registry
 from quire.kernels.registry import NATIVE_LEVELS
-from quire.kernels.sampling import token_logprobs
+from quire.kernels.sampling.logprobs import token_logprobs
 from quire.request import Pooling, SamplingParams, TokenLogprobs
 from quire.step import NewSeq, SeqResult
 

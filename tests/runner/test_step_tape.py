@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.kernels.registry import backends
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.kernels.workspace import Arena, empty
-from quire.layers.mlp import MoeBlock
+from quire.layers.moe import MoeBlock
 from quire.weight_format import WeightFormat
 
 native = pytest.importorskip("quire._native", reason="the native extension is not built")

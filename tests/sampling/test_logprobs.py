@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.sampling.harness import Sampler
 
-from quire.kernels.sampling import log_normalizer, logprob_tensors, token_logprobs
+from quire.kernels.sampling.logprobs import log_normalizer, logprob_tensors, token_logprobs
 from quire.kernels.sampling.truncate import top_candidates
 from quire.request import SamplingParams
 from quire.step import NewSeq

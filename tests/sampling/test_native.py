@@ -12,7 +12,8 @@ from tests.sampling.test_noise import streams
 
 from quire.kernels import registry
 from quire.kernels.registry import Backend
-from quire.kernels.sampling import COLUMNS, MIN_P, RANDOM, TRUNCATED, sample, token_logprobs
+from quire.kernels.sampling import COLUMNS, MIN_P, RANDOM, TRUNCATED, sample
+from quire.kernels.sampling.logprobs import token_logprobs
 
 LEVELS = [level for level in registry.backends("sample") if level != "reference"]
 pytestmark = pytest.mark.skipif(not LEVELS, reason="no native version here")

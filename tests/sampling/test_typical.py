@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.sampling.harness import Sampler
 
-from quire.kernels.sampling.truncate import typical_ids
+from quire.kernels.sampling.typical import typical_ids
 from quire.request import SamplingParams
 from quire.step import NewSeq
 

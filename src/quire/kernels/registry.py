@@ -87,11 +87,12 @@ class Op(Generic[P, R]):
 
     def __init__(self, name: str, reference: Callable[P, R]) -> None:
         self.name = name
-        self._reference = register(name, "reference")(reference)
+        # What a reference calls of another op: its plain function.
+        self.reference = register(name, "reference")(reference)
         update_wrapper(self, reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._reference(*args, **kwargs)
+        return self.reference(*args, **kwargs)
 
     def on(self, backend: Backend) -> Callable[P, R]:
         """Return the version of ``backend``, which must be registered."""

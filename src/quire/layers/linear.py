@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -75,7 +75,7 @@ class Linear:
         """Whether the input comes in parts from several ranks."""
         return self._gather is not None
 
-    @property
+    @cached_property
     def reads(self) -> WeightFormat:
         """The format whose `QuantizedRows` it takes; PLAIN where it takes plain rows, as adapters need."""
         one = len(self.segments) == 1 and self.segments[0].reads_quantized and self.lora is None

@@ -35,7 +35,7 @@ class RmsNorm:
         self._to_int8 = build.of(rms_norm_to_int8)
         self._add_to_int8 = build.of(add_rms_norm_to_int8)
         self._add_to_fp8 = build.of(add_rms_norm_to_fp8)
-        self._reader = reader
+        self._reader, self._is_read_quantized = reader, reader.quantized
 
     def load(self, weight: Weight) -> None:
         """Take ``weight [size]``."""
@@ -60,9 +60,9 @@ class RmsNorm:
             return self._add_to_fp8(x, residual, self.weight, self.eps)
         group = self._reader.group
         if x is None:
-            if self._reader.quantized:
+            if self._is_read_quantized:
                 return self._to_int8(residual, self.weight, self.eps, group), residual
             return self(residual), residual
-        if self._reader.quantized:
+        if self._is_read_quantized:
             return self._add_to_int8(x, residual, self.weight, self.eps, group)
         return self.add(x, residual)

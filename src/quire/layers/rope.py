@@ -34,7 +34,7 @@ class RopeTable:
         with torch.device("cpu"):  # angles of every device are the CPU's
             self._frequencies, self._factor = inverse_frequencies(spec, max_model_len), spec.attention_factor
             self.cos, self.sin = (mapped(max_positions, spec.dim // 2, dtype=torch.float32) for _ in range(2))
-        self._num_covered = 0
+        self.num_covered = 0  # positions that have their values
         if not on_demand:
             self.cover()
             device = torch.get_default_device()
@@ -44,15 +44,15 @@ class RopeTable:
         """Compute the positions below ``num_positions``, None: all. Call it from one thread, before what reads them."""
         most = len(self.cos)
         num_positions = most if num_positions is None else num_positions
-        while self._num_covered < num_positions:
-            start, stop = self._num_covered, min(self._num_covered + _PIECE, most)
+        while self.num_covered < num_positions:
+            start, stop = self.num_covered, min(self.num_covered + _PIECE, most)
             assert start < stop, (num_positions, most)
             with torch.device("cpu"):
                 positions = torch.arange(start, stop, dtype=torch.float32)
                 angles = positions.unsqueeze(1) * self._frequencies
                 self.cos[start:stop] = angles.cos().mul_(self._factor)
                 self.sin[start:stop] = angles.sin_().mul_(self._factor)
-            self._num_covered = stop
+            self.num_covered = stop
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> Tensor:

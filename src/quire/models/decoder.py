@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,13 +20,13 @@ from quire.errors import ModelLoadError
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.linear import PackedLinear
 from quire.kernels.lora import AdapterRows
-from quire.kernels.pointwise import add_rows, scale_rows, take_rows
+from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
-from quire.layers.attention import AdapterBatch, Attention, CosSin, GroupBatch, LatentAttention, StepBatch
+from quire.layers.attention import AdapterBatch, Attention, CosSin, GroupBatch, StepBatch
 from quire.layers.context import ContextParallel
-from quire.layers.linear import LoraTarget
-from quire.layers.mlp import Mlp, MoeBlock
+from quire.layers.linear import Embedding, LoraTarget
+from quire.layers.mlp import Mlp
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
 from quire.layers.weights import (
@@ -39,12 +40,15 @@ from quire.layers.weights import (
     WeightLoader,
     prefixed,
 )
-from quire.models.ends import Ends
 from quire.models.packed_cache import CheckpointWeights
-from quire.modelspec import KvLayout, LayerSpec, ModelSpec, RopeSpec, weight_shapes
+from quire.modelspec import KvLayout, LayerSpec, ModelSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
 from quire.weight_plan import adaptable
+
+if TYPE_CHECKING:
+    from quire.layers.latent_attention import LatentAttention
+    from quire.layers.moe import MoeBlock
 
 # (delta, residual), each [num_tokens, hidden_size]; their sum is the residual stream. Behind them what the stages so
 # far have for a `HiddenWatcher`.
@@ -92,11 +96,11 @@ class Decoder:
         ]
         self._norm = RmsNorm(spec.hidden_size, build, plus_one=spec.norm_plus_one)
         self._groups = [kv_layout.group_of_layer(i)[0] for i in range(spec.num_layers)]
-        self._ropes: dict[RopeSpec, RopeTable] = {}
-        for layer in spec.layers:
-            rope = layer.attention.rope
-            if rope is not None and rope not in self._ropes:
-                self._ropes[rope] = RopeTable(rope, max_model_len, on_demand=rope_on_demand)
+        ropes = [layer.attention.rope for layer in spec.layers]
+        kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self._ropes = [RopeTable(rope, max_model_len, on_demand=rope_on_demand) for rope in kinds]
+        # The table of each layer; None: it has no position embedding.
+        self._rope_of = [None if rope is None else kinds.index(rope) for rope in ropes]
         self._take_rows, self._add_rows = kernels.of(take_rows), kernels.of(add_rows)
         self._loaders = self._collect_loaders()
         self.watcher: HiddenWatcher | None = None
@@ -150,8 +154,9 @@ class Decoder:
 
     def cover(self, num_positions: int | None = None) -> None:
         """Have rotary tables for the positions below ``num_positions``, None: for all."""
-        for table in self._ropes.values():
-            table.cover(num_positions)
+        for table in self._ropes:
+            if num_positions is None or table.num_covered < num_positions:
+                table.cover(num_positions)
 
     def forward(self, batch: StepBatch, kv: Sequence[KvView], entering: Hidden | None = None) -> Tensor:
         """Compute all tokens of the step, storing their K and V; ``kv`` has one view per layer.
@@ -168,10 +173,10 @@ class Decoder:
 
     def layers(self, batch: StepBatch, kv: Sequence[KvView], entering: Hidden | None = None) -> Hidden:
         """As `forward`, up to the last layer of this stage; all tokens, unless it is the last one."""
-        cos_sin = {
-            rope: (self._take_rows(table.cos, batch.positions), self._take_rows(table.sin, batch.positions))
-            for rope, table in self._ropes.items()
-        }
+        cos_sin = [
+            (self._take_rows(table.cos, batch.positions), self._take_rows(table.sin, batch.positions))
+            for table in self._ropes
+        ]
         delta: Tensor | None
         cp = self._cp if batch.divided else None
         if cp is not None:
@@ -182,7 +187,7 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             if watcher is not None and index in watcher.taps:
                 seen.append(residual if delta is None else self._add_rows(residual, delta))
-            rope = layer.spec.attention.rope
+            rope = self._rope_of[index]
             angles = None if rope is None else cos_sin[rope]
             group = batch.groups[self._groups[index]]
             narrow = index == last and (watcher is None or bool(watcher.taps))
@@ -198,11 +203,46 @@ class Decoder:
     def expert_blocks(self) -> dict[int, MoeBlock]:
         """Return the mixtures of experts of this stage, by the number of their layer in it."""
         mlps = enumerate(layer.mlp for layer in self._layers)
-        return {index: mlp for index, mlp in mlps if isinstance(mlp, MoeBlock)}
+        return {index: mlp for index, mlp in mlps if not isinstance(mlp, Mlp)}
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """As `Ends.logits`."""
         return self.ends.logits(hidden, adapters)
+
+
+class Ends:
+    """Token ids → rows and rows → logits, or what a rank has of the two. Heads that draft share them with the model."""
+
+    def __init__(self, spec: ModelSpec, build: Build, stage: Stage, *, adapted: bool = False) -> None:
+        """``stage``: which of the two are here. ``adapted``: adapters may change them."""
+        self.dtype = build.dtype
+        self._scale, self._cap = spec.logits_scale, spec.logits_soft_cap
+        tied, scale = spec.tie_word_embeddings, spec.embedding_scale
+        self.embedding = Embedding(
+            spec.vocab_size, spec.hidden_size, build, tied=tied, scale=scale, stage=stage, adapted=adapted
+        )
+        self._cap_logits = build.of(cap_logits)
+
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        return self.embedding.weight_loaders()
+
+    def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
+        """Take the weights from a stream of (canonical name, tensor)."""
+        loaders = self.weight_loaders()
+        with torch.inference_mode():
+            for name, weight in weights:
+                loaders[name](weight)
+
+    def embed(self, input_ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, as the first layer reads them."""
+        return self.embedding(input_ids, adapters)
+
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """``[num_logits, hidden_size]`` → fp32 ``[num_logits, vocab_size]``, scaled and capped as the model defines."""
+        logits = self.embedding.logits(hidden, adapters)
+        if self._scale == 1.0 and self._cap is None:
+            return logits
+        return self._cap_logits(logits, self._scale, self._cap)
 
 
 def _own_rows(
@@ -232,13 +272,15 @@ class DecoderLayer:
         hidden, mlp = model.hidden_size, spec.mlp
         self._cp = build.cp
         self._scale = model.residual_scale
-        kind = LatentAttention if spec.attention.is_mla else Attention
+        kind = Attention
+        if spec.attention.is_mla:
+            kind = import_module("quire.layers.latent_attention").LatentAttention
         self._attention: Attention | LatentAttention = kind(spec.attention, hidden, build.under("attn."))
         self.mlp: Mlp | MoeBlock
         if mlp.moe is None:
             self.mlp = Mlp(hidden, mlp.intermediate_size, mlp.activation, build.under("mlp."), bias=mlp.bias)
         else:
-            self.mlp = MoeBlock(hidden, mlp, build.under("moe."))
+            self.mlp = import_module("quire.layers.moe").MoeBlock(hidden, mlp, build.under("moe."))
         if lora is not None:
             for linear in (*self._attention.linears(), *self.mlp.linears()):
                 linear.add_slots(lora.max_loras, lora.max_rank)

@@ -22,13 +22,15 @@ from quire.kernels.kv_blocks import KvView
 from quire.kernels.pointwise import add_rows, copy_heads, gated, take_rows
 from quire.kernels.registry import KernelChoice
 from quire.kernels.workspace import empty
-from quire.layers.attention import Attention, LatentAttention, StepBatch
+from quire.layers.attention import Attention, StepBatch
+from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import Linear
-from quire.layers.mlp import Mlp, MoeBlock
+from quire.layers.mlp import Mlp
+from quire.layers.moe import MoeBlock
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
 from quire.layers.weights import Build, WeightLoader, prefixed
-from quire.models.ends import Ends
+from quire.models.decoder import Ends
 
 
 class SharedEnds(NamedTuple):

@@ -17,7 +17,7 @@ from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.errors import StepError
 from quire.kernels import registry
-from quire.kernels.sampling import token_logprobs
+from quire.kernels.sampling.logprobs import token_logprobs
 from quire.models.decoder import Decoder
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs

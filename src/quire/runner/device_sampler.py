@@ -21,7 +21,8 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.sampling import EDITED, assemble, logprob_tensors
+from quire.kernels.sampling import EDITED
+from quire.kernels.sampling.logprobs import assemble, logprob_tensors
 from quire.kernels.sampling.triton import edit_rows, facts_of, logprobs_wanted, sample_rows, truncated
 from quire.request import TokenLogprobs
 from quire.runner.device_batch import StepUpload, recorded_event

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.config import ExpertsConfig
 from quire.kernels.moe import ExpertPlaces
-from quire.layers.mlp import MoeBlock
+from quire.layers.moe import MoeBlock
 from quire.metrics.engine_stats import LayerLoad
 from quire.metrics.log import Log
 from quire.parallel.balance import Move, balance, imbalance, keep, moves, rank_loads

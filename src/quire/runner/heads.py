@@ -27,9 +27,8 @@ from quire.kernels.rope import store_kv
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.attention import StepBatch
 from quire.layers.weights import Build, Stage
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, Ends
 from quire.models.draft_head import DraftHead, MedusaHeads, SharedEnds
-from quire.models.ends import Ends
 from quire.models.head_weights import iter_heads, read_d2t
 from quire.models.loader import iter_weights
 from quire.modelspec import ModelSpec

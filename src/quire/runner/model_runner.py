@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.kernels import registry
 from quire.kernels.lora import AdapterRows, group_rows
-from quire.kernels.sampling import token_logprobs
+from quire.kernels.sampling.logprobs import token_logprobs
 from quire.kernels.tape import NotRecordable, StepTape
 from quire.layers.attention import StepBatch
 from quire.layers.context import ContextParallel
@@ -84,7 +84,7 @@ class Runner(Protocol):
         ...
 
     def score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-        """Log-probabilities of ``token_ids`` in rows of raw ``logits``, as `kernels.sampling.token_logprobs`."""
+        """Log-probabilities of ``token_ids`` in rows of raw ``logits``, as `kernels.sampling.logprobs`."""
         ...
 
     def idle(self) -> None:

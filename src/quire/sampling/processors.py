@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.sampling.truncate import keep_typical
+from quire.kernels.sampling.typical import keep_typical
 from quire.request import Sampling
 from quire.step import NewSeq
 from quire.text.constraint import AllowedTokens, BoolMask, TokenConstraint, build_constraints

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
 from quire.kernels.registry import KernelChoice, choose
-from quire.kernels.sampling import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED, sample, token_logprobs
+from quire.kernels.sampling import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED, sample
+from quire.kernels.sampling.logprobs import token_logprobs
 from quire.request import TokenLogprobs
 from quire.sampling.accept import AcceptRule, Draft, probabilities, sample_with_drafts
 from quire.sampling.processors import usable_temperature

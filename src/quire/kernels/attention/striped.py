@@ -16,8 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import attend_chunks, call_native
+from quire.kernels.attention import attend_chunks
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
+from quire.kernels.attention.native import call_native
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import NATIVE_LEVELS, native, op
 from quire.kernels.threads import num_native_threads

@@ -45,6 +45,8 @@ def pack_empty(
     else:
         packed = find("linear.pack_empty", backend)(out_features, in_features, dtype)
     packed.backend, packed.format, packed.dtype = backend, format, dtype
+    packed.multiply, packed.read = (find(op_of(format) + name, backend) for name in ("", ".read_rows"))
+    packed.reads_quantized = format.quantized and (format.kind == "fp8" or backend not in GPU_KERNELS)
     if bias:
         wide = format.quantized or backend in NATIVE_LEVELS  # these add the bias in fp32
         packed.bias = torch.zeros(out_features, dtype=torch.float32 if wide else dtype)
@@ -88,8 +90,7 @@ def write_bias(packed: PackedLinear, start: int, bias: Tensor) -> None:
 
 def read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
     """Return rows of the matrix, ``[len(ids), in_features]``: the embedding look-up of a tied output matrix."""
-    rows: Tensor = find(f"{op_of(packed.format)}.read_rows", packed.backend)(packed, ids)
-    return rows
+    return packed.read(packed, ids)
 
 
 def op_of(format: WeightFormat) -> str:
@@ -117,10 +118,9 @@ def linear(
         assert out.shape == (x.shape[0] if isinstance(x, Tensor) else x.num_tokens, packed.out_features)
         assert out.dtype == (out_dtype or x.dtype), (out.dtype, out_dtype, x.dtype)
         assert out.stride(1) == 1, out.stride()
-    op = op_of(packed.format)
     if not packed.reads_quantized:
         assert isinstance(x, Tensor), "rows are quantized for weights that read them only"
-        return find(op, packed.backend)(x, packed, out_dtype or x.dtype, out)  # type: ignore[no-any-return]
+        return packed.multiply(x, packed, out_dtype or x.dtype, out)
     rows = x
     if isinstance(rows, Tensor):
         fp8 = packed.format.kind == "fp8"
@@ -129,7 +129,7 @@ def linear(
     assert rows.group == packed.format.group, (rows.group, packed.format)
     if out_dtype is not None:
         rows = replace(rows, dtype=out_dtype)
-    return find(op, packed.backend)(rows, packed, out)  # type: ignore[no-any-return]
+    return packed.multiply(rows, packed, out)
 
 
 def pack_heads(weight: Tensor, *, backend: Backend = "reference") -> HeadMatrices:

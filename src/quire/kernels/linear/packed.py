@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from quire.kernels.quantized_rows import num_groups
-from quire.kernels.registry import GPU_KERNELS, Backend
+from quire.kernels.registry import Backend
 from quire.weight_format import PLAIN, WeightFormat
 
 RANGE = {"int8": (-128, 127), "int4": (-8, 7)}  # smallest and largest integer
@@ -74,11 +76,11 @@ class PackedLinear:
     scale: Tensor | None = None  # fp32
     offset: Tensor | None = None  # fp32
     group_scale: Tensor | None = None  # GPU kernels: fp16, with fp8 fp32
-
-    @property
-    def reads_quantized(self) -> bool:
-        """Whether it multiplies `QuantizedRows`. A GPU multiplies integer weights with plain rows."""
-        return self.format.quantized and (self.format.kind == "fp8" or self.backend not in GPU_KERNELS)
+    # The backend's versions of the ops, noted when the matrix is made.
+    multiply: Callable[..., Tensor] = field(init=False, repr=False)
+    read: Callable[..., Tensor] = field(init=False, repr=False)
+    # Whether it multiplies `QuantizedRows`. A GPU multiplies integer weights with plain rows.
+    reads_quantized: bool = field(init=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,11 @@ def stacked(one: PackedLinear, count: int) -> list[PackedLinear]:
         for name in ("data", "bias", "scale", "offset", "group_scale")
         if (tensor := getattr(one, name)) is not None
     }
-    return [replace(one, **{name: part[i] for name, part in parts.items()}) for i in range(count)]
+    made = [copy(one) for _ in range(count)]
+    for index, each in enumerate(made):
+        for name, part in parts.items():
+            setattr(each, name, part[index])
+    return made
 
 
 def storable_scales(scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -40,7 +40,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     The sum is rounded to the dtype before the norm, as stored.
     """
     residual = residual + x
-    return rms_norm(residual, weight, eps), residual
+    return rms_norm.reference(residual, weight, eps), residual
 
 
 @op("rms_norm_to_int8")

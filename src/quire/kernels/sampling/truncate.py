@@ -1,14 +1,10 @@
-"""Selection over the vocabulary without sorting it: exact top candidates, min_p, top_k, top_p and typical_p.
+"""Selection over the vocabulary without sorting it: exact top candidates, min_p, top_k and top_p.
 
 `truncate`: in this order, as in vLLM: min_p keeps ids at least min_p times as likely as the best one; top_k the k best
 of them; top_p (Holtzman et al. 2020) the fewest best of those whose share reaches top_p. Each keeps a prefix of the
 order (score descending, id ascending), so what remains is one number per row. Candidates come from `top_candidates`; a
 row whose nucleus is larger than the candidates is redone with 16 times as many, which changes the time and never the
 answer.
-
-`typical_ids` (locally typical sampling, Meister et al. 2023): with p the probabilities of a row and H their entropy,
-order the ids by |−log p − H|, ties to the lowest id, and keep the first whose probabilities reach ``typical_p``
-together.
 """
 
 from __future__ import annotations
@@ -19,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.sampling.noise import exp_f32, log_f64, tree_sum
+from quire.kernels.sampling.noise import exp_f32, tree_sum
 
 _NUCLEUS_CANDIDATES = 256
-_TYPICAL_CANDIDATES = 256
-_WIDEN = 16
+WIDEN = 16  # factor on the candidates where they were too few
 
 
 class Truncation(NamedTuple):
@@ -63,7 +58,7 @@ def truncate(
     if not bool(short.any()):
         return values, ids
     again = short.nonzero().flatten()
-    more_values, more_ids = truncate(scores[again], truncation.take(again), num * _WIDEN)
+    more_values, more_ids = truncate(scores[again], truncation.take(again), num * WIDEN)
     missing = more_values.shape[1] - num
     values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
     ids = torch.nn.functional.pad(ids, (0, missing))
@@ -94,43 +89,6 @@ def _prefix_lengths(scores: Tensor, values: Tensor, truncation: Truncation) -> t
     unlimited = truncation.top_k >= vocab
     short = unlimited & (reached > num) if num < vocab else torch.zeros_like(unlimited)
     return lengths, short
-
-
-def typical_ids(
-    logits: Tensor, temperature: float, typical_p: float, num_candidates: int = _TYPICAL_CANDIDATES
-) -> Tensor:
-    """Return the ids to keep of ``logits: [vocab] float32``, int64; every bit depends on the row alone.
-
-    A row whose largest logit is not finite is kept whole, since the sampler has its own error for it.
-    ``num_candidates`` changes the time only.
-    """
-    best = logits.amax()
-    if not bool(torch.isfinite(best)):
-        return torch.arange(logits.shape[0], device=logits.device)
-    scores = (logits - best) / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
-    weights = exp_f32(scores)
-    total = tree_sum(weights)
-    surprise = log_f64(total[None]) - scores.to(torch.float64)
-    share = weights.to(torch.float64) / total
-    likely = weights > 0.0
-    entropy = tree_sum(torch.where(likely, share * surprise, torch.zeros_like(share)))
-    nearness = torch.where(likely, -(surprise - entropy).abs(), torch.full_like(surprise, -torch.inf))
-    num = min(logits.shape[0], num_candidates)
-    while True:
-        _, ids = top_candidates(nearness[None], num)
-        mass = share[ids[0]].cumsum(dim=0)  # in order, so that its bits do not depend on how many follow
-        count = int((mass < typical_p * tree_sum(share)).sum()) + 1
-        if count <= num or num == logits.shape[0]:
-            return ids[0, :count]
-        num = min(logits.shape[0], num * _WIDEN)
-
-
-def keep_typical(row: Tensor, temperature: float, typical_p: float) -> None:
-    """Write −inf over what `typical_ids` does not keep of ``row: [vocab] float32``."""
-    ids = typical_ids(row, temperature, typical_p)
-    values = row[ids]
-    row.fill_(-torch.inf)
-    row[ids] = values
 
 
 def top_candidates(scores: Tensor, k: int, *, masked_too: bool = False) -> tuple[Tensor, Tensor]:
