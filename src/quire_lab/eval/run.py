@@ -90,14 +90,14 @@ def evaluate(engine: EngineArgs, args: EvalArgs, device: DeviceInfo, clock: Cloc
     inputs = read_inputs(Path(args.text).expanduser())
     found = find_model(engine, device, expand=args.expand)
     context, stride = _sizes(args, found)
-    work = _work(args, found, inputs, context, stride)
+    work = work_of(args, found, inputs, context, stride)
     other = _original(engine, args, device, found)
     pair = Pair(LoadedModel(found, work.max_tokens, clock))
     if other is not None:
         pair.original = LoadedModel(other, work.max_tokens, clock)
     result = {
         "model": engine.model, "against": args.against, "text": args.text, "window": args.window, "context": context,
-        "stride": stride, **_run(pair, work), "bytes": found.weight_bytes,
+        "stride": stride, **figures(pair, work), "bytes": found.weight_bytes,
         "bytes_original": None if other is None else other.weight_bytes,
         "tokens_per_s": pair.model.num_tokens / pair.model.seconds, "kernels": found.config.runner.kernels,
         "remarks": list(found.config.model.remarks),
@@ -108,7 +108,8 @@ def evaluate(engine: EngineArgs, args: EvalArgs, device: DeviceInfo, clock: Cloc
     return result
 
 
-def _run(pair: Pair, work: Work) -> dict[str, Any]:
+def figures(pair: Pair, work: Work) -> dict[str, Any]:
+    """Return what both models' logits say of the positions and tasks of ``work``."""
     positions, answers, of_original = Positions(), Answers(), Answers()
     progress = Progress(len(work.windows) + sum(len(task.windows) for task in work.tasks))
     with ticking(progress.line):
@@ -160,7 +161,8 @@ def _sizes(args: EvalArgs, found: FoundModel) -> tuple[int, int]:
     return context, stride
 
 
-def _work(args: EvalArgs, found: FoundModel, inputs: Inputs, context: int, stride: int) -> Work:
+def work_of(args: EvalArgs, found: FoundModel, inputs: Inputs, context: int, stride: int) -> Work:
+    """Return the windows and tasks. Raises `ConfigError` where the text is too short for one."""
     tokenizer, whole = found.tokenizer, args.window == "llama.cpp"
     texts = [document.text for document in inputs.documents]
     if whole and texts:
