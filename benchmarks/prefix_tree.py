@@ -14,8 +14,7 @@ import random
 import time
 from collections.abc import Callable
 
-from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import Windows
+from quire.cache.blocks import BlockPool, Windows
 from quire.cache.prefix_cache import HASH_BYTES, PrefixCache
 
 

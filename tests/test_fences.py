@@ -18,8 +18,8 @@ from tools.house import ROOT
 from tools.walk import OFF, Walk, walk
 
 # (files, their lines, functions that ran, their lines)
-MAX_DEFAULT = (86, 18_300, 540, 5_270)
-MAX_WITHOUT_OPTIONAL = (76, 16_740, 476, 4_895)
+MAX_DEFAULT = (84, 18_060, 540, 5_270)
+MAX_WITHOUT_OPTIONAL = (74, 16_490, 476, 4_892)
 # Lines of the modules that a process has loaded when it has answered one plain request.
 MAX_SERVER = 30_450
 MAX_LLM = 25_600

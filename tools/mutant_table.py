@@ -235,7 +235,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "window-slides-early",
         "the cache frees a window's first block one token too early",
-        "src/quire/cache/block_table.py",
+        "src/quire/cache/blocks.py",
         "max(0, position - w + 1) // self._block_size",
         "max(0, position - w + 2) // self._block_size",
         FUZZ,
@@ -595,7 +595,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "nan-recomputed-for-ever",
         "a sequence whose logits are NaN again at the same token is computed again",
-        "src/quire/scheduler/outcome.py",
+        "src/quire/scheduler/failures.py",
         "again = seq.recomputed_at != len(seq.token_ids)",
         "again = True",
         ("tests/engine/test_isolation.py",),
@@ -603,7 +603,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "nan-read-from-the-cache",
         "a sequence that is computed once more reads its bad blocks again",
-        "src/quire/scheduler/outcome.py",
+        "src/quire/scheduler/failures.py",
         "                state.cache.prefix.withdraw(_path(seq.table.tip))",
         "                _path(seq.table.tip)",
         ("tests/engine/test_isolation.py",),

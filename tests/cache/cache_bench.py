@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from tests.fakes.integrity import check_cache
 
-from quire.cache.block_table import BlockTable
+from quire.cache.blocks import BlockTable
 from quire.cache.events import EventBuffer
 from quire.cache.manager import CacheManager
 from quire.cache.references import StepBlocks

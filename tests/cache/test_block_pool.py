@@ -7,7 +7,7 @@ import random
 import pytest
 from tests.fakes.integrity import free_ids
 
-from quire.cache.block_pool import BlockPool
+from quire.cache.blocks import BlockPool
 
 
 def test_untouched_blocks_are_taken_in_ascending_order() -> None:

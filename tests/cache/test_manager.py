@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.cache.cache_bench import NO, Bench
 
-from quire.cache.block_table import BlockTable, Windows
+from quire.cache.blocks import BlockTable, Windows
 
 PROMPT = tuple(range(10))  # two full blocks of 4 and a half
 

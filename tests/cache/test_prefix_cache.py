@@ -10,7 +10,7 @@ import pytest
 from tests.cache.cache_bench import Bench
 
 from quire.cache import prefix_cache
-from quire.cache.block_table import BlockTable, Node
+from quire.cache.blocks import BlockTable, Node
 from quire.cache.events import BlockRemoved, BlockStored, CacheEvent, EventBuffer, EventsLost
 from quire.cache.prefix_cache import IdleQueue, PrefixCache
 

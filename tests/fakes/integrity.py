@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import NO_BLOCK, BlockTable, Node
+from quire.cache.blocks import NO_BLOCK, BlockPool, BlockTable, Node
 from quire.cache.manager import CacheManager
 from quire.cache.prefix_cache import PrefixCache
 from quire.scheduler.policies.adapters import AdapterSlots

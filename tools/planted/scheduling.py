@@ -124,7 +124,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "step-charged-to-the-dead",
         "the share of a sequence that ended in flight is lost from the books",
-        "src/quire/scheduler/outcome.py",
+        "src/quire/scheduler/failures.py",
         "            self._state.counters.unshared_s += spent_s\n        else:",
         "            pass\n        else:",
         ("tests/scheduler/test_costs.py::test_a_sequence_that_ended_in_flight_is_charged_nothing",),

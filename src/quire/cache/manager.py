@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import NO_BLOCK, BlockTable, Windows
+from quire.cache.blocks import NO_BLOCK, BlockPool, BlockTable, Windows
 from quire.cache.events import BlockRemoved, EventBuffer
 from quire.cache.prefix_cache import Hit, PrefixCache, extend_chain, root_hash
 from quire.cache.references import Publisher, References

@@ -34,8 +34,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import NO_BLOCK, Node, Windows
+from quire.cache.blocks import NO_BLOCK, BlockPool, Node, Windows
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer
 
 HASH_BYTES = 32

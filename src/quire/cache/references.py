@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from quire.cache.block_pool import BlockPool
-from quire.cache.block_table import NO_BLOCK, BlockTable, Node
+from quire.cache.blocks import NO_BLOCK, BlockPool, BlockTable, Node
 from quire.cache.prefix_cache import PrefixCache, extend_chain
 from quire.step import KvMove
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.cache.block_table import NO_BLOCK, BlockTable, Node
+from quire.cache.blocks import NO_BLOCK, BlockTable, Node
 from quire.cache.manager import CacheManager
 from quire.cache.prefix_cache import group_block_hash
 from quire.cache.references import TransferBlocks

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from quire.cache.block_table import Windows
+from quire.cache.blocks import Windows
 from quire.executor.base import Executor
 from quire.executor.recorder import Recording, write_tables
 from quire.request import TokenLogprobs

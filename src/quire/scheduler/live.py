@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from quire.cache.block_table import NO_BLOCK, Node
+from quire.cache.blocks import NO_BLOCK, Node
 from quire.clock import Clock
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.settings import long_threshold

@@ -1,4 +1,4 @@
-"""`Outcome`: `StepResult` → sequences, blocks and `TokenEvent`s: tokens are appended, ends found, failures withdrawn.
+"""`Outcome`: `StepResult` → sequences, blocks and `TokenEvent`s: tokens are appended, and ends found.
 
 It also counts what sequences cost:
 
@@ -17,12 +17,11 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
 from operator import attrgetter
 
-from quire.cache.block_table import Node
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
-from quire.scheduler.policy import StepRecord
-from quire.scheduler.sequence import ENDED_EPOCH, Sequence, SequenceState
+from quire.scheduler.failures import Failures, in_order
+from quire.scheduler.sequence import Sequence, StepRecord
 from quire.scheduler.state import SchedulerState
-from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, StepResult, TransferDone
+from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, StepResult
 
 _seq_id = attrgetter("seq_id")
 _error = attrgetter("error")
@@ -33,6 +32,7 @@ class Outcome:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._failures = Failures(state)
 
     def apply(self, result: StepResult, now: float) -> list[TokenEvent]:
         """Apply the result of the oldest step in flight."""
@@ -47,17 +47,14 @@ class Outcome:
             state.config = replace(state.config, max_num_batched_tokens=budget)
         if result.error is not None:
             state.predictor.note_failure(now)
-            self._charge_all(record, token_s)
-            return self._fail_step(record, result.error)
+            return self._failures.fail_step(record, result.error, token_s)
         results = result.seqs
         if [*map(_seq_id, results)] != [*map(_seq_id, record.seqs)]:
-            results = _in_order(record, results)
+            results = in_order(record, results)
         events: list[TokenEvent] = []
         if [*map(_error, results)].count(None) < len(results):
-            self._charge_all(record, token_s)
+            events = self._failures.fail_sequences(record, results, token_s)
             token_s = 0.0
-            failed = [i for i, result in enumerate(results) if result.error is not None]
-            events = self._fail_sequences(record, results, failed)
         else:
             state.cache.references.close_step(record.step)
         if result.transfers_done:
@@ -84,7 +81,7 @@ class Outcome:
         for seq, plan, result in zip(record.sequences, record.seqs, results, strict=True):
             if seq.epoch != plan.epoch:  # a zombie: it ended or was preempted meanwhile
                 num_zombies += 1
-                self._charge(seq, token_s * plan.num_scheduled_tokens)
+                self._failures.charge(seq, token_s * plan.num_scheduled_tokens)
                 continue
             known, token_ids = seq.token_ids, result.token_ids
             if len(known) < seq.next_event_at and len(token_ids) == 1 and token_ids[0] not in seq.stop_ids:
@@ -172,70 +169,6 @@ class Outcome:
         assert pooled is not None, "the prompt's last token gives what is pooled"
         return self._state.end(seq, FinishReason.STOP, pooled=pooled)
 
-    def _fail_sequences(
-        self, record: StepRecord, results: SequenceABC[SeqResult], failed: list[int]
-    ) -> list[TokenEvent]:
-        """Some sequences of a step failed: those that read their blocks start again before their results are read."""
-        state = self._state
-        distrusted = state.cache.publisher.withdraw([record.sequences[i].table for i in failed], record.step)
-        state.cache.references.close_step(record.step)
-        events = []
-        for i in failed:
-            seq = record.sequences[i]
-            if seq.epoch != record.seqs[i].epoch:
-                continue
-            if results[i].recompute:
-                # Its keys and values may be what is not finite.
-                state.cache.prefix.withdraw(_path(seq.table.tip))
-            if results[i].out_of_memory or (results[i].recompute and self._may_recompute(seq)):
-                state.preempt(seq)
-            else:
-                kind = "request" if results[i].error_of_request else "step"
-                events += self._end_failed(seq, results[i].error, kind)
-        self._restart_readers(distrusted)
-        return events
-
-    def _may_recompute(self, seq: Sequence) -> bool:
-        """Count a fault that may pass, as NaN logits from bad memory; at each token of a sequence one is forgiven."""
-        again = seq.recomputed_at != len(seq.token_ids)
-        seq.recomputed_at = len(seq.token_ids)
-        self._state.counters.num_recomputed += again
-        self._state.counters.num_recompute_failed += not again
-        return again
-
-    def _fail_step(self, record: StepRecord, error: str) -> list[TokenEvent]:
-        """Every sequence of the step fails; what it published is withdrawn, and sequences that read it start again."""
-        state = self._state
-        state.counters.num_failed_steps += 1
-        distrusted = state.cache.publisher.withdraw([seq.table for seq in record.sequences], record.step)
-        state.cache.references.close_step(record.step)
-        events = []
-        for seq, plan in zip(record.sequences, record.seqs, strict=True):
-            if seq.epoch == plan.epoch:
-                events += self._end_failed(seq, error)
-        self._restart_readers(distrusted)
-        if record.adapter_moves:
-            state.policies.adapters.slots.repeat(record.adapter_moves)
-        for seq_id in record.gone:  # the worker may not have been told
-            alive = state.sequences.get(seq_id)
-            if alive is None or not alive.registered:
-                state.gone.append(seq_id)
-        if record.transfers:
-            state.policies.transfers.end([TransferDone(t.transfer_id, 0, error) for t in record.transfers])
-        return events
-
-    def _end_failed(self, seq: Sequence, error: str | None, kind: str = "step") -> list[TokenEvent]:
-        """End a sequence that a step failed; a failed beam takes its request along."""
-        if seq.group.beams is not None:
-            return self._state.end_all(seq.group, FinishReason.ERROR, error=error, error_kind=kind)
-        return [self._state.end(seq, FinishReason.ERROR, error=error, error_kind=kind)]
-
-    def _restart_readers(self, distrusted: set[int]) -> None:
-        for seq in [s for s in self._state.running if not distrusted.isdisjoint(s.table.reads)]:
-            assert seq.state is SequenceState.RUNNING
-            self._state.counters.num_restarted_readers += 1
-            self._state.preempt(seq)
-
     def _share_step(self, record: StepRecord, now: float) -> float:
         """Count a step that ended now as busy time; return the seconds of each of its tokens."""
         state = self._state
@@ -245,18 +178,6 @@ class Outcome:
             state.counters.unshared_s += spent_s
             return 0.0
         return spent_s / record.num_tokens
-
-    def _charge_all(self, record: StepRecord, token_s: float) -> None:
-        """Charge each sequence of a step that failed in part or as a whole, before any of them ends."""
-        for seq, plan in zip(record.sequences, record.seqs, strict=True):
-            self._charge(seq, token_s * plan.num_scheduled_tokens)
-
-    def _charge(self, seq: Sequence, spent_s: float) -> None:
-        """Charge one sequence, which may have ended since its step was planned."""
-        if seq.epoch == ENDED_EPOCH:
-            self._state.counters.unshared_s += spent_s
-        else:
-            seq.engine_s += spent_s
 
 
 def finish_reason(seq: Sequence, token_id: int) -> FinishReason | None:
@@ -284,21 +205,3 @@ def _scored(seq: Sequence, end: int, entries: tuple[TokenLogprobs, ...]) -> Toke
     group.num_scored = max(group.num_scored, last)
     start = last + 1 - len(entries)
     return TokenEvent(seq.request_id, seq.sample_index, prompt_logprobs=entries, prompt_start=start)
-
-
-def _in_order(record: StepRecord, results: SequenceABC[SeqResult]) -> tuple[SeqResult, ...]:
-    """Return one result for each entry, in order; what the executor left out is an error of that sequence."""
-    by_id = {r.seq_id: r for r in results}
-    return tuple(
-        by_id.get(p.seq_id) or SeqResult(p.seq_id, p.epoch, (), error="the executor returned no result")
-        for p in record.seqs
-    )
-
-
-def _path(node: Node | None) -> list[Node]:
-    """Return ``node`` and all above it in the prefix tree."""
-    path = []
-    while node is not None:
-        path.append(node)
-        node = node.parent
-    return path

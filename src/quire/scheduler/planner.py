@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.config import SchedulerConfig
-from quire.scheduler.policy import StepRecord, StepRoom
-from quire.scheduler.sequence import Sequence, SequenceState, SortKey
+from quire.scheduler.sequence import Sequence, SequenceState, SortKey, StepRecord
 from quire.scheduler.state import SchedulerState
+from quire.scheduler.waiting import StepRoom
 from quire.step import AdapterMove, KvTransfer, NewSeq, SeqPlan, StepPlan
 
 

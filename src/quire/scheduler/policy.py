@@ -8,14 +8,13 @@ on. One that is off is not imported. docs/howto-policy.md writes one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from quire.config import SchedulerConfig
 from quire.request import Request, TokenEvent
-from quire.scheduler.sequence import RequestState, Sequence, SortKey
-from quire.scheduler.waiting import WaitingQueue
-from quire.step import AdapterMove, KvTransfer, SeqPlan, StepResult
+from quire.scheduler.sequence import RequestState, Sequence, SortKey, StepRecord
+from quire.scheduler.waiting import StepRoom
+from quire.step import StepResult
 
 # Waiting sequences looked at per step beyond the seats, where some may be passed over, and those whose prefixes are
 # looked up: all of a long queue would take longer than a step.
@@ -28,86 +27,6 @@ class Refusal(NamedTuple):
     kind: str  # `TokenEvent.error_kind`
     text: str
     retry_after_s: float = 0.0
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """A step in flight, as the scheduler remembers it. ``sequences`` are parallel to ``seqs``, the plan's."""
-
-    step: int
-    sequences: list[Sequence]
-    seqs: tuple[SeqPlan, ...]
-    gone: tuple[int, ...]
-    planned_s: float = 0.0
-    num_prompt_tokens: int = 0
-    num_drafts: int = 0  # verified
-    adapter_moves: tuple[AdapterMove, ...] = ()
-    transfers: tuple[KvTransfer, ...] = ()  # begun by this step
-    num_tokens: int = 0  # decodes and drafts as well
-
-
-class PromptShare(Protocol):
-    """Divides the tokens of one step among prompts."""
-
-    def room(self, seq: Sequence, num_left: int) -> int:
-        """Return the tokens that ``seq``, which runs and has ``num_left`` to compute, may have."""
-        ...
-
-    def room_of_waiting(self, seq: Sequence) -> int:
-        """Return the same of a sequence that waits; 0: it is passed over."""
-        ...
-
-    def spend(self, num_tokens: int, seq: Sequence, num_left: int) -> None:
-        """``seq`` was given some."""
-        ...
-
-    def running_planned(self) -> None:
-        """The prompts that run have had theirs."""
-        ...
-
-    def held_blocks(self, seq: Sequence) -> int:
-        """Return the blocks that ``seq``, which runs, needs yet and that no other may take."""
-        ...
-
-
-@dataclass(slots=True)
-class StepRoom:
-    """What policies may change of a step once its decodes are chosen and before its prompts are."""
-
-    now: float
-    left: int  # tokens
-    decodes: list[Sequence]
-    prefills: list[Sequence]  # run and have more than one token to compute; by rank
-    waiting: WaitingQueue
-    running: list[Sequence]
-    max_num_seqs: int
-    # Whether a sequence failed to get a block, so that none of lower rank may take one.
-    starved: bool
-    drafts: dict[Sequence, int] = field(default_factory=dict)  # verified, per decode
-    # Returns how many sequences may enter; None: all that wait.
-    seats: Callable[[], int] | None = None
-    # Returns the first ``count`` that may enter; None: those that wait, by rank.
-    order: Callable[[int], list[Sequence]] | None = None
-    # Sequences beyond the seats that are looked at, since some may be passed over.
-    num_extra: int = 0
-    # Each tells whether a sequence may enter; it is passed over otherwise. The order of asking is that of entry.
-    filters: list[Callable[[Sequence], bool]] = field(default_factory=list)
-    share: PromptShare | None = None  # None: each prompt may have what is left
-
-    def free_seats(self) -> int:
-        """Return how many sequences may enter by their number."""
-        seats = len(self.waiting) if self.seats is None else self.seats()
-        return min(seats, self.max_num_seqs - len(self.running))
-
-    def in_order(self, seats: int) -> list[Sequence]:
-        """Return the waiting sequences that are looked at for ``seats``, in the order in which they may enter."""
-        count = seats + self.num_extra
-        return self.waiting.first(count) if self.order is None else self.order(count)
-
-    def entering(self) -> list[Sequence]:
-        """Return the sequences that would enter next if tokens and blocks allowed."""
-        seats = self.free_seats() if self.waiting else 0
-        return self.in_order(seats) if seats > 0 else []
 
 
 class Policy(Protocol):

@@ -1,4 +1,4 @@
-"""`Sequence` and `RequestState`: the scheduler's own mutable state. No other package sees them.
+"""`Sequence`, `RequestState`, `StepRecord`: the scheduler's own mutable state. No other package sees them.
 
     token_ids    │ prompt ……………………………… │ output ……… │ pending      pending: sampled by steps in flight, ids unknown
                  0                num_prompt      len(token_ids)  num_total       ≤ max_total
@@ -14,8 +14,9 @@ from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from quire.cache.block_table import BlockTable
+from quire.cache.blocks import BlockTable
 from quire.request import Request, SampleTiming, Sampling
+from quire.step import AdapterMove, KvTransfer, SeqPlan
 
 if TYPE_CHECKING:
     from quire.scheduler.policies.beam_search import BeamSearch
@@ -201,6 +202,22 @@ class RequestState:
         """Whether cached blocks may stand in for rows of the prompt: not while every row's output is wanted."""
         pooling = self.request.pooling
         return not self.wants_prompt_logprobs and (pooling is None or not pooling.whole_prompt)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A step in flight, as the scheduler remembers it. ``sequences`` are parallel to ``seqs``, the plan's."""
+
+    step: int
+    sequences: list[Sequence]
+    seqs: tuple[SeqPlan, ...]
+    gone: tuple[int, ...]
+    planned_s: float = 0.0
+    num_prompt_tokens: int = 0
+    num_drafts: int = 0  # verified
+    adapter_moves: tuple[AdapterMove, ...] = ()
+    transfers: tuple[KvTransfer, ...] = ()  # begun by this step
+    num_tokens: int = 0  # decodes and drafts as well
 
 
 def held_bytes(request: Request) -> int:

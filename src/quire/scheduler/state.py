@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire.cache.block_table import BlockTable
+from quire.cache.blocks import BlockTable
 from quire.cache.manager import CacheManager
 from quire.config import SchedulerConfig
 from quire.metrics.engine_stats import EngineStats
 from quire.request import FinishReason, Request, TokenEvent, TokenLogprobs
-from quire.scheduler.policy import Policies, StepRecord
+from quire.scheduler.policy import Policies
 from quire.scheduler.predictor import Predictor
-from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState
+from quire.scheduler.sequence import ENDED_EPOCH, RequestState, Sequence, SequenceState, StepRecord
 from quire.scheduler.waiting import WaitingQueue
 
 

@@ -17,9 +17,10 @@ from collections.abc import Iterable
 from itertools import islice
 
 from quire.request import Adapter
-from quire.scheduler.policy import LOOKAHEAD, Policy, StepRoom
+from quire.scheduler.policy import LOOKAHEAD, Policy
 from quire.scheduler.sequence import Sequence, SequenceState
 from quire.scheduler.state import SchedulerState
+from quire.scheduler.waiting import StepRoom
 from quire.step import AdapterMove
 
 

@@ -7,9 +7,10 @@ from typing import Any
 from quire.config import MAX_DRAFTS, SchedulerConfig
 from quire.scheduler.policies.draft_control import MAX_VAIN, DraftControl
 from quire.scheduler.policies.draft_gain import DraftGain
-from quire.scheduler.policy import Policy, StepRecord, StepRoom
-from quire.scheduler.sequence import Sequence, SequenceState
+from quire.scheduler.policy import Policy
+from quire.scheduler.sequence import Sequence, SequenceState, StepRecord
 from quire.scheduler.state import SchedulerState
+from quire.scheduler.waiting import StepRoom
 from quire.step import SeqPlan, SeqResult, StepResult
 
 

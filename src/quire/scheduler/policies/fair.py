@@ -22,9 +22,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 
 from quire.request import Tenant
-from quire.scheduler.policy import Policy, StepRoom
+from quire.scheduler.policy import Policy
 from quire.scheduler.sequence import RequestState, Sequence
 from quire.scheduler.state import SchedulerState
+from quire.scheduler.waiting import StepRoom
 
 PREFILL = 1.0
 DECODE = 2.0

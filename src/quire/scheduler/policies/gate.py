@@ -10,9 +10,10 @@ room at its fork) gets it back.
 from __future__ import annotations
 
 from quire.config import SchedulerConfig
-from quire.scheduler.policy import Policy, StepRoom
+from quire.scheduler.policy import Policy
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
+from quire.scheduler.waiting import StepRoom
 
 
 class Rule(Policy):

@@ -21,9 +21,10 @@ from __future__ import annotations
 import math
 
 from quire.metrics.engine_stats import LONG_SHARE, QUIET_TIMES, long_part
-from quire.scheduler.policy import LOOKAHEAD, Policy, StepRoom
+from quire.scheduler.policy import LOOKAHEAD, Policy
 from quire.scheduler.sequence import RequestState, Sequence
 from quire.scheduler.state import SchedulerState
+from quire.scheduler.waiting import StepRoom
 
 LATELY_S = 60.0
 # Waiting prompts per step whose cached part is looked up; further ones count as if nothing of them were cached.

@@ -11,9 +11,10 @@ their prefix already, so under longest-prefix they rank by arrival. "fair" and "
 from __future__ import annotations
 
 from quire.request import Request
-from quire.scheduler.policy import LOOKAHEAD, Policy, StepRoom
+from quire.scheduler.policy import LOOKAHEAD, Policy
 from quire.scheduler.sequence import Sequence, SortKey
 from quire.scheduler.state import SchedulerState
+from quire.scheduler.waiting import StepRoom
 
 AGING_S = 30.0  # waiting that makes up for one step of priority
 MAX_STEPS = 1000  # priority that counts; further steps only break ties

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from math import sqrt
 
 from quire.config import row_tile
-from quire.scheduler.policy import Policy, StepRecord, StepRoom
+from quire.scheduler.policy import Policy
+from quire.scheduler.sequence import StepRecord
 from quire.scheduler.state import SchedulerState
+from quire.scheduler.waiting import StepRoom
 
 # Rows of a prompt that take a core as long as what a step costs whatever its rows. Measured: a step of c rows of a 1B
 # model as int8 takes 17 ms + c * 4.4 ms on one thread, from 16 to 256 rows.
