@@ -56,7 +56,7 @@ def main() -> None:
     made: dict[str, tuple[list[PackedLinear], torch.Tensor | QuantizedRows, int]] = {}
     for name, format in FORMATS.items():
         packed = matrices(format, backend)
-        row = quantize_rows(x, format.group, backend=backend) if packed[0].reads_quantized else x
+        row = quantize_rows(x, format.rows, backend=backend) if packed[0].reads_quantized else x
         made[name] = packed, row, len(packed) * format.num_bytes(OUT, IN, 2)
     turns: list[dict[str, float]] = []
     end = time.monotonic() + given.seconds

@@ -11,8 +11,8 @@ namespace quire::cpu {
 
 namespace {
 
-// (bits, group, has_offset, stride of int8 rows); bits 0: not quantized.
-using FormatWords = std::tuple<int, int64_t, bool, int64_t>;
+// (bits, group, has_offset, rotation, stride of int8 rows); bits 0: not quantized.
+using FormatWords = std::tuple<int, int64_t, bool, int64_t, int64_t>;
 
 QuantizedFormat format_of(const FormatWords& words) {
   return {std::get<0>(words), std::get<1>(words), std::get<2>(words)};
@@ -31,7 +31,8 @@ ExpertsArgs shape_of(const std::string& type, int64_t tokens, int64_t hidden, in
     args.places = {channel, at<int64_t>(table), at<int64_t>(loads), experts, width};
   }
   args.up_format = format_of(up), args.down_format = format_of(down);
-  args.up_stride = std::get<3>(up), args.down_stride = std::get<3>(down);
+  args.up_rotation = std::get<3>(up), args.down_rotation = std::get<3>(down);
+  args.up_stride = std::get<4>(up), args.down_stride = std::get<4>(down);
   args.type = type_of(type);
   return args;
 }

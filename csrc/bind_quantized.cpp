@@ -46,9 +46,9 @@ void bind_quantized(nb::module_& m) {
   m.def(
       "quantize_weights",
       [](int num_threads, const std::string& isa, int bits, int64_t group, bool bf16, uintptr_t w, int64_t stride,
-         int64_t rows, int64_t k, uintptr_t q, uintptr_t scale, uintptr_t multiplier) {
+         int64_t rows, int64_t k, int64_t rotation, uintptr_t q, uintptr_t scale, uintptr_t multiplier) {
         const QuantizeWeightsArgs args{at<void>(w), at<int8_t>(q), at<float>(scale), at<uint8_t>(multiplier), rows, k,
-                                       stride,      group,         bits,             type_of(bf16)};
+                                       stride,      group,         rotation,         bits, type_of(bf16)};
         const bool two_level = group == kTwoLevelGroup && multiplier != 0;
         const bool fits = two_level || (group > 0 && group % 32 == 0 && group <= 128);
         if (bits == 4 && !fits) throw std::invalid_argument("int4 group");
@@ -61,12 +61,12 @@ void bind_quantized(nb::module_& m) {
   m.def(
       "quantize_rows",
       [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t x_stride, int64_t rows, int64_t k,
-         int64_t group, uintptr_t q, int64_t stride, uintptr_t scale, uintptr_t sums) {
+         uintptr_t q, int64_t stride, uintptr_t scale, uintptr_t sums, int64_t group, int64_t rotation) {
         const QuantizeArgs args{at<void>(x), {at<int8_t>(q), at<float>(scale), at<int32_t>(sums), stride},
-                                rows,        k, x_stride, group, type_of(bf16)};
+                                rows,        k, x_stride, {group, rotation}, type_of(bf16)};
         submit(num_threads, args, {&QuantizeArgs::rows}, kernels_named(isa).quantize);
       },
-      "Rows to int8 with a scale and the sums of their groups.", nb::call_guard<nb::gil_scoped_release>());
+      "Rows, rotated or not, to int8 with a scale and the sums of their groups.", nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "quantized_linear",
       [](int num_threads, const std::string& isa, int bits, int64_t group, bool has_offset, uintptr_t q, int64_t stride,
@@ -82,13 +82,13 @@ void bind_quantized(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "take_quantized_rows",
-      [](int num_threads, const std::string& isa, int bits, int64_t group, bool has_offset, uintptr_t packed,
-         uintptr_t scale, uintptr_t offset, uintptr_t ids, bool bf16, uintptr_t y, int64_t rows, int64_t k) {
+      [](int num_threads, const std::string& isa, int bits, int64_t group, bool has_offset, int64_t rotation,
+         uintptr_t packed, uintptr_t scale, uintptr_t offset, uintptr_t ids, bool bf16, uintptr_t y, int64_t rows, int64_t k) {
         const TakeArgs args{at<uint8_t>(packed), at<float>(scale), at<float>(offset), at<int64_t>(ids), at<void>(y),
-                            rows, k, format_of(bits, group, has_offset), type_of(bf16)};
+                            rows, k, format_of(bits, group, has_offset), rotation, type_of(bf16)};
         submit(num_threads, args, {&TakeArgs::rows}, kernels_named(isa).take);
       },
-      "Rows `ids` of a packed weight, dequantized.", nb::call_guard<nb::gil_scoped_release>());
+      "Rows `ids` of a packed weight, dequantized and rotated back.", nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire::cpu

@@ -154,6 +154,6 @@ def test_fp8_weights_are_held_where_they_can_be_multiplied() -> None:
         assert elsewhere.model.formats == {}
         assert "1 fp8 weights read as" in elsewhere.model.remarks[0]
         asked = resolve(EngineArgs(quantize="int8"), llama(), device, stored=stored)
-        assert asked.model.formats[name] == WeightFormat("int8")
+        assert asked.model.formats[name] == WeightFormat("int8", rotation=16 if device is CPU else None)
     with pytest.raises(ConfigError, match="quantized already"):
         resolve(EngineArgs(quantize="int8"), llama(), GPU, stored=stored)

@@ -19,7 +19,7 @@ struct GatedArgs {
   Gate gate;
   Type type;
   QuantizedRows rows;  // with rows.q the result, rounded to the type, is written there as int8 instead of to y
-  int64_t group;
+  RowFormat format;
 };
 
 

@@ -45,7 +45,7 @@ void gated_as(const GatedArgs& a, ThreadPool& pool) {
       __builtin_prefetch(u + a.stride + j, 0, 3);
       store_some(y + j, activate(gate, load_some(g + j, n), load_some(u + j, n)), n);
     });
-    if (a.rows.q != nullptr) quantize_row(y, a.size, a.group, a.rows, i);
+    if (a.rows.q != nullptr) quantize_row(y, a.size, a.format, a.rows, i);
   });
 }
 

@@ -56,7 +56,8 @@ struct ExpertsArgs {
   void* y;                             // [tokens, hidden]
   char* scratch;                       // experts_scratch_bytes(), aligned to 64
   int64_t tokens, hidden, inter, slots, top_k, x_stride;  // slots: of all ranks
-  int64_t up_stride, down_stride;         // of int8 rows, where the matrix is quantized
+  int64_t up_stride, down_stride;          // of int8 rows, where the matrix is quantized
+  int64_t up_rotation, down_rotation;      // of their rows
   QuantizedFormat up_format, down_format;  // bits 0: not quantized
   Gate gate;
   Type type;

@@ -85,7 +85,7 @@ class Experts {
     sort_pairs();
     if (a_.up_format.bits != 0) {
       a_.quantized->quantize({a_.x, rows_at(at_.all_q, at_.all_scale, at_.all_sums, a_.up_stride), a_.tokens, a_.hidden,
-                              a_.x_stride, a_.up_format.group, a_.type},
+                              a_.x_stride, {a_.up_format.group, a_.up_rotation}, a_.type},
                              pool_);
     }
     const int64_t* starts = at<int64_t>(at_.starts);
@@ -191,12 +191,12 @@ class Experts {
   }
 
   void activate(int64_t rows) {
-    GatedArgs args{at<char>(at_.gate_up), nullptr, rows, a_.inter, 2 * a_.inter, a_.gate, a_.type, {}, 0};
+    GatedArgs args{at<char>(at_.gate_up), nullptr, rows, a_.inter, 2 * a_.inter, a_.gate, a_.type, {}, {}};
     if (a_.down_format.bits == 0) {
       args.y = at<char>(at_.act);
     } else {
       args.rows = rows_at(at_.act_q, at_.act_scale, at_.act_sums, a_.down_stride);
-      args.group = a_.down_format.group;
+      args.format = {a_.down_format.group, a_.down_rotation};
     }
     a_.gated->gated(args, pool_);
   }

@@ -22,7 +22,7 @@ struct NormArgs {
   float eps;
   Type type;
   QuantizedRows rows;  // heads must be 1
-  int64_t group;
+  RowFormat format;
 };
 
 struct NormKernels {

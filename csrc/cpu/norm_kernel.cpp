@@ -31,7 +31,7 @@ void norm(const NormArgs& a, ThreadPool& pool) {
     over_vectors(a.size, [&](int64_t j, int n) {
       store_some(y + j, mul(mul(load_some(x + j, n), scale), load_some(weight + j, n)), n);
     });
-    if (a.rows.q != nullptr) quantize_row(y, a.size, a.group, a.rows, i);
+    if (a.rows.q != nullptr) quantize_row(y, a.size, a.format, a.rows, i);
   });
 }
 

@@ -8,14 +8,15 @@
 
 #include "cpu/int_vec.h"
 #include "cpu/quantized.h"
+#include "cpu/rotate.h"
 #include "cpu/row_loops.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
 constexpr float kSmallest = 0x1p-100f;
 
-// Memory of a row that is written only to be quantized.
-template <typename T>
+// Memory of a row that is written only to be quantized; `use` tells rows apart that are needed together.
+template <typename T, int use = 0>
 inline T* scratch_row(int64_t size) {
   thread_local std::vector<T> row;
   if (static_cast<int64_t>(row.size()) < size) row.resize(size);
@@ -64,14 +65,16 @@ inline void sum_groups(const int8_t* q, int64_t stride, int64_t group, int64_t g
   }
 }
 
+// `x` times `factor`, a power of two, which changes no integer and is therefore left to the scale.
 template <typename T>
-inline void quantize_row(const T* x, int64_t k, int64_t group, const QuantizedRows& y, int64_t row) {
+inline void quantize_scaled(const T* x, int64_t k, int64_t group, float factor, const QuantizedRows& y, int64_t row) {
   const int64_t groups = num_groups(k, group);
   int8_t* q = y.q + row * y.stride;
   int32_t* sums = y.sums + row * groups;
   const uint32_t top = largest_magnitude(x, k);
-  float largest;
-  std::memcpy(&largest, &top, 4);
+  float found;
+  std::memcpy(&found, &top, 4);
+  const float largest = found * factor;
   if (!(largest >= kSmallest && top < 0x7f800000u)) {
     std::fill(q, q + y.stride, int8_t{0});
     std::fill(sums, sums + groups, 0);
@@ -79,7 +82,7 @@ inline void quantize_row(const T* x, int64_t k, int64_t group, const QuantizedRo
     return;
   }
   y.scale[row] = largest / 127.0f;
-  const Vec inverse = broadcast(127.0f / largest);
+  const Vec inverse = broadcast(127.0f / found);
   const auto scaled = [&](int64_t i) { return mul(load(x + i), inverse); };
   constexpr int64_t kFour = 4 * kLanes;
   int64_t i = 0;
@@ -97,6 +100,14 @@ inline void quantize_row(const T* x, int64_t k, int64_t group, const QuantizedRo
   } else {
     sum_groups(q, y.stride, group, groups, sums);
   }
+}
+
+template <typename T>
+inline void quantize_row(const T* x, int64_t k, const RowFormat& format, const QuantizedRows& y, int64_t row) {
+  if (format.rotation == 0) return quantize_scaled(x, k, format.group, 1.0f, y, row);
+  float* rotated = scratch_row<float, 1>(k);
+  rotate(x, k, format.rotation, rotated);
+  quantize_scaled(rotated, k, format.group, row_factor(format.rotation), y, row);
 }
 
 }  // namespace quire::cpu::QUIRE_ISA

@@ -16,7 +16,8 @@ struct QuantizeWeightsArgs {
   uint8_t* multiplier;  // of two levels [rows, groups], else not used
   int64_t rows, k, stride;
   int64_t group;  // inputs, the last group of a row may be short; int4: 32, 64 or 128, or 16, which has two levels
-  int bits;       // 8 or 4
+  int64_t rotation;  // inputs of a block, or 0
+  int bits;          // 8 or 4
   Type type;
 };
 

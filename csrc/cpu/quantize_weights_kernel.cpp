@@ -12,6 +12,7 @@
 #include "cpu/int_vec.h"
 #include "cpu/quantize_row.h"
 #include "cpu/quantized.h"
+#include "cpu/rotate.h"
 #include "cpu/row_loops.h"
 
 namespace quire::cpu::QUIRE_ISA {
@@ -248,23 +249,33 @@ void two_level_row(const T* x, int64_t k, int8_t* q, uint8_t* multiplier, float*
 }
 
 template <typename T>
-void quantize(const QuantizeWeightsArgs& a, ThreadPool& pool) {
+void round_row(const QuantizeWeightsArgs& a, const T* x, int64_t row) {
   const int64_t groups = (a.k + a.group - 1) / a.group;
+  int8_t* q = a.q + row * a.k;
+  float* scale = a.scale + row * groups;
+  if (a.bits == 4 && a.group == kTwoLevelGroup) {
+    two_level_row(x, a.k, q, a.multiplier + row * groups, a.scale + row);
+    return;
+  }
+  if (a.bits == 4) {
+    int4_row(x, a.k, a.group, q, scale);
+    return;
+  }
+  for (int64_t first = 0; first < a.k; first += a.group) {
+    int8_group(x + first, std::min(a.group, a.k - first), q + first, scale++);
+  }
+}
+
+template <typename T>
+void quantize(const QuantizeWeightsArgs& a, ThreadPool& pool) {
   over_rows(a.rows, a.k * (a.bits == 4 ? 16 : 1), pool, [&](int64_t row) {
     const T* x = static_cast<const T*>(a.w) + row * a.stride;
-    int8_t* q = a.q + row * a.k;
-    float* scale = a.scale + row * groups;
-    if (a.bits == 4 && a.group == kTwoLevelGroup) {
-      two_level_row(x, a.k, q, a.multiplier + row * groups, a.scale + row);
-      return;
-    }
-    if (a.bits == 4) {
-      int4_row(x, a.k, a.group, q, scale);
-      return;
-    }
-    for (int64_t first = 0; first < a.k; first += a.group) {
-      int8_group(x + first, std::min(a.group, a.k - first), q + first, scale++);
-    }
+    if (a.rotation == 0) return round_row(a, x, row);
+    float* rotated = scratch_row<float>(a.k);
+    rotate(x, a.k, a.rotation, rotated);
+    const float factor = weight_factor(a.rotation);
+    for (int64_t i = 0; i < a.k; ++i) rotated[i] *= factor;
+    round_row(a, rotated, row);
   });
 }
 

@@ -58,6 +58,12 @@ struct QuantizedRows {
   int64_t stride;
 };
 
+// How rows are rounded (quire/weight_format.py): inputs of a group of the weight, 0: the whole row; inputs of a block
+// that is rotated first, 64, 32 or 16, or 0.
+struct RowFormat {
+  int64_t group, rotation;
+};
+
 struct QuantizedLinearArgs {
   QuantizedRows x;
   const uint8_t* packed;
@@ -73,11 +79,13 @@ struct QuantizedLinearArgs {
 struct QuantizeArgs {
   const void* x;  // [rows, k], rows x_stride elements apart
   QuantizedRows y;
-  int64_t rows, k, x_stride, group;  // group 0: the whole row
+  int64_t rows, k, x_stride;
+  RowFormat format;
   Type type;
 };
 
-// y[i] = row ids[i] of the weight, scale * q + offset in fp32, two roundings and one to the type: tied embeddings.
+// y[i] = row ids[i] of the weight, scale * q + offset in fp32, two roundings, rotated back, and one to the type: tied
+// embeddings.
 struct TakeArgs {
   const uint8_t* packed;
   const float *scale, *offset;  // as in QuantizedLinearArgs
@@ -85,6 +93,7 @@ struct TakeArgs {
   void* y;  // [rows, k], contiguous
   int64_t rows, k;
   QuantizedFormat format;
+  int64_t rotation;
   Type type;
 };
 

@@ -15,6 +15,7 @@
 #include "cpu/packed_quads.h"
 #include "cpu/quantize_row.h"
 #include "cpu/quantized_tile.h"
+#include "cpu/rotate.h"
 #include "cpu/row_loops.h"
 #include "cpu/scratch.h"
 #include "cpu/two_level.h"
@@ -303,7 +304,7 @@ void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
 template <typename T>
 void quantize(const QuantizeArgs& a, ThreadPool& pool) {
   over_rows(a.rows, a.k, pool, [&](int64_t row) {
-    quantize_row(static_cast<const T*>(a.x) + row * a.x_stride, a.k, a.group, a.y, row);
+    quantize_row(static_cast<const T*>(a.x) + row * a.x_stride, a.k, a.format, a.y, row);
   });
 }
 
@@ -329,7 +330,7 @@ void take(const TakeArgs& a, ThreadPool& pool) {
   over_rows(a.rows, a.k * 8, pool, [&](int64_t row) {  // every four inputs lie in a line of their own
     const int64_t id = a.ids[row], lane = id % kPanel;
     const uint8_t* panel = a.packed + id / kPanel * groups * block;
-    T* y = static_cast<T*>(a.y) + row * a.k;
+    float* held = scratch_row<float>(a.k);
     for (int64_t g = 0; g < groups; ++g, panel += block) {
       float scale = a.scale[id], offset = a.offset != nullptr ? a.offset[id] : 0.0f;
       const bool has_offset = a.format.has_offset;
@@ -341,9 +342,13 @@ void take(const TakeArgs& a, ThreadPool& pool) {
         int code = code_of(a.format, panel + a.format.code_begin() + lane * 4, i - g * size);
         if (a.format.two_level()) code = scaled(code, multiplier_of(panel, lane, (i - g * size) / kTwoLevelGroup));
         const float w = static_cast<float>(code) * scale;
-        put(has_offset ? w + offset : w, y + i);
+        held[i] = has_offset ? w + offset : w;
       }
     }
+    if (a.rotation != 0) rotate(held, a.k, a.rotation, held);
+    const float factor = a.rotation == 0 ? 1.0f : row_factor(a.rotation);
+    T* y = static_cast<T*>(a.y) + row * a.k;
+    for (int64_t i = 0; i < a.k; ++i) put(held[i] * factor, y + i);
   });
 }
 

@@ -25,11 +25,11 @@ def pack_quantized(
 ) -> None: ...  # fmt: skip
 def quantize_weights(
     num_threads: int, isa: str, bits: int, group: int, bf16: bool, w: int, stride: int, rows: int, k: int,
-    q: int, scale: int, multiplier: int, /,
+    rotation: int, q: int, scale: int, multiplier: int, /,
 ) -> None: ...  # fmt: skip
 def quantize_rows(
-    num_threads: int, isa: str, bf16: bool, x: int, x_stride: int, rows: int, k: int, group: int, q: int,
-    stride: int, scale: int, sums: int, /,
+    num_threads: int, isa: str, bf16: bool, x: int, x_stride: int, rows: int, k: int, q: int, stride: int,
+    scale: int, sums: int, group: int, rotation: int, /,
 ) -> None: ...  # fmt: skip
 def quantized_linear(
     num_threads: int, isa: str, bits: int, group: int, has_offset: bool, q: int, stride: int, x_scale: int,
@@ -37,17 +37,17 @@ def quantized_linear(
     n: int, k: int, /,
 ) -> None: ...  # fmt: skip
 def take_quantized_rows(
-    num_threads: int, isa: str, bits: int, group: int, has_offset: bool, packed: int, scale: int, offset: int,
-    ids: int, bf16: bool, y: int, rows: int, k: int, /,
+    num_threads: int, isa: str, bits: int, group: int, has_offset: bool, rotation: int, packed: int, scale: int,
+    offset: int, ids: int, bf16: bool, y: int, rows: int, k: int, /,
 ) -> None: ...  # fmt: skip
 def rms_norm(
     num_threads: int, isa: str, bf16: bool, x: int, token_stride: int, head_stride: int, residual: int,
     residual_stride: int, weight: int, weight_stride: int, eps: float, y: int, sum: int, tokens: int,
-    heads: int, size: int, q: int, q_stride: int, scale: int, sums: int, group: int, /,
+    heads: int, size: int, q: int, q_stride: int, scale: int, sums: int, group: int, rotation: int, /,
 ) -> None: ...  # fmt: skip
 def gated(
     num_threads: int, isa: str, bf16: bool, gate: int, gate_up: int, stride: int, y: int, tokens: int,
-    size: int, q: int, q_stride: int, scale: int, sums: int, group: int, /,
+    size: int, q: int, q_stride: int, scale: int, sums: int, group: int, rotation: int, /,
 ) -> None: ...  # fmt: skip
 def rope(
     num_threads: int, isa: str, bf16: bool, interleaved: bool, x: int, token_stride: int, head_stride: int,
@@ -112,12 +112,12 @@ def route(
 ) -> None: ...  # fmt: skip
 def experts_scratch_bytes(
     type: str, tokens: int, hidden: int, inter: int, slots: int, top_k: int, up: tuple[int, int, bool,
-    int], down: tuple[int, int, bool, int], places: tuple[Channel, int, int, int, int] | None, /,
+    int, int], down: tuple[int, int, bool, int, int], places: tuple[Channel, int, int, int, int] | None, /,
 ) -> int: ...  # fmt: skip
 def experts(
     num_threads: int, isa: str, type: str, x: int, x_stride: int, weights: int, ids: int, gate_up: int,
     down: int, gate: int, y: int, scratch: int, tokens: int, hidden: int, inter: int, slots: int, top_k: int,
-    up: tuple[int, int, bool, int], down_format: tuple[int, int, bool, int],
+    up: tuple[int, int, bool, int, int], down_format: tuple[int, int, bool, int, int],
     places: tuple[Channel, int, int, int, int] | None, /,
 ) -> None: ...  # fmt: skip
 def add_lora(

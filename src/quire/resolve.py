@@ -35,12 +35,13 @@ from quire.cost.speculation import (
 )
 from quire.cost.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.device import FP8_CAPABILITY
+from quire.device_formats import device_formats
 from quire.errors import ConfigError
 from quire.modelspec import KvLayout, ModelSpec
 from quire.parallel.topology import Topology
 from quire.request import Adapter
 from quire.weight_format import WeightFormat
-from quire.weight_plan import WeightPlan, adapter_bytes, plan_weights, whole_ends
+from quire.weight_plan import WeightPlan, adapter_bytes, whole_ends
 
 DEFAULT_LORA_RANK = 16
 KV_SHARE = 0.5  # default share of the available memory that the weights leave
@@ -64,17 +65,10 @@ def parse_bytes(text: str | int, *, name: str = "kv_memory") -> int:
 
 
 def resolve(
-    args: EngineArgs,
-    spec: ModelSpec,
-    device: DeviceInfo,
-    *,
-    path: str = "",
-    tokenizer: str = "",
-    stored: Mapping[str, WeightFormat] | None = None,
-    adapters: Sequence[Adapter] = (),
-    draft: DraftCheckpoint | HeadCheckpoint | None = None,
-    remarks: tuple[str, ...] = (),
-) -> EngineConfig:
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, *, path: str = "", tokenizer: str = "",
+    stored: Mapping[str, WeightFormat] | None = None, adapters: Sequence[Adapter] = (),
+    draft: DraftCheckpoint | HeadCheckpoint | None = None, remarks: tuple[str, ...] = (),
+) -> EngineConfig:  # fmt: skip
     """Choose every setting that ``args`` leave open. ``path`` and ``tokenizer``: where the two were found.
 
     ``stored``, ``remarks``: `Checkpoint.formats`, and what else is to be said of its files. ``adapters``: those loaded
@@ -85,7 +79,7 @@ def resolve(
     """
     topology = topology_of(args, spec, device, has_heads=isinstance(draft, HeadCheckpoint))
     dtype = _dtype(args.dtype, spec)
-    plan = _weights(args, spec, stored or {}, dtype, device)
+    plan = device_formats(args, spec, stored or {}, dtype, device, topology)
     lora = _lora(args, tuple(adapters))
     kv_dtype = _kv_dtype(args, spec, dtype, device)
     held = RankBytes(spec, topology, plan.formats, dtype, kv_dtype, args.block_size)
@@ -100,7 +94,7 @@ def resolve(
         model=ModelConfig(
             path=path, name=args.model, spec=spec, dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len,
             load_format=args.load_format, quantize=args.quantize, seed=args.seed, tokenizer=tokenizer,
-            formats=plan.formats, remarks=(*remarks, *plan.remarks),
+            formats=plan.formats, remarks=(*remarks, *plan.remarks, *_kv_remarks(kv_dtype, spec)),
             packed_cache=packed_cache_config(args.packed_cache, args.packed_cache_mib),
         ),
         kv_layout=layout,
@@ -131,14 +125,9 @@ def _cache_config(args: EngineArgs, num_blocks: int, layout: KvLayout, model_key
 
 
 def _model_key(
-    args: EngineArgs,
-    path: str,
-    spec: ModelSpec,
-    dtype: str,
-    kv_dtype: str,
-    plan: WeightPlan,
+    args: EngineArgs, path: str, spec: ModelSpec, dtype: str, kv_dtype: str, plan: WeightPlan,
     topology: Topology,
-) -> str:
+) -> str:  # fmt: skip
     formats = sorted(plan.formats.items(), key=itemgetter(0))
     scope = f"{path}|{args.seed}|{spec!r}|{dtype}|{kv_dtype}|{formats!r}"
     if topology.tp > 1 or topology.cp > 1:  # the sizes that bits depend on
@@ -170,29 +159,6 @@ def _dtype(asked: str, spec: ModelSpec) -> str:
     return "bfloat16" if dtype == "float16" else dtype  # a CPU has no fast float16; bfloat16 has its range
 
 
-def _weights(
-    args: EngineArgs, spec: ModelSpec, stored: Mapping[str, WeightFormat], dtype: str, device: DeviceInfo
-) -> WeightPlan:
-    """Return the formats of weights. A device without fp8 products gets fp8 weights expanded, with a remark."""
-    needs = f"fp8 weights need a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more"
-    kept = stored
-    if device.capability < FP8_CAPABILITY:
-        for name in ("quantize", "quantize_head"):
-            if getattr(args, name) == "fp8":
-                raise ConfigError(
-                    f"{name} = 'fp8': {needs}, and {device.name} has none: 'int8' takes the same bytes"
-                )
-        kept = {name: held for name, held in stored.items() if held.kind != "fp8"}
-    quantize, head = args.quantize, args.quantize_head
-    if device.kind != "cpu":  # int4 with integer scales in groups of 16 is for CPUs
-        quantize, head = ("int4-g32" if each in ("int4", "int4-g16") else each for each in (quantize, head))
-    plan = plan_weights(spec, kept, quantize, head)
-    if len(kept) == len(stored):
-        return plan
-    remark = f"{len(stored) - len(kept)} fp8 weights read as {dtype}: {needs}; --quantize int8 takes the bytes of fp8"
-    return replace(plan, remarks=(remark, *plan.remarks))
-
-
 def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo) -> str:
     if args.kv_dtype == "auto":
         return dtype
@@ -212,6 +178,19 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
     if unmet is not None:
         raise ConfigError(f"kv_dtype = {args.kv_dtype!r} needs {unmet}; leave it at 'auto', or change that")
     return args.kv_dtype
+
+
+def _kv_remarks(kv_dtype: str, spec: ModelSpec) -> tuple[str, ...]:
+    """Return what a cache in int8 costs, as it was measured (benchmarks/results/fidelity.md)."""
+    if kv_dtype != "int8":
+        return ()
+    has_biases = any(layer.attention.qkv_bias for layer in spec.layers)
+    cost = (
+        "up to 0.06 nats, as in Qwen2.5-Coder-0.5B: the keys of this model have biases, which int8 rounds with them"
+        if has_biases
+        else "about 0.001 nats, as in SmolLM2-135M"
+    )
+    return (f"K and V in int8 add to the mean KL from fp32 {cost}",)
 
 
 def _runner(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
@@ -286,13 +265,9 @@ def scheduler_config(
 
 
 def _lengths(
-    args: EngineArgs,
-    spec: ModelSpec,
-    device: DeviceInfo,
-    held: RankBytes,
-    weights: int,
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, held: RankBytes, weights: int,
     drafts: Drafting | None,
-) -> tuple[int, int]:
+) -> tuple[int, int]:  # fmt: skip
     """Return (max_model_len, num_blocks) so that at least one sequence of max_model_len fits."""
     asked_len = args.max_model_len
     if asked_len is not None and asked_len > spec.max_position_embeddings:
@@ -327,14 +302,9 @@ def blocks_for_sequence(spec: ModelSpec, length: int, block_size: int, chunk: in
 
 
 def _blocks_in_memory(
-    args: EngineArgs,
-    spec: ModelSpec,
-    device: DeviceInfo,
-    held: RankBytes,
-    max_len: int,
-    weights: int,
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, held: RankBytes, max_len: int, weights: int,
     drafts: Drafting | None,
-) -> int:
+) -> int:  # fmt: skip
     if device.kind == "cuda":
         available = _gpu_memory_left(args, spec, device)
     else:

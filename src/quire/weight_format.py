@@ -13,16 +13,16 @@ is one of int8 with a scale per row, whatever the order of summation (progressiv
 section 4.1). Odd multipliers have the levels −7 … 8, even ones −8 … 7: a group uses the side of its largest weight.
 
     w[n, k] = scale[n] · m · (q[n, k] + m mod 2)        m = multiplier[n, k // 16], 0 … 15
+
+Matrices that Quire rounds itself may be rotated before (`kernels.rotation`): w is then the product of each row of the
+checkpoint's matrix, in blocks of inputs, with a Hadamard matrix, and so are the rows that it multiplies.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-from quire.errors import ConfigError
+from typing import Literal, NamedTuple
 
 Kind = Literal["plain", "int8", "int4", "fp8"]
 BITS: Mapping[Kind, int] = {"int8": 8, "int4": 4, "fp8": 8}
@@ -30,17 +30,29 @@ BITS: Mapping[Kind, int] = {"int8": 8, "int4": 4, "fp8": 8}
 GROUPS: Mapping[Kind, tuple[int, ...]] = {"int8": (128, 64, 32, 16), "int4": (128, 64, 32), "fp8": (128,)}
 TWO_LEVEL_GROUP = 16  # inputs of int4 that share an integer multiplier
 TWO_LEVEL_BLOCK = 64  # inputs stored together: 32 bytes, and 2 of multipliers
+ROTATIONS = (64, 32, 16)  # inputs that a rotation may mix
 # In packed memory: fp32, and fp16 times a power of two per row. The group scales of fp8 are fp32.
 ROW_SCALE_BYTES, GROUP_SCALE_BYTES = 4, 2
 
 
+class RowFormat(NamedTuple):
+    """How the rows that multiply a quantized matrix are rounded: its ``group`` and ``rotation``."""
+
+    group: int | None = None
+    rotation: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """``plain`` is the engine's dtype. ``group`` is a number of inputs; None means one scale per output feature."""
+    """``plain`` is the engine's dtype. ``group`` is a number of inputs; None means one scale per output feature.
+
+    ``rotation``: the inputs of a block that is rotated before it is rounded, one of `ROTATIONS`; None: it is not.
+    """
 
     kind: Kind = "plain"
     group: int | None = None
     has_offset: bool = False
+    rotation: int | None = None
 
     @property
     def quantized(self) -> bool:
@@ -50,6 +62,11 @@ class WeightFormat:
     def two_level(self) -> bool:
         """Whether it is int4 with integer multipliers of groups under one scale per row."""
         return self.kind == "int4" and self.group == TWO_LEVEL_GROUP
+
+    @property
+    def rows(self) -> RowFormat:
+        """The format of the rows that multiply it."""
+        return RowFormat(self.group, self.rotation)
 
     def num_bytes(self, out_features: int, in_features: int, dtype_bytes: int) -> int:
         """Return the bytes of a matrix: integers, scales and offsets, or numbers of ``dtype_bytes``."""
@@ -79,39 +96,3 @@ class WeightFormat:
 
 
 PLAIN = WeightFormat()
-
-
-def held_as(kind: Kind, group: int | None, in_features: int, *, has_offset: bool) -> WeightFormat | None:
-    """Return the format that holds stored groups of ``group`` inputs (None: the whole row) without loss, or None.
-
-    A group size that no kernel supports is cut into smaller groups with equal scales; int4 that fits none becomes int8.
-    """
-    group_size = in_features if group is None else group
-    if in_features % group_size:
-        return None
-    if kind != "int4" and group_size == in_features:
-        return WeightFormat(kind, None, has_offset)
-    for size in GROUPS[kind]:
-        if group_size % size == 0:
-            return WeightFormat(kind, size, has_offset)
-    return held_as("int8", group, in_features, has_offset=has_offset) if kind == "int4" else None
-
-
-def parse_format(text: str, *, name: str) -> WeightFormat:
-    """Return the format of ``int8``, ``int4``, ``fp8``, ``int4-g128`` … or ``none``; int4 alone is ``int4-g16``.
-
-    Raises:
-        ConfigError: names the setting ``name``, the value and what is allowed.
-    """
-    if text in ("none", "fp8"):
-        return PLAIN if text == "none" else WeightFormat("fp8")
-    match = re.fullmatch(r"(int8|int4)(?:-g([0-9]+))?", text)
-    if match is not None:
-        kind: Kind = "int8" if match.group(1) == "int8" else "int4"
-        group = int(match.group(2)) if match.group(2) else None if kind == "int8" else TWO_LEVEL_GROUP
-        format = WeightFormat(kind, group)
-        if group is None or group in GROUPS[kind] or format.two_level:
-            return format
-    allowed = [f"int8-g{size}" for size in sorted(GROUPS["int8"])]
-    allowed += [f"int4-g{size}" for size in sorted((*GROUPS["int4"], TWO_LEVEL_GROUP))]
-    raise ConfigError(f"{name} = {text!r} must be one of none, int8, int4, fp8, {', '.join(allowed)}")

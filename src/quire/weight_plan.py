@@ -21,7 +21,7 @@ from typing import Literal
 from quire.errors import ConfigError
 from quire.modelspec import DTYPE_BYTES, ModelSpec, matrix_bytes, weight_shapes
 from quire.request import Adapter
-from quire.weight_format import PLAIN, WeightFormat, parse_format
+from quire.weight_format import GROUPS, PLAIN, TWO_LEVEL_GROUP, Kind, WeightFormat
 
 Role = Literal["linear", "head", "table", "other"]
 Formats = Mapping[str, WeightFormat]
@@ -81,6 +81,26 @@ def plan_weights(
             )
         formats[head_name] = head
     return _fit(spec, {name: form for name, form in formats.items() if form.quantized})
+
+
+def parse_format(text: str, *, name: str) -> WeightFormat:
+    """Return the format of ``int8``, ``int4``, ``fp8``, ``int4-g128`` … or ``none``; int4 alone is ``int4-g16``.
+
+    Raises:
+        ConfigError: names the setting ``name``, the value and what is allowed.
+    """
+    if text in ("none", "fp8"):
+        return PLAIN if text == "none" else WeightFormat("fp8")
+    match = re.fullmatch(r"(int8|int4)(?:-g([0-9]+))?", text)
+    if match is not None:
+        kind: Kind = "int8" if match.group(1) == "int8" else "int4"
+        group = int(match.group(2)) if match.group(2) else None if kind == "int8" else TWO_LEVEL_GROUP
+        format = WeightFormat(kind, group)
+        if group is None or group in GROUPS[kind] or format.two_level:
+            return format
+    allowed = [f"int8-g{size}" for size in sorted(GROUPS["int8"])]
+    allowed += [f"int4-g{size}" for size in sorted((*GROUPS["int4"], TWO_LEVEL_GROUP))]
+    raise ConfigError(f"{name} = {text!r} must be one of none, int8, int4, fp8, {', '.join(allowed)}")
 
 
 def _fit(spec: ModelSpec, formats: dict[str, WeightFormat]) -> WeightPlan:

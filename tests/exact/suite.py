@@ -24,8 +24,8 @@ from quire.modelspec import ModelSpec, weight_shapes
 from quire.request import Adapter, FinishReason
 from quire.sampling.draft_tree import Drafts, tree_of
 from quire.speculate.proposer import Wanted
-from quire.weight_format import WeightFormat, parse_format
-from quire.weight_plan import role_of
+from quire.weight_format import WeightFormat
+from quire.weight_plan import parse_format, role_of
 
 BUDGETS = (16, 48, 256, 2048)
 DRAFTS: tuple[Drafting, ...] = (

@@ -14,7 +14,7 @@ from quire.kernels.kv_blocks import SCALE_BYTES, KvView, Layout, can_tile, view_
 from quire.kernels.pointwise import ActivationKind
 from quire.kernels.workspace import huge_zeros
 from quire.modelspec import MoeSpec
-from quire.weight_format import WeightFormat
+from quire.weight_format import ROTATIONS, RowFormat, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,13 @@ FORMATS: tuple[WeightFormat, ...] = (
     WeightFormat("int4", 16),
 )
 
+
+def row_formats(size: int) -> list[RowFormat]:
+    """Formats of rows of ``size`` inputs: without and with groups, and in every block that divides them."""
+    blocks = [None, *(block for block in ROTATIONS if size % block == 0)]
+    return [RowFormat(group, block) for group in (None, 16, 64) for block in blocks]
+
+
 ROWS: tuple[RowCase, ...] = (
     RowCase(0, 16),
     RowCase(1, 1),
@@ -156,6 +163,7 @@ ROWS: tuple[RowCase, ...] = (
     RowCase(31, 33),
     RowCase(33, 172),
     RowCase(64, 577),
+    RowCase(5, 192),
     RowCase(1, 2048, bench=True),
     RowCase(512, 2048, bench=True),
 )

@@ -63,9 +63,9 @@ def assert_same_rows(actual: QuantizedRows, expected: QuantizedRows) -> None:
     """Equal int8 rows: values, padding, scales and sums."""
     for name in ("q", "scale", "sums"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), f"{name} (seed {SEED})"
-    assert (actual.in_features, actual.group, actual.dtype) == (
+    assert (actual.in_features, actual.format, actual.dtype) == (
         expected.in_features,
-        expected.group,
+        expected.format,
         expected.dtype,
     )
 

@@ -87,11 +87,11 @@ def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
 @pytest.mark.parametrize("backend", registry.backends("gated"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", cases.ACTIVATIONS)
-@pytest.mark.parametrize(("num_tokens", "size"), [(0, 16), (1, 7), (37, 172), (65, 577)])
+@pytest.mark.parametrize(("num_tokens", "size"), [(0, 16), (1, 7), (37, 172), (65, 577), (5, 192)])
 def test_to_int8_is_the_activation_quantized(
     num_tokens: int, size: int, kind: ActivationKind, dtype: torch.dtype, backend: Backend
 ) -> None:
     x = (torch.randn(num_tokens, 2 * size, generator=generator()) * 4).to(dtype)
-    for group in (None, 64):
-        expected = quantize_rows(gated.on(backend)(x, kind), group)
-        assert_same_rows(gated_to_int8.on(backend)(x, kind, group), expected)
+    for format in cases.row_formats(size):
+        expected = quantize_rows(gated.on(backend)(x, kind), format)
+        assert_same_rows(gated_to_int8.on(backend)(x, kind, format), expected)

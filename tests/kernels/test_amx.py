@@ -117,7 +117,7 @@ def test_quantized_weights_give_the_bits_of_avx512(in_features: int, format: Wei
     for count in (1, 2):
         with threads(count):
             for rows in (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 49, 511, 513, 1100):
-                quantized = quantize_rows(x[1100 - rows :], format.group, backend="avx512")
+                quantized = quantize_rows(x[1100 - rows :], format.rows, backend="avx512")
                 actual, expected = (linear(quantized, by_level[level]) for level in LEVELS)
                 assert_same_bits(actual, expected, f"{format}, {in_features} k, {rows} rows, {count} threads")
 
@@ -129,7 +129,7 @@ def test_quantized_rows_in_chunks_and_results_past_the_caches(format: WeightForm
     """As for bf16 above: int8 takes long rows in chunks of k, int4 in smaller passes; results are streamed out."""
     weight = random_weight(1088, 4200, format)
     quantized = quantize_rows(
-        torch.randn(500, 4200, generator=generator(10)).bfloat16(), format.group, backend="avx512"
+        torch.randn(500, 4200, generator=generator(10)).bfloat16(), format.rows, backend="avx512"
     )
     results = []
     for level in LEVELS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from tests.kernels import cases
@@ -88,21 +90,18 @@ def test_a_weight_for_every_head(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("case", cases.ROWS, ids=str)
-def test_to_int8_is_the_norm_quantized(
-    case: cases.RowCase, group: int | None, dtype: torch.dtype, backend: Backend
-) -> None:
+def test_to_int8_is_the_norm_quantized(case: cases.RowCase, dtype: torch.dtype, backend: Backend) -> None:
     rng = generator()
     weight = torch.randn(case.size, generator=rng)
     x, residual = torch.randn(2, case.num_tokens, case.size, generator=rng).to(dtype)
-    for count in (1, 2):
+    for format, count in product(cases.row_formats(case.size), (1, 2)):
         with threads(count):
-            expected = quantize_rows(rms_norm.on(backend)(x, weight, EPS), group)
-            assert_same_rows(rms_norm_to_int8.on(backend)(x, weight, EPS, group), expected)
+            expected = quantize_rows(rms_norm.on(backend)(x, weight, EPS), format)
+            assert_same_rows(rms_norm_to_int8.on(backend)(x, weight, EPS, format), expected)
             normed, total = add_rms_norm.on(backend)(x, residual.clone(), weight, EPS)
-            rows, same_total = add_rms_norm_to_int8.on(backend)(x, residual.clone(), weight, EPS, group)
-            assert_same_rows(rows, quantize_rows(normed, group))
+            rows, same_total = add_rms_norm_to_int8.on(backend)(x, residual.clone(), weight, EPS, format)
+            assert_same_rows(rows, quantize_rows(normed, format))
             assert_same_bits(same_total, total, "residual")
 
 

@@ -31,7 +31,7 @@ from quire.kernels.linear.packed import RANGE, storable_scales
 from quire.kernels.linear.reference import dequantize, scale_group
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
-from quire.weight_format import WeightFormat
+from quire.weight_format import RowFormat, WeightFormat
 
 BACKENDS = registry.backends("quantized_linear")
 SMALL = [case for case in cases.QUANTIZED if not case.bench]
@@ -96,7 +96,7 @@ def test_against_fp64(
 ) -> None:
     packed, weight, bias = make(case, format, dtype, backend)
     x = rows_of(case.num_tokens, case.in_features, dtype)
-    rows = quantize_rows(x, format.group)
+    rows = quantize_rows(x, format.rows)
     oracle = rows.q[:, : case.in_features].double() * rows.scale.double().unsqueeze(1)
     offset = None if weight.offset is None else weight.offset.double()
     repeats = scale_group(format) or case.in_features
@@ -152,10 +152,10 @@ def test_rows_are_quantized_alike(size: int, dtype: torch.dtype, group: int | No
     x[8] = torch.arange(size) % 255 - 127  # integers and halves
     x[9] = (torch.arange(size) % 509 - 254) / 2
     x = torch.cat([x, x], 1)[:, :size]  # rows apart
-    expected = quantize_rows(x, group)
+    expected = quantize_rows(x, RowFormat(group))
     for count in (1, 2):
         with threads(count):
-            rows = quantize_rows(x, group, backend=backend)
+            rows = quantize_rows(x, RowFormat(group), backend=backend)
         assert torch.equal(rows.q, expected.q), SEED
         assert torch.equal(rows.sums, expected.sums), SEED
         assert torch.equal(rows.scale.view(torch.int32) == 0, expected.scale.view(torch.int32) == 0)
@@ -229,7 +229,7 @@ def test_avx2_without_vnni_has_the_same_bits(num_tokens: int, format: WeightForm
     case = cases.LinearCase(num_tokens, 1100, 70, bias=True)
     packed, _, _ = make(case, format, torch.bfloat16, "avx2")
     signs = rows_of(num_tokens, 1100, torch.bfloat16).sign()  # ±127: the largest sums there are
-    rows = quantize_rows(signs, format.group)
+    rows = quantize_rows(signs, format.rows)
     actual = native.int_linear("avx2_madd", rows, packed, None)
     expected = linear(rows, make(case, format, torch.bfloat16, "reference")[0])
     assert_same_bits(actual, expected, f"{num_tokens} {format}")

@@ -19,6 +19,7 @@ from quire.config import (
 from quire.errors import ConfigError
 from quire.families.heads import HeadSpec
 from quire.modelspec import ModelSpec
+from quire.parallel.rotations import rotated
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
 
@@ -74,7 +75,7 @@ def draft_config(
         max_model_len=draft.spec.max_position_embeddings,
         load_format=draft.load_format,
         seed=args.seed,
-        formats=plan.formats,
+        formats=rotated(draft.spec, plan.formats, draft.formats),
         remarks=plan.remarks,
     )
 

@@ -5,6 +5,8 @@
 in fp32, with one rounding per operation, so every backend has the same bits. ``sums`` are kept because weights are
 stored unsigned, or have offsets: Σ (q_w + c)·q_x = Σ q_w·q_x + c·Σ q_x.
 
+Rows for rotated weights are rotated first (`kernels.rotation`), which spreads an outlier over its block.
+
 fp8 rows (`quantize_rows_to_fp8`) have the same form: e4m3 numbers, one scale per row and group, no sums.
 
 A row with |x| < `SMALLEST` everywhere becomes zeros with scale 0. A row with NaN or infinity becomes zeros with scale
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.workspace import empty
+from quire.weight_format import RowFormat
 
 SMALLEST = 2.0**-100  # below, 127 / max|x| overflows fp32
 STRIDE_ALIGN = 64  # bytes of a cache line, and of a row of an AMX tile
@@ -26,14 +29,14 @@ STRIDE_ALIGN = 64  # bytes of a cache line, and of a row of an AMX tile
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """``group`` is the weight's (None: one group). The last group may be short; its missing inputs are zeros."""
+    """``format`` is the weight's (group None: one group). The last group may be short; its missing inputs are zeros."""
 
     # int8 [num_tokens, row_stride], zeros from in_features on; fp8 [num_tokens, in_features].
     q: Tensor
     scale: Tensor  # fp32 [num_tokens]; fp8: [num_tokens, num_groups]
     sums: Tensor  # int32 [num_tokens, num_groups]; fp8: [num_tokens, 0]
     in_features: int
-    group: int | None
+    format: RowFormat
     dtype: torch.dtype  # type before quantization, and of a linear's result
 
     @property
@@ -62,15 +65,18 @@ def row_stride(in_features: int, group: int | None) -> int:
     return stride + STRIDE_ALIGN if stride % 512 == 0 else stride
 
 
-def empty_rows(num_tokens: int, in_features: int, group: int | None, dtype: torch.dtype) -> QuantizedRows:
+def empty_rows(num_tokens: int, in_features: int, format: RowFormat, dtype: torch.dtype) -> QuantizedRows:
     """Return rows for a native op to fill, padding included."""
-    q = empty(num_tokens, row_stride(in_features, group), dtype=torch.int8)
-    sums = empty(num_tokens, num_groups(in_features, group), dtype=torch.int32)
-    return QuantizedRows(q, empty(num_tokens, dtype=torch.float32), sums, in_features, group, dtype)
+    q = empty(num_tokens, row_stride(in_features, format.group), dtype=torch.int8)
+    sums = empty(num_tokens, num_groups(in_features, format.group), dtype=torch.int32)
+    return QuantizedRows(q, empty(num_tokens, dtype=torch.float32), sums, in_features, format, dtype)
 
 
-def row_words(rows: QuantizedRows | None) -> tuple[int, int, int, int, int]:
-    """Return (q, stride, scale, sums, group), as the bindings take rows to fill; zeros without rows."""
+def row_words(rows: QuantizedRows | None) -> tuple[int, int, int, int, int, int]:
+    """Return (q, stride, scale, sums, group, rotation), as the bindings take rows to fill; zeros without rows."""
     if rows is None:
-        return 0, 0, 0, 0, 0
-    return rows.q.data_ptr(), rows.q.stride(0), rows.scale.data_ptr(), rows.sums.data_ptr(), rows.group or 0
+        return 0, 0, 0, 0, 0, 0
+    group, rotation = rows.format
+    return (
+        rows.q.data_ptr(), rows.q.stride(0), rows.scale.data_ptr(), rows.sums.data_ptr(), group or 0, rotation or 0
+    )  # fmt: skip

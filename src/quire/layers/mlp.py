@@ -41,6 +41,5 @@ class Mlp:
         gate_up = self._gate_up(x, adapters)
         # `linear` itself makes fp8 rows, and int8 rows of what several ranks have parts of.
         if self._down.reads.kind in ("int8", "int4") and not self._down.gathers:
-            group = self._down.reads.group
-            return self._down(self._gated_to_int8(gate_up, self._activation, group))
+            return self._down(self._gated_to_int8(gate_up, self._activation, self._down.reads.rows))
         return self._down(self._gated(gate_up, self._activation), adapters)

@@ -35,7 +35,7 @@ class RmsNorm:
         self._to_int8 = build.of(rms_norm_to_int8)
         self._add_to_int8 = build.of(add_rms_norm_to_int8)
         self._add_to_fp8 = build.of(add_rms_norm_to_fp8)
-        self._reader, self._is_read_quantized = reader, reader.quantized
+        self._reader, self._is_read_quantized, self._rows = reader, reader.quantized, reader.rows
 
     def load(self, weight: Weight) -> None:
         """Take ``weight [size]``."""
@@ -58,11 +58,10 @@ class RmsNorm:
         """Return ``(norm(residual + x), residual + x)``, the norm as its reader takes it; x None: nothing to add."""
         if self._reader.kind == "fp8":
             return self._add_to_fp8(x, residual, self.weight, self.eps)
-        group = self._reader.group
         if x is None:
             if self._is_read_quantized:
-                return self._to_int8(residual, self.weight, self.eps, group), residual
+                return self._to_int8(residual, self.weight, self.eps, self._rows), residual
             return self(residual), residual
         if self._is_read_quantized:
-            return self._add_to_int8(x, residual, self.weight, self.eps, group)
+            return self._add_to_int8(x, residual, self.weight, self.eps, self._rows)
         return self.add(x, residual)

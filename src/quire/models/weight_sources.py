@@ -18,7 +18,7 @@ from quire.families.tensor_keys import keys_of
 from quire.families.weights import UNUSED, Shape, stored_shapes
 from quire.models.safetensors_file import StoredTensor
 from quire.modelspec import ModelSpec
-from quire.weight_format import GROUPS, PLAIN, Kind, WeightFormat, held_as
+from quire.weight_format import GROUPS, PLAIN, Kind, WeightFormat
 from quire.weight_plan import role_of
 
 Tensors = Mapping[str, StoredTensor]
@@ -235,3 +235,19 @@ def unused(stored: Tensors) -> tuple[str, ...]:
 def _some(names: Iterable[str]) -> str:
     first = sorted(names)[:3]
     return "for example " + ", ".join(first)
+
+
+def held_as(kind: Kind, group: int | None, in_features: int, *, has_offset: bool) -> WeightFormat | None:
+    """Return the format that holds stored groups of ``group`` inputs (None: the whole row) without loss, or None.
+
+    A group size that no kernel supports is cut into smaller groups with equal scales; int4 that fits none becomes int8.
+    """
+    group_size = in_features if group is None else group
+    if in_features % group_size:
+        return None
+    if kind != "int4" and group_size == in_features:
+        return WeightFormat(kind, None, has_offset)
+    for size in GROUPS[kind]:
+        if group_size % size == 0:
+            return WeightFormat(kind, size, has_offset)
+    return held_as("int8", group, in_features, has_offset=has_offset) if kind == "int4" else None

@@ -23,6 +23,7 @@ from quire.kernels.linear.packed import QuantizedWeight
 from quire.kernels.linear.reference import scaled_to_fp8
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import NATIVE_LEVELS, Backend, native, op
+from quire.kernels.rotation import rotate_weights
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, rows_of, unit_stride
 from quire.weight_format import WeightFormat
@@ -47,7 +48,9 @@ def quantize(weight: Tensor, held: WeightFormat, *, backend: Backend = "referenc
 
 @op("round_to_nearest")
 def round_to_nearest(weight: Tensor, held: WeightFormat) -> QuantizedWeight:
-    """``weight [out, in]`` → ``held``, of integers."""
+    """``weight [out, in]`` → ``held``, of integers: of the matrix as it is, or rotated."""
+    if held.rotation is not None:
+        weight = rotate_weights(weight, held.rotation)
     if held.two_level:
         return _two_levels(weight, held)
     num_rows, in_features = weight.shape
@@ -154,6 +157,7 @@ def round_to_nearest_native(isa: str, weight: Tensor, held: WeightFormat) -> Qua
     multiplier = torch.empty(num_rows, groups, dtype=torch.uint8) if held.two_level else None
     native.quantize_weights(
         num_native_threads(), isa, BITS[held.kind], held.group or in_features, weight.dtype == torch.bfloat16,
-        *rows_of(weight), num_rows, in_features, q.data_ptr(), scale.data_ptr(), address(multiplier),
+        *rows_of(weight), num_rows, in_features, held.rotation or 0, q.data_ptr(), scale.data_ptr(),
+        address(multiplier),
     )  # fmt: skip
     return QuantizedWeight(held, q, scale, multiplier=multiplier)

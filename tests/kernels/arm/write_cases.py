@@ -68,13 +68,17 @@ def linears() -> Iterator[Case]:
 
 
 FORMATS = [
-    (8, 0, False),
-    (8, 0, True),
-    (8, 32, False),
-    (8, 64, True),
-    (4, 32, False),
-    (4, 64, True),
-    (4, 16, False),
+    (8, 0, False, 0),
+    (8, 0, False, 16),
+    (8, 0, False, 32),
+    (8, 0, False, 64),
+    (8, 0, True, 0),
+    (8, 32, False, 0),
+    (8, 64, True, 0),
+    (4, 32, False, 0),
+    (4, 64, True, 0),
+    (4, 16, False, 0),
+    (4, 16, False, 64),
 ]
 
 
@@ -101,23 +105,28 @@ def quantized_weight(
 
 
 def quantized_rows(
-    case: Case, x: Place, rows: int, k: int, group: int, dtype: torch.dtype
+    case: Case, x: Place, rows: int, k: int, group: int, rotation: int, dtype: torch.dtype
 ) -> tuple[Place, ...]:
     stride, groups = -(-k // 64) * 64, -(-k // group) if group else 1
     q, scale = case.zeros(rows, stride, dtype=torch.int8), case.zeros(rows)
     sums = case.zeros(rows, groups, dtype=torch.int32)
-    case.call("quantize_rows", THREADS, LEVEL, dtype is BF16, x, k, rows, k, group, q, stride, scale, sums)
+    case.call(
+        "quantize_rows", THREADS, LEVEL, dtype is BF16, x, k, rows, k, q, stride, scale, sums, group, rotation
+    )
     return q, scale, sums
 
 
 def quantized() -> Iterator[Case]:
-    for (bits, group, has_offset), (rows, n, k) in product(
+    for (bits, group, has_offset, rotation), (rows, n, k) in product(
         FORMATS, [(1, 64, 128), (2, 40, 100), (5, 96, 128), (9, 33, 192), (26, 130, 320), (14, 70, 68)]
     ):
-        case = Case(f"int{bits} linear in groups of {group}, offset {has_offset}, {rows} x {n} x {k}")
+        if rotation and k % rotation:
+            continue
+        name = f"int{bits} linear in groups of {group}, offset {has_offset}, rotation {rotation}"
+        case = Case(f"{name}, {rows} x {n} x {k}")
         dtype = BF16 if rows % 2 else F32
         x = case.buffer(random(rows, k, dtype=dtype))
-        q, scale, sums = quantized_rows(case, x, rows, k, group, dtype)
+        q, scale, sums = quantized_rows(case, x, rows, k, group, rotation, dtype)
         packed, columns, offsets = quantized_weight(case, bits, group, has_offset, n, k)
         bias: Place | int = case.buffer(random(n)) if rows % 2 else 0
         y, alone = case.zeros(rows, n, dtype=dtype), case.zeros(rows, n, dtype=dtype)
@@ -133,8 +142,8 @@ def quantized() -> Iterator[Case]:
         for row in range(rows):
             call(1, row, alone.at(row * n))
         ids, taken = case.buffer(integers(0, n, 5)), case.zeros(5, k, dtype=dtype)
-        case.call("take_quantized_rows", THREADS, LEVEL, bits, group, has_offset, packed, columns, offsets, ids,
-                  dtype is BF16, taken, 5, k)  # fmt: skip
+        case.call("take_quantized_rows", THREADS, LEVEL, bits, group, has_offset, rotation, packed, columns, offsets,
+                  ids, dtype is BF16, taken, 5, k)  # fmt: skip
         case.same(y, alone)
         for each in (q, scale, sums, packed, y, taken):
             case.bits(each)
@@ -142,14 +151,16 @@ def quantized() -> Iterator[Case]:
 
 
 def weights() -> Iterator[Case]:
-    for (bits, group), dtype in product([(8, 200), (8, 32), (4, 32), (4, 64), (4, 16)], (BF16, F32)):
-        rows, k = 9, 200
+    for (bits, group), k, dtype in product(
+        [(8, 200), (8, 32), (4, 32), (4, 64), (4, 16)], (200, 192), (BF16, F32)
+    ):
+        rows, rotation = 9, 64 if k == 192 else 0
         groups, two_level = -(-k // group), group == 16
-        case = Case(f"weights {name_of(dtype)} to int{bits} in groups of {group}")
+        case = Case(f"weights {name_of(dtype)} to int{bits} in groups of {group}, rotation {rotation}")
         w, q = case.buffer(random(rows, k, dtype=dtype)), case.zeros(rows, k, dtype=torch.int8)
         scale = case.zeros(rows, 1 if two_level else groups)
         multiplier = case.zeros(rows, groups, dtype=torch.uint8)
-        case.call("quantize_weights", THREADS, LEVEL, bits, group, dtype is BF16, w, k, rows, k, q, scale,
+        case.call("quantize_weights", THREADS, LEVEL, bits, group, dtype is BF16, w, k, rows, k, rotation, q, scale,
                   multiplier if two_level else 0)  # fmt: skip
         for each in (q, scale, multiplier):
             case.bits(each)
@@ -167,7 +178,7 @@ def norms() -> Iterator[Case]:
         sums = case.zeros(tokens, 1, dtype=torch.int32)
         case.call("rms_norm", THREADS, LEVEL, dtype is BF16, x, size, size, before, size, weight, 0, 1e-5,
                   0 if int8 else y, total if residual else 0, tokens, 1, size, q if int8 else 0, 128, scale, sums,
-                  0)  # fmt: skip
+                  0, 0 if size % 64 else 64)  # fmt: skip
         case.close(y, 1e-5, CLOSE[dtype])
         case.close(q, 1.0)
         case.close(scale, 1e-6, 2**-7)
@@ -184,10 +195,12 @@ def gates() -> Iterator[Case]:
             case.zeros(tokens, size, dtype=dtype),
         )
         alone = case.zeros(tokens, size, dtype=dtype)
-        case.call("gated", THREADS, LEVEL, dtype is BF16, gate, x, 2 * size, y, tokens, size, 0, 0, 0, 0, 0)
+        case.call(
+            "gated", THREADS, LEVEL, dtype is BF16, gate, x, 2 * size, y, tokens, size, 0, 0, 0, 0, 0, 0
+        )
         for token in range(tokens):
             case.call("gated", THREADS, LEVEL, dtype is BF16, gate, x.at(token * 2 * size), 2 * size,
-                      alone.at(token * size), 1, size, 0, 0, 0, 0, 0)  # fmt: skip
+                      alone.at(token * size), 1, size, 0, 0, 0, 0, 0, 0)  # fmt: skip
         case.same(y, alone)
         case.close(y, 1e-5, CLOSE[dtype])
         yield case
@@ -401,7 +414,7 @@ def experts() -> Iterator[Case]:
                 case.call("pack", THREADS, "bfloat16", w, n, k, 0, packed)
                 targets += [packed, None, None, None]
             tables.append(case.pointers(*targets))
-        up, down = ((bits, 0, False, hidden), (bits, 0, False, inter))
+        up, down = ((bits, 0, False, 64, hidden), (bits, 0, False, 32, inter))
         size = _native.experts_scratch_bytes("bfloat16", tokens, hidden, inter, num, top_k, up, down, None)
         scratch, y = case.zeros(size, dtype=torch.uint8), case.zeros(tokens, hidden, dtype=BF16)
         case.call("experts", THREADS, LEVEL, "bfloat16", x, hidden, chosen, ids, *tables, 0, y, scratch, tokens,

@@ -27,7 +27,7 @@ from quire.kernels.moe import ExpertStack, experts
 from quire.kernels.pointwise import gated
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import GPU_KERNELS, Backend
-from quire.weight_format import WeightFormat
+from quire.weight_format import RowFormat, WeightFormat
 
 pytestmark = WARNINGS
 ROW, BLOCK = WeightFormat("fp8"), WeightFormat("fp8", 128)
@@ -87,8 +87,8 @@ def test_rows_have_the_bits_of_the_reference(group: int | None, dtype: torch.dty
     x = rows_of(cases.LinearCase(5, 300, 1), dtype)
     x[1] *= 1e-33  # next to nothing: zeros
     x[2, 7] = torch.nan
-    made = quantize_rows(x.to(DEVICE), group, fp8=True, backend="triton")
-    plain = quantize_rows(x, group, fp8=True)
+    made = quantize_rows(x.to(DEVICE), RowFormat(group), fp8=True, backend="triton")
+    plain = quantize_rows(x, RowFormat(group), fp8=True)
     known = ~plain.q.float().isnan()
     assert torch.equal(made.q.cpu().float()[known], plain.q.float()[known])
     assert made.q.cpu().float().isnan()[2, 7]
@@ -126,7 +126,7 @@ def test_torchs_scaled_product() -> None:
     case = cases.LinearCase(17, 384, 144, bias=True)
     packed, plain = (packed_of(case, ROW, torch.bfloat16, each) for each in ("triton", "reference"))
     x = rows_of(case, torch.bfloat16)
-    rows = quantize_rows(x.to(DEVICE), None, fp8=True, backend="triton")
+    rows = quantize_rows(x.to(DEVICE), RowFormat(), fp8=True, backend="triton")
     expected = linear(x, plain, out_dtype=torch.float32).double()
     assert_close("fp8_linear", scaled_mm(rows, packed, None).cpu(), expected)
     out = torch.zeros(17, 150, dtype=torch.bfloat16, device=DEVICE)

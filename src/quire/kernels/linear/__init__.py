@@ -24,7 +24,7 @@ from quire.kernels.linear.packed import RANGE, HeadMatrices, PackedLinear, Quant
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, Backend, find
 from quire.kernels.workspace import empty
-from quire.weight_format import GROUPS, PLAIN, WeightFormat
+from quire.weight_format import GROUPS, PLAIN, ROTATIONS, RowFormat, WeightFormat
 
 __all__ = [
     "HeadMatrices", "PackedLinear", "QuantizedRows", "QuantizedWeight", "head_linear", "linear", "op_of",
@@ -41,6 +41,9 @@ def pack_empty(
     if format.quantized:
         whole_row = format.kind != "int4" and format.group is None
         assert whole_row or format.two_level or format.group in GROUPS[format.kind], (format, GROUPS)
+        assert format.rotation is None or (
+            format.rotation in ROTATIONS and in_features % format.rotation == 0
+        )
         packed = find(f"{op_of(format)}.pack_empty", backend)(out_features, in_features, format)
     else:
         packed = find("linear.pack_empty", backend)(out_features, in_features, dtype)
@@ -99,10 +102,10 @@ def op_of(format: WeightFormat) -> str:
 
 
 def quantize_rows(
-    x: Tensor, group: int | None, *, fp8: bool = False, backend: Backend = "reference"
+    x: Tensor, format: RowFormat, *, fp8: bool = False, backend: Backend = "reference"
 ) -> QuantizedRows:
-    """``x [num_tokens, in_features]`` as int8, or fp8, for linears of that group (`WeightFormat.group`)."""
-    rows: QuantizedRows = find("quantize_rows_to_fp8" if fp8 else "quantize_rows", backend)(x, group)
+    """``x [num_tokens, in_features]`` as int8, or fp8, for weights of that `WeightFormat.rows`."""
+    rows: QuantizedRows = find("quantize_rows_to_fp8" if fp8 else "quantize_rows", backend)(x, format)
     return rows
 
 
@@ -124,9 +127,9 @@ def linear(
     rows = x
     if isinstance(rows, Tensor):
         fp8 = packed.format.kind == "fp8"
-        rows = quantize_rows(rows, packed.format.group, fp8=fp8, backend=packed.backend)
+        rows = quantize_rows(rows, packed.format.rows, fp8=fp8, backend=packed.backend)
     assert rows.in_features == packed.in_features, (rows.in_features, packed.in_features)
-    assert rows.group == packed.format.group, (rows.group, packed.format)
+    assert rows.format == packed.format.rows, (rows.format, packed.format)
     if out_dtype is not None:
         rows = replace(rows, dtype=out_dtype)
     return packed.multiply(rows, packed, out)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
-from quire.kernels.quantized_rows import QuantizedRows, empty_rows, num_groups
+from quire.kernels.quantized_rows import QuantizedRows, empty_rows, num_groups, row_words
 from quire.kernels.registry import NATIVE_LEVELS, native, register_native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, call_of, empty, huge_zeros, rows_of, unit_stride
-from quire.weight_format import TWO_LEVEL_BLOCK, WeightFormat
+from quire.weight_format import TWO_LEVEL_BLOCK, RowFormat, WeightFormat
 
 PANEL = 32  # columns that lie together
 TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -132,20 +132,18 @@ def int_read_rows(isa: str, packed: PackedLinear, ids: Tensor) -> Tensor:
     assert ids.is_contiguous()
     y = empty(ids.shape[0], packed.in_features, dtype=packed.dtype)
     native.take_quantized_rows(
-        num_native_threads(), isa, *format_words(packed.format), packed.data.data_ptr(), packed.scale.data_ptr(),
-        address(packed.offset), ids.data_ptr(), packed.dtype == torch.bfloat16, y.data_ptr(), *y.shape,
+        num_native_threads(), isa, *format_words(packed.format), packed.format.rotation or 0,
+        packed.data.data_ptr(), packed.scale.data_ptr(), address(packed.offset), ids.data_ptr(),
+        packed.dtype == torch.bfloat16, y.data_ptr(), *y.shape,
     )  # fmt: skip
     return y
 
 
 @register_native("quantize_rows", NATIVE_LEVELS)
-def quantize_rows(isa: str, x: Tensor, group: int | None) -> QuantizedRows:
+def quantize_rows(isa: str, x: Tensor, format: RowFormat) -> QuantizedRows:
     num_tokens, in_features = x.shape
-    x, rows = unit_stride(x), empty_rows(num_tokens, in_features, group, x.dtype)
-    native.quantize_rows(
-        *call_of(isa, x), *rows_of(x), num_tokens, in_features, group or 0, *rows_of(rows.q), rows.scale.data_ptr(),
-        rows.sums.data_ptr(),
-    )  # fmt: skip
+    x, rows = unit_stride(x), empty_rows(num_tokens, in_features, format, x.dtype)
+    native.quantize_rows(*call_of(isa, x), *rows_of(x), num_tokens, in_features, *row_words(rows))
     return rows
 
 

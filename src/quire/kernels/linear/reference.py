@@ -42,8 +42,9 @@ from torch import Tensor
 from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
 from quire.kernels.quantized_rows import SMALLEST, QuantizedRows, num_groups, padded_size, row_stride
 from quire.kernels.registry import register
+from quire.kernels.rotation import rotate_rows
 from quire.kernels.threads import one_torch_thread
-from quire.weight_format import WeightFormat
+from quire.weight_format import RowFormat, WeightFormat
 
 TILE_ROWS = 32
 ALIGN = 32  # features
@@ -118,10 +119,10 @@ def head_linear(x: Tensor, heads: HeadMatrices, out: Tensor) -> None:
 
 
 @register("quantize_rows", "reference")
-def quantize_rows(x: Tensor, group: int | None) -> QuantizedRows:
+def quantize_rows(x: Tensor, format: RowFormat) -> QuantizedRows:
     """``x [num_tokens, in_features]``; the contract is in `kernels.quantized_rows`."""
-    in_features = x.shape[1]
-    values = x.float()
+    in_features, group = x.shape[1], format.group
+    values = rotate_rows(x, format.rotation)
     largest = values.abs().amax(1, keepdim=True)  # NaN and infinity are kept
     finite = torch.isfinite(largest)
     used = finite & (largest >= SMALLEST)
@@ -133,7 +134,7 @@ def quantize_rows(x: Tensor, group: int | None) -> QuantizedRows:
     groups = num_groups(in_features, group)
     grouped = torch.unflatten(rows[:, : padded_size(in_features, group)], 1, (groups, -1))
     sums = grouped.sum(-1, dtype=torch.int32)
-    return QuantizedRows(rows, scale.squeeze(1), sums, in_features, group, x.dtype)
+    return QuantizedRows(rows, scale.squeeze(1), sums, in_features, format, x.dtype)
 
 
 def scale_group(format: WeightFormat) -> int | None:
@@ -170,8 +171,8 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
 def int_read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
     assert packed.scale is not None
     offset = None if packed.offset is None else packed.offset[ids]
-    plain = dequantize(packed.data[ids], packed.scale[ids], offset, scale_group(packed.format))
-    return plain.to(packed.dtype)
+    held = dequantize(packed.data[ids], packed.scale[ids], offset, scale_group(packed.format))
+    return rotate_rows(held, packed.format.rotation).to(packed.dtype)
 
 
 def dequantize(q: Tensor, scale: Tensor, offset: Tensor | None, group: int | None) -> Tensor:
@@ -224,14 +225,14 @@ def scaled_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @register("quantize_rows_to_fp8", "reference")
-def quantize_rows_to_fp8(x: Tensor, group: int | None) -> QuantizedRows:
+def quantize_rows_to_fp8(x: Tensor, format: RowFormat) -> QuantizedRows:
     """``x [num_tokens, in_features]``; ``scale [num_tokens, groups]``."""
-    groups = num_groups(x.shape[1], group)
+    group, groups = format.group, num_groups(x.shape[1], format.group)
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % (group or 1)))
     q, scale = scaled_to_fp8(torch.unflatten(padded, 1, (groups, -1)))
     q = q.flatten(1)[:, : x.shape[1]]
     return QuantizedRows(
-        q, scale.squeeze(-1), q.new_empty(len(q), 0, dtype=torch.int32), x.shape[1], group, x.dtype
+        q, scale.squeeze(-1), q.new_empty(len(q), 0, dtype=torch.int32), x.shape[1], format, x.dtype
     )
 
 

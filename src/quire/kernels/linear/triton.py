@@ -38,7 +38,7 @@ from quire.kernels.quantized_rows import QuantizedRows, num_groups
 from quire.kernels.registry import GPU_KERNELS, register
 from quire.kernels.triton_overlap import launch_options
 from quire.kernels.workspace import unit_stride
-from quire.weight_format import WeightFormat
+from quire.weight_format import RowFormat, WeightFormat
 
 
 @register("linear.pack_empty", *GPU_KERNELS)
@@ -107,6 +107,7 @@ register("head_linear.pack", *GPU_KERNELS)(Tensor.contiguous)
 @register("quantized_linear.pack_empty", *GPU_KERNELS)
 def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
     assert not format.two_level, "int4 of two levels is for CPUs: `resolve` chooses groups of 32"
+    assert format.rotation is None, "a GPU multiplies plain rows"
     groups = num_groups(in_features, format.group)
     if format.kind == "int4":
         assert format.group is not None
@@ -198,9 +199,9 @@ SCALED_MM = (9, 0)  # compute capability for torch's scales per row and column
 
 
 @register("quantize_rows_to_fp8", *GPU_KERNELS)
-def quantize_rows_to_fp8(x: Tensor, group: int | None) -> QuantizedRows:
+def quantize_rows_to_fp8(x: Tensor, format: RowFormat) -> QuantizedRows:
     x = unit_stride(x)
-    tokens, size = x.shape
+    (tokens, size), group = x.shape, format.group
     groups = num_groups(size, group)
     q = torch.empty(tokens, size, dtype=FP8, device=x.device)
     scale = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
@@ -210,7 +211,7 @@ def quantize_rows_to_fp8(x: Tensor, group: int | None) -> QuantizedRows:
             x, x.stride(0), q, scale, size, GROUP=group or size, BLOCK=block,
             num_warps=min(max(block // 512, 1), 16), **launch_options(),
         )  # fmt: skip
-    return QuantizedRows(q, scale, scale.new_empty(tokens, 0, dtype=torch.int32), size, group, x.dtype)
+    return QuantizedRows(q, scale, scale.new_empty(tokens, 0, dtype=torch.int32), size, format, x.dtype)
 
 
 @register("fp8_linear.pack_empty", *GPU_KERNELS)

@@ -203,11 +203,12 @@ def native_experts(isa: str, x: Tensor, weights: Tensor, expert_ids: Tensor, sta
     return y
 
 
-def _words(packed: PackedLinear) -> tuple[int, int, bool, int]:
-    """(bits, group, has_offset, bytes from row to row of its int8 rows); zeros where it is not quantized."""
-    if not packed.format.quantized:
-        return 0, 0, False, 0
-    return *format_words(packed.format), row_stride(packed.in_features, packed.format.group)
+def _words(packed: PackedLinear) -> tuple[int, int, bool, int, int]:
+    """(bits, group, has_offset, rotation, bytes from row to row of its int8 rows); zeros where it is not quantized."""
+    held = packed.format
+    if not held.quantized:
+        return 0, 0, False, 0, 0
+    return *format_words(held), held.rotation or 0, row_stride(packed.in_features, held.group)
 
 
 def _addresses(matrices: Sequence[PackedLinear]) -> array[int]:

@@ -84,7 +84,7 @@ def _grouped(
     out = torch.empty(pairs, one.out_features, dtype=x.dtype, device=x.device)
     row_scale = None
     if one.format.kind == "fp8":
-        rows = quantize_rows_to_fp8(x, one.format.group)
+        rows = quantize_rows_to_fp8(x, one.format.rows)
         x, row_scale = rows.q, rows.scale
     how = held(one, sizes["inner"])
     steps = triton.cdiv(one.in_features, how.step)

@@ -17,6 +17,7 @@ from quire.kernels.linear.reference import quantize_rows, quantize_rows_to_fp8
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import native, op
 from quire.kernels.workspace import address, call_of, empty, rows_of, unit_stride
+from quire.weight_format import RowFormat
 
 MAX_ROW = 32_768  # elements; torch may split the sum of a row this long
 
@@ -44,18 +45,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 @op("rms_norm_to_int8")
-def rms_norm_to_int8(x: Tensor, weight: Tensor, eps: float, group: int | None) -> QuantizedRows:
+def rms_norm_to_int8(x: Tensor, weight: Tensor, eps: float, format: RowFormat) -> QuantizedRows:
     """`quantize_rows` of the norm of ``x [num_tokens, size]``: the same bits in one pass."""
-    return quantize_rows(rms_norm(x, weight, eps), group)
+    return quantize_rows(rms_norm(x, weight, eps), format)
 
 
 @op("add_rms_norm_to_int8")
 def add_rms_norm_to_int8(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int | None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: RowFormat
 ) -> tuple[QuantizedRows, Tensor]:
     """`quantize_rows` of the norm that `add_rms_norm` gives: (int8 rows of the norm, residual + x)."""
     normed, total = add_rms_norm(x, residual, weight, eps)
-    return quantize_rows(normed, group), total
+    return quantize_rows(normed, format), total
 
 
 @op("add_rms_norm_to_fp8")
@@ -64,7 +65,7 @@ def add_rms_norm_to_fp8(
 ) -> tuple[QuantizedRows, Tensor]:
     """The norm of residual + x as fp8 rows with one scale each, and the sum; x None: nothing to add."""
     total = residual if x is None else residual + x
-    return quantize_rows_to_fp8(rms_norm(total, weight, eps), None), total
+    return quantize_rows_to_fp8(rms_norm(total, weight, eps), RowFormat()), total
 
 
 @rms_norm.native()
@@ -87,9 +88,9 @@ def native_rms_norm(isa: str, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @rms_norm_to_int8.native()
 def native_rms_norm_to_int8(
-    isa: str, x: Tensor, weight: Tensor, eps: float, group: int | None
+    isa: str, x: Tensor, weight: Tensor, eps: float, format: RowFormat
 ) -> QuantizedRows:
-    rows = empty_rows(x.shape[0], x.shape[1], group, x.dtype)
+    rows = empty_rows(x.shape[0], x.shape[1], format, x.dtype)
     _over_rows(isa, x, None, weight, eps, None, None, rows)
     return rows
 
@@ -105,9 +106,9 @@ def native_add_rms_norm(
 
 @add_rms_norm_to_int8.native()
 def native_add_rms_norm_to_int8(
-    isa: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int | None
+    isa: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: RowFormat
 ) -> tuple[QuantizedRows, Tensor]:
-    rows, total = empty_rows(x.shape[0], x.shape[1], group, x.dtype), empty(*x.shape, dtype=x.dtype)
+    rows, total = empty_rows(x.shape[0], x.shape[1], format, x.dtype), empty(*x.shape, dtype=x.dtype)
     _over_rows(isa, x, residual, weight, eps, None, total, rows)
     return rows, total
 

@@ -17,6 +17,7 @@ from quire.kernels import norm
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.triton_overlap import follow, launch_options
 from quire.kernels.workspace import unit_stride
+from quire.weight_format import RowFormat
 
 
 @norm.rms_norm.version("triton")
@@ -44,7 +45,7 @@ def add_rms_norm_to_fp8(
     other = None if x is None else _heads(x)
     _launch(_heads(residual), other, weight, eps, y.unsqueeze(1), total.unsqueeze(1), scales)
     no_sums = scales.new_empty(len(scales), 0, dtype=torch.int32)
-    return QuantizedRows(y, scales.unsqueeze(1), no_sums, y.shape[1], None, residual.dtype), total
+    return QuantizedRows(y, scales.unsqueeze(1), no_sums, y.shape[1], RowFormat(), residual.dtype), total
 
 
 def _heads(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import native, op
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, call_of, empty, heads_of, rows_of, unit_stride
+from quire.weight_format import RowFormat
 
 ActivationKind = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 GATES: dict[ActivationKind, int] = {
@@ -114,9 +115,9 @@ def gated(gate_up: Tensor, kind: ActivationKind) -> Tensor:
 
 
 @op("gated_to_int8")
-def gated_to_int8(gate_up: Tensor, kind: ActivationKind, group: int | None) -> QuantizedRows:
+def gated_to_int8(gate_up: Tensor, kind: ActivationKind, format: RowFormat) -> QuantizedRows:
     """`quantize_rows` of what `gated` makes: the same bits in one pass."""
-    return quantize_rows(gated(gate_up, kind), group)
+    return quantize_rows(gated(gate_up, kind), format)
 
 
 @op("take_rows")
@@ -185,8 +186,8 @@ def native_gated(isa: str, gate_up: Tensor, kind: ActivationKind) -> Tensor:
 
 
 @gated_to_int8.native()
-def native_gated_to_int8(isa: str, gate_up: Tensor, kind: ActivationKind, group: int | None) -> QuantizedRows:
-    rows = empty_rows(gate_up.shape[0], gate_up.shape[1] // 2, group, gate_up.dtype)
+def native_gated_to_int8(isa: str, gate_up: Tensor, kind: ActivationKind, format: RowFormat) -> QuantizedRows:
+    rows = empty_rows(gate_up.shape[0], gate_up.shape[1] // 2, format, gate_up.dtype)
     _over_rows(isa, gate_up, kind, None, rows)
     return rows
 
