@@ -16,6 +16,7 @@ from planted import (
     model_files,
     replicas,
     requests,
+    rounding,
     scheduling,
     tenants,
 )
@@ -1401,6 +1402,7 @@ TOKENS: tuple[Mutant, ...] = (
 
 MUTANTS: tuple[Mutant, ...] = (
     *TOKENS,
+    *rounding.MUTANTS,
     *scheduling.MUTANTS,
     *adapters.MUTANTS,
     *admission.MUTANTS,

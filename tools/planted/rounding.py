@@ -1,0 +1,83 @@
+"""Planted faults in how weights and rows are rounded: what is rotated, how often, and over which inputs."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+KERNELS = "tests/kernels/test_rotation.py::"
+PLAN = "tests/parallel/test_rotations.py::"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "gate-writes-unrotated-rows",
+        "the gated activation writes int8 rows that are not rotated for weights that are",
+        "src/quire/kernels/pointwise/__init__.py",
+        "num_tokens, width // 2, *row_words(rows)",
+        "num_tokens, width // 2, *row_words(rows)[:-1], 0",
+        ("tests/kernels/test_activation.py::test_to_int8_is_the_activation_quantized",),
+    ),
+    Mutant(
+        "norm-writes-unrotated-rows",
+        "the norm writes int8 rows that are not rotated for weights that are",
+        "src/quire/kernels/norm/__init__.py",
+        "x.shape[0], 1, x.shape[1], *row_words(rows),",
+        "x.shape[0], 1, x.shape[1], *row_words(rows)[:-1], 0,",
+        ("tests/kernels/test_norm.py::test_to_int8_is_the_norm_quantized",),
+    ),
+    Mutant(
+        "experts-rows-not-rotated",
+        "rows of rotated experts are rounded as they are",
+        "src/quire/kernels/moe/__init__.py",
+        "held.rotation or 0, row_stride(",
+        "0, row_stride(",
+        ("tests/kernels/test_moe.py::test_quantized_experts_are_linears_one_by_one",),
+    ),
+    Mutant(
+        "weights-rotated-twice",
+        "weights are rotated twice, which leaves them as they were",
+        "src/quire/quant/rtn.py",
+        "weight = rotate_weights(weight, held.rotation)",
+        "weight = rotate_weights(rotate_weights(weight, held.rotation), held.rotation)",
+        (f"{KERNELS}test_weights_are_rotated_once_and_rounded_alike",),
+    ),
+    Mutant(
+        "rotation-differences-first",
+        "a block's differences come before its sums",
+        "src/quire/kernels/rotation.py",
+        "(low + high, low - high)",
+        "(low - high, low + high)",
+        (f"{KERNELS}test_a_rotation_is_a_product_with_the_matrix",),
+    ),
+    Mutant(
+        "last-step-of-a-rotation",
+        "kernels leave out a step of a rotation",
+        "csrc/cpu/rotate.h",
+        "mix_vectors<1>(v), mix_vectors<2>(v), ",
+        "mix_vectors<1>(v), ",
+        (f"{KERNELS}test_rows_are_rotated_alike",),
+    ),
+    Mutant(
+        "tied-rows-not-rotated-back",
+        "embeddings of a tied matrix that is rotated are looked up as it is held",
+        "src/quire/kernels/linear/native.py",
+        "*format_words(packed.format), packed.format.rotation or 0,",
+        "*format_words(packed.format), 0,",
+        (f"{KERNELS}test_rows_of_a_matrix_come_back_as_they_were",),
+    ),
+    Mutant(
+        "stored-integers-rotated",
+        "integers that a file stores count as rotated",
+        "src/quire/parallel/rotations.py",
+        "held == stored.get(name) or not",
+        "not",
+        (f"{PLAN}test_stored_integers_and_groups_stay_as_they_are",),
+    ),
+    Mutant(
+        "rotation-over-two-ranks",
+        "a block of inputs that are rotated together lies on two ranks",
+        "src/quire/parallel/rotations.py",
+        "sizes[cut.name] |= {cut.columns.start, cut.columns.stop}",
+        "sizes[cut.name] |= {len(cut.columns) * tp}",
+        (f"{PLAN}test_a_block_lies_on_one_rank",),
+    ),
+)
