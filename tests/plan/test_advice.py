@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -97,3 +98,10 @@ def test_the_table_and_the_json_have_it() -> None:
     assert "what to turn on next" in shown
     for step in said:
         assert f"{step['effect']:.2f} × more" in shown
+
+
+def test_no_rounding_is_advised_of_weights_that_a_file_holds_rounded() -> None:
+    rounded = replace(question_of(PlanArgs("llama-3.1-8b", "h100")), precision="int8", own_precision="int8")
+    assert not [step.flag for step in advice(plan_capacity(rounded)) if "--quantize" in step.flag]
+    asked = replace(rounded, own_precision="bf16")
+    assert [step.flag for step in advice(plan_capacity(asked)) if "--quantize" in step.flag]

@@ -81,11 +81,13 @@ def _finite(value: float) -> float | None:
 
 def _changes(q: Question, now: Option | None) -> Iterator[tuple[str, str, Question]]:
     """Yield (what, flag, question) with one thing changed each."""
-    wide = q.precision in ("bf16", "fp16", "fp32")
+    plain = ("bf16", "fp16", "fp32")
+    rounds = q.own_precision in plain  # the engine rounds no weights that a file holds rounded
+    wide = q.precision in plain
     eight = "fp8" if "fp8" in q.hardware.flops else "int8"
-    if wide:
+    if rounds and wide:
         yield f"weights in 8 bits ({eight})", f"--quantize {eight}", replace(q, precision=eight)
-    if wide or q.precision in ("fp8", "int8"):
+    if rounds and (wide or q.precision in ("fp8", "int8")):
         yield "weights in 4 bits (int4)", "--quantize int4", replace(q, precision="int4")
     if q.kv_dtype == "bf16":
         yield f"K and V in 8 bits ({eight})", f"--kv-dtype {eight}", replace(q, kv_dtype=eight)
