@@ -62,7 +62,7 @@ def plan_weights(
     head = None if quantize_head is None else parse_format(quantize_head, name="quantize_head")
     if stored and wanted is not None and wanted.quantized:
         raise ConfigError(
-            f"quantize = {quantize!r}: the checkpoint is quantized already ({_kinds(stored)}); leave quantize out "
+            f"quantize = {quantize!r}: the checkpoint is quantized already ({kinds_of(stored)}); leave quantize out "
             "to run it as it is, or give 'none' to expand it"
         )
     if wanted is None:
@@ -121,7 +121,8 @@ def _fit(spec: ModelSpec, formats: dict[str, WeightFormat]) -> WeightPlan:
     return WeightPlan(formats, tuple(remarks))
 
 
-def _kinds(formats: Formats) -> str:
+def kinds_of(formats: Formats) -> str:
+    """Return the names of the formats that occur."""
     return "; ".join(sorted({str(form) for form in formats.values()}))
 
 

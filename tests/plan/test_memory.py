@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.models.test_gguf_file import write_gguf
 
+from quire.cli.flags import PlanArgs
 from quire.cost.hardware import GIB, find_hardware
 from quire.cost.presets import preset_of, preset_spec, presets
 from quire.cost.split import (
@@ -20,9 +22,11 @@ from quire.cost.split import (
     shard_of,
 )
 from quire.families import spec_from_config
-from quire.models.checkpoint import spec_of
+from quire.models.checkpoint import describe, spec_of
 from quire.models.precision import precision_of
 from quire.modelspec import ModelSpec
+from quire.weight_plan import weight_table
+from quire_lab.cli.plan import question_of
 
 
 def mistral() -> ModelSpec:
@@ -205,3 +209,14 @@ def test_the_largest_context_fits_and_one_token_more_does_not(model: str, kv_dty
     most = plan(1000).max_context
     assert plan(most).max_requests >= 1
     assert plan(most + 1).max_requests == 0
+
+
+def test_a_gguf_file_is_planned_as_it_is_held(tmp_path: Path) -> None:
+    path = str(write_gguf(tmp_path / "model.gguf", kind="Q8_0"))
+    checkpoint = describe(Path(path))
+    q = question_of(PlanArgs(path, "xeon-8592"))
+    table = weight_table(checkpoint.spec, "bfloat16", dict(q.stored or ()))
+    assert {str(held) for _, held in q.stored or ()} == {"int8, groups of 32"}
+    assert q.memory(Split()).weights == sum(row.num_bytes for row in table)
+    assert question_of(PlanArgs(path, "xeon-8592", quantize="bf16")).stored is None
+    assert question_of(PlanArgs("llama-3.1-8b", "h100")).stored is None

@@ -26,7 +26,7 @@ from quire.cost.efficiency import Efficiency
 from quire.cost.hardware import Hardware
 from quire.cost.links import Links, network_seconds, seconds_of
 from quire.cost.ranks import cuts_rows
-from quire.cost.split import KV_DTYPES, Shard, Split, shard_of
+from quire.cost.split import KV_DTYPES, Shard, Split, Stored, shard_of
 from quire.modelspec import DTYPE_BYTES, ModelSpec
 from quire.parallel.shard import shard
 from quire.parallel.stripe import DIVIDE_FROM
@@ -73,9 +73,13 @@ class Work:
 
 
 def work_of(
-    spec: ModelSpec, precision: str = "bf16", kv_dtype: str = "bf16", split: Split | None = None
-) -> Work:
-    """Return the work of one device in a replica of ``spec`` under ``split``."""
+    spec: ModelSpec, precision: str = "bf16", kv_dtype: str = "bf16", split: Split | None = None,
+    stored: Stored | None = None,
+) -> Work:  # fmt: skip
+    """Return the work of one device in a replica of ``spec`` under ``split``.
+
+    ``stored``: the formats of weights that a file holds rounded; products are still timed as of ``precision``.
+    """
     split = split or Split()
     windows: dict[int, float] = {}
     kv_bytes = flops = decode_flops = 0.0
@@ -92,7 +96,7 @@ def work_of(
     heads = min(1 if a.is_mla else a.num_kv_heads for a in (layer.attention for layer in spec.layers))
     moe = [layer.mlp.moe for layer in spec.layers if layer.mlp.moe is not None]
     return Work(
-        shard=shard_of(spec, precision, split),
+        shard=shard_of(spec, precision, split, stored),
         split=split,
         precision=precision,
         num_layers=spec.num_layers,

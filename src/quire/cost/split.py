@@ -6,7 +6,6 @@ and V of a token come from `ModelSpec.kv_bytes_per_token`, the one formula; a la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -15,11 +14,12 @@ from typing import Any
 from quire.cost.hardware import Hardware
 from quire.modelspec import ModelSpec, matrix_bytes, weight_shapes
 from quire.weight_format import PLAIN, WeightFormat
-from quire.weight_plan import plan_weights, role_of
+from quire.weight_plan import Formats, plan_weights, role_of
 
 # Bytes per weight. fp8: a block of 128 x 128 shares a scale, which is negligible. fp4: NVFP4, 16 weights share a byte.
 FLOAT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp8": 1.0, "fp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
 PRECISIONS = (*FLOAT_BYTES, "int8", "int4")
+Stored = tuple[tuple[str, WeightFormat], ...]  # the formats of weights that a file holds rounded, by name
 KV_DTYPES = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}
 ACTIVATION_BYTES = 2  # bf16 between layers
 
@@ -70,17 +70,22 @@ class Shard:
 
 
 @lru_cache(maxsize=512)  # every option of a plan asks for its parts several times
-def shard_of(spec: ModelSpec, precision: str, split: Split) -> Shard:
-    """Return the part of ``spec``'s weights on one device of ``split``, held in ``precision``.
+def shard_of(spec: ModelSpec, precision: str, split: Split, stored: Stored | None = None) -> Shard:
+    """Return the part of ``spec``'s weights on one device of ``split``, held in ``precision`` or as ``stored``.
 
     Linears are cut over ``tp``, experts over ``tp · attention_dp``, layers over ``pp``; norms, routers and what every
     head needs of MLA are on all.
     """
-    formats = _formats(spec, precision)
+    formats = _formats(spec, precision) if stored is None else dict(stored)
+    is_held = precision in ("int8", "int4") or stored is not None
     dense = dense_params = expert = expert_params = head = head_params = table = 0.0
     for name, shape in weight_shapes(spec).items():
         role = role_of(spec, name)
-        size = _bytes(spec, name, shape, precision, formats) / split.pp
+        held = formats.get(name, PLAIN)
+        size = (
+            matrix_bytes(shape, "bfloat16", held) if is_held else _float_bytes(spec, name, shape, precision)
+        )
+        size /= split.pp
         params = prod(shape) / split.pp
         if len(shape) == 3:
             moe = spec.layers[int(name.split(".")[1])].mlp.moe
@@ -105,25 +110,17 @@ def _ways(name: str, split: Split) -> int:
     return 1 if name.endswith(("q_a.weight", "kv_a.weight")) else split.tp
 
 
-def _formats(spec: ModelSpec, precision: str) -> Mapping[str, WeightFormat]:
-    """Return the bytes of a weight as a GPU holds it."""
+def _formats(spec: ModelSpec, precision: str) -> Formats:
+    """Return the formats of weights that the engine rounds to ``precision``."""
     text = "int4-g32" if precision == "int4" else precision
     return plan_weights(spec, {}, text, None).formats if precision in ("int8", "int4") else {}
 
 
-def _bytes(
-    spec: ModelSpec,
-    name: str,
-    shape: tuple[int, ...],
-    precision: str,
-    formats: Mapping[str, WeightFormat],
-) -> float:
-    """Return the bytes as Quire holds int8 and int4, or as checkpoints hold narrow floats: linears; bf16 elsewhere.
+def _float_bytes(spec: ModelSpec, name: str, shape: tuple[int, ...], precision: str) -> float:
+    """Return the bytes as checkpoints hold narrow floats: linears; bf16 elsewhere.
 
     MXFP4 checkpoints of a model with experts (gpt-oss) hold only those in it.
     """
-    if precision in ("int8", "int4"):
-        return matrix_bytes(shape, "bfloat16", formats.get(name, PLAIN))
     wide = role_of(spec, name) != "linear" and not name.endswith("kv_b.weight")
     if precision == "mxfp4" and len(shape) < 3:
         wide = wide or any(layer.mlp.moe for layer in spec.layers)
@@ -215,9 +212,13 @@ def plan_memory(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     prefix: int = 0,
+    stored: Stored | None = None,
 ) -> MemoryPlan:
-    """Return the bytes that one device of ``split`` holds. ``prefix``: first tokens that all requests share."""
-    weights = round(shard_of(spec, precision, split).weight_bytes)
+    """Return the bytes that one device of ``split`` holds.
+
+    ``prefix``: first tokens that all requests share. ``stored``: the formats of weights that a file holds rounded.
+    """
+    weights = round(shard_of(spec, precision, split, stored).weight_bytes)
     activations = max_num_batched_tokens * row_bytes(spec, split)
     workspace = max_num_seqs * spec.vocab_size // split.tp * 4 + RUNTIME_BYTES[hardware.kind]
     graphs = GRAPH_BYTES[hardware.kind] + (COLLECTIVE_BYTES if split.tp * split.pp * split.cp > 1 else 0)

@@ -1,15 +1,17 @@
-"""`precision_of`: the format that a model's weights are published or stored in, by the planner's names for formats."""
+"""The format that a model's weights are published or stored in: by the planner's names, and weight by weight."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from quire.cost.presets import preset_of, published_format
+from quire.cost.split import Stored
 from quire.errors import ModelLoadError
 from quire.families import quantization_of
 from quire.models.checkpoint import describe, read_json
 from quire.models.hub import NAMES, config_of, locate
 from quire.modelspec import ModelSpec
+from quire.weight_plan import plan_weights
 
 # A GGUF file has several types: the most bits per weight of a file, and the planner's format of about that size.
 _GGUF = ((6.0, "int4"), (10.0, "int8"))
@@ -28,6 +30,16 @@ def precision_of(model: str, spec: ModelSpec) -> str:
         return _of_config(config) or plain
     bits = describe(path).weight_bytes * 8 / spec.num_params
     return next((name for most, name in _GGUF if bits <= most), plain)
+
+
+def stored_formats(model: str) -> Stored | None:
+    """Return the formats that hold the weights of a local GGUF file; None where it is plain, and for other models."""
+    path = Path(model).expanduser()
+    if not path.exists() or path.suffix == ".json" or (path / "config.json").exists():
+        return None
+    checkpoint = describe(locate(model))
+    formats = plan_weights(checkpoint.spec, checkpoint.formats, None, None).formats
+    return tuple(formats.items()) if checkpoint.formats else None
 
 
 def _of_config(path: Path) -> str | None:

@@ -27,8 +27,9 @@ from quire.cost.split import PRECISIONS
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
-from quire.models.precision import precision_of
+from quire.models.precision import precision_of, stored_formats
 from quire.slo import Slo
+from quire.weight_plan import kinds_of
 from quire_lab.bench.progress import ticking
 from quire_lab.cli.hardware_list import show_hardware
 from quire_lab.cli.plan_compare import compare, comparison_table, read_plan
@@ -89,6 +90,7 @@ def question_of(asked: PlanArgs) -> Question:
         slo=Slo.parse(asked.slo) if asked.slo else None,
         precision=precision,
         own_precision=own,
+        stored=stored_formats(asked.model) if precision == own else None,
         kv_dtype=kv_dtype,
         context=asked.context,
         max_num_batched_tokens=asked.max_num_batched_tokens or (2048 if hardware.kind == "cpu" else 8192),
@@ -287,6 +289,11 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=130)
 
 
+def _held(q: Question) -> str:
+    """Return what the weights are held in."""
+    return q.precision if q.stored is None else f"stored ({kinds_of(dict(q.stored))})"
+
+
 def _print(answer: CapacityPlan, command: str, lacking: list[str], explained: list[Line]) -> None:
     q = answer.question
     console = _console()
@@ -294,7 +301,7 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], explained: li
     is_moe = any(layer.mlp.moe for layer in q.spec.layers)
     active = f", {q.spec.num_active_params / 1e9:.1f} B active" if is_moe else ""
     console.print(
-        f"[bold]{q.model}[/bold]  {q.spec.num_params / 1e9:.2f} B weights{active} as {q.precision}, on "
+        f"[bold]{q.model}[/bold]  {q.spec.num_params / 1e9:.2f} B weights{active} as {_held(q)}, on "
         f"{q.count} × {q.hardware.title}\n"
     )
     for reason in answer.advice.reasons:

@@ -24,7 +24,7 @@ from quire.cost.efficiency import Efficiency, efficiency_of
 from quire.cost.hardware import GIB, Hardware
 from quire.cost.links import Links
 from quire.cost.roofline import Roofline, work_of
-from quire.cost.split import MemoryPlan, Split, plan_memory
+from quire.cost.split import MemoryPlan, Split, Stored, plan_memory
 from quire.metrics.engine_stats import QUIET_TIMES
 from quire.modelspec import ModelSpec
 from quire.slo import Slo
@@ -220,6 +220,7 @@ class Question:
     slo: Slo | None = None
     precision: str = "bf16"
     own_precision: str = "bf16"  # the files' precision, served without --quantize
+    stored: Stored | None = None  # formats in a GGUF file that is served unchanged
     kv_dtype: str = "bf16"
     context: int | None = None  # tokens per request; None: its prompt and output
     max_num_batched_tokens: int = 8192
@@ -248,7 +249,7 @@ class Question:
 
     def steps(self, split: Split) -> Roofline:
         """Return the step times of one replica of ``split``."""
-        work = work_of(self.spec, self.precision, self.kv_dtype, split)
+        work = work_of(self.spec, self.precision, self.kv_dtype, split, self.stored)
         return Roofline(work, self.hardware, self.efficiency, self.links)
 
     def _drafting(self, split: Split) -> Drafting | None:
@@ -260,17 +261,12 @@ class Question:
 
     def memory(self, split: Split, context: int | None = None) -> MemoryPlan:
         """Return the memory of one device of ``split``, with requests of ``context`` tokens."""
+        context = context or self.context or self.load.isl + self.load.osl
         memory = plan_memory(
-            self.spec,
-            self.hardware,
-            split,
-            precision=self.precision,
-            kv_dtype=self.kv_dtype,
-            context=context or self.context or self.load.isl + self.load.osl,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            prefix=self.load.prefix,
-        )
+            self.spec, self.hardware, split, precision=self.precision, kv_dtype=self.kv_dtype, context=context,
+            max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs,
+            prefix=self.load.prefix, stored=self.stored,
+        )  # fmt: skip
         return self.draft.beside(memory, split, self.kv_dtype) if self.draft else memory
 
     def max_running(self, split: Split) -> int:
