@@ -22,8 +22,8 @@ MAX_DEFAULT = (84, 18_060, 540, 5_270)
 MAX_WITHOUT_OPTIONAL = (74, 16_490, 476, 4_892)
 # Lines of the modules that a process has loaded when it has answered one plain request.
 MAX_SERVER = 30_450
-MAX_LLM = 25_720
-MAX_CORE_LOOP = 19_850
+MAX_LLM = 25_640
+MAX_CORE_LOOP = 19_770
 
 CORE_LOOP = "import quire.engine.core, quire.executor.local, quire.runner.worker"
 LLM = """

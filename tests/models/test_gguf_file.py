@@ -113,9 +113,9 @@ def test_refusals(tmp_path: Path) -> None:
         describe(write_gguf(tmp_path / "a.gguf", "mamba"))
 
     def another_type(writer: gguf.GGUFWriter) -> None:
-        writer.add_tensor("x", np.zeros(110, dtype=np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q3_K)
+        writer.add_tensor("x", np.zeros(18, dtype=np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q1_0)
 
-    with pytest.raises(UnsupportedModelError, match=r"x is of type Q3_K.*Q4_K"):
+    with pytest.raises(UnsupportedModelError, match=r"b\.gguf: x is of type Q1_0.*Q4_K"):
         describe(write_gguf(tmp_path / "b.gguf", add=another_type))
     with pytest.raises(UnsupportedModelError, match="experts"):
         describe(write_gguf(tmp_path / "c.gguf", add=lambda w: w.add_expert_count(8)))
@@ -123,6 +123,42 @@ def test_refusals(tmp_path: Path) -> None:
         describe(write_gguf(tmp_path / "d.gguf", add=lambda w: w.add_uint16("split.count", 3)))
     with pytest.raises(ModelLoadError, match=r"4 GGUF files \(a.gguf, b.gguf"):
         describe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (139, "IQ4_K, a type of ik_llama.cpp, which"),
+        (344, "number 344, a type of ik_llama.cpp in its own order of rows"),
+        (77, "number 77, which is damaged or of a newer ggml"),
+        (15, "Q8_K, which is not supported"),
+    ],
+)
+def test_types_that_are_not_read_are_named(number: int, message: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    data = bytearray(path.read_bytes())
+    name = b"blk.1.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8
+    assert data[at : at + 4] == bytes(4)
+    data[at : at + 4] = number.to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.gguf: blk\.1\.ffn_up\.weight is of type " + message
+    ):
+        describe(path)
+
+
+def test_blocks_that_do_not_divide_a_row_are_damage(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    data = bytearray(path.read_bytes())
+    name = b"blk.1.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8
+    data[at : at + 4] = (12).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(
+        ModelLoadError, match=r"model\.gguf: blk\.1\.ffn_up\.weight has shape .*no whole number of q4_k"
+    ):
+        describe(path)
 
 
 def test_damage(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ _LAYER = {
 }
 
 
+Encode = Callable[[np.ndarray, gguf.GGMLQuantizationType], np.ndarray]
 TypeOf = Callable[[str, tuple[int, ...]], gguf.GGMLQuantizationType | None]
 
 
@@ -43,8 +44,9 @@ def write_gguf(
     weights: dict[str, torch.Tensor],
     *,
     type_of: TypeOf = lambda name, shape: None,
+    encode: Encode = gguf.quants.quantize,
 ) -> Path:
-    """``type_of(name, shape)``: what a tensor is quantized to; None leaves it as it is."""
+    """``type_of(name, shape)``: what a tensor is quantized to, by ``encode``; None leaves it as it is."""
     writer = gguf.GGUFWriter(path, arch)
     _metadata(writer, spec)
     for name, tensor in _renamed(arch, spec, weights).items():
@@ -53,7 +55,7 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(name, array)
         else:
-            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(name, encode(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

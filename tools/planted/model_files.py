@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 FILES = "tests/found/test_model_files.py::"
+BLOCKS = "tests/quant/test_gguf_blocks.py::"
 GGUF = "tests/found/test_gguf_files.py::"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -63,6 +64,30 @@ MUTANTS: tuple[Mutant, ...] = (
         "if text in _ENDS}",
         "if not text}",
         (f"{GGUF}test_the_end_of_a_turn_is_found_by_its_text",),
+    ),
+    Mutant(
+        "rows-of-a-grid-swapped",
+        "two vectors of the grid of IQ2_XXS stand in each other's place",
+        "src/quire/quant/iq_grids.toml",
+        "00000200050008000a00110014002000220028002a",
+        "02000000050008000a00110014002000220028002a",
+        (f"{BLOCKS}test_decoded_blocks_equal_the_oracle[iq2_xxs]",),
+    ),
+    Mutant(
+        "low-bit-of-a-scale-lost",
+        "the lowest bit of IQ3_XXS's scales is not read",
+        "src/quire/quant/ggml_codebooks.py",
+        "(words >> 28 & 15).flatten(1) + 0.5) * 0.5",
+        "(words >> 28 & 14).flatten(1) + 0.5) * 0.5",
+        (f"{BLOCKS}test_a_block_decodes_as_llama_cpp_decodes_it[iq3_xxs]",),
+    ),
+    Mutant(
+        "infinite-scales-are-packed",
+        "a block whose scale is not a finite number is loaded",
+        "src/quire/models/gguf_weights.py",
+        "if not finite.all():",
+        "if not finite.any():",
+        (f"{BLOCKS}test_a_scale_that_is_not_finite_names_tensor_and_file",),
     ),
     Mutant(
         "adapter-of-other-modules",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.families.gguf_types import BLOCK_TYPES, OTHER_TYPES, TENSOR_TYPES
+from quire.families.gguf_types import BLOCK_TYPES, TENSOR_TYPES, refusal
 from quire.models.safetensors_file import AGAIN, StoredTensor, map_file
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -78,7 +78,7 @@ def _stored(
 ) -> StoredTensor:
     if kind not in TENSOR_TYPES:
         raise UnsupportedModelError(
-            f"{path}: {name} is of type {OTHER_TYPES.get(kind, kind)}, which is not supported; supported are F32, F16, "
+            f"{path}: {name} is of type {refusal(kind)}; supported are F32, F16, "
             f"BF16 and {', '.join(name.upper() for name in BLOCK_TYPES)}: take a file of one of these."
         )
     of = TENSOR_TYPES[kind]

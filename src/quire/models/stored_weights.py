@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.families.quantization import Scheme
+from quire.families.weights import Take
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor
 from quire.models.weight_sources import FP8, Parts, Source
@@ -19,10 +20,8 @@ from quire.quant.stored import (
     AWQ_ORDER,
     StoredMatrix,
     StoredStack,
-    decode_rows,
     exchange,
     regroup,
-    take_columns,
     unpack,
 )
 from quire.weight_format import WeightFormat
@@ -35,12 +34,12 @@ _TORCH: dict[str, torch.dtype] = {
 
 
 def view(stored: StoredTensor) -> Tensor:
-    """Return the stored tensor as a view of the mapping; a quantized one of GGUF as its bytes, ``[rows, bytes]``."""
+    """Return the stored tensor as a view of the mapping; a quantized one of GGUF as its bytes, ``[…, rows, bytes]``."""
     if stored.num_bytes == 0:
         return torch.empty(stored.shape, dtype=_TORCH[stored.dtype])
     raw = torch.frombuffer(stored.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
     if stored.dtype in BLOCK_TYPES:
-        return raw.view(stored.shape[0], -1)
+        return raw.view(*stored.shape[:-1], -1)
     dtype = _TORCH[stored.dtype]
     if stored.offset % dtype.itemsize:
         raw = raw.clone()  # unaligned bytes (a header of odd length) cannot be a view
@@ -63,7 +62,7 @@ def open_quantized(
     Raises `ModelLoadError` and `UnsupportedModelError` for values that contradict quantization_config.
     """
     if source.scheme is None:
-        return _open_blocks(source, stored[source.take.names[0]], cut.columns).rows(cut.rows)
+        return _open_gguf(source.take, source.held, stored, cut)
     stack = source.parts if cut.experts is None else source.parts[cut.experts.start : cut.experts.stop]
     matrices = tuple(
         _open_parts(source, {part: stored[name] for part, name in parts.items()}, parts, cut.columns).rows(cut.rows)
@@ -72,23 +71,17 @@ def open_quantized(
     return StoredStack(matrices) if source.take.stacked else matrices[0]
 
 
-def _open_blocks(source: Source, stored: StoredTensor, columns: range | None) -> StoredMatrix:
-    take, block = source.take, BLOCK_TYPES[stored.dtype]
-    raw = view(stored)[take.start : take.stop]
-    order = unpermute(torch.arange(raw.shape[0]), take.unpermute_heads) if take.unpermute_heads else None
-    columns = columns or range(stored.shape[1])
-    first, last = (
-        columns.start // block.block,
-        -(-columns.stop // block.block),
-    )  # blocks that have the columns
-    raw = raw[:, first * block.block_bytes : last * block.block_bytes]
-    of_rows = range(columns.start - first * block.block, columns.stop - first * block.block)
+def _open_gguf(
+    take: Take, held: WeightFormat, stored: Mapping[str, StoredTensor], cut: Cut
+) -> StoredMatrix | StoredStack:
+    from quire.models.gguf_weights import open_blocks
 
-    def read(start: int, stop: int) -> QuantizedWeight:
-        rows = raw[start:stop] if order is None else raw[order[start:stop]]
-        return take_columns(decode_rows(rows, stored.dtype), of_rows)
-
-    return StoredMatrix(source.held, (raw.shape[0], len(columns)), read)
+    tensor = stored[take.names[0]]
+    raw = view(tensor)
+    rows = raw.dim() - 2
+    raw = raw.narrow(rows, take.start, (raw.shape[rows] if take.stop is None else take.stop) - take.start)
+    order = unpermute(torch.arange(raw.shape[rows]), take.unpermute_heads) if take.unpermute_heads else None
+    return open_blocks(take.names[0], tensor, raw, order, held, cut)
 
 
 def _open_parts(

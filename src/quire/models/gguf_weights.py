@@ -1,0 +1,79 @@
+"""Matrices in ggml's blocks: the mapped bytes as a matrix, or one per expert, that decodes rows on demand.
+
+Scales are checked as rows are decoded, before a row is packed: one that is not finite would turn every answer that it
+touches into an error. MXFP4's scales are powers of two from 2⁻¹²⁸ to 2¹²⁶, and a row is held as fp16 numbers times one
+power of two: the smallest and the largest scale of a row may differ by 2³⁸, more than they do in any trained model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.families.gguf_types import BLOCK_TYPES
+from quire.kernels.linear.packed import QuantizedWeight
+from quire.models.safetensors_file import AGAIN, StoredTensor
+from quire.parallel.shard import Cut
+from quire.quant.ggml_blocks import decode_rows
+from quire.quant.stored import StoredMatrix, StoredStack, take_columns
+from quire.weight_format import WeightFormat
+
+WIDEST = 2.0**38  # largest scale of a row over its smallest
+FARTHEST = 2.0**112  # largest scale, and one over the smallest of the largest
+
+
+def open_blocks(
+    name: str, stored: StoredTensor, raw: Tensor, order: Tensor | None, held: WeightFormat, cut: Cut
+) -> StoredMatrix | StoredStack:
+    """Return the part ``cut`` of the matrix ``raw [out, bytes]``, or of the stack ``[experts, out, bytes]``.
+
+    ``order``: the stored row of each output feature; None leaves them as they are. Errors name ``name`` and the file.
+    """
+    if raw.dim() == 3:
+        experts = range(len(raw)) if cut.experts is None else cut.experts
+        return StoredStack(
+            tuple(_matrix(f"{name}, expert {e}", stored, raw[e], order, held, cut) for e in experts)
+        )
+    return _matrix(name, stored, raw, order, held, cut)
+
+
+def _matrix(
+    name: str, stored: StoredTensor, raw: Tensor, order: Tensor | None, held: WeightFormat, cut: Cut
+) -> StoredMatrix:
+    block, columns = BLOCK_TYPES[stored.dtype], cut.columns or range(stored.shape[-1])
+    first, last = columns.start // block.block, -(-columns.stop // block.block)
+    raw = raw[:, first * block.block_bytes : last * block.block_bytes]
+    within = range(columns.start - first * block.block, columns.stop - first * block.block)
+
+    def read(start: int, stop: int) -> QuantizedWeight:
+        rows = raw[start:stop] if order is None else raw[order[start:stop]]
+        weight = decode_rows(rows, stored.dtype)
+        _check_scales(weight, name, stored, start)
+        return take_columns(weight, within)
+
+    return StoredMatrix(held, (raw.shape[0], len(columns)), read).rows(cut.rows)
+
+
+def _check_scales(weight: QuantizedWeight, name: str, stored: StoredTensor, start: int) -> None:
+    finite = torch.isfinite(weight.scale).all(1)
+    if weight.offset is not None:
+        finite &= torch.isfinite(weight.offset).all(1)
+    if not finite.all():
+        row = start + int((~finite).nonzero()[0])
+        raise ModelLoadError(
+            f"{stored.file}: {name} ({stored.dtype.upper()}) has a scale that is not a finite number in row {row}; "
+            f"{AGAIN}."
+        )
+    if stored.dtype != "mxfp4":
+        return
+    largest = weight.scale.amax(1)
+    smallest = torch.where(weight.scale > 0, weight.scale, torch.inf).amin(1)
+    beyond = (largest > 0) & ((largest / WIDEST > smallest) | (largest > FARTHEST) | (largest < 1 / FARTHEST))
+    if beyond.any():
+        row = start + int(beyond.nonzero()[0])
+        raise UnsupportedModelError(
+            f"{stored.file}: {name} (MXFP4) has scales from {float(smallest[row - start]):.1e} to "
+            f"{float(largest[row - start]):.1e} in row {row}, more than the kernels hold in one row (a factor of 2³⁸); "
+            "no trained model has that: download the file again."
+        )
