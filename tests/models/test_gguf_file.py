@@ -119,7 +119,7 @@ def test_refusals(tmp_path: Path) -> None:
         describe(write_gguf(tmp_path / "b.gguf", add=another_type))
     with pytest.raises(UnsupportedModelError, match="experts"):
         describe(write_gguf(tmp_path / "c.gguf", add=lambda w: w.add_expert_count(8)))
-    with pytest.raises(UnsupportedModelError, match="one of 3 parts"):
+    with pytest.raises(ModelLoadError, match=r"d\.gguf is one of 3 parts.*d-00001-of-00003\.gguf"):
         describe(write_gguf(tmp_path / "d.gguf", add=lambda w: w.add_uint16("split.count", 3)))
     with pytest.raises(ModelLoadError, match=r"4 GGUF files \(a.gguf, b.gguf"):
         describe(tmp_path)

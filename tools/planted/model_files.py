@@ -66,6 +66,22 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{GGUF}test_the_end_of_a_turn_is_found_by_its_text",),
     ),
     Mutant(
+        "a-part-read-twice",
+        "the first part of a split GGUF file is read in the place of each other part",
+        "src/quire/models/gguf_file.py",
+        "[(part, *_read_one(part)) for part in paths]",
+        "[(part, *_read_one(paths[0])) for part in paths]",
+        ("tests/models/test_gguf_split.py::test_any_part_gives_the_whole_model",),
+    ),
+    Mutant(
+        "parts-out-of-order",
+        "a part of a split GGUF file that stands in another's place is read",
+        "src/quire/models/gguf_file.py",
+        'own.get("split.no", 0) != index',
+        'own.get("split.no", 0) > len(parts)',
+        ("tests/models/test_gguf_split.py::test_a_part_in_the_place_of_another_is_found",),
+    ),
+    Mutant(
         "rows-of-a-grid-swapped",
         "two vectors of the grid of IQ2_XXS stand in each other's place",
         "src/quire/quant/iq_grids.toml",

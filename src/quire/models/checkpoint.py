@@ -17,6 +17,7 @@ from quire.errors import ModelLoadError
 from quire.families import quantization_of, spec_from_config, weight_map
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.models.generation_config import GenerationDefaults, read_generation
+from quire.models.gguf_split import models_among
 from quire.models.hub import INSTEAD, NAMES, config_of, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
 from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats, unused
@@ -33,7 +34,7 @@ Kind = Literal["safetensors", "gguf", "random"]
 class Checkpoint:
     """A model on disk. ``spec.eos_token_ids`` has the ids of generation_config.json first, then config.json's."""
 
-    path: Path  # the folder, or the GGUF file
+    path: Path  # the folder, or the GGUF file (of a split one any part)
     kind: Kind
     spec: ModelSpec
     files: tuple[Path, ...]  # weight files; empty for "random"
@@ -51,7 +52,7 @@ class Checkpoint:
 
 
 def describe(path: Path, load_format: str = "auto") -> Checkpoint:
-    """Return what is at ``path``: a folder with config.json, a GGUF file, or a folder with one GGUF file.
+    """Return what is at ``path``: a folder with config.json, a GGUF file (or a part of it), or a folder with one.
 
     Raises `ModelLoadError` with what is wrong and what to do, `UnsupportedModelError` for a model that Quire does not
     run. Headers of the weight files are read, so a truncated file is found here.
@@ -63,7 +64,7 @@ def describe(path: Path, load_format: str = "auto") -> Checkpoint:
 def _describe(path: Path, load_format: str) -> Checkpoint:
     if path.is_dir() and load_format in ("auto", "gguf") and not (path / "config.json").is_file():
         path = _only_gguf(path)
-    if path.is_file():
+    if path.is_file() or (path.suffix == ".gguf" and not path.is_dir()):
         if load_format == "safetensors":
             raise ModelLoadError(
                 f"{path} is one file; load_format = 'safetensors' needs the folder of a model."
@@ -146,6 +147,7 @@ def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
     from quire.text.gguf_vocab import end_ids
 
     file = read_gguf(path)
+    path = file.path
     spec = spec_from_gguf(file.metadata, file.tensors, file.floats, str(path))
     dtype = _common_dtype(file.tensors.values())
     eos = (*spec.eos_token_ids, *end_ids(file.metadata))
@@ -156,7 +158,7 @@ def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
         return Checkpoint(path, "random", spec, (), dtype, GenerationDefaults(), path)
     names = gguf_weight_map(spec, str(file.metadata.get("general.architecture")))
     formats = stored_formats(spec, find_sources(str(path), names, file.tensors))
-    return Checkpoint(path, "gguf", spec, (path,), dtype, GenerationDefaults(), path, formats)
+    return Checkpoint(path, "gguf", spec, file.files, dtype, GenerationDefaults(), path, formats)
 
 
 def stored_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTensor], Mapping[str, Source]]:
@@ -177,15 +179,14 @@ def stored_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTens
 
 
 def _only_gguf(folder: Path) -> Path:
-    files = sorted(folder.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
-    if not files:
+    names = models_among(sorted(path.name for path in folder.glob("*.gguf")))
+    if len(names) == 1:
+        return folder / names[0]
+    if not names:
         raise ModelLoadError(
             f"{folder} has neither config.json nor a GGUF file: it is no model folder; download the whole model."
         )
-    names = ", ".join(path.name for path in files)
-    raise ModelLoadError(f"{folder} has {len(files)} GGUF files ({names}): name one of them.")
+    raise ModelLoadError(f"{folder} has {len(names)} GGUF files ({', '.join(names)}): name one of them.")
 
 
 def _common_dtype(tensors: Iterable[StoredTensor]) -> str:

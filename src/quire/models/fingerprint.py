@@ -13,6 +13,7 @@ from pathlib import Path
 
 import quire
 from quire.models.checkpoint import Checkpoint
+from quire.models.gguf_split import part_paths
 from quire.models.safetensors_file import INDEX_NAME, checkpoint_files
 
 _HEAD_BYTES = 2**16  # per file: names, types and shapes of its first tensors
@@ -50,7 +51,7 @@ def identity(path: Path) -> str:
         OSError, ModelLoadError: a file is missing or cannot be read.
     """
     digest = hashlib.blake2b(digest_size=12)
-    files = [path]
+    files = list(part_paths(path))
     if path.is_dir():
         described = (path / name for name in ("config.json", INDEX_NAME))
         files = [*checkpoint_files(path), *(file for file in described if file.exists())]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families.gguf_types import BLOCK_TYPES, TENSOR_TYPES, refusal
+from quire.models.gguf_split import part_paths
 from quire.models.safetensors_file import AGAIN, StoredTensor, map_file
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -25,11 +26,12 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """Metadata and tensors of a GGUF file."""
+    """Metadata and tensors of a GGUF file, or of all parts of a split one."""
 
-    path: Path
+    path: Path  # of a split file the first part
     metadata: Mapping[str, Any]  # strings, numbers, flags and lists of them
     tensors: Mapping[str, StoredTensor]
+    files: tuple[Path, ...]
 
     def floats(self, name: str) -> tuple[float, ...] | None:
         """Return a small float32 tensor as numbers (factors of a rotary embedding), None where there is none."""
@@ -40,11 +42,56 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the metadata and the table of tensors.
+    """Read the metadata and the table of tensors of a file, or of all parts of a split file of which ``path`` is one.
 
-    Raises `ModelLoadError` for a truncated or damaged file, `UnsupportedModelError` for a version, a part of a split
-    file, or a quantization that Quire does not read.
+    Raises `ModelLoadError` for a truncated or damaged file and for a missing part, `UnsupportedModelError` for a
+    version, or a quantization that Quire does not read.
     """
+    paths = part_paths(path)
+    if len(paths) == 1:
+        metadata, tensors = _read_one(path)
+        if _count(metadata) > 1:
+            raise ModelLoadError(
+                f"{path} is one of {_count(metadata)} parts and its name does not say which: name the parts as "
+                f"llama-gguf-split does, {path.stem}-00001-of-{_count(metadata):05d}.gguf and so on."
+            )
+        return GgufFile(path, metadata, tensors, (path,))
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        raise ModelLoadError(
+            f"{path.parent}: {len(missing)} of the {len(paths)} parts of this model are missing, first {missing[0]}; "
+            "download them into the same folder."
+        )
+    return _joined([(part, *_read_one(part)) for part in paths])
+
+
+def _count(metadata: Mapping[str, Any]) -> int:
+    return int(metadata.get("split.count", 1))
+
+
+def _joined(parts: Sequence[tuple[Path, Mapping[str, Any], Mapping[str, StoredTensor]]]) -> GgufFile:
+    """Put the tensors of all parts into one table; the first part has the metadata."""
+    first, metadata, _ = parts[0]
+    tensors: dict[str, StoredTensor] = {}
+    for index, (path, own, held) in enumerate(parts):
+        if _count(own) != len(parts) or own.get("split.no", 0) != index:
+            raise ModelLoadError(
+                f"{path} is named as part {index + 1} of {len(parts)} and says that it is part "
+                f"{int(own.get('split.no', 0)) + 1} of {_count(own)}; download the parts again."
+            )
+        twice = next((name for name in held if name in tensors), None)
+        if twice is not None:
+            raise ModelLoadError(f"{path} has {twice}, which {tensors[twice].file} has too; {AGAIN}.")
+        tensors.update(held)
+    total = metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise ModelLoadError(
+            f"{first} says {total} tensors and its {len(parts)} parts have {len(tensors)}; {AGAIN}."
+        )
+    return GgufFile(first, metadata, tensors, tuple(path for path, _, _ in parts))
+
+
+def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     reader = _Reader(path, map_file(path))
     if reader.buffer[:4] != b"GGUF":
         raise ModelLoadError(
@@ -63,14 +110,9 @@ def read_gguf(path: Path) -> GgufFile:
         infos = [reader.tensor_info() for _ in range(num_tensors)]
     except (struct.error, UnicodeDecodeError, IndexError, OverflowError, MemoryError) as error:
         raise ModelLoadError(f"{path}: the GGUF header cannot be read ({error}); {AGAIN}.") from None
-    if int(metadata.get("split.count", 1)) > 1:
-        raise UnsupportedModelError(
-            f"{path} is one of {metadata['split.count']} parts: join them first (llama-gguf-split --merge)."
-        )
     alignment = int(metadata.get("general.alignment", 32)) or 32
     base = -(-reader.at // alignment) * alignment
-    tensors = {info[0]: _stored(path, reader.buffer, base, *info) for info in infos}
-    return GgufFile(path, metadata, tensors)
+    return metadata, {info[0]: _stored(path, reader.buffer, base, *info) for info in infos}
 
 
 def _stored(

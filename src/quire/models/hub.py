@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from quire.errors import ModelLoadError, nearest
+from quire.models.gguf_split import models_among, part_names, stem
 
 # The models that ship with Quire, ordinary checkpoints that no other code treats as special (docs/quill.md).
 QUILL_NAMES = ("quill", "quill-draft")
@@ -86,14 +87,15 @@ def recommended_sampling(name: str) -> Mapping[str, Any]:
 
 
 def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
-    """Return the one GGUF file whose name has ``quant`` in it. Raises `ModelLoadError` naming what there is."""
-    ggufs = [file for file in files if file.endswith(".gguf")]
+    """Return the one GGUF file whose name has ``quant`` in it, of a split file the first part.
+
+    Raises `ModelLoadError` naming what there is.
+    """
+    ggufs = models_among(files)
     hits = [file for file in ggufs if quant.lower() in Path(file).name.lower()]
     if len(hits) == 1:
         return hits[0]
-    exact = [
-        file for file in hits if Path(file).stem.lower().endswith(("-" + quant.lower(), "." + quant.lower()))
-    ]
+    exact = [file for file in hits if stem(file).lower().endswith(("-" + quant.lower(), "." + quant.lower()))]
     if len(exact) == 1:
         return exact[0]
     there = ", ".join(Path(file).name for file in (hits or ggufs)) or "none"
@@ -230,7 +232,7 @@ def _inside(repo: str, quant: str, folder: Path) -> Path:
 def _needed(repo: str, quant: str, files: Sequence[str]) -> list[str]:
     """Return patterns of the files to download; safetensors take precedence."""
     if quant:
-        return [pick_gguf(f"{repo}:{quant}", quant, files)]
+        return list(part_names(pick_gguf(f"{repo}:{quant}", quant, files)))
     if any(file.endswith(".safetensors") for file in files):
         weights = [
             f
@@ -238,7 +240,7 @@ def _needed(repo: str, quant: str, files: Sequence[str]) -> list[str]:
             if f.endswith(".safetensors") and "/" not in f and not f.startswith("consolidated")
         ]
         return [*weights, *SMALL_FILES]
-    gguf = [Path(file).name for file in files if file.endswith(".gguf")]
+    gguf = [Path(file).name for file in models_among(files)]
     if gguf:
         raise ModelLoadError(
             f"{repo} holds GGUF files: name one as {repo}:QUANT. There are {', '.join(gguf)}."
