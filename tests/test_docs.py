@@ -274,10 +274,24 @@ def test_readme_counts_are_those_of_the_tables() -> None:
     assert "Sixteen architectures" in text
 
 
-def test_readme_names_the_gguf_types_that_are_read() -> None:
-    listed = re.search(r"GGUF: ([\w, ]+) are read", (ROOT / "README.md").read_text())
-    assert listed is not None
-    assert set(re.split(r", | and ", listed.group(1))) == {"F32", "F16", "BF16", *map(str.upper, BLOCK_TYPES)}
+def test_the_table_of_gguf_types_is_that_of_the_code() -> None:
+    text = (ROOT / "docs/quantization.md").read_text()
+    table = text.partition("### GGUF's types")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in table.splitlines()
+        if line.startswith("| ")
+    ]
+    found = {}
+    for names, bits, held, bits_held, _ in rows[2:]:
+        for index, name in enumerate(names.split(", ")):
+            found[name.lower()] = (float(bits.split(", ")[index]), held, float(bits_held))
+    assert set(found) == set(BLOCK_TYPES)
+    for name, form in BLOCK_TYPES.items():
+        row = form.held.num_bytes(1, 4096, 2) - form.held.num_bytes(1, 0, 2)
+        in_file = form.block_bytes * 8 / form.block
+        assert found[name][1:] == (str(form.held), row * 8 / 4096), name
+        assert abs(found[name][0] - in_file) <= 0.005, (name, in_file)
 
 
 def test_the_annotated_tree_has_every_module_and_package() -> None:

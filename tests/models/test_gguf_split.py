@@ -16,7 +16,8 @@ from quire.errors import ModelLoadError
 from quire.models.checkpoint import describe
 from quire.models.fingerprint import identity
 from quire.models.gguf_file import read_gguf
-from quire.models.hub import locate, pick_gguf
+from quire.models.gguf_split import pick_gguf
+from quire.models.hub import locate
 from quire.models.loader import iter_weights
 
 

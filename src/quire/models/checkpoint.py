@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quire.cost.presets import preset_of, preset_spec
 from quire.errors import ModelLoadError
 from quire.families import quantization_of, spec_from_config, weight_map
-from quire.families.gguf_types import BLOCK_TYPES
 from quire.models.generation_config import GenerationDefaults, read_generation
-from quire.models.gguf_split import models_among
 from quire.models.hub import INSTEAD, NAMES, config_of, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
 from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats, unused
@@ -63,7 +61,7 @@ def describe(path: Path, load_format: str = "auto") -> Checkpoint:
 
 def _describe(path: Path, load_format: str) -> Checkpoint:
     if path.is_dir() and load_format in ("auto", "gguf") and not (path / "config.json").is_file():
-        path = _only_gguf(path)
+        return _describe_gguf(path, load_format)
     if path.is_file() or (path.suffix == ".gguf" and not path.is_dir()):
         if load_format == "safetensors":
             raise ModelLoadError(
@@ -71,7 +69,7 @@ def _describe(path: Path, load_format: str) -> Checkpoint:
             )
         return _describe_gguf(path, load_format)
     if load_format == "gguf" and path.is_dir():
-        return _describe_gguf(_only_gguf(path), load_format)
+        return _describe_gguf(path, load_format)
     return _describe_folder(path, load_format)
 
 
@@ -142,23 +140,14 @@ def _generation(folder: Path) -> tuple[GenerationDefaults, tuple[int, ...], tupl
 
 
 def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
-    from quire.families.gguf import gguf_weight_map, spec_from_gguf
-    from quire.models.gguf_file import read_gguf
-    from quire.text.gguf_vocab import end_ids
+    from quire.models.gguf_model import only_model, read_gguf_model
 
-    file = read_gguf(path)
-    path = file.path
-    spec = spec_from_gguf(file.metadata, file.tensors, file.floats, str(path))
-    dtype = _common_dtype(file.tensors.values())
-    eos = (*spec.eos_token_ids, *end_ids(file.metadata))
-    spec = replace(
-        spec, dtype="bfloat16" if dtype in BLOCK_TYPES else dtype, eos_token_ids=tuple(dict.fromkeys(eos))
-    )
-    if load_format == "random":
-        return Checkpoint(path, "random", spec, (), dtype, GenerationDefaults(), path)
-    names = gguf_weight_map(spec, str(file.metadata.get("general.architecture")))
-    formats = stored_formats(spec, find_sources(str(path), names, file.tensors))
-    return Checkpoint(path, "gguf", spec, file.files, dtype, GenerationDefaults(), path, formats)
+    is_random = load_format == "random"
+    found = read_gguf_model(only_model(path) if path.is_dir() else path, weights=not is_random)
+    return Checkpoint(
+        found.path, "random" if is_random else "gguf", found.spec, () if is_random else found.files, found.dtype,
+        GenerationDefaults(), found.path, found.formats,
+    )  # fmt: skip
 
 
 def stored_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTensor], Mapping[str, Source]]:
@@ -170,29 +159,15 @@ def stored_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTens
         config, tensors = path / "config.json", read_checkpoint(path)
         quantization = quantization_of(read_json(config), str(config))
         return tensors, find_sources(str(path), weight_map(spec), tensors, quantization)
-    from quire.families.gguf import gguf_weight_map
-    from quire.models.gguf_file import read_gguf
+    from quire.models.gguf_model import gguf_sources
 
-    file = read_gguf(path)
-    names = gguf_weight_map(spec, str(file.metadata.get("general.architecture")))
-    return file.tensors, find_sources(str(path), names, file.tensors)
-
-
-def _only_gguf(folder: Path) -> Path:
-    names = models_among(sorted(path.name for path in folder.glob("*.gguf")))
-    if len(names) == 1:
-        return folder / names[0]
-    if not names:
-        raise ModelLoadError(
-            f"{folder} has neither config.json nor a GGUF file: it is no model folder; download the whole model."
-        )
-    raise ModelLoadError(f"{folder} has {len(names)} GGUF files ({', '.join(names)}): name one of them.")
+    return gguf_sources(path, spec)
 
 
 def _common_dtype(tensors: Iterable[StoredTensor]) -> str:
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        if tensor.dtype not in (*FLOATS, *BLOCK_TYPES):  # packed: not a type to compute in
+        if tensor.dtype not in FLOATS:  # packed: not a type to compute in
             continue
         sizes[tensor.dtype] += tensor.num_bytes
     return sizes.most_common(1)[0][0] if sizes else "bfloat16"

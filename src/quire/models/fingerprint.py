@@ -13,7 +13,6 @@ from pathlib import Path
 
 import quire
 from quire.models.checkpoint import Checkpoint
-from quire.models.gguf_split import part_paths
 from quire.models.safetensors_file import INDEX_NAME, checkpoint_files
 
 _HEAD_BYTES = 2**16  # per file: names, types and shapes of its first tensors
@@ -51,8 +50,12 @@ def identity(path: Path) -> str:
         OSError, ModelLoadError: a file is missing or cannot be read.
     """
     digest = hashlib.blake2b(digest_size=12)
-    files = list(part_paths(path))
-    if path.is_dir():
+    files = [path]
+    if path.suffix == ".gguf" and path.is_file():
+        from quire.models.gguf_split import part_paths
+
+        files = list(part_paths(path))
+    elif path.is_dir():
         described = (path / name for name in ("config.json", INDEX_NAME))
         files = [*checkpoint_files(path), *(file for file in described if file.exists())]
     for file in files:

@@ -16,19 +16,32 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.families.gguf_types import BLOCK_TYPES, TENSOR_TYPES, refusal
+from quire.families.gguf_types import BLOCK_TYPES, TENSOR_TYPES
 from quire.models.gguf_split import part_paths
 from quire.models.safetensors_file import AGAIN, StoredTensor, map_file
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# Names of the other types, for error messages.
+OTHER_TYPES: Mapping[int, str] = {
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8",
+    33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+# Types of ik_llama.cpp, a fork with numbers of its own; those from 200 on are its types in another order of rows.
+IK_TYPES: Mapping[int, str] = {
+    97: "Q8_0_X4", 98: "Q8_1_X4", 99: "Q8_2_X4", 133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN", 136: "Q8_K64", 137: "IQ2_K",
+    138: "IQ3_K", 139: "IQ4_K", 140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS", 152: "IQ5_KS",
+    153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT", 156: "IQ3_KS", 157: "IQ2_KL", 158: "IQ1_KT",
+}  # fmt: skip
+IK_FIRST, IK_REPACKED, IK_END = 96, 200, 400
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
     """Metadata and tensors of a GGUF file, or of all parts of a split one."""
 
-    path: Path  # of a split file the first part
+    # The first part of a split file.
+    path: Path
     metadata: Mapping[str, Any]  # strings, numbers, flags and lists of them
     tensors: Mapping[str, StoredTensor]
     files: tuple[Path, ...]
@@ -120,7 +133,7 @@ def _stored(
 ) -> StoredTensor:
     if kind not in TENSOR_TYPES:
         raise UnsupportedModelError(
-            f"{path}: {name} is of type {refusal(kind)}; supported are F32, F16, "
+            f"{path}: {name} is of type {_refusal(kind)}; supported are F32, F16, "
             f"BF16 and {', '.join(name.upper() for name in BLOCK_TYPES)}: take a file of one of these."
         )
     of = TENSOR_TYPES[kind]
@@ -134,6 +147,17 @@ def _stored(
             f"{path} is truncated: it has {len(buffer)} bytes and {name} ends at {base + offset + num_bytes}; {AGAIN}."
         )
     return StoredTensor(of.name, shape, buffer, base + offset, num_bytes, path)
+
+
+def _refusal(number: int) -> str:
+    """Return what a type that is not read is, and what to take instead."""
+    if IK_FIRST <= number < IK_END:
+        name = IK_TYPES.get(number, f"number {number}")
+        order = " in its own order of rows" if number >= IK_REPACKED else ""
+        return f"{name}, a type of ik_llama.cpp{order}, which llama.cpp's files do not have"
+    if number in OTHER_TYPES:
+        return f"{OTHER_TYPES[number]}, which is not supported"
+    return f"number {number}, which is damaged or of a newer ggml than this version of Quire reads"
 
 
 class _Reader:

@@ -1,10 +1,12 @@
-"""Names of split GGUF files, as `llama-gguf-split` writes them: NAME-00001-of-0000N.gguf. Torch-free, names only."""
+"""GGUF files by their names: the parts of a split file, NAME-00001-of-0000N.gguf, and the one of a quantization."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from quire.errors import ModelLoadError
 
 _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -38,3 +40,20 @@ def models_among(names: Iterable[str]) -> list[str]:
     return list(
         dict.fromkeys(part_names(name)[0] for name in files if "mmproj" not in Path(name).name.lower())
     )
+
+
+def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
+    """Return the one GGUF file whose name has ``quant`` in it, of a split file the first part.
+
+    Raises `ModelLoadError` naming what there is.
+    """
+    ggufs = models_among(files)
+    hits = [file for file in ggufs if quant.lower() in Path(file).name.lower()]
+    if len(hits) == 1:
+        return hits[0]
+    exact = [file for file in hits if stem(file).lower().endswith(("-" + quant.lower(), "." + quant.lower()))]
+    if len(exact) == 1:
+        return exact[0]
+    there = ", ".join(Path(file).name for file in (hits or ggufs)) or "none"
+    which = "no GGUF file" if not hits else f"{len(hits)} GGUF files"
+    raise ModelLoadError(f"{name}: {which} with {quant!r} in the name. GGUF files there: {there}.")

@@ -17,7 +17,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from quire.errors import ModelLoadError, nearest
-from quire.models.gguf_split import models_among, part_names, stem
 
 # The models that ship with Quire, ordinary checkpoints that no other code treats as special (docs/quill.md).
 QUILL_NAMES = ("quill", "quill-draft")
@@ -49,6 +48,8 @@ def locate(name: str, *, revision: str | None = None, token: str | None = None) 
         return locate_wheel_model(name, lambda repo: _from_hub(repo, "", revision, token))
     base, _, quant = name.rpartition(":")
     if base and quant and Path(base).expanduser().is_dir():
+        from quire.models.gguf_split import pick_gguf
+
         folder = Path(base).expanduser()
         return folder / pick_gguf(name, quant, [p.name for p in sorted(folder.glob("*.gguf"))])
     if name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1 or not name.strip():
@@ -84,23 +85,6 @@ def recommended_sampling(name: str) -> Mapping[str, Any]:
     from quire.models.wheels import WHEEL_MODELS
 
     return WHEEL_MODELS[name].sampling
-
-
-def pick_gguf(name: str, quant: str, files: Sequence[str]) -> str:
-    """Return the one GGUF file whose name has ``quant`` in it, of a split file the first part.
-
-    Raises `ModelLoadError` naming what there is.
-    """
-    ggufs = models_among(files)
-    hits = [file for file in ggufs if quant.lower() in Path(file).name.lower()]
-    if len(hits) == 1:
-        return hits[0]
-    exact = [file for file in hits if stem(file).lower().endswith(("-" + quant.lower(), "." + quant.lower()))]
-    if len(exact) == 1:
-        return exact[0]
-    there = ", ".join(Path(file).name for file in (hits or ggufs)) or "none"
-    which = "no GGUF file" if not hits else f"{len(hits)} GGUF files"
-    raise ModelLoadError(f"{name}: {which} with {quant!r} in the name. GGUF files there: {there}.")
 
 
 def _from_hub(repo: str, quant: str, revision: str | None, token: str | None) -> Path:
@@ -223,6 +207,8 @@ def _from_cache(repo: str, quant: str, revision: str | None, cause: Exception) -
 
 
 def _inside(repo: str, quant: str, folder: Path) -> Path:
+    from quire.models.gguf_split import pick_gguf
+
     if not quant:
         return folder
     files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.gguf"))]
@@ -231,6 +217,8 @@ def _inside(repo: str, quant: str, folder: Path) -> Path:
 
 def _needed(repo: str, quant: str, files: Sequence[str]) -> list[str]:
     """Return patterns of the files to download; safetensors take precedence."""
+    from quire.models.gguf_split import models_among, part_names, pick_gguf
+
     if quant:
         return list(part_names(pick_gguf(f"{repo}:{quant}", quant, files)))
     if any(file.endswith(".safetensors") for file in files):

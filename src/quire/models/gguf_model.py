@@ -1,0 +1,76 @@
+"""What a GGUF file is as a model: its spec, its formats and where each weight lies. Headers only; torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.errors import ModelLoadError
+from quire.families.gguf import gguf_weight_map, spec_from_gguf
+from quire.families.gguf_types import BLOCK_TYPES
+from quire.models.gguf_file import GgufFile, read_gguf
+from quire.models.gguf_split import models_among
+from quire.models.safetensors_file import StoredTensor
+from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats
+from quire.modelspec import ModelSpec
+from quire.text.gguf_vocab import end_ids
+from quire.weight_format import WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """A model in a GGUF file, or in the parts of a split one."""
+
+    path: Path  # the file, or its first part
+    spec: ModelSpec
+    files: tuple[Path, ...]
+    dtype: str  # the type of most of the weights' bytes
+    formats: Mapping[str, WeightFormat]
+
+
+def read_gguf_model(path: Path, *, weights: bool = True) -> GgufModel:
+    """Return the model at ``path``, a file or any part of one; without ``weights`` its formats are left out.
+
+    Raises the errors of `read_gguf`, of `spec_from_gguf` and of `find_sources`.
+    """
+    file = read_gguf(path)
+    where = str(file.path)
+    spec = spec_from_gguf(file.metadata, file.tensors, file.floats, where)
+    dtype = _common_dtype(file)
+    eos = tuple(dict.fromkeys((*spec.eos_token_ids, *end_ids(file.metadata))))
+    spec = replace(spec, dtype="bfloat16" if dtype in BLOCK_TYPES else dtype, eos_token_ids=eos)
+    formats = stored_formats(spec, _sources(file, spec)) if weights else {}
+    return GgufModel(file.path, spec, file.files, dtype, formats)
+
+
+def gguf_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTensor], Mapping[str, Source]]:
+    """Return every tensor of the file, and where each weight of ``spec`` comes from."""
+    file = read_gguf(path)
+    return file.tensors, _sources(file, spec)
+
+
+def _sources(file: GgufFile, spec: ModelSpec) -> dict[str, Source]:
+    names = gguf_weight_map(spec, str(file.metadata.get("general.architecture")))
+    return find_sources(str(file.path), names, file.tensors)
+
+
+def _common_dtype(file: GgufFile) -> str:
+    sizes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        if tensor.dtype in (*FLOATS, *BLOCK_TYPES):
+            sizes[tensor.dtype] += tensor.num_bytes
+    return sizes.most_common(1)[0][0] if sizes else "bfloat16"
+
+
+def only_model(folder: Path) -> Path:
+    """Return the one GGUF model of a folder. Raises `ModelLoadError` naming what there is."""
+    names = models_among(sorted(path.name for path in folder.glob("*.gguf")))
+    if len(names) == 1:
+        return folder / names[0]
+    if not names:
+        raise ModelLoadError(
+            f"{folder} has neither config.json nor a GGUF file: it is no model folder; download the whole model."
+        )
+    raise ModelLoadError(f"{folder} has {len(names)} GGUF files ({', '.join(names)}): name one of them.")
