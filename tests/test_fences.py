@@ -18,10 +18,10 @@ from tools.house import ROOT
 from tools.walk import OFF, Walk, walk
 
 # (files, their lines, functions that ran, their lines)
-MAX_DEFAULT = (84, 18_060, 540, 5_270)
-MAX_WITHOUT_OPTIONAL = (74, 16_490, 476, 4_892)
+MAX_DEFAULT = (78, 15_950, 522, 5_210)
+MAX_WITHOUT_OPTIONAL = (66, 14_260, 467, 4_830)
 # Lines of the modules that a process has loaded when it has answered one plain request.
-MAX_SERVER = 30_435
+MAX_SERVER = 28_750
 MAX_LLM = 25_590
 MAX_CORE_LOOP = 19_740
 

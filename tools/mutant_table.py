@@ -716,9 +716,9 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "replayed-prompt-by-prompt",
         "a stream with several prompts is replayed prompt by prompt, so that its events get other numbers",
-        "src/quire/api/prompt_streams.py",
-        "in self._relayed.delivered:\n",
-        "in sorted(self._relayed.delivered, key=lambda each: each.choice // n):\n",
+        "src/quire/api/passage.py",
+        "in relayed.delivered:\n",
+        "in sorted(relayed.delivered, key=lambda part: part.choice // n):\n",
         ("tests/api/test_api_journal.py",),
     ),
     Mutant(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quire.api.app import create_app
 from quire.api.server import run
-from quire.api.state import ApiSettings
+from quire.api.settings import ApiSettings
 from quire.args import EngineArgs
 from quire.clock import WallClock
 from quire.device import detect_device

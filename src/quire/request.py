@@ -223,7 +223,8 @@ def _check(params: SamplingParams) -> None:
     if budget is not None and params.allowed_token_ids and budget.end_id not in params.allowed_token_ids:
         allowed = f"a list with the end of reasoning, {budget.end_id}"
         raise _bad("allowed_token_ids", clip_ids(params.allowed_token_ids), allowed)
-    _check_choice(params)
+    if any(getattr(params, name) != _DEFAULTS[name] for name in _CHOICE):
+        _check_choice(params)
     form = params.structured_outputs
     if form is not None and not isinstance(form, StructuredOutputsParams):
         raise _bad("structured_outputs", form, "a StructuredOutputsParams, or None")
@@ -237,8 +238,7 @@ _NOT_WITH_BEAMS = (
     "repetition_penalty", "logit_bias", "min_tokens", "stop", "bad_words", "allowed_token_ids", "prompt_logprobs",
     "structured_outputs", "thinking_budget",
 )  # fmt: skip
-
-
+_CHOICE = ("best_of", "use_beam_search", "early_stopping", "length_penalty")
 _DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
 # The values that beam search accepts of each.
 BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -249,7 +249,7 @@ BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _check_choice(params: SamplingParams) -> None:
-    """The fields that choose among several sequences."""
+    """Check `_CHOICE`, the fields that choose among several sequences, and what they rule out."""
     best_of = params.best_of
     if best_of is not None and not (_is_int(best_of) and params.n <= best_of <= MAX_N):
         raise _bad("best_of", best_of, f"an integer in n…{MAX_N}, here {params.n}…{MAX_N}, or null")

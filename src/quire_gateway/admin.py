@@ -13,11 +13,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import ConfigError, RequestError
-from quire.http.body import json_response, read_json, send_json
+from quire.http.body import read_json, send_json
 from quire.http.browser_guard import NoBrowsers
-from quire.http.edge import Edge, error_handlers, new_id
+from quire.http.edge import Edge, new_id
+from quire.http.json_page import json_response
 from quire.http.listen import is_loopback
 from quire.http.refusals import Refusal
+from quire.http.router_errors import error_handlers
 from quire.http.wire import AnyObject, Integer, Number, Text, Texts, Wire, not_allowed, parse
 from quire.metrics.log import Log
 from quire_gateway.admin_keys import AdminKeys

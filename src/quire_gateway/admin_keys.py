@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
-from quire.http.body import json_response, read_json
+from quire.http.body import read_json
+from quire.http.json_page import json_response
 from quire.http.keys import (
     ApiKey,
     check_name,

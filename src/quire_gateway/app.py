@@ -14,10 +14,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from quire.http.body import json_response
 from quire.http.browser_guard import guarded
-from quire.http.edge import Edge, Extension, error_handlers, holds_key
+from quire.http.edge import Edge
+from quire.http.extension import Extension
 from quire.http.held_bytes import HeldBodies
+from quire.http.json_page import json_response
+from quire.http.rights import holds_key
+from quire.http.router_errors import error_handlers
 from quire.http.websocket import WebSockets
 from quire_gateway.admin import admin_app
 from quire_gateway.descriptions import Descriptions

@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.errors import NotFoundError
-from quire.http.body import json_response
 from quire.http.call import call_of
+from quire.http.json_page import json_response
 from quire.http.refusals import HttpError, Refusal, busy
 from quire_gateway.fleet import Backend
 from quire_gateway.headers import to_backend

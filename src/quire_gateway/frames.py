@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from quire.http.body import named_event
+from quire.http.events import named_event
 from quire.http.refusals import ANTHROPIC_ROOT, OLLAMA_ROOT, Refusal
 
 MAX_FRAME_BYTES = 8 << 20

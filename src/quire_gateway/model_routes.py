@@ -11,10 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from quire.http.body import json_response, read_json
+from quire.http.body import read_json
 from quire.http.browser_guard import NoBrowsers
-from quire.http.edge import Edge, error_handlers, new_id
+from quire.http.edge import Edge, new_id
+from quire.http.json_page import json_response
 from quire.http.refusals import HttpError, Refusal
+from quire.http.router_errors import error_handlers
 from quire.http.wire import Text, Wire, parse
 from quire_gateway.model_pool import ModelPool, PooledModel
 

@@ -11,7 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
-from quire.http.body import json_response, read_json
+from quire.http.body import read_json
+from quire.http.json_page import json_response
 from quire.http.refusals import LATEST, OLLAMA_VERSION, HttpError, Refusal
 from quire_gateway.fleet import Backend
 from quire_gateway.state import GatewayState

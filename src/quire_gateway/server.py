@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from quire.http.browser_guard import open_note
 from quire.http.drain import DrainingServer
-from quire.http.edge import Extension
+from quire.http.extension import Extension
 from quire.http.listen import bind, url_of
 from quire.metrics.log import Log
 from quire_gateway.app import Probes, create_gateway

@@ -13,7 +13,8 @@ from starlette.applications import Starlette
 from tests.api.fake_frontend import FakeFrontend
 
 from quire.api.app import create_app
-from quire.api.state import ApiSettings, is_busy
+from quire.api.settings import ApiSettings
+from quire.api.state import is_busy
 from quire.jobs.routes import JobSettings, jobs_of
 
 

@@ -10,8 +10,8 @@ import pytest
 from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
-from quire.api import anthropic_request as protocol
-from quire.http.wire import Use, table_of
+from quire.api.dialects.anthropic import request as protocol
+from quire.http.field_rules import Use, table_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"name": "get", "description": "d", "input_schema": SCHEMA}, {"name": "now", "input_schema": {}}]

@@ -14,7 +14,7 @@ from tests.api.fake_frontend import ANSWER, FakeFrontend
 from tests.api.test_api_server import server
 
 from quire.api.app import create_app
-from quire.api.state import ApiSettings
+from quire.api.settings import ApiSettings
 
 
 def connected(url: str) -> openai.OpenAI:

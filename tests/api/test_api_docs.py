@@ -9,30 +9,33 @@ from pathlib import Path
 from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend
 
-from quire.api import anthropic_request as anthropic
-from quire.api import ollama_request as ollama
-from quire.api import protocol as wire
-from quire.api import response_request as responses
+from quire.api import fields
 from quire.api.answer_form import FUNCTION, TOOL, JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from quire.api.app import create_app
-from quire.api.chat_messages import Message, TextPart
-from quire.api.ollama import EmbeddingsRequest, EmbedRequest
-from quire.api.ollama_models import ShowRequest
-from quire.api.pooling import Document, EmbeddingRequest, RerankRequest, ScoreRequest
-from quire.api.protocol import DeadlineMs
-from quire.api.response_tools import CustomFormat, CustomTool, FunctionTool, NamedChoice, Namespace
-from quire.api.state import ApiSettings
-from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
-from quire.http.wire import Table, Use, rules_of, sections, table_of
+from quire.api.dialects.anthropic import request as anthropic
+from quire.api.dialects.ollama import request as ollama
+from quire.api.dialects.ollama.models import ShowRequest
+from quire.api.dialects.ollama.request import EmbeddingsRequest, EmbedRequest
+from quire.api.dialects.openai import fields as openai
+from quire.api.dialects.openai.pooling import Document, EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.api.dialects.openai.text_tools import DetokenizeRequest, TokenizeRequest
+from quire.api.dialects.responses import request as responses
+from quire.api.dialects.responses.tools import CustomFormat, CustomTool, FunctionTool, NamedChoice, Namespace
+from quire.api.fields import DeadlineMs
+from quire.api.history import Message, TextPart
+from quire.api.settings import ApiSettings
+from quire.http.field_rules import Table, Use, rules_of, sections, table_of
+from quire.http.wire import Wire
 from quire.jobs.message_batches import MessageBatchRequest
 from quire.jobs.routes import BatchRequest, ExpiresAfter
+from quire.metrics.prometheus import Exposition
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEGIN = "<!-- fields: written by `python -m tests.api.test_api_docs` -->\n"
 END = "<!-- end of fields -->\n"
-MODELS: dict[str, type[wire.Wire] | Table] = {
-    "/v1/chat/completions": wire.ChatRequest,
-    "/v1/completions": wire.CompletionRequest,
+MODELS: dict[str, type[Wire] | Table] = {
+    "/v1/chat/completions": openai.ChatRequest,
+    "/v1/completions": openai.CompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "tools[i]": TOOL,
@@ -42,7 +45,7 @@ MODELS: dict[str, type[wire.Wire] | Table] = {
     "/v1/messages/batches": MessageBatchRequest,
     "output_expires_after": ExpiresAfter,
     "deadline_ms": DeadlineMs,
-    "stream_options": wire.StreamOptions,
+    "stream_options": fields.StreamOptions,
     "response_format": ResponseFormat,
     "response_format.json_schema": JsonSchemaFormat,
     "structured_outputs": StructuredOutputs,
@@ -140,7 +143,7 @@ def test_every_metric_is_in_the_docs_and_no_other() -> None:
     frontend = FakeFrontend()
     app = create_app(frontend, ApiSettings())  # type: ignore[arg-type]
     exposed = set()
-    for family in app.state.quire.metrics.collect():
+    for family in Exposition(app.state.quire.metrics).collect():
         exposed.add(family.name + ("_total" if family.type == "counter" else ""))
     documented = set(re.findall(r"`((?:vllm|quire):[a-z0-9_]+)`", (DOCS / "metrics.md").read_text()))
     assert documented == exposed

@@ -20,16 +20,17 @@ from tests.engine.toy import byte_tokenizer, engine_config, model_info
 from tests.engine.wired import WiredClient
 from tests.fakes.engine import FAKE
 
-from quire.api.anthropic_request import CountTokensRequest, MessagesRequest
-from quire.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
-from quire.api.protocol import ChatRequest, CompletionRequest
-from quire.api.response_request import ResponsesRequest
+from quire.api.dialects.anthropic.request import CountTokensRequest, MessagesRequest
+from quire.api.dialects.openai.fields import ChatRequest, CompletionRequest
+from quire.api.dialects.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.api.dialects.responses.request import ResponsesRequest
 from quire.clock import WallClock
 from quire.engine.client import EngineClient
 from quire.engine.frontend import Frontend
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor
-from quire.http.wire import Use, Wire, table_of
+from quire.http.field_rules import Use, table_of
+from quire.http.wire import Wire
 from quire.text.chat_template import ChatTemplate
 
 TURN = {"role": "user", "content": "hi"}

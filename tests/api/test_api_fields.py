@@ -10,10 +10,12 @@ import pytest
 from tests.api.asgi_client import Api, error_of
 
 import quire.api.app  # noqa: F401 - every wire model is there then
-from quire.api.chat_messages import Message
-from quire.api.pooling import EmbeddingRequest
-from quire.api.protocol import ChatRequest, CompletionRequest, StreamOptions
-from quire.http.wire import Table, Use, Wire, sections, table_of
+from quire.api.dialects.openai.fields import ChatRequest, CompletionRequest
+from quire.api.dialects.openai.pooling import EmbeddingRequest
+from quire.api.fields import StreamOptions
+from quire.api.history import Message
+from quire.http.field_rules import Table, Use, sections, table_of
+from quire.http.wire import Wire
 
 ENDPOINTS = [
     ("CreateChatCompletionRequest", table_of(ChatRequest), "chat"),

@@ -6,7 +6,8 @@ import pytest
 from tests.api.asgi_client import Api
 
 from quire.api.app import create_app
-from quire.api.state import ApiSettings, TtftForecast
+from quire.api.forecast import TtftForecast
+from quire.api.settings import ApiSettings
 from quire.config import SchedulerConfig
 from quire.cost.cost_model import CostModel, Curve
 from quire.metrics.engine_stats import EngineStats

@@ -12,10 +12,10 @@ import pytest
 from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
-from quire.api.anthropic_request import CountTokensRequest, MessagesRequest
-from quire.api.protocol import ChatRequest, CompletionRequest
-from quire.api.response_request import ResponsesRequest
-from quire.http.wire import Table, table_of
+from quire.api.dialects.anthropic.request import CountTokensRequest, MessagesRequest
+from quire.api.dialects.openai.fields import ChatRequest, CompletionRequest
+from quire.api.dialects.responses.request import ResponsesRequest
+from quire.http.field_rules import Table, table_of
 
 NUM_REQUESTS = 300
 STRINGS = ["", "a", "user", "system", "text", "tiny", "\u0000", "🙂", "0", "true", "json_object", "x" * 300]

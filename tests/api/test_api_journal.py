@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from quire.api import journal_file
+from quire.api.job import Usage
 from quire.api.journal import KEPT_S, Entry, Journal, event_of
 from quire.api.journal_file import End, Head
-from quire.api.prompt_streams import PromptStreams
+from quire.api.passage import delivered_chunks
 from quire.api.relayed import Delivered, Relayed, tag_of
 from quire.engine.output import OutputChunk
 from quire.errors import ConfigError, NotFoundError, RequestError
-from quire.http.call import AnswerName, Call
+from quire.http.call import AnswerName
 from quire.http.refusals import HttpError
 from quire.request import FinishReason
 
@@ -310,7 +311,8 @@ def test_a_replay_has_the_order_of_its_events(seed: int) -> None:
     relayed = Relayed(AnswerName("cmpl-1", 0, 7), written, by_gateway=False)
     job: Any = SimpleNamespace(sampling=SimpleNamespace(n=n))
     state: Any = SimpleNamespace(now=lambda: 0.0)
-    streams = PromptStreams(state, job, 0.0, Call("req-1"), {}, relayed)
+    streams = SimpleNamespace(prompts=[])
+    generation: Any = SimpleNamespace(state=state, job=job, streams=streams, usage=Usage())
     finished = [Finished() for _ in range(num_prompts)]
     for prompt, metrics in enumerate(finished):
         events = relayed.of_prompt(prompt, n)["delivered"]
@@ -318,8 +320,11 @@ def test_a_replay_has_the_order_of_its_events(seed: int) -> None:
             OutputChunk(e.sample_index, "a", e.token_ids, finish_reason=e.finish_reason) for e in events
         ]
         started: Any = SimpleNamespace(stream=SimpleNamespace(delivered=chunks), metrics=metrics)
-        streams._prompts.append(started)
-    replayed = [(choice, chunk.token_ids, chunk.finish_reason) for choice, chunk in streams.delivered()]
+        streams.prompts.append(started)
+    replayed = [
+        (choice, chunk.token_ids, chunk.finish_reason)
+        for choice, chunk in delivered_chunks(generation, relayed)
+    ]
     assert replayed == [(each.choice, each.token_ids, each.finish_reason) for each in written]
-    assert streams.usage.completion_tokens == len(written)
+    assert generation.usage.completion_tokens == len(written)
     assert [sorted(each.choices) for each in finished] == [list(range(n))] * num_prompts

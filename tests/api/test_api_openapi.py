@@ -12,7 +12,7 @@ from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
 from quire.api.openapi import BODIES as OWN_BODIES
-from quire.http.wire import Use, table_of
+from quire.http.field_rules import Use, table_of
 from quire.jobs.routes import JobSettings, jobs_of
 
 BODIES = {**OWN_BODIES, **jobs_of(JobSettings(), lambda: False, time.time).bodies}
@@ -32,7 +32,6 @@ def test_every_route_is_described_and_nothing_else(described: dict[str, Any]) ->
     assert set(described["paths"]) == routes
     assert {route.path for route in own if not route.include_in_schema} == {
         *(f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete", "blobs/{digest}")),
-        *("/completion", "/infill", "/generate", "/generate_stream"),  # other servers' forms
     }
     assert set(BODIES) <= routes
     for path, operations in described["paths"].items():
@@ -101,7 +100,10 @@ WORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted(OWN_BODIES))
+NATIVE = {"/completion", "/infill", "/generate", "/generate_stream"}
+
+
+@pytest.mark.parametrize("path", sorted(OWN_BODIES.keys() - NATIVE))
 def test_required_fields_are_enough_and_needed(path: str, described: dict[str, Any]) -> None:
     content = described["paths"][path]["post"]["requestBody"]["content"]
     name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
@@ -117,3 +119,14 @@ def test_required_fields_are_enough_and_needed(path: str, described: dict[str, A
         lacking = Api(frontend).post(path, {other: value for other, value in body.items() if other != field})
         assert lacking.status_code == 400
         assert f"{field} is required" in lacking.text
+
+
+@pytest.mark.parametrize("path", sorted(NATIVE - {"/infill"}))
+def test_a_native_form_needs_its_text_alone(path: str, described: dict[str, Any]) -> None:
+    field = "prompt" if path == "/completion" else "inputs"
+    content = described["paths"][path]["post"]["requestBody"]["content"]
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert described["components"]["schemas"][name]["required"] == [field]
+    api = Api(FakeFrontend(lambda *_: say("ok")))
+    assert api.post(path, {field: "hi"}).status_code == 200
+    assert api.post(path, {}).status_code == 400

@@ -11,11 +11,11 @@ from tests.api.asgi_client import Api, error_of
 from tests.api.fake_frontend import FakeFrontend, say
 from tests.api.test_api_fields import properties
 
-from quire.api import response_request as protocol
-from quire.api.chat_messages import TextPart
-from quire.api.response_tools import CustomTool, FunctionTool
-from quire.api.state import ResponseStore, Stored
-from quire.http.wire import Use, table_of
+from quire.api.dialects.responses import request as protocol
+from quire.api.dialects.responses.store import ResponseStore, Stored
+from quire.api.dialects.responses.tools import CustomTool, FunctionTool
+from quire.api.history import TextPart
+from quire.http.field_rules import Use, table_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"type": "function", "name": "get", "parameters": SCHEMA}, {"type": "function", "name": "now"}]

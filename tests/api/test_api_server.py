@@ -22,7 +22,7 @@ from websockets.sync.client import connect
 
 from quire.api.app import create_app
 from quire.api.server import run
-from quire.api.state import ApiSettings
+from quire.api.settings import ApiSettings
 from quire.errors import ConfigError
 from quire.http.listen import bind, tls_of, url_of
 

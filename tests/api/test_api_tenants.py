@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tests.api.asgi_client import Api, error_of
 
-from quire.api import responses
+from quire.api.dialects.responses.stored import pending_response
 from quire.api.generation import Generation
 from quire.api.job import Job, cache_salt
 from quire.http.call import Call
@@ -104,8 +104,8 @@ def test_a_running_response_is_not_for_keys_without_a_tenant() -> None:
     running.job = Job((), SamplingParams(), cast(Any, None), owner="lab", in_background=True)
     state = api.app.state.quire
     for tenant, sees in (("lab", True), ("", False), ("shop", False)):
-        with state.running.entered(frozenset(("resp_1",)), running):
-            assert (responses._pending(state, Call(tenant=tenant), "resp_1") is running) == sees
+        state.running["resp_1"] = frozenset(("resp_1",)), running
+        assert (pending_response(state, Call(tenant=tenant), "resp_1") is running) == sees
 
 
 def test_a_key_sees_what_runs_for_its_tenant_alone(tmp_path: Path) -> None:
@@ -121,11 +121,11 @@ def test_a_key_sees_what_runs_for_its_tenant_alone(tmp_path: Path) -> None:
     running.job = Job((), SamplingParams(), cast(Any, None), owner="lab")
     running.describe = lambda now_s: {"id": "chatcmpl-1"}  # type: ignore[method-assign]
     seen, live = {}, {}
-    with api.app.state.quire.running.entered(frozenset(("chatcmpl-1",)), running):
-        for name, key in keys.items():
-            headers = {"authorization": f"Bearer {key}"}
-            seen[name] = api.call("GET", "/slots", headers=headers).json()[0]["is_processing"]
-            live[name] = api.call("GET", "/engine/live", headers=headers).status_code
+    api.app.state.quire.running["chatcmpl-1"] = frozenset(("chatcmpl-1",)), running
+    for name, key in keys.items():
+        headers = {"authorization": f"Bearer {key}"}
+        seen[name] = api.call("GET", "/slots", headers=headers).json()[0]["is_processing"]
+        live[name] = api.call("GET", "/engine/live", headers=headers).status_code
     assert seen == {"lab": True, "shop": False, "root": True, "static": True}
     assert live == {"lab": 403, "shop": 403, "root": 200, "static": 200}
 

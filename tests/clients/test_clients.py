@@ -11,8 +11,9 @@ import pytest
 from tests.api.asgi_client import Api, error_of
 from tests.api.fake_frontend import FakeFrontend
 
-from quire.api.protocol import ChatRequest
-from quire.http.wire import Ignored, edits, sift, table_of
+from quire.api.dialects.openai.fields import ChatRequest
+from quire.http.field_rules import edits, table_of
+from quire.http.wire import Ignored, sift
 
 REQUESTS = json.loads((Path(__file__).parent / "requests.json").read_text())
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

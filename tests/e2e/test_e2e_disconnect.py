@@ -12,7 +12,7 @@ from tests.engine.toy import byte_tokenizer, engine_config, model_info
 from tests.fakes.engine import FAKE
 
 from quire.api.app import create_app
-from quire.api.state import ApiSettings
+from quire.api.settings import ApiSettings
 from quire.clock import WallClock
 from quire.engine.frontend import Frontend
 from quire.engine.in_process import InProcessClient

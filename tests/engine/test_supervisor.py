@@ -12,11 +12,10 @@ from tests.engine.scripted import ScriptedClient, clients, token_of
 
 from quire.clock import VirtualClock
 from quire.engine.client import EngineHealth
-from quire.engine.in_flight import InFlight
 from quire.engine.messages import AbortRequest, ChangePolicy, FinishSample, Message, Reply
 from quire.engine.process import decode, encode
 from quire.engine.recording_file import default_folder
-from quire.engine.supervisor import RestartPolicy, Supervisor
+from quire.engine.supervisor import InFlight, RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 from quire.scheduler.settings import PolicyChange

@@ -22,8 +22,8 @@ from tests.faults.conftest import COMMAND, TINY
 from tests.faults.probe import Probe
 
 from quire.http import front
-from quire.http.connections import Connector
 from quire.http.front_link import FrontLink, raw_answer
+from quire.http.moved_connections import Connector
 
 PROBE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
 

@@ -9,7 +9,7 @@ import pytest
 from tests.api.asgi_client import Api, error_of
 from tests.clients.scripted import frontend
 
-from quire.api.chat_messages import template_messages
+from quire.api.conversation import template_messages
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

@@ -9,7 +9,7 @@ from tests.api.asgi_client import Api
 from tests.clients.scripted import frontend
 
 from quire.api.answer_form import tool_use
-from quire.api.protocol import ChatRequest
+from quire.api.dialects.openai.fields import ChatRequest
 from quire.errors import RequestError
 from quire.http.wire import parse
 from quire.request import SamplingParams

@@ -18,11 +18,12 @@ from tests.fuzz.seeds import fine_tokenizer
 from tests.lora.peft_files import make_adapters
 from tests.models.tiny import CONFIG
 
-from quire.api.anthropic_request import MessagesRequest, conversation_of
-from quire.api.chat_messages import template_messages
-from quire.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
-from quire.api.protocol import ChatRequest, CompletionRequest, given_sampling, sampling_params
-from quire.api.response_request import ResponsesRequest, add_input
+from quire.api.conversation import template_messages
+from quire.api.dialects.anthropic.request import MessagesRequest, conversation_of
+from quire.api.dialects.openai.fields import ChatRequest, CompletionRequest
+from quire.api.dialects.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.api.dialects.responses.request import ResponsesRequest, add_input
+from quire.api.job import given_sampling, sampling_params
 from quire.errors import QuireError
 from quire.http.body import decode
 from quire.http.refusals import HttpError

@@ -16,7 +16,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.metrics.engine_stats import EngineStats
-from quire.metrics.prometheus import ServerMetrics
+from quire.metrics.prometheus import Exposition
+from quire.metrics.server import ServerMetrics
 from quire_gateway.books import Bookkeeping
 from quire_gateway.config import HealthArgs
 from quire_gateway.config_file import config_of
@@ -38,7 +39,7 @@ def exposed() -> set[str]:
     request.admitted(0.1)
     request.chunk(0, 1, 0.2)
     request.finish(0, "stop", 0.3)
-    text = metrics.exposition()[0].decode()
+    text = Exposition(metrics).page()[0].decode()
     return {s.name for family in text_string_to_metric_families(text) for s in family.samples}
 
 
@@ -81,7 +82,7 @@ def test_every_metric_exists(expressions: object, tmp_path: Path) -> None:
 
 
 def test_bounds_that_a_query_names_are_bounds() -> None:
-    text = ServerMetrics("m", EngineStats).exposition()[0].decode()
+    text = Exposition(ServerMetrics("m", EngineStats)).page()[0].decode()
     for expression in dashboard_expressions():
         for metric, bound in re.findall(r'(\S+_bucket)\{[^}]*le="([^"]+)"', expression.replace("rate(", "")):
             name = metric.rpartition("(")[2]

@@ -30,7 +30,7 @@ def test_human_lines() -> None:
     log = Log("api")
     log.info("ready", url="http://127.0.0.1:1", took=1.23456, note="two words", empty="")
     log.debug("hidden", x=1)
-    assert not log.debugging
+    assert not log.is_debugging()
     (line,) = out.getvalue().splitlines()
     assert re.fullmatch(
         r'\d\d:\d\d:\d\d INFO  api ready url=http://127.0.0.1:1 took=1.235 note="two words" empty=""', line

@@ -8,7 +8,8 @@ from prometheus_client import Histogram as Reference
 from prometheus_client.registry import CollectorRegistry
 
 from quire.metrics.engine_stats import EngineStats, Histogram
-from quire.metrics.prometheus import ServerMetrics
+from quire.metrics.prometheus import Exposition
+from quire.metrics.server import ServerMetrics
 from quire.slo import Slo
 
 
@@ -61,10 +62,10 @@ def test_latencies_of_a_request_with_two_sequences() -> None:
 
 def test_openmetrics_is_spoken_when_asked_for() -> None:
     metrics = ServerMetrics("m", EngineStats)
-    body, kind = metrics.exposition("application/openmetrics-text; version=1.0.0")
+    body, kind = Exposition(metrics).page("application/openmetrics-text; version=1.0.0")
     assert "openmetrics" in kind
     assert body.endswith(b"# EOF\n")
-    body, kind = metrics.exposition("")
+    body, kind = Exposition(metrics).page("")
     assert kind.startswith("text/plain")
     assert b"vllm:generation_tokens_total" in body
 

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.api.asgi_client import Api
 
 from quire.api.app import create_app
-from quire.api.state import ApiSettings
+from quire.api.settings import ApiSettings
 from quire.errors import ConfigError
 from quire.metrics.trace import RequestPhases, RequestTracer
 

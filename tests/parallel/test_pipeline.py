@@ -16,7 +16,8 @@ from tests.parallel.serving import CASE, FCFS, config_of, serve
 from quire.clock import WallClock
 from quire.executor.ranks import RanksExecutor
 from quire.metrics.engine_stats import EngineStats, RankStats
-from quire.metrics.prometheus import ServerMetrics
+from quire.metrics.prometheus import Exposition
+from quire.metrics.server import ServerMetrics
 from quire.parallel.topology import Topology
 from quire.runner.stage_links import StageLinks
 from quire.step import StepPlan
@@ -76,7 +77,7 @@ def test_doctor_shows_the_ranks_of_a_running_server(stages: RanksExecutor) -> No
     """From what they report to a line per rank, as /metrics passes it on."""
     stats = settled(stages)
     metrics = ServerMetrics("quill", lambda: EngineStats(ranks=stats), dict)
-    found = parse_metrics(metrics.exposition()[0].decode())
+    found = parse_metrics(Exposition(metrics).page()[0].decode())
     reading = Reading("http://here", 2.0, {}, found)
     ranks = ranks_of(found)
     assert [(each["rank"], each["stage"], int(each["pid"])) for each in ranks] == [

@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.api.app import create_app
 from quire.api.server import run
-from quire.api.state import ApiSettings
+from quire.api.settings import ApiSettings
 from quire.args import EngineArgs
 from quire.clock import WallClock
 from quire.device import detect_device

@@ -51,7 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "bombs-unbounded-in-sum",
         "what coded bodies become is not counted among the bodies that wait",
-        "src/quire/http/body.py",
+        "src/quire/http/long_body.py",
         "                held.take(len(part))",
         "                held.take(0)",
         ("tests/http/test_http1_edge.py::test_bombs_are_bounded_in_sum",),
@@ -123,7 +123,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "messages-without-bound",
         "the parts of WebSocket messages have no bound in sum",
-        "src/quire/http/connections.py",
+        "src/quire/http/bounded_websocket.py",
         "        if self._held.grow(self._num_partial):",
         "        if self._held.grow(0):",
         ("tests/http/test_held_bytes.py::test_parts_of_messages_are_bounded_in_sum",),

@@ -84,7 +84,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no-admin-key-is-any-key",
         "where no admin key is set, every request holds it",
-        "src/quire/http/edge.py",
+        "src/quire/http/rights.py",
         "    return key is not None and any(",
         "    return key is None or any(",
         ("tests/gateway/test_metrics_of_tenants.py::test_metrics_name_tenants_to_the_admin_key_alone",),
@@ -92,7 +92,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "bombs-in-coded-bodies",
         "the limit of a body holds before it is decoded, and not after",
-        "src/quire/http/body.py",
+        "src/quire/http/long_body.py",
         "            if decoded_size > max_bytes:\n",
         "            if False:\n",
         (f"{HTTP1}::test_codings_are_bounded_known_and_whole[server]",),

@@ -156,7 +156,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "salt-inside-of-parameters",
         "a field of TGI's parameters replaces the cache salt of the gateway",
-        "src/quire/api/native_forms.py",
+        "src/quire/api/dialects/native/tgi.py",
         "made = {**fields, **rest,",
         "made = {**rest, **fields,",
         (DESCRIPTIONS + "test_forms_of_other_servers_pass",),

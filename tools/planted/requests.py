@@ -94,7 +94,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "requests-offsets-from-zero",
         "text_offset begins at 0 and not behind the prompt",
-        "src/quire/api/completions.py",
+        "src/quire/api/dialects/openai/completions.py",
         "offset = self.offsets[index // self.n] if self.offsets else 0",
         "offset = 0",
         _REQUESTS,

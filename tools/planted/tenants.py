@@ -183,7 +183,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-running-response-read",
         "a key without a tenant reads all background responses that run",
-        "src/quire/api/responses.py",
+        "src/quire/api/dialects/responses/stored.py",
         "if request.job.owner == call.tenant else None",
         "if request.job.owner == call.tenant or not call.tenant else None",
         ("tests/api/test_api_tenants.py",),
@@ -191,7 +191,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-item-of-another",
         "a reference to an item finds those of all tenants",
-        "src/quire/api/state.py",
+        "src/quire/api/dialects/responses/store.py",
         "if owner == tenant and item_id.encode() in stored.response:",
         "if item_id.encode() in stored.response:",
         _TABLE,

@@ -23,9 +23,11 @@ from quire.engine.adapters import AdapterRegistry
 from quire.engine.messages import ChangePolicy, Reply, ResetPrefixCache, SaveRecording
 from quire.errors import CapacityError, ConfigError, NotFoundError, RequestError, clip
 from quire.executor.profile_control import TakeProfile
-from quire.http.body import json_response, read_json
+from quire.http.body import read_json
 from quire.http.browser_guard import NoBrowsers
-from quire.http.edge import Edge, error_handlers
+from quire.http.edge import Edge
+from quire.http.json_page import json_response
+from quire.http.router_errors import error_handlers
 from quire.http.wire import Boolean, Int64, Integer, Number, Text, Wire, not_allowed, parse
 from quire.metrics.log import Log
 from quire.request import Adapter

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from quire.api.protocol import GenerationFields
+from quire.api.fields import GenerationFields
 from quire.errors import RequestError, clip
-from quire.http.wire import AnyObject, Boolean, JsonSchema, Text, Wire, not_allowed, parse, rules_of, sift
+from quire.http.field_rules import rules_of
+from quire.http.wire import AnyObject, Boolean, JsonSchema, Text, Wire, not_allowed, parse, sift
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.output.call_grammar import LARK
 

@@ -13,46 +13,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.api.anthropic import count_tokens, messages_job
 from quire.api.busy import Busy
 from quire.api.call_stages import CallStages
-from quire.api.chat import chat_job
-from quire.api.completions import completion_job
-from quire.api.endpoint import CallStage, Compute, GenerateEndpoint, JsonEndpoint, Prepare
+from quire.api.dialect import Dialect
+from quire.api.dialects import DIALECTS
+from quire.api.dialects.responses.store import ResponseStore
+from quire.api.endpoint import CallStage, GenerateEndpoint, JsonEndpoint
+from quire.api.forecast import TtftForecast
 from quire.api.health import About, Models, Probes
-from quire.api.late import Late
+from quire.api.late import Late, LateHandler
 from quire.api.live_feed import LIVE_PATH, LiveFeed
-from quire.api.ollama import OllamaEndpoint, embed_job, ollama_chat_job, ollama_generate_job
-from quire.api.ollama import embeddings_job as ollama_embeddings_job
-from quire.api.ollama_models import OllamaModels, show
-from quire.api.responses import StoredResponses, count_input, responses_job
-from quire.api.state import ApiSettings, ApiState, ResponseStore, RunningRequests, TtftForecast, output_format
+from quire.api.settings import ApiSettings
+from quire.api.state import ApiState, RunningRequests, output_format
 from quire.engine.frontend import Frontend
 from quire.engine.large_body import LargeBodies
 from quire.http.browser_guard import BrowserRules
-from quire.http.edge import Edge, Extension, error_handlers, new_id
-from quire.http.stages import Stages
-from quire.metrics.prometheus import ServerMetrics
+from quire.http.edge import Edge, Stages, new_id
+from quire.http.extension import Extension
+from quire.http.router_errors import error_handlers
+from quire.metrics.server import ServerMetrics
 from quire.metrics.trace import RequestTracer
 from quire.text.infill import infill_of
-
-# What few servers are asked for, by path. It is loaded with the first request for it.
-LATE_GENERATE: dict[str, Late] = {
-    "/v1/embeddings": Late("quire.api.pooling:embeddings_job"),
-    **dict.fromkeys(("/v1/score", "/score"), Late("quire.api.pooling:score_job")),
-    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), Late("quire.api.pooling:rerank_job")),
-}
-LATE_COMPUTE: dict[str, Late] = {
-    "/tokenize": Late("quire.api.text_tools:tokenize"),
-    "/detokenize": Late("quire.api.text_tools:detokenize"),
-    "/v1/chat/completions/render": Late("quire.api.text_tools:render"),
-}
-LATE_NATIVE: dict[str, Late] = {
-    "/completion": Late("quire.api.native_forms:llama_completion_job"),
-    "/infill": Late("quire.api.native_forms:llama_infill_job"),
-    "/generate": Late("quire.api.native_forms:tgi_job"),
-    "/generate_stream": Late("quire.api.native_forms:tgi_stream_job"),
-}
 
 
 def create_app(
@@ -73,6 +54,7 @@ def create_app(
     metrics.meets_slo = forecast.slo.met if forecast is not None else None
     state = ApiState(
         frontend,
+        frontend.model,
         settings,
         metrics,
         now,
@@ -148,7 +130,7 @@ def _with_extension(
 
 
 def _routes(state: ApiState, stages: CallStages) -> list[Route]:
-    probes, models, stored, about = Probes(state), Models(state), StoredResponses(state), About(state)
+    probes, models, about = Probes(state), Models(state), About(state)
     get = {
         "/livez": probes.livez,
         "/readyz": probes.readyz,
@@ -165,54 +147,29 @@ def _routes(state: ApiState, stages: CallStages) -> list[Route]:
         "/slots": about.slots,
         LIVE_PATH: LiveFeed(state).show,
     }
-    generate: dict[str, Prepare] = {
-        "/v1/completions": completion_job,
-        "/v1/chat/completions": chat_job,
-        "/v1/messages": messages_job,
-        "/v1/responses": responses_job,
-        **LATE_GENERATE,
-    }
-    compute: dict[str, Compute] = {
-        **LATE_COMPUTE,
-        "/v1/messages/count_tokens": count_tokens,
-        "/v1/responses/input_tokens": count_input,
-    }
-    # Routes are tried in order: the busy ones come first.
-    listed = stages.listed()
-    endpoints = {path: GenerateEndpoint(state, path, job, listed) for path, job in generate.items()}
-    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    routes += [Route(path, JsonEndpoint(state, path, run), methods=["POST"]) for path, run in compute.items()]
+    routes: list[Route] = []
+    endpoints: dict[str, GenerateEndpoint] = {}
+    for dialect in DIALECTS:
+        routes += dialect_routes(dialect, state, stages.listed(), endpoints)
     routes += [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
-    routes.append(Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]))
-    routes.append(Route("/v1/responses/{response_id}/input_items", stored.input_items, methods=["GET"]))
-    routes.append(Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]))
-    routes += stages.routes(state, endpoints)
-    for path, job in LATE_NATIVE.items():
-        endpoint = GenerateEndpoint(state, path, job, listed)
-        routes.append(Route(path, endpoint, methods=["POST"], include_in_schema=False))
-    return routes + _ollama_routes(state, listed)
+    return routes + stages.routes(state, endpoints)
 
 
-def _ollama_routes(state: ApiState, stages: Sequence[CallStage]) -> list[Route]:
-    models = OllamaModels(state)
-    generate = {
-        "/api/chat": ollama_chat_job,
-        "/api/generate": ollama_generate_job,
-        "/api/embed": embed_job,
-        "/api/embeddings": ollama_embeddings_job,
-    }
-    get = {"/api/tags": models.tags, "/api/ps": models.ps, "/api/version": models.version}
-    refused = {"pull": ["POST"], "push": ["POST"], "create": ["POST"], "copy": ["POST"], "delete": ["DELETE"]}
-    refused["blobs/{digest}"] = ["GET", "POST"]
-    return [
-        *(
-            Route(path, OllamaEndpoint(state, path, job, stages), methods=["POST"])
-            for path, job in generate.items()
-        ),
-        Route("/api/show", JsonEndpoint(state, "/api/show", show), methods=["POST"]),
-        *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
-        *(
-            Route(f"/api/{path}", models.manage, methods=methods, include_in_schema=False)
-            for path, methods in refused.items()
-        ),
-    ]
+def dialect_routes(
+    dialect: Dialect, state: ApiState, stages: Sequence[CallStage], endpoints: dict[str, GenerateEndpoint]
+) -> list[Route]:
+    """Return the routes of a dialect, and add its endpoints that generate to ``endpoints``, by path."""
+    if dialect.stage:
+        stages = (Late(dialect.stage).load()(), *stages)
+    routes = []
+    for path, late in dialect.read.items():
+        read = late.load() if path in dialect.loaded_at_start else late
+        endpoints[path] = endpoint = GenerateEndpoint(state, path, read, stages)
+        routes.append(Route(path, endpoint, methods=["POST"]))
+    for path, compute in dialect.compute.items():
+        routes.append(Route(path, JsonEndpoint(state, path, compute), methods=["POST"]))
+    for handled in dialect.handled:
+        handler, methods = LateHandler(state, handled.handler), list(handled.methods)
+        shown = handled.is_described
+        routes.append(Route(handled.path, handler.handle, methods=methods, include_in_schema=shown))
+    return routes

@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.api.endpoint import CallStage, GenerateEndpoint, no_journal
-from quire.api.state import ApiSettings, ApiState
+from quire.api.settings import ApiSettings
+from quire.api.state import ApiState
 from quire.engine.frontend import Frontend
 from quire.http.account import USAGE_PATH, check_gateway_key
 from quire.http.cache_messages import CACHE_PATH

@@ -12,14 +12,15 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from quire.api import answer_form as form
-from quire.api import anthropic_request as claude
-from quire.api import chat_messages as chat
-from quire.api import ollama, pooling, text_tools
-from quire.api import ollama_request as llama
-from quire.api import protocol as wire
-from quire.api import response_request as responses
-from quire.api import response_tools as tools
-from quire.api.conversation import RESERVED
+from quire.api import fields
+from quire.api import history as chat
+from quire.api.dialects.anthropic import request as claude
+from quire.api.dialects.ollama import request as llama
+from quire.api.dialects.openai import fields as openai
+from quire.api.dialects.openai import pooling, text_tools
+from quire.api.dialects.responses import request as responses
+from quire.api.dialects.responses import tools as tools
+from quire.api.template_input import RESERVED
 from quire.engine.pooling import SCORINGS
 from quire.http.wire import Wire
 from quire.request import BEAM_NEUTRAL
@@ -76,7 +77,7 @@ _FORM_OF: dict[str, Schema] = {
     "structural_tag": _FORM,
 }
 _STOP = _null_or(TEXT, _list(TEXT))
-_LIMIT = {"type": "number", "exclusiveMinimum": 0, "maximum": wire.MAX_DEADLINE_MS}
+_LIMIT = {"type": "number", "exclusiveMinimum": 0, "maximum": fields.MAX_DEADLINE_MS}
 _DEADLINE = _null_or(_LIMIT, _object("total", total=_LIMIT))
 _FUNCTION = _object(
     "name",
@@ -103,22 +104,22 @@ HOLDS: dict[tuple[type[Wire], str], Schema] = {
     (Wire, "deadline_ms"): _DEADLINE,
     (Wire, "stop"): _STOP,
     (Wire, "tools"): _TOOLS,
-    (wire.GenerationFields, "stream_options"): _null_or(wire.StreamOptions),
-    (wire.GenerationFields, "logit_bias"): _null_or(component("LogitBias")),
-    (wire.GenerationFields, "stop_token_ids"): _null_or(_list(TOKEN_ID)),
-    (wire.GenerationFields, "allowed_token_ids"): _null_or(_list(TOKEN_ID, minItems=1)),
-    (wire.GenerationFields, "bad_words"): _null_or(_list(TEXT)),
-    (wire.GenerationFields, "response_format"): _null_or(form.ResponseFormat),
-    (wire.GenerationFields, "structured_outputs"): _null_or(form.StructuredOutputs),
-    **{(wire.GenerationFields, name): _null_or(_FORM_OF[kind]) for name, kind in form.ALIASES.items()},
-    (wire.GenerationFields, "guided_whitespace_pattern"): _null_or(_REGEX),
-    (wire.CompletionRequest, "prompt"): _PROMPT,
-    (wire.CompletionRequest, "suffix"): component("Suffix"),
+    (fields.GenerationFields, "stream_options"): _null_or(fields.StreamOptions),
+    (fields.GenerationFields, "logit_bias"): _null_or(component("LogitBias")),
+    (fields.GenerationFields, "stop_token_ids"): _null_or(_list(TOKEN_ID)),
+    (fields.GenerationFields, "allowed_token_ids"): _null_or(_list(TOKEN_ID, minItems=1)),
+    (fields.GenerationFields, "bad_words"): _null_or(_list(TEXT)),
+    (fields.GenerationFields, "response_format"): _null_or(form.ResponseFormat),
+    (fields.GenerationFields, "structured_outputs"): _null_or(form.StructuredOutputs),
+    **{(fields.GenerationFields, name): _null_or(_FORM_OF[kind]) for name, kind in form.ALIASES.items()},
+    (fields.GenerationFields, "guided_whitespace_pattern"): _null_or(_REGEX),
+    (openai.CompletionRequest, "prompt"): _PROMPT,
+    (openai.CompletionRequest, "suffix"): component("Suffix"),
     (llama.OllamaGenerateRequest, "suffix"): component("Suffix"),
     (pooling.EmbeddingRequest, "dimensions"): _null_or(component("Dimensions")),
-    (ollama.EmbedRequest, "dimensions"): _null_or(component("Dimensions")),
-    (wire.ChatPrompt, "messages"): _list(chat.Message, minItems=1),
-    (wire.ChatRequest, "tool_choice"): _null_or(_CHOICE, _NAMED),
+    (llama.EmbedRequest, "dimensions"): _null_or(component("Dimensions")),
+    (openai.ChatPrompt, "messages"): _list(chat.Message, minItems=1),
+    (openai.ChatRequest, "tool_choice"): _null_or(_CHOICE, _NAMED),
     (text_tools.TokenizeRequest, "messages"): _null_or(_list(chat.Message, minItems=1)),
     (text_tools.DetokenizeRequest, "tokens"): _list(TOKEN_ID),
     (chat.Message, "content"): _null_or(*_parts("text")),
@@ -175,8 +176,8 @@ HOLDS: dict[tuple[type[Wire], str], Schema] = {
     (llama.OllamaGenerateRequest, "context"): _null_or(_list(TOKEN_ID)),
     (llama.OllamaMessage, "tool_calls"): _null_or(_list(chat.ToolCall)),
     (llama.OllamaMessage, "images"): _null_or(_list({"type": "string"}, maxItems=0)),
-    (ollama.EmbedRequest, "input"): _any(TEXT, _list(TEXT)),
-    (ollama.EmbeddingsRequest, "prompt"): TEXT,
+    (llama.EmbedRequest, "input"): _any(TEXT, _list(TEXT)),
+    (llama.EmbeddingsRequest, "prompt"): TEXT,
     (pooling.EmbeddingRequest, "input"): _PROMPT,
     (pooling.ScoringFields, "scoring"): {"enum": list(SCORINGS)},
     (pooling.RerankRequest, "query"): TEXT,
@@ -210,7 +211,7 @@ def _kinds(name: str, kinds: dict[str, dict[str, Any]], absent: Iterable[str] = 
 
 _OTHERS = [role for role in chat.ROLES if role != "assistant"]
 _ASSISTANT = {"properties": {"role": {"const": "assistant"}}}
-_NO_CHAT = dict.fromkeys(wire.ChatPrompt.model_fields, NULL)
+_NO_CHAT = dict.fromkeys(openai.ChatPrompt.model_fields, NULL)
 _OFF: Schema = {"enum": [False, None]}
 _JSON_OPTIONS: Schema = {
     "whitespace_pattern": NULL, "disable_any_whitespace": {"const": False}, "disable_additional_properties": _OFF,
@@ -311,7 +312,7 @@ def _but(*neutral: Any) -> Schema:
 
 _FORCED: Schema = {"enum": ["required"]}
 REFUSED: dict[type[Wire], list[Schema]] = {
-    wire.GenerationFields: [
+    fields.GenerationFields: [
         _without("stream_options", {"type": "object"}, "stream", TRUE),
         _beside("best_of", _LONG, "stream", TRUE),
         _beside("best_of", _INTEGER, "n", _LONG),
@@ -326,13 +327,13 @@ REFUSED: dict[type[Wire], list[Schema]] = {
             for name, neutral in BEAM_NEUTRAL.items()
         ],
     ],
-    wire.ChatPrompt: [_beside("continue_final_message", TRUE, "add_generation_prompt", TRUE)],
-    wire.ChatRequest: [
+    openai.ChatPrompt: [_beside("continue_final_message", TRUE, "add_generation_prompt", TRUE)],
+    openai.ChatRequest: [
         _beside("max_completion_tokens", _INTEGER, "max_tokens", _INTEGER),
         _without("top_logprobs", _SOME, "logprobs", TRUE),
         _without("tool_choice", _FORCED, "tools", _FULL),
     ],
-    wire.CompletionRequest: [_beside("echo", TRUE, "suffix", TEXT)],
+    openai.CompletionRequest: [_beside("echo", TRUE, "suffix", TEXT)],
     claude.AnthropicFields: [
         _without("tool_choice", {"type": "object", "properties": {"type": {"enum": ["any", "tool"]}}}, "tools", _FULL)
     ],

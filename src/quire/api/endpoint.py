@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from quire.api.dialect import Compute, Read
 from quire.api.generation import CANCELLED_BY_CLIENT, Generation
-from quire.api.job import Job
 from quire.api.state import ApiState
 from quire.errors import NotFoundError, QuireError, RequestError
 from quire.http.body import HELD_BODY, Disconnected, decode_body, read_pieces, send_json
-from quire.http.call import Call, adopt_request_id, call_of
+from quire.http.call import adopt_request_id, call_of
 from quire.http.refusals import refusal_of
 from quire.http.wire import Ignored
 from quire.metrics.log import Log
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 
 log = Log("api")
 
-# (state, call, body, what collects ignored fields and judges unknown names) → job
-Prepare = Callable[[ApiState, Call, Any, list[str] | None], Awaitable[Job]]
-# The same → the JSON value of the answer.
-Compute = Callable[[ApiState, Call, Any, list[str] | None], Awaitable[Any]]
-
 
 class CallStage:
-    """Base of the stages of a call: what each may do. `quire.api.app` has the list of those that are on."""
+    """Base of the stages of a call: what each may do."""
+
+    # Whether it reads the bytes of the body (`Client.pieces`).
+    keeps_body = False
 
     def has_its_place(self, scope: Scope) -> bool:
         """Whether a full queue does not refuse the request."""
@@ -44,15 +42,7 @@ class CallStage:
         """Return by how much the request's body may be longer."""
         return 0
 
-    async def run(
-        self,
-        endpoint: GenerateEndpoint,
-        body: Any,
-        arrival_s: float,
-        scope: Scope,
-        client: Client,
-        send: Send,
-    ) -> bool:
+    async def run(self, endpoint: GenerateEndpoint, body: Any, client: Client) -> bool:
         """Answer the request by `GenerateEndpoint.generate`, in some way of its own; False: it has not."""
         return False
 
@@ -73,44 +63,43 @@ class PostEndpoint:
     def __init__(self, state: ApiState, path: str, stages: Sequence[CallStage] = ()) -> None:
         self.state = state
         self.stages = stages
+        self._keeps_body = any(stage.keeps_body for stage in stages)
         self.path = path
-        self._judged = Ignored.of(lenient=state.settings.lenient, strict=state.settings.strict_fields).refused
+        self.judged = Ignored.of(lenient=state.settings.lenient, strict=state.settings.strict_fields).refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state, client = self.state, None
-        arrival_s, status = state.now(), 200
+        state, status = self.state, 200
+        client = Client(scope, receive, send, state.now())
         try:
-            if arrival_s < state.busy.until_s and self.is_refused_when_full:
-                self._check_room(scope, arrival_s)
+            if client.arrival_s < state.busy.until_s and self.is_refused_when_full:
+                self._check_room(scope, client.arrival_s)
             most = state.settings.max_body_bytes
             for stage in self.stages:
                 most += stage.form_bytes(scope)
             pieces = await read_pieces(scope, receive, most, "--max-body-mib")
-            client = Client(receive)
+            client.watch()
             body = await decode_body(pieces, state.bodies.decode) if self.has_body else None
-            if self.stages:
+            if self._keeps_body:
                 client.pieces = pieces
             del pieces
             if (held := scope.get(HELD_BODY)) is not None:
                 held.release()
-            await self._run(body, arrival_s, scope, client, send)
+            await self._run(body, client)
         except Disconnected:
             status = 499  # nginx's number for a client that disconnected; it is only counted
         except asyncio.CancelledError:
-            if client is None or not client.has_left:
+            if not client.has_left:
                 raise
             state.metrics.counters["quire:http_disconnects"] += 1
             status = 499
         except Exception as error:
-            if client is not None:
-                client.release()
+            client.release()
             status = await self._refuse(error, scope, send)
         finally:
-            if client is not None:
-                client.release()
+            client.release()
         state.metrics.response(self.path, status)
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
+    async def _run(self, body: Any, client: Client) -> None:
         raise NotImplementedError
 
     def _check_room(self, scope: Scope, now_s: float) -> None:
@@ -126,7 +115,7 @@ class PostEndpoint:
         """Whether the request is the rest of a stream."""
         return any(stage.has_its_place(scope) for stage in self.stages)
 
-    def _ignored_header(self, ignored: Ignored) -> list[tuple[bytes, bytes]]:
+    def header_of_ignored(self, ignored: Ignored) -> list[tuple[bytes, bytes]]:
         self.state.metrics.counters["quire:ignored_fields"] += len(ignored)
         return ignored.header()
 
@@ -137,7 +126,7 @@ class PostEndpoint:
             log.exception("request_crashed", request_id=request_id, path=self.path)
         elif refusal.status >= 500 and refusal.code != "queue_full":  # which `Busy` logs once
             log.error("request_failed", request_id=request_id, status=refusal.status, error=refusal.message)
-        elif log.debugging:
+        elif log.is_debugging():
             log.debug("request_refused", request_id=request_id, status=refusal.status, error=refusal.message)
         await send_json(send, refusal.status, refusal.body(self.path), refusal.headers)
         return refusal.status
@@ -150,11 +139,11 @@ class JsonEndpoint(PostEndpoint):
         super().__init__(state, path)
         self._compute = compute
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
-        ignored = Ignored(self._judged)
-        answer = msgspec.json.encode(await self._compute(self.state, call_of(scope), body, ignored))
+    async def _run(self, body: Any, client: Client) -> None:
+        ignored = Ignored(self.judged)
+        answer = msgspec.json.encode(await self._compute(self.state, call_of(client.scope), body, ignored))
         client.release()
-        await send_json(send, 200, answer, self._ignored_header(ignored))
+        await send_json(client.send, 200, answer, self.header_of_ignored(ignored))
 
 
 class GenerateEndpoint(PostEndpoint):
@@ -162,32 +151,23 @@ class GenerateEndpoint(PostEndpoint):
 
     is_refused_when_full = True
 
-    def __init__(
-        self, state: ApiState, path: str, prepare: Prepare, stages: Sequence[CallStage] = ()
-    ) -> None:
+    def __init__(self, state: ApiState, path: str, read: Read, stages: Sequence[CallStage] = ()) -> None:
         super().__init__(state, path, stages)
-        self._prepare = prepare
+        self._read = read
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
+    async def _run(self, body: Any, client: Client) -> None:
         for stage in self.stages:
-            if await stage.run(self, body, arrival_s, scope, client, send):
+            if await stage.run(self, body, client):
                 return
-        await self.generate(body, arrival_s, scope, client, send)
+        await self.generate(body, client)
 
-    async def generate(
-        self,
-        body: Any,
-        arrival_s: float,
-        scope: Scope,
-        client: Client,
-        send: Send,
-        passage: Passage | None = None,
-    ) -> None:
+    async def generate(self, body: Any, client: Client, passage: Passage | None = None) -> None:
         """Answer a request. ``passage``: of an answer that can go on elsewhere, or has begun there."""
-        state, ignored, call = self.state, Ignored(self._judged), call_of(scope)
+        state, ignored, scope, send = self.state, Ignored(self.judged), client.scope, client.send
+        call = call_of(scope)
         if passage is not None:
             call = replace(call, answer=passage.answer)
-        job = await self._prepare(state, call, body, ignored)
+        job = await self._read(state, call, body, ignored)
         if isinstance(body, dict) and (body.get("priority") or body.get("user")):
             ignored += state.unread(body, call)
         if job.client_request_id is not None:
@@ -197,22 +177,24 @@ class GenerateEndpoint(PostEndpoint):
             client.pieces = []
         trace = trace_headers(scope["headers"]) if state.tracer is not None else {}
         generation = Generation(
-            state, job, arrival_s, call, trace, *(() if passage is None else passage.parts)
+            state, job, client.arrival_s, call, trace, *(() if passage is None else passage.parts)
         )
         if job.in_background and not call.runs_in_background:
             raise RequestError("background = true is not supported by this server.", param="background")
         for stage in self.stages:
             send = stage.telling(send, scope, body, generation)
+        place = object()
+        state.running[place] = frozenset((job.answer.head.id, call.request_id)), generation
         try:
-            with state.running.entered(frozenset((job.answer.head.id, call.request_id)), generation):
-                await self._answer(generation, ignored, client, send)
+            await self._answer(generation, ignored, client, send)
         finally:
+            del state.running[place]
             if passage is not None:
                 await passage.end()
             for stage in self.stages:
-                stage.ended(self.path, generation, state.now() - arrival_s)
-        if log.debugging:
-            generation.log_end(state.now() - arrival_s)
+                stage.ended(self.path, generation, state.now() - client.arrival_s)
+        if log.is_debugging():
+            _log_end(generation, state.now() - client.arrival_s)
 
     async def _answer(self, generation: Generation, ignored: Ignored, client: Client, send: Send) -> None:
         try:
@@ -220,7 +202,7 @@ class GenerateEndpoint(PostEndpoint):
                 await generation.submit()
             leave = partial(generation.cancel, CANCELLED_BY_CLIENT)
             client.on_leave = leave if generation.job.in_background else generation.disconnect
-            await generation.answer(send, self._ignored_header(ignored) if ignored else ())
+            await generation.answer(send, self.header_of_ignored(ignored) if ignored else ())
         except QuireError:
             if not generation.disconnected:
                 raise
@@ -231,25 +213,49 @@ class GenerateEndpoint(PostEndpoint):
             raise Disconnected
 
 
-class Client:
-    """Watches for the client's disconnect: it cancels the task that serves the request, or calls ``on_leave``.
+def _log_end(generation: Generation, seconds: float) -> None:
+    """Log at the level debug what the request has used."""
+    prompt_tokens, cached_tokens, output_tokens = generation.usage.counts
+    log.debug(
+        "request_done",
+        request_id=generation.call.request_id,
+        id=generation.job.answer.head.id,
+        seconds=seconds,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        output_tokens=output_tokens,
+    )
 
-    It begins when the body is read.
+
+class Client:
+    """The client of one request, and where its answer goes.
+
+    From `watch` on, its disconnect cancels the task that serves the request, or calls ``on_leave``.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self.has_left = False  # and the task is cancelled
+    def __init__(self, scope: Scope, receive: Receive, send: Send, arrival_s: float) -> None:
+        self.scope = scope
+        self.send = send
+        self.arrival_s = arrival_s
+        # It has disconnected, and the task is cancelled.
+        self.has_left = False
         self.on_leave: Callable[[], Awaitable[None]] | None = None
-        self.pieces: list[bytes] = []  # of the body, for the journal
+        # The body, for the journal.
+        self.pieces: list[bytes] = []
         self._receive = receive
         self._serving = asyncio.current_task()
-        self._watching = asyncio.create_task(self._watch())
+        self._watching: asyncio.Task[None] | None = None
+
+    def watch(self) -> None:
+        """The body is read: what the client sends next is its disconnect."""
+        self._watching = asyncio.create_task(self._wait())
 
     def release(self) -> None:
-        """End: the answer is being sent, or was."""
-        self._watching.cancel()
+        """Watch no more: the answer is being sent, or was."""
+        if self._watching is not None:
+            self._watching.cancel()
 
-    async def _watch(self) -> None:
+    async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             continue
         if self.on_leave is not None:

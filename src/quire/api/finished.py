@@ -14,7 +14,7 @@ from starlette.types import Message, Send
 
 from quire.api.relayed import TAGGED
 from quire.http.account import COST_HEADER, Account, Used, UsedPage, check_gateway_key, cost_text
-from quire.http.body import json_response
+from quire.http.json_page import json_response
 
 KEPT_S = 600.0
 MAX_KEPT = 100_000

@@ -1,25 +1,36 @@
-"""`Generation`: a job while it runs, from its prompts to the last byte of its answer."""
+"""`Generation`: a job while it runs, from its prompts to the last byte of its answer.
+
+`PromptStreams` are its prompts as streams of the frontend, counted for usage, metrics and forecast.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import Send
 
-from quire.api.job import Job
-from quire.api.prompt_streams import PromptStreams
+from quire.api.forecast import Ticket
+from quire.api.job import Job, Usage
+from quire.api.prompt_lists import merged, text_of, truncated, wait_for_turn
 from quire.api.state import ApiState
-from quire.engine.output import OutputChunk, merge
-from quire.engine.results import choose_best
-from quire.errors import QuireError
-from quire.http.body import STREAM_HEADERS, Headers, send_json
-from quire.http.call import Call
+from quire.api.timing import spans_of, timing_of
+from quire.api.whole_answer import GOOD_ENDS, whole_choices
+from quire.engine.output import OutputChunk
+from quire.engine.prompts import RequestOptions
+from quire.engine.stream import RequestStream
+from quire.errors import QuireError, RequestError
+from quire.http.body import Headers, send_json
+from quire.http.call import AnswerName, Call
+from quire.http.events import STREAM_HEADERS
 from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.metrics.log import Log
+from quire.metrics.server import RequestMetrics
 from quire.request import NO_TENANT, FinishReason
 
 if TYPE_CHECKING:
@@ -27,8 +38,8 @@ if TYPE_CHECKING:
 
 log = Log("api")
 
-_GOOD = (None, FinishReason.STOP, FinishReason.LENGTH)
-CONTINUES = 503  # status of an error after which a client may come back for the rest: shutdown, a dead engine
+# Status of an error after which a client may come back for the rest: shutdown, a dead engine.
+CONTINUES = 503
 CANCELLED = "cancelled"
 CANCELLED_BY_CLIENT = "cancelled_by_client"
 
@@ -81,17 +92,14 @@ class Generation:
         self.streams = PromptStreams(state, job, arrival_s, call, trace, relayed, tap is None)
         self.usage = self.streams.usage
         self._begun = False  # the first bytes of a stream were sent
-        self._ended = False  # the last bytes were sent
+        # The last bytes were sent.
+        self.has_ended = False
         self._cancelled = ""  # the error's code
         if tap is not None:
             tap.attach(self)
 
     async def submit(self) -> None:
-        """Start all prompts, or none.
-
-        Raises:
-            QuireError: a prompt is rejected, or the request was cancelled meanwhile.
-        """
+        """Start all prompts, or none. Raises `QuireError` for a prompt that is rejected, and if it was cancelled."""
         await self.streams.submit()
         if self._cancelled:
             raise _cancellation(self._cancelled)
@@ -121,7 +129,7 @@ class Generation:
 
         ASGI servers report the end of an answer in the same way, which changes nothing here.
         """
-        if not self._ended:
+        if not self.has_ended:
             self.disconnected = True
             self.state.metrics.counters["quire:http_disconnects"] += 1
             await self.streams.abort()
@@ -150,13 +158,7 @@ class Generation:
             "tenant": self.job.options.get("tenant", NO_TENANT).name,
         }
 
-    def log_end(self, seconds: float) -> None:
-        """Log at the level debug what the request has used."""
-        names = dict(zip(("prompt_tokens", "cached_tokens", "output_tokens"), self.usage.counts, strict=True))
-        request_id, answer_id = self.call.request_id, self.job.answer.head.id
-        log.debug("request_done", request_id=request_id, id=answer_id, seconds=seconds, **names)
-
-    def _check_end(self, chunk: OutputChunk) -> None:
+    def check_end(self, chunk: OutputChunk) -> None:
         """Raise unless the last chunk of a choice ends an answer that can be shown."""
         if chunk.finish_reason is FinishReason.ERROR:
             after_s = max(self.state.settings.retry_after_s, math.ceil(chunk.retry_after_s))
@@ -174,25 +176,12 @@ class Generation:
                 raise HttpError(Refusal(503, message, code="aborted"))
 
     async def _answer_whole(self, send: Send, headers: Headers) -> None:
-        job = self.job
-        n, num_samples = job.sampling.n, job.sampling.num_samples
-        collected: list[list[OutputChunk]] = [[] for _ in range(len(job.prompts) * num_samples)]
-        async with aclosing(self.streams.chunks()) as chunks:
-            async for index, chunk in chunks:
-                if chunk.finish_reason not in _GOOD:
-                    self._check_end(chunk)
-                collected[index].append(chunk)
-        wholes: list[OutputChunk] = []
-        for start in range(0, len(collected), num_samples):
-            wholes += choose_best(
-                [merge(parts) for parts in collected[start : start + num_samples]], job.sampling
-            )
-        if echoes := self.streams.echoes:
-            wholes = [replace(whole, text=echoes[i // n] + whole.text) for i, whole in enumerate(wholes)]
+        job, streams = self.job, self.streams
+        choices = await whole_choices(job, streams.chunks(), self.check_end, streams.echoes)
         if job.timing:
-            self.streams.note_timing()
-        body = job.answer.whole(wholes, self.streams.token_ids(), self.usage)
-        self._ended = True
+            streams.note_timing()
+        body = job.answer.whole(choices, streams.token_ids(), self.usage)
+        self.has_ended = True
         await send_json(send, 200, body, headers)
 
     async def _answer_stream(self, send: Send, headers: Headers) -> None:
@@ -204,8 +193,8 @@ class Generation:
                     return
             async with aclosing(self.streams.chunks()) as chunks:
                 async for index, chunk in chunks:
-                    if chunk.finish_reason not in _GOOD:
-                        self._check_end(chunk)
+                    if chunk.finish_reason not in GOOD_ENDS:
+                        self.check_end(chunk)
                     # Not earlier: a rejection by the engine is the first chunk, and has a status of its own.
                     frame = b"" if self._begun else await self._start_stream(send, headers)
                     frame += answer.frame(index, chunk, self.usage)
@@ -242,7 +231,7 @@ class Generation:
 
     async def send_last(self, send: Send, body: bytes, status: int = 0) -> None:
         """``status``: of the error that ``body`` is, or 0."""
-        self._ended = True
+        self.has_ended = True
         if self._tap is not None:
             body = await self._tap.end(status, body)
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -252,3 +241,157 @@ def _cancellation(code: str) -> HttpError:
     # Clients retry a 409, 429 or 5xx by themselves; this request was ended on purpose.
     by = "its client" if code == CANCELLED_BY_CLIENT else "an operator"
     return HttpError(Refusal(499, f"The request was cancelled by {by}.", code=code))
+
+
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A prompt that was submitted."""
+
+    stream: RequestStream
+    metrics: RequestMetrics
+    ticket: Ticket | None  # with a forecast
+
+
+@dataclass(slots=True, eq=False)
+class PromptStreams:
+    """The prompts of a job as streams of the frontend, counted for usage, metrics and forecast."""
+
+    _state: ApiState
+    _job: Job
+    _arrival_s: float
+    _call: Call
+    _trace: Mapping[str, str]
+    # None: the answer cannot go on elsewhere.
+    _relayed: Relayed | None = None
+    # Where a stream can go on elsewhere, the cuts between its events must not depend on the reader's pace.
+    _merges: bool = True
+    usage: Usage = field(default_factory=Usage)
+    echoes: list[str] = field(default_factory=list)  # the text of each prompt, with `Job.echo`
+    prompts: list[_Started] = field(default_factory=list)
+    # Those not known to have ended.
+    _open: deque[RequestStream] = field(default_factory=deque)
+
+    async def submit(self) -> None:
+        """Start all prompts, or none."""
+        job, state = self._job, self._state
+        is_alone = len(job.prompts) == 1
+        model = job.answer.head.model
+        adapter = None if model in state.model.names else state.adapter_of(model)
+        options: RequestOptions = {**job.options, "adapter": adapter, "pooling": job.pooling}
+        try:
+            for i, prompt in enumerate(job.prompts):
+                if job.truncate_to is not None:
+                    prompt, num_cut = await truncated(state.frontend, job, prompt, job.truncate_to)
+                    self.usage.truncated_tokens += num_cut
+                if i:
+                    await asyncio.sleep(0)  # other requests have their turn between two prompts
+                if job.samples_nothing:
+                    await wait_for_turn(self._open, state.settings.tokens_at_once)
+                if job.echo:
+                    self.echoes.append(text_of(state.frontend.tokenizer, job, prompt))
+                stream = await state.frontend.submit(
+                    prompt,
+                    job.sampling,
+                    request_id=job.answer.head.id + ("" if is_alone else f"-{i}"),
+                    continues=job.continues,
+                    **options,
+                    **({} if self._call.answer is None else self._named(self._call.answer, i)),
+                )
+                stream.merges = self._merges
+                self._start(stream)
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, RequestError) and error.param == "prompt" != job.prompt_param:
+                message = str(error)
+                if message.startswith("prompt "):
+                    message = job.prompt_param + message.removeprefix("prompt")
+                raise RequestError(message, param=job.prompt_param, code=error.code) from None
+            raise
+
+    def _named(self, answer: AnswerName, prompt: int) -> dict[str, Any]:
+        """Return what an answer that has a name already gives `Frontend.submit` for one prompt."""
+        if self._relayed is not None:
+            return self._relayed.of_prompt(prompt, self._job.sampling.n)
+        return {"seed": answer.seed_of(prompt)}
+
+    def _start(self, stream: RequestStream) -> None:
+        state, sampling, num_tokens = self._state, self._job.sampling, len(stream.prompt_token_ids)
+        metrics = state.metrics.request(
+            self._arrival_s,
+            n=sampling.num_samples,
+            max_tokens=sampling.max_tokens,
+            prompt_tokens=num_tokens,
+            on_end=None
+            if state.tracer is None
+            else spans_of(state.tracer, self._trace, self._job, self._call, stream),
+        )
+        ticket = None if state.forecast is None else state.forecast.enter(num_tokens)
+        self.prompts.append(_Started(stream, metrics, ticket))
+        self._open.append(stream)
+        self.usage.prompt_tokens += num_tokens
+
+    async def abort(self) -> None:
+        for prompt in self.prompts:
+            await prompt.stream.abort()
+
+    async def close(self) -> None:
+        """Abort the prompts that still run."""
+        for prompt in self.prompts:
+            await prompt.stream.aclose()
+            prompt.metrics.abandon(self._state.now())
+            if prompt.ticket is not None:
+                prompt.ticket.leave()
+
+    def token_ids(self) -> list[Sequence[int]]:
+        return [prompt.stream.prompt_token_ids for prompt in self.prompts]
+
+    def note_timing(self) -> None:
+        """Put the timing block of the answer into the usage."""
+        streams = [prompt.stream for prompt in self.prompts]
+        total_s = self._state.now() - self._arrival_s
+        stats = self._state.frontend.stats()
+        self.usage.notes = self._job.notes
+        self.usage.timing = timing_of(streams, self._job.answer.head.determinism, total_s, stats)
+
+    def cost(self) -> tuple[float, float]:
+        """Return the engine-seconds and KV-block-seconds of what has been computed."""
+        outputs = [prompt.stream.output for prompt in self.prompts]
+        return sum(output.engine_s for output in outputs), sum(output.kv_block_s for output in outputs)
+
+    def predicted_ms(self) -> float | None:
+        """Return the predicted time to the first token of the last prompt to have one; None without a forecast."""
+        predicted_s = [prompt.ticket.predicted_s for prompt in self.prompts if prompt.ticket is not None]
+        return max(predicted_s) * 1e3 if predicted_s else None
+
+    async def chunks(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
+        """Yield (choice index, chunk) of all prompts as they arrive, counted; raise on an error of the engine."""
+        if len(self.prompts) == 1:  # the most frequent case, with one generator less per chunk
+            async with aclosing(aiter(self.prompts[0].stream)) as chunks:
+                async for chunk in chunks:
+                    self._count(0, chunk)
+                    yield chunk.index, chunk
+            return
+        n = self._job.sampling.num_samples
+        async with aclosing(merged([prompt.stream for prompt in self.prompts])) as chunks_of_all:
+            async for prompt, chunk in chunks_of_all:
+                self._count(prompt, chunk)
+                yield prompt * n + chunk.index, chunk
+
+    def _count(self, index: int, chunk: OutputChunk) -> None:
+        prompt, num_tokens, now_s = self.prompts[index], len(chunk.token_ids), self._state.now()
+        metrics, output = prompt.metrics, prompt.stream.output
+        if not metrics.is_admitted and (num_tokens or chunk.finish_reason in _COMPLETE):
+            metrics.admitted(output.timing.queued_s, output.timing.num_cached_tokens)
+            if prompt.ticket is not None:
+                ratio = prompt.ticket.first(now_s - self._arrival_s)
+                self._state.metrics.histograms["quire:ttft_prediction_ratio"].observe(ratio)
+            if not prompt.stream.delivered:  # else its first replica has told
+                self.usage.cached_tokens += output.timing.num_cached_tokens
+        if num_tokens:
+            self.usage.completion_tokens += num_tokens
+            metrics.chunk(chunk.index, num_tokens, now_s)
+        if chunk.finish_reason is not None:
+            metrics.finish(chunk.index, chunk.finish_reason.value, now_s, output.num_preemptions)

@@ -12,9 +12,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from quire.api.job import served_name
 from quire.api.state import ApiState
-from quire.http.body import json_response
 from quire.http.call import call_of
+from quire.http.json_page import json_response
+from quire.metrics.prometheus import Exposition
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -28,6 +30,7 @@ class Probes:
 
     def __init__(self, state: ApiState) -> None:
         self._state = state
+        self._exposition = Exposition(state.metrics)
 
     async def livez(self, request: Request) -> Response:
         """200 until the engine is dead for good; 503 then, when only a restart of this process helps."""
@@ -74,7 +77,7 @@ class Probes:
 
     async def metrics(self, request: Request) -> Response:
         """Metrics in Prometheus's text form, or OpenMetrics."""
-        body, content_type = self._state.metrics.exposition(request.headers.get("accept", ""))
+        body, content_type = self._exposition.page(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     def _status(self, good: bool) -> Response:
@@ -94,7 +97,7 @@ class Models:
 
     async def one(self, request: Request) -> Response:
         """One of them, or 404."""
-        return json_response(self._card(self._state.check_model(request.path_params["model_id"])))
+        return json_response(self._card(served_name(self._state, request.path_params["model_id"])))
 
     def _card(self, name: str) -> dict[str, object]:
         """Return the entry of a name as vLLM does: an adapter's root is its path, its parent the model."""

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
 
-from quire.api.protocol import RequestFields, deadline_of
+from quire.api.fields import (
+    REST_OF_CONTEXT,
+    GenerationFields,
+    RequestFields,
+    SampledFields,
+    StreamOptions,
+    deadline_of,
+    logit_bias_of,
+)
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.engine.prompts import RequestOptions
+from quire.errors import NotFoundError, RequestError, clip
 from quire.http.call import Call
-from quire.http.refusals import Refusal
+from quire.http.refusals import LATEST, Refusal
+from quire.http.wire import parse
 from quire.request import Pooling, SamplingParams, Tenant
+from quire.structured_outputs import StructuredOutputsParams
 
 _encode = msgspec.json.Encoder().encode
 
@@ -79,6 +91,29 @@ class Head:
         }
 
 
+def served_name(state: ApiState, name: str | None) -> str:
+    """Return the name that the answer carries: the given one of the model or an adapter, or the model's first.
+
+    Raises:
+        NotFoundError: ``name`` is not served; lists the names that are.
+    """
+    names = state.model.names
+    if name is None:
+        return names[0]
+    if name.endswith(LATEST) and name not in names:
+        name = name.removesuffix(LATEST)
+    if name not in names and name not in state.adapter_names:
+        if any(fnmatchcase(name, pattern) for pattern in state.settings.stand_ins):
+            return names[0]
+        served = ", ".join(repr(n) for n in names)
+        loaded = ", ".join(repr(n) for n in state.adapter_names)
+        text = f"The model {clip(name)} is not served here. Served: {served}."
+        raise NotFoundError(
+            text + (f" Adapters: {loaded}." if loaded else ""), param="model", code="model_not_found"
+        )
+    return name
+
+
 def new_head(state: ApiState, call: Call, prefix: str, model: str | None) -> Head:
     """Return the head of an answer under a new id, or the one it has. ``model``: the name that the request gives.
 
@@ -89,7 +124,7 @@ def new_head(state: ApiState, call: Call, prefix: str, model: str | None) -> Hea
     return Head(
         id=prefix + (state.new_id() if named is None else named.id),
         created=int(state.unix_time()) if named is None else named.created,
-        model=state.check_model(model),
+        model=served_name(state, model),
         fingerprint=state.settings.system_fingerprint,
         determinism=info.determinism if info is not None else state.model.determinism,
     )
@@ -182,3 +217,93 @@ def cache_salt(group: str, given: str) -> str:
     without a group that has one is moved behind an empty name.
     """
     return f"{group}\n{given}" if group or "\n" in given else given
+
+
+def stream_options(request: GenerationFields, ignored: list[str] | None = None) -> StreamOptions | None:
+    """Return the checked ``stream_options``, or None when the answer is not streamed."""
+    if request.stream_options is None:
+        return StreamOptions() if request.stream else None
+    if not request.stream and not any(request.stream_options.values()):  # nothing is asked for
+        return None
+    if not request.stream:
+        raise RequestError(
+            "stream_options is only allowed with stream = true.", param="stream_options", code="invalid_value"
+        )
+    return parse(StreamOptions, request.stream_options, prefix="stream_options.", ignored=ignored)
+
+
+# Fields of `SamplingParams` that a request has too, with the same meaning.
+_OTHER_MEANING = {"logit_bias", "logprobs", "max_tokens", "structured_outputs"}
+
+
+_SAME_NAME = tuple(
+    each.name
+    for each in fields(SamplingParams)
+    if each.name in GenerationFields.model_fields and each.name not in _OTHER_MEANING
+)
+
+
+def given_sampling(request: SampledFields) -> dict[str, Any]:
+    """Return the sampling fields that a request sets.
+
+    Raises:
+        RequestError: best_of in a stream, or a logit_bias whose keys are not token ids.
+    """
+    given: dict[str, Any] = {}
+    for name in _SAME_NAME:
+        if (value := getattr(request, name, None)) is not None:
+            given[name] = value
+    if isinstance(given.get("stop"), str | list):  # an empty string stops nothing
+        stop = given["stop"]
+        given["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
+    best_of = given.get("best_of")
+    if (
+        best_of is not None
+        and not given.get("use_beam_search")
+        and request.stream
+        and best_of > (given.get("n") or 1)
+    ):
+        raise RequestError(
+            f"best_of = {clip(best_of)} is not allowed with stream = true: the best "
+            "answers are known at the end.",
+            param="best_of",
+        )
+    if isinstance(request, GenerationFields) and request.logit_bias is not None:
+        given["logit_bias"] = logit_bias_of(request.logit_bias)
+    return given
+
+
+def sampling_params(
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    form: StructuredOutputsParams | None = None,
+    client_names: Mapping[str, str] | None = None,
+) -> SamplingParams:
+    """Return `SamplingParams` of the ``given`` fields, else of the model's ``defaults``, else of their own defaults.
+
+    ``max_tokens`` None means the rest of the context. ``client_names``: the client's name of fields that have another.
+
+    Raises:
+        RequestError: a value out of range, under the client's name.
+    """
+    if given.get("use_beam_search"):
+        defaults = {}  # beams are not sampled, so defaults for sampling would contradict them
+    for name, value in defaults.items():
+        if name in _SAME_NAME:
+            given = {name: value, **given}
+    try:
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form)
+    except RequestError as error:
+        client_name = (client_names or {}).get(error.param or "")
+        if client_name is None:
+            raise
+        message = str(error).replace(str(error.param), client_name, 1)
+        raise RequestError(message, param=client_name, code=error.code) from None
+
+
+def output_limit(max_tokens: int | None) -> int | None:
+    """Return ``max_tokens`` with None for the rest of the context."""
+    return None if max_tokens == REST_OF_CONTEXT else max_tokens

@@ -16,22 +16,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.api import protocol as wire
-from quire.api.anthropic_request import CountTokensRequest, MessagesRequest
 from quire.api.described import HOLDS, JSON_SCHEMA, ONE_OF, REFUSED, component
-from quire.api.ollama import EmbeddingsRequest, EmbedRequest
-from quire.api.ollama_models import ShowRequest
-from quire.api.ollama_request import OllamaChatRequest, OllamaGenerateRequest
-from quire.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
-from quire.api.response_request import ResponsesRequest
-from quire.api.text_tools import DetokenizeRequest, TokenizeRequest
+from quire.api.dialects.anthropic.request import CountTokensRequest, MessagesRequest
+from quire.api.dialects.native.fields import InfillRequest, TgiRequest
+from quire.api.dialects.ollama.models import ShowRequest
+from quire.api.dialects.ollama.request import (
+    EmbeddingsRequest,
+    EmbedRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+)
+from quire.api.dialects.openai import fields as openai
+from quire.api.dialects.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.api.dialects.openai.text_tools import DetokenizeRequest, TokenizeRequest
+from quire.api.dialects.responses.request import ResponsesRequest
+from quire.api.late import LateHandler
+from quire.http.field_rules import Use, table_of
 from quire.http.refusals import ANTHROPIC_ROOT, OLLAMA_ROOT
-from quire.http.wire import Body, Use, Wire, table_of
+from quire.http.wire import Body, Wire
 from quire.request import RANGES
 
 BODIES: dict[str, Body] = {
-    "/v1/chat/completions": Body("Answer a conversation", wire.ChatRequest),
-    "/v1/completions": Body("Continue a text", wire.CompletionRequest, ("prompt",)),
+    "/v1/chat/completions": Body("Answer a conversation", openai.ChatRequest),
+    "/v1/completions": Body("Continue a text", openai.CompletionRequest, ("prompt",)),
     "/v1/messages": Body("Answer a conversation (Anthropic's form)", MessagesRequest),
     "/v1/messages/count_tokens": Body("Count the tokens of a conversation", CountTokensRequest),
     "/v1/responses": Body("Answer, and keep the answer", ResponsesRequest),
@@ -42,12 +49,16 @@ BODIES: dict[str, Body] = {
         Body("Documents by how well they answer a query", RerankRequest),
     ),
     **dict.fromkeys(("/v1/score", "/score"), Body("How well texts answer texts", ScoreRequest)),
-    "/v1/chat/completions/render": Body("The prompt of a conversation, as text and ids", wire.ChatRequest),
+    "/v1/chat/completions/render": Body("The prompt of a conversation, as text and ids", openai.ChatRequest),
     "/api/chat": Body("Answer a conversation (Ollama's form)", OllamaChatRequest),
     "/api/generate": Body("Continue a text (Ollama's form)", OllamaGenerateRequest),
     "/api/embed": Body("Vectors of texts (Ollama's form)", EmbedRequest),
     "/api/embeddings": Body("The vector of a text (Ollama's older form)", EmbeddingsRequest),
     "/api/show": Body("What is known of a model (Ollama's form)", ShowRequest),
+    "/completion": Body("Continue a text (llama.cpp's form)", openai.CompletionRequest, ("prompt",)),
+    "/infill": Body("The text between two others (llama.cpp's form)", InfillRequest),
+    "/generate": Body("Continue a text (TGI's form)", TgiRequest, ("inputs",)),
+    "/generate_stream": Body("Continue a text, in events (TGI's form)", TgiRequest, ("inputs",)),
     "/tokenize": Body("Text or messages to token ids", TokenizeRequest),
     "/detokenize": Body("Token ids to text", DetokenizeRequest),
 }
@@ -119,7 +130,9 @@ def _operation(
 ) -> dict[str, Any]:
     error = "AnthropicError" if path.startswith(ANTHROPIC_ROOT) else "Error"
     error = "OllamaError" if path.startswith(OLLAMA_ROOT) else error
-    docstring = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
+    late = getattr(route.endpoint, "__self__", None)
+    handler = late.load() if isinstance(late, LateHandler) else route.endpoint
+    docstring = (inspect.getdoc(handler) or "").partition("\n")[0]
     operation: dict[str, Any] = {
         "summary": docstring if body is None else body.summary,
         "operationId": f"{method.lower()}{path}".replace("/", "_").replace("{", "").replace("}", ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 from starlette.types import Send
 
@@ -81,6 +82,7 @@ class Tagged:
 
     def __init__(self, fingerprint: str, relayed: Relayed) -> None:
         self._tags = Tags(fingerprint)
+        self._relayed = relayed
         self.headers: Headers = self._tags.headers
         self.resumes = relayed.is_resumed
 
@@ -89,7 +91,7 @@ class Tagged:
 
     async def replay(self, generation: Generation, send: Send, opening: bytes) -> bool:
         """Bring the answer to where the client has it; return whether it had ended with an error."""
-        await _replayed(generation, opening)
+        await _replayed(generation, self._relayed, opening)
         return False
 
     async def chunk(self, index: int, chunk: OutputChunk, cached_tokens: int, events: bytes) -> bytes | None:
@@ -106,6 +108,7 @@ class Written:
 
     def __init__(self, entry: Entry, relayed: Relayed, *, is_continuable: bool) -> None:
         self._entry = entry
+        self._relayed = relayed
         self._generation: Generation | None = None
         self.resumes = is_continuable and relayed.is_resumed and bool(relayed.delivered)
 
@@ -116,7 +119,7 @@ class Written:
 
     async def replay(self, generation: Generation, send: Send, opening: bytes) -> bool:
         """As of `Tagged`; what the client has not seen is sent."""
-        events, entry = await _replayed(generation, opening), self._entry
+        events, entry = await _replayed(generation, self._relayed, opening), self._entry
         if shown := entry.numbered(events):
             await send({"type": "http.response.body", "body": shown, "more_body": True})
         if entry.end is None or not entry.end.status:
@@ -134,10 +137,26 @@ class Written:
         return events if status == CONTINUES else await self._entry.finish(status, events)
 
 
-async def _replayed(generation: Generation, events: bytes) -> bytes:
-    """Return the events of all that was delivered, behind ``events``."""
-    for i, (index, chunk) in enumerate(generation.streams.delivered()):
+async def _replayed(generation: Generation, relayed: Relayed, events: bytes) -> bytes:
+    """Return the events of all that was delivered, after ``events``."""
+    for i, (index, chunk) in enumerate(delivered_chunks(generation, relayed)):
         events += generation.job.answer.frame(index, chunk, generation.usage)
         if i % _REPLAYED_AT_ONCE == 0:
             await asyncio.sleep(0)
     return events
+
+
+def delivered_chunks(generation: Generation, relayed: Relayed) -> Iterator[tuple[int, OutputChunk]]:
+    """Yield the chunks that the client has from another replica. They count for usage, not for metrics."""
+    usage, prompts, n = generation.usage, generation.streams.prompts, generation.job.sampling.n
+    usage.cached_tokens = relayed.cached_tokens
+    chunks_of = [iter(prompt.stream.delivered) for prompt in prompts]
+    # Their order numbers the events of a journal.
+    for delivered in relayed.delivered:
+        i = delivered.choice // n
+        if (chunk := next(chunks_of[i], None)) is None:
+            continue
+        usage.completion_tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            prompts[i].metrics.finish(chunk.index, chunk.finish_reason.value, generation.state.now())
+        yield i * n + chunk.index, chunk

@@ -21,8 +21,8 @@ from typing import Any
 
 from starlette.types import Message, Scope, Send
 
+from quire.api.generation import PromptStreams
 from quire.api.job import Job
-from quire.api.prompt_streams import PromptStreams
 from quire.api.state import ApiState
 from quire.cache.events import SHORT_HASH_BYTES
 from quire.cache.prefix_cache import extend_chain, root_hash

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.types import Scope, Send
+from starlette.types import Scope
 
 from quire.api.endpoint import CallStage, Client, GenerateEndpoint, PostEndpoint, no_journal
 from quire.api.journal import Entry, Journal, event_of
@@ -32,6 +32,8 @@ SEED_BITS = 53
 class Resumption(CallStage):
     """The stage. Belongs to one event loop."""
 
+    keeps_body = True
+
     def __init__(self, journal: Journal | None, gateway_key: str | None) -> None:
         self.journal = journal
         self._gateway_key = gateway_key
@@ -46,19 +48,12 @@ class Resumption(CallStage):
         """Return by how much a body may be longer: a gateway's form has what was delivered beside the client's."""
         return MAX_DELIVERED_BYTES if resumes(scope, self._gateway_key) else 0
 
-    async def run(
-        self,
-        endpoint: GenerateEndpoint,
-        body: Any,
-        arrival_s: float,
-        scope: Scope,
-        client: Client,
-        send: Send,
-    ) -> bool:
+    async def run(self, endpoint: GenerateEndpoint, body: Any, client: Client) -> bool:
         """Answer a request of ``endpoint``; return True."""
-        call, given = call_of(scope), header(scope, b"last-event-id")
-        if self.journal is not None and given is not None:
-            entry = await self.journal.resume(call.tenant, *event_of(given))
+        scope = client.scope
+        call, last_event = call_of(scope), header(scope, b"last-event-id")
+        if self.journal is not None and last_event is not None:
+            entry = await self.journal.resume(call.tenant, *event_of(last_event))
             try:
                 decode = endpoint.state.bodies.decode
                 if entry.head is None or entry.head.path != endpoint.path or (
@@ -69,7 +64,7 @@ class Resumption(CallStage):
                         f"/v1/streams/{entry.stream_id} resumes it without a body.",
                         code="another_request",
                     )
-                await self.resume(endpoint, entry, body, arrival_s, scope, client, send)
+                await self.resume(endpoint, entry, body, client)
             finally:
                 await self.journal.release(entry)
             return True
@@ -79,23 +74,14 @@ class Resumption(CallStage):
             answer = AnswerName(state.new_id(), int(state.unix_time()), secrets.randbits(SEED_BITS))
             relayed = Relayed(answer, by_gateway=False)
         passage = None if relayed is None else Passage(self.journal, endpoint.path, relayed)
-        await endpoint.generate(body, arrival_s, scope, client, send, passage)
+        await endpoint.generate(body, client, passage)
         return True
 
-    async def resume(
-        self,
-        endpoint: GenerateEndpoint,
-        entry: Entry,
-        body: Any,
-        arrival_s: float,
-        scope: Scope,
-        client: Client,
-        send: Send,
-    ) -> None:
+    async def resume(self, endpoint: GenerateEndpoint, entry: Entry, body: Any, client: Client) -> None:
         """Answer with the rest of a stream of the journal. ``body``: of the request that began it."""
         relayed = entry.relayed(endpoint.state.unix_time())
         passage = Passage(self.journal, endpoint.path, relayed, entry)
-        await endpoint.generate(body, arrival_s, scope, client, send, passage)
+        await endpoint.generate(body, client, passage)
 
     def _is_journaled(self, path: str, body: Any) -> bool:
         is_streamed = isinstance(body, dict) and body.get("stream") is True
@@ -115,7 +101,8 @@ class StreamEndpoint(PostEndpoint):
         self._resumption = resumption
         self._endpoints = endpoints
 
-    async def _run(self, body: Any, arrival_s: float, scope: Scope, client: Client, send: Send) -> None:
+    async def _run(self, body: Any, client: Client) -> None:
+        scope = client.scope
         journal = self._resumption.journal
         if journal is None:
             raise no_journal()
@@ -125,6 +112,6 @@ class StreamEndpoint(PostEndpoint):
             assert entry.head is not None
             endpoint = self._endpoints[entry.head.path]
             body = await decode_body([entry.body], endpoint.state.bodies.decode)
-            await self._resumption.resume(endpoint, entry, body, arrival_s, scope, client, send)
+            await self._resumption.resume(endpoint, entry, body, client)
         finally:
             await journal.release(entry)

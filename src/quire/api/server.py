@@ -29,7 +29,7 @@ from quire.engine.client import EngineInfo
 from quire.engine.messages import SaveRecording
 from quire.errors import ConfigError, QuireError
 from quire.http.drain import DrainingServer, SideApp, served_beside
-from quire.http.edge import Work
+from quire.http.extension import Work
 from quire.http.handover import HandoverPoint, Sides, Takeover
 from quire.http.listen import Tls, bind, url_of
 from quire.metrics.log import Log

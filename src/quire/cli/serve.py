@@ -230,7 +230,7 @@ def open_line(args: ServerArgs) -> str | None:
 
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     """Return the settings of the API."""
-    from quire.api.state import ApiSettings, fingerprint
+    from quire.api.settings import ApiSettings, fingerprint
     from quire.http.browser_guard import allowed_hosts
     from quire.http.refusals import PLACEHOLDERS
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from quire.api.state import TtftForecast
+from quire.api.forecast import TtftForecast
 from quire.args import ServerArgs
 from quire.config import EngineConfig, SloConfig
 from quire.cost.cost_model import CostModel

@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
         outbox.send_multipart(encode(describe(boot.config, executor, clock.now() - start_s, core.ranks)))
         serve(core, inbox, outbox, clock, ticker)
     except Exception as error:
-        if log.debugging or not isinstance(error, QuireError):
+        if log.is_debugging() or not isinstance(error, QuireError):
             traceback.print_exc()
         dump.save("crash", f"{type(error).__name__}: {error}")
         outbox.send_multipart(encode(Failure(type(error).__name__, _one_line(error))))

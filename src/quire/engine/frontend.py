@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 from quire.clock import Clock
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.client import Calls, EngineClient, EngineInfo
-from quire.engine.in_flight import continued
+from quire.engine.continued import continued
 from quire.engine.messages import CoreCall, Reply
 from quire.engine.output import RequestOutputState
 from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, RequestOptions, prepare_request

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 
 from quire.engine.client import EngineClient
-from quire.engine.in_flight import InFlight
 from quire.engine.messages import AbortRequest, Message
+from quire.engine.supervisor import InFlight
 from quire.errors import EngineDeadError
 from quire.metrics.log import Log
 from quire.request import Request, TokenEvent

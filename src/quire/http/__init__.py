@@ -1,9 +1,9 @@
 """The HTTP manners that the API, the admin surface, the jobs and a gateway share. No engine, no torch.
 
-wire      bytes from strangers as typed values: every name known, every type strict
-body      reading bodies under limits; JSON answers, lists of pages, server-sent events
-refusals  exceptions as answers in the error form of OpenAI or Anthropic
-edge      request ids, keys, browsers; errors that reach a router
+wire      bytes from strangers as typed values: every name known (`field_rules`), every type strict
+body      reading bodies under limits (`long_body`: in pieces); JSON answers (`json_page`), `events`
+refusals  exceptions as answers in the error form of OpenAI or Anthropic; `router_errors`
+edge      which wrappers a request passes, its name; `rights`: keys, and for whom it runs
 client    calls to an application of this process
 listen    sockets
 heartbeat registering at a gateway

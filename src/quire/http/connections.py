@@ -1,6 +1,6 @@
 """Connections that hold a server up: requests sent by half, and clients that do not read their answers.
 
-uvicorn waits for both without a limit. `ConnectionWatch.look` is called about twice a second and ends a connection
+uvicorn waits for both without a limit. `ConnectionWatch` looks twice a second and ends a connection
 
     head     that has not sent a whole head of a request ``head_s`` after its first byte, or after it was opened
     body     that sends a body slower than ``body_rate``, beyond ``body_s``
@@ -12,8 +12,6 @@ A cut is logged and counted. The application sees a disconnect, so that a genera
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,19 +19,21 @@ from typing import Any, Literal
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
 
-from quire.http.held_bytes import MESSAGES, Held
+from quire.http.held_bytes import LARGE
 from quire.metrics.log import Log
 
 Phase = Literal["head", "body", "write"]
 SLOW_READER, HALF_REQUEST = "slow_reader", "half_request"  # reasons of a cut
 _ANSWER = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 MAX_HEAD_BYTES = 64 * 1024
+LOOK_EVERY_S = 0.5
+# Requests after which memory may have grown.
+WORTH_A_LOOK = 64
 _HEAD_END_BYTES = 3
 _BETWEEN_BYTES = 4  # a colon, a space and the end of the line
 _OF_OFFERS = (b"upgrade", b"http2-settings")
-_TRY_AGAIN_LATER = 1013  # of WebSockets' close codes
 log = Log("http")
 
 
@@ -200,38 +200,6 @@ class WatchedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-class BoundedWebSocket(WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket, closed where the parts of messages that all clients have sent are too many bytes."""
-
-    _num_partial = 0  # bytes since the last whole message
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._held = Held(MESSAGES)
-        super().connection_made(transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Count ``data`` and handle it."""
-        self._num_partial += len(data)
-        if self._held.grow(self._num_partial):
-            super().data_received(data)
-            return
-        log.warning("websocket_messages_full", client=self.client)
-        self._held.release()
-        self.conn.send_close(_TRY_AGAIN_LATER)
-        self.transport.write(b"".join(self.conn.data_to_send()))
-        self.close_sent = True
-        self.transport.close()
-
-    def send_receive_event_to_app(self) -> None:
-        super().send_receive_event_to_app()
-        self._held.release()
-        self._num_partial = 0
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._held.release()
-        super().connection_lost(exc)
-
-
 @dataclass(slots=True)
 class _Seen:
     """The phase in which a connection was when `ConnectionWatch` last checked it."""
@@ -245,10 +213,32 @@ class _Seen:
 class ConnectionWatch:
     """Looks at the connections of one server. ``on_cut`` is told the reason of each cut."""
 
-    def __init__(self, patience: Patience, on_cut: Callable[[str], None]) -> None:
+    def __init__(
+        self, patience: Patience, on_cut: Callable[[str], None], on_use: Callable[[], None] = lambda: None
+    ) -> None:
+        """``on_use`` is called after many requests, and after large bodies: memory may have grown."""
+        self._next_look: asyncio.TimerHandle | None = None
+        self._on_use = on_use
+        # Requests and bytes of large bodies at the last call.
+        self._used = (0, 0)
         self._patience = patience
         self._on_cut = on_cut
         self._seen: dict[WatchedProtocol, _Seen] = {}
+
+    def start(self, server: ServerState) -> None:
+        """Look at the connections of ``server`` from now on, until `stop`."""
+        loop = asyncio.get_running_loop()
+        self._next_look = loop.call_later(LOOK_EVERY_S, self.start, server)
+        self.look(watched(server.connections), loop.time())
+        used = server.total_requests // WORTH_A_LOOK, LARGE.taken
+        if used != self._used:
+            self._used = used
+            self._on_use()
+
+    def stop(self) -> None:
+        """Look no more."""
+        if self._next_look is not None:
+            self._next_look.cancel()
 
     def look(self, connections: Iterable[WatchedProtocol], now: float) -> None:
         """End the connections that took too long."""
@@ -296,6 +286,11 @@ class ConnectionWatch:
             _answer(connection, b"408 Request Timeout")
 
 
+def watched(connections: Iterable[object]) -> list[WatchedProtocol]:
+    """Return the connections that are no WebSockets."""
+    return [connection for connection in connections if isinstance(connection, WatchedProtocol)]
+
+
 def _phase_of(connection: WatchedProtocol) -> Phase | None:
     """Return what the server waits for, if it is the client's turn."""
     cycle = connection.cycle
@@ -315,55 +310,3 @@ def _answer(connection: WatchedProtocol, status: bytes) -> None:
     if connection.cycle is None or not connection.cycle.response_started:
         connection.transport.write(_ANSWER % status)
     connection.transport.close()
-
-
-class Connector:
-    """Serves connections that another process has accepted, in the running loop."""
-
-    def __init__(self, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
-        self._make_protocol = make_protocol
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a connection is not yet among those of the server."""
-        return bool(self._tasks)
-
-    def __call__(self, sock: socket.socket, *, is_moved: bool = False) -> None:
-        """Serve a connection. ``is_moved``: the other process has served it."""
-        task = asyncio.create_task(self._connect(sock, is_moved))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _connect(self, sock: socket.socket, is_moved: bool) -> None:
-        try:
-            _, made = await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, sock)
-        except OSError:
-            sock.close()  # the client is gone
-            return
-        if is_moved and isinstance(made, WatchedProtocol):
-            made.expect_request()
-
-
-def give_idle(
-    connections: Iterable[WatchedProtocol], give: Callable[[socket.socket], None], *, is_tls: bool
-) -> bool:
-    """Give each connection away that is between two requests, the others after their answer; whether one is not.
-
-    TLS cannot be given away: such a connection is closed with its next answer.
-    """
-
-    def move(connection: WatchedProtocol) -> None:
-        if connection.is_idle and not connection.transport.get_write_buffer_size():
-            given = socket.socket(fileno=os.dup(connection.transport.get_extra_info("socket").fileno()))
-            connection.transport.abort()  # closes this process's descriptor alone
-            give(given)
-
-    is_busy = False
-    for connection in connections:
-        connection.closes = is_tls
-        if not is_tls:
-            connection.on_idle = move
-            move(connection)
-        is_busy = is_busy or not (connection.is_idle or connection.transport.is_closing())
-    return is_busy

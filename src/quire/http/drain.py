@@ -10,24 +10,19 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.http.connections import (
-    BoundedWebSocket,
-    ConnectionWatch,
-    Connector,
-    Patience,
-    WatchedProtocol,
-    give_idle,
-)
+from quire.http.bounded_websocket import BoundedWebSocket
+from quire.http.connections import ConnectionWatch, Patience, WatchedProtocol, watched
 from quire.http.front_link import Ask, FrontLink
-from quire.http.held_bytes import LARGE
 from quire.http.listen import Tls
-from quire.http.memory import MemoryReturn
+from quire.http.memory import EVERY_S, MemoryReturn
+from quire.http.moved_connections import Connector, give_idle
 
 MAX_MESSAGE_BYTES = 64 << 20  # of a WebSocket; the application's own limit of bodies is lower by default
 UVICORN: dict[str, Any] = {
@@ -42,7 +37,6 @@ UVICORN: dict[str, Any] = {
 }
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-_WORTH_A_LOOK = 64  # requests after which memory may have grown
 _LOOKING_S = 60.0
 _GIVING_S = 0.05  # between looks for connections that may be given away
 _FORCED_END_S = 1.0
@@ -80,24 +74,29 @@ class DrainingServer(uvicorn.Server):
             )
         )
         self._drain_first = drain
-        self._watch = ConnectionWatch(patience or Patience(), on_cut)
         self._loop = asyncio.get_running_loop()
+        self._connections = self.server_state.connections
+        self._watch = ConnectionWatch(patience or Patience(), on_cut, self._note_use)
         self._draining: asyncio.Task[None] | None = None
         self._memory = MemoryReturn(lambda work: self._loop.run_in_executor(None, work))
-        # Requests and bytes of large bodies, when memory was looked at.
-        self._used = (0, 0)
         self._look_until_s = 0.0
         self._num_signals = 0
         self._ask = ask if tls is None else None
         self._front: FrontLink | None = None
         self._listen: socket.socket | None = None
         self.on_listening: Callable[[], None] = lambda: None
-        self.connect = Connector(self._make_protocol)
+        self._next_memory_look: asyncio.TimerHandle | None = None
+        self.connect = Connector()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, with the process in front that accepts connections and answers probes."""
         await super().startup(sockets=[])
-        self._memory.look(self._loop.time())
+        self.connect.make_protocol = partial(
+            WatchedProtocol, self.config, self.server_state, self.lifespan.state, self._loop
+        )
+        if not self.should_exit:
+            self._look_at_memory()
+            self._watch.start(self.server_state)
         for listen in sockets or ():
             self._listen = listen
             listen.listen(_BACKLOG)
@@ -133,7 +132,7 @@ class DrainingServer(uvicorn.Server):
             until_s = self._loop.time() + grace_s
             while self._loop.time() < until_s and (
                 self.connect.is_busy
-                or give_idle(self._connections(), give, is_tls=self.config.ssl is not None)
+                or give_idle(watched(self._connections), give, is_tls=self.config.ssl is not None)
             ):
                 await asyncio.sleep(_GIVING_S)
             await self._drain()
@@ -144,6 +143,9 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._front is not None:
             self._front.close()
+        self._watch.stop()
+        if self._next_memory_look is not None:
+            self._next_memory_look.cancel()
         await super().shutdown(sockets)
         if (
             self.force_exit
@@ -151,16 +153,15 @@ class DrainingServer(uvicorn.Server):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.lifespan.shutdown(), _FORCED_END_S)
 
-    def _make_protocol(self) -> asyncio.Protocol:
-        return WatchedProtocol(self.config, self.server_state, self.lifespan.state, self._loop)
-
     def _accept_here(self) -> None:
         """Accept connections in this process: TLS is read here, or the process in front has ended."""
 
         async def accept() -> None:
             assert self._listen is not None
             listen, tls = self._listen.dup(), self.config.ssl  # the other one may be handed over
-            made = await self._loop.create_server(self._make_protocol, sock=listen, ssl=tls, backlog=_BACKLOG)
+            made = await self._loop.create_server(
+                self.connect.make_protocol, sock=listen, ssl=tls, backlog=_BACKLOG
+            )
             self.servers.append(made)
 
         self._accepting = self._loop.create_task(accept())
@@ -184,29 +185,26 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         await self._drain_first()
-        self._watch.end_half_sent(self._connections())
+        self._watch.end_half_sent(watched(self._connections))
         # uvicorn would cancel what still runs; a request whose client is gone ends by itself, without a traceback.
         self._loop.call_later(_CLOSE_TIMEOUT_S - 1, self._abort_connections)
         self.should_exit = True
 
     def _abort_connections(self) -> None:
-        for connection in self._connections():
+        for connection in watched(self._connections):
             connection.transport.abort()
 
-    def _connections(self) -> list[WatchedProtocol]:
-        return [each for each in self.server_state.connections if isinstance(each, WatchedProtocol)]
+    def _note_use(self) -> None:
+        """Look at the memory for a while."""
+        self._look_until_s = self._loop.time() + _LOOKING_S
+        if self._next_memory_look is None:
+            self._look_at_memory()
 
-    async def on_tick(self, counter: int) -> bool:
-        """Look after the connections and the memory, twice a second."""
-        if counter % 5 == 0:
-            now_s = self._loop.time()
-            self._watch.look(self._connections(), now_s)
-            used = self.server_state.total_requests // _WORTH_A_LOOK, LARGE.taken
-            if used != self._used:
-                self._used, self._look_until_s = used, now_s + _LOOKING_S
-            if now_s < self._look_until_s:
-                self._memory.look(now_s)
-        return await super().on_tick(counter)
+    def _look_at_memory(self) -> None:
+        now_s = self._loop.time()
+        self._memory.look(now_s)
+        is_over = now_s >= self._look_until_s
+        self._next_memory_look = None if is_over else self._loop.call_later(EVERY_S, self._look_at_memory)
 
 
 @dataclass(frozen=True, slots=True)

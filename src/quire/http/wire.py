@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import cache
-from importlib.resources import files
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
-from quire.errors import RequestError, clip, nearest
+from quire.errors import RequestError, clip
+from quire.http.field_rules import (
+    MAX_JUDGED,
+    Table,
+    Use,
+    is_neutral,
+    misspelled,
+    refused_field,
+    table_of,
+    unknown_field,
+)
 
-MAX_JUDGED = 100  # unknown names of a request that are compared with those of used fields
-MAX_PARAM_CHARS = 200  # of an unknown field's name in an error
 # msgpack and the engine hold integers of 64 bits.
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -94,26 +98,6 @@ class Body:
     holds: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Use(StrEnum):
-    """What Quire does with a field."""
-
-    USED = "used"
-    MAPPED = "another name"  # of a used field
-    NO_EFFECT = "no effect here"  # accepted: it cannot change this server's answer
-    REFUSED = "refused"  # would change the answer and is not supported
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """The rule of one field. ``neutral`` values of a refused field are accepted, since they ask for nothing."""
-
-    use: Use
-    neutral: tuple[Any, ...] = ()
-    hint: str = ""  # what to do instead
-    used_as: str = ""  # of a mapped field: the used one
-
-
-Table = Mapping[str, Rule]
 Model = TypeVar("Model", bound=Wire)
 
 
@@ -156,7 +140,7 @@ def sift(
         rule = table.get(name)
         if rule is None:
             if ignored is None or not _accepts(ignored, name, table, in_history):
-                raise _unknown(name, table, prefix)
+                raise unknown_field(name, table, prefix)
             ignored.append(prefix + name)
         elif value is None:
             continue
@@ -167,8 +151,8 @@ def sift(
             kept[name] = value
         elif rule.use is Use.MAPPED:
             mapped[rule.used_as] = (name, value)
-        elif not _is_neutral(rule, value):
-            raise _refusal(prefix + name, value, rule)
+        elif not is_neutral(rule, value):
+            raise refused_field(prefix + name, value, rule)
     for used, (name, value) in mapped.items():
         if kept.setdefault(used, value) != value:
             raise RequestError(
@@ -187,64 +171,10 @@ def _accepts(ignored: list[str], name: str, table: Table, in_history: bool) -> b
     return refused != "all"
 
 
-@cache
-def table_of(model: type[Wire]) -> Table:
-    """Return the rule of each name: the model's fields are used, the others are in its and its bases' sections."""
-    names = [field.alias or name for name, field in model.model_fields.items()]
-    return rules_of([base.__name__ for base in reversed(model.__mro__)], names)
-
-
-def rules_of(names: Sequence[str], used: Iterable[str]) -> dict[str, Rule]:
-    """Return the rules in sections of ``fields.toml``, where later sections win, and those of ``used`` fields."""
-    rules: dict[str, Rule] = {}
-    for name in names:
-        section = sections().get(name, {})
-        rules |= {field: Rule(Use.NO_EFFECT) for field in section.get("no_effect", ())}
-        for field_name, refused in section.get("refused", {}).items():
-            neutral = tuple(refused.get("neutral", ()))
-            rules[field_name] = Rule(Use.REFUSED, neutral, refused.get("hint", ""))
-    own = {field: Rule(Use.USED) for field in used}
-    for name in names:
-        for field_name, ours in sections().get(name, {}).get("mapped", {}).items():
-            target = next((target for target in ours if target in own), "")
-            rules[field_name] = Rule(Use.MAPPED, used_as=target) if target else Rule(Use.REFUSED)
-    return rules | own
-
-
-@cache
-def sections() -> Mapping[str, Any]:
-    """Return the contents of ``fields.toml``."""
-    return tomllib.loads((files("quire.http") / "fields.toml").read_text())
-
-
 def not_allowed(where: str, value: Any, allowed: str, code: str = "invalid_value") -> RequestError:
     """Return the error for a value that is wrong at ``where``; ``allowed`` completes "it must be"."""
     message = f"{where} = {clip(value)} is not allowed: it must be {allowed}."
     return RequestError(message, param=where, code=code)
-
-
-def _unknown(name: str, table: Table, prefix: str) -> RequestError:
-    return RequestError(
-        f"Unknown field {clip(prefix + name)}{nearest(name, table)}. Correct or remove it, or start the server with "
-        "--lenient to have unknown fields ignored.",
-        param=(prefix + name)[:MAX_PARAM_CHARS],
-        code="unknown_parameter",
-    )
-
-
-def _is_neutral(rule: Rule, value: Any) -> bool:
-    # 1 == True in Python but not in JSON.
-    return any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in rule.neutral)
-
-
-def _refusal(name: str, value: Any, rule: Rule) -> RequestError:
-    allowed = " or ".join(["null", *(clip(n) for n in rule.neutral)])
-    hint = f" {rule.hint}" if rule.hint else ""
-    return RequestError(
-        f"{name} = {clip(value)} is not supported here and would change the answer; only {allowed} is accepted.{hint}",
-        param=name,
-        code="unsupported_parameter",
-    )
 
 
 def _type_error(
@@ -273,8 +203,6 @@ def _allowed(annotation: Any) -> str:
     return described or next(filter(None, map(_allowed, get_args(annotation))), "")
 
 
-MIN_CHARS = 5  # of an unknown name that may be a misspelled one
-MAX_EDITS = 2
 MAX_NAMES = 20  # in the header
 MAX_KEPT = 1000  # paths of one request; the cost of the others is a dictionary lookup
 
@@ -312,36 +240,3 @@ class Ignored(list[str]):
         shown = ", ".join([path[:100] for path in paths[:MAX_NAMES]] + more)
         text = "".join(char if " " <= char <= "~" else "?" for char in shown)
         return [(b"x-quire-ignored-fields", text.encode())]
-
-
-def misspelled(name: str, used: Iterable[str]) -> str | None:
-    """Return the used name that ``name`` is one or two edits away from, the nearest one; else None."""
-    if not MIN_CHARS <= len(name) <= 64:
-        return None
-    letters = set(name)
-    near = [
-        (edits(name, other), other)
-        for other in used
-        # An edit changes the length by one at most, and the set of letters by two.
-        if abs(len(name) - len(other)) <= MAX_EDITS
-        and len(letters.symmetric_difference(other)) <= 2 * MAX_EDITS
-    ]
-    num_edits, other = min(near, default=(MAX_EDITS + 1, ""))
-    return other if num_edits <= MAX_EDITS else None
-
-
-def edits(a: str, b: str) -> int:
-    """Return the number of insertions, deletions, replacements and swaps of neighbours that make ``b`` of ``a``.
-
-    This is the optimal string alignment distance (Damerau 1964).
-    """
-    before: list[int] = []
-    last = list(range(len(b) + 1))
-    for i, char in enumerate(a):
-        row = [i + 1]
-        for j, other in enumerate(b):
-            row.append(min(last[j + 1] + 1, row[j] + 1, last[j] + (char != other)))
-            if i and j and char == b[j - 1] and a[i - 1] == other:
-                row[-1] = min(row[-1], before[j - 1] + 1)
-        before, last = last, row
-    return last[-1]

@@ -20,9 +20,11 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import CapacityError, clip
-from quire.http.body import first_data, json_response, send_json
+from quire.http.body import send_json
 from quire.http.call import AnswerName, Call, call_of, put_call
 from quire.http.client import post_local
+from quire.http.events import first_data
+from quire.http.json_page import json_response
 from quire.jobs.disk import within_disk, write_json
 from quire.metrics.log import Log
 from quire.private import private_folder

@@ -23,8 +23,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import Receive, Scope
 
 from quire.errors import RequestError
-from quire.http.body import body_pieces
 from quire.http.limits import CONTENT_TYPE_BYTES, FORM_HEADER_BYTES, FORM_PARTS, too_many
+from quire.http.long_body import body_pieces
 from quire.http.refusals import HttpError, Refusal
 from quire.jobs.disk import removed_on_failure, write_json
 from quire.private import private_folder, written_anew

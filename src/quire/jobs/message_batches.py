@@ -18,8 +18,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from quire.errors import NotFoundError, RequestError, clip
-from quire.http.body import json_response, read_bytes
+from quire.http.body import read_bytes
 from quire.http.call import call_of
+from quire.http.json_page import json_response
 from quire.http.wire import Ignored, Wire, not_allowed, parse
 from quire.jobs.disk import within_disk
 from quire.jobs.runner import MESSAGES, OPEN, BatchRunner, check_lines

@@ -19,9 +19,11 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
-from quire.http.body import json_response, page_of, read_json
+from quire.http.body import read_json
 from quire.http.call import call_of
-from quire.http.edge import Extension, Work, new_id
+from quire.http.edge import new_id
+from quire.http.extension import Extension, Work
+from quire.http.json_page import json_response, page_of
 from quire.http.wire import Body, Ignored, Integer, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.disk import within_disk

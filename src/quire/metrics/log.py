@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from functools import partial
 from typing import IO, Any, Literal
 
 LogStyle = Literal["human", "json"]
@@ -21,10 +22,12 @@ _NEEDS_QUOTES = set(' "=\\')
 class Log:
     """A named logger; a line is an event and its fields: ``log.info("ready", url=url)``."""
 
-    __slots__ = ("_logger",)
+    __slots__ = ("_logger", "is_debugging")
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(f"{_ROOT}.{name}")
+        # Whether DEBUG lines are written. Lets a hot path skip building the fields.
+        self.is_debugging = partial(self._logger.isEnabledFor, logging.DEBUG)
 
     def debug(self, event: str, **fields: Any) -> None:
         self._emit(logging.DEBUG, event, fields)
@@ -41,11 +44,6 @@ class Log:
     def exception(self, event: str, **fields: Any) -> None:
         """Like `error`, with the traceback of the exception being handled."""
         self._logger.error(event, exc_info=True, extra={"fields": fields})
-
-    @property
-    def debugging(self) -> bool:
-        """Whether DEBUG lines are written. Lets a hot path skip building the fields."""
-        return self._logger.isEnabledFor(logging.DEBUG)
 
     def _emit(self, level: int, event: str, fields: dict[str, Any]) -> None:
         if self._logger.isEnabledFor(level):

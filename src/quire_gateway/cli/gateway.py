@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.args import ServerArgs, make_args
-from quire.http.edge import Extension
+from quire.http.extension import Extension
 from quire.jobs.routes import JobSettings, jobs_of
 from quire.metrics.log import configure
 from quire_gateway.config import GatewayArgs

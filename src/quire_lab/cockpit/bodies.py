@@ -8,7 +8,8 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import RequestError
-from quire.http.body import Disconnected, body_pieces, header, send_json
+from quire.http.body import Disconnected, header, send_json
+from quire.http.long_body import body_pieces
 from quire.http.refusals import HttpError, refusal_of
 
 MAX_BODY_BYTES = 1 << 20

@@ -1,0 +1,1 @@
+"""llama.cpp's and TGI's own forms of a text completion."""

@@ -1,0 +1,291 @@
+"""Endpoints that sample nothing: ``/v1/embeddings``, ``/v1/rerank`` and ``/v1/score`` (`quire.engine.pooling`)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from quire.api.fields import RequestFields
+from quire.api.job import Answer, Head, Job, Usage, common_fields, new_head
+from quire.api.state import ApiState
+from quire.api.text_prompts import parse_prompts
+from quire.engine.output import OutputChunk
+from quire.engine.pooling import (
+    NOTHING_SAMPLED,
+    ScoringPrompt,
+    embedding,
+    likelihood,
+    scoring_prompts,
+    yes_no,
+)
+from quire.engine.prompts import too_long
+from quire.errors import RequestError
+from quire.http.call import Call
+from quire.http.wire import Boolean, Integer, Text, User, Wire, not_allowed, parse
+from quire.request import Pooling
+
+_encode = msgspec.json.Encoder().encode
+_PAIRS_AT_ONCE = 16
+MAX_INPUTS = 2048  # OpenAI's
+Pair = tuple[str, str]  # query, document
+# Scores in the order of the pairs → the answer's own fields.
+Written = Callable[[Sequence[float]], dict[str, Any]]
+
+
+class PoolingFields(RequestFields):
+    """Fields of requests that sample nothing."""
+
+    user: User = ""
+
+
+class EmbeddingRequest(PoolingFields):
+    """Body of ``/v1/embeddings``. ``input`` is checked by `parse_prompts`."""
+
+    input: Any = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Integer | None = None
+    pooling: Literal["last", "mean"] = "last"
+    normalize: Boolean = True
+    truncate_prompt_tokens: Integer | None = None
+    add_special_tokens: Boolean = True
+
+
+async def embeddings_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a request for embeddings.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(EmbeddingRequest, body, ignored=ignored)
+    head = new_head(state, call, "embd-", request.model)
+    special = request.add_special_tokens
+    prompts = await parse_prompts(state, request.input, "input", add_special_tokens=special)
+    _check_count("input", len(prompts))
+    _check_at_least_1("dimensions", request.dimensions)
+    return Job(
+        prompts,
+        NOTHING_SAMPLED,
+        WholeAnswer(head, partial(_write, request)),
+        pooling=Pooling(request.pooling),
+        prompt_param="input",
+        **common_fields(request, call, ignored),
+    )
+
+
+def _check_at_least_1(param: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise not_allowed(param, value, "an integer ≥ 1, or null")
+
+
+def _check_count(param: str, count: int) -> None:
+    """Reject more inputs than one request may have."""
+    if count > MAX_INPUTS:
+        raise RequestError(
+            f"{param} has {count} elements: at most {MAX_INPUTS} are allowed in one request.", param=param
+        )
+
+
+def _write(request: EmbeddingRequest, chunks: Sequence[OutputChunk], usage: Usage) -> dict[str, Any]:
+    data = [
+        {"object": "embedding", "index": index, "embedding": _vector(request, chunk)}
+        for index, chunk in enumerate(chunks)
+    ]
+    return {"data": data}
+
+
+def _vector(request: EmbeddingRequest, chunk: OutputChunk) -> list[float] | str:
+    assert chunk.pooled is not None
+    vector = embedding(chunk.pooled, dimensions=request.dimensions, normalize=request.normalize)
+    if request.encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return list(vector.tolist())
+
+
+class _Scores:
+    """What is needed to read scores out of the results of a request's prompts."""
+
+    def __init__(self, written: Written) -> None:
+        self.num_query_tokens: list[int] = []  # of each pair, for likelihoods
+        self.num_truncated = 0
+        self._written = written
+
+    def write(self, chunks: Sequence[OutputChunk], usage: Usage) -> dict[str, Any]:
+        usage.truncated_tokens += self.num_truncated
+        return self._written([self._score(i, chunk) for i, chunk in enumerate(chunks)])
+
+    def _score(self, index: int, chunk: OutputChunk) -> float:
+        if chunk.pooled is not None:
+            return yes_no(chunk.pooled)
+        assert chunk.prompt_logprobs is not None
+        of_query = chunk.prompt_logprobs[-self.num_query_tokens[index] :]
+        return likelihood([entry.logprob for entry in of_query if entry is not None])
+
+
+class ScoringFields(PoolingFields):
+    """Fields of both scoring endpoints."""
+
+    scoring: Literal["likelihood", "yes_no"] = "likelihood"
+    instruction: Text | None = None
+    max_tokens_per_doc: Integer | None = None
+
+
+class RerankRequest(ScoringFields):
+    """Body of ``/v1/rerank``."""
+
+    query: Text
+    documents: Annotated[list[Any], Field(description="a list of at least one document", min_length=1)]
+    top_n: Integer | None = None
+    return_documents: Boolean = True
+
+
+class ScoreRequest(ScoringFields):
+    """Body of ``/v1/score``: one query and one or many documents, or as many of each."""
+
+    text_1: Annotated[str | list[str], Field(description="a string or a list of strings")]
+    text_2: Annotated[str | list[str], Field(description="a string or a list of strings")]
+
+
+class Document(Wire):
+    """A document of a rerank request that is an object."""
+
+    text: Text
+
+
+async def rerank_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a rerank request (Jina's, Cohere's, vLLM's) and make its prompts.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(RerankRequest, body, ignored=ignored)
+    _check_count("documents", len(request.documents))
+    _check_at_least_1("top_n", request.top_n)
+    documents = [_document(item, i, ignored) for i, item in enumerate(request.documents)]
+    _check_texts("query", [request.query])
+    written = partial(_ranking, documents if request.return_documents else None, request.top_n)
+    return await _job(state, call, request, [(request.query, d) for d in documents], "rerank-", written)
+
+
+async def score_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of a score request (vLLM's) and make its prompts.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    request = parse(ScoreRequest, body, ignored=ignored)
+    queries = [request.text_1] if isinstance(request.text_1, str) else request.text_1
+    documents = [request.text_2] if isinstance(request.text_2, str) else request.text_2
+    for param, texts in (("text_1", queries), ("text_2", documents)):
+        _check_count(param, len(texts))
+        _check_texts(param, texts)
+    if len(queries) not in (1, len(documents)):
+        raise RequestError(
+            f"text_1 has {len(queries)} elements and text_2 has {len(documents)}: send one text_1, or as many of each.",
+            param="text_1",
+        )
+    queries = queries * len(documents) if len(queries) == 1 else queries
+    return await _job(state, call, request, list(zip(queries, documents, strict=True)), "score-", _score_list)
+
+
+def _document(item: Any, index: int, ignored: list[str] | None) -> str:
+    if isinstance(item, str):
+        text = item
+    elif isinstance(item, dict):
+        prefix = f"documents[{index}]."
+        text = parse(Document, item, prefix=prefix, ignored=ignored).text
+    else:
+        raise not_allowed(f"documents[{index}]", item, "a string, or an object with a text", "invalid_type")
+    _check_texts(f"documents[{index}]", [text])
+    return text
+
+
+def _check_texts(param: str, texts: Sequence[str]) -> None:
+    if not texts or not all(texts):
+        raise RequestError(f"{param} is empty: send at least one character in each text.", param=param)
+
+
+async def _job(
+    state: ApiState,
+    call: Call,
+    request: ScoringFields,
+    pairs: Sequence[Pair],
+    id_prefix: str,
+    written: Written,
+) -> Job:
+    frontend, found = state.frontend, _Scores(written)
+    head = new_head(state, call, id_prefix, request.model)
+    limit = request.max_tokens_per_doc
+    _check_at_least_1("max_tokens_per_doc", limit)
+    if limit is not None:
+        pairs = [(query, await _cut(state, document, limit, found)) for query, document in pairs]
+    param = "documents" if isinstance(request, RerankRequest) else "text_2"
+    _check_fit(state, pairs, param)
+    render = frontend.prompts.render if frontend.chat_template.names else None
+    prompts: list[ScoringPrompt] = []
+    for start in range(0, len(pairs), _PAIRS_AT_ONCE):  # a client that left ends the work after each piece
+        arguments = (request.scoring, request.instruction, frontend.tokenizer, render)
+        some = pairs[start : start + _PAIRS_AT_ONCE]
+        prompts += await asyncio.to_thread(scoring_prompts, some, *arguments)
+    found.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
+    return Job(
+        [prompt.token_ids for prompt in prompts],
+        prompts[0].sampling,
+        WholeAnswer(head, found.write),
+        pooling=prompts[0].pooling,
+        prompt_param=param,
+        **common_fields(request, call, None),
+    )
+
+
+def _check_fit(state: ApiState, pairs: Sequence[Pair], param: str) -> None:
+    """Reject a pair that the context cannot hold, before any is tokenized."""
+    most = state.model.max_model_len
+    for query, document in pairs:
+        least = state.frontend.tokenizer.min_tokens(len(query) + len(document))
+        if least > most:
+            error = too_long(f"at least {least}", most)
+            raise RequestError(str(error), param=param, code=error.code)
+
+
+async def _cut(state: ApiState, document: str, limit: int, found: _Scores) -> str:
+    """Return the first ``limit`` tokens of a document; the usage counts the others."""
+    ids = await state.frontend.prompts.tokenize(document, add_special_tokens=False)
+    if len(ids) <= limit:
+        return document
+    found.num_truncated += len(ids) - limit
+    return state.frontend.tokenizer.decode(ids[:limit], skip_special_tokens=False)
+
+
+def _score_list(scores: Sequence[float]) -> dict[str, Any]:
+    """vLLM's form: a list in the order of the pairs."""
+    return {"data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]}
+
+
+def _ranking(documents: Sequence[str] | None, top_n: int | None, scores: Sequence[float]) -> dict[str, Any]:
+    """Jina's and Cohere's form: results from best to worst, ties in the order of the documents."""
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_n]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+    if documents is not None:
+        for result in results:
+            result["document"] = {"text": documents[result["index"]]}
+    return {"results": results}
+
+
+class WholeAnswer(Answer):
+    """An answer that is never streamed: the head, the fields that ``write(chunks, usage)`` returns, and the usage."""
+
+    def __init__(self, head: Head, write: Callable[[Sequence[OutputChunk], Usage], dict[str, Any]]) -> None:
+        self.head = head
+        self._write = write
+
+    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+        written = self._write(chunks, usage)
+        counts = usage.to_json()
+        del counts["completion_tokens"]
+        return _encode({**self.head.to_json("list"), **written, "usage": counts})

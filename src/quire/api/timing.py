@@ -1,0 +1,71 @@
+"""What is told of a request's phases: the ``timing`` block of an answer, and spans for a tracer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.api.job import Job
+from quire.engine.stream import RequestStream
+from quire.http.call import Call
+from quire.metrics.engine_stats import EngineStats
+from quire.metrics.trace import RequestPhases, RequestTracer
+
+
+def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float, stats: EngineStats) -> Any:
+    """Return the ``timing`` block of an answer that has ended: one object, or a list of one per prompt."""
+    blocks = [_timing(stream, determinism, total_s) | _speculation(stats) for stream in streams]
+    return blocks[0] if len(blocks) == 1 else blocks
+
+
+def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str, Any]:
+    output, timing = stream.output, stream.output.timing
+    has_token = timing.ttft_s > 0.0
+    return {
+        "queued_ms": _ms(timing.queued_s),
+        "prefill_ms": _ms(timing.ttft_s - timing.queued_s) if has_token else None,
+        "first_token_ms": _ms(timing.ttft_s) if has_token else None,
+        "total_ms": _ms(total_s),
+        "prompt_tokens": len(stream.prompt_token_ids),
+        "cached_tokens": timing.num_cached_tokens,
+        "cache_miss": timing.cache_miss or None,
+        "completion_tokens": output.num_output_tokens,
+        "preemptions": output.num_preemptions,
+        "chunks": output.num_chunks,
+        "steps": output.num_steps,
+        "accepted_drafts": output.num_accepted,
+        "engine_s": round(output.engine_s, 6),
+        "kv_block_s": round(output.kv_block_s, 6),
+        "seed": stream.seed,
+        "determinism": determinism,
+    }
+
+
+def _speculation(stats: EngineStats) -> dict[str, Any]:
+    """Return what the engine's control of drafts has chosen at the end of the answer; nothing without speculation."""
+    if not stats.accepted_at:
+        return {}
+    measured = round(stats.measured_draft_gain, 3) or None
+    gains = {"predicted_gain": round(stats.draft_gain, 3), "measured_gain": measured}
+    return {"speculation": {"drafts": stats.num_chosen_drafts, **gains}}
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def spans_of(
+    tracer: RequestTracer, trace: Mapping[str, str], job: Job, call: Call, stream: RequestStream
+) -> Callable[[RequestPhases], None]:
+    """Return the function that makes the spans of a prompt when it ends. ``trace``: the headers of the client's."""
+    sampling = job.sampling
+    attributes = {
+        "gen_ai.request.id": stream.request_id,
+        "gen_ai.response.model": job.answer.head.model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.n": sampling.n,
+        "http.request_id": call.request_id,
+    }
+    return tracer.follow(trace, attributes)
