@@ -61,12 +61,13 @@ void bind_quantized(nb::module_& m) {
   m.def(
       "quantize_rows",
       [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t x_stride, int64_t rows, int64_t k,
-         uintptr_t q, int64_t stride, uintptr_t scale, uintptr_t sums, int64_t group, int64_t rotation) {
+         uintptr_t q, int64_t stride, uintptr_t scale, uintptr_t sums, int64_t group, int64_t rotation,
+         int64_t block) {
         const QuantizeArgs args{at<void>(x), {at<int8_t>(q), at<float>(scale), at<int32_t>(sums), stride},
-                                rows,        k, x_stride, {group, rotation}, type_of(bf16)};
+                                rows,        k, x_stride, {group, rotation, block}, type_of(bf16)};
         submit(num_threads, args, {&QuantizeArgs::rows}, kernels_named(isa).quantize);
       },
-      "Rows, rotated or not, to int8 with a scale and the sums of their groups.", nb::call_guard<nb::gil_scoped_release>());
+      "Rows, rotated or not, to int8 with the scales of their blocks and the sums of their parts.", nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "quantized_linear",
       [](int num_threads, const std::string& isa, int bits, int64_t group, bool has_offset, uintptr_t q, int64_t stride,

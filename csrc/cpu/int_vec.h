@@ -5,6 +5,7 @@
 //   load_ints, store_ints   kLanes integers of 32 bits
 //   kCodesZero        what `Codes` hold for an int8 weight of 0: 128, or 0 where loading them makes them signed
 //   dot(acc, w, x)    acc[i] += w[4i] * x[0] + ... + w[4i+3] * x[3]
+//   bits_as_float     the bits of integers as fp32
 //   fused(a, b, c)    a * b + c with one rounding (isa.h's fma has two at the scalar level)
 //   store_rounded     kLanes floats within +-127 as int8, ties to even; or four vectors of them in a row
 //   add_quads(acc, p) acc[i] += p[4i] + ... + p[4i+3]
@@ -168,6 +169,7 @@ inline Quad broadcast_quad(const int8_t* x) {
   return quad_of(_mm512_set1_epi32(four));
 }
 inline Vec to_float(IVec v) { return _mm512_cvtepi32_ps(v); }
+inline Vec bits_as_float(IVec v) { return _mm512_castsi512_ps(v); }
 inline Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 inline void store_rounded(int8_t* p, Vec v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
@@ -274,6 +276,7 @@ inline Quad broadcast_quad(const int8_t* x) {
   return quad_of(_mm256_set1_epi32(four));
 }
 inline Vec to_float(IVec v) { return _mm256_cvtepi32_ps(v); }
+inline Vec bits_as_float(IVec v) { return _mm256_castsi256_ps(v); }
 inline Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 inline void store_rounded(int8_t* p, Vec v) {
   const __m256i i = _mm256_cvtps_epi32(v);
@@ -376,6 +379,11 @@ inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) {
   return acc;
 }
 inline Vec to_float(IVec v) { return each([&](int i) { return float(v.i[i]); }); }
+inline Vec bits_as_float(IVec v) {
+  Vec f;
+  std::memcpy(&f, &v, sizeof(f));
+  return f;
+}
 inline Vec fused(Vec a, Vec b, Vec c) {
   return each([&](int i) { return float(double(a.f[i]) * double(b.f[i]) + double(c.f[i])); });
 }

@@ -42,6 +42,7 @@ inline Quad broadcast_quad(const int8_t* x) {
   return {vreinterpretq_s8_s32(vdupq_n_s32(four))};
 }
 inline Vec to_float(IVec v) { return vcvtq_f32_s32(v); }
+inline Vec bits_as_float(IVec v) { return vreinterpretq_f32_s32(v); }
 inline Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 inline int16x8_t rounded(Vec a, Vec b) {
   return vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(a)), vqmovn_s32(vcvtnq_s32_f32(b)));

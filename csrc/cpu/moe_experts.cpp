@@ -38,16 +38,16 @@ struct Layout {
     order = take(pairs * 8);
     places = take(pairs * 8);
     if (a.up_format.bits != 0) {
-      const int64_t groups = a.up_format.groups(a.hidden);
-      all_q = take(rows * a.up_stride), all_scale = take(rows * 4), all_sums = take(rows * groups * 4);
-      in_q = take(rows * a.up_stride), in_scale = take(rows * 4), in_sums = take(rows * groups * 4);
+      const int64_t blocks = a.up_format.rows().blocks(a.hidden), parts = a.up_format.rows().parts(a.hidden);
+      all_q = take(rows * a.up_stride), all_scale = take(rows * blocks * 4), all_sums = take(rows * parts * 4);
+      in_q = take(rows * a.up_stride), in_scale = take(rows * blocks * 4), in_sums = take(rows * parts * 4);
     } else {
       in = take(rows * a.hidden * size);
     }
     gate_up = take(rows * 2 * a.inter * size);
     if (a.down_format.bits != 0) {
-      const int64_t groups = a.down_format.groups(a.inter);
-      act_q = take(rows * a.down_stride), act_scale = take(rows * 4), act_sums = take(rows * groups * 4);
+      const int64_t blocks = a.down_format.rows().blocks(a.inter), parts = a.down_format.rows().parts(a.inter);
+      act_q = take(rows * a.down_stride), act_scale = take(rows * blocks * 4), act_sums = take(rows * parts * 4);
     } else {
       act = take(rows * a.inter * size);
     }
@@ -85,7 +85,7 @@ class Experts {
     sort_pairs();
     if (a_.up_format.bits != 0) {
       a_.quantized->quantize({a_.x, rows_at(at_.all_q, at_.all_scale, at_.all_sums, a_.up_stride), a_.tokens, a_.hidden,
-                              a_.x_stride, {a_.up_format.group, a_.up_rotation}, a_.type},
+                              a_.x_stride, a_.up_format.rows(a_.up_rotation), a_.type},
                              pool_);
     }
     const int64_t* starts = at<int64_t>(at_.starts);
@@ -169,12 +169,12 @@ class Experts {
       });
       return;
     }
-    const int64_t groups = a_.up_format.groups(a_.hidden);
+    const int64_t blocks = a_.up_format.rows().blocks(a_.hidden), parts = a_.up_format.rows().parts(a_.hidden);
     over_rows(count, a_.up_stride, pool_, [&](int64_t i) {
       const int64_t token = order[i] / a_.top_k;
       std::memcpy(at<char>(at_.in_q) + i * a_.up_stride, at<char>(at_.all_q) + token * a_.up_stride, a_.up_stride);
-      at<float>(at_.in_scale)[i] = at<float>(at_.all_scale)[token];
-      std::memcpy(at<int32_t>(at_.in_sums) + i * groups, at<int32_t>(at_.all_sums) + token * groups, groups * 4);
+      std::memcpy(at<float>(at_.in_scale) + i * blocks, at<float>(at_.all_scale) + token * blocks, blocks * 4);
+      std::memcpy(at<int32_t>(at_.in_sums) + i * parts, at<int32_t>(at_.all_sums) + token * parts, parts * 4);
     });
   }
 
@@ -196,7 +196,7 @@ class Experts {
       args.y = at<char>(at_.act);
     } else {
       args.rows = rows_at(at_.act_q, at_.act_scale, at_.act_sums, a_.down_stride);
-      args.format = {a_.down_format.group, a_.down_rotation};
+      args.format = a_.down_format.rows(a_.down_rotation);
     }
     a_.gated->gated(args, pool_);
   }

@@ -2,9 +2,10 @@
 // The rows of a tile then share cache lines, and not, as those of 4096 bytes do, one set of the L1 cache.
 //
 //     one scale per column   { [rows] int32, [K/4][rows] quads }
-//     groups                 [K/G] { [rows] int32 (, [rows] fp32), [G/4][rows] quads }
+//     groups, P: their parts [K/P] { [rows] int32, [rows] fp32, [rows] fp32 (, [rows] fp32), [P/4][rows] quads }
 //
-// The integers are what the sums of a row start from, the floats what its offsets are multiplied with.
+// The integers are what the sums of a row start from; the floats its scales, what takes the start from the product with
+// them, and what its offsets are multiplied with.
 //
 //   kQuadBytes          of four inputs of a row in tiles of Codes; those of Nibbles take bytes as they came
 //   put_quad(x, to)     lays them out

@@ -12,8 +12,12 @@
 //                           w = scale * m * (q + m mod 2). A product needs them before the codes, and only a stream
 //                           that is read in the order of its addresses is fetched ahead by a core
 // K is padded to whole groups (quads); the activations are zero there.
+//
+// With groups of weights, activations have a scale per block of inputs. A part, the smaller of group and block, is what
+// is summed in integers.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/levels.h"
@@ -26,7 +30,21 @@ constexpr int64_t kTwoLevelGroup = 16;  // inputs of an integer multiplier (quir
 constexpr int64_t kTwoLevelBlock = 64;  // inputs that lie together: as many as a tile has
 constexpr int64_t kTwoLevelHead = kTwoLevelBlock / kTwoLevelGroup * kPanel / 2;  // bytes of a block's multipliers
 
+constexpr int64_t kMinBlock = 32, kMaxBlock = 64;  // inputs of an activation's scale (quire/weight_format.py)
+
 inline int64_t num_groups(int64_t k, int64_t group) { return group == 0 ? 1 : (k + group - 1) / group; }
+
+// How rows are rounded (quire/weight_format.py).
+struct RowFormat {
+  int64_t group;     // inputs of a group of the weight; 0: the whole row
+  int64_t rotation;  // inputs that are rotated together first: 64, 32 or 16, or 0
+  int64_t block;     // inputs that share a scale; 0: the whole row
+
+  int64_t part() const { return block == 0 ? group : std::min(group, block); }
+  int64_t padded(int64_t k) const { return group == 0 ? k : num_groups(k, group) * group; }
+  int64_t blocks(int64_t k) const { return num_groups(padded(k), block); }
+  int64_t parts(int64_t k) const { return num_groups(padded(k), part()); }
+};
 
 struct QuantizedFormat {
   int bits;       // 8 or 4
@@ -35,6 +53,9 @@ struct QuantizedFormat {
 
   bool two_level() const { return bits == 4 && group == kTwoLevelGroup; }
   int64_t groups(int64_t k) const { return num_groups(k, group); }
+  RowFormat rows(int64_t rotation = 0) const {
+    return {group, rotation, group == 0 || two_level() ? 0 : std::clamp(group, kMinBlock, kMaxBlock)};
+  }
   // A block is a group's codes, scales and offsets of one panel; without groups it is the panel, of two levels four
   // groups.
   int64_t block_inputs(int64_t k) const {
@@ -53,15 +74,9 @@ struct QuantizedFormat {
 // Rows of kernels/quantized_rows.py.
 struct QuantizedRows {
   int8_t* q;      // [rows, stride]
-  float* scale;   // [rows]
-  int32_t* sums;  // [rows, groups]
+  float* scale;   // [rows, blocks]
+  int32_t* sums;  // [rows, parts]
   int64_t stride;
-};
-
-// How rows are rounded (quire/weight_format.py): inputs of a group of the weight, 0: the whole row; inputs of a block
-// that is rotated first, 64, 32 or 16, or 0.
-struct RowFormat {
-  int64_t group, rotation;
 };
 
 struct QuantizedLinearArgs {

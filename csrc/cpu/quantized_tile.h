@@ -24,6 +24,11 @@ inline void prefetch(const Place& at, int64_t line) {
   if (line < at.next_lines) __builtin_prefetch(at.next + line * 64, 0, 2);
 }
 
+// What a row's sums are still to be multiplied with: 1 where every block of it has a scale.
+inline Vec row_scale(const QuantizedLinearArgs& a, int64_t row) {
+  return broadcast(a.format.rows().block == 0 ? a.x.scale[row] : 1.0f);
+}
+
 // t * s_x (+ bias) of the first factor t; column of the first of the n results of it that exist.
 inline Vec result(const QuantizedLinearArgs& a, Vec t, Vec x_scale, int64_t column, int n) {
   return a.bias == nullptr ? mul(t, x_scale) : fused(t, x_scale, load_some(a.bias + column, n));
@@ -33,7 +38,7 @@ inline Vec result(const QuantizedLinearArgs& a, Vec t, Vec x_scale, int64_t colu
 inline void write(const QuantizedLinearArgs& a, int64_t row, int64_t column, Vec t) {
   const int n = static_cast<int>(std::min<int64_t>(kLanes, a.n - column));
   if (n <= 0) return;
-  const Vec y = result(a, t, broadcast(a.x.scale[row]), column, n);
+  const Vec y = result(a, t, row_scale(a, row), column, n);
   if (a.y_type == Type::f32) {
     store_some(static_cast<float*>(a.y) + row * a.y_stride + column, y, n);
   } else {
@@ -60,7 +65,7 @@ inline void write_tile(const QuantizedLinearArgs& a, const Place& at, const F& t
   const auto rows_to = [&](auto* y) {
     y += at.row * a.y_stride + at.column;
     for (int r = 0; r < R; ++r, y += a.y_stride) {
-      const Vec x_scale = broadcast(a.x.scale[at.row + r]);
+      const Vec x_scale = row_scale(a, at.row + r);
       const auto whole = [&](int v) { return result(a, t(r, v), x_scale, at.column + v * kLanes, kLanes); };
       UNROLL for (int v = 0; v < V; v += 2) store_pair(y + v * kLanes, whole(v), whole(v + 1));
     }

@@ -29,7 +29,7 @@ def quantize_weights(
 ) -> None: ...  # fmt: skip
 def quantize_rows(
     num_threads: int, isa: str, bf16: bool, x: int, x_stride: int, rows: int, k: int, q: int, stride: int,
-    scale: int, sums: int, group: int, rotation: int, /,
+    scale: int, sums: int, group: int, rotation: int, block: int, /,
 ) -> None: ...  # fmt: skip
 def quantized_linear(
     num_threads: int, isa: str, bits: int, group: int, has_offset: bool, q: int, stride: int, x_scale: int,
@@ -43,11 +43,11 @@ def take_quantized_rows(
 def rms_norm(
     num_threads: int, isa: str, bf16: bool, x: int, token_stride: int, head_stride: int, residual: int,
     residual_stride: int, weight: int, weight_stride: int, eps: float, y: int, sum: int, tokens: int,
-    heads: int, size: int, q: int, q_stride: int, scale: int, sums: int, group: int, rotation: int, /,
+    heads: int, size: int, q: int, q_stride: int, scale: int, sums: int, group: int, rotation: int, block: int, /,
 ) -> None: ...  # fmt: skip
 def gated(
     num_threads: int, isa: str, bf16: bool, gate: int, gate_up: int, stride: int, y: int, tokens: int,
-    size: int, q: int, q_stride: int, scale: int, sums: int, group: int, rotation: int, /,
+    size: int, q: int, q_stride: int, scale: int, sums: int, group: int, rotation: int, block: int, /,
 ) -> None: ...  # fmt: skip
 def rope(
     num_threads: int, isa: str, bf16: bool, interleaved: bool, x: int, token_stride: int, head_stride: int,

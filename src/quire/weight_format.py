@@ -36,10 +36,11 @@ ROW_SCALE_BYTES, GROUP_SCALE_BYTES = 4, 2
 
 
 class RowFormat(NamedTuple):
-    """How the rows that multiply a quantized matrix are rounded: its ``group`` and ``rotation``."""
+    """How the rows that multiply a quantized matrix are rounded. ``block``: inputs that share a scale; None: all."""
 
     group: int | None = None
     rotation: int | None = None
+    block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,10 @@ class WeightFormat:
 
     @property
     def rows(self) -> RowFormat:
-        """The format of the rows that multiply it."""
-        return RowFormat(self.group, self.rotation)
+        """The format of the rows that multiply it. Where it has groups they have scales per 32 or 64 inputs."""
+        if self.group is None or self.two_level or self.kind == "fp8":
+            return RowFormat(self.group, self.rotation)
+        return RowFormat(self.group, self.rotation, min(max(self.group, 32), 64))
 
     def num_bytes(self, out_features: int, in_features: int, dtype_bytes: int) -> int:
         """Return the bytes of a matrix: integers, scales and offsets, or numbers of ``dtype_bytes``."""

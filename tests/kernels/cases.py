@@ -149,9 +149,10 @@ FORMATS: tuple[WeightFormat, ...] = (
 
 
 def row_formats(size: int) -> list[RowFormat]:
-    """Formats of rows of ``size`` inputs: without and with groups, and in every block that divides them."""
-    blocks = [None, *(block for block in ROTATIONS if size % block == 0)]
-    return [RowFormat(group, block) for group in (None, 16, 64) for block in blocks]
+    """Formats of rows of ``size`` inputs: without and with groups, and with every rotation that divides them."""
+    rotations = [None, *(rotation for rotation in ROTATIONS if size % rotation == 0)]
+    scales = ((None, None), (16, None), (16, 32), (32, 32), (128, 64))
+    return [RowFormat(group, rotation, block) for group, block in scales for rotation in rotations]
 
 
 ROWS: tuple[RowCase, ...] = (

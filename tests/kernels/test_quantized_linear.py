@@ -97,7 +97,8 @@ def test_against_fp64(
     packed, weight, bias = make(case, format, dtype, backend)
     x = rows_of(case.num_tokens, case.in_features, dtype)
     rows = quantize_rows(x, format.rows)
-    oracle = rows.q[:, : case.in_features].double() * rows.scale.double().unsqueeze(1)
+    scale = rows.scale.double().repeat_interleave(format.rows.block or case.in_features, 1)
+    oracle = (rows.q.double()[:, : case.in_features]) * scale[:, : case.in_features]
     offset = None if weight.offset is None else weight.offset.double()
     repeats = scale_group(format) or case.in_features
     w = weight.integers.double() * weight.scale.double().repeat_interleave(repeats, 1)[:, : case.in_features]
@@ -141,10 +142,10 @@ def test_rows_beyond_one_pass(format: WeightFormat, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("group", [None, 16, 32, 64, 128])
+@pytest.mark.parametrize("format", sorted({each.rows for each in cases.FORMATS}, key=str), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 @pytest.mark.parametrize("size", [1, 13, 64, 131, 512, 1100])
-def test_rows_are_quantized_alike(size: int, dtype: torch.dtype, group: int | None, backend: Backend) -> None:
+def test_rows_are_quantized_alike(size: int, dtype: torch.dtype, format: RowFormat, backend: Backend) -> None:
     x = rows_of(37, size, dtype)
     x[3] = 0
     x[4] *= 1e-35
@@ -152,10 +153,10 @@ def test_rows_are_quantized_alike(size: int, dtype: torch.dtype, group: int | No
     x[8] = torch.arange(size) % 255 - 127  # integers and halves
     x[9] = (torch.arange(size) % 509 - 254) / 2
     x = torch.cat([x, x], 1)[:, :size]  # rows apart
-    expected = quantize_rows(x, RowFormat(group))
+    expected = quantize_rows(x, format)
     for count in (1, 2):
         with threads(count):
-            rows = quantize_rows(x, RowFormat(group), backend=backend)
+            rows = quantize_rows(x, format, backend=backend)
         assert torch.equal(rows.q, expected.q), SEED
         assert torch.equal(rows.sums, expected.sums), SEED
         assert torch.equal(rows.scale.view(torch.int32) == 0, expected.scale.view(torch.int32) == 0)

@@ -77,7 +77,7 @@ def test_an_outlier_costs_its_neighbours_less(block: int) -> None:
 
     def error_of(rotation: int | None) -> float:
         rows = quantize_rows(x, RowFormat(rotation=rotation))
-        held = rows.q[:, :256].float() * rows.scale.unsqueeze(1)
+        held = rows.q[:, :256].float() * rows.scale
         return float((held - rotate_rows(x, rotation)).square().sum())
 
     assert error_of(block) < 4 / block * error_of(None), SEED

@@ -11,7 +11,9 @@ from tests.kernels.arm.recorder import LEVEL, THREADS, Case, Place
 from torch import Tensor
 
 from quire import _native
+from quire.kernels.quantized_rows import num_blocks, num_parts
 from quire.kernels.sampling import COLUMNS, LOGPROBS, MIN_P, RANDOM, TRUNCATED
+from quire.weight_format import RowFormat, WeightFormat
 
 BF16, F32 = torch.bfloat16, torch.float32
 CLOSE = {BF16: 2**-7, F32: 2e-6}  # relative: one rounding to the type, or a few of fp32
@@ -79,6 +81,8 @@ FORMATS = [
     (4, 64, True, 0),
     (4, 16, False, 0),
     (4, 16, False, 64),
+    (8, 16, True, 0),
+    (4, 128, True, 0),
 ]
 
 
@@ -105,14 +109,15 @@ def quantized_weight(
 
 
 def quantized_rows(
-    case: Case, x: Place, rows: int, k: int, group: int, rotation: int, dtype: torch.dtype
+    case: Case, x: Place, rows: int, k: int, format: RowFormat, dtype: torch.dtype
 ) -> tuple[Place, ...]:
-    stride, groups = -(-k // 64) * 64, -(-k // group) if group else 1
-    q, scale = case.zeros(rows, stride, dtype=torch.int8), case.zeros(rows)
-    sums = case.zeros(rows, groups, dtype=torch.int32)
+    stride = -(-k // 64) * 64
+    q, scale = case.zeros(rows, stride, dtype=torch.int8), case.zeros(rows, num_blocks(k, format))
+    sums = case.zeros(rows, num_parts(k, format), dtype=torch.int32)
+    words = (each or 0 for each in format)
     case.call(
-        "quantize_rows", THREADS, LEVEL, dtype is BF16, x, k, rows, k, q, stride, scale, sums, group, rotation
-    )
+        "quantize_rows", THREADS, LEVEL, dtype is BF16, x, k, rows, k, q, stride, scale, sums, *words
+    )  # fmt: skip
     return q, scale, sums
 
 
@@ -126,16 +131,20 @@ def quantized() -> Iterator[Case]:
         case = Case(f"{name}, {rows} x {n} x {k}")
         dtype = BF16 if rows % 2 else F32
         x = case.buffer(random(rows, k, dtype=dtype))
-        q, scale, sums = quantized_rows(case, x, rows, k, group, rotation, dtype)
+        format = WeightFormat(
+            "int8" if bits == 8 else "int4", group or None, has_offset, rotation or None
+        ).rows
+        q, scale, sums = quantized_rows(case, x, rows, k, format, dtype)
         packed, columns, offsets = quantized_weight(case, bits, group, has_offset, n, k)
         bias: Place | int = case.buffer(random(n)) if rows % 2 else 0
         y, alone = case.zeros(rows, n, dtype=dtype), case.zeros(rows, n, dtype=dtype)
-        stride, groups = q.tensor.shape[1], sums.tensor.shape[1]
+        stride, blocks, parts = (each.tensor.shape[1] for each in (q, scale, sums))
 
         def call(rows: int, row: int, y: Place) -> None:
             case.call(  # noqa: B023
                 "quantized_linear", THREADS, LEVEL, bits, group, has_offset, q.at(row * stride), stride,  # noqa: B023
-                scale.at(row), sums.at(row * groups), packed, columns, offsets, bias, dtype is BF16, y, n, rows, n, k,  # noqa: B023
+                scale.at(row * blocks), sums.at(row * parts), packed, columns, offsets, bias, dtype is BF16, y, n,  # noqa: B023
+                rows, n, k,  # noqa: B023
             )  # fmt: skip
 
         call(rows, 0, y)
@@ -178,7 +187,7 @@ def norms() -> Iterator[Case]:
         sums = case.zeros(tokens, 1, dtype=torch.int32)
         case.call("rms_norm", THREADS, LEVEL, dtype is BF16, x, size, size, before, size, weight, 0, 1e-5,
                   0 if int8 else y, total if residual else 0, tokens, 1, size, q if int8 else 0, 128, scale, sums,
-                  0, 0 if size % 64 else 64)  # fmt: skip
+                  0, 0 if size % 64 else 64, 0)  # fmt: skip
         case.close(y, 1e-5, CLOSE[dtype])
         case.close(q, 1.0)
         case.close(scale, 1e-6, 2**-7)

@@ -18,9 +18,14 @@ rows. Measured with torch 2.13 (MKL for fp32, oneDNN for bf16), on Zen 4 and on 
 
     one scale per output feature   t = fp32(D) · scale             with offsets  t = fma(fp32(sums), offset, t)
     int4 of two levels             the same, with D over `QuantizedWeight.integers`
-    groups, g ascending            f = fma(fp32(D[g]), scale[g], f)         then  f = fma(fp32(sums[g]), offset[g], f)
-                                   t = f · power                   (`storable_scales`; a power of two, so exact)
     y = t · s_x, with a bias       fma(t, s_x, bias), rounded once to the dtype of x
+
+With groups, rows have a scale per block b. Parts p of the smaller of group and block, each with the scale of its group
+g and of its block b, ascending:
+
+    f = fma(fp32(D[p]) · s_x[b], scale[g], f)        then  f = fma(s_x[b] · fp32(sums[p]), offset[g], f)
+    t = f · power                                    (`storable_scales`; a power of two, so exact)
+    y = t, with a bias t + bias, rounded once to the dtype of x
 
 The dots are exact in fp32 as long as no partial sum reaches 2²⁴: 1,024 products of 127 · 128 do not. An fma is computed
 in fp64, where the product is exact; the second rounding could differ from a true fma's in one of about 2²⁹ cases.
@@ -40,7 +45,17 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
-from quire.kernels.quantized_rows import SMALLEST, QuantizedRows, num_groups, padded_size, row_stride
+from quire.kernels.quantized_rows import (
+    SMALLEST,
+    QuantizedRows,
+    num_blocks,
+    num_groups,
+    num_parts,
+    padded_size,
+    part_size,
+    row_stride,
+    scales_of,
+)
 from quire.kernels.registry import register
 from quire.kernels.rotation import rotate_rows
 from quire.kernels.threads import one_torch_thread
@@ -121,20 +136,23 @@ def head_linear(x: Tensor, heads: HeadMatrices, out: Tensor) -> None:
 @register("quantize_rows", "reference")
 def quantize_rows(x: Tensor, format: RowFormat) -> QuantizedRows:
     """``x [num_tokens, in_features]``; the contract is in `kernels.quantized_rows`."""
-    in_features, group = x.shape[1], format.group
-    values = rotate_rows(x, format.rotation)
-    largest = values.abs().amax(1, keepdim=True)  # NaN and infinity are kept
-    finite = torch.isfinite(largest)
-    used = finite & (largest >= SMALLEST)
+    in_features = x.shape[1]
+    blocks = num_blocks(in_features, format)
+    rotated = rotate_rows(x, format.rotation)
+    padded = torch.nn.functional.pad(rotated, (0, blocks * (format.block or in_features) - in_features))
+    values = torch.unflatten(padded, 1, (blocks, -1))
+    largest = values.abs().amax(2, keepdim=True)  # NaN and infinity are kept
+    used, scale = scales_of(largest, format)
     inverse = torch.full_like(largest, 127.0) / largest  # not 127.0 / largest: torch makes that a reciprocal
     q = torch.where(used, torch.round(values * inverse), 0.0)
-    scale = torch.where(used, largest / 127.0, torch.where(finite, 0.0, torch.nan))
-    rows = torch.zeros(x.shape[0], row_stride(in_features, group), dtype=torch.int8)
-    rows[:, :in_features] = q
-    groups = num_groups(in_features, group)
-    grouped = torch.unflatten(rows[:, : padded_size(in_features, group)], 1, (groups, -1))
-    sums = grouped.sum(-1, dtype=torch.int32)
-    return QuantizedRows(rows, scale.squeeze(1), sums, in_features, format, x.dtype)
+    rows = torch.zeros(x.shape[0], row_stride(in_features, format.group), dtype=torch.int8)
+    rows[:, :in_features] = q.flatten(1)[:, :in_features]
+    parts = torch.unflatten(
+        rows[:, : padded_size(in_features, format.group)], 1, (num_parts(in_features, format), -1)
+    )
+    return QuantizedRows(
+        rows, scale.squeeze(2), parts.sum(-1, dtype=torch.int32), in_features, format, x.dtype
+    )
 
 
 def scale_group(format: WeightFormat) -> int | None:
@@ -186,21 +204,30 @@ def dequantize(q: Tensor, scale: Tensor, offset: Tensor | None, group: int | Non
 @register("quantized_linear", "reference")
 def int_linear(rows: QuantizedRows, packed: PackedLinear, out: Tensor | None) -> Tensor:
     assert packed.scale is not None
-    group = scale_group(packed.format)
-    if group is None:
+    if rows.format.block is None:
         t = _dots(rows.q, packed.data, 0, packed.in_features).float() * packed.scale[:, 0]
         if packed.offset is not None:
             t = _fma(rows.sums, packed.offset[:, 0], t)
+        y = t * rows.scale if packed.bias is None else _fma(t, rows.scale, packed.bias)
     else:
-        t = torch.zeros(rows.num_tokens, packed.out_features)
-        for g in range(packed.scale.shape[1]):
-            end = min((g + 1) * group, packed.in_features)
-            t = _fma(_dots(rows.q, packed.data, g * group, end), packed.scale[:, g], t)
-            if packed.offset is not None:
-                t = _fma(rows.sums[:, g : g + 1], packed.offset[:, g], t)
-    s_x = rows.scale.unsqueeze(1)
-    y = (t * s_x if packed.bias is None else _fma(t, s_x, packed.bias)).to(rows.dtype)
+        t = _sum_of_parts(rows, packed, packed.scale)
+        y = t if packed.bias is None else t + packed.bias
+    y = y.to(rows.dtype)
     return y if out is None else out.copy_(y)
+
+
+def _sum_of_parts(rows: QuantizedRows, packed: PackedLinear, scale: Tensor) -> Tensor:
+    """The product with weights that have groups: fp32 ``[num_tokens, out]``."""
+    group, part, block = (n or 0 for n in (rows.format.group, part_size(rows.format), rows.format.block))
+    t = torch.zeros(rows.num_tokens, packed.out_features)
+    for p in range(rows.sums.shape[1]):
+        start = p * part
+        g, s_x = start // group, rows.scale[:, start // block].unsqueeze(1)
+        dots = _dots(rows.q, packed.data, start, min(start + part, packed.in_features))
+        t = _fma((dots * s_x).float(), scale[:, g], t)
+        if packed.offset is not None:
+            t = _fma(s_x * rows.sums[:, p : p + 1], packed.offset[:, g], t)
+    return t
 
 
 def _dots(x: Tensor, w: Tensor, start: int, end: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear.reference import quantize_rows, quantize_rows_to_fp8
-from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
+from quire.kernels.quantized_rows import NO_ROWS, QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import native, op
 from quire.kernels.workspace import address, call_of, empty, rows_of, unit_stride
 from quire.weight_format import RowFormat
@@ -81,7 +81,7 @@ def native_rms_norm(isa: str, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = empty(*x.shape, dtype=x.dtype)
     native.rms_norm(
         *call_of(isa, x), x.data_ptr(), x.stride(0), head_stride, 0, 0, weight.data_ptr(),
-        size if weight.dim() == 2 else 0, eps, y.data_ptr(), 0, tokens, heads, size, *row_words(None),
+        size if weight.dim() == 2 else 0, eps, y.data_ptr(), 0, tokens, heads, size, *NO_ROWS,
     )  # fmt: skip
     return y
 
@@ -126,5 +126,5 @@ def _over_rows(
         other = rows_of(residual)
     native.rms_norm(
         *call_of(isa, x), *rows_of(x), 0, *other, weight.data_ptr(), 0, eps, address(y), address(total),
-        x.shape[0], 1, x.shape[1], *row_words(rows),
+        x.shape[0], 1, x.shape[1], *(NO_ROWS if rows is None else row_words(rows)),
     )  # fmt: skip

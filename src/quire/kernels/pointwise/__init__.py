@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear.reference import quantize_rows
-from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
+from quire.kernels.quantized_rows import NO_ROWS, QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import native, op
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, call_of, empty, heads_of, rows_of, unit_stride
@@ -198,7 +198,8 @@ def _over_rows(
     num_tokens, width = gate_up.shape
     gate_up = unit_stride(gate_up)
     native.gated(
-        *call_of(isa, gate_up), GATES[kind], *rows_of(gate_up), address(y), num_tokens, width // 2, *row_words(rows)
+        *call_of(isa, gate_up), GATES[kind], *rows_of(gate_up), address(y), num_tokens, width // 2,
+        *(NO_ROWS if rows is None else row_words(rows)),
     )  # fmt: skip
 
 
