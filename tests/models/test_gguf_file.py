@@ -117,7 +117,7 @@ def test_refusals(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedModelError, match=r"b\.gguf: x is of type Q1_0.*Q4_K"):
         describe(write_gguf(tmp_path / "b.gguf", add=another_type))
-    with pytest.raises(UnsupportedModelError, match="experts"):
+    with pytest.raises(ModelLoadError, match=r"expert_used_count"):
         describe(write_gguf(tmp_path / "c.gguf", add=lambda w: w.add_expert_count(8)))
     with pytest.raises(ModelLoadError, match=r"d\.gguf is one of 3 parts.*d-00001-of-00003\.gguf"):
         describe(write_gguf(tmp_path / "d.gguf", add=lambda w: w.add_uint16("split.count", 3)))

@@ -1,7 +1,7 @@
 """Write a loaded model as GGUF the way llama.cpp's converter does, so that two readers can be compared.
 
-From the canonical weights and the ModelSpec: rows of q and k pairwise for architecture llama, 1 added to Gemma's norms,
-fused projections for phi3.
+From the canonical weights and the ModelSpec: rows of q and k pairwise for architecture llama and its like, 1 added to
+Gemma's norms, fused projections for phi3, MLA's kv_b in two halves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,18 @@ _LAYER = {
     "mlp.gate": "ffn_gate",
     "mlp.up": "ffn_up",
     "mlp.down": "ffn_down",
+    "attn.q_a": "attn_q_a",
+    "attn.q_a_norm": "attn_q_a_norm",
+    "attn.q_b": "attn_q_b",
+    "attn.kv_a": "attn_kv_a_mqa",
+    "attn.kv_a_norm": "attn_kv_a_norm",
+    "moe.router": "ffn_gate_inp",
+    "moe.shared_gate": "ffn_gate_inp_shexp",
+    **{f"moe.{name}": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
+    **{f"moe.shared.{name}": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
 }
+_WHOLE = {"moe.correction_bias": "exp_probs_b.bias", "attn.sinks": "attn_sinks.weight"}
+_PAIRWISE = ("llama", "granite", "smollm3")
 
 
 Encode = Callable[[np.ndarray, gguf.GGMLQuantizationType], np.ndarray]
@@ -49,6 +60,7 @@ def write_gguf(
     """``type_of(name, shape)``: what a tensor is quantized to, by ``encode``; None leaves it as it is."""
     writer = gguf.GGUFWriter(path, arch)
     _metadata(writer, spec)
+    _metadata_of_some(writer, arch, spec)
     for name, tensor in _renamed(arch, spec, weights).items():
         array = np.ascontiguousarray(tensor.numpy())
         kind = type_of(name, array.shape)
@@ -69,7 +81,8 @@ def _metadata(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)
     writer.add_block_count(spec.num_layers)
-    writer.add_feed_forward_length(spec.layers[0].mlp.intermediate_size)
+    dense = next((layer for layer in spec.layers if layer.mlp.moe is None), spec.layers[0])
+    writer.add_feed_forward_length(dense.mlp.intermediate_size)
     writer.add_head_count(attention.num_heads)
     writer.add_head_count_kv(attention.num_kv_heads)
     writer.add_key_length(attention.head_dim)
@@ -92,6 +105,56 @@ def _metadata(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
         writer.add_final_logit_softcapping(spec.logits_soft_cap)
 
 
+def _metadata_of_some(writer: gguf.GGUFWriter, arch: str, spec: ModelSpec) -> None:
+    """Keys of experts, of Granite's multipliers, of latent attention and of YaRN."""
+    attention, layer = spec.layers[-1].attention, spec.layers[-1]
+    if arch == "granite":
+        writer.add_attention_scale(attention.scale)
+        writer.add_embedding_scale(spec.embedding_scale)
+        writer.add_residual_scale(spec.residual_scale)
+        writer.add_logit_scale(1 / spec.logits_scale)
+    moe = layer.mlp.moe
+    if moe is not None:
+        writer.add_expert_count(moe.num_experts)
+        writer.add_expert_used_count(moe.top_k)
+        writer.add_expert_feed_forward_length(moe.intermediate_size)
+        if arch == "qwen2moe":
+            writer.add_expert_shared_feed_forward_length(moe.shared_intermediate_size)
+    rope = attention.rope
+    if rope is not None and rope.kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope.factor)
+        writer.add_rope_scaling_orig_ctx_len(rope.original_max_position)
+    if not attention.is_mla or moe is None or rope is None:
+        return
+    writer.add_leading_dense_block_count(sum(each.mlp.moe is None for each in spec.layers))
+    if attention.q_lora_rank:
+        writer.add_q_lora_rank(attention.q_lora_rank)
+    writer.add_kv_lora_rank(attention.kv_lora_rank)
+    writer.add_key_length_mla(attention.head_dim)
+    writer.add_value_length_mla(attention.v_head_dim)
+    writer.add_expert_shared_count(moe.shared_intermediate_size // moe.intermediate_size)
+    writer.add_expert_weights_scale(moe.routed_scale)
+    writer.add_expert_weights_norm(moe.normalize_topk)
+    writer.add_expert_gating_func(
+        gguf.ExpertGatingFuncType.SIGMOID if moe.scoring == "sigmoid" else gguf.ExpertGatingFuncType.SOFTMAX
+    )
+    if moe.num_groups > 1:
+        writer.add_expert_group_count(moe.num_groups)
+        writer.add_expert_group_used_count(moe.topk_groups)
+    if rope.kind == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope.mscale_all_dim)
+
+
+def _halves(prefix: str, tensor: torch.Tensor, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """The rows of each head's keys, transposed, and those of its values."""
+    a = spec.layers[0].attention
+    keys, values = tensor.view(a.num_heads, -1, a.kv_lora_rank).split(
+        (a.qk_nope_head_dim, a.v_head_dim), dim=1
+    )
+    return {f"{prefix}attn_k_b.weight": keys.transpose(1, 2), f"{prefix}attn_v_b.weight": values}
+
+
 def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
@@ -99,13 +162,20 @@ def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> di
             found[f"{_TOP[name]}.weight"] = tensor + spec.norm_plus_one if name == "norm.weight" else tensor
             continue
         _, index, rest = name.split(".", 2)
+        if rest in _WHOLE:
+            found[f"blk.{index}.{_WHOLE[rest]}"] = tensor
+            continue
+        if rest == "attn.kv_b.weight":
+            found |= _halves(f"blk.{index}.", tensor, spec)
+            continue
         part, kind = rest.rsplit(".", 1)
         if part.endswith("norm"):
             tensor = tensor + float(spec.norm_plus_one)
-        if arch == "llama" and part in ("attn.q", "attn.k"):
+        if arch in _PAIRWISE and part in ("attn.q", "attn.k"):
             a = spec.layers[int(index)].attention
             tensor = _pairwise(tensor, a.num_heads if part == "attn.q" else a.num_kv_heads)
-        found[f"blk.{index}.{_LAYER[part]}.{kind}"] = tensor
+        target = "post_attention_norm" if arch == "gpt-oss" and part == "mlp_norm" else _LAYER[part]
+        found[f"blk.{index}.{target}.{kind}"] = tensor
     if arch == "phi3":
         for i in range(spec.num_layers):
             fused = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}

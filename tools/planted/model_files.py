@@ -66,6 +66,22 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{GGUF}test_the_end_of_a_turn_is_found_by_its_text",),
     ),
     Mutant(
+        "router-of-qwen2-normalizes",
+        "a GGUF file of Qwen2-MoE is routed with weights that sum to 1",
+        "src/quire/families/gguf.py",
+        '"norm_topk_prob": arch == "qwen3moe"',
+        '"norm_topk_prob": arch != "gpt-oss"',
+        ("tests/parity/test_gguf.py::test_architecture[qwen2_moe]",),
+    ),
+    Mutant(
+        "halves-of-kv-b-one-after-the-other",
+        "the keys' rows of all heads stand before the values' in MLA's kv_b of a GGUF file",
+        "src/quire/models/stored_weights.py",
+        "torch.cat((of_keys.transpose(1, 2), of_values), dim=1).flatten(0, 1)",
+        "torch.cat((of_keys.transpose(1, 2).flatten(0, 1), of_values.flatten(0, 1)))",
+        ("tests/parity/test_gguf.py::test_architecture[deepseek_v3]",),
+    ),
+    Mutant(
         "a-part-read-twice",
         "the first part of a split GGUF file is read in the place of each other part",
         "src/quire/models/gguf_file.py",

@@ -1,7 +1,7 @@
-"""GGUF: llama.cpp's metadata → the ``config.json`` that the same model has on the hub, and llama.cpp's tensor names.
+"""GGUF: llama.cpp's metadata → the ``config.json`` that the same model has on the hub.
 
-Two conventions differ: files of architecture ``llama`` keep the rows of q and k in the pairwise order of llama.cpp's
-RoPE (the loader restores them), and Gemma's norm weights already contain their 1."""
+Where the metadata has no key for a choice, llama.cpp's code makes it by architecture, and so does this module. Gemma's
+norm weights already contain their 1. Tensor names are in `quire.families.gguf_maps`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any
 
 from quire.errors import UnsupportedModelError
 from quire.families import spec_from_config
-from quire.families.llama import fused_takes
 from quire.families.rope import yarn_mscale
 from quire.families.shape import Fields
-from quire.families.weights import Take, WeightMap, build_map
 from quire.modelspec import ModelSpec
 
 Floats = Callable[[str], tuple[float, ...] | None]  # the numbers of a small tensor
@@ -27,26 +25,17 @@ ARCHITECTURES: Mapping[str, str] = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",
 }
+_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe", "gpt-oss", "deepseek2")
+_SIGMOID = 2  # expert_gating_func of DeepSeek-V3
 _DTYPES = {0: "float32", 1: "float16", 7: "bfloat16", 32: "bfloat16"}  # general.file_type; 7 is Q8_0
-
-_TOP = {
-    "embed.weight": "token_embd.weight",
-    "norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_NAMES = {
-    "attn_norm.weight": "attn_norm.weight",
-    "mlp_norm.weight": "ffn_norm.weight",
-    "attn_post_norm.weight": "post_attention_norm.weight",
-    "mlp_post_norm.weight": "post_ffw_norm.weight",
-    "attn.q_norm.weight": "attn_q_norm.weight",
-    "attn.k_norm.weight": "attn_k_norm.weight",
-    **{f"attn.{n}.{kind}": f"attn_{n}.{kind}" for n in ("q", "k", "v") for kind in ("weight", "bias")},
-    **{f"attn.o.{kind}": f"attn_output.{kind}" for kind in ("weight", "bias")},
-    **{f"mlp.{n}.{kind}": f"ffn_{n}.{kind}" for n in ("gate", "up", "down") for kind in ("weight", "bias")},
-}
-_ROPE_TENSORS = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"blk\.\d+\.attn_rot_embd.*")
 
 
 def spec_from_gguf(
@@ -67,6 +56,11 @@ def config_from_gguf(
 ) -> dict[str, Any]:
     """Return the metadata under the keys of ``config.json``."""
     arch = Fields(metadata, where).text("general.architecture")
+    if arch == "clip" or metadata.get("general.type") == "mmproj":
+        raise UnsupportedModelError(
+            f"{where} is the projector of a model that reads images (mmproj); Quire runs text decoders: give the GGUF "
+            "file of the model itself."
+        )
     if arch not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{where}: GGUF architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)} "
@@ -74,25 +68,26 @@ def config_from_gguf(
         )
     prefix = arch + "."
     f = Fields({k.removeprefix(prefix): v for k, v in metadata.items()}, f"{where}, {arch}")
-    if f.integer("expert_count", 0, minimum=0):
-        raise UnsupportedModelError(
-            f"{where}: GGUF with experts is not supported; models with experts load from safetensors."
-        )
     f = _one_value_each(f)
+    num_experts = f.integer("expert_count", 0, minimum=0)
+    if num_experts and arch not in _WITH_EXPERTS:
+        raise UnsupportedModelError(
+            f"{where}: GGUF architecture {arch!r} with experts is not supported; with experts are "
+            f"{', '.join(_WITH_EXPERTS)}."
+        )
     heads = f.integer("attention.head_count")
     hidden = f.integer("embedding_length")
     head_dim = f.integer("attention.key_length", hidden // heads)
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[arch]],
+        "architectures": [_architecture(f, arch)],
         "vocab_size": f.integer("vocab_size", len(f.items("tokenizer.ggml.tokens")) or None),
         "hidden_size": hidden,
-        "intermediate_size": f.integer("feed_forward_length"),
-        "num_hidden_layers": f.integer("block_count"),
+        "intermediate_size": _width(f),
+        "num_hidden_layers": num_layers(f),
         "num_attention_heads": heads,
         "num_key_value_heads": f.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        # Stored as float32: rounding to seven digits restores the original decimal number.
-        "rms_norm_eps": float(f"{f.number('attention.layer_norm_rms_epsilon'):.7g}"),
+        "rms_norm_eps": _decimal(f.number("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": f.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v|output)\.bias", name) for name in tensors),
@@ -101,12 +96,46 @@ def config_from_gguf(
         "bos_token_id": special_id(metadata, "bos_token_id"),
         "eos_token_id": special_id(metadata, "eos_token_id"),
     }
+    if arch == "deepseek2":
+        return config | _deepseek(f)
     config |= _rope(f, head_dim, floats)
     if arch in ("gemma2", "gemma3"):
         config |= _gemma(f, arch, head_dim)
     elif arch == "phi3":
         config["sliding_window"] = f.optional_integer("attention.sliding_window", minimum=1)
+    elif arch == "granite":
+        config |= _granite(f, head_dim)
+    elif arch == "olmo2":
+        f.refuse("attention.sliding_window", unless=(), why="it is OLMo 3, which is another architecture")
+    elif num_experts:
+        config |= _experts(f, arch, config, tensors)
     return config
+
+
+def num_layers(f: Fields) -> int:
+    """Return the number of the decoder's layers: without those for multi-token prediction, which files count too."""
+    count, extra = f.integer("block_count"), f.integer("nextn_predict_layers", 0, minimum=0)
+    if extra >= count:
+        raise f.wrong("nextn_predict_layers", f"fewer than block_count = {count}")
+    return count - extra
+
+
+def _architecture(f: Fields, arch: str) -> str:
+    if arch == "llama" and f.integer("expert_count", 0, minimum=0):
+        return "MixtralForCausalLM"
+    if arch == "deepseek2" and f.integer("expert_gating_func", 1, minimum=0) == _SIGMOID:
+        return "DeepseekV3ForCausalLM"
+    return ARCHITECTURES[arch]
+
+
+def _width(f: Fields) -> int:
+    """Return the width of a dense block; a file of experts alone may leave it out."""
+    return f.integer("feed_forward_length", f.optional_integer("expert_feed_forward_length", minimum=1))
+
+
+def _decimal(value: float) -> float:
+    """Return the decimal number that a float32 was made from: rounding to seven digits restores it."""
+    return float(f"{value:.7g}")
 
 
 # What llama.cpp assumes of a sentencepiece vocabulary whose file does not say it.
@@ -135,7 +164,7 @@ def _one_value_each(f: Fields) -> Fields:
     return Fields(values, f.where)
 
 
-def _scaling(f: Fields) -> dict[str, Any]:
+def _scaling(f: Fields, *, log_multiplier: bool = False) -> dict[str, Any]:
     """Return ``rope_scaling`` of the scaling keys, with llama.cpp's defaults; empty where nothing is scaled.
 
     A factor without a type is linear; ``rope.scale_linear`` is the factor's older name, and 0 stands for 1.
@@ -148,7 +177,8 @@ def _scaling(f: Fields) -> dict[str, Any]:
         return {}
     for key in ("yarn_ext_factor", "yarn_attn_factor"):
         f.refuse(f"rope.scaling.{key}", unless=(1, 1.0), why="llama.cpp's own tuning of YaRN")
-    f.refuse("rope.scaling.yarn_log_multiplier", unless=(0, 0.0), why="it is DeepSeek's")
+    if not log_multiplier:
+        f.refuse("rope.scaling.yarn_log_multiplier", unless=(0, 0.0), why="it is DeepSeek's")
     attention_factor = f.optional_number("rope.scaling.attn_factor")
     if attention_factor is not None and kind == "yarn":
         attention_factor *= yarn_mscale(factor)
@@ -204,28 +234,76 @@ def _gemma(f: Fields, arch: str, head_dim: int) -> dict[str, Any]:
     }
 
 
-def gguf_weight_map(spec: ModelSpec, arch: str) -> WeightMap:
-    """Return where a GGUF file of architecture ``arch`` keeps each canonical weight."""
-    rules = {"llama": _llama_rules, "phi3": _phi3_rules}.get(arch)
-    weight_map = build_map(spec, _NAMES, rules, _ROPE_TENSORS, top=_TOP, layer_prefix="blk.{}.")
-    sources = {
-        name: (*takes, Take((), takes[0].shape)) if name.endswith(".bias") else takes  # each may be left out
-        for name, takes in weight_map.sources.items()
+def _granite(f: Fields, head_dim: int) -> dict[str, Any]:
+    scale = f.number("attention.scale", 0.0, positive=False)
+    return {
+        "attention_multiplier": _decimal(scale or head_dim**-0.5),
+        "embedding_multiplier": _decimal(f.number("embedding_scale", 1.0)),
+        "residual_multiplier": _decimal(f.number("residual_scale", 1.0)),
+        "logits_scaling": _decimal(f.number("logit_scale", 1.0)),
     }
-    return replace(weight_map, sources=sources)
 
 
-def _llama_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
-    a = spec.layers[index].attention
-    takes: dict[str, tuple[Take, ...]] = {}
-    for name, heads in (("q", a.num_heads), ("k", a.num_kv_heads)):
-        rows = heads * a.head_dim
-        for kind, shape in (("weight", (rows, spec.hidden_size)), ("bias", (rows,))):
-            takes[f"attn.{name}.{kind}"] = (
-                Take((f"{prefix}attn_{name}.{kind}",), shape, unpermute_heads=heads),
-            )
-    return takes
+def _experts(f: Fields, arch: str, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a mixture of experts, but DeepSeek's."""
+    used = f.integer("expert_used_count")
+    counts: dict[str, Any] = {
+        "num_local_experts": f.integer("expert_count"),
+        "num_experts_per_tok": used,
+    }
+    width = f.integer("expert_feed_forward_length", max(1, config["intermediate_size"] // used))
+    if arch == "llama":
+        return counts
+    if arch == "gpt-oss":
+        # llama.cpp rounds the ends of YaRN's ramp to whole dimensions; the model was trained without that.
+        scaling = {**config.get("rope_scaling", {}), "truncate": False}
+        window = f.integer("attention.sliding_window", 128)
+        return counts | {"intermediate_size": width, "sliding_window": window, "rope_scaling": scaling}
+    dense = [i for i in range(config["num_hidden_layers"]) if f"blk.{i}.ffn_gate_inp.weight" not in tensors]
+    counts |= {"moe_intermediate_size": width, "mlp_only_layers": dense, "norm_topk_prob": arch == "qwen3moe"}
+    if arch == "qwen2moe":
+        shared = f.integer("expert_shared_feed_forward_length", config["intermediate_size"])
+        biased = any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v)\.bias", name) for name in tensors)
+        counts |= {"shared_expert_intermediate_size": shared, "qkv_bias": biased}
+    return counts
 
 
-def _phi3_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
-    return fused_takes(spec, index, f"{prefix}attn_qkv.weight", f"{prefix}ffn_up.weight")
+def _deepseek(f: Fields) -> dict[str, Any]:
+    """Return latent attention and routing. Files that name no groups of experts have one group, as in llama.cpp."""
+    rotated = f.integer("rope.dimension_count")
+    key = f.integer("attention.key_length_mla", f.optional_integer("attention.key_length", minimum=1))
+    if key <= rotated:
+        raise f.wrong("attention.key_length_mla", f"greater than rope.dimension_count = {rotated}")
+    groups = f.integer("expert_group_count", 1)
+    config: dict[str, Any] = {
+        "q_lora_rank": f.optional_integer("attention.q_lora_rank"),
+        "kv_lora_rank": f.integer("attention.kv_lora_rank"),
+        "qk_nope_head_dim": key - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": f.integer(
+            "attention.value_length_mla", f.optional_integer("attention.value_length", minimum=1)
+        ),
+        "first_k_dense_replace": f.integer("leading_dense_block_count", 0, minimum=0),
+        "moe_intermediate_size": f.integer("expert_feed_forward_length"),
+        "n_routed_experts": f.integer("expert_count"),
+        "n_shared_experts": f.integer("expert_shared_count", 0, minimum=0),
+        "num_experts_per_tok": f.integer("expert_used_count"),
+        "norm_topk_prob": f.flag("expert_weights_norm", False),
+        "routed_scaling_factor": _decimal(f.number("expert_weights_scale", 1.0)),
+        "n_group": groups,
+        "topk_group": f.integer("expert_group_used_count", groups),
+    }
+    if _architecture(f, "deepseek2") == "DeepseekV2ForCausalLM":
+        config["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
+    if f.has("rope.freq_base"):
+        config["rope_theta"] = f.number("rope.freq_base")
+    scaling = _scaling(f, log_multiplier=True)
+    if scaling:
+        # A tenth of mscale_all_dim, which is mscale in every published model: both factors on cos and sin cancel.
+        all_dim = _decimal(10 * f.number("rope.scaling.yarn_log_multiplier", 0.0, positive=False))
+        config["rope_scaling"] = scaling | {
+            "mscale": all_dim,
+            "mscale_all_dim": all_dim,
+            "attention_factor": 1.0,
+        }
+    return config

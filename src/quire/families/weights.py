@@ -25,6 +25,8 @@ class Take:
     two dimensions swapped when ``transpose`` → ``[start:stop:step]`` of dimension ``dim``.
     ``unpermute_heads``: the rows of each head are stored in the pairwise order of llama.cpp's RoPE, and are restored.
     Without ``names`` it is zeros: a bias that a checkpoint may leave out.
+    ``encoding`` "halves": ``names`` are the keys' half of MLA's ``kv_b``, transposed, and the values'; ``shape`` is
+    (heads, rows of a head's keys, of its values, in).
     ``encoding`` "mxfp4": ``names`` are the blocks and the scales of one tensor of ``shape``; its rows may be cut.
     """
 
@@ -37,13 +39,16 @@ class Take:
     stop: int | None = None
     step: int = 1
     unpermute_heads: int = 0
-    encoding: Literal["plain", "mxfp4"] = "plain"
+    encoding: Literal["plain", "mxfp4", "halves"] = "plain"
 
 
 def stored_shapes(take: Take) -> tuple[Shape, ...]:
     """Return the shape that each of ``take.names`` has in the checkpoint."""
     if take.encoding == "plain":
         return (take.shape,) * len(take.names)
+    if take.encoding == "halves":
+        heads, of_keys, of_values, in_features = take.shape
+        return (heads, in_features, of_keys), (heads, of_values, in_features)
     *rows, columns = take.shape
     return (*rows, columns // 32, 16), (*rows, columns // 32)
 

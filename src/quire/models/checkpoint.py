@@ -146,7 +146,7 @@ def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
     found = read_gguf_model(only_model(path) if path.is_dir() else path, weights=not is_random)
     return Checkpoint(
         found.path, "random" if is_random else "gguf", found.spec, () if is_random else found.files, found.dtype,
-        GenerationDefaults(), found.path, found.formats,
+        GenerationDefaults(), found.path, found.formats, found.remarks,
     )  # fmt: skip
 
 

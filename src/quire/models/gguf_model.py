@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.errors import ModelLoadError
-from quire.families.gguf import gguf_weight_map, spec_from_gguf
+from quire.families.gguf import spec_from_gguf
+from quire.families.gguf_maps import SHARED_GATE, drafting_tensors, gguf_weight_map
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.models.gguf_file import GgufFile, read_gguf
 from quire.models.gguf_split import models_among
@@ -28,6 +30,7 @@ class GgufModel:
     files: tuple[Path, ...]
     dtype: str  # the type of most of the weights' bytes
     formats: Mapping[str, WeightFormat]
+    remarks: tuple[str, ...]  # contents that no answer uses
 
 
 def read_gguf_model(path: Path, *, weights: bool = True) -> GgufModel:
@@ -42,18 +45,36 @@ def read_gguf_model(path: Path, *, weights: bool = True) -> GgufModel:
     eos = tuple(dict.fromkeys((*spec.eos_token_ids, *end_ids(file.metadata))))
     spec = replace(spec, dtype="bfloat16" if dtype in BLOCK_TYPES else dtype, eos_token_ids=eos)
     formats = stored_formats(spec, _sources(file, spec)) if weights else {}
-    return GgufModel(file.path, spec, file.files, dtype, formats)
+    return GgufModel(file.path, spec, file.files, dtype, formats, _unread(file, spec))
 
 
 def gguf_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTensor], Mapping[str, Source]]:
     """Return every tensor of the file, and where each weight of ``spec`` comes from."""
     file = read_gguf(path)
-    return file.tensors, _sources(file, spec)
+    return _tensors(file), _sources(file, spec)
+
+
+def _tensors(file: GgufFile) -> dict[str, StoredTensor]:
+    """Return the file's tensors. A matrix of one row, the gate of a shared expert, is a vector in some files."""
+    return {
+        name: replace(tensor, shape=(1, *tensor.shape))
+        if name.endswith(SHARED_GATE) and len(tensor.shape) == 1
+        else tensor
+        for name, tensor in file.tensors.items()
+    }
 
 
 def _sources(file: GgufFile, spec: ModelSpec) -> dict[str, Source]:
-    names = gguf_weight_map(spec, str(file.metadata.get("general.architecture")))
-    return find_sources(str(file.path), names, file.tensors)
+    return find_sources(str(file.path), gguf_weight_map(spec, file.metadata), _tensors(file))
+
+
+def _unread(file: GgufFile, spec: ModelSpec) -> tuple[str, ...]:
+    """Return a line that names the tensors for multi-token prediction, where there are any."""
+    patterns = drafting_tensors(spec, file.metadata)
+    names = sorted(name for name in file.tensors if any(re.fullmatch(each, name) for each in patterns))
+    if not names:
+        return ()
+    return (f"{len(names)} tensors for multi-token prediction (nextn), for example {names[0]}: not read",)
 
 
 def _common_dtype(file: GgufFile) -> str:

@@ -20,7 +20,7 @@ from quire.families import Take
 from quire.kernels.workspace import mapped
 from quire.models.checkpoint import stored_sources
 from quire.models.safetensors_file import StoredTensor
-from quire.models.stored_weights import open_quantized, unpermute, view
+from quire.models.stored_weights import joined_halves, open_quantized, unpermute, view
 from quire.models.weight_sources import Source
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.parallel.shard import Cut, uncut
@@ -103,6 +103,8 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
         parts = (view(stored[name])[tuple(taken)] for name in take.names)
         blocks, scales = (part[_index(cut.ranges(2))] for part in parts)
         return expand_mxfp4(blocks, scales, dtype)[_index((None, None, cut.columns))].contiguous()
+    if take.encoding == "halves":
+        return joined_halves(take, stored)[_index(cut.ranges(2))].to(dtype).contiguous()
     if take.stacked:
         names = take.names if cut.experts is None else take.names[cut.experts.start : cut.experts.stop]
         views = [view(stored[name]) for name in names]

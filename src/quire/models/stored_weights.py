@@ -84,6 +84,22 @@ def _open_gguf(
     return open_blocks(take.names[0], tensor, raw, order, held, cut)
 
 
+def joined_halves(take: Take, stored: Mapping[str, StoredTensor]) -> Tensor:
+    """Return MLA's ``kv_b [heads · (keys + values), in]`` from its two halves."""
+    halves = []
+    for name in take.names:
+        tensor = stored[name]
+        plain = Take((name,), tensor.shape)
+        block = BLOCK_TYPES.get(tensor.dtype)
+        if block is None:
+            halves.append(view(tensor).float())
+        else:
+            matrix = _open_gguf(plain, block.held, stored, Cut(name))
+            halves.append(matrix.expand(torch.float32))
+    of_keys, of_values = halves
+    return torch.cat((of_keys.transpose(1, 2), of_values), dim=1).flatten(0, 1)
+
+
 def _open_parts(
     source: Source, stored: Mapping[str, StoredTensor], names: Parts, columns: range | None
 ) -> StoredMatrix:

@@ -109,7 +109,7 @@ def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> S
         return Source(take, _held(take, scheme), scheme, parts) if all(parts) else None
     if any(name not in stored for name in take.names):
         return None
-    block = BLOCK_TYPES.get(stored[take.names[0]].dtype)
+    block = BLOCK_TYPES.get(stored[take.names[0]].dtype) if take.encoding == "plain" else None
     return Source(take, PLAIN if block is None else block.held)
 
 
