@@ -121,4 +121,21 @@ def head_spec(spec: ModelSpec, method: HeadMethod) -> HeadSpec:
     return HeadSpec(*sizes, model, fc_bias=method == "eagle")
 
 
+def even() -> ModelSpec:
+    """Widths that blocks of 64 and 32 inputs divide (`kernels.rotation`), and tied embeddings."""
+    attention = _attention(head_dim=16, v_head_dim=16, rope=RopeSpec(theta=10_000.0, dim=16))
+    layer = LayerSpec(attention, MlpSpec(96))
+    model = _model("llama", "LlamaForCausalLM", (layer, layer))
+    return replace(model, hidden_size=64, tie_word_embeddings=True)
+
+
+def even_moe() -> ModelSpec:
+    """The same with experts whose inputs blocks of 16 divide."""
+    experts = MoeSpec(num_experts=6, top_k=2, intermediate_size=48, shared_intermediate_size=32)
+    dense = even()
+    return replace(dense, layers=(dense.layers[0], replace(dense.layers[1], mlp=MlpSpec(48, moe=experts))))
+
+
 MODELS = {"llama": llama, "sliding": sliding, "moe": moe, "latent": latent, "post_norm": post_norm}
+# Some are for tests of their own alone.
+KNOWN_MODELS = MODELS | {"even": even, "even_moe": even_moe}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.exact.alone import AloneDriver
 from tests.exact.engine_run import INJECTED, Drafting, Ended, EngineRun, Policy, engine_config
-from tests.exact.models import MAX_MODEL_LEN, MODELS
+from tests.exact.models import KNOWN_MODELS, MAX_MODEL_LEN
 from tests.exact.recorder import Draw, Key, recording
 from tests.exact.traffic import Job, make_jobs
 
@@ -21,6 +21,7 @@ from quire.executor.local import LocalExecutor
 from quire.kernels.registry import GPU_KERNELS
 from quire.models.checkpoint import describe
 from quire.modelspec import ModelSpec, weight_shapes
+from quire.parallel.rotations import rotated
 from quire.request import Adapter, FinishReason
 from quire.sampling.draft_tree import Drafts, tree_of
 from quire.speculate.proposer import Wanted
@@ -82,7 +83,7 @@ class Case:
 
     @property
     def spec(self) -> ModelSpec:
-        return MODELS[self.model]() if self.model in MODELS else describe(Path(self.model)).spec
+        return KNOWN_MODELS[self.model]() if self.model in KNOWN_MODELS else describe(Path(self.model)).spec
 
     def config(
         self, num_blocks: int, policy: Policy, *, num_threads: int = 1, max_num_seqs: int = 16
@@ -90,7 +91,7 @@ class Case:
         config = engine_config(
             self.spec,
             self.dtype,
-            path="" if self.model in MODELS else self.model,
+            path="" if self.model in KNOWN_MODELS else self.model,
             num_blocks=num_blocks,
             block_size=self.block_size,
             policy=policy,
@@ -134,7 +135,8 @@ class Case:
             "linear": parse_format(self.quantize, name="quantize"),
             "head": WeightFormat("int8"),
         }
-        return {name: held[role] for name, role in roles.items() if role in held}
+        formats = {name: held[role] for name, role in roles.items() if role in held}
+        return formats if self.on_device else rotated(self.spec, formats, {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ POLICY = Policy("continuous", "fcfs", 48)
 TWO, THREE = Topology(ep=2), Topology(ep=3)
 CASES = [
     pytest.param(Case("llama", "bfloat16", 54, 24, NATIVE, quantize="int8"), TWO, 1, id="int8"),
+    pytest.param(Case("even", "bfloat16", 67, 24, NATIVE, quantize="int8"), TWO, 1, id="int8-rotated"),
     pytest.param(Case("sliding", "float32", 60, 16), THREE, 1, id="reference-3"),
     *(
         pytest.param(case, topology, threads, marks=pytest.mark.slow, id=f"{case}-{topology.ep}-{threads}")

@@ -35,6 +35,12 @@ def test_the_largest_block_that_divides_the_inputs(inter: int, block: int | None
     assert found["lm_head.weight"] == 64
 
 
+@pytest.mark.parametrize("quantize", ["int8-g32", "int4", "int4-g128"])
+def test_weights_with_groups_are_rotated_too(quantize: str) -> None:
+    found = blocks_of(plain(6, 64, 384), quantize=quantize)
+    assert set(found.values()) == {64}
+
+
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64])
 @pytest.mark.parametrize("inter", [768, 1040, 1536, 4864])
@@ -55,7 +61,7 @@ def test_a_block_lies_on_one_rank(inter: int, head_dim: int, tp: int) -> None:
         assert found[OUT] == 64
 
 
-def test_stored_integers_and_groups_stay_as_they_are() -> None:
+def test_stored_integers_stay_as_they_are() -> None:
     spec = plain(6, 64, 384)
     stored = {UP: WeightFormat("int8"), DOWN: WeightFormat("int4", 32, has_offset=True)}
     asked = plan_weights(spec, stored, None, "int8").formats

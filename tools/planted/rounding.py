@@ -68,9 +68,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "stored-integers-rotated",
         "integers that a file stores count as rotated",
         "src/quire/parallel/rotations.py",
-        "held == stored.get(name) or not",
-        "not",
-        (f"{PLAN}test_stored_integers_and_groups_stay_as_they_are",),
+        "held == stored.get(name) else",
+        "not held else",
+        (f"{PLAN}test_stored_integers_stay_as_they_are",),
     ),
     Mutant(
         "rotation-over-two-ranks",

@@ -28,14 +28,9 @@ def rotated(spec: ModelSpec, formats: Formats, stored: Formats, tp: int = 1) -> 
             if cut.columns is not None:
                 sizes[cut.name] |= {cut.columns.start, cut.columns.stop}
     return {
-        name: held if held == stored.get(name) or not rotates(held) else _rotated(held, sizes[name])
+        name: held if held == stored.get(name) else _rotated(held, sizes[name])
         for name, held in formats.items()
     }
-
-
-def rotates(held: WeightFormat) -> bool:
-    """Whether rows that multiply ``held`` have one scale, which an outlier decides."""
-    return held.group is None or held.two_level
 
 
 def _rotated(held: WeightFormat, sizes: set[int]) -> WeightFormat:
