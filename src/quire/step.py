@@ -90,6 +90,21 @@ class NewSeq:
         """Whether no token is sampled when the prompt is computed."""
         return self.pooling is not None or self.sampling.max_tokens == 0
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether its logits may be changed before the temperature (`sampling.processors`)."""
+        s = self.sampling
+        penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
+        forbids = s.allowed_token_ids is not None or s.thinking_budget is not None or s.typical_p < 1.0
+        changes = penalties != (0.0, 0.0, 1.0) or s.logit_bias or s.bad_words_token_ids or s.min_tokens
+        return forbids or bool(changes)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the worker keeps nothing of it but its tokens; `sampling.seq_state` lists what else there may be."""
+        prompt_alone = self.prompt_logprobs is None and self.pooling is None
+        return prompt_alone and self.grammar is None and not self.adapter_slot and not self.edits_logits
+
 
 class SeqPlan(NamedTuple):
     """What to compute of one sequence in this step.

@@ -70,18 +70,21 @@ class Recorder:
 def recording(*, device: bool = False) -> Iterator[Recorder]:
     """Record every `ModelRunner` that works inside the block; ``device``: every `DeviceRunner`."""
     recorder = Recorder()
-    admit, verify = WorkerSeqs.admit, model_runner.verify
+    admit, sample = WorkerSeqs.admit, model_runner.sample
 
     def recording_admit(self: WorkerSeqs, new: NewSeq) -> WorkerSeq:
         recorder.on_admit(new)
         return admit(self, new)
 
-    def recording_verify(logits: Tensor, table: Any, seqs: Any, columns: Any, *more: Any) -> list[SeqSample]:
-        firsts = list(accumulate((1 + len(seq.verifying) for seq in seqs), initial=0))
-        with_drafts = [bool(seq.verifying) for seq in seqs]
-        samples = verify(logits, table, seqs, columns, *more)
+    def recording_sample(logits: Tensor, table: Any, seqs: Any, columns: Any, *more: Any) -> list[SeqSample]:
+        firsts = list(accumulate((seq.num_logits for seq in seqs), initial=0))
+        with_drafts = [seq.num_logits > 1 for seq in seqs]
+        samples = sample(logits, table, seqs, columns, *more)
         rows = [
-            [first, *(first + 1 + node for node in (seq.accepted if drafts else ()))]
+            [
+                first,
+                *(first + 1 + node for node in (seq.drafting.accepted if drafts and seq.drafting else ())),
+            ]
             for first, seq, drafts in zip(firsts, seqs, with_drafts, strict=False)
         ]
         recorder.on_verify(logits, columns, rows, samples)
@@ -99,5 +102,5 @@ def recording(*, device: bool = False) -> Iterator[Recorder]:
                 raising=False,
             )
         else:
-            patch.setattr(model_runner, "verify", recording_verify)
+            patch.setattr(model_runner, "sample", recording_sample)
         yield recorder

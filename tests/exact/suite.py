@@ -204,7 +204,7 @@ def serve_and_check(
     executor = case.executor(config)
     if policy.drafts == "oracle":
         assert isinstance(executor, LocalExecutor)
-        executor.worker.proposer = OracleProposer(truth, case.seed)
+        executor.worker.draft_with(OracleProposer(truth, case.seed))
     with recording(device=case.on_device) as recorder:
         run = EngineRun(config, executor, policy, fail_every)
         run.serve(truth.jobs)

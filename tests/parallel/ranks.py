@@ -145,7 +145,7 @@ class RankedWorker:
             remove(self.segment.name)
         self.runner, self.seqs = self._worker.runner, self._worker.seqs
         self.loads: list[LayerLoad] = getattr(self._worker, "loads", [])
-        self.draft_model, self.proposer = self._worker.draft_model, self._worker.proposer
+        self.drafting = self._worker.drafting
 
     def execute(self, plan: StepPlan) -> StepResult:
         for connection in self._others:

@@ -53,7 +53,7 @@ Proposal = tuple[tuple[int, ...], tuple[int, ...]]  # known tokens, and drafts b
 
 def proposals(case: Case, executor: Executor, topology: Topology, drafts: Drafting) -> list[Proposal]:
     """Serve the case's traffic, compare its tokens with those of one process, and return all drafts."""
-    proposer, seen = executor.worker.proposer, []  # type: ignore[attr-defined]
+    proposer, seen = executor.worker.drafting.proposer, []  # type: ignore[attr-defined]
     real = proposer.propose
 
     def propose(wanted: list[Wanted]) -> object:

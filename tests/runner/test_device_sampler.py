@@ -65,7 +65,6 @@ class OnDevice:
         grammars = Grammars(path, vocab, 1)
         self.table = worker_seqs(vocab, grammars)
         self.sampler = DeviceSampler(vocab, grammars, DEVICE)
-        self.table._release = self.sampler.release
 
     def add(self, new: NewSeq) -> None:
         assert self.table.admit(new).refusal is None

@@ -46,7 +46,7 @@ class Inputs:
     def prepare(self, *plans: SeqPlan) -> PreparedStep:
         for plan in plans:
             if plan.num_draft_tokens:
-                self.seqs.take_drafts(plan, self.of(plan))
+                self.seqs.drafting(self.of(plan)).take(plan)
         return self.batch.prepare(plans, [self.of(plan) for plan in plans])
 
     def append(self, seq_id: int, token_id: int) -> None:
@@ -152,7 +152,7 @@ def test_rows_are_reused_and_epochs_replace() -> None:
 )
 def test_a_plan_that_does_not_fit_the_state_is_refused(plan: SeqPlan, said: str) -> None:
     inputs = Inputs(2, 64, 1)
-    inputs.seqs.admit(new_seq(1, (5, 6, 7))).drafts = chain((8, 9))
+    inputs.seqs.drafting(inputs.seqs.admit(new_seq(1, (5, 6, 7)))).drafts = chain((8, 9))
     with pytest.raises(StepError, match=said):
         inputs.prepare(plan)
 
@@ -169,7 +169,7 @@ def test_room_for_one_token_beyond_the_context() -> None:
 def test_drafts_get_a_row_of_logits_each() -> None:
     inputs = Inputs(3, 64, 1)
     for seq_id, prompt, drafts in ((1, (5, 6, 7), (8, 9)), (2, (3,), ()), (3, (1, 2), (4, 5, 6))):
-        inputs.seqs.admit(new_seq(seq_id, prompt)).drafts = chain(drafts)
+        inputs.seqs.drafting(inputs.seqs.admit(new_seq(seq_id, prompt))).drafts = chain(drafts)
     plans = (
         SeqPlan(1, 0, 2, 3, num_draft_tokens=2),
         SeqPlan(2, 0, 0, 1),
@@ -179,8 +179,8 @@ def test_drafts_get_a_row_of_logits_each() -> None:
     assert step.batch.input_ids.tolist() == [7, 8, 9, 3, 1, 2, 4]
     assert step.batch.logits_indices.tolist() == [0, 1, 2, 3, 5, 6]
     assert step.columns["position"].tolist() == [3, 4, 5, 1, 2, 3]
-    assert [seq.verifying.token_ids for seq in step.sampling] == [(8, 9), (), (4,)]
+    assert [inputs.seqs.drafting(seq).verifying.token_ids for seq in step.sampling] == [(8, 9), (), (4,)]
     first = inputs.of(plans[0])
-    inputs.seqs.accept(first, [0])  # 9 is rejected
+    inputs.seqs.drafting(first).accept([0])  # 9 is rejected
     inputs.append(1, 99)
     assert inputs.seqs.num_tokens[first.row] == 5

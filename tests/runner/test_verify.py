@@ -50,7 +50,7 @@ class Oracle(Driver):
         self.held: dict[int, int] = {}
         self.results: dict[int, list[SeqResult]] = {}
         self.num_accepted = self.num_rejected = 0
-        self.executor.worker.proposer = self
+        self.executor.worker.draft_with(self)
 
     def begin(self) -> None:
         """Nothing is remembered of a sequence."""

@@ -29,7 +29,7 @@ def columns(table: WorkerSeqs, seqs: Sequence[WorkerSeq]) -> Columns:
     rows, positions = [], []
     for seq in seqs:
         end = int(table.num_tokens[seq.row])
-        for position in range(end - 1 - len(seq.verifying), end):
+        for position in range(end - seq.num_logits, end):
             rows.append(seq.row)
             positions.append(position)
     return columns_of(table.columns, np.array(rows, np.int64), np.array(positions, np.int64))
@@ -61,10 +61,10 @@ class Sampler:
     def draft(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """Let the next `sample` verify ``token_ids``: it gets one more row for each."""
         seq = self.seq(seq_id)
-        seq.drafts = chain(token_ids)
+        self.table.drafting(seq).drafts = chain(token_ids)
         known = int(self.table.num_tokens[seq.row])
         count = len(token_ids)
-        self.table.take_drafts(SeqPlan(seq_id, 0, known - 1, 1 + count, num_draft_tokens=count), seq)
+        self.table.drafting(seq).take(SeqPlan(seq_id, 0, known - 1, 1 + count, num_draft_tokens=count))
 
     def sample(self, logits: torch.Tensor, seq_ids: Sequence[int]) -> list[SeqSample]:
         seqs = [self.seq(seq_id) for seq_id in seq_ids]

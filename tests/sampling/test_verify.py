@@ -125,6 +125,6 @@ def test_what_goes_back_was_never_there(seed: int) -> None:
             processors.rollback(count)
             del output[len(output) - count :]
         rows = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)).repeat(2, 1)
-        processors.apply(rows[0])
-        LogitsProcessors(replace(new, output_token_ids=tuple(output)), VOCAB).apply(rows[1])
+        processors.edit(rows[0])
+        LogitsProcessors(replace(new, output_token_ids=tuple(output)), VOCAB).edit(rows[1])
         assert torch.equal(rows[0], rows[1]), f"seed {seed}: {params}"

@@ -135,11 +135,17 @@ class Seqs:
     """What heads read of the sequences of a worker: each has noise of its own."""
 
     def __init__(self, count: int) -> None:
-        self.all = [SimpleNamespace(seq_id=i, row=i, processors=None, draft_probs=[]) for i in range(count)]
+        self.all = [
+            SimpleNamespace(seq_id=i, row=i, processors=None, drafting=SimpleNamespace(probs=[]))
+            for i in range(count)
+        ]
         self.columns, self.num_settled = columns_of(count), np.full(count, 5)
 
     def find(self, seq_id: int) -> SimpleNamespace:
         return self.all[seq_id]
+
+    def drafting(self, seq: SimpleNamespace) -> SimpleNamespace:
+        return seq.drafting
 
 
 def of_medusa(seqs: Seqs, logits: Tensor) -> None:
@@ -184,8 +190,8 @@ def test_rejection_keeps_the_distribution_with_heads(
     heads(seqs, torch.randn(VOCAB))
     drafts = [
         [
-            Draft(token_id, probs if right else seq.draft_probs[0])
-            for token_id, probs in zip(seq.ids, seq.draft_probs, strict=True)
+            Draft(token_id, probs if right else seq.drafting.probs[0])
+            for token_id, probs in zip(seq.ids, seq.drafting.probs, strict=True)
         ]
         for seq in seqs.all
     ]

@@ -23,7 +23,7 @@ def test_a_chain_equals_a_step_per_draft(method: str, dtype: str) -> None:
         max_num_batched_tokens=256,
     )  # fmt: skip
     worker = llm.client.core.executor.worker
-    proposer, model = worker.proposer, worker.draft_model
+    proposer, model = worker.drafting.proposer, worker.drafting.model
     if model._chain is None:
         pytest.skip("there are no native kernels")
     real, chain, counts = proposer.propose, model._chain, set()
@@ -63,7 +63,7 @@ def test_processors_and_trees_take_a_step_per_draft() -> None:
         ({"spec_tree": 3}, SamplingParams(temperature=0.0, max_tokens=12)),
     ):
         llm = LLM("quill", kv_memory="16MiB", max_model_len=128, speculate="eagle", spec_tokens=4, **settings)
-        chain = llm.client.core.executor.worker.draft_model._chain
+        chain = llm.client.core.executor.worker.drafting.model._chain
         if chain is None:
             pytest.skip("there are no native kernels")
 
@@ -77,6 +77,6 @@ def test_processors_and_trees_take_a_step_per_draft() -> None:
         chain.run = run
         llm.generate(PROMPTS, params)
         worker, stats = llm.client.core.executor.worker, llm.client.core.stats()
-        assert worker.proposer is not None, "no draft failed"
+        assert worker.drafting.proposer is not None, "no draft failed"
         assert stats.num_draft_tokens > 0
         llm.close()

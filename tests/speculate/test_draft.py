@@ -149,7 +149,7 @@ def test_a_proposer_that_fails_ends_speculation_alone(caplog: pytest.LogCaptureF
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=24, frequency_penalty=0.3)
     llm = LLM("quill", kv_memory="16MiB", max_model_len=256, speculate="draft", spec_tokens=4)
     worker = llm.client.core.executor.worker
-    real, calls = worker.draft_model.forward, 0
+    real, calls = worker.drafting.model.forward, 0
 
     def failing(rows: object) -> list[int]:
         nonlocal calls
@@ -158,7 +158,7 @@ def test_a_proposer_that_fails_ends_speculation_alone(caplog: pytest.LogCaptureF
             raise RuntimeError("a planted fault")
         return real(rows)
 
-    worker.draft_model.forward = failing
+    worker.drafting.model.forward = failing
     found = [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, params)]
     llm.close()
     assert calls == 11

@@ -56,7 +56,9 @@ def test_trusted_keys_are_those_of_the_target(monkeypatch: pytest.MonkeyPatch) -
                 if not torch.equal(found, expected):  # an exception would only end drafting
                     wrong.append((seed, seq_id, count))
         seen["trusted"] += count
-        seen["behind"] += seq.num_filled < num_known and self._leading(self._written, seq, num_agreed) > count
+        seen["behind"] += (
+            seq.drafting.num_filled < num_known and self._leading(self._written, seq, num_agreed) > count
+        )
         return count
 
     monkeypatch.setattr(DraftModel, "_sample", sample_badly)
@@ -74,7 +76,7 @@ def test_trusted_keys_are_those_of_the_target(monkeypatch: pytest.MonkeyPatch) -
         run = EngineRun(config, executor, POLICY)
         run.serve([*jobs, *twins])
         tally += run.tally
-        assert executor.worker.proposer is not None, "proposing failed"
+        assert executor.worker.drafting.proposer is not None, "proposing failed"
         executor.close()
     print(dict(seen), tally)
     assert not wrong, f"K or V of other tokens are trusted (seed, sequence, count): {wrong[:5]}"

@@ -70,7 +70,7 @@ def engine(target: Path | str, **settings: Any) -> LLM:
 def proposals(llm: LLM, params: SamplingParams) -> list[tuple[list[int], tuple[int, ...]]]:
     """What is proposed behind which known tokens while one prompt is answered."""
     worker = llm.client.core.executor.worker
-    real, seen = worker.proposer.propose, []
+    real, seen = worker.drafting.proposer.propose, []
 
     def propose(wanted: list[Wanted]) -> list[Drafts]:
         found = real(wanted)
@@ -79,7 +79,7 @@ def proposals(llm: LLM, params: SamplingParams) -> list[tuple[list[int], tuple[i
         )
         return found
 
-    worker.proposer.propose = propose
+    worker.drafting.proposer.propose = propose
     llm.generate(PROMPTS[1:2], params)
     llm.close()
     return seen
@@ -348,7 +348,7 @@ def test_the_heads_that_ship_with_quill_are_accepted(method: str, tree: int, sha
 def test_accepted_drafts_are_computed_again() -> None:
     llm = engine("quill", dtype="auto", speculate="eagle", spec_tokens=3)
     core = llm.client.core
-    proposer, model = core.executor.worker.proposer, core.executor.worker.draft_model
+    proposer, model = core.executor.worker.drafting.proposer, core.executor.worker.drafting.model
     real, compared = proposer.propose, 0
 
     def propose(wanted: list[Wanted]) -> list[Any]:

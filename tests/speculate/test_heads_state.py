@@ -44,7 +44,7 @@ class Fresh:
             seqs=(SeqPlan(self._count, 0, 0, len(token_ids), (0,) * self._groups, blocks),),
         )
         assert self.worker.execute(plan).seqs[0].error is None
-        return rows_of(self.worker.draft_model, self._count, len(token_ids))
+        return rows_of(self.worker.drafting.model, self._count, len(token_ids))
 
 
 def rows_of(model: DraftModel | None, seq_id: int, count: int) -> torch.Tensor:

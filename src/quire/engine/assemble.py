@@ -152,7 +152,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hf_token": (None, True),
     "allowed_local_media_path": ("",),
 }
-VALUES = {  # of vLLM → ours
+VALUES = {  # name in vLLM → ours
     "load_format": {"dummy": "random"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "bfloat16": "auto"},
     "distributed_executor_backend": {"mp": "auto", "uni": "local"},

@@ -38,7 +38,7 @@ class BeamSearchSequence:
 
     tokens: list[int]  # prompt and output
     text: str
-    cum_logprob: float  # of the output
+    cum_logprob: float  # in the output
     finish_reason: str | None
     stop_reason: int | str | None
 

@@ -65,9 +65,11 @@ def main(argv: list[str]) -> None:
         outbox.connect(f"ipc://{directory}/events.ipc")
     except zmq.ZMQError:
         if not os.path.isdir(directory):
-            os._exit(0)  # the parent has ended and cleaned up, so there is nothing to report to
+            # The parent has ended and cleaned up, so there is nothing to report to.
+            os._exit(0)
         raise
-    outbox.linger = 1000  # ms; a failure has to reach the parent before this process ends
+    # In ms: a failure has to reach the parent before this process ends.
+    outbox.linger = 1000
     try:
         # What is imported stays, so it is not searched for garbage: that takes a tenth of the time of the imports.
         gc.disable()

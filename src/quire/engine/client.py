@@ -45,7 +45,7 @@ class EngineHealth:
     reason: str | None = None  # one line, unless it is ready
     overdue_s: float = 0.0  # how far the running step is beyond its predicted end
     num_restarts: int = 0
-    retry_in_s: float = 0.0  # what is left of the pause before the next restart
+    retry_in_s: float = 0.0  # left until the next restart
 
 
 class EngineClient(Protocol):

@@ -209,7 +209,7 @@ class EngineCore:
             return out
         try:
             return self.executor.collect()
-        except EngineDeadError:  # of a rank: there is nothing left that could compute a step
+        except EngineDeadError:  # a rank died: nothing can compute a step
             raise
         except Exception as error:
             return StepResult(out.step, error=_text(error))

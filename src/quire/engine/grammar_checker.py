@@ -19,7 +19,7 @@ from quire.text.tokenizer import Tokenizer
 
 _MAX_REMEMBERED = 512  # answers
 _IDLE_POLL_S = 0.2
-_MAX_REMEMBERED_BYTES = 64 * 2**20  # of grammars and answers together
+_MAX_REMEMBERED_BYTES = 64 * 2**20  # grammars and answers together
 
 
 class GrammarChecker:

@@ -28,8 +28,8 @@ from quire.models.fingerprint import code_digest
 from quire.request import FinishReason, Request, SamplingParams, TokenEvent
 
 NUM_PROMPT, NUM_OUTPUT = 24, 8  # tokens
-FILE = "golden.json"  # of a model folder: {"prompt": […], "ids": {setup: […]}}
-PREFIX = "golden/"  # of the ids of these requests, which no client can give
+FILE = "golden.json"  # in a model folder: {"prompt": […], "ids": {setup: […]}}
+PREFIX = "golden/"  # begins the ids of these requests; no client can give it
 _CODE = ("kernels", "layers", "models", "quant", "runner", "sampling")
 log = Log("supervisor")
 
@@ -101,7 +101,8 @@ class GoldenPrompt:
         ids, self._ids = self._ids, None
         self._next_s = self._clock.now() + self._interval_s
         if event.finish_reason is not FinishReason.LENGTH and event.error_kind != "step":
-            return  # refused, as where the queue is full: it says nothing of the model
+            # It was refused, because the queue is full for example: that says nothing of the model.
+            return
         problem = event.error
         if problem is None and self._expected is not None and ids != self._expected:
             problem = f"its ids are {ids}, and {self._source} are {self._expected}"

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from quire.scheduler.scheduler import Scheduler
 
 IDLE_TICK_S = 0.25  # between two ticks of an engine without work
-SLOW_START_S = 20.0  # that reading an adapter or building a grammar may add to a step
+# Reading an adapter or building a grammar may add as much to a step.
+SLOW_START_S = 20.0
 # Probes tell within a second: what they answer is written ten times a second, and takes its turns on a busy machine.
 HUNG_S = 0.75
-_GAP_S = 0.5  # of a longer time between two looks, no more than this counts
-_SLOTS = 3  # doubles: time of the tick, predicted seconds until the next one, step
+# Where the time between two looks is longer, only as much counts.
+_GAP_S = 0.5
+# Doubles: the time of the tick, the predicted seconds until the next one, the step.
+_SLOTS = 3
 
 
 class Heartbeat:
@@ -102,7 +105,7 @@ class HangWatch:
         self._page = page
         self._lock = threading.Lock()
         self._looked_s = now_s
-        self._awake_s = 0.0  # that the watch was awake, in all
+        self._awake_s = 0.0  # seconds in which the watch was awake
         self._beat_s = 0.0  # the last tick seen, and `_awake_s` at it
         self._awake_at_beat_s = 0.0
 

@@ -49,7 +49,8 @@ Perform = Callable[[bytes], bytes]
 _MAX_ERROR_CHARS = 600
 # The engine compiles a grammar again while other requests wait for tokens. The slowest of JSONSchemaBench takes 0.2 s.
 CPU_LIMIT_S = 0.5
-_TRIMMED_BYTES = 1 << 20  # of a task whose memory is given back to the system
+# The memory of a larger task is given back to the system.
+_TRIMMED_BYTES = 1 << 20
 
 
 def main(kind: str, tasks: BinaryIO, answers: BinaryIO) -> None:
@@ -171,7 +172,8 @@ def _bodies(head: dict[str, Any]) -> tuple[Answer, Perform]:
     from quire.engine.large_body import parse
 
     _limit_memory(head["memory"])
-    gc.disable()  # values of JSON have no cycles, and every collection would walk over all of them
+    # Values of JSON have no cycles, and every collection would walk over all of them.
+    gc.disable()
     return {}, partial(parse, max_characters=head["characters"])
 
 

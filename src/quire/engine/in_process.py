@@ -56,7 +56,8 @@ class InProcessClient:
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
         """As `EngineClient.receive`; runs at most one step. A step without events also returns an empty list."""
         core = self.core
-        self._arrived.clear()  # before reading `rest`, so that a message that arrives in between is not missed
+        # Before `rest` is read, so that a message that arrives in between is not missed.
+        self._arrived.clear()
         rest = core.rest
         if rest is not None and not self._closed:
             pause_s = max(0.0, rest.until_s - self._clock.now()) if isinstance(rest, Sleep) else None

@@ -41,7 +41,7 @@ class LargeBodies:
 
     def __init__(self) -> None:
         self._pool = HelperPool("body", lambda: {"characters": TEXT_CHARACTERS})
-        self._num_bytes = 0  # of bodies that wait
+        self._num_bytes = 0  # bodies that wait
 
     async def decode(self, pieces: Sequence[bytes]) -> Any:
         """Return the value of a body, in which long lists of token ids are arrays.
@@ -64,7 +64,8 @@ class LargeBodies:
             refusal = json.loads(answer)
             raise RequestError(refusal["error"], param=refusal["param"], code=refusal["code"])
         collects = gc.isenabled()
-        gc.disable()  # each of many new lists and objects would bring the next collection nearer
+        # Each of many new lists and objects would bring the next collection nearer.
+        gc.disable()
         try:
             return msgspec.msgpack.decode(memoryview(answer)[1:], ext_hook=_ids)
         finally:

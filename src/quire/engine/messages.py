@@ -71,8 +71,8 @@ class Reply:
     """The core's answer to a message with a ``call_id``, after it took effect. With ``error`` nothing has changed."""
 
     call_id: str
-    values: dict[str, Any]  # as they are now
-    before: dict[str, Any] = field(default_factory=dict)  # as they were, where something was changed
+    values: dict[str, Any]  # the values now
+    before: dict[str, Any] = field(default_factory=dict)  # the values before, where something was changed
     error: str | None = None  # the text of a ConfigError
     param: str | None = None  # the setting at fault
     # Of the controller's settings, those that a person set; None: no controller.

@@ -24,7 +24,7 @@ from quire.executor.recorder import Recorder, Recording
 from quire.metrics.log import Log
 from quire.private import private_folder, written_anew
 
-MAX_FILES = 8  # of a kind; the oldest are deleted
+MAX_FILES = 8  # per kind; the oldest are deleted
 SUFFIX = ".rec"
 _MAGIC = b"quire recording 1\n"
 log = Log("recorder")

@@ -47,9 +47,8 @@ class Outcome(NamedTuple):
     num_tokens: int
     num_rebuilt: int  # tokens computed from known ids beside the recorded steps
     difference: Difference | None
-    last: tuple[
-        str, ...
-    ] = ()  # of steps that had no result when the recording was saved: what they give here
+    # Steps that had no result when the recording was saved, and what they give here.
+    last: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -123,7 +122,7 @@ class Replay:
         for new in plan.new_seqs:
             self._seqs[new.seq_id] = _Seq(new, [*new.prompt_token_ids, *new.output_token_ids], [])
         for transfer in recorded.transfers:
-            for block in transfer.blocks:  # what a load brings is computed
+            for block in transfer.blocks:  # a load brings nothing here: it is computed
                 self._filled.pop(self._blocks.get(block.block_id, -1), None)
         rebuilt = self._rebuild(plan)
         if rebuilt:  # the state that the plan brings has to be there before
@@ -158,7 +157,8 @@ class Replay:
                 continue
             write_tables(known.tables, seq.block_start, seq.new_block_ids)
             if any(start * self._block_size < seq.num_computed_tokens for start in seq.block_start):
-                known.is_whole = False  # blocks of its own were given up for equal ones of the prefix cache
+                # Blocks of its own were given up for equal ones of the prefix cache.
+                known.is_whole = False
             if seq.forced_token_ids:
                 known.token_ids[-len(seq.forced_token_ids) :] = seq.forced_token_ids
             fresh.append(seq)

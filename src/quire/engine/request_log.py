@@ -27,7 +27,7 @@ from quire.metrics.log import Log
 from quire.private import private_fd, tighten
 from quire.request import FinishReason, Request, TokenEvent
 
-MAX_BYTES = 2**30  # of a file
+MAX_BYTES = 2**30  # per file
 log = Log("recorder")
 
 
@@ -36,7 +36,8 @@ class RecordedSample:
     """One sequence of a request. Seconds from the arrival of the request; None: there was no token, or no end."""
 
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop_string": the core was told, else as in its terminal event
+    # "stop_string": the core was told. Otherwise the reason of its terminal event.
+    finish_reason: str | None = None
     ttft_s: float | None = None
     e2el_s: float | None = None
 

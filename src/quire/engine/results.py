@@ -43,8 +43,9 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None if the prompt was given as ids
     prompt_token_ids: tuple[int, ...]
-    outputs: list[CompletionOutput]  # by index
-    seed: int  # given, or chosen for the request; the same seed gives the same text again
+    outputs: list[CompletionOutput]  # key: index
+    # Given, or chosen for the request; the same seed gives the same text again.
+    seed: int
     num_cached_tokens: int = 0  # prompt tokens that were in the prefix cache
     # Per prompt token, as `CompletionOutput.logprobs`, with `SamplingParams.prompt_logprobs`; None for the first token.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -47,7 +47,8 @@ class EngineProcess:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "quire.engine.child", *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # a library's prints in the child must not mix with this process's output
+                # A library's prints in the child must not mix with this process's output.
+                stdout=2,
                 pass_fds=[theirs.fileno()],
                 env=child_environment(),
             )

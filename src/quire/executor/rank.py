@@ -201,7 +201,7 @@ class RankLoop:
         for answer in result.seqs:
             if answer.token_ids or answer.error is not None:
                 seq = self.worker.seqs.find(answer.seq_id)
-                drafts = NO_DRAFTS if seq is None else seq.drafts
+                drafts = NO_DRAFTS if seq is None or seq.drafting is None else seq.drafting.drafts
                 failed = answer.error is not None
                 outcome = SeqTold(
                     answer.seq_id, answer.epoch, answer.token_ids, drafts.token_ids, drafts.parents, failed

@@ -21,20 +21,13 @@ from quire.kernels.sampling.logprobs import token_logprobs
 from quire.models.decoder import Decoder
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
+from quire.runner.base import Ints, ObserveLogits, PendingResult
 from quire.runner.device_batch import DeviceBatches, OnDevice
 from quire.runner.device_sampler import DeviceSampler
 from quire.runner.graphs import StepGraphs
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
-from quire.runner.model_runner import (
-    Ints,
-    ObserveLogits,
-    PendingResult,
-    observe,
-    rows_of_slot,
-    with_hidden_of,
-)
-from quire.runner.sequences import WorkerSeq
+from quire.runner.model_runner import observe, rows_of_slot, with_hidden_of
 from quire.sampling.grammars import Grammars
 from quire.sampling.sampler import SeqSample
 
@@ -84,9 +77,6 @@ class DeviceRunner:
 
     def record(self, buffers: StepBuffers) -> None:
         """As `Runner.record`: graphs are captured later."""
-
-    def release(self, seq: WorkerSeq) -> None:
-        self.sampler.release(seq)
 
     @property
     def num_graphs(self) -> int:

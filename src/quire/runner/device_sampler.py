@@ -33,10 +33,11 @@ from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, TOKEN_NOISE, Colum
 from quire.text.grammar_matcher import bitmask_words
 
 CHUNK = 1024  # ids of a program
-LEAST_ROWS = 8  # of the table of counts
+LEAST_ROWS = 8  # rows in the table of counts
 
 Ints = NDArray[np.int64]
-Counted = tuple[Tensor, Tensor]  # rows whose tokens are counted, and the row of the table of each
+# Rows whose tokens are counted, and the row of the table that each has.
+Counted = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True)
@@ -86,9 +87,12 @@ class PendingSamples:
         ]
         for row in np.flatnonzero(~np.isfinite(best)).tolist():
             forbidden = self.edited and np.isneginf(best[row])
-            samples[row] = SeqSample((), error=ALL_FORBIDDEN if forbidden else NOT_FINITE)
+            error = ALL_FORBIDDEN if forbidden else NOT_FINITE
+            samples[row] = SeqSample((), error=error, of_request=bool(forbidden), recompute=not forbidden)
         for row, error in self.errors.items():
-            samples[row] = SeqSample((), error=error)
+            state = self.states[row]
+            recompute = state is not None and state.is_bystander
+            samples[row] = SeqSample((), error=error, of_request=True, recompute=recompute)
         return samples
 
 
@@ -101,12 +105,6 @@ class DeviceSampler:
         self._grammars = grammars
         self._processors = DeviceProcessors(vocab_size, device)
         self._facts = StepUpload(device, torch.int64)
-
-    def release(self, seq: WorkerSeq) -> None:
-        """``seq`` goes. Steps in flight may count for it: its row of the table is cleared for the next sequence."""
-        seq.pending = None
-        if seq.processors is not None:
-            self._processors.release(seq.processors)
 
     def sample(
         self, logits: Tensor, seqs: Sequence[WorkerSeq], columns: Columns
@@ -185,7 +183,7 @@ class DeviceProcessors:
         self._vocab_size = vocab_size
         self._device = device
         self._counts = torch.empty(0, vocab_size, dtype=torch.int32, device=device)
-        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)  # of the type of both tables
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)  # has the type of both tables
         # [1, 8] each, as `edit_rows` reads them, with the number of biases last. An admission makes new processors.
         self._facts_of: dict[LogitsProcessors | None, Ints] = {}
         self._free: list[int] = []
@@ -193,6 +191,7 @@ class DeviceProcessors:
         self._masks = StepUpload(device, torch.int32)
 
     def release(self, processors: LogitsProcessors) -> None:
+        """A sequence goes. Steps in flight may count for it: its row of the table is cleared for the next one."""
         row = int(self._facts_of.pop(processors, _NO_FACTS)[0, 0])
         if row >= 0:
             self._free.append(row)
@@ -268,6 +267,7 @@ class DeviceProcessors:
             self._free.extend(range(size, larger))
         for of in new:
             facts = self._facts_of[of] = _NO_FACTS.copy()
+            of.on_end = self.release
             if of.bias is not None:
                 facts[0, 7] = len(of.bias.ids)
             if of.penalties is not None:

@@ -19,11 +19,13 @@ from quire.kernels.sampling.noise import Streams, gumbel_argmax
 from quire.models.decoder import Decoder
 from quire.models.loader import iter_weights
 from quire.parallel.shard import Shard
+from quire.runner.base import Runner
 from quire.runner.draft_chain import DraftChain, can_chain
+from quire.runner.draft_state import DraftState
 from quire.runner.heads import HeadRunner, MedusaModel, Unseen, head_target
 from quire.runner.input_batch import InputBatch, PreparedStep
 from quire.runner.memory import torch_dtype
-from quire.runner.model_runner import ModelRunner, Runner
+from quire.runner.model_runner import ModelRunner
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.processors import LogitsProcessors
 from quire.sampling.sampler import TOKEN_NOISE, Sampler
@@ -34,7 +36,7 @@ from quire.speculate.ngram import NgramProposer
 from quire.speculate.proposer import Proposer
 from quire.step import SeqPlan
 
-Slots = np.ndarray[tuple[int], np.dtype[np.int32]]  # by block id
+Slots = np.ndarray[tuple[int], np.dtype[np.int32]]  # index: block id
 Edit = Callable[[int, torch.Tensor], None]
 
 
@@ -68,7 +70,8 @@ class DraftModel:
             self._chain = DraftChain(
                 recorded, seqs, self._group, self._lag, self._vocab_size, self._block_size, backend
             )
-        self._last: tuple[PreparedStep, torch.Tensor, Edit, list[int]]  # of `forward`: logits, tokens
+        # What the last `forward` had: its step, logits, processors and tokens.
+        self._last: tuple[PreparedStep, torch.Tensor, Edit, list[int]]
         self.filled, self._written = (np.zeros(config.cache.num_blocks, np.int32) for _ in range(2))  # slots
 
     def copy(self, moves: Sequence[tuple[int, int]], *, hidden_only: bool = False) -> None:
@@ -91,8 +94,10 @@ class DraftModel:
         """As `DraftForward.num_computed`."""
         seq = self._seq(seq_id)
         num_known -= self._lag
-        count = seq.num_filled = self._leading(self.filled, seq, num_known)
-        if self._lag:  # drafts that were right are computed again, from the model's own hidden states
+        count = self._leading(self.filled, seq, num_known)
+        self._seqs.drafting(seq).num_filled = count
+        # Drafts that were right are computed again, from the model's own hidden states.
+        if self._lag:
             return count + 1
         return self._leading(self._written, seq, num_agreed) if count == num_known else count
 
@@ -108,7 +113,7 @@ class DraftModel:
     def _leading(self, slots: Slots, seq: WorkerSeq, end: int) -> int:
         """Return how many of the tokens below ``end`` are among the leading ``slots`` of the blocks, without a gap."""
         size = self._block_size
-        first = min(seq.num_filled, end) // size
+        first = min(self._seqs.drafting(seq).num_filled, end) // size
         for place, block in enumerate(self._blocks(seq, end)[first:].tolist(), first):
             if (count := int(slots[block])) < size:
                 return min(end, place * size + count)
@@ -177,13 +182,13 @@ class DraftModel:
         def edit(row: int, logits: torch.Tensor) -> None:
             of_row = processors[row]
             assert of_row is not None
-            of_row.apply(logits)
+            of_row.edit(logits)
 
         ids, _ = self._sampler.sample(logits, step.columns, edit)
         if self._keeps_probs:
             of_rows = self._sampler.probabilities(logits, step.columns, edit)
             for seq, probs in zip(step.sampling, of_rows, strict=True):
-                seq.draft_probs.append(probs)
+                drafting_of(seq).probs.append(probs)
         drafts: list[int] = np.maximum(ids, 0).tolist()
         self._last = step, logits, edit, drafts
         return drafts
@@ -232,7 +237,7 @@ def _second_of_probs(step: PreparedStep, firsts: Sequence[int], seq_ids: Contain
     """
     found = {}
     for row, (seq, first) in enumerate(zip(step.sampling, firsts, strict=True)):
-        rest = seq.draft_probs[-1].clone()
+        rest = drafting_of(seq).probs[-1].clone()
         rest[first] = 0.0
         if seq.seq_id in seq_ids and rest.sum() > 0.0:
             column = step.columns[row : row + 1]
@@ -242,8 +247,14 @@ def _second_of_probs(step: PreparedStep, firsts: Sequence[int], seq_ids: Contain
             rest /= rest.sum()
             streams = Streams(seed, index, position, TOKEN_NOISE)
             found[seq.seq_id] = int(gumbel_argmax(rest.log()[None], streams))
-            seq.draft_probs.append(rest)
+            drafting_of(seq).probs.append(rest)
     return found
+
+
+def drafting_of(seq: WorkerSeq) -> DraftState:
+    """Return the state of a sequence of which drafts are wanted."""
+    assert seq.drafting is not None
+    return seq.drafting
 
 
 def make_drafting(

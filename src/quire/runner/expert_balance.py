@@ -20,7 +20,8 @@ from quire.metrics.engine_stats import LayerLoad
 from quire.metrics.log import Log
 from quire.parallel.balance import Move, balance, imbalance, keep, moves, rank_loads
 
-MIN_GAIN = 0.02  # of the largest rank's share, for which experts are moved
+# Experts are moved for this much of the largest rank's share.
+MIN_GAIN = 0.02
 STEP_BYTES = 16 << 20  # sent before one step, or one expert
 
 log = Log("experts")

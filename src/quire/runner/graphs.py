@@ -26,9 +26,10 @@ from quire.clock import Clock
 from quire.runner.device_batch import CapturedShape
 
 LEAST_WIDTH = 64  # blocks of a table
-LEAST_TOKENS = 16  # of a mixed step
-MIXED_TOKENS = 256  # from about here on a step's matrix products take longer than its launches
-MOST_DELAY_S = 0.1  # of a step, by a capture
+LEAST_TOKENS = 16  # tokens in a mixed step
+# From about here on a step's matrix products take longer than its launches.
+MIXED_TOKENS = 256
+MOST_DELAY_S = 0.1  # a capture delays a step by it
 LAUNCHES_PER_CAPTURE = 3.0  # assumed until a capture was measured
 LEAST_USES = 2
 
@@ -51,7 +52,7 @@ class StepGraphs:
         self._scratch_block = scratch_block
         self._clock = clock
         self._policy: CapturePolicy[CapturedShape] = CapturePolicy()
-        self._seen: dict[CapturedShape, Forward] = {}  # of sizes that are not captured
+        self._seen: dict[CapturedShape, Forward] = {}  # sizes that are not captured
         self._graphs: dict[CapturedShape, Forward] = {}  # compute what the buffers hold now
         self._pool: Any = None  # memory that all graphs share: one replays at a time
 

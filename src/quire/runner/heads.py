@@ -47,8 +47,8 @@ class HeadTarget(NamedTuple):
 
     decoder: Decoder
     ends: SharedEnds
-    spec: ModelSpec  # of the whole model
-    first_layer: int  # of this stage
+    spec: ModelSpec  # the whole model
+    first_layer: int  # this stage alone
 
 
 def head_target(config: EngineConfig, heads: HeadSpec, decoder: Decoder, shard: Shard | None) -> HeadTarget:
@@ -93,7 +93,7 @@ class HiddenStates:
         assert config.speculate is not None
         num_blocks = config.cache.num_blocks + config.speculate.num_branch_blocks
         self.storage = reserve(num_blocks, block_size * size, dtype)
-        self.rows = self.storage.view(-1, size)  # by slot
+        self.rows = self.storage.view(-1, size)  # index: slot
         self._view = KvView(self.storage.unsqueeze(1), block_size, size, size, v_in_k=True)
         self._store = kernels.of(store_kv)
 
@@ -132,7 +132,7 @@ class HeadRunner:
         self._tape: StepTape | None = None
         self._buffers: StepBuffers | None = None  # whose steps `_tape` computes
         self.recorded: Recorded | None = None  # the same for `runner.draft_chain`
-        self._found: Tensor  # of the tape: [max_logits, hidden_size]
+        self._found: Tensor  # the tape's: [max_logits, hidden_size]
 
     @torch.inference_mode()
     def record(self, buffers: StepBuffers) -> None:
@@ -194,7 +194,7 @@ class MedusaModel:
         self._heads.load(iter_heads(heads, target.spec, torch_dtype(heads.dtype)))
         self.num_heads = heads.spec.num_heads
         self._seqs = seqs
-        self._seen: tuple[PreparedStep, Sequence[int], Tensor] | None = None  # of `watch`
+        self._seen: tuple[PreparedStep, Sequence[int], Tensor] | None = None  # from `watch`
         self._sampler = Sampler(heads.spec.vocab_size, kernels)
         self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
         # What recorded heads read, and they, by their number; None: they run call by call.
@@ -235,7 +235,7 @@ class MedusaModel:
         step, counts, hidden = self._seen
         firsts = np.cumsum([0, *counts[:-1]]).tolist()
         rows = {
-            seq.seq_id: first + (1 + seq.accepted[-1] if seq.accepted else 0)
+            seq.seq_id: first + (1 + state.accepted[-1] if (state := seq.drafting) and state.accepted else 0)
             for first, seq in zip(firsts, step.sampling, strict=True)
         }
         return hidden[torch.tensor([rows.get(seq.seq_id, 0) for seq in seqs])]
@@ -251,17 +251,18 @@ class MedusaModel:
         # Head k samples the token k behind the known ones, with the noise of its position.
         positions = self._seqs.num_settled[rows][:, None] - 1 + np.arange(num_heads)
         columns = columns_of(self._seqs.columns, np.repeat(rows, num_heads), positions.ravel())
-        choices: list[list[int]] = [[] for _ in range(len(logits))]  # by row: a head of a sequence
+        choices: list[list[int]] = [[] for _ in range(len(logits))]  # index: row, a head of a sequence
         probs: list[list[Tensor]] = [[] for _ in choices]
 
         def edit(row: int, logits: Tensor) -> None:  # without the drafts before it
             processors = seqs[row // num_heads].processors
             assert processors is not None
-            processors.apply(logits)
+            processors.edit(logits)
             logits[choices[row]] = -torch.inf
 
         edits = any(seq.processors is not None for seq in seqs)
-        for rank in range(num_ranks):  # a choice is what the head samples where those before it are forbidden
+        # A choice is what the head samples where those before it are forbidden.
+        for rank in range(num_ranks):
             ids, best = self._sampler.sample(logits, columns, edit if edits else None)
             if self._keeps_probs:
                 found = self._sampler.probabilities(logits, columns, edit)
@@ -279,7 +280,7 @@ class MedusaModel:
             first = place * num_heads
             proposed, nodes = planted(tree, choices[first : first + num_heads])
             if self._keeps_probs:
-                seq.draft_probs.extend(probs[first + node.head][node.rank] for node in nodes)
+                self._seqs.drafting(seq).probs.extend(probs[first + node.head][node.rank] for node in nodes)
             drafts.append(proposed)
         return drafts
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,6 @@ from quire.kernels.attention.batch import RaggedBatch
 from quire.kernels.lora import AdapterRows
 from quire.layers.attention import AdapterBatch, GroupBatch, StepBatch
 from quire.parallel.stripe import Stripe
-from quire.runner.branches import Branch
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import Columns, columns_of
 from quire.step import SeqPlan
@@ -81,7 +81,7 @@ class PreparedStep:
     """A step in ``buffers``: the tensors the model runs on, and the sequences that sample.
 
     Rows of logits are in the order of ``sampling``: one for the last known token of a sequence, and one for each draft
-    that it verifies. A branch of a tree is a sequence more, behind those of the plan.
+    that it verifies. A branch of a tree is a sequence more, after those of the plan (`runner.draft_rows`).
     """
 
     buffers: StepBuffers
@@ -89,7 +89,7 @@ class PreparedStep:
     num_seqs: int
     seqs: WorkerSeqs
     sampling: tuple[WorkerSeq, ...]
-    rows: IntArray  # of `WorkerSeqs`, of those that sample
+    rows: IntArray  # in `WorkerSeqs`, where a sequence samples
     columns: Columns  # [num_logits], of the sampler
     num_positions: int  # all positions of the step are below it
 
@@ -148,7 +148,8 @@ class InputBatch:
             ):
                 if ids:  # a negative id stands for no block, which is never read
                     table[seq.row, start : start + len(ids)] = np.maximum(ids, 0)
-                    seq.num_filled = min(seq.num_filled, start * self._block_size)
+                    if seq.drafting is not None:
+                        seq.drafting.num_filled = min(seq.drafting.num_filled, start * self._block_size)
                     fresh.extend(block for block in ids[max(0, first_empty - start) :] if block >= 0)
         return fresh
 
@@ -159,16 +160,19 @@ class InputBatch:
         """
         table, rows = self._seqs, np.array([seq.row for seq in seqs])
         computed = np.array([plan.num_computed_tokens for plan in plans])
-        lengths = np.array([p.num_scheduled_tokens - s.num_beside for p, s in zip(plans, seqs, strict=True)])
+        lengths = np.array([plan.num_scheduled_tokens for plan in plans])
+        drafts = None
+        if any(seq.drafting for seq in seqs):
+            drafts = import_module("quire.runner.draft_rows").DraftRows(seqs)
+            lengths -= drafts.num_beside
         known = table.num_tokens[rows]
         _check(plans, computed, lengths, known)
         sampling = np.flatnonzero((computed + lengths == known) & table.samples[rows])
         samplers = tuple(seqs[index] for index in sampling.tolist())
-        total = len(samplers) + sum([len(seq.verifying) for seq in samplers])
-        branches = [(seq, branch) for seq in samplers for branch in seq.branches]
-        if branches:
-            more = np.array([(seq.row, branch.start, branch.num_rows) for seq, branch in branches])
-            rows, computed, lengths = np.concatenate((np.array((rows, computed, lengths)), more.T), axis=1)
+        total = len(samplers)
+        if drafts is not None:
+            total = drafts.of_samplers(samplers)
+            rows, computed, lengths = drafts.with_branches(rows, computed, lengths)
         num_seqs, num_tokens, to = len(rows), int(lengths.sum()), self.buffers
         if num_tokens > to.max_tokens or max(num_seqs, total) > to.max_seqs:
             to = StepBuffers(num_tokens, max(num_seqs, total), *self._shape)
@@ -192,18 +196,15 @@ class InputBatch:
         ):
             slot_blocks[:num_tokens] = blocks[token_rows, in_table]
             block_table[:num_seqs, :width] = blocks[rows, :width]
-        if branches:
-            self._branch_out(to, branches, cu_seqlens_q)
+        if drafts is not None:
+            drafts.branch_out(to, cu_seqlens_q, self._block_size)
         _keep_own(to, self._stripe, places)
         ends = cu_seqlens_q[1:][sampling]
-        if total == num_tokens and not branches:
+        if total == num_tokens and num_seqs == len(plans):
             indices, logits_rows = tokens, token_rows
-        elif total > len(samplers):  # the last 1 + num_drafts tokens of each
-            before = np.cumsum(num_logits := 1 + np.array([len(seq.verifying) for seq in samplers]))
-            indices = np.repeat(ends - before, num_logits) + np.arange(total)
-            if branches:
-                _index_trees(indices, samplers, ends, before, cu_seqlens_q[len(plans) :])
-            logits_rows = np.repeat(rows[sampling], num_logits)
+        elif total > len(samplers):
+            assert drafts is not None
+            indices, logits_rows = drafts.index(ends, rows[sampling], cu_seqlens_q[len(plans) :])
         else:
             indices, logits_rows = ends - 1, rows[sampling]
         to.logits_indices[:total] = indices
@@ -212,25 +213,6 @@ class InputBatch:
             to.adapters.logits.group(table.adapter_slots[logits_rows])
         columns = columns_of(table.columns, logits_rows, positions[indices])
         return PreparedStep(to, num_tokens, num_seqs, table, samplers, rows[sampling], columns, longest)
-
-    def _branch_out(
-        self, to: StepBuffers, branches: Sequence[tuple[WorkerSeq, Branch]], cu_seqlens_q: IntArray
-    ) -> None:
-        """Give branches their own tokens and blocks; their sequences are the last of the step."""
-        first = len(cu_seqlens_q) - 1 - len(branches)
-        for place, (seq, branch) in enumerate(branches, first):
-            start, end = int(cu_seqlens_q[place]), int(cu_seqlens_q[place + 1])
-            own = max(0, branch.last_known + 1 - branch.start)  # rows before the first draft
-            depth = branch.start + own - branch.last_known - 1
-            ids = [seq.verifying.token_ids[node] for node in branch.path[depth:]]
-            to.input_ids[start + own : end] = ids
-            in_table = to.positions[start:end] // self._block_size - branch.first_block
-            here = in_table >= 0
-            for slot_blocks, table, blocks in zip(
-                to.slot_blocks, to.block_tables, branch.blocks, strict=True
-            ):
-                slot_blocks[start:end][here] = np.array(blocks)[in_table[here]]
-                table[place, branch.first_block : branch.first_block + len(blocks)] = blocks
 
     def force(self, plan: SeqPlan, seq: WorkerSeq) -> None:
         """Overwrite the last known ids (beams)."""
@@ -246,27 +228,6 @@ def _keep_own(to: StepBuffers, stripe: Stripe | None, places: IntArray) -> None:
     for slot_blocks in to.slot_blocks:
         slot_blocks[: len(places)][~own] = -1
     to.slot_offsets[: len(places)] %= stripe.size
-
-
-def _index_trees(
-    indices: IntArray, samplers: Sequence[WorkerSeq], ends: IntArray, before: IntArray, branch_ends: IntArray
-) -> None:
-    """Point the logits rows of trees at their tokens: the last known one, and each draft in the order of the tree.
-
-    ``ends``: of the sequences' tokens; ``branch_ends [1 + num_branches]``: where the first branch begins, and the ends.
-    """
-    place = 1
-    for seq, end, stop in zip(samplers, ends.tolist(), before.tolist(), strict=True):
-        if not seq.branches:
-            continue
-        trunk, *_ = seq.verifying.paths()
-        own = indices[stop - 1 - len(seq.verifying) : stop]
-        own[0] = end - 1 - len(trunk)
-        own[1 + np.array(trunk)] = np.arange(end - len(trunk), end)
-        for branch in seq.branches:
-            last = int(branch_ends[place])
-            own[1 + np.array(branch.nodes)] = np.arange(last - len(branch.nodes), last)
-            place += 1
 
 
 def _check(plans: Sequence[SeqPlan], computed: IntArray, lengths: IntArray, known: IntArray) -> None:

@@ -26,11 +26,12 @@ _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _CPU = torch.device("cpu")
 _HUGE = 2 << 20  # bytes of a huge page
-_MADV_POPULATE_WRITE = 23  # of Linux 5.14
-AHEAD_STEPS = 4  # of the largest size, whose pages are there before they are used
-AHEAD_BYTES = 256 << 20  # of pages that are not used yet, at most
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+# Steps of the largest size whose pages are there before they are used.
+AHEAD_STEPS = 4
+AHEAD_BYTES = 256 << 20  # most pages that are not used yet
 QUIET_S = 0.02  # since the end of the last step
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's mallopt
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -105,7 +105,8 @@ def trial_plans(config: EngineConfig) -> tuple[StepPlan, StepPlan, StepPlan]:
     rows = -(-(max(lengths) + 1) // size)
     blocks = tuple(tuple(range(group * rows, (group + 1) * rows)) for group in range(num_groups))
     plain = Sampling(temperature=0.0, seed=1, max_tokens=2)
-    everything = Sampling(  # so that what the first such request needs is compiled by then
+    # What the first such request needs is compiled by then.
+    everything = Sampling(
         temperature=1.0, seed=1, max_tokens=2, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0},
         allowed_token_ids=(0, 1), logprobs=1,
     )  # fmt: skip

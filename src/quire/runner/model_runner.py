@@ -1,7 +1,4 @@
-"""Forward and sample: the tensors of a step → a `SeqSample` for every sequence that samples.
-
-`Runner` is what a worker needs of whatever computes its steps: `ModelRunner` on a CPU, `device_runner` on a GPU.
-"""
+"""`ModelRunner`: forward and sample on a CPU. The tensors of a step → a `SeqSample` for every sequence that samples."""
 
 from __future__ import annotations
 
@@ -9,10 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,12 +24,12 @@ from quire.models.decoder import Decoder, Hidden
 from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
 from quire.request import TokenLogprobs
+from quire.runner.base import Ints, ObserveLogits, PendingResult
 from quire.runner.draft_chain import Recorded
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
-from quire.runner.sequences import WorkerSeq
-from quire.runner.verify import verify
-from quire.sampling.sampler import Sampler, SeqSample
+from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.sampling.sampler import Columns, Sampler, SeqSample
 
 if TYPE_CHECKING:
     from quire.runner.stage_links import StageLinks
@@ -41,59 +37,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-PendingResult = Callable[[], list[SeqSample]]  # waits for what a step sampled, and returns it
-ObserveLogits = Callable[[int, int, Tensor], None]
 # Of a step that was verified: rows of logits per sequence, and the hidden states [num_logits, hidden_size].
 WatchSampled = Callable[[PreparedStep, Sequence[int], Tensor], None]
-Ints = npt.NDArray[np.int64]
-
-
-class Runner(Protocol):
-    """The model, its KV cache and the sampler of one worker."""
-
-    decoder: Decoder
-    kv: KvCache
-    observe_logits: ObserveLogits | None
-
-    @property
-    def grammars(self) -> Grammars:
-        """What builds and follows grammars."""
-        ...
-
-    def record(self, buffers: StepBuffers) -> None:
-        """Get ready for the steps of ``buffers``."""
-        ...
-
-    def release(self, seq: WorkerSeq) -> None:
-        """Free what is kept for ``seq``, which goes."""
-        ...
-
-    def launch(self, step: PreparedStep) -> PendingResult:
-        """Begin to compute the step, if not do it; the result is in the order of ``step.sampling``."""
-        ...
-
-    def run_with_hidden(self, step: PreparedStep, tokens: Ints) -> tuple[PendingResult, Tensor | None]:
-        """As `launch`; also return the hidden states of ``tokens`` of it: ``[len(tokens), hidden_size]``.
-
-        They are those after the last norm; None: a later stage has them.
-        """
-        ...
-
-    def logits_of(self, hidden: Tensor, adapter_slot: int) -> Tensor:
-        """``hidden [rows, hidden_size]`` of one sequence → fp32 ``[rows, vocab_size]``, both in the host's memory."""
-        ...
-
-    def score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-        """Log-probabilities of ``token_ids`` in rows of raw ``logits``, as `kernels.sampling.logprobs`."""
-        ...
-
-    def idle(self) -> None:
-        """No step is in flight, and none was planned: do some of what would delay one."""
-        ...
-
-    def free_memory(self) -> None:
-        """Give back what is kept for speed alone: a step found too little memory."""
-        ...
 
 
 class ModelRunner:
@@ -150,7 +95,7 @@ class ModelRunner:
         self.recorded: Recorded | None = None  # the same for `runner.draft_chain`
         self.call_by_call = ""  # why steps are not replayed; empty: they are
         self._is_rank = config.runner.backend == "native" and config.topology.world_size > 1
-        self._leaving: Hidden | None = None  # of the tape, on a stage that is not the last
+        self._leaving: Hidden | None = None  # the tape's, on a stage that is not the last
 
     @property
     def grammars(self) -> Grammars:
@@ -182,9 +127,6 @@ class ModelRunner:
             self._taped, self._taped_hidden = buffers, self._hidden
             self.recorded = Recorded(self.tape, buffers)
             _log.info("a step is %d recorded calls", len(self.tape))
-
-    def release(self, seq: WorkerSeq) -> None:
-        """As `Runner.release`: nothing is kept elsewhere."""
 
     def launch(self, step: PreparedStep) -> PendingResult:
         """As `Runner.launch`: the step is computed at once."""
@@ -264,9 +206,11 @@ class ModelRunner:
     def _sample(self, step: PreparedStep, logits: Tensor) -> list[SeqSample]:
         if self.observe_logits is not None:
             observe(self.observe_logits, step, logits)
-        counts = [1 + len(seq.verifying) for seq in step.sampling] if self.watch_sampled is not None else []
-        samples = verify(logits, step.seqs, step.sampling, step.columns, self._sampler)
-        if self.watch_sampled is not None and counts:
+        if self.watch_sampled is None:
+            return sample(logits, step.seqs, step.sampling, step.columns, self._sampler)
+        counts = [seq.num_logits for seq in step.sampling]
+        samples = sample(logits, step.seqs, step.sampling, step.columns, self._sampler)
+        if counts:
             self.watch_sampled(step, counts, self._hidden[: step.num_logits])
         return samples
 
@@ -280,6 +224,24 @@ class ModelRunner:
         if self.watch_sampled is not None:
             self._hidden = hidden
         return self.decoder.logits(hidden, batch.end_logits)
+
+
+def sample(
+    logits: Tensor, table: WorkerSeqs, seqs: Sequence[WorkerSeq], columns: Columns, sampler: Sampler
+) -> list[SeqSample]:
+    """Return what each of ``seqs`` got of its rows of ``logits``, and advance its states.
+
+    Plain sequences have one row each, and are sampled as they are. `verify` samples where one has a state, or no
+    finite logits.
+    """
+    if not seqs:
+        return []
+    samples = None
+    if not any(seq.states for seq in seqs):
+        samples = sampler.sample_plain(logits, columns)
+    if samples is None:
+        samples = import_module("quire.runner.verify").verify(logits, table, seqs, columns, sampler)
+    return samples
 
 
 def rank_config(config: EngineConfig, shard: Shard) -> EngineConfig:
@@ -310,7 +272,7 @@ def with_hidden_of(batch: StepBatch, step: PreparedStep, tokens: Ints) -> StepBa
 
 def observe(observer: ObserveLogits, step: PreparedStep, logits: Tensor) -> None:
     """Show ``observer`` each row of ``logits: [num_logits, vocab_size]``, on the host, with its position."""
-    owners = [seq for seq in step.sampling for _ in range(1 + len(seq.verifying))]
+    owners = [seq for seq in step.sampling for _ in range(seq.num_logits)]
     positions = step.buffers.positions[step.buffers.logits_indices[: step.num_logits]].tolist()
     for seq, position, row in zip(owners, positions, logits, strict=True):
         observer(seq.seq_id, position, row)

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.request import Pooling, TokenLogprobs
-from quire.step import SeqPlan
+from quire.sampling.seq_state import Means, SeqState
+from quire.step import NewSeq, SeqPlan
 
 _LOGITS_AT_ONCE = 1 << 22  # numbers
 PROMPT_NOT_FINITE = (
@@ -31,21 +32,26 @@ PROMPT_NOT_FINITE = (
 Score = Callable[[Tensor, Sequence[int], Sequence[int]], list[TokenLogprobs]]
 
 
-@dataclass(slots=True, eq=False)
-class PromptState:
+@dataclass(eq=False)
+class PromptState(SeqState):
     """A prompt of which something is wanted."""
 
     token_ids: Sequence[int]
     num_logprobs: int | None
     pooling: Pooling | None
     adapter_slot: int = 0  # 0: the base model
-    total: NDArray[np.float64] | None = None  # of the rows so far, for a mean
+    total: NDArray[np.float64] | None = None  # sum of the rows so far, for a mean
 
     def positions(self) -> range:
         """Return the positions whose rows are wanted."""
         if self.pooling is None:
             return range(len(self.token_ids) - 1)
         return range(0 if self.pooling.whole_prompt else len(self.token_ids) - 1, len(self.token_ids))
+
+
+def begin(new: NewSeq, means: Means) -> PromptState:
+    """Return the state of a prompt of which nothing is computed."""
+    return PromptState(new.prompt_token_ids, new.prompt_logprobs, new.pooling, new.adapter_slot)
 
 
 class Span(NamedTuple):

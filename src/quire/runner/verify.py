@@ -1,4 +1,4 @@
-"""`verify`: the one place where rows of logits become tokens of sequences.
+"""`verify`: rows of logits → tokens of sequences that have states: drafts, a grammar, logits processors.
 
 A sequence has one row for its last known token and one for each draft that the step verifies:
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.accept import Draft
-from quire.sampling.draft_tree import ROOT, Drafts, Walk
+from quire.sampling.draft_tree import NO_DRAFTS, ROOT, Drafts, Walk
 from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, Columns, Sampler, SeqSample
 
 if TYPE_CHECKING:
@@ -44,54 +44,79 @@ def verify(
     assert logits.shape[0] == columns.size
     if not seqs:
         return []
-    firsts = list(accumulate((1 + len(seq.verifying) for seq in seqs), initial=0))  # [num_seqs + 1]
-    barred: dict[int, set[int]] = {}  # by place in seqs: drafts that may not be accepted
+    firsts = list(accumulate((seq.num_logits for seq in seqs), initial=0))  # [num_seqs + 1]
+    # By place in ``seqs``: drafts that may not be accepted.
+    barred: dict[int, set[int]] = {}
     errors: dict[int, str] = {}
-    for place, seq in enumerate(seqs):
-        if seq.grammar is not None:
-            barred[place] = seq.grammar.apply(logits[firsts[place] : firsts[place + 1]], seq.verifying)
-            if seq.grammar.error is not None:
-                errors[place] = seq.grammar.error
-    drafts = _drafts(seqs, firsts) if sampler.accept != "exact" else None
+    _apply_states(logits, seqs, firsts, barred, errors)
+    drafts = _drafts_of_rows(seqs, firsts) if sampler.accept != "exact" else None
     walks = _walks(seqs)
     ids, best = sampler.sample(logits, columns, _editor(seqs, firsts, walks, errors), drafts)
     if not all(map(isfinite, best.tolist())):
         _note_failures(logits, ~np.isfinite(best), firsts, barred, errors)
     token_ids: list[int] = ids.tolist()
-    kept: list[list[int]] = []  # rows
+    tokens_at: list[list[int]] = []  # rows
     tried: dict[int, int] = {}
     followed: list[tuple[GrammarState, int]] = []
     for place, seq in enumerate(seqs):
         first = firsts[place]
         path: list[int] = []
-        if seq.verifying:
-            path = follow(seq.verifying, token_ids[first : firsts[place + 1]], barred.get(place, set()))
-            if seq.branches or not seq.num_beside:  # else the tree was cut to its trunk
-                seq.sampled = tuple(token_ids[first : firsts[place + 1]])
-            tried[place] = len(path) + ((path[-1] if path else ROOT) in seq.verifying.parents)
-            table.accept(seq, path)
-        kept.append([] if place in errors else [first, *[first + 1 + node for node in path]])
+        drafting = seq.drafting
+        if drafting is not None and drafting.verifying:
+            path = follow(drafting.verifying, token_ids[first : firsts[place + 1]], barred.get(place, set()))
+            if drafting.branches or not drafting.num_beside:  # else the tree was cut to its trunk
+                drafting.sampled = tuple(token_ids[first : firsts[place + 1]])
+            tried[place] = len(path) + ((path[-1] if path else ROOT) in drafting.verifying.parents)
+            for state in seq.states:
+                state.accept(path)
+        tokens_at.append([] if place in errors else [first, *[first + 1 + node for node in path]])
         if place not in errors and seq.processors is not None:
             try:
                 if place in walks:
                     walks[place].to(path[-1] if path else ROOT)
-                seq.processors.advance(token_ids[kept[-1][-1]])
+                seq.processors.advance(token_ids[tokens_at[-1][-1]])
             except Exception as error:
-                errors[place], kept[-1] = _fault(error), []
+                errors[place], tokens_at[-1] = _fault(error), []
         if place not in errors and seq.grammar is not None:
-            followed.append((seq.grammar, token_ids[kept[-1][-1]]))
+            followed.append((seq.grammar, token_ids[tokens_at[-1][-1]]))
     if followed:
         followed[0][0].grammars.follow(followed)
-    found = sampler.logprobs(logits, columns, [row for rows in kept for row in rows], token_ids)
+    logprobs = sampler.logprobs(logits, columns, [row for rows in tokens_at for row in rows], token_ids)
     return [
-        SeqSample(
+        failed_sample(seqs[place], errors[place], tried.get(place, 0))
+        if place in errors
+        else SeqSample(
             tuple([token_ids[row] for row in rows]),
-            tuple([found[row] for row in rows]) if rows and rows[0] in found else None,
-            errors.get(place),
-            tried.get(place, 0),
+            tuple([logprobs[row] for row in rows]) if rows[0] in logprobs else None,
+            num_tried=tried.get(place, 0),
         )
-        for place, rows in enumerate(kept)
+        for place, rows in enumerate(tokens_at)
     ]
+
+
+def _apply_states(
+    logits: Tensor, seqs: Sequence[WorkerSeq], firsts: Sequence[int], barred: dict[int, set[int]],
+    errors: dict[int, str],
+) -> None:  # fmt: skip
+    """Let the states of each sequence change its rows; note the drafts that they bar, and their errors, by place."""
+    for place, seq in enumerate(seqs):
+        for state in seq.states:
+            forbidden = state.apply(logits[firsts[place] : firsts[place + 1]], _drafts(seq))
+            barred.setdefault(place, set()).update(forbidden)
+            if state.error is not None:
+                errors[place] = state.error
+
+
+def failed_sample(seq: WorkerSeq, error: str, num_tried: int = 0) -> SeqSample:
+    """Return the sample of a sequence that cannot go on, with whose fault it is."""
+    of_request = error == ALL_FORBIDDEN or any(state.error == error for state in seq.states)
+    recompute = error == NOT_FINITE or any(state.is_bystander for state in seq.states)
+    return SeqSample((), None, error, num_tried, of_request, recompute)
+
+
+def _drafts(seq: WorkerSeq) -> Drafts:
+    """Return the drafts that the step verifies of ``seq``."""
+    return NO_DRAFTS if seq.drafting is None else seq.drafting.verifying
 
 
 def follow(drafts: Drafts, sampled: Sequence[int], barred: set[int]) -> list[int]:
@@ -108,9 +133,9 @@ def follow(drafts: Drafts, sampled: Sequence[int], barred: set[int]) -> list[int
 def _walks(seqs: Sequence[WorkerSeq]) -> dict[int, Walk]:
     """Return what moves the logits processors of a sequence along its drafts, by place."""
     return {
-        place: Walk(seq.verifying, seq.processors.advance, seq.processors.rollback)
+        place: Walk(drafts, seq.processors.advance, seq.processors.rollback)
         for place, seq in enumerate(seqs)
-        if seq.processors is not None and seq.verifying
+        if seq.processors is not None and (drafts := _drafts(seq))
     }
 
 
@@ -121,38 +146,38 @@ def _editor(
 
     An exception in one is an entry of ``errors`` at the place of its sequence.
     """
-    of: dict[int, tuple[int, int]] = {}
+    owners: dict[int, tuple[int, int]] = {}
     for place, (first, seq) in enumerate(zip(firsts, seqs, strict=False)):
         if seq.processors is not None:
-            for node in range(ROOT, len(seq.verifying)):
-                of[first + 1 + node] = place, node
-    if not of:
+            for node in range(ROOT, seq.num_logits - 1):
+                owners[first + 1 + node] = place, node
+    if not owners:
         return None
 
     def edit(row: int, logits: Tensor) -> None:
-        place, node = of[row]
+        place, node = owners[row]
         processors = seqs[place].processors
         assert processors is not None
         try:
             if node != ROOT:
                 walks[place].to(node)
-            processors.apply(logits)
+            processors.edit(logits)
         except Exception as error:
             errors.setdefault(place, _fault(error))
 
     return edit
 
 
-def _drafts(seqs: Sequence[WorkerSeq], firsts: Sequence[int]) -> dict[int, list[Draft]]:
+def _drafts_of_rows(seqs: Sequence[WorkerSeq], firsts: Sequence[int]) -> dict[int, list[Draft]]:
     """Return the drafts that may follow each row, by row."""
-    found: dict[int, list[Draft]] = {}
+    drafts_of: dict[int, list[Draft]] = {}
     for first, seq in zip(firsts, seqs, strict=False):
-        for node, (token_id, parent) in enumerate(
-            zip(seq.verifying.token_ids, seq.verifying.parents, strict=True)
-        ):
-            draft = Draft(token_id, seq.draft_probs[node] if seq.draft_probs else None)
-            found.setdefault(first + 1 + parent, []).append(draft)
-    return found
+        drafts = _drafts(seq)
+        for node, (token_id, parent) in enumerate(zip(drafts.token_ids, drafts.parents, strict=True)):
+            probs = [] if seq.drafting is None else seq.drafting.probs
+            draft = Draft(token_id, probs[node] if probs else None)
+            drafts_of.setdefault(first + 1 + parent, []).append(draft)
+    return drafts_of
 
 
 def _fault(error: Exception) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,19 +21,19 @@ from quire.config import EngineConfig
 from quire.errors import StepError
 from quire.parallel.shard import Shard
 from quire.quant.stored import Weight
-from quire.runner.branches import BranchBlocks, Move
+from quire.runner.base import PendingResult, Runner
 from quire.runner.input_batch import InputBatch
-from quire.runner.model_runner import ModelRunner, PendingResult, Runner
-from quire.runner.prompt_outputs import PROMPT_NOT_FINITE, PromptOutput, PromptScorer, spans_of
+from quire.runner.model_runner import ModelRunner
 from quire.runner.sequences import WorkerSeq, WorkerSeqs
-from quire.sampling.draft_tree import NO_DRAFTS, Drafts
-from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, SeqSample
-from quire.speculate.proposer import Proposer, Wanted
+from quire.sampling.sampler import SeqSample
 from quire.step import MIN_RETRY_TOKENS, SeqPlan, SeqResult, SeqTold, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.lora.slots import LoraSlots
-    from quire.runner.draft_model import DraftModel
+    from quire.runner.drafting import Drafting
+    from quire.runner.input_batch import PreparedStep
+    from quire.runner.prompt_outputs import PromptOutput, PromptScorer
+    from quire.speculate.proposer import Proposer
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class Launched:
 
 
 class Worker:
-    """One process's share of an engine: here the whole model. ``proposer`` makes drafts; None: without speculation."""
+    """One process's share of an engine: here the whole model. ``drafting`` is None without speculation."""
 
     def __init__(
         self, config: EngineConfig, weights: Iterable[tuple[str, Weight]], clock: Clock,
@@ -73,18 +75,35 @@ class Worker:
         self.seqs = WorkerSeqs(
             vocab_size, scheduler.max_num_seqs, max_blocks * block_size, max_blocks=max_blocks,
             num_groups=len(config.kv_layout.groups), grammars=lambda: self.runner.grammars, lora=self._lora,
-            release=self.runner.release, samples=answers,
+            samples=answers,
         )  # fmt: skip
-        self.draft_model, self.proposer = _drafting(config, self.seqs, self.runner, shard, answers=answers)
-        self._has_drafts = False  # some sequence may have drafts of the last step
-        num_branch_blocks = 0 if config.speculate is None else config.speculate.num_branch_blocks
-        self._branch_blocks = BranchBlocks(config.cache.num_blocks, num_branch_blocks, block_size)
+        self._drafting_settings = config, self.seqs, self.runner, shard, clock
+        self._answers = answers
+        self.drafting = None if config.speculate is None else self._make_drafting()
         self._inputs = InputBatch(
             self.seqs, block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_loras,
             max_drafts=scheduler.max_num_drafts, stripe=None if shard is None else shard.stripe(block_size),
         )  # fmt: skip
         self.runner.record(self._inputs.buffers)
-        self.scorer = PromptScorer(self.runner.logits_of, self.runner.score, vocab_size)
+        self._vocab_size = vocab_size
+
+    @cached_property
+    def scorer(self) -> PromptScorer:
+        """What prompts' own tokens give; loaded with the first prompt of which something is wanted."""
+        scorer = import_module("quire.runner.prompt_outputs").PromptScorer
+        made: PromptScorer = scorer(self.runner.logits_of, self.runner.score, self._vocab_size)
+        return made
+
+    def draft_with(self, proposer: Proposer) -> None:
+        """Let ``proposer`` make drafts, in place of what the settings say."""
+        self.drafting = self.drafting or self._make_drafting()
+        self.drafting.proposer = proposer
+
+    def _make_drafting(self) -> Drafting:
+        made: Drafting = import_module("quire.runner.drafting").Drafting(
+            *self._drafting_settings, answers=self._answers
+        )
+        return made
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises what the model raises; the state stays usable."""
@@ -96,8 +115,8 @@ class Worker:
             self.seqs.drop(seq_id)
         if plan.kv_moves:
             self.runner.kv.copy(plan.kv_moves)
-            if self.draft_model is not None:
-                self.draft_model.copy(plan.kv_moves)
+            if self.drafting is not None:
+                self.drafting.copy(plan.kv_moves)
         for slot, adapter in plan.adapter_moves:
             if self._lora is None:
                 raise StepError("This worker runs no adapters, and the plan moves some.")
@@ -105,10 +124,10 @@ class Worker:
         for new in plan.new_seqs:
             self.seqs.admit(new)
         launched = Launched(plan)
-        named = [(each, self.seqs.find(each.seq_id)) for each in plan.seqs]
-        fine = [(each, seq) for each, seq in named if seq is None or seq.refusal is None]
-        plans = [each for each, _ in fine]
-        seqs = [seq for each, seq in fine if seq is not None and seq.epoch == each.epoch]
+        named = [(seq_plan, self.seqs.find(seq_plan.seq_id)) for seq_plan in plan.seqs]
+        fine = [(seq_plan, seq) for seq_plan, seq in named if seq is None or seq.refusal is None]
+        plans = [seq_plan for seq_plan, _ in fine]
+        seqs = [seq for seq_plan, seq in fine if seq is not None and seq.epoch == seq_plan.epoch]
         try:
             if len(seqs) < len(plans):
                 raise _unknown(plans, seqs)
@@ -127,17 +146,16 @@ class Worker:
         """Wait for the oldest step launched, and return its result."""
         samples: dict[int, tuple[WorkerSeq, SeqSample]] = {}
         for seqs, pending in launched.launches:
-            found = pending()
-            self._copy_branches(self.seqs.take_moves())
-            self.seqs.settle(seqs, found)
-            samples.update((seq.seq_id, (seq, sample)) for seq, sample in zip(seqs, found, strict=True))
+            sampled = pending()
+            if self.seqs.moves:
+                self._copy_accepted()
+            self.seqs.settle(seqs, sampled)
+            samples.update((seq.seq_id, (seq, sample)) for seq, sample in zip(seqs, sampled, strict=True))
         plan = launched.plan
         results = tuple(self._result(seq, launched, samples.get(seq.seq_id)) for seq in plan.seqs)
         draft_s = 0.0
-        if self.proposer is not None and (self._has_drafts or any(seq.max_next_drafts for seq in plan.seqs)):
-            before_s = self._clock.now()
-            results = self._propose(self.proposer, plan, results, samples)
-            draft_s = self._clock.now() - before_s
+        if self.drafting is not None:
+            results, draft_s = self.drafting.propose(plan, results, samples)
         return StepResult(plan.step, results, draft_s=draft_s, max_tokens=launched.max_tokens)
 
     def settle(self, launched: Launched, told: Mapping[int, SeqTold]) -> None:
@@ -145,22 +163,25 @@ class Worker:
         for seqs, _ in launched.launches:
             samples = []
             for seq in seqs:
-                of_seq = told[seq.seq_id]
-                if seq.verifying and not of_seq.failed and seq.row >= 0:
-                    self.seqs.accept(seq, seq.verifying.along(of_seq.token_ids[:-1]))
-                    self.seqs.expect(np.array([seq.row]))  # the token behind them, as after a launch
-                seq.verifying, seq.branches, seq.num_beside = NO_DRAFTS, (), 0
-                seq.drafts = Drafts(of_seq.drafts, of_seq.draft_parents)
-                samples.append(SeqSample(of_seq.token_ids, error="failed" if of_seq.failed else None))
-            self._copy_branches(self.seqs.take_moves())
+                outcome = told[seq.seq_id]
+                if seq.drafting is not None:
+                    verifying = seq.drafting.verifying
+                    if verifying and not outcome.failed and seq.row >= 0:
+                        seq.drafting.accept(verifying.along(outcome.token_ids[:-1]))
+                        self.seqs.expect(np.array([seq.row]))  # the token behind them, as after a launch
+                    seq.drafting.forget()
+                if seq.drafting is not None or outcome.drafts:
+                    self.seqs.drafting(seq).propose(outcome.drafts, outcome.draft_parents)
+                samples.append(SeqSample(outcome.token_ids, error="failed" if outcome.failed else None))
+            if self.seqs.moves:
+                self._copy_accepted()
             self.seqs.settle(seqs, samples)
 
-    def _copy_branches(self, moves: Sequence[Move]) -> None:
-        """Copy blocks into branches, or out of accepted ones."""
-        if moves:
-            self.runner.kv.copy(moves)
-            if self.draft_model is not None:
-                self.draft_model.copy(moves, hidden_only=True)
+    def _copy_accepted(self) -> None:
+        """Copy blocks out of the branches that were accepted."""
+        assert self.drafting is not None
+        moves, self.seqs.moves = self.seqs.moves, []
+        self.drafting.copy_branches(moves)
 
     def _compute(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched) -> None:
         """Launch the tokens of ``plans``, whose sequences are ``seqs``."""
@@ -170,19 +191,16 @@ class Worker:
             if plan.forced_token_ids:
                 self._inputs.force(plan, seq)
             if plan.num_draft_tokens:
-                self.seqs.take_drafts(plan, seq)
+                self.seqs.drafting(seq).take(plan)
         fresh = self._inputs.update_tables(plans, seqs)
         if fresh:
             self.runner.kv.note_used(fresh)
             if self.runner.kv.needs_clear:
                 self.runner.kv.clear(fresh)
-            if self.draft_model is not None:
-                self.draft_model.forget(fresh)
-        if any(seq.num_beside for seq in seqs):
-            copies = self.seqs.place_branches(seqs, self._branch_blocks)
-            if self.runner.kv.needs_clear:
-                self.runner.kv.clear(self._branch_blocks.used)
-            self._copy_branches(copies)
+            if self.drafting is not None:
+                self.drafting.forget(fresh)
+        if self.drafting is not None:
+            self.drafting.place_branches(seqs)
         self._compute_in_memory(plans, seqs, launched)
 
     def _compute_in_memory(
@@ -220,16 +238,26 @@ class Worker:
     ) -> tuple[Sequence[WorkerSeq], PendingResult]:
         """Launch one forward over ``plans``."""
         prepared = self._inputs.prepare(plans, seqs)
-        spans = spans_of(plans, [seq.prompt for seq in seqs]) if any(seq.prompt for seq in seqs) else []
-        if spans:
-            tokens = np.concatenate([span.tokens for span in spans])
-            pending, hidden = self.runner.run_with_hidden(prepared, tokens)
-            if hidden is not None:
-                launched.prompts.update(self.scorer.outputs(spans, hidden))
+        if any(seq.prompt for seq in seqs):
+            pending = self._launch_scored(plans, seqs, prepared, launched)
         else:
             pending = self.runner.launch(prepared)
         self.seqs.expect(prepared.rows)
         return prepared.sampling, pending
+
+    def _launch_scored(
+        self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], prepared: PreparedStep, launched: Launched
+    ) -> PendingResult:
+        """Launch a step in which some prompts' own tokens may give something."""
+        spans_of = import_module("quire.runner.prompt_outputs").spans_of
+        spans = spans_of(plans, [seq.prompt for seq in seqs])
+        if not spans:
+            return self.runner.launch(prepared)
+        tokens = np.concatenate([span.tokens for span in spans])
+        pending, hidden = self.runner.run_with_hidden(prepared, tokens)
+        if hidden is not None:
+            launched.prompts.update(self.scorer.outputs(spans, hidden))
+        return pending
 
     def _result(
         self, plan: SeqPlan, launched: Launched, sampled: tuple[WorkerSeq, SeqSample] | None
@@ -237,68 +265,22 @@ class Worker:
         if plan.seq_id in launched.refused:
             reason, again = launched.refused[plan.seq_id], plan.seq_id in launched.retryable
             return SeqResult(plan.seq_id, plan.epoch, (), error=reason, out_of_memory=again)
-        prompt = launched.prompts.get(plan.seq_id)
-        error = (sampled[1].error if sampled else None) or (prompt.error if prompt is not None else None)
-        if error is not None:
-            grammar = sampled[0].grammar if sampled else None
-            of_request = error == ALL_FORBIDDEN or (grammar is not None and grammar.error == error)
-            recompute = error in (NOT_FINITE, PROMPT_NOT_FINITE) or (
-                grammar is not None and grammar.is_bystander
-            )
-            return SeqResult(
-                plan.seq_id, plan.epoch, (), error=error, error_of_request=of_request, recompute=recompute
-            )
         result = SeqResult(plan.seq_id, plan.epoch, ())
-        if sampled:
+        if sampled is not None:
             sample = sampled[1]
+            if sample.error is not None:
+                return result._replace(
+                    error=sample.error, error_of_request=sample.of_request, recompute=sample.recompute
+                )
             result = SeqResult(
                 plan.seq_id, plan.epoch, sample.token_ids, 0, sample.logprobs, num_tried=sample.num_tried
             )
+        prompt = launched.prompts.get(plan.seq_id)
         if prompt is not None:
+            if prompt.error is not None:  # its hidden states are not finite
+                return SeqResult(plan.seq_id, plan.epoch, (), error=prompt.error, recompute=True)
             result = result._replace(prompt_logprobs=prompt.logprobs, pooled=prompt.pooled)
         return result
-
-    def _propose(
-        self,
-        proposer: Proposer,
-        step: StepPlan,
-        results: tuple[SeqResult, ...],
-        samples: dict[int, tuple[WorkerSeq, SeqSample]],
-    ) -> tuple[SeqResult, ...]:
-        """Let drafts of the next tokens be made, and note in ``results`` how many there are."""
-        wanted: list[Wanted] = []
-        owners: list[tuple[int, WorkerSeq]] = []  # place in ``results``
-        for place, (plan, result) in enumerate(zip(step.seqs, results, strict=True)):
-            if plan.seq_id not in samples:
-                continue
-            seq = samples[plan.seq_id][0]
-            seq.drafts = NO_DRAFTS
-            seq.draft_probs.clear()
-            sampled, seq.sampled, seq.accepted = seq.sampled, (), ()
-            if seq.row < 0 or result.error is not None or not plan.max_next_drafts:
-                continue
-            ids = self.seqs.known_ids(seq)
-            limit = min(plan.max_next_drafts, self.seqs.max_tokens - len(ids))
-            if limit > 0:
-                if seq.draft_state is None:
-                    seq.draft_state = proposer.begin()
-                wanted.append(Wanted(seq.seq_id, ids, limit, seq.draft_state, step.max_draft_paths, sampled))
-                owners.append((place, seq))
-        self._has_drafts = bool(wanted)
-        if not wanted:
-            return results
-        try:
-            proposed = proposer.propose(wanted)
-        except Exception:  # drafts are never needed, so no request fails for them
-            _log.exception("The proposer of drafts failed; the engine goes on without speculation.")
-            self.proposer = None
-            return results
-        counted = list(results)
-        for (place, seq), drafts, each in zip(owners, proposed, wanted, strict=True):
-            assert len(drafts) <= each.limit
-            seq.drafts = drafts
-            counted[place] = counted[place]._replace(num_next_drafts=len(drafts))
-        return tuple(counted)
 
 
 def _unknown(plans: Sequence[SeqPlan], found: Sequence[WorkerSeq]) -> StepError:
@@ -318,14 +300,3 @@ def _adapters(
     from quire.lora.slots import LoraSlots
 
     return LoraSlots(config.model.spec, config.lora, runner.decoder, shard, all_of)
-
-
-def _drafting(
-    config: EngineConfig, seqs: WorkerSeqs, runner: Runner, shard: Shard | None, *, answers: bool
-) -> tuple[DraftModel | None, Proposer | None]:
-    """Return what drafts in a worker whose rank samples if ``answers``."""
-    if config.speculate is None:
-        return None, None
-    from quire.runner.draft_model import make_drafting
-
-    return make_drafting(config, seqs, runner, shard, answers)

@@ -33,7 +33,7 @@ AcceptRule = Literal["exact", "rejection", "typical"]
 
 # Purposes of noise beside that of sampled tokens (0): words of its counter.
 ACCEPT_NOISE, RESIDUAL_NOISE = 1, 2
-EPSILON, DELTA = 0.09, 0.3  # of typical acceptance, as in the paper
+EPSILON, DELTA = 0.09, 0.3  # typical acceptance, values of the paper
 _SCRATCH_ELEMENTS = 1 << 21  # rows are taken in slices of this many numbers
 
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from quire.errors import QuireError, RequestError
 from quire.models.checkpoint import read_tokenizer
 from quire.sampling.draft_tree import ROOT, Drafts, Walk
+from quire.sampling.seq_state import Means, SeqState
 from quire.step import NewSeq
 from quire.text.grammar_matcher import (
     GrammarConstraint,
@@ -45,12 +46,15 @@ from quire.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _MAX_COMPILED = 64  # grammars kept for the requests to come
-_MAX_BYTES = 64 * 2**20  # that they take together, about
-_CHARACTER_BYTES = 80  # that a character of the text takes at most when it is compiled
+_MAX_BYTES = 64 * 2**20  # about; all of them together
+# A character of the text takes at most as many when it is compiled.
+_CHARACTER_BYTES = 80
 _TOKEN_BYTES = (
-    4096  # by which a lexer may grow with a token that it takes: it makes its states when it needs them
+    # A lexer may grow by as many with a token that it takes: it makes its states when it needs them.
+    4096
 )
-_BUILD_STACK_BYTES = 64 << 20  # eight times the stack on which the API side has compiled the same grammar
+# Eight times the stack on which the API side has compiled the same grammar.
+_BUILD_STACK_BYTES = 64 << 20
 _NO_TOKEN = "structured_outputs: no token of the model's vocabulary can continue the answer here."
 
 
@@ -82,7 +86,7 @@ class CompiledGrammar:
     def __init__(self, matcher: Any, num_characters: int) -> None:
         self.matcher = matcher
         self._num_characters = num_characters
-        self.num_tokens = 0  # that the copies took
+        self.num_tokens = 0  # taken by the copies
 
     @property
     def grown_bytes(self) -> int:
@@ -93,7 +97,7 @@ class CompiledGrammar:
         return _CHARACTER_BYTES * self._num_characters + self.grown_bytes
 
 
-class GrammarState:
+class GrammarState(SeqState):
     """The grammar of one sequence. ``masks`` and ``error`` hold once `wait` has returned."""
 
     def __init__(self, new: NewSeq, grammars: Grammars) -> None:
@@ -105,7 +109,8 @@ class GrammarState:
         # Of the next token; before it those behind the drafts that led there.
         self.masks: list[GrammarMask] = []
         self.error: str | None = None  # why the sequence cannot go on
-        self.is_bystander = False  # the error may be another sequence's, with which it was advanced
+        # The error may be another sequence's, with which it was advanced.
+        self.is_bystander = False
         self.pending: Future[None] | None = None
 
     @property
@@ -117,8 +122,8 @@ class GrammarState:
         if self.pending is not None:
             self.pending.result()
 
-    def apply(self, logits: torch.Tensor, drafts: Drafts) -> set[int]:
-        """Mask the rows of the sequence: ``logits[0]`` with its next mask, ``logits[1 + i]`` with that behind draft i.
+    def apply(self, rows: torch.Tensor, drafts: Drafts) -> set[int]:
+        """Mask the rows of the sequence: ``rows[0]`` with its next mask, ``rows[1 + i]`` with that behind draft i.
 
         The state advances through the drafts that the grammar allows and that do not end the answer; returns the
         others, and those behind them. Their rows are left alone, and so are all rows where ``error`` is set.
@@ -127,16 +132,16 @@ class GrammarState:
         barred: set[int] = set()
         if self.error is not None:
             return barred
-        self.masks[-1].apply(logits[0])
-        self._walk = walk = Walk(drafts, self._advance, self._rollback)
+        self.masks[-1].apply(rows[0])
+        self._walk = walk = Walk(drafts, self.advance, self.rollback)
         for node, parent in enumerate(drafts.parents):
             if parent in barred:
                 barred.add(node)
                 continue
             walk.to(parent)
-            if self._advance(drafts.token_ids[node]):
+            if self.advance(drafts.token_ids[node]):
                 walk.path.append(node)
-                self.masks[-1].apply(logits[1 + node])
+                self.masks[-1].apply(rows[1 + node])
             else:
                 barred.add(node)
         return barred
@@ -147,24 +152,30 @@ class GrammarState:
         if walk is not None:
             walk.to(path[-1] if path else ROOT)
 
-    def _rollback(self, num_tokens: int) -> None:
+    def rollback(self, num_tokens: int) -> None:
         assert self.constraint is not None
         self.constraint.rollback(num_tokens)
         del self.masks[-num_tokens:]
 
-    def _advance(self, draft: int) -> bool:
-        """Take ``draft``, unless it is forbidden or the grammar gives up behind it."""
-        if draft in self.eos_token_ids or not self.masks[-1].allows(draft):
+    def advance(self, token_id: int) -> bool:
+        """Take ``token_id``, a draft, unless it is forbidden or the grammar gives up behind it."""
+        if token_id in self.eos_token_ids or not self.masks[-1].allows(token_id):
             return False
         assert self.constraint is not None
         before, masks, watch = self.matcher.deep_copy(), self.masks, copy(self.constraint.watch)
-        self.grammars.advance([(self, draft)])
+        self.grammars.advance([(self, token_id)])
         if self.error is not None:  # the draft may be rejected: the sequence goes on without it
             self.constraint.matcher, self.masks, self.error = before, masks, None
             self.constraint.watch = watch
             return False
         self.masks = [*masks, *self.masks]
         return True
+
+
+def begin(new: NewSeq, means: Means) -> GrammarState:
+    """Begin to build the grammar of ``new`` after its output."""
+    grammars: Grammars = means.grammars()
+    return grammars.begin(new)
 
 
 class Grammars:
@@ -176,11 +187,11 @@ class Grammars:
         self._vocab_size = vocab_size
         self._num_threads = max(1, num_threads // 4)
         self._tokenizer: Tokenizer | None = None  # read
-        self._tables: dict[tuple[int, ...], TokenTable] = {}  # by EOS ids
-        self._tokenizers: dict[tuple[int, ...], tuple[Any, Vocabulary]] = {}  # by EOS ids
+        self._tables: dict[tuple[int, ...], TokenTable] = {}  # key: EOS ids
+        self._tokenizers: dict[tuple[int, ...], tuple[Any, Vocabulary]] = {}  # key: EOS ids
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], CompiledGrammar] = OrderedDict()
         self._builders: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # of making `_builders`
+        self._lock = threading.Lock()  # held while `_builders` is made
         self._followers: ThreadPoolExecutor | None = None
         self._executor: Any = None  # llguidance's own threads
         self._together = True  # whether one call advances all sequences of a step

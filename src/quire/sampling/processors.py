@@ -14,7 +14,7 @@ state of a processor is a function of (prompt ids, output ids, parameters) alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from quire.kernels.sampling.typical import keep_typical
 from quire.request import Sampling
+from quire.sampling.sampler import usable_temperature
+from quire.sampling.seq_state import Means, SeqState
 from quire.step import NewSeq
 from quire.text.constraint import AllowedTokens, BoolMask, TokenConstraint, build_constraints
 
@@ -31,7 +33,8 @@ from quire.text.constraint import AllowedTokens, BoolMask, TokenConstraint, buil
 class LogitsProcessor(Protocol):
     """Changes the logits of one sequence."""
 
-    fused: bool  # on a GPU one kernel does it, together with the others that are fused
+    # On a GPU one kernel does it, together with the others that are fused.
+    fused: bool
 
     def apply(self, row: Tensor) -> None:
         """Change ``row: [vocab_size] float32`` in place."""
@@ -201,8 +204,8 @@ class TypicalP:
         keep_typical(row, self._temperature, self._typical_p)
 
 
-class LogitsProcessors:
-    """The logits processors that one sequence needs, in order."""
+class LogitsProcessors(SeqState):
+    """The logits processors that one sequence needs, in order. `edit` changes a copy of its row, not the row itself."""
 
     def __init__(self, new: NewSeq, vocab_size: int) -> None:
         """Build the state after the output of ``new``."""
@@ -219,6 +222,8 @@ class LogitsProcessors:
         ]
         # Those whose state follows the output ids.
         self._following = [each for each in (self.penalties, self._recent, self.mask) if each is not None]
+        # What a GPU keeps of them is freed by it.
+        self.on_end: Callable[[LogitsProcessors], None] | None = None
         for token_id in new.output_token_ids:
             self.advance(token_id)
 
@@ -245,19 +250,30 @@ class LogitsProcessors:
         if self.mask is not None:
             self.mask.follow(token_id)
 
-    def apply(self, row: Tensor) -> None:
-        for each in self._in_order:
-            each.apply(row)
+    def edit(self, row: Tensor) -> None:
+        """Change ``row: [vocab_size] float32`` in place, a copy of the next token's logits."""
+        for processor in self._in_order:
+            processor.apply(row)
 
     def advance(self, token_id: int) -> None:
         """Take the next output token."""
-        for each in self._following:
-            each.advance(token_id)
+        for processor in self._following:
+            processor.advance(token_id)
 
     def rollback(self, num_tokens: int) -> None:
         """Forget the last ``num_tokens`` output tokens (rejected drafts)."""
-        for each in self._following:
-            each.rollback(num_tokens)
+        for processor in self._following:
+            processor.rollback(num_tokens)
+
+    def end(self) -> None:
+        if self.on_end is not None:
+            self.on_end(self)
+
+
+def begin(new: NewSeq, means: Means) -> LogitsProcessors | None:
+    """Return the logits processors of ``new`` after its output; None: it needs none."""
+    processors = LogitsProcessors(new, means.vocab_size)
+    return processors if processors else None
 
 
 class TokenCounts:
@@ -291,11 +307,6 @@ class TokenCounts:
         if self._counts[place] == 0.0:
             assert place == len(self._place_of) - 1
             del self._place_of[token_id]
-
-
-def usable_temperature(params: Sampling) -> float:
-    """The temperature, or the least that float32 does not round to 0."""
-    return max(params.temperature, float(np.finfo(np.float32).tiny))
 
 
 def _tensor(values: NDArray[np.int64] | NDArray[np.float32], like: Tensor) -> Tensor:

@@ -22,14 +22,14 @@ from torch import Tensor, from_numpy
 from quire.kernels.registry import KernelChoice, choose
 from quire.kernels.sampling import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED, sample
 from quire.kernels.sampling.logprobs import token_logprobs
-from quire.request import TokenLogprobs
+from quire.request import Sampling, TokenLogprobs
 from quire.sampling.accept import AcceptRule, Draft, probabilities, sample_with_drafts
-from quire.sampling.processors import usable_temperature
 from quire.step import NewSeq
 
-Columns = NDArray[np.void]  # of `kernels.sampling.columns.COLUMNS`
+Columns = NDArray[np.void]  # an array of `kernels.sampling.COLUMNS`
 
-_SCRATCH_ELEMENTS = 1 << 22  # rows that need a copy of their logits are taken in slices of this many numbers
+# Rows that need a copy of their logits are taken in slices of this many numbers.
+_SCRATCH_ELEMENTS = 1 << 22
 
 ALL_FORBIDDEN = (
     "no token may be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together "
@@ -47,6 +47,9 @@ class SeqSample(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of token_ids
     error: str | None = None
     num_tried: int = 0  # levels of drafts up to the first that was rejected, included
+    # With an error: the request asked for what cannot be done; the fault may pass.
+    of_request: bool = False
+    recompute: bool = False
 
 
 def column_values(new: NewSeq, vocab_size: int, *, edited: bool) -> tuple[float | int, ...]:
@@ -73,6 +76,11 @@ def column_values(new: NewSeq, vocab_size: int, *, edited: bool) -> tuple[float 
         0,
         params.num_top_logprobs or 0,
     )
+
+
+def usable_temperature(params: Sampling) -> float:
+    """The temperature, or the least that float32 does not round to 0."""
+    return max(params.temperature, float(np.finfo(np.float32).tiny))
 
 
 def columns_of(table: Columns, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> Columns:
@@ -126,6 +134,18 @@ class Sampler:
             return found[0]
         ids, best = zip(*found, strict=True)
         return np.concatenate(ids), np.concatenate(best)
+
+    def sample_plain(self, logits: Tensor, columns: Columns) -> list[SeqSample] | None:
+        """Sample the next token of a sequence per row, whose logits nothing changes; None: some are not finite."""
+        ids, best = self._sample(logits, {}, columns, TOKEN_NOISE)
+        if not np.isfinite(best).all():
+            return None
+        token_ids: list[int] = ids.tolist()
+        entries = self.logprobs(logits, columns, range(columns.size), token_ids)
+        return [
+            SeqSample((token_id,), (entries[row],) if row in entries else None)
+            for row, token_id in enumerate(token_ids)
+        ]
 
     def _with_drafts(
         self, logits: Tensor, edited: Mapping[int, Tensor], columns: Columns, drafts: Mapping[int, Sequence[Draft]],

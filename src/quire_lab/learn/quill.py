@@ -70,7 +70,8 @@ class Watch:
         drafts: tuple[int, ...] = ()
         if plan is not None and plan.seqs:
             seq = self.executor.worker.seqs.find(plan.seqs[0].seq_id)
-            drafts = seq.drafts.token_ids[: plan.seqs[0].num_draft_tokens] if seq is not None else ()
+            if seq is not None and seq.drafting is not None:
+                drafts = seq.drafting.drafts.token_ids[: plan.seqs[0].num_draft_tokens]
         result = type(self.executor).collect(self.executor)
         if result.seqs and result.seqs[0].token_ids:
             self.rounds.append((tuple(drafts), result.seqs[0].token_ids))
