@@ -118,8 +118,8 @@ TOKENS: tuple[Mutant, ...] = (
         "residual-not-taken",
         "behind a rejected draft a token is sampled from the target's distribution, not from what is left of it",
         "src/quire/sampling/accept.py",
-        "residual = (ours - q).clamp_(min=0.0)",
-        "residual = ours.clone()",
+        "residual = (target - q).clamp_(min=0.0)",
+        "residual = target.clone()",
         ("tests/speculate/test_accept.py::test_rejection_keeps_the_distribution",),
     ),
     Mutant(

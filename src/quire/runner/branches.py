@@ -45,7 +45,7 @@ class Branch:
         """Return the moves that make the first ``count`` drafts of the path part of the sequence."""
         num = (self.last_known + count) // self.block_size + 1 - self.first_block
         pairs = zip(self.blocks, self.replaced, strict=True)
-        return [move for ours, theirs in pairs for move in zip(ours[:num], theirs[:num], strict=True)]
+        return [move for sources, targets in pairs for move in zip(sources[:num], targets[:num], strict=True)]
 
 
 class BranchBlocks:
@@ -67,7 +67,7 @@ class BranchBlocks:
         moves: list[Move] = []
         for nodes in others:
             path = drafts.path(nodes[-1])
-            common = sum(1 for one, other in zip(path, trunk, strict=False) if one == other)
+            common = sum(1 for node, other in zip(path, trunk, strict=False) if node == other)
             fork = last + common + 1  # the first position that differs from the trunk's
             first, end = fork // size, (last + len(path)) // size + 1
             blocks = [self._take(end - first) for _ in tables]
@@ -75,7 +75,7 @@ class BranchBlocks:
                 return None
             replaced = [tuple(table[first:end].tolist()) for table in tables]
             if first * size < last:
-                moves += [(own[0], ours[0]) for own, ours in zip(replaced, blocks, strict=True)]
+                moves += [(own[0], taken[0]) for own, taken in zip(replaced, blocks, strict=True)]
             start = min(max(last, first * size), fork)
             branches.append(
                 Branch(tuple(path), tuple(nodes), last, start, size, first, tuple(blocks), tuple(replaced))

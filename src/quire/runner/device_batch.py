@@ -78,8 +78,8 @@ class DeviceBatches:
         if adapters is not None:
             there = [DeviceRows(next(views), next(views)) for _ in range(2)]
             tokens, logits = (
-                replace(of, there=at)
-                for of, at in zip((adapters.tokens, adapters.logits), there, strict=True)
+                replace(group, there=at)
+                for group, at in zip((adapters.tokens, adapters.logits), there, strict=True)
             )
             adapters = AdapterBatch(tokens, logits, ends=captured is None)
         return OnDevice(StepBatch(input_ids, positions, logits_indices, tuple(groups), adapters), rows)
@@ -112,9 +112,9 @@ class DeviceBatches:
             arrays += plans[-1].arrays
         adapters = step.adapters
         if adapters is not None:
-            for of, count, most in ((adapters.tokens, tokens, rows), (adapters.logits, logits, size)):
-                tiles = None if most is None else most_tiles(most, len(of.starts) - 1)
-                arrays += [padded(of.order[:count], most), padded(tiles_of(of), tiles)]
+            for group, count, most in ((adapters.tokens, tokens, rows), (adapters.logits, logits, size)):
+                tiles = None if most is None else most_tiles(most, len(group.starts) - 1)
+                arrays += [padded(group.order[:count], most), padded(tiles_of(group), tiles)]
         return arrays, plans
 
 

@@ -74,15 +74,15 @@ class PendingSamples:
 
     def _samples(self) -> list[SeqSample]:
         ids, best = self.ids.tolist(), self.best.numpy()
-        found: dict[int, TokenLogprobs] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
         if self.num_logprobs:
             rows = self.logprob_rows.tolist()
             entries = assemble(
                 [ids[row] for row in rows], self.num_logprobs, *(part.tolist() for part in self.logprobs)
             )
-            found = dict(zip(rows, entries, strict=True))
+            logprobs = dict(zip(rows, entries, strict=True))
         samples = [
-            SeqSample((token_id,), (found[row],) if row in found else None)
+            SeqSample((token_id,), (logprobs[row],) if row in logprobs else None)
             for row, token_id in enumerate(ids)
         ]
         for row in np.flatnonzero(~np.isfinite(best)).tolist():
@@ -125,14 +125,14 @@ class DeviceSampler:
         rows, wanted = logprobs_wanted(columns)
         facts, rows_there = self._facts.put([facts_of(columns), rows])
         ids, best = sample_rows(source, facts, TOKEN_NOISE, cut=truncated(columns))
-        found: tuple[Tensor, ...] = ()
+        parts: tuple[Tensor, ...] = ()
         if wanted:
-            of, of_ids = logits, ids
+            rows_of_logits, of_ids = logits, ids
             if len(wanted) < len(seqs):
-                of, of_ids = logits.index_select(0, rows_there), ids.index_select(0, rows_there)
-            found = logprob_tensors(of, of_ids.clamp_min(0), min(max(wanted), self._vocab_size))
+                rows_of_logits, of_ids = logits.index_select(0, rows_there), ids.index_select(0, rows_there)
+            parts = logprob_tensors(rows_of_logits, of_ids.clamp_min(0), min(max(wanted), self._vocab_size))
         pending = PendingSamples(
-            self._fetch(ids), self._fetch(best), tuple(map(self._fetch, found)), rows, wanted, errors, is_edited,
+            self._fetch(ids), self._fetch(best), tuple(map(self._fetch, parts)), rows, wanted, errors, is_edited,
             recorded_event() if self._device.type == "cuda" else None, processors, states, self._grammars,
         )  # fmt: skip
         if counted is not None:
@@ -204,11 +204,15 @@ class DeviceProcessors:
         ``masks``: row → bits of the ids allowed, `bitmask_words` of them.
         """
         fresh = self._note(of_rows)
-        facts = np.concatenate([self._facts_of.get(of, _NO_FACTS) for of in of_rows])
+        facts = np.concatenate([self._facts_of.get(processors, _NO_FACTS) for processors in of_rows])
         facts[list(masks), 1] = np.arange(len(masks))
         facts[:, 6] = np.cumsum(facts[:, 7])
         facts[:, 5] = facts[:, 6] - facts[:, 7]
-        biases = [of.bias for of in of_rows if of is not None and of.bias is not None]
+        biases = [
+            processors.bias
+            for processors in of_rows
+            if processors is not None and processors.bias is not None
+        ]
         rows = np.flatnonzero(facts[:, 0] >= 0)
         known: list[Ints] = []
         for _, penalties in fresh:
@@ -224,13 +228,13 @@ class DeviceProcessors:
         try:
             views = self._upload.put([*arrays, *known])
         except torch.OutOfMemoryError:
-            for of, _ in fresh:  # their rows of the table hold what was there before
-                self.release(of)
+            for processors, _ in fresh:  # their rows of the table hold what was there before
+                self.release(processors)
             raise
         facts_there, ids_there, biases_there, rows_there, of_there, *known_there = views
-        for index, (of, _) in enumerate(fresh):
+        for index, (processors, _) in enumerate(fresh):
             seen, output_there, counts = known_there[3 * index : 3 * index + 3]
-            row = self._counts[int(self._facts_of[of][0, 0])].zero_().index_fill_(0, seen, 1)
+            row = self._counts[int(self._facts_of[processors][0, 0])].zero_().index_fill_(0, seen, 1)
             row.index_add_(0, output_there, 2 * counts.to(torch.int32))
         words = bitmask_words(self._vocab_size)
         bits = self._masks.put([np.stack(list(masks.values()))])[0] if masks else self._nothing
@@ -239,8 +243,8 @@ class DeviceProcessors:
             logits, logits.stride(0), out, facts_there, self._counts if len(rows) else self._nothing, bits, ids_there,
             biases_there, self._vocab_size, words, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        for at, each in enumerate(of_rows):
-            for processor in each or ():
+        for at, of_row in enumerate(of_rows):
+            for processor in of_row or ():
                 if not processor.fused:
                     processor.apply(out[at])
         return out, (rows_there, of_there)
@@ -254,10 +258,10 @@ class DeviceProcessors:
     def _note(self, of_rows: Sequence[LogitsProcessors | None]) -> list[tuple[LogitsProcessors, Penalties]]:
         """Note the facts of those that are new; return those of them that got a row of the table, to be cleared."""
         new = [
-            of for of in of_rows
-            if of is not None and (of.penalties or of.bias) and of not in self._facts_of
+            processors for processors in of_rows
+            if processors is not None and (processors.penalties or processors.bias) and processors not in self._facts_of
         ]  # fmt: skip
-        fresh = [(of, of.penalties) for of in new if of.penalties is not None]
+        fresh = [(processors, processors.penalties) for processors in new if processors.penalties is not None]
         size = len(self._counts)
         if len(fresh) > len(self._free):
             larger = max(2 * size, size + len(fresh), LEAST_ROWS)
@@ -265,14 +269,14 @@ class DeviceProcessors:
             counts[:size] = self._counts
             self._counts = counts
             self._free.extend(range(size, larger))
-        for of in new:
-            facts = self._facts_of[of] = _NO_FACTS.copy()
-            of.on_end = self.release
-            if of.bias is not None:
-                facts[0, 7] = len(of.bias.ids)
-            if of.penalties is not None:
-                each = of.penalties
-                numbers = (each.repetition, each.frequency, each.presence)
+        for processors in new:
+            facts = self._facts_of[processors] = _NO_FACTS.copy()
+            processors.on_end = self.release
+            if processors.bias is not None:
+                facts[0, 7] = len(processors.bias.ids)
+            if processors.penalties is not None:
+                penalties = processors.penalties
+                numbers = (penalties.repetition, penalties.frequency, penalties.presence)
                 facts[0, 0] = self._free.pop()
                 facts[0, 2:5] = np.array(numbers, np.float64).view(np.int64)
         return fresh

@@ -91,8 +91,8 @@ class DraftChain:
                 self._spread = torch.full((len(chains), self._spread.shape[1]), -torch.inf)
             spread = self._spread.data_ptr()
         self._native.run(num_native_threads(), *self._addresses, len(chains), spread, self._at_drafts)
-        found: list[int] = self._drafts[: len(chains) * count].tolist()
-        return [found[place * count : place * count + each[3]] for place, each in enumerate(chains)]
+        drafts: list[int] = self._drafts[: len(chains) * count].tolist()
+        return [drafts[place * count : place * count + chain[3]] for place, chain in enumerate(chains)]
 
     def _point_to(self, tables: list[npt.NDArray[np.int32]], num_drafts: int) -> None:
         """Note where the sequences' arrays lie now, and have room for as many drafts."""

@@ -121,33 +121,33 @@ class DraftModel:
 
     def forward(self, rows: Sequence[Rows]) -> list[int]:
         """As `DraftForward.forward`."""
-        seqs = [self._seq(each.seq_id) for each in rows]
+        seqs = [self._seq(asked_rows.seq_id) for asked_rows in rows]
         plans = [
-            SeqPlan(seq.seq_id, seq.epoch, each.start, each.end - each.start)
-            for each, seq in zip(rows, seqs, strict=True)
+            SeqPlan(seq.seq_id, seq.epoch, asked_rows.start, asked_rows.end - asked_rows.start)
+            for asked_rows, seq in zip(rows, seqs, strict=True)
         ]
         step = self._inputs.prepare(plans, seqs)
         ids = self._sample(step)
-        for each, seq in zip(rows, seqs, strict=True):
-            self._note(seq, each.start, each.end)
-        found = dict(zip((seq.seq_id for seq in step.sampling), ids, strict=True))
-        return [found.get(each.seq_id, -1) for each in rows]
+        for asked_rows, seq in zip(rows, seqs, strict=True):
+            self._note(seq, asked_rows.start, asked_rows.end)
+        drafts = dict(zip((seq.seq_id for seq in step.sampling), ids, strict=True))
+        return [drafts.get(asked_rows.seq_id, -1) for asked_rows in rows]
 
     def chains(self, rows: Sequence[Rows], counts: Sequence[int]) -> list[list[int]] | None:
         """As `DraftForward.chains`: one native call, where nothing but the sampler has to look at the logits."""
-        seqs = [self._seq(each.seq_id) for each in rows]
+        seqs = [self._seq(span.seq_id) for span in rows]
         if self._chain is None or self._keeps_probs or any(seq.processors is not None for seq in seqs):
             return None
-        total = sum([each.end - each.start for each in rows])
+        total = sum([span.end - span.start for span in rows])
         if total > self._chain.max_tokens or len(rows) > self._chain.max_seqs:
             return None
         order = sorted(range(len(rows)), key=counts.__getitem__, reverse=True)
         chains = [(seqs[place].row, rows[place].start, rows[place].end, counts[place]) for place in order]
-        found: list[list[int]] = [[]] * len(rows)
+        drafts_of: list[list[int]] = [[]] * len(rows)
         for place, (_, start, end, count), drafts in zip(order, chains, self._chain.run(chains), strict=True):
             self._note(seqs[place], start, end + count - 1)
-            found[place] = drafts
-        return found
+            drafts_of[place] = drafts
+        return drafts_of
 
     def append(self, seq_id: int, token_id: int) -> None:
         """As `DraftForward.append`."""
@@ -207,8 +207,8 @@ class DraftModel:
         logits = logits.clone()
         logits[torch.arange(len(firsts)), torch.tensor(firsts)] = -torch.inf
         ids, best = self._sampler.sample(logits, step.columns, edit_and_forbid)
-        found = zip(step.sampling, ids.tolist(), np.isfinite(best).tolist(), strict=True)
-        return {seq.seq_id: token_id for seq, token_id, fine in found if fine and seq.seq_id in seq_ids}
+        seconds = zip(step.sampling, ids.tolist(), np.isfinite(best).tolist(), strict=True)
+        return {seq.seq_id: token_id for seq, token_id, fine in seconds if fine and seq.seq_id in seq_ids}
 
     def _note(self, seq: WorkerSeq, start: int, end: int) -> None:
         """The tokens ``start`` … ``end`` − 1 have K and V, as those before them."""
@@ -235,7 +235,7 @@ def _second_of_probs(step: PreparedStep, firsts: Sequence[int], seq_ids: Contain
 
     The second's, in which that token has no share, is kept.
     """
-    found = {}
+    seconds = {}
     for row, (seq, first) in enumerate(zip(step.sampling, firsts, strict=True)):
         rest = drafting_of(seq).probs[-1].clone()
         rest[first] = 0.0
@@ -246,9 +246,9 @@ def _second_of_probs(step: PreparedStep, firsts: Sequence[int], seq_ids: Contain
             )
             rest /= rest.sum()
             streams = Streams(seed, index, position, TOKEN_NOISE)
-            found[seq.seq_id] = int(gumbel_argmax(rest.log()[None], streams))
+            seconds[seq.seq_id] = int(gumbel_argmax(rest.log()[None], streams))
             drafting_of(seq).probs.append(rest)
-    return found
+    return seconds
 
 
 def drafting_of(seq: WorkerSeq) -> DraftState:

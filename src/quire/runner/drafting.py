@@ -117,8 +117,8 @@ class Drafting:
             self.proposer = None
             return results
         counted = list(results)
-        for (place, state), drafts, asked in zip(owners, proposed, wanted, strict=True):
-            assert len(drafts) <= asked.limit
+        for (place, state), drafts, request in zip(owners, proposed, wanted, strict=True):
+            assert len(drafts) <= request.limit
             state.drafts = drafts
             counted[place] = counted[place]._replace(num_next_drafts=len(drafts))
         return tuple(counted)

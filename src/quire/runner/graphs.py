@@ -159,7 +159,7 @@ class CapturePolicy(Generic[Size]):
 
     def next(self, *, idle: bool) -> Size | None:
         """Return the size to capture now, if any."""
-        for size, uses in sorted(self._uses.items(), key=lambda each: -each[1].count):
+        for size, uses in sorted(self._uses.items(), key=lambda item: -item[1].count):
             if uses.count < LEAST_USES:
                 return None
             expected_s = self._ratio * uses.shortest_s

@@ -100,8 +100,8 @@ class HiddenStates:
     def store(self, batch: StepBatch, hidden: Sequence[Tensor]) -> None:
         """As `HiddenWatcher.store`."""
         group = batch.groups[self._group]
-        kept = self._combine(hidden).unsqueeze(1)
-        self._store(kept, None, self._view, group.slot_blocks, group.slot_offsets)
+        combined = self._combine(hidden).unsqueeze(1)
+        self._store(combined, None, self._view, group.slot_blocks, group.slot_offsets)
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in list order."""
@@ -159,15 +159,15 @@ class HeadRunner:
         if self._tape is not None and buffers is self._buffers:
             self._slots[:count] = slots
             buffers.set_num_seqs(step.num_seqs)
-            logits, found = self._tape.run(count, step.num_logits), self._found[: step.num_logits]
+            logits, hidden = self._tape.run(count, step.num_logits), self._found[: step.num_logits]
         else:
-            found, logits = self._forward(step.batch, torch.from_numpy(slots))
-        self._ahead[torch.from_numpy(step.rows)] = found
+            hidden, logits = self._forward(step.batch, torch.from_numpy(slots))
+        self._ahead[torch.from_numpy(step.rows)] = hidden
         if self._ids is None:
             return logits
-        whole = torch.full((logits.shape[0], self._vocab_size), -torch.inf)
-        whole[:, self._ids] = logits
-        return whole
+        spread = torch.full((logits.shape[0], self._vocab_size), -torch.inf)
+        spread[:, self._ids] = logits
+        return spread
 
     def _read_ahead(self, step: PreparedStep, slots: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         """Put under the rows of drafts what the rows before them say, where the model has computed nothing yet."""
@@ -265,7 +265,7 @@ class MedusaModel:
         for rank in range(num_ranks):
             ids, best = self._sampler.sample(logits, columns, edit if edits else None)
             if self._keeps_probs:
-                found = self._sampler.probabilities(logits, columns, edit)
+                distributions = self._sampler.probabilities(logits, columns, edit)
             for row, (token_id, fine) in enumerate(
                 zip(ids.tolist(), np.isfinite(best).tolist(), strict=True)
             ):
@@ -274,7 +274,7 @@ class MedusaModel:
                     if rank + 1 < num_ranks:
                         logits[row, token_id] = -torch.inf
                     if self._keeps_probs:
-                        probs[row].append(found[row])
+                        probs[row].append(distributions[row])
         drafts = []
         for place, (seq, tree) in enumerate(zip(seqs, trees, strict=True)):
             first = place * num_heads

@@ -100,8 +100,8 @@ class PreparedStep:
     @property
     def adapters(self) -> AdapterBatch | None:
         """Which tokens have which adapter; None where none has."""
-        of = self.buffers.adapters
-        return of if of is not None and of.tokens.starts[-1] else None
+        adapters = self.buffers.adapters
+        return adapters if adapters is not None and adapters.tokens.starts[-1] else None
 
     @property
     def batch(self) -> StepBatch:

@@ -39,8 +39,8 @@ class MemoryCheck:
     fits: bool  # else the largest step was computed in halves
 
     def __str__(self) -> str:
-        found, expected = asdict(self.found), asdict(self.expected)
-        parts = (f"{name} {found[name] / 2**30:.2f} ({expected[name] / 2**30:.2f})" for name in found)
+        measured, expected = asdict(self.found), asdict(self.expected)
+        parts = (f"{name} {measured[name] / 2**30:.2f} ({expected[name] / 2**30:.2f})" for name in measured)
         totals = f"total {self.found.total / 2**30:.2f} ({self.expected.total / 2**30:.2f})"
         short = "" if self.fits else "; the largest step does not fit: see max_num_batched_tokens"
         return f"memory in GiB, found (expected): {', '.join(parts)}, {totals}{short}"
@@ -91,8 +91,8 @@ def check_memory(config: EngineConfig, run: Run, meter: Meter) -> MemoryCheck:
         + 2 * scheduler.max_num_seqs * model.spec.vocab_size * 4,
         other=RUNTIME_BYTES["accelerator"] + GRAPH_BYTES["accelerator"],
     )
-    found = DeviceBytes(weights=before - kv, kv=kv, step=peak - before, other=meter.used())
-    return MemoryCheck(expected, found, fits=result.max_tokens is None)
+    measured = DeviceBytes(weights=before - kv, kv=kv, step=peak - before, other=meter.used())
+    return MemoryCheck(expected, measured, fits=result.max_tokens is None)
 
 
 def trial_plans(config: EngineConfig) -> tuple[StepPlan, StepPlan, StepPlan]:

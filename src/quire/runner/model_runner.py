@@ -107,13 +107,13 @@ class ModelRunner:
     @torch.inference_mode()
     def record(self, buffers: StepBuffers) -> None:
         """As `Runner.record`: the step is recorded, so that it is replayed, if the model is native throughout."""
-        whole, links = buffers.whole, self._links
+        batch, links = buffers.whole, self._links
         entering = None if links is None else links.entering
 
         def forward() -> Tensor:
             if self.decoder.stage.is_last:
-                return self._logits(whole, entering)
-            self._leaving = self.decoder.layers(whole, self.kv.views, entering)
+                return self._logits(batch, entering)
+            self._leaving = self.decoder.layers(batch, self.kv.views, entering)
             return self._leaving[0]
 
         try:

@@ -107,19 +107,19 @@ class PromptScorer:
     @torch.inference_mode()
     def outputs(self, spans: Sequence[Span], hidden: Tensor) -> dict[int, PromptOutput]:
         """Return what ``spans`` gave by sequence. ``hidden: [tokens of all spans, hidden_size]``."""
-        found: dict[int, PromptOutput] = {}
+        outputs: dict[int, PromptOutput] = {}
         start = 0
         for span in spans:
             rows = hidden[start : start + span.num_tokens]
             start += span.num_tokens
             pooling = span.prompt.pooling
             if pooling is None:
-                found[span.seq_id] = self._logprobs(span, rows)
+                outputs[span.seq_id] = self._logprobs(span, rows)
             elif pooling.kind == "logprobs":
-                found[span.seq_id] = self._logprobs_of(pooling, rows, span.prompt.adapter_slot)
+                outputs[span.seq_id] = self._logprobs_of(pooling, rows, span.prompt.adapter_slot)
             else:
-                found[span.seq_id] = _vector(span, pooling, rows)
-        return found
+                outputs[span.seq_id] = _vector(span, pooling, rows)
+        return outputs
 
     def _logprobs(self, span: Span, rows: Tensor) -> PromptOutput:
         num_top = span.prompt.num_logprobs

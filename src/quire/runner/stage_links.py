@@ -87,16 +87,16 @@ class StageLinks:
         Raises:
             EngineDeadError: a stage has ended.
         """
-        said = bytearray([fine])
+        flags = bytearray([fine])
         if self._before is not None:
-            _read(self._before, memoryview(said))
-            said[0] &= fine
+            _read(self._before, memoryview(flags))
+            flags[0] &= fine
         if self._after is not None:
-            _write(self._after, said)
-            _read(self._after, memoryview(said))
+            _write(self._after, flags)
+            _read(self._after, memoryview(flags))
         if self._before is not None:
-            _write(self._before, said)
-        return bool(said[0])
+            _write(self._before, flags)
+        return bool(flags[0])
 
     @property
     def is_last(self) -> bool:

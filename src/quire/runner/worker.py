@@ -158,12 +158,12 @@ class Worker:
             results, draft_s = self.drafting.propose(plan, results, samples)
         return StepResult(plan.step, results, draft_s=draft_s, max_tokens=launched.max_tokens)
 
-    def settle(self, launched: Launched, told: Mapping[int, SeqTold]) -> None:
+    def settle(self, launched: Launched, outcomes: Mapping[int, SeqTold]) -> None:
         """Take in what another rank sampled in the oldest step launched; ``told`` is by ``seq_id``."""
         for seqs, _ in launched.launches:
             samples = []
             for seq in seqs:
-                outcome = told[seq.seq_id]
+                outcome = outcomes[seq.seq_id]
                 if seq.drafting is not None:
                     verifying = seq.drafting.verifying
                     if verifying and not outcome.failed and seq.row >= 0:
@@ -283,8 +283,8 @@ class Worker:
         return result
 
 
-def _unknown(plans: Sequence[SeqPlan], found: Sequence[WorkerSeq]) -> StepError:
-    known = {(seq.seq_id, seq.epoch) for seq in found}
+def _unknown(plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq]) -> StepError:
+    known = {(seq.seq_id, seq.epoch) for seq in seqs}
     plan = next(plan for plan in plans if (plan.seq_id, plan.epoch) not in known)
     return StepError(
         f"The plan names sequence {plan.seq_id} in epoch {plan.epoch}; the worker does not have it."

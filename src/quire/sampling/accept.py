@@ -63,11 +63,11 @@ def probabilities(scores: Tensor, columns: NDArray[np.void]) -> Tensor:
         scores[rows] = apply_min_p(scores[rows], limits.min_p[rows])
     rows = torch.from_numpy(np.flatnonzero(features & TRUNCATED))
     if rows.numel():
-        kept, ids = truncate(scores[rows], limits.take(rows))
-        scores[rows] = torch.full_like(scores[rows], -torch.inf).scatter_reduce_(1, ids, kept, "amax")
-    found = scores.to(torch.float64).softmax(dim=1)
-    found[greedy] = one_hot(scores[greedy].argmax(dim=1), scores.shape[1]).to(torch.float64)
-    return found
+        scores_kept, ids = truncate(scores[rows], limits.take(rows))
+        scores[rows] = torch.full_like(scores[rows], -torch.inf).scatter_reduce_(1, ids, scores_kept, "amax")
+    p = scores.to(torch.float64).softmax(dim=1)
+    p[greedy] = one_hot(scores[greedy].argmax(dim=1), scores.shape[1]).to(torch.float64)
+    return p
 
 
 def sample_with_drafts(
@@ -93,9 +93,9 @@ def sample_with_drafts(
 def _by_rejection(p: Tensor, drafts: Sequence[Sequence[Draft]], columns: NDArray[np.void]) -> Tensor:
     seeds, indices, positions = (_tensor(columns, name) for name in ("seed", "sample_index", "position"))
     streams = Streams(seeds, indices, positions, ACCEPT_NOISE)
-    found = torch.full((p.shape[0],), -1)
+    tokens = torch.full((p.shape[0],), -1)
     for place in range(max(map(len, drafts))):
-        rows = [row for row, own in enumerate(drafts) if place < len(own) and found[row] < 0]
+        rows = [row for row, own in enumerate(drafts) if place < len(own) and tokens[row] < 0]
         if not rows:
             break
         token_ids = torch.tensor([drafts[row][place].token_id for row in rows])
@@ -106,26 +106,28 @@ def _by_rejection(p: Tensor, drafts: Sequence[Sequence[Draft]], columns: NDArray
                 of_row.copy_(probs)
         words = torch.from_numpy(random_words(streams.take(torch.tensor(rows)), token_ids[:, None].numpy()))
         uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
-        ours = p[rows]
-        accepted = (uniform * q.gather(1, token_ids[:, None]) < ours.gather(1, token_ids[:, None])).squeeze(1)
-        found[rows] = torch.where(accepted, token_ids, -1)
-        residual = (ours - q).clamp_(min=0.0)
+        target = p[rows]
+        accepted = (uniform * q.gather(1, token_ids[:, None]) < target.gather(1, token_ids[:, None])).squeeze(
+            1
+        )
+        tokens[rows] = torch.where(accepted, token_ids, -1)
+        residual = (target - q).clamp_(min=0.0)
         total = residual.sum(dim=1, keepdim=True)
         # Where p and q differ by rounding alone, the residual may be zero.
-        p[rows] = torch.where(total > 0.0, residual / total, ours)
+        p[rows] = torch.where(total > 0.0, residual / total, target)
     others = gumbel_argmax(p.log().to(torch.float32), streams._replace(purpose=RESIDUAL_NOISE))
-    return torch.where(found >= 0, found, others)
+    return torch.where(tokens >= 0, tokens, others)
 
 
 def _if_typical(p: Tensor, drafts: Sequence[Sequence[Draft]], plain: Tensor) -> Tensor:
     entropy = -torch.xlogy(p, p).sum(dim=1)
     threshold = (DELTA * torch.exp(-entropy)).clamp_(max=EPSILON)
-    found = plain.clone()
+    tokens = plain.clone()
     for row, own in enumerate(drafts):
         likely = [draft.token_id for draft in own if p[row, draft.token_id] >= threshold[row]]
         if likely:
-            found[row] = max(likely, key=lambda token_id: float(p[row, token_id]))
-    return found
+            tokens[row] = max(likely, key=lambda token_id: float(p[row, token_id]))
+    return tokens
 
 
 def _tensor(columns: NDArray[np.void], name: str) -> Tensor:

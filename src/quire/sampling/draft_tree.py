@@ -34,11 +34,11 @@ class Drafts:
 
     def path(self, node: int) -> list[int]:
         """Return the drafts from the root to ``node``, which is included; for `ROOT` none."""
-        found = []
+        nodes = []
         while node != ROOT:
-            found.append(node)
+            nodes.append(node)
             node = self.parents[node]
-        return found[::-1]
+        return nodes[::-1]
 
     def paths(self) -> list[list[int]]:
         """Cut the tree into paths that go down along first children: each draft is in one of them.
@@ -48,15 +48,15 @@ class Drafts:
         follow: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             follow.setdefault(parent, []).append(node)
-        found, open_heads = [], follow.get(ROOT, [])[::-1]
+        paths, open_heads = [], follow.get(ROOT, [])[::-1]
         while open_heads:
             path = [open_heads.pop()]
             while path[-1] in follow:
                 head, *others = follow[path[-1]]
                 open_heads += others[::-1]
                 path.append(head)
-            found.append(path)
-        return found
+            paths.append(path)
+        return paths
 
     def trunk(self) -> Drafts:
         """Return the first of `paths` as a chain."""
@@ -124,9 +124,9 @@ class Walk:
         else:
             target = self._drafts.path(node)
         self.back_to(target)
-        for each in target[len(self.path) :]:
-            self._advance(self._drafts.token_ids[each])
-            self.path.append(each)
+        for step in target[len(self.path) :]:
+            self._advance(self._drafts.token_ids[step])
+            self.path.append(step)
 
     def back_to(self, target: Sequence[int]) -> None:
         """Take back what is not on the path ``target``."""

@@ -74,8 +74,8 @@ class GrammarMask:
         """Write −inf over what is forbidden in ``row: [vocab_size]``."""
         ids = self._ids.to(row.device)
         if self._ids_are_allowed:
-            kept = row.index_select(0, ids)
-            row.fill_(-torch.inf).index_copy_(0, ids, kept)
+            values = row.index_select(0, ids)
+            row.fill_(-torch.inf).index_copy_(0, ids, values)
         else:
             row.index_fill_(0, ids, -torch.inf)
 
@@ -247,8 +247,8 @@ class Grammars:
     def advance(self, moved: Sequence[tuple[GrammarState, int]]) -> None:
         """Take a token of each state, and compute the mask of the next; what goes wrong is its ``error``."""
         if not self._together:
-            for each in moved:
-                self._guard([each[0]], partial(self._follow, [each]))
+            for move in moved:
+                self._guard([move[0]], partial(self._follow, [move]))
             return
         self._guard([state for state, _ in moved], lambda: self._follow(moved))
 

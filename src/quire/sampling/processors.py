@@ -218,10 +218,14 @@ class LogitsProcessors(SeqState):
         self.mask = TokenMask(constraints, vocab_size) if constraints else None
         typical = TypicalP(params) if params.typical_p < 1.0 and not params.greedy else None
         self._in_order: list[LogitsProcessor] = [
-            each for each in (self.bias, self.penalties, self._recent, self.mask, typical) if each is not None
+            processor
+            for processor in (self.bias, self.penalties, self._recent, self.mask, typical)
+            if processor is not None
         ]
         # Those whose state follows the output ids.
-        self._following = [each for each in (self.penalties, self._recent, self.mask) if each is not None]
+        self._following = [
+            processor for processor in (self.penalties, self._recent, self.mask) if processor is not None
+        ]
         # What a GPU keeps of them is freed by it.
         self.on_end: Callable[[LogitsProcessors], None] | None = None
         for token_id in new.output_token_ids:

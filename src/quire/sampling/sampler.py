@@ -118,7 +118,7 @@ class Sampler:
         step = columns.size
         if (columns["features"] & EDITED).any():
             step = max(1, _SCRATCH_ELEMENTS // self._vocab_size)
-        found = []
+        parts = []
         for start in range(0, columns.size, step):
             part = columns[start : start + step]
             edited: dict[int, Tensor] = {}
@@ -129,10 +129,10 @@ class Sampler:
             ids, best = self._sample(logits[start : start + step], edited, part, TOKEN_NOISE)
             if drafts and self.accept != "exact":
                 ids = self._with_drafts(logits[start : start + step], edited, part, drafts, start, ids, best)
-            found.append((ids, best))
-        if len(found) == 1:
-            return found[0]
-        ids, best = zip(*found, strict=True)
+            parts.append((ids, best))
+        if len(parts) == 1:
+            return parts[0]
+        ids, best = zip(*parts, strict=True)
         return np.concatenate(ids), np.concatenate(best)
 
     def sample_plain(self, logits: Tensor, columns: Columns) -> list[SeqSample] | None:
@@ -152,27 +152,27 @@ class Sampler:
         start: int,
         ids: NDArray[np.int64], best: NDArray[np.float32],
     ) -> NDArray[np.int64]:  # fmt: skip
-        ours = [row for row in range(columns.size) if start + row in drafts and np.isfinite(best[row])]
-        if not ours:
+        verifying = [row for row in range(columns.size) if start + row in drafts and np.isfinite(best[row])]
+        if not verifying:
             return ids
-        scores = torch.stack([edited.get(row, logits[row]) for row in ours])
+        scores = torch.stack([edited.get(row, logits[row]) for row in verifying])
         ids = ids.copy()
-        own = [drafts[start + row] for row in ours]
-        ids[ours] = sample_with_drafts(scores, columns[ours], own, ids[ours], self.accept)
+        own = [drafts[start + row] for row in verifying]
+        ids[verifying] = sample_with_drafts(scores, columns[verifying], own, ids[verifying], self.accept)
         return ids
 
     def probabilities(
         self, logits: Tensor, columns: Columns, edit: Callable[[int, Tensor], None]
     ) -> list[Tensor]:
         """Return the distribution that each row is sampled from, float32 ``[vocab]``; arguments as of `sample`."""
-        found: list[Tensor] = []
+        distributions: list[Tensor] = []
         step = max(1, _SCRATCH_ELEMENTS // self._vocab_size)
         for start in range(0, columns.size, step):
             part, scores = columns[start : start + step], logits[start : start + step].clone()
             for row in np.flatnonzero(part["features"] & EDITED).tolist():
                 edit(start + row, scores[row])
-            found += probabilities(scores, part).to(torch.float32)
-        return found
+            distributions += probabilities(scores, part).to(torch.float32)
+        return distributions
 
     def logprobs(
         self, logits: Tensor, columns: Columns, rows: Sequence[int], token_ids: Sequence[int]
@@ -190,8 +190,8 @@ class Sampler:
         if len(rows) < columns.size:
             logits = logits[from_numpy(np.array(rows, np.int64)).to(logits.device)]
         chosen = from_numpy(np.array([token_ids[row] for row in rows], np.int64)).to(logits.device)
-        found = self._token_logprobs(logits, chosen, columns["num_logprobs"][rows].tolist())
-        return dict(zip(rows, found, strict=True))
+        entries = self._token_logprobs(logits, chosen, columns["num_logprobs"][rows].tolist())
+        return dict(zip(rows, entries, strict=True))
 
 
 def new_columns(size: int) -> Columns:

@@ -73,7 +73,7 @@ class LiveLog:
         record = scheduler._state.in_flight[0]
         self._began = (record.planned_s, now_s)
         if isinstance(plan, StepPlan) and plan.new_seqs:
-            admitted = {each.seq_id for each in plan.new_seqs if not each.epoch}
+            admitted = {new.seq_id for new in plan.new_seqs if not new.epoch}
             for seq in record.sequences:
                 row = seq.group.num_cached_tokens // seq.table.block_size - 1
                 if seq.seq_id in admitted and 0 <= row < len(seq.table.chain):
@@ -158,15 +158,15 @@ class LiveLog:
                     continue
                 made = len(result.token_ids)
                 accepted = max(0, made - 1) if plan.num_draft_tokens else 0
-                found = decodes.get(plan.seq_id)
-                if found is None:
+                decode = decodes.get(plan.seq_id)
+                if decode is None:
                     drafts = plan.num_draft_tokens
                     decodes[plan.seq_id] = [step.start_s, step.end_s, made, drafts, accepted]
                 else:
-                    found[1] = step.end_s
-                    found[2] += made
-                    found[3] += plan.num_draft_tokens
-                    found[4] += accepted
+                    decode[1] = step.end_s
+                    decode[2] += made
+                    decode[3] += plan.num_draft_tokens
+                    decode[4] += accepted
             # A step that waited for a request begins when it is planned; else behind the one before.
             spent["plan_s"] += max(0.0, step.start_s - max(step.planned_s, before_s))
             spent["draft_s"] += step.result.draft_s
@@ -177,7 +177,7 @@ class LiveLog:
             "steps": sums | spent,
             "new": new[-_MAX_CHUNKS:],
             "chunks": chunks[-_MAX_CHUNKS:],
-            "decodes": [(seq_id, *found) for seq_id, found in decodes.items()],
+            "decodes": [(seq_id, *decode) for seq_id, decode in decodes.items()],
         }
 
     def _sequences(self, state: SchedulerState) -> Iterator[tuple[object, ...]]:
@@ -242,14 +242,14 @@ def _runs(scheduler: Scheduler, hits: Counter[bytes]) -> list[tuple[int, int, in
         if above is not None:
             total[above.block_hash] += total[node.block_hash]
     ranked = sorted(runs, key=lambda run: (-total[run[0].block_hash], end_row(run[0])))
-    kept = {run[0].block_hash for run in ranked[:_MAX_RUNS]}
+    shown = {run[0].block_hash for run in ranked[:_MAX_RUNS]}
     return [
         (
             ids[node.block_hash], -1 if above is None else ids[above.block_hash], end_row(node) - length, length,
             node.num_used, total[node.block_hash],
         )
         for node, above, length in sorted(ranked, key=lambda run: end_row(run[0]))
-        if node.block_hash in kept and (above is None or above.block_hash in kept)
+        if node.block_hash in shown and (above is None or above.block_hash in shown)
     ]  # fmt: skip
 
 

@@ -154,5 +154,7 @@ class Policies:
 def _hooks(policies: list[Policy], name: str) -> tuple[Any, ...]:
     """Return the methods ``name`` of the policies that override it."""
     return tuple(
-        getattr(each, name) for each in policies if getattr(type(each), name) is not getattr(Policy, name)
+        getattr(policy, name)
+        for policy in policies
+        if getattr(type(policy), name) is not getattr(Policy, name)
     )

@@ -179,9 +179,9 @@ class Scheduler:
         num_tokens = state.counters.num_computed_tokens - before
         state.in_flight[-1].num_tokens = num_tokens
         self._step_tokens.observe(num_tokens)
-        held = self.cache.pool.num_blocks - self.cache.references.num_available
-        if held > self._num_peak_blocks:
-            self._num_peak_blocks = held
+        num_held = self.cache.pool.num_blocks - self.cache.references.num_available
+        if num_held > self._num_peak_blocks:
+            self._num_peak_blocks = num_held
         return plan
 
     def apply(self, result: StepResult, now: float) -> list[TokenEvent]:
@@ -275,10 +275,12 @@ def describe(scheduler: Scheduler, plan: StepPlan) -> str:
         f"step {plan.step}: {len(plan.seqs)} sequences, {len(plan.new_seqs)} of them new, "
         f"{len(plan.kv_moves)} block copies, {len(plan.adapter_moves)} adapters to load"
     ]
-    for each in plan.seqs:
-        seq = scheduler._state.sequences.get(each.seq_id)
-        of = "ended" if seq is None else f"request {seq.request_id} sample {seq.sample_index}"
-        first, end = each.num_computed_tokens, each.num_computed_tokens + each.num_scheduled_tokens
-        drafts = f", {each.num_draft_tokens} of them drafts" if each.num_draft_tokens else ""
-        lines.append(f"  sequence {each.seq_id} epoch {each.epoch} ({of}): tokens {first}…{end - 1}{drafts}")
+    for part in plan.seqs:
+        seq = scheduler._state.sequences.get(part.seq_id)
+        owner = "ended" if seq is None else f"request {seq.request_id} sample {seq.sample_index}"
+        first, end = part.num_computed_tokens, part.num_computed_tokens + part.num_scheduled_tokens
+        drafts = f", {part.num_draft_tokens} of them drafts" if part.num_draft_tokens else ""
+        lines.append(
+            f"  sequence {part.seq_id} epoch {part.epoch} ({owner}): tokens {first}…{end - 1}{drafts}"
+        )
     return "\n".join(lines)

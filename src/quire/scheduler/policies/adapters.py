@@ -117,7 +117,7 @@ class _Gate:
         if adapter is None:
             return True
         if adapter.key in self._closed:  # but beams of one search wait for each other
-            return any(each.state is SequenceState.RUNNING for each in seq.group.sequences)
+            return any(member.state is SequenceState.RUNNING for member in seq.group.sequences)
         if adapter.key not in self._blocked and self._slots.has_room(adapter):
             return True
         self._blocked.add(adapter.key)

@@ -82,10 +82,10 @@ class BeamSearch(Generic[Beam]):
         return [] if self._has_ended(children) else children
 
     def _continuations(self, parent: Beam) -> list[Path]:
-        before, found = self.paths[parent], self.found[parent]
+        before, entry = self.paths[parent], self.found[parent]
         count = self._sampling.logprobs or 0
-        tops = found.top_token_ids[:count], found.top_logprobs[:count]
-        best = zip(found.top_token_ids, found.top_logprobs, strict=True)
+        tops = entry.top_token_ids[:count], entry.top_logprobs[:count]
+        best = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
         return [
             Path((*before.logprobs, TokenLogprobs(token_id, logprob, rank, *tops)), before.total + logprob)
             for rank, (token_id, logprob) in enumerate(best, 1)

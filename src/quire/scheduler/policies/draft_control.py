@@ -218,11 +218,11 @@ class DraftControl:
                     best, best_rate = cap, rate
                     if not cap:  # drafts must be faster than this
                         break
-        one, cost_s = None, 0.0
+        chosen, cost_s = None, 0.0
         if off and self.times.count(num_seqs, best) >= FEW:  # acceptance alone is to be learned
             turned = [*seqs[self._num_trials % num_seqs :], *seqs[: self._num_trials % num_seqs]]
-            one = min(turned, key=lambda seq: seq.num_undrafted // BEHIND)
-        num_behind = sum(seq.num_undrafted for seq in (seqs if one is None else (one,))) if off else 0
+            chosen = min(turned, key=lambda seq: seq.num_undrafted // BEHIND)
+        num_behind = sum(seq.num_undrafted for seq in (seqs if chosen is None else (chosen,))) if off else 0
         if best >= 0 and self._num_trials:
             rate = self._tokens_per_s(num_seqs, groups, NO_CUT if best else None, best)
             cost_s = (self._behind_s * num_behind + max(0.0, num_seqs / rate - num_seqs / now)) * self._pace
@@ -234,7 +234,7 @@ class DraftControl:
         self._tried[bucket, best] = self._step, self._tried.get((bucket, best), (0, 0))[1] + 1
         self._num_behind = num_behind
         rounds = PLAIN_ROUNDS if not best else MOST_ROUNDS if off else 1
-        self._trial = _Trial(best, 1 + rounds, one)
+        self._trial = _Trial(best, 1 + rounds, chosen)
         self.wakes = self.wakes or off
 
     def _doubt(self, bucket: int, num_seqs: int, cap: int) -> float:

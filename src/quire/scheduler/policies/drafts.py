@@ -37,7 +37,9 @@ class Rule(Policy):
         if record.sequences:
             control.note_step(record.sequences, record.num_drafts, took_s, result.draft_s)
             num_seqs = len(record.sequences)
-            num_tokens = sum(len(each.token_ids) for each in result.seqs) if record.num_drafts else num_seqs
+            num_tokens = (
+                sum(len(answer.token_ids) for answer in result.seqs) if record.num_drafts else num_seqs
+            )
             drafted = record.num_drafts > 0 or result.draft_s > 0.0
             self.gain.note(num_seqs, num_tokens, took_s, drafted=drafted)
             if control.wakes:

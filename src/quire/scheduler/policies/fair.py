@@ -74,7 +74,7 @@ class FairShares:
     def join(self, tenant: Tenant) -> None:
         """A sequence of ``tenant`` has arrived."""
         if not self._at_work[tenant]:
-            others = [self._served[each] for each in self._at_work if each != tenant]
+            others = [self._served[name] for name in self._at_work if name != tenant]
             floor = min(others) if others else self._floor
             self._served[tenant] = max(self._served.pop(tenant, 0.0), floor)
         self._at_work[tenant] += 1
@@ -88,7 +88,7 @@ class FairShares:
             del self._at_work[tenant]
             self._floor = self._served[tenant]
             if len(self._served) > MAX_IDLE_TENANTS + len(self._at_work):
-                del self._served[next(each for each in self._served if each not in self._at_work)]
+                del self._served[next(name for name in self._served if name not in self._at_work)]
 
     def charge_prompt(self, seq: Sequence, num_tokens: int) -> None:
         """Count the prompt of a sequence that enters for the first time, ``num_tokens`` of it not cached."""
@@ -111,18 +111,18 @@ class FairShares:
         for place, (tenant, those) in enumerate(waiting.items()):
             heap.append((self._served[tenant], place, tenant, iter(those)))
         heapq.heapify(heap)
-        found: list[Sequence] = []
-        while heap and len(found) < count:
+        ordered: list[Sequence] = []
+        while heap and len(ordered) < count:
             served, place, tenant, entries = heap[0]
             entry = next(entries, None)
             if entry is None:
                 heapq.heappop(heap)
                 continue
             seq = entry[1]
-            found.append(seq)
+            ordered.append(seq)
             cost = PREFILL * seq.num_prompt / tenant.weight
             heapq.heapreplace(heap, (served + cost, place, tenant, entries))
-        return found
+        return ordered
 
     def _charge_output(self, seq: Sequence) -> None:
         total = len(seq.token_ids)

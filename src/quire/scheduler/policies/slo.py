@@ -59,11 +59,11 @@ class SloController:
 
     def pin(self, change: PolicyChange, release: tuple[str, ...] = ()) -> None:
         """A person changed settings: those of this controller that are named are theirs, until they release them."""
-        for name, mine in VALUES.items():
+        for name, setting in VALUES.items():
             value = getattr(change, name)
             if value is not None:
                 self.pinned.add(name)
-                setattr(self, mine, value)  # in force: the next wish is compared with it
+                setattr(self, setting, value)  # in force: the next wish is compared with it
             elif name in release:
                 self.pinned.discard(name)
         self._asked = -1
