@@ -11,6 +11,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,6 +24,7 @@ from quire.layers.context import context_parallel
 from quire.layers.weights import tensor_parallel
 from quire.metrics.engine_stats import LayerLoad
 from quire.models.loader import iter_weights
+from quire.parallel.rotations import rotated
 from quire.parallel.segment import Segment, remove
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
@@ -182,6 +184,8 @@ class RankedExecutor:
     def __init__(
         self, config: EngineConfig, topology: Topology, helpers: Helpers, std: float | None = None
     ) -> None:
+        formats = rotated(config.model.spec, config.model.formats, {}, topology.tp)
+        config = replace(config, model=replace(config.model, formats=formats))
         self.worker = RankedWorker(config, topology, helpers, std)
         self._pending: StepPlan | None = None
 

@@ -13,6 +13,7 @@ from tests.exact.suite import Case, Truth, _check_client, truth_of
 import quire
 from quire.config import EngineConfig
 from quire.executor.base import Executor
+from quire.parallel.rotations import rotated
 from quire.parallel.topology import Topology
 
 QUILL = str(Path(quire.__file__).parent / "models" / "quill_data" / "quill")
@@ -24,7 +25,8 @@ def config_of(case: Case, topology: Topology, policy: Policy = FCFS, *, num_thre
     """Return a configuration with so few blocks that sequences are preempted."""
     longest = -(-(case.max_prompt + case.max_output) // case.block_size)
     config = case.config(2 * longest, policy, num_threads=num_threads)
-    return replace(config, topology=topology)
+    formats = rotated(config.model.spec, config.model.formats, {}, topology.tp)
+    return replace(config, topology=topology, model=replace(config.model, formats=formats))
 
 
 def alone_on(case: Case, executor: Executor, config: EngineConfig) -> Truth:

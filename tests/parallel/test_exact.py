@@ -20,6 +20,7 @@ STD = 0.3
 NATIVE = next((level for level in NATIVE_LEVELS if level in backends("linear")), "reference")
 CASES = [
     pytest.param(Case("llama", "bfloat16", 54, 48, NATIVE, quantize="int8"), 2, id="int8"),
+    pytest.param(Case("even", "bfloat16", 58, 24, NATIVE, quantize="int8"), 2, id="int8-rotated"),
     pytest.param(Case("sliding", "float32", 52, 24), 1, id="reference"),
     *(
         pytest.param(case, threads, id=f"{case.model}-{case.quantize or case.dtype}-{threads}", marks=pytest.mark.slow)
