@@ -276,7 +276,7 @@ def test_readme_counts_are_those_of_the_tables() -> None:
 
 def test_the_table_of_gguf_types_is_that_of_the_code() -> None:
     text = (ROOT / "docs/quantization.md").read_text()
-    table = text.partition("### GGUF's types")[2].partition("\n## ")[0]
+    table = text.partition("### GGUF's types")[2].partition("\n##")[0]
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in table.splitlines()

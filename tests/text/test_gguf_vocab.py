@@ -12,7 +12,7 @@ from tests.text.conftest import Load
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.gguf_file import read_gguf
-from quire.text.byte_level import merges_by_rank
+from quire.text.byte_level import GGUF_SPLITTINGS, merges_by_rank, pre_tokenizer
 from quire.text.gguf_vocab import tokenizer_from_gguf_metadata
 from quire.text.load import load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -52,6 +52,16 @@ def test_the_tests_of_llama_cpp_on_other_forms(
     name: str, path: str, load: Load, tokenizers_folder: Path
 ) -> None:
     assert not wrong(load(path), cases_of(tokenizers_folder, name))
+
+
+def test_deepseek_splits_digits_and_letters_of_case_apart() -> None:
+    splitter = pre_tokenizer(GGUF_SPLITTINGS["deepseek-llm"].patterns)
+    text = "Hello world, it's 2024!\n  中文abc ＡＢＣ。 x "
+    pieces = [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
+    assert pieces == [
+        "Hello", " world", ",", " it", "'", "s", " ", "2", "0", "2", "4", "!", "\n", "  ", "中文", "abc", " ＡＢＣ",
+        "。", " x", " ",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from quire.engine.assemble import configure
 from quire.engine.prompts import Prompts
 from quire.errors import ModelLoadError
 from quire.models.checkpoint import Checkpoint, read_tokenizer, stored_sources
+from quire.models.gguf_check import scales_not_finite
 from quire.models.safetensors_file import AGAIN, not_finite, reading
 from quire.text.chat_template import ChatTemplate
 from quire.weight_plan import activations_of, weight_table
@@ -60,7 +61,7 @@ def check_model(model: str) -> int:
     _, checkpoint = configure(EngineArgs(model=model), detect_device())
     tensors, _ = stored_sources(checkpoint.path, checkpoint.spec)
     console = Console(highlight=False, soft_wrap=True)
-    bad = list(not_finite(tensors))
+    bad = [*not_finite(tensors), *scales_not_finite(tensors)]
     for found in bad:
         console.print(
             f"[red]{found.name}[/red] in {found.file} holds {found.num_nan} NaN and {found.num_inf} infinite values, "

@@ -84,10 +84,9 @@ def read_quantization(f: Fields, *, others: tuple[str, ...] = ()) -> Quantizatio
     if method == "bitsandbytes" and not q.flag("load_in_4bit") and not q.flag("load_in_8bit"):
         return None  # the settings of a load that quantized nothing
     if method not in METHODS:
-        raise UnsupportedModelError(
-            f"{f.where}: weights quantized by {method!r} (quantization_config.quant_method) are not supported; "
-            f"supported are {', '.join(METHODS)}, mxfp4 for gpt-oss, GGUF files, and plain weights with --quantize."
-        )
+        from quire.families.refused_formats import refusal
+
+        raise UnsupportedModelError(f"{f.where}: {refusal(method, METHODS)}")
     read = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8}[method]
     known, result = read(q)
     _refuse_unknown(q, known | _HARMLESS[method] | {"quant_method"})

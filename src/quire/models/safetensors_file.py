@@ -5,8 +5,8 @@
 Torch-free: the loader makes tensors of the mapped bytes. Format: github.com/huggingface/safetensors, "Format".
 
 `not_finite` reads every stored float and finds NaN and infinity. Such a weight turns every answer that it touches into
-an error ("the model's logits are not finite"), long after the load. Packed types (uint8 blocks, GGUF's) are skipped:
-their payload has no such values, and their scales are checked where they are separate tensors.
+an error ("the model's logits are not finite"), long after the load. Packed types (uint8 blocks) are skipped:
+their payload has no such values, and their scales are checked where they are separate tensors; GGUF's in `gguf_check`.
 """
 
 from __future__ import annotations

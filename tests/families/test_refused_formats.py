@@ -1,0 +1,47 @@
+"""Formats that are not read: the error says what each is, why not, and what to take; docs have the same table."""
+
+from __future__ import annotations
+
+import pytest
+from tools.house import ROOT
+
+from quire.errors import UnsupportedModelError
+from quire.families.quantization import METHODS, read_quantization
+from quire.families.refused_formats import REFUSED
+from quire.families.shape import Fields
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_a_refused_format_is_explained(method: str) -> None:
+    fields = Fields({"quantization_config": {"quant_method": method, "load_in_4bit": True}})
+    with pytest.raises(UnsupportedModelError) as error:
+        read_quantization(fields)
+    text, refused = str(error.value), REFUSED[method]
+    assert f"quantized by {method!r}" in text
+    assert (
+        f"{refused.name} is {refused.what}; it is not read because {refused.why}. Take {refused.instead}."
+        in text
+    )
+    assert all(each in text for each in METHODS)
+
+
+def test_an_unknown_format_is_named() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"quantized by 'brand-new' .* Supported are compressed-tensors"
+    ):
+        read_quantization(Fields({"quantization_config": {"quant_method": "brand-new"}}))
+
+
+def test_no_format_is_both_read_and_refused() -> None:
+    assert not set(METHODS) & set(REFUSED)
+
+
+def test_docs_have_the_same_table() -> None:
+    page = (ROOT / "docs/quantization.md").read_text()
+    section = page.partition("### What is not read")[2].partition("\n## ")[0]
+    rows = [
+        tuple(cell.strip() for cell in line.split("|")[1:-1])
+        for line in section.splitlines()
+        if line[:2] == "| "
+    ]
+    assert rows[2:] == [tuple(refused) for refused in REFUSED.values()]
