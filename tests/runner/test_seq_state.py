@@ -7,17 +7,18 @@ import random
 import subprocess
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from tests.sampling.harness import worker_seqs
 from tests.sampling.oracle import random_params
-from tools.house import ROOT
 
 from quire.request import Pooling, Sampling, SamplingParams, ThinkingBudget
 from quire.sampling.processors import LogitsProcessors
 from quire.sampling.seq_state import STATES, wanted
 from quire.step import NewSeq
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 300
 PLAIN = NewSeq(1, 0, (3, 4), (), SamplingParams(temperature=0.7, seed=1, top_k=5, top_p=0.9, min_p=0.1), 0)
 # One value of each field of `Sampling` that changes logits.

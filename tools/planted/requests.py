@@ -12,6 +12,14 @@ _REQUESTS = ("tests/found/test_request_values.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "min-tokens-taken-for-plain",
+        "a request with min_tokens is taken for one whose logits nothing changes",
+        "src/quire/step.py",
+        "        changes = penalties != (0.0, 0.0, 1.0) or s.logit_bias or s.bad_words_token_ids or s.min_tokens\n",
+        "        changes = penalties != (0.0, 0.0, 1.0) or s.logit_bias or s.bad_words_token_ids\n",
+        ("tests/runner/test_seq_state.py::test_each_field_that_changes_logits_has_a_state",),
+    ),
+    Mutant(
         "requests-options-of-one-of-closed",
         "options of a oneOf that can hold together are closed, so that the schema becomes wider",
         "src/quire/text/closed_objects.py",
