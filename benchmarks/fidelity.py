@@ -54,6 +54,8 @@ class Form:
 
 FORMS = (
     Form("as stored", {}, expand=False),
+    Form("as stored, kernels of avx512", {"cpu_isa": "avx512"}, expand=False),
+    Form("as stored, kernels of avx2", {"cpu_isa": "avx2"}, expand=False),
     Form("expanded to bf16", {}),
     Form("expanded, K and V in int8", {"kv_dtype": "int8"}),
     Form("expanded, `--quantize int8`", {"quantize": "int8"}),

@@ -10,7 +10,8 @@ at a time. A round measures both trees, in alternating order:
     batch     32 requests at once, 128 prompt and 32 output tokens each: seconds in all
 
 A ratio above 1 means that the second tree is faster. It is the median over the rounds of ``before / after``. Each turn
-begins after ``--rest`` seconds, in which the engine before it does what it left for later.
+begins after ``--rest`` seconds, in which the engine before it does what it left for later. With ``--processor-time``
+engines have one thread, and its processor time counts: for machines that others use as well.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def serve(model: str, options: dict[str, object]) -> None:
     """The child: load the model, then measure once per line on standard input."""
     from quire import LLM, SamplingParams  # the tree's own
 
+    now = time.process_time if options.pop("processor_time", False) else time.perf_counter
     llm = LLM(model, max_model_len=1024, kv_memory="1GiB", **options)
     generator = random.Random(0)
 
@@ -41,9 +43,9 @@ def serve(model: str, options: dict[str, object]) -> None:
             for _ in range(num_requests)
         ]
         params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-        started = time.perf_counter()
+        started = now()
         llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - started
+        return now() - started
 
     timed(2, 64, 4)
     print(json.dumps({"ready": True}), flush=True)
@@ -94,10 +96,16 @@ def main() -> None:
     parser.add_argument("--after", type=Path, required=True, help="another one")
     parser.add_argument("--model", required=True, help="a checkpoint (benchmarks/make_checkpoint.py)")
     parser.add_argument("--quantize", help="int8 or int4; default: as stored")
+    parser.add_argument("--cpu-isa", help="level of the kernels")
+    parser.add_argument("--processor-time", action="store_true", help="one thread, and its processor time")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rest", type=float, default=2.0, help="seconds before each turn")
     args = parser.parse_args()
-    options: dict[str, object] = {"quantize": args.quantize} if args.quantize else {}
+    options: dict[str, object] = {
+        name: value for name in ("quantize", "cpu_isa") if (value := getattr(args, name)) is not None
+    }
+    if args.processor_time:
+        options |= {"processor_time": True, "threads": 1, "packed_cache": "off"}
     trees = [Tree(folder.resolve(), args.model, options) for folder in (args.before, args.after)]
     rounds: list[list[dict[str, float]]] = []
     for number in range(args.rounds):
