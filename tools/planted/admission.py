@@ -52,8 +52,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "bombs-unbounded-in-sum",
         "what coded bodies become is not counted among the bodies that wait",
         "src/quire/http/long_body.py",
-        "                held.take(len(part))",
-        "                held.take(0)",
+        "                held_body.take(len(part))",
+        "                held_body.take(0)",
         ("tests/http/test_http1_edge.py::test_bombs_are_bounded_in_sum",),
     ),
     Mutant(

@@ -36,8 +36,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "tenants-resume-by-anyone",
         "a stream of an earlier server belongs to clients without a tenant",
         "src/quire/api/journal.py",
-        "        return found[0] if found else None\n",
-        '        return "" if found else None\n',
+        "        return tenants[0] if tenants else None\n",
+        '        return "" if tenants else None\n',
         _JOURNAL,
     ),
     Mutant(

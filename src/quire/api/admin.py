@@ -234,17 +234,17 @@ class Admin:
             NotFoundError: no running request has this id.
         """
         request_id = request.path_params["request_id"]
-        found = self._state.running.named(request_id)
-        if not found:
+        requests = self._state.running.named(request_id)
+        if not requests:
             raise NotFoundError(
                 f"No running request has the id {clip(request_id)} (the id of its answer, or its x-request-id): it has "
                 "ended, or never existed. GET /requests lists those that run.",
                 param="request_id",
                 code="request_not_found",
             )
-        for one in found:
+        for one in requests:
             await one.cancel()
-        return json_response({"id": request_id, "object": "request.cancelled", "cancelled": len(found)})
+        return json_response({"id": request_id, "object": "request.cancelled", "cancelled": len(requests)})
 
     def _progress(self) -> dict[str, Any]:
         frontend = self._state.frontend
@@ -301,7 +301,7 @@ class LoraAdmin:
 
     async def listed(self, request: Request) -> Response:
         """The adapters that requests may name."""
-        cards = [_adapter_card(each) for each in self._registry.adapters.values()]
+        cards = [_adapter_card(adapter) for adapter in self._registry.adapters.values()]
         return json_response({"object": "list", "data": cards})
 
     async def load(self, request: Request) -> Response:

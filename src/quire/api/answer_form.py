@@ -176,7 +176,7 @@ NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
 class TextGrammar(NamedTuple):
     """The grammar that a custom tool's input keeps to."""
 
-    parameter: str  # that has the input
+    parameter: str  # the argument with the input
     lark: str | None  # None: a regular expression, in the parameter's schema
     param: str  # its path in the request
 
@@ -190,7 +190,7 @@ class ToolUse:
     parallel: bool = True
     grammars: Mapping[str, TextGrammar] = field(
         default_factory=dict
-    )  # of tools whose input is a text, by name
+    )  # name of a tool whose input is a text → its grammar
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
@@ -201,12 +201,12 @@ class ToolUse:
     @property
     def enforced(self) -> dict[str, Mapping[str, Any]]:
         """`schemas` as a call is held to them: with the grammars, which the template does not show."""
-        found = self.schemas
+        schemas = self.schemas
         for name, grammar in self.grammars.items():
-            if name in found and grammar.lark is not None:
+            if name in schemas and grammar.lark is not None:
                 text = {"type": "string", LARK: grammar.lark}
-                found[name] = {**found[name], "properties": {grammar.parameter: text}}
-        return found
+                schemas[name] = {**schemas[name], "properties": {grammar.parameter: text}}
+        return schemas
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -278,7 +278,7 @@ def _allowed_tools(choice: dict[str, Any], names: list[str]) -> tuple[Any, dict[
     mode = form.get("mode", "auto") if isinstance(form, dict) else None
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         raise not_allowed(where, form, "an object with mode ('auto' or 'required') and tools (at least one)")
-    found: dict[str, None] = {}
+    allowed_names: dict[str, None] = {}
     for i, tool in enumerate(listed):
         named = tool.get("function", tool) if isinstance(tool, dict) else None
         name = named.get("name") if isinstance(named, dict) else None
@@ -287,8 +287,8 @@ def _allowed_tools(choice: dict[str, Any], names: list[str]) -> tuple[Any, dict[
         if name not in names:
             known = ", ".join(names) or "none"
             raise not_allowed(f"{where}.tools[{i}]", tool, f"one of the request's tools: {known}")
-        found[str(name)] = None
-    return mode, found
+        allowed_names[str(name)] = None
+    return mode, allowed_names
 
 
 def _choice(choice: Any, names: list[str]) -> str:

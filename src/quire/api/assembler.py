@@ -27,9 +27,9 @@ class Part:
     kind: Kind
     index: int  # among the parts of the answer
     text: str = ""
-    name: str = ""  # of a call
-    id: str = ""  # of a call
-    call: int = 0  # of a call: its index among the calls
+    name: str = ""  # the called tool
+    id: str = ""  # id of the call
+    call: int = 0  # index among the calls
 
 
 class Event(NamedTuple):

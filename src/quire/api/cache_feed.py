@@ -60,7 +60,8 @@ class CacheFeed:
                     kind, payload = await asyncio.wait_for(queue.get(), BEAT_S)
                 except TimeoutError:
                     kind, payload = BEAT, b""
-                if number or kind == SNAPSHOT:  # what comes before its snapshot says nothing to a reader
+                # What comes before its snapshot says nothing to a reader.
+                if number or kind == SNAPSHOT:
                     number += 1
                     yield message(kind, number, payload)
         finally:

@@ -116,7 +116,8 @@ async def conversation_job(
             separate_reasoning=conversation.separate_reasoning,
             with_reasoning=conversation.with_reasoning,
         )
-    if plan is not None:  # the parser reads the special tokens, and hides those that the answer does not show
+    # The parser reads the special tokens, and hides those that the answer does not show.
+    if plan is not None:
         form = plan.constrained(use, sampling.structured_outputs)
         sampling = replace(sampling, skip_special_tokens=False, structured_outputs=form)
         plan = replace(plan, unmarked=bool(use.schemas) and form is None)

@@ -82,11 +82,12 @@ class PostEndpoint:
             if self._keeps_body:
                 client.pieces = pieces
             del pieces
-            if (held := scope.get(HELD_BODY)) is not None:
-                held.release()
+            if (held_body := scope.get(HELD_BODY)) is not None:
+                held_body.release()
             await self._run(body, client)
         except Disconnected:
-            status = 499  # nginx's number for a client that disconnected; it is only counted
+            # nginx's number for a client that disconnected. It is only counted.
+            status = 499
         except asyncio.CancelledError:
             if not client.has_left:
                 raise
@@ -124,7 +125,7 @@ class PostEndpoint:
         request_id = call_of(scope).request_id
         if not isinstance(error, QuireError):
             log.exception("request_crashed", request_id=request_id, path=self.path)
-        elif refusal.status >= 500 and refusal.code != "queue_full":  # which `Busy` logs once
+        elif refusal.status >= 500 and refusal.code != "queue_full":  # `Busy` logs a full queue once
             log.error("request_failed", request_id=request_id, status=refusal.status, error=refusal.message)
         elif log.is_debugging():
             log.debug("request_refused", request_id=request_id, status=refusal.status, error=refusal.message)

@@ -68,8 +68,8 @@ class FinishedUsage:
         check_gateway_key(request.scope, self._key)
         given = request.query_params
         if "id" in given:
-            found = self._records.get(given["id"])
-            return json_response(UsedPage(self._since, [found] if found is not None else []))
+            hit = self._records.get(given["id"])
+            return json_response(UsedPage(self._since, [hit] if hit is not None else []))
         after = given.get("after", "0")
         first = int(after) if after.isdecimal() else 0
         ledgers = (given["ledger"], "") if "ledger" in given else None

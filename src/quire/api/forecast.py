@@ -39,7 +39,8 @@ class TtftForecast:
     def __init__(self, slo: Slo, stats: Callable[[], EngineStats]) -> None:
         self.slo = slo
         self._stats = stats
-        self._ahead = [0, 0]  # prompt tokens of requests without a token: of short prompts, and of long ones
+        # Prompt tokens of requests that have no token yet: of short prompts, and of long ones.
+        self._ahead = [0, 0]
         self._num_decoding = 0
 
     def enter(self, num_prompt_tokens: int) -> Ticket:

@@ -40,7 +40,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     timing: Any = None  # set at the end if it was asked for
-    notes: dict[str, Any] = field(default_factory=dict)  # of `Job`
+    notes: dict[str, Any] = field(default_factory=dict)  # see `Job.notes`
     truncated_tokens: int = 0  # cut off by truncate_prompt_tokens; not in prompt_tokens
 
     @property
@@ -74,7 +74,7 @@ class Head:
     created: int  # seconds since 1970
     model: str
     fingerprint: str
-    determinism: str  # of `EngineConfig`
+    determinism: str  # see `EngineConfig`
 
     def id_of(self, *place: str | int) -> str:
         """Return the id of a part of the answer, 32 hexadecimal digits: the same on every replica that writes it."""
@@ -135,7 +135,7 @@ class Answer:
 
     head: Head
     streamed = False
-    media_type = b"text/event-stream; charset=utf-8"  # of a stream
+    media_type = b"text/event-stream; charset=utf-8"  # content type of a stream
 
     def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         """Return the body of an answer that is not streamed: one chunk per choice, the token ids of each prompt."""
@@ -170,14 +170,15 @@ class Job:
     owner: str = ""  # the tenant alone: it may read the answer
     continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
-    prompt_text: str | None = None  # of a chat: the text that its template made
+    prompt_text: str | None = None  # a chat's text, made by its template
     truncate_to: int | None = None  # last tokens of each prompt that are kept; -1: as many as fit
     timing: bool = False  # the answer has a timing block
     in_background: bool = False  # a response that runs without its client
     echo: bool = False  # each choice begins with its prompt's text
-    pooling: Pooling | None = None  # of requests that sample nothing
+    pooling: Pooling | None = None  # for requests that sample nothing
     prompt_param: str = "prompt"  # the endpoint's name of its prompts
-    notes: dict[str, Any] = field(default_factory=dict)  # that its reading adds to ``timing``
+    # What reading the answer adds to ``timing``.
+    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def samples_nothing(self) -> bool:
@@ -290,7 +291,8 @@ def sampling_params(
         RequestError: a value out of range, under the client's name.
     """
     if given.get("use_beam_search"):
-        defaults = {}  # beams are not sampled, so defaults for sampling would contradict them
+        # Beams are not sampled, so defaults for sampling would contradict them.
+        defaults = {}
     for name, value in defaults.items():
         if name in _SAME_NAME:
             given = {name: value, **given}

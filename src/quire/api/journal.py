@@ -40,10 +40,10 @@ class Entry:
         self.num_events = 0
         self.num_bytes = 0
         self.is_cut = False  # the file is not the whole stream
-        self.is_left = False  # by a server that has ended, or will
+        self.is_left = False  # written by a server that has ended, or will
         self.ended_s: float | None = None  # when it was closed
         self.end: End | None = None
-        self.head: Head | None = None  # of a stream that is resumed, as the next two
+        self.head: Head | None = None  # set for a stream that is resumed, like the next two
         self.body = b""
         self.delivered: Sequence[Delivered] = ()
         self.end_request: Callable[[], Awaitable[None]] | None = None  # ends the request that writes it
@@ -63,12 +63,12 @@ class Entry:
         """Return the events that the client has not seen, each with its id."""
         if not events:
             return b""
-        found = []
+        frames = []
         for event in events.split(b"\n\n")[:-1]:
             self.num_events += 1
             if self.num_events > self._num_seen:
-                found.append(b"id: %b:%d\n%b\n\n" % (self._name, self.num_events, event))
-        return b"".join(found)
+                frames.append(b"id: %b:%d\n%b\n\n" % (self._name, self.num_events, event))
+        return b"".join(frames)
 
     async def chunk(self, tag: bytes, events: bytes) -> bytes:
         """Write a chunk; return its events as `numbered`."""
@@ -227,14 +227,14 @@ class Journal:
             return known.tenant
         if not _ID.fullmatch(stream_id):
             return None
-        found: list[str | None] = []
+        tenants: list[str | None] = []
 
         def look() -> None:
             with suppress(OSError):
-                found.append(StreamFile(self._folder / f"{stream_id}.journal").tenant())
+                tenants.append(StreamFile(self._folder / f"{stream_id}.journal").tenant())
 
         await self._thread.put(look).wait()
-        return found[0] if found else None
+        return tenants[0] if tenants else None
 
     async def _read(self, entry: Entry) -> bool:
         """Fill an entry from its file; return whether another server writes that."""
@@ -243,25 +243,25 @@ class Journal:
         def read() -> None:
             nonlocal is_locked
             try:
-                found = entry.file.read()
+                content = entry.file.read()
             except BlockingIOError:
                 is_locked = True
             except FileNotFoundError:
                 return
             else:
-                if found is not None:
-                    entry.head, entry.body, entry.delivered, entry.num_events, entry.end = found
+                if content is not None:
+                    entry.head, entry.body, entry.delivered, entry.num_events, entry.end = content
 
         await self._do(entry, read)
         return is_locked
 
     def _look(self) -> None:
         """Find the files of other servers, such as one that died."""
-        for found in os.scandir(self._folder):
-            stream_id, dot, suffix = found.name.partition(".")
+        for item in os.scandir(self._folder):
+            stream_id, dot, suffix = item.name.partition(".")
             if dot + suffix == ".journal" and stream_id not in self._entries and _ID.fullmatch(stream_id):
                 entry = self._entries[stream_id] = Entry(self, self._folder, stream_id)
-                entry.ended_s, entry.num_bytes, entry.is_left = self._now(), found.stat().st_size, True
+                entry.ended_s, entry.num_bytes, entry.is_left = self._now(), item.stat().st_size, True
                 self._num_bytes += entry.num_bytes
 
     def _make_room(self, num_bytes: int) -> bool:

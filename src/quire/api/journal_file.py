@@ -36,17 +36,17 @@ class Head(msgspec.Struct):
     path: str
     tenant: str
     answer: str  # id, time and seed
-    fingerprint: str  # of all that the output depends on
+    fingerprint: str  # digest of all that the output depends on
     arrived_unix: float
-    num_bytes: int  # of the body
+    num_bytes: int  # bytes of the body
 
 
 class End(msgspec.Struct):
     """The last line of the file of a stream that has ended."""
 
-    status: int  # of the error, or 0
-    num_events: int  # of the whole stream
-    events: str = ""  # of the error
+    status: int  # HTTP status of the error, or 0
+    num_events: int  # events of the whole stream
+    events: str = ""  # events of the error
 
 
 class StreamFile:

@@ -34,7 +34,8 @@ LIVE_PATH = "/engine/live"
 EVERY_S = 0.25
 BEAT_S = 2.0
 MAX_SHARE = 0.01
-_MAX_WAITING = 8  # messages of a reader that is slow: the oldest ones are dropped
+# Messages of a reader that is slow; beyond them the oldest ones are dropped.
+_MAX_WAITING = 8
 _HISTOGRAMS = {
     "ttft": "vllm:time_to_first_token_seconds",
     "itl": "vllm:inter_token_latency_seconds",
@@ -97,7 +98,7 @@ class LiveFeed:
 
     def _beside(self, values: dict[str, Any]) -> dict[str, Any]:
         state = self._state
-        found = {key: state.metrics.histograms[name] for key, name in _HISTOGRAMS.items()}
+        histograms = {key: state.metrics.histograms[name] for key, name in _HISTOGRAMS.items()}
         slo = state.forecast.slo if state.forecast is not None else None
         return {
             "blocks": base64.b64encode(values["blocks"]).decode(),
@@ -106,7 +107,9 @@ class LiveFeed:
                 "context": state.model.max_model_len,
                 "slo": {} if slo is None else {"ttft": slo.ttft_s, "tpot": slo.tpot_s},
             },
-            "latency": {key: {"bounds": each.bounds, "counts": each.counts} for key, each in found.items()},
+            "latency": {
+                key: {"bounds": each.bounds, "counts": each.counts} for key, each in histograms.items()
+            },
             "restarts": state.frontend.health().num_restarts,
             "memory_bytes": self._memory(),
             "answers": [(path, status, count) for (path, status), count in state.metrics.responses.items()],

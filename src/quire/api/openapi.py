@@ -68,7 +68,7 @@ BODIES: dict[str, Body] = {
 class Served:
     """What the description says of the model."""
 
-    names: tuple[str, ...]  # of it and of its adapters
+    names: tuple[str, ...]  # names of the model and its adapters
     vocab_size: int
     max_model_len: int
     hidden_size: int | None = None
@@ -177,9 +177,9 @@ def _add(model: type[Wire], schemas: dict[str, Any]) -> dict[str, Any]:
     context = schemas["MaxTokens"]["maximum"]
     for name, schema in properties.items():
         _add_bounds(name, schema, context)
-        held = next((HOLDS[base, name] for base in model.__mro__ if (base, name) in HOLDS), None)
-        if held is not None:
-            properties[name] = _held(schema, _resolved(held, schemas))
+        schema_held = next((HOLDS[base, name] for base in model.__mro__ if (base, name) in HOLDS), None)
+        if schema_held is not None:
+            properties[name] = _held(schema, _resolved(schema_held, schemas))
     for name, rule in table_of(model).items():
         if rule.use is Use.NO_EFFECT:
             properties.setdefault(name, {"description": "accepted; no effect here"})

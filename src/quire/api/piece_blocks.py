@@ -33,7 +33,8 @@ from quire.http.cache_messages import BLOCKS_HEADER, PIECES_HEADER
 from quire.text.digest import ROLE_END, texts_of
 from quire.text.tokenizer import Tokenizer
 
-MAX_PIECES = 512  # beyond them a prompt's pieces are not told: the header stays below 11 KiB
+# Beyond them a prompt's pieces are not told, so that the header stays below 11 KiB.
+MAX_PIECES = 512
 
 
 def telling_blocks(
@@ -95,15 +96,15 @@ def piece_ends(body: Mapping[str, Any], piece_bytes: int, rendered: bytes) -> li
         [(0, 0)],
         0,
         0,
-    )  # a content's start in the text → its place and length in the prompt
+    )  # start in the text → (place, length) in the prompt
     for text in texts_of(body):
         content = text.partition(ROLE_END)[2] or text
         stripped = content.strip()
-        found = rendered.find(stripped, pos) if stripped else -1
-        if found >= 0:
+        place_of_text = rendered.find(stripped, pos) if stripped else -1
+        if place_of_text >= 0:
             starts.append(at + len(text) - len(content.lstrip()))
-            places.append((found, len(stripped)))
-            pos = found + len(stripped)
+            places.append((place_of_text, len(stripped)))
+            pos = place_of_text + len(stripped)
         at += len(text) + 1
     ends = []
     for end in range(piece_bytes, min(at - 1, MAX_PIECES * piece_bytes) + 1, piece_bytes):

@@ -29,7 +29,8 @@ from quire.http.body import header
 from quire.http.call import AnswerName, Call
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 
-MAX_DELIVERED_BYTES = 4 << 20  # of the resume form, beside the client's body
+# Bytes of the resume form, next to the client's body.
+MAX_DELIVERED_BYTES = 4 << 20
 TAGGED = b"x-quire-tagged"
 _FLOOR = -9999.0  # JSON has no -Infinity; an answer shows this number as well
 _encode = msgspec.json.Encoder().encode
@@ -40,7 +41,7 @@ class Delivered(msgspec.Struct, frozen=True, array_like=True):
 
     choice: int
     token_ids: tuple[int, ...]
-    cached_tokens: int  # of all prompts of the request so far
+    cached_tokens: int  # tokens of all prompts of the request so far
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -59,7 +60,8 @@ class Relayed:
 
     answer: AnswerName
     delivered: Sequence[Delivered] = ()
-    fingerprint: str | None = None  # of the replica that began the answer; None where this one does
+    # That of the replica that began the answer; None where this one does.
+    fingerprint: str | None = None
     elapsed_s: float = 0.0  # since it arrived at its first replica
     by_gateway: bool = True  # else by the journal of this server
 
@@ -73,10 +75,10 @@ class Relayed:
         Raises:
             RequestError: its tokens may differ, or there is no such choice.
         """
-        for each in self.delivered:
-            if not 0 <= each.choice < num_choices:
+        for part in self.delivered:
+            if not 0 <= part.choice < num_choices:
                 raise RequestError(
-                    f"delivered has choice {each.choice}, of {num_choices}.", param="delivered"
+                    f"delivered has choice {part.choice}, of {num_choices}.", param="delivered"
                 )
         if self.fingerprint not in (None, own):
             raise RequestError(
@@ -86,15 +88,15 @@ class Relayed:
 
     @property
     def cached_tokens(self) -> int:
-        return max((each.cached_tokens for each in self.delivered), default=0)
+        return max((part.cached_tokens for part in self.delivered), default=0)
 
     def of_prompt(self, prompt: int, n: int) -> dict[str, Any]:
         """Return what `Frontend.submit` gets of it for one prompt of the request."""
         first = prompt * n
         events = [
-            TokenEvent("", each.choice - first, each.token_ids, each.logprobs, each.finish_reason, each.stop_token_id)
-            for each in self.delivered
-            if first <= each.choice < first + n
+            TokenEvent("", part.choice - first, part.token_ids, part.logprobs, part.finish_reason, part.stop_token_id)
+            for part in self.delivered
+            if first <= part.choice < first + n
         ]  # fmt: skip
         return {
             "seed": self.answer.seed_of(prompt),
@@ -114,7 +116,7 @@ def read_relayed(call: Call, scope: Scope, body: Any, key: str | None) -> tuple[
     Raises:
         RequestError: the gateway's headers or its resume form are wrong.
     """
-    if call.answer is not None:  # of a call in this process
+    if call.answer is not None:  # a call in this process
         return Relayed(call.answer), body
     given = header(scope, b"x-quire-answer")
     if given is None or not has_gateway_key(scope, key):
@@ -154,5 +156,5 @@ class Tags:
 
 
 def _finite(entry: TokenLogprobs) -> TokenLogprobs:
-    tops = tuple(max(each, _FLOOR) for each in entry.top_logprobs)
+    tops = tuple(max(logprob, _FLOOR) for logprob in entry.top_logprobs)
     return entry._replace(logprob=max(entry.logprob, _FLOOR), top_logprobs=tops)

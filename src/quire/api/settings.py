@@ -23,23 +23,24 @@ class ApiSettings:
     system_fingerprint: str = "fp_unknown"  # see `fingerprint`
     api_keys: tuple[str, ...] = ()  # with no key_file either, no key is needed
     key_file: KeyFile | None = None
-    gateway_key: str | None = None  # lets a gateway ask for tagged streams, see `quire.api.relayed`
+    gateway_key: str | None = None  # lets a gateway ask for tagged streams
     cors_origins: tuple[str, ...] = ()  # see `quire.http.browser_guard`, also for the next
     allowed_hosts: tuple[str, ...] | None = None
     lenient: bool = False  # accept every unknown request field
     strict_fields: bool = False  # refuse every unknown request field
     max_body_bytes: int = 32 * 2**20
-    tool_format: str = "auto"  # a name of quire.text.output.FORMATS; auto: what the chat template shows
+    # A name of `quire.text.output.FORMATS`; auto: what the chat template shows.
+    tool_format: str = "auto"
     cache: CacheConfig | None = None  # where gateways are told which blocks there are
     retry_after_s: int = 1  # sent with 503
     # Of a request for many texts, in the engine at once: two steps' worth, so that other requests get their share.
     tokens_at_once: int = 4096
     cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
-    response_store_bytes: int = 64 * 2**20  # of /v1/responses; 0 stores none
-    response_dir: Path | None = None  # of those that were made in the background
-    journal_dir: Path | None = None  # of streams that can be resumed
+    response_store_bytes: int = 64 * 2**20  # bytes of stored responses; 0 stores none
+    response_dir: Path | None = None  # for responses made in the background
+    journal_dir: Path | None = None  # for streams that can be resumed
     journal_bytes: int = 256 * 2**20
-    model: ModelConfig | None = None  # what Ollama's clients are told of the model
+    model: ModelConfig | None = None  # for Ollama's clients, which are told about it
     stand_ins: tuple[str, ...] = PLACEHOLDERS  # names of whatever is served; * stands for anything
 
 

@@ -57,12 +57,12 @@ def _reads_effort(state: ApiState, has_tools: bool) -> bool:
 def _marks(state: ApiState, format: OutputFormat, param: str) -> tuple[int, int]:
     """Return the tokens that begin and end the reasoning. Only marks of one token can be found reliably in the ids."""
     tokenizer = state.frontend.tokenizer
-    found = [tokenizer.encode(mark, add_special_tokens=False) for mark in format.reasoning or ()]
-    if len(found) != 2 or any(len(ids) != 1 for ids in found):
+    mark_ids = [tokenizer.encode(mark, add_special_tokens=False) for mark in format.reasoning or ()]
+    if len(mark_ids) != 2 or any(len(ids) != 1 for ids in mark_ids):
         raise RequestError(
             f"{param} is not supported with the tool format {format.name!r} of this model: its reasoning has no marks "
             "of one token each. Limit the answer with max_tokens.",
             param=param,
             code="unsupported_parameter",
         )
-    return found[0][0], found[1][0]
+    return mark_ids[0][0], mark_ids[1][0]

@@ -43,7 +43,7 @@ class Tool:
     name: str
     title: str
     aliases: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()  # of models, * allowed
+    names: tuple[str, ...] = ()  # model names, * allowed
     program: str | None = None
     install: str = ""
     arguments: tuple[str, ...] = ()

@@ -102,7 +102,8 @@ async def print_stream(
             parts.append(chunk.text)
             (write or sys.stdout.write)(chunk.text)
             sys.stdout.flush()
-    except asyncio.CancelledError:  # asyncio's answer to Ctrl-C; the stream has aborted its request
+    except asyncio.CancelledError:
+        # asyncio's answer to Ctrl-C: the stream has aborted its request.
         return "".join(parts), True
     return "".join(parts), False
 

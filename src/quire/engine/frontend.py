@@ -69,7 +69,7 @@ class Frontend:
         self.info: EngineInfo | None = None  # set when ready
         self.failure: QuireError | None = None  # why the state is "dead"
         self._client = client
-        self.health = client.health  # what the engine does now
+        self.health = client.health  # the engine's state
         self._clock = clock
         self._new_seed = new_seed
         self.prompts = Prompts(tokenizer, chat_template)

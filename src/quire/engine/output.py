@@ -30,7 +30,7 @@ class OutputChunk:
     *token* is the last of ``token_ids`` and has no text.
     """
 
-    index: int  # which of n
+    index: int  # sample index
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token id, if the request asked for them
@@ -38,7 +38,7 @@ class OutputChunk:
     # With the first chunk, if the request asked for them; the prompt's first token has None.
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    pooled: tuple[float, ...] | None = None  # of a request with a `Pooling`, in its only chunk
+    pooled: tuple[float, ...] | None = None  # in the only chunk of a request with a `Pooling`
     # The stop token id, the stop string, or the deadline's name; None for EOS.
     stop_reason: int | str | None = None
     error: str | None = None  # with FinishReason.ERROR and FinishReason.DEADLINE
@@ -139,7 +139,7 @@ class RequestOutputState:
             token_id not in special for token_id in reversed(request.prompt_token_ids)
         )
         self.request = request
-        self.timing = SampleTiming()  # of the first sample, with its first token
+        self.timing = SampleTiming()  # the first sample's, with its first token
         self._send = send
         self._samples = [_Sample(request, tokenizer, continues) for _ in range(request.sampling.num_samples)]
         self._num_open = request.sampling.num_samples

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 INLINE_CHARS = 8192  # at most about 2 ms of the loop's time
-INLINE_ELEMENTS = 256  # messages, or texts; of tokens, a few times as many cost as much
+INLINE_ELEMENTS = 256  # messages or texts; a few times as many tokens
 # A seed of 53 bits in JSON survives clients that read numbers as doubles.
 SEED_BITS = 53
 
@@ -110,37 +110,39 @@ def too_long(num_tokens: str, limit: int) -> RequestError:
 
 
 def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int, *, prompt_only: bool) -> int:
-    room = limit - num_prompt_tokens
-    asked = sampling.max_tokens
-    if prompt_only or asked == 0:
-        if room < 0:
-            raise too_long(str(num_prompt_tokens), limit)
-        return 1 if prompt_only else 0
+    room, wanted = limit - num_prompt_tokens, sampling.max_tokens
+    if prompt_only or wanted == 0:
+        if room >= 0:
+            return 1 if prompt_only else 0
+    elif room >= 1 and (sampling.min_tokens if wanted is None else wanted) <= room:
+        return room if wanted is None else wanted
+    raise _over_context(num_prompt_tokens, sampling, limit, prompt_only=prompt_only)
+
+
+def _over_context(
+    num_prompt_tokens: int, sampling: SamplingParams, limit: int, *, prompt_only: bool
+) -> RequestError:
+    room, wanted = limit - num_prompt_tokens, sampling.max_tokens
+    if prompt_only or wanted == 0:
+        return too_long(str(num_prompt_tokens), limit)
+    has, context = (
+        f"The prompt has {num_prompt_tokens} tokens",
+        f"the context of this model is {limit} tokens",
+    )
+    param = "max_tokens"
     if room < 1:
-        raise RequestError(
-            f"The prompt has {num_prompt_tokens} tokens and max_tokens is {'not set' if asked is None else asked}, but "
-            f"the context of this model is {limit} tokens: shorten the prompt to at most {limit - 1}.",
-            param="prompt",
-            code="context_length_exceeded",
+        param, shown = "prompt", "not set" if wanted is None else wanted
+        text = f"{has} and max_tokens is {shown}, but {context}: shorten the prompt to at most {limit - 1}."
+    elif wanted is None:
+        param, least = (
+            "min_tokens",
+            f"min_tokens = {sampling.min_tokens} with a prompt of {num_prompt_tokens} tokens",
         )
-    if asked is None:
-        if sampling.min_tokens > room:
-            raise RequestError(
-                f"min_tokens = {sampling.min_tokens} with a prompt of {num_prompt_tokens} tokens is more than the "
-                f"context of this model, {limit} tokens: ask for at most {room}.",
-                param="min_tokens",
-                code="context_length_exceeded",
-            )
-        return room
-    if asked > room:
-        raise RequestError(
-            f"The prompt has {num_prompt_tokens} tokens and max_tokens is {asked}, together "
-            f"{num_prompt_tokens + asked}, but the context of this model is {limit} tokens: shorten the prompt, or ask "
-            f"for at most {room}.",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-    return asked
+        text = f"{least} is more than the context of this model, {limit} tokens: ask for at most {room}."
+    else:
+        together = f"max_tokens is {wanted}, together {num_prompt_tokens + wanted}"
+        text = f"{has} and {together}, but {context}: shorten the prompt, or ask for at most {room}."
+    return RequestError(text, param=param, code="context_length_exceeded")
 
 
 @lru_cache(32)  # a request for many prompts asks for each of them
@@ -169,7 +171,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]  # generation_config.json and the tokenizer together
     # By the names of `SamplingParams`: temperature, top_p …
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
-    determinism: str = "exact"  # of `EngineConfig`
+    determinism: str = "exact"  # see `EngineConfig`
 
     def sampling(self, **given: Any) -> SamplingParams:
         """Return `SamplingParams` in which what is ``given`` replaces the model's defaults.

@@ -14,7 +14,7 @@ from quire.request import Adapter, FinishReason, TokenEvent, TokenLogprobs
 
 log = Log("frontend")
 DEADLINE_GRACE_S = 0.1  # for the engine, which knows best when a deadline has passed
-MAX_UNREAD_BYTES = 16 * 2**20  # of chunks that a stream's reader has not taken, about
+MAX_UNREAD_BYTES = 16 * 2**20  # unread chunks of one stream, about
 
 
 class RequestStream:
@@ -39,9 +39,9 @@ class RequestStream:
         assert seed is not None
         self.seed = seed  # the request's own, or the one chosen for it
         self.output = state  # only this class changes it
-        self.timers: list[asyncio.TimerHandle] = []  # of its deadline; cancelled at its end
+        self.timers: list[asyncio.TimerHandle] = []  # deadline timers, cancelled at its end
         self.merges = True  # whether the chunks that a reader fell behind with become one
-        self.delivered: Sequence[OutputChunk] = ()  # what the client has of it from another server
+        self.delivered: Sequence[OutputChunk] = ()  # sent to the client by another server
         self._abandon = abandon
         self._chunks: deque[OutputChunk] = deque()
         self._unread_bytes = 0
@@ -114,7 +114,8 @@ class RequestStream:
             return
         try:
             chunk = self.output.feed(event)
-        except Exception as error:  # an error in one request's text must not end the other streams
+        except Exception as error:
+            # An error in one request's text must not end the other streams.
             log.exception("output_failed", request_id=self.request_id)
             self._push(self.output.end(FinishReason.ERROR, f"{type(error).__name__}: {error}", "internal"))
             self._abandon()

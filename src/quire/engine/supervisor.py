@@ -42,7 +42,8 @@ class RestartPolicy:
     backoff_s: float = 0.25  # before the second restart in a window; doubles with each
     max_backoff_s: float = 30.0
     start_retry_s: float = 1.0  # where the machine can start no process at all
-    suspect_deaths: int = 2  # a request that was in flight in this many deaths has to run alone first
+    # A request that was in flight in this many deaths has to run alone first.
+    suspect_deaths: int = 2
     # An engine that is so far beyond the predicted end of its step is killed; 0: never.
     hang_timeout_s: float = 10.0
     watches_hangs: bool = True  # False: whether the engine makes progress is not looked at
@@ -69,7 +70,8 @@ class Supervisor:
         self._closed = threading.Event()
         self._restarts = Restarts(self._policy.window_s, self._policy.backoff_s, self._policy.max_backoff_s)
         self._ended: list[TokenEvent] = []  # terminal events made here, for the next `receive`
-        self._between = False  # one engine is dead and the next is not ready: messages are only recorded
+        # One engine is dead and the next is not ready: messages are only recorded.
+        self._between = False
         self._reason: QuireError | None = None  # why the last engine died
         self._retry_at_s = 0.0  # end of the pause before a restart
         self._trials = import_module("quire.engine.quarantine")

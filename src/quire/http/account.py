@@ -21,7 +21,8 @@ from starlette.types import Scope
 from quire.http.body import header
 from quire.http.refusals import HttpError, Refusal
 
-USAGE_PATH = "/gateway/usage"  # of a replica: the `Used` of the requests that have ended
+# A path of a replica: the `Used` of the requests that have ended.
+USAGE_PATH = "/gateway/usage"
 COST_HEADER = "x-quire-cost"
 MAX_LEDGER_CHARS = 64
 _NONE = "-"  # no name of a tenant or key begins with it
@@ -36,15 +37,15 @@ class Account:
     key: str = ""  # its name
     weight: float = 1.0  # share of the engine under the order "fair"
     ledger: str = ""  # id of the ledger that has its row; empty where none is known
-    cache_group: str = ""  # of the tenant
+    cache_group: str = ""  # group of the tenant
 
     def headers(self, *, is_second: bool = False) -> list[tuple[str, str]]:
         """Return what tells a replica; ``is_second``: beside another attempt at the same request."""
         names = f"{self.tenant or _NONE} {self.key or _NONE}"
-        found = [("x-quire-account", f"{self.request_id} {self.weight:g} {names}")]
+        headers = [("x-quire-account", f"{self.request_id} {self.weight:g} {names}")]
         if self.cache_group and self.cache_group != self.tenant:
-            found.append(("x-quire-cache-group", self.cache_group))
-        return [*found, ("x-quire-second", "1")] if is_second else found
+            headers.append(("x-quire-cache-group", self.cache_group))
+        return [*headers, ("x-quire-second", "1")] if is_second else headers
 
 
 class Used(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +62,7 @@ class Used(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int
     output_tokens: int
     e2el_ms: float
-    ledger: str = ""  # of the account
+    ledger: str = ""  # ledger of the account
     engine_s: float = 0.0
     kv_block_s: float = 0.0
 
@@ -114,10 +115,10 @@ def read_account(scope: Scope, key: str) -> Account | None:
         names = tenant.removeprefix(_NONE), name.removeprefix(_NONE)
         ledger = header(scope, b"x-quire-ledger") or b""
         group = (header(scope, b"x-quire-cache-group") or b"").decode("ascii")
-        found = Account(request_id, *names, float(weight), ledger.decode("ascii")[:MAX_LEDGER_CHARS], group)
+        account = Account(request_id, *names, float(weight), ledger.decode("ascii")[:MAX_LEDGER_CHARS], group)
     except ValueError:
         return None
-    return found if 0.001 <= found.weight <= 1000.0 else None
+    return account if 0.001 <= account.weight <= 1000.0 else None
 
 
 def is_second(scope: Scope) -> bool:

@@ -116,7 +116,8 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 def _check_media_type(scope: Scope) -> None:
     media_type = (header(scope, b"content-type") or b"application/json").split(b";")[0].strip().lower()
     if scope["path"].startswith(OLLAMA_ROOT) and not any(header(scope, name) for name in BROWSER_HEADERS):
-        return  # Ollama reads every type as JSON, and its examples with curl send a form's
+        # Ollama reads every type as JSON, and its examples with curl send a form's.
+        return
     if media_type != b"application/json" and not media_type.endswith(b"+json"):
         # Browsers send other types across origins without a preflight; a server on localhost must refuse those.
         raise HttpError(

@@ -9,7 +9,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from quire.http.connections import log
 from quire.http.held_bytes import MESSAGES, Held
 
-_TRY_AGAIN_LATER = 1013  # of WebSockets' close codes
+_TRY_AGAIN_LATER = 1013  # a WebSocket's close code
 
 
 class BoundedWebSocket(WebSocketsSansIOProtocol):

@@ -7,7 +7,8 @@ from struct import Struct
 
 CACHE_PATH = "/gateway/cache"
 PIECES_HEADER = (
-    "x-quire-pieces"  # of a request: bytes of a piece of text; the answer then has `BLOCKS_HEADER`
+    # Of a request: bytes of a piece of text. The answer then has `BLOCKS_HEADER`.
+    "x-quire-pieces"
 )
 # Of an answer: in base64, for each whole piece of the request's text the short hash of the last whole block inside it.
 BLOCKS_HEADER = "x-quire-blocks"

@@ -18,7 +18,7 @@ except ImportError:  # the extra `zstd`
 STEP_BYTES = 1 << 20  # decoded at once, so that other requests have their turn
 _RAW = -zlib.MAX_WBITS
 _ZSTD_SLICE_BYTES = 512
-_ZSTD_WINDOW_BYTES = 8 << 20  # what every decoder must take (RFC 8878, 3.1.1.1.2)
+_ZSTD_WINDOW_BYTES = 8 << 20  # every decoder must take it (RFC 8878, 3.1.1.1.2)
 _GZIP = 16 + zlib.MAX_WBITS
 
 
@@ -39,7 +39,7 @@ class Deflated:
 
     def __init__(self, coding: str) -> None:
         self._coding = coding
-        self._rest: Any = None  # of this member
+        self._rest: Any = None  # decoder of this member
         self._first = b""  # two bytes tell which deflate it is
 
     def decode(self, piece: bytes) -> Iterator[bytes]:

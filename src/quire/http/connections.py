@@ -78,8 +78,8 @@ class WatchedProtocol(HttpToolsProtocol):
     num_received = 0  # bytes
     closes = False  # with its next answer
     on_idle: Callable[[WatchedProtocol], object] | None = None  # called after each answer
-    _head_bytes = -1  # of a head that has begun, in whole reads; -1: none has
-    _head_tail = b""  # its last bytes so far, where the mark of its end may have begun
+    _head_bytes = -1  # bytes read since a head began; -1: none has
+    _head_tail = b""  # its last bytes; the mark of its end may have begun
     _in_message = False  # a request has come in part
     _has_body = False  # a byte of its body has come
     _is_offer = False  # the parser stops behind this head
@@ -141,10 +141,12 @@ class WatchedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_last = self.cycle.response_complete  # else the answer is to a request before it
         if is_last and self.expect_100_continue and self._in_message and not self._has_body:
-            self.transport.close()  # the client may keep the body to itself, and the next request would pass for it
+            # The client may keep the body to itself, and the next request would pass for it.
+            self.transport.close()
         super().on_response_complete()
         if self.on_idle is not None:
-            self.loop.call_soon(self.on_idle, self)  # what was written leaves this process first
+            # What was written leaves this process first.
+            self.loop.call_soon(self.on_idle, self)
 
     def data_received(self, data: bytes) -> None:
         """Count ``data`` and handle it."""
@@ -192,7 +194,7 @@ class WatchedProtocol(HttpToolsProtocol):
                 lines.append(b"%b: %b" % (name, value))
         self.parser = httptools.HttpRequestParser(self)
         with suppress(AttributeError):  # httptools before 0.6.3
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn's own
         self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _refuse_head(self) -> None:
@@ -207,7 +209,8 @@ class _Seen:
     phase: Phase
     cycle: RequestResponseCycle | None
     since_s: float  # when the phase began, or when something was last written
-    progress: int  # bytes: received when the phase began, or waiting to be written
+    # Bytes received when the phase began, or waiting to be written.
+    progress: int
 
 
 class ConnectionWatch:

@@ -24,7 +24,8 @@ from quire.http.listen import Tls
 from quire.http.memory import EVERY_S, MemoryReturn
 from quire.http.moved_connections import Connector, give_idle
 
-MAX_MESSAGE_BYTES = 64 << 20  # of a WebSocket; the application's own limit of bodies is lower by default
+# Of a WebSocket. The application's own limit of bodies is lower by default.
+MAX_MESSAGE_BYTES = 64 << 20
 UVICORN: dict[str, Any] = {
     "http": WatchedProtocol,
     "ws": BoundedWebSocket,
@@ -33,7 +34,8 @@ UVICORN: dict[str, Any] = {
     "log_config": None,
     "access_log": False,
     "server_header": False,
-    "proxy_headers": False,  # x-forwarded-for of a client on this machine would be believed
+    # Else x-forwarded-for of a client on this machine would be believed.
+    "proxy_headers": False,
 }
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
@@ -147,9 +149,8 @@ class DrainingServer(uvicorn.Server):
         if self._next_memory_look is not None:
             self._next_memory_look.cancel()
         await super().shutdown(sockets)
-        if (
-            self.force_exit
-        ):  # uvicorn would leave the application's end to the loop's, which prints a traceback
+        if self.force_exit:
+            # uvicorn would leave the application's end to the loop's, which prints a traceback.
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.lifespan.shutdown(), _FORCED_END_S)
 

@@ -21,7 +21,7 @@ class Extension:
     # (path, what wraps the application of each of the application's own routes at that path and below it)
     around: tuple[str, Callable[[ASGIApp], ASGIApp]] | None = None
     lifespan: Lifespan[Starlette] | None = None  # runs beside the application
-    bodies: Mapping[str, Body] = field(default_factory=dict)  # of the routes, by path
+    bodies: Mapping[str, Body] = field(default_factory=dict)  # path → body of a route
     work: Work | None = None
 
 
@@ -30,6 +30,6 @@ class Work:
     """What an extension does by itself, and another server can go on with."""
 
     start: Callable[[Starlette], None]  # with the application that it calls
-    stop: Callable[[], Awaitable[list[Any]]]  # and return what is not on disk
+    stop: Callable[[], Awaitable[list[Any]]]  # returns what is not on disk
     adopt: Callable[[list[Any]], None]  # before the start: what another server has returned
     is_on_disk: bool  # a server that starts later goes on with it, too

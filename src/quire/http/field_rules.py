@@ -24,7 +24,7 @@ class Use(StrEnum):
     """What Quire does with a field."""
 
     USED = "used"
-    MAPPED = "another name"  # of a used field
+    MAPPED = "another name"
     NO_EFFECT = "no effect here"  # accepted: it cannot change this server's answer
     REFUSED = "refused"  # would change the answer and is not supported
 
@@ -35,8 +35,8 @@ class Rule:
 
     use: Use
     neutral: tuple[Any, ...] = ()
-    hint: str = ""  # what to do instead
-    used_as: str = ""  # of a mapped field: the used one
+    hint: str = ""  # advice
+    used_as: str = ""  # a mapped field's used name
 
 
 Table = Mapping[str, Rule]
@@ -96,7 +96,7 @@ def refused_field(name: str, value: Any, rule: Rule) -> RequestError:
     )
 
 
-MIN_CHARS = 5  # of an unknown name that may be a misspelled one
+MIN_CHARS = 5  # shorter unknown names are not compared
 
 
 MAX_EDITS = 2

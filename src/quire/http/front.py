@@ -29,9 +29,11 @@ from quire.recording_signal import pass_recording_signal_on
 
 PATHS = (b"/livez", b"/readyz", b"/health", b"/startupz")
 HEAD_BYTES = 16
-SLOT = struct.Struct("<H1022s")  # one per path: length and bytes of the answer, without its connection header
+# One per path: length and bytes of the answer, without its connection header.
+SLOT = struct.Struct("<H1022s")
 STATE_BYTES = HEAD_BYTES + len(PATHS) * SLOT.size
-STALLED_S = 10.0  # the server's loop has not run for so long: it is alive no more
+# A server whose loop has not run for so long is alive no more.
+STALLED_S = 10.0
 UNREADY_S = 4.0  # the same: requests had better go elsewhere
 _STALLED = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: 20\r\n\r\n"
@@ -64,7 +66,7 @@ class Front:
         self._state = state
         self._counter, self._clock = head_of(state)
         self._epoll = select.epoll()
-        self._waiting: dict[int, tuple[socket.socket, float]] = {}  # and until when
+        self._waiting: dict[int, tuple[socket.socket, float]] = {}  # until this time
         self._leaving: list[socket.socket] = []  # to the server
         self._control_events = select.EPOLLIN
         self._retires = False
@@ -223,9 +225,8 @@ class Front:
                 self._control.sendmsg([b"c"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
             except BlockingIOError:
                 break
-            except (
-                OSError
-            ):  # too many connections are on their way; or the server has ended, as the next poll tells
+            except OSError:
+                # Too many connections are on their way, or the server has ended: the next poll tells.
                 time.sleep(_RETRY_S)
                 break
             del self._leaving[: len(some)]
@@ -239,8 +240,8 @@ class Front:
 
 def main(listen: int, control: int, state: int) -> None:
     """Serve until the server ends. It also handles the signals that a terminal sends to all of its processes."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, signal.SIG_IGN)
     pass_recording_signal_on()
     setproctitle("quire: front")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

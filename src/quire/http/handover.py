@@ -46,7 +46,7 @@ log = Log("handover")
 class Sides:
     """What a running server does at each step. None of these may raise."""
 
-    about: Callable[[], Mapping[str, Any]]  # what a new server has to know
+    about: Callable[[], Mapping[str, Any]]  # state for a new server
     sockets: Callable[[], Mapping[str, socket.socket]]  # the listening sockets by name
     stop: Callable[[], Awaitable[bytes]]  # stop accepting, and return what clients may ask for later
     go_on: Callable[[], None]  # undo it
@@ -63,7 +63,8 @@ class HandoverPoint:
         self._left = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._listen = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._path.unlink(missing_ok=True)  # of a dead server, or of the one that this one has replaced
+        # The socket of a dead server, or of the one that this one has replaced.
+        self._path.unlink(missing_ok=True)
         self._listen.bind(str(self._path))
         self._inode = self._path.stat().st_ino
         self._listen.listen(4)
@@ -268,9 +269,9 @@ def _nobody(host: str, port: int, path: Path) -> str:
             f"user, {_name(os.getuid())} here, can take it over."
         )
     others = sorted(
-        each.stem.removesuffix(f"-{port}").replace("_", ":")
-        for each in path.parent.glob(f"*-{port}.sock")
-        if each != path
+        other.stem.removesuffix(f"-{port}").replace("_", ":")
+        for other in path.parent.glob(f"*-{port}.sock")
+        if other != path
     )
     known = f" A server of this user has --host {', '.join(others)}: give the same." if others else ""
     return f"--handover: what listens on port {port} is no running `quire serve` of {host}:{port}.{known}"

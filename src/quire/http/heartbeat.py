@@ -52,10 +52,10 @@ class Heartbeat:
         async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session:
             name = ""
             while True:
-                said = self._describe()
-                if said is not None:
-                    name = said["name"]
-                    await self._send(session.post(self._url, json={"ttl_s": TTL_S, **said}))
+                description = self._describe()
+                if description is not None:
+                    name = description["name"]
+                    await self._send(session.post(self._url, json={"ttl_s": TTL_S, **description}))
                 elif name:
                     await self._send(session.delete(f"{self._url}/{name}"))
                     name = ""

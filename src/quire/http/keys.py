@@ -49,16 +49,17 @@ class ApiKey:
     endpoints: tuple[str, ...] = ()
     admin: bool = False  # may also use the admin surface
     weight: float = 1.0  # share of the engine under the order "fair"
-    cache_group: str = ""  # of its tenant, which shares cached blocks with the others of the group
+    # The group of its tenant, which shares cached blocks with the others of the group.
+    cache_group: str = ""
 
     def is_expired(self, now: datetime) -> bool:
         return self.expires is not None and now >= self.expires
 
     def allows_model(self, model: str) -> bool:
-        return not self.models or any(fnmatchcase(model, each) for each in self.models)
+        return not self.models or any(fnmatchcase(model, pattern) for pattern in self.models)
 
     def allows_endpoint(self, path: str) -> bool:
-        return not self.endpoints or any(fnmatchcase(path, each) for each in self.endpoints)
+        return not self.endpoints or any(fnmatchcase(path, pattern) for pattern in self.endpoints)
 
     def line(self) -> str:
         """Return the key's line in the file."""
@@ -79,7 +80,7 @@ class KeyTable:
     """The keys of one file by their hash. Frozen: a change of the file makes a new table."""
 
     secret: bytes
-    keys: Mapping[str, ApiKey]  # by digest
+    keys: Mapping[str, ApiKey]  # digest → key
 
     @cached_property
     def groups(self) -> Mapping[str, str]:
@@ -256,7 +257,7 @@ def create_key(path: Path, key: ApiKey) -> str:
         ConfigError: the name is taken, or the file is wrong.
     """
     with _changing(path) as table:
-        if any(each.name == key.name for each in table.keys.values()):
+        if any(known.name == key.name for known in table.keys.values()):
             raise ConfigError(f"There is a key named {key.name!r} already; `quire keys rotate` replaces it.")
         cache_groups([*table.keys.values(), key])
         return _put(path, table, key)

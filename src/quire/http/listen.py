@@ -66,10 +66,10 @@ def resolved(host: str, port: int) -> tuple[str, int]:
         ConfigError: the host is not known.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4]
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4]
     except OSError as error:
         raise ConfigError(f"--host {host} cannot be used: {error}. Try 127.0.0.1 or 0.0.0.0.") from error
-    return str(found[0]), int(found[1])
+    return str(address[0]), int(address[1])
 
 
 @dataclass(frozen=True, slots=True)

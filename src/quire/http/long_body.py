@@ -51,8 +51,8 @@ async def body_pieces(
             decoded_size += len(part)
             if decoded_size > max_bytes:
                 raise _too_large(f"over {max_bytes}", max_bytes, flag)
-            if (held := scope.get(HELD_BODY)) is not None:
-                held.take(len(part))
+            if (held_body := scope.get(HELD_BODY)) is not None:
+                held_body.take(len(part))
             yield part
             await asyncio.sleep(0)  # other requests have their turn
     if decoder is not None:

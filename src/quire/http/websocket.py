@@ -27,7 +27,7 @@ from quire.http.refusals import HttpError, Refusal, refusal_of
 from quire.metrics.log import Log
 
 PATH = "/v1/ws"
-MAX_REQUESTS = 64  # of one connection, at once
+MAX_REQUESTS = 64  # requests of one connection at once
 MAX_ID_CHARS = 128
 _NORMAL = 1000
 _FRAME_END = re.compile(rb"\r?\n\r?\n")
@@ -138,7 +138,8 @@ class _Connection:
 
         try:
             await self._app(_call(self._scope, "POST", ask.path), receive, answer.take)
-        except Exception as error:  # of the application: HTTP has a server that logs it and answers 500
+        except Exception as error:
+            # An error of the application: HTTP has a server that logs it and answers 500.
             if left.is_set():
                 return  # the client has left: nothing more can be sent
             log.error("websocket_request_crashed", path=ask.path, error=repr(error))
@@ -147,7 +148,8 @@ class _Connection:
             await self._say(ask.id, **({"cancelled": True} if left.is_set() else {}), done=True)
 
     async def _say(self, ask_id: str, **fields: Any) -> None:
-        async with self._sending:  # messages of several requests, one at a time; waits for a slow client
+        # Messages of several requests, one at a time; it waits for a slow client.
+        async with self._sending:
             await self._send({"type": "websocket.send", "text": _encode({"id": ask_id, **fields}).decode()})
 
 

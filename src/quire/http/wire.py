@@ -204,7 +204,8 @@ def _allowed(annotation: Any) -> str:
 
 
 MAX_NAMES = 20  # in the header
-MAX_KEPT = 1000  # paths of one request; the cost of the others is a dictionary lookup
+# Paths of one request; the cost of the others is a dictionary lookup.
+MAX_KEPT = 1000
 
 Judged = Literal["all", "misspelled", "none"]
 _INDEX = re.compile(r"\[\d+\]")

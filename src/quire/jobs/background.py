@@ -74,8 +74,8 @@ class BackgroundResponses:
         self._new_id = new_id
         self._unix_time = unix_time
         self._folder = folder
-        self._running: dict[tuple[str, str], _Run] = {}  # by tenant and id
-        self._records: dict[str, _Record] = {}  # of those that run, by the id of the answer
+        self._running: dict[tuple[str, str], _Run] = {}  # (tenant, id) → run
+        self._records: dict[str, _Record] = {}  # answer id → record, of a running answer
         self._adopted: dict[str, _Record] = {}  # will run once there is an application
         self._starting: set[asyncio.Task[None]] = set()
         if folder is not None:

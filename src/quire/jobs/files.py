@@ -198,7 +198,7 @@ class _Parser(MultiPartParser):
         super().__init__(headers, stream)
         self.ended = False
         self._num_parts = 0
-        self._header_bytes = 0  # of this part
+        self._header_bytes = 0  # bytes of this part
 
     def on_part_begin(self) -> None:
         self._num_parts += 1

@@ -80,7 +80,7 @@ class JobSettings:
     batch_dir: str | None = None
     batch_concurrency: int = 8
     max_file_bytes: int = 100 * 2**20
-    max_store_bytes: int = MAX_STORE_BYTES  # of all files
+    max_store_bytes: int = MAX_STORE_BYTES  # bytes of all files
     max_body_bytes: int = 32 * 2**20
     lenient: bool = False  # accept every unknown request field
     strict_fields: bool = False  # refuse every unknown request field

@@ -26,7 +26,7 @@ from quire.jobs.disk import BatchFolder
 from quire.jobs.files import FileStore
 from quire.metrics.log import Log
 
-MESSAGES = "/v1/messages"  # of Anthropic's batches
+MESSAGES = "/v1/messages"  # path of Anthropic's batches
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 LOWEST_PRIORITY = 2**31 - 1  # smaller runs first
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
@@ -63,7 +63,8 @@ class BatchRunner:
     def resume(self, app: ASGIApp) -> None:
         """Run batches as calls of ``app`` from now on, beginning with those that an earlier server left open."""
         self._app = app
-        self._batches = self._disk.load()  # what another server has changed since this one began
+        # Another server may have changed them since this one began.
+        self._batches = self._disk.load()
         for batch in self.all():
             if batch["status"] in OPEN:
                 log.info("batch_resumed", batch=batch["id"], status=batch["status"])

@@ -39,9 +39,9 @@ async def llama_infill_job(state: ApiState, call: Call, body: Any, ignored: list
         if not isinstance(text, str):
             raise not_allowed(name, text, "a string", "invalid_type")
     extra = rest.pop("input_extra", None) or []
-    if not isinstance(extra, list) or not all(isinstance(each, dict) for each in extra):
+    if not isinstance(extra, list) or not all(isinstance(file, dict) for file in extra):
         raise not_allowed("input_extra", extra, "a list of objects with filename and text", "invalid_type")
-    before = "".join(f"{each.get('filename', '')}\n{each.get('text', '')}\n" for each in extra)
+    before = "".join(f"{file.get('filename', '')}\n{file.get('text', '')}\n" for file in extra)
     prompt = before + texts["input_prefix"] + texts["prompt"]
     return await llama_completion_job(
         state, call, {**rest, "prompt": prompt, "suffix": texts["input_suffix"] or "\n"}, ignored

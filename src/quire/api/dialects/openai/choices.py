@@ -134,7 +134,7 @@ class ChatChoices(Choices):
     num_prompt_logprobs: int | None
     plan: OutputPlan | None
     head: Head
-    _assemblers: dict[int, Assembler] = field(default_factory=dict)  # by choice
+    _assemblers: dict[int, Assembler] = field(default_factory=dict)  # choice → assembler
 
     def opening(self, index: int, echo: str) -> bytes | None:
         """Return the choice that names the role, before any content; chats are not echoed."""

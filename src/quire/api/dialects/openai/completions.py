@@ -53,7 +53,8 @@ async def completion_job(state: ApiState, call: Call, body: Any, ignored: list[s
         else structured_outputs(request, ignored),
     )
     offsets: list[int] = []
-    if request.logprobs is not None and not request.echo:  # as at OpenAI, from the beginning of the prompt
+    # Offsets count from the beginning of the prompt, as at OpenAI.
+    if request.logprobs is not None and not request.echo:
         tokenizer = state.frontend.tokenizer
         offsets = [len(p) if isinstance(p, str) else len(tokenizer.decode(p)) for p in prompts]
     if request.suffix:

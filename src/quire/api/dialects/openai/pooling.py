@@ -111,7 +111,7 @@ class _Scores:
     """What is needed to read scores out of the results of a request's prompts."""
 
     def __init__(self, written: Written) -> None:
-        self.num_query_tokens: list[int] = []  # of each pair, for likelihoods
+        self.num_query_tokens: list[int] = []  # one per pair, for likelihoods
         self.num_truncated = 0
         self._written = written
 
@@ -218,12 +218,12 @@ async def _job(
     id_prefix: str,
     written: Written,
 ) -> Job:
-    frontend, found = state.frontend, _Scores(written)
+    frontend, scores = state.frontend, _Scores(written)
     head = new_head(state, call, id_prefix, request.model)
     limit = request.max_tokens_per_doc
     _check_at_least_1("max_tokens_per_doc", limit)
     if limit is not None:
-        pairs = [(query, await _cut(state, document, limit, found)) for query, document in pairs]
+        pairs = [(query, await _cut(state, document, limit, scores)) for query, document in pairs]
     param = "documents" if isinstance(request, RerankRequest) else "text_2"
     _check_fit(state, pairs, param)
     render = frontend.prompts.render if frontend.chat_template.names else None
@@ -232,11 +232,11 @@ async def _job(
         arguments = (request.scoring, request.instruction, frontend.tokenizer, render)
         some = pairs[start : start + _PAIRS_AT_ONCE]
         prompts += await asyncio.to_thread(scoring_prompts, some, *arguments)
-    found.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
+    scores.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
     return Job(
         [prompt.token_ids for prompt in prompts],
         prompts[0].sampling,
-        WholeAnswer(head, found.write),
+        WholeAnswer(head, scores.write),
         pooling=prompts[0].pooling,
         prompt_param=param,
         **common_fields(request, call, None),

@@ -53,7 +53,7 @@ class ResponseAnswer(Answer):
 
     def __post_init__(self, plan: OutputPlan | None) -> None:
         self._assembler = Assembler(plan, lambda call: "call_" + self.head.id_of("call", call)[:24])
-        self._ids: list[str] = []  # of the items
+        self._ids: list[str] = []  # ids of the items
         self._cut = False  # a limit ended the answer
         self._cut_by = "max_output_tokens"  # or the context; or "deadline"
         self._num_events = 0
@@ -186,13 +186,13 @@ class ResponseAnswer(Answer):
                 added += self._event("response.content_part.added", {**place, "part": _content(part, "", [])})
             return added
         entries = self._logprobs.of(part.index)
-        told = {**place, text_field: text, **({"logprobs": entries} if part.kind is Kind.TEXT else {})}
+        values = {**place, text_field: text, **({"logprobs": entries} if part.kind is Kind.TEXT else {})}
         done = b""
         if self._is_custom(part):
             done = self._event(f"response.{name}.delta", {**place, "delta": text})
         if part.kind is Kind.TEXT and unsent["logprobs"]:  # tokens whose text a stop string cut off
             done = self._event(f"response.{name}.delta", {**place, "delta": "", **unsent})
-        done += self._event(f"response.{name}.done", told)
+        done += self._event(f"response.{name}.done", values)
         if content_type:
             whole = _content(part, part.text, entries)
             done += self._event("response.content_part.done", {**place, "part": whole})

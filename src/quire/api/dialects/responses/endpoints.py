@@ -50,7 +50,8 @@ async def responses_job(state: ApiState, call: Call, body: Any, ignored: list[st
     num_logprobs = _num_logprobs(request)
     messages, conversation = await _conversation(state, call, request, ignored)
     for grammar in conversation.tools.grammars.values():
-        if grammar.lark is not None:  # by itself, so that an error names it
+        # Checked by itself, so that an error names it.
+        if grammar.lark is not None:
             await state.frontend.check_form(
                 StructuredOutputsParams(grammar=grammar.lark, param=grammar.param)
             )
@@ -127,14 +128,14 @@ def _without_references(state: ApiState, call: Call, request: ResponsesRequest) 
     for i, item in enumerate(items):
         if not isinstance(item, dict) or "id" not in item or item.get("type") != "item_reference":
             continue
-        found = state.responses.item(call.tenant, str(item["id"])) if item["id"] else None
-        if found is None:
+        stored = state.responses.item(call.tenant, str(item["id"])) if item["id"] else None
+        if stored is None:
             raise RequestError(
                 f"input[{i}].id = {clip(item['id'])} is not an item of a response stored here (--response-store-mib): "
                 "send the item itself.",
                 param=f"input[{i}]",
             )
-        items[i] = found
+        items[i] = stored
     return request.model_copy(update={"input": items})
 
 

@@ -202,7 +202,7 @@ def add_input(
             _add_output(messages, item, where, names, ignored)
         elif kind == "reasoning":
             _add_reasoning(messages, item, where, ignored)
-        elif isinstance(kind, str):  # of a tool of OpenAI's servers
+        elif isinstance(kind, str):  # a call of a tool of OpenAI's servers
             text = part_text(item, where, newest=False).text
             if text:
                 _assistant(messages, "content", "tool_calls")["content"] = text

@@ -15,7 +15,8 @@ from quire.metrics.log import Log
 from quire.private import private_folder
 
 log = Log("api")
-_STORED_BYTES = 1024  # that a stored answer takes beside its texts: bounds their number, too
+# What a stored answer takes next to its texts. It bounds their number, too.
+_STORED_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Stored:
 
     response: bytes
     input_items: bytes
-    messages: bytes  # as a chat template reads them, without instructions; the answer at the end
+    # The conversation as a chat template reads it, without instructions; the answer is its end.
+    messages: bytes
 
     @property
     def num_bytes(self) -> int:
@@ -49,7 +51,7 @@ class ResponseStore:
         """
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._items: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # by tenant and id
+        self._items: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # (tenant, id) → answer
         self._folder = folder
         try:
             if folder is not None:
@@ -111,9 +113,9 @@ class ResponseStore:
         for (owner, _), stored in reversed(self._items.items()):
             if owner == tenant and item_id.encode() in stored.response:
                 output = msgspec.json.decode(stored.response)["output"]
-                found = next((item for item in output if item.get("id") == item_id), None)
-                if found is not None:
-                    return dict(found)
+                hit = next((item for item in output if item.get("id") == item_id), None)
+                if hit is not None:
+                    return dict(hit)
         return None
 
     def delete(self, tenant: str, response_id: str) -> bool:
