@@ -209,7 +209,7 @@ def gates() -> Iterator[Case]:
         )
         for token in range(tokens):
             case.call("gated", THREADS, LEVEL, dtype is BF16, gate, x.at(token * 2 * size), 2 * size,
-                      alone.at(token * size), 1, size, 0, 0, 0, 0, 0, 0)  # fmt: skip
+                      alone.at(token * size), 1, size, 0, 0, 0, 0, 0, 0, 0)  # fmt: skip
         case.same(y, alone)
         case.close(y, 1e-5, CLOSE[dtype])
         yield case
