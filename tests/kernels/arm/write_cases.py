@@ -11,7 +11,7 @@ from tests.kernels.arm.recorder import LEVEL, THREADS, Case, Place
 from torch import Tensor
 
 from quire import _native
-from quire.kernels.quantized_rows import num_blocks, num_parts
+from quire.kernels.quantized_rows import num_blocks, num_parts, padded_size
 from quire.kernels.sampling import COLUMNS, LOGPROBS, MIN_P, RANDOM, TRUNCATED
 from quire.weight_format import RowFormat, WeightFormat
 
@@ -111,7 +111,7 @@ def quantized_weight(
 def quantized_rows(
     case: Case, x: Place, rows: int, k: int, format: RowFormat, dtype: torch.dtype
 ) -> tuple[Place, ...]:
-    stride = -(-k // 64) * 64
+    stride = -(-padded_size(k, format.group) // 64) * 64
     q, scale = case.zeros(rows, stride, dtype=torch.int8), case.zeros(rows, num_blocks(k, format))
     sums = case.zeros(rows, num_parts(k, format), dtype=torch.int32)
     words = (each or 0 for each in format)
@@ -205,7 +205,7 @@ def gates() -> Iterator[Case]:
         )
         alone = case.zeros(tokens, size, dtype=dtype)
         case.call(
-            "gated", THREADS, LEVEL, dtype is BF16, gate, x, 2 * size, y, tokens, size, 0, 0, 0, 0, 0, 0
+            "gated", THREADS, LEVEL, dtype is BF16, gate, x, 2 * size, y, tokens, size, 0, 0, 0, 0, 0, 0, 0
         )
         for token in range(tokens):
             case.call("gated", THREADS, LEVEL, dtype is BF16, gate, x.at(token * 2 * size), 2 * size,
