@@ -17,8 +17,9 @@ from quire_lab.eval.run import evaluate
 
 pytestmark = [pytest.mark.real, pytest.mark.component]
 
+# The first one's best tokens lead by 2 nats and more, so that no rounding changes its answer.
 QUESTIONS = [
-    "What is the capital of France?",
+    "Complete the sentence: The capital of France is",
     "What is the largest planet?",
     "How many days does a week have?",
     "What is gravity? Answer briefly.",

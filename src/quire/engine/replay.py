@@ -232,7 +232,8 @@ class Replay:
             if state is not None:
                 *accepted, last = got.get(seq.seq_id) or (0,)
                 wrong = [(last + 1) % self._vocab_size] * (seq.num_draft_tokens - len(accepted))
-                state.drafts = chain((*accepted, *wrong))
+                drafts = chain((*accepted, *wrong))
+                self._worker_seqs.drafting(state).propose(drafts.token_ids, drafts.parents)
 
     def _execute(self, plan: StepPlan) -> StepResult:
         try:
