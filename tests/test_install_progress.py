@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tools.install import Progress, Steps, main, run
 
+pytestmark = pytest.mark.system
+
 LINES = """\
 Looking in indexes: https://pypi.org/simple
   Downloading torch-2.13.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl (191.8 MB)

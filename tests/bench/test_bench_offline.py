@@ -20,6 +20,8 @@ from quire_lab.workload.build import Synthetic
 from quire_lab.workload.distributions import Fixed, LogNormal
 from quire_lab.workload.request import WorkloadRequest
 
+pytestmark = pytest.mark.component
+
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[OfflineEngine]:

@@ -23,6 +23,8 @@ from quire.errors import ConfigError
 from quire.request import Request, Sampling, TokenEvent
 from quire_lab.bench.compare import Comparison, Median, compare, report
 
+pytestmark = pytest.mark.component
+
 HERE = {"model": "toy", "fingerprint": "f", "kernels": "k", "formats": "f", "device": "d", "quire": "0"}
 HERE["determinism"] = "exact"
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tools.gateway_demo import awaited, start
 
+pytestmark = pytest.mark.system
+
 
 def test_the_demo_ends_when_a_process_of_it_has(tmp_path: Path) -> None:
     (tmp_path / "absent.toml").write_text("no_such_key = 1\n")

@@ -30,6 +30,8 @@ from quire.errors import CapacityError, EngineDeadError, ModelLoadError, Request
 from quire.request import FinishReason, SamplingParams, ThinkingBudget
 from quire.text.chat_template import ChatTemplate
 
+pytestmark = pytest.mark.system
+
 TOKENIZER = byte_tokenizer()
 TEMPLATE = ChatTemplate.of(TOKENIZER, datetime.now)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)

@@ -16,6 +16,8 @@ from quire.engine.grammar_checker import GrammarChecker
 from quire.errors import CapacityError, RequestError
 from quire.structured_outputs import StructuredOutputsParams
 
+pytestmark = pytest.mark.system
+
 FINE = StructuredOutputsParams(json={"type": "object"})
 
 

@@ -6,12 +6,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+import pytest
 from tests.engine.scripted import ScriptedClient
 from tests.engine.test_frontend import frontend_over
 
 from quire.engine.frontend import Frontend
 from quire.engine.messages import AbortRequest
 from quire.request import Deadline, FinishReason, SamplingParams, TokenEvent
+
+pytestmark = pytest.mark.system
 
 
 class Stalling(ScriptedClient):

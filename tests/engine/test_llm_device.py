@@ -13,7 +13,11 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.models.hub import quill_path
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
-pytestmark = [pytest.mark.triton_interpret, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [
+    pytest.mark.triton_interpret,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.component,
+]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SHORT = [{"prompt_token_ids": [7, 300, 41]}, {"prompt_token_ids": [9, 8]}]
 PROMPTS = [{"prompt_token_ids": [3 + i * (j + 2) % 200 for i in range(20)]} for j in range(3)]

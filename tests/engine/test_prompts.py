@@ -18,6 +18,8 @@ from quire.errors import ModelLoadError, RequestError
 from quire.text.chat_template import ChatTemplate, known_templates
 from quire.text.tokenizer import SpecialTokens
 
+pytestmark = pytest.mark.system
+
 HELLO = [{"role": "user", "content": "Hello"}]
 NOON = datetime(2025, 7, 10, 12, 0, 0)
 ECHO = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"

@@ -18,6 +18,8 @@ from quire.errors import RequestError
 from quire.request import FinishReason, TokenEvent
 from quire.text import grammar_matcher
 
+pytestmark = pytest.mark.system
+
 SCHEMA = {
     "type": "object",
     "properties": {

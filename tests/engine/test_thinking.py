@@ -11,6 +11,8 @@ from quire import LLM, SamplingParams
 from quire.request import ThinkingBudget
 from quire.text.constraint import ThinkingLimit
 
+pytestmark = pytest.mark.system
+
 BEGIN, END = 300, 301  # any two ids will do; Quill samples neither in these runs
 
 

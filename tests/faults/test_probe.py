@@ -6,7 +6,10 @@ import socket
 import threading
 import time
 
+import pytest
 from tests.faults.probe import Probe
+
+pytestmark = pytest.mark.system
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 

@@ -17,6 +17,8 @@ from quire_lab.learn.picture import Picture
 from quire_lab.learn.registry import SIMULATIONS
 from quire_lab.learn.simulation import Control, Simulation
 
+pytestmark = pytest.mark.component
+
 
 def drawn(picture: Picture) -> str:
     """Return the picture as a terminal shows it; it must be JSON as well."""

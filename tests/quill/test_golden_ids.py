@@ -14,6 +14,8 @@ from quire.engine.assemble import configure
 from quire.engine.guard import FILE, NUM_OUTPUT, setup_of
 from quire.models.hub import quill_path
 
+pytestmark = pytest.mark.component
+
 
 @pytest.mark.parametrize("isa", X86_LEVELS + ARM_LEVELS[1:])
 @pytest.mark.parametrize("name", ["quill", "quill-draft"])

@@ -20,6 +20,8 @@ from quire.errors import ModelLoadError
 from quire.models.hub import WHEEL_NAMES, locate
 from quire.models.wheels import WHEEL_MODELS, find_in_wheel, real_models_folder
 
+pytestmark = pytest.mark.system
+
 FILE = WHEEL_MODELS["smollm2"].file
 
 

@@ -43,6 +43,8 @@ from quire_lab.workload.distributions import Arrivals, Uniform
 from quire_lab.workload.request import PromptMaker, Workload
 from quire_lab.workload.traces import read_trace
 
+pytestmark = pytest.mark.component
+
 SLOW = CostModel(fixed_s=0.060, rows=Curve((1.0, 1001.0), (0.0, 0.8)), per_decode_kv_s=2e-6)
 AT_ONCE = Synthetic(14, Uniform(3, 90), Uniform(2, 24), prefix_length=40, num_prefixes=2).build(seed=11)
 # Beyond what the engine carries: the queue is long, and a median of few requests does not hang on one arrival that just

@@ -15,6 +15,8 @@ from quire_lab.sim.run import simulate
 from quire_lab.workload.build import Synthetic
 from quire_lab.workload.distributions import Arrivals, Uniform
 
+pytestmark = pytest.mark.component
+
 STEP = CostModel(fixed_s=0.020, rows=Curve((1.0, 1025.0), (0.0, 0.400)))
 SUSTAINABLE = 4.7  # requests per second of `run`'s workload
 

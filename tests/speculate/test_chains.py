@@ -10,6 +10,8 @@ from quire import LLM, SamplingParams
 from quire.sampling.draft_tree import Drafts
 from quire.speculate.proposer import Wanted
 
+pytestmark = pytest.mark.component
+
 PROMPTS = ["It was a dark and", "The cat sat on the mat. The cat sat on", "Once upon a time there was"]
 
 

@@ -18,6 +18,8 @@ from quire.models.hub import quill_path
 from quire.scheduler.settings import PolicyChange
 from quire.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.component
+
 QUILL = EngineArgs(model="quill", kv_memory="16MiB", max_model_len=512)
 PROMPTS = ["It was a dark and", "The cat sat on the mat. The cat sat on", "Once upon a time"]
 

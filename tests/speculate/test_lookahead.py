@@ -12,6 +12,8 @@ from quire.sampling.draft_tree import ROOT, Drafts
 from quire.speculate.lookahead import LEVELS, LookaheadProposer
 from quire.speculate.proposer import Wanted
 
+pytestmark = pytest.mark.component
+
 PROMPTS = ["It was a dark and", "The cat sat on the mat. The cat sat on", "Once upon a time"]
 
 

@@ -12,6 +12,8 @@ from quire.speculate.ngram import MIN_MATCH, NgramProposer
 from quire.speculate.proposer import Wanted
 from quire.speculate.suffix_automaton import SuffixAutomaton
 
+pytestmark = pytest.mark.component
+
 
 def longest_repeated_suffix(text: list[int]) -> int:
     """By hand: how long a suffix of ``text`` is that occurs in it at another place, too."""

@@ -15,6 +15,8 @@ from quire.errors import ModelLoadError, RequestError
 from quire.text.chat_template import ChatTemplate, TemplateEnvironment
 from quire.text.tokenizer import SpecialTokens
 
+pytestmark = pytest.mark.component
+
 NOON = datetime(2025, 7, 10, 12, 0, 0)
 HELLO = [{"role": "user", "content": "Hello"}]
 CHATML = (

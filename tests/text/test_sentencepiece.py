@@ -16,6 +16,8 @@ from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.text.load import load_tokenizer
 from quire.text.sentencepiece import read_sentencepiece
 
+pytestmark = pytest.mark.component
+
 
 def varint(value: int) -> bytes:
     value &= (1 << 64) - 1
