@@ -72,7 +72,7 @@ test-amx: dev  ## run the tests of the amx level on emulated tiles (AVX-512 with
 test-asan: dev  ## run the native kernels with AddressSanitizer (3 minutes on 2 cores, and 5 for the build)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.asan -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-unit: dev  ## run the tests without torch, processes and sleep (a minute on 2 cores)
+test-unit: dev  ## run the tests without torch, processes and sleep (a minute and a half on 2 cores)
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "unit and not slow" $$($(BIN)/python -m tests.costs unit) $(ARGS)
 
 test-quick: dev  ## run tests/quick.txt, which touches every package (under 2 minutes on 2 cores)

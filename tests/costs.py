@@ -20,7 +20,7 @@ import pytest
 
 COSTS = ("unit", "component", "system")
 ROOT = Path(__file__).resolve().parents[1]
-_MARK = r"^pytestmark = .*\bpytest\.mark\.(unit|component|system)\b"
+_MARK = r"^pytestmark = \[?[^\]=]*\bpytest\.mark\.(unit|component|system)\b"
 _STARTS = {"subprocess", "multiprocessing"}
 _SERVES = {"aiohttp", "httpx", "starlette", "uvicorn", "zmq"}
 _COMPUTES = {"torch", "transformers", "triton"}

@@ -270,8 +270,8 @@ TOKENS: tuple[Mutant, ...] = (
         "rejected-drafts-published",
         "a block is published up to drafts that were rejected",
         "src/quire/scheduler/outcome.py",
-        "        end -= num_rejected\n",
-        "",
+        "end -= num_rejected\n",
+        "end -= 0\n",
         WIDE_FUZZ,
     ),
     Mutant(

@@ -12,6 +12,8 @@ from huggingface_hub import errors as hub_errors
 from quire.errors import ModelLoadError
 from quire.models.hub import locate
 
+pytestmark = pytest.mark.component
+
 FILES = ["config.json", "model-00001-of-00001.safetensors", "consolidated.safetensors", "pytorch_model.bin"]
 GGUFS = ["m-Q8_0.gguf", "m-F16.gguf", "m-BF16.gguf"]
 

@@ -22,6 +22,8 @@ from quire.errors import ModelLoadError
 from quire.models import hub
 from quire.models.hub import cached_models, locate
 
+pytestmark = pytest.mark.component
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
