@@ -165,7 +165,7 @@ def test_an_int8_cache_holds_more_blocks_and_says_what_it_needs() -> None:
         spec, layers=(dataclasses.replace(spec.layers[0], attention=attention), spec.layers[1])
     )
     (remark,) = resolve(EngineArgs(dtype="bfloat16", kv_dtype="int8"), biased, DEVICE).model.remarks
-    assert "0.06 nats" in remark
+    assert "0.02 nats" in remark
     with pytest.raises(ConfigError, match="multiple of 16, not 8"):
         resolve(EngineArgs(dtype="bfloat16", kv_dtype="int8", block_size=8), spec, DEVICE)
     with pytest.raises(ConfigError, match="bfloat16, not float32"):

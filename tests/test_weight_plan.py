@@ -13,7 +13,7 @@ from quire.models.weight_sources import held_as
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, weight_shapes
 from quire.resolve import resolve, step_bytes
 from quire.weight_format import PLAIN, WeightFormat
-from quire.weight_plan import parse_format, plan_weights, role_of, weight_table
+from quire.weight_plan import activations_of, parse_format, plan_weights, role_of, weight_table
 
 ATTENTION = AttentionSpec(4, 2, 16, 16, 0.25, RopeSpec(10000.0, 16), qk_norm="head")
 MOE = MlpSpec(64, moe=MoeSpec(4, 2, 64, shared_intermediate_size=64, shared_gate=True))
@@ -124,3 +124,14 @@ def test_a_token_reads_its_experts_and_one_row_of_the_table() -> None:
     assert rows["linears"].num_bytes - rows["linears"].bytes_per_token == experts // 2
     assert rows["embedding table"].bytes_per_token == 64 * 2
     assert rows["output matrix"].bytes_per_token == rows["output matrix"].num_bytes == 512 * 64 * 2
+
+
+def test_what_rounds_the_rows_of_linears_is_said() -> None:
+    assert activations_of("bfloat16", {}) == "bfloat16"
+    grouped = {"a": WeightFormat("int4", 32), "b": WeightFormat("int8", 16), "c": WeightFormat("int4", 128)}
+    assert (
+        activations_of("bfloat16", grouped)
+        == "int8, a scale per 32 inputs or per 64 inputs (bfloat16 elsewhere)"
+    )
+    rotated = {"a": WeightFormat("int8", rotation=64)}
+    assert activations_of("float32", rotated) == "int8, a scale a token, rotated (float32 elsewhere)"

@@ -186,7 +186,7 @@ def _kv_remarks(kv_dtype: str, spec: ModelSpec) -> tuple[str, ...]:
         return ()
     has_biases = any(layer.attention.qkv_bias for layer in spec.layers)
     cost = (
-        "up to 0.06 nats, as in Qwen2.5-Coder-0.5B: the keys of this model have biases, which int8 rounds with them"
+        "some 0.02 nats, as in Qwen2.5-Coder-0.5B: the keys of this model have biases, which int8 rounds with them"
         if has_biases
         else "about 0.001 nats, as in SmolLM2-135M"
     )

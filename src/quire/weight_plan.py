@@ -175,8 +175,14 @@ def _read_share(spec: ModelSpec, name: str, shape: tuple[int, ...], size: int) -
 
 
 def activations_of(dtype: str, formats: Formats) -> str:
-    """Return the type of the linears' inputs: int8 with quantized weights, otherwise the engine's type."""
-    return f"int8, a scale a token ({dtype} elsewhere)" if formats else dtype
+    """Return the type of a CPU's linears' inputs: int8 with quantized weights, otherwise the engine's type."""
+    rows = {held.rows for held in formats.values() if held.quantized}
+    if not rows:
+        return dtype
+    blocks = sorted({row.block or 0 for row in rows})
+    scales = " or ".join(f"per {block} inputs" if block else "a token" for block in blocks)
+    rotated = ", rotated" if any(row.rotation for row in rows) else ""
+    return f"int8, a scale {scales}{rotated} ({dtype} elsewhere)"
 
 
 RANK_ALIGN = 16  # slots hold a multiple of it
