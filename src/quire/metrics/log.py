@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from functools import partial
 from typing import IO, Any, Literal
 
 LogStyle = Literal["human", "json"]
@@ -22,12 +21,10 @@ _NEEDS_QUOTES = set(' "=\\')
 class Log:
     """A named logger; a line is an event and its fields: ``log.info("ready", url=url)``."""
 
-    __slots__ = ("_logger", "is_debugging")
+    __slots__ = ("_logger",)
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(f"{_ROOT}.{name}")
-        # Whether DEBUG lines are written. Lets a hot path skip building the fields.
-        self.is_debugging = partial(self._logger.isEnabledFor, logging.DEBUG)
 
     def debug(self, event: str, **fields: Any) -> None:
         self._emit(logging.DEBUG, event, fields)
@@ -44,6 +41,10 @@ class Log:
     def exception(self, event: str, **fields: Any) -> None:
         """Like `error`, with the traceback of the exception being handled."""
         self._logger.error(event, exc_info=True, extra={"fields": fields})
+
+    def is_debugging(self) -> bool:
+        """Whether DEBUG lines are written. Lets a hot path skip building the fields."""
+        return self._logger.isEnabledFor(logging.DEBUG)
 
     def _emit(self, level: int, event: str, fields: dict[str, Any]) -> None:
         if self._logger.isEnabledFor(level):
