@@ -188,12 +188,13 @@ HEAD = """\
 # Fidelity of real models
 
 Written by `python -m benchmarks.fidelity write`; measured by `python -m benchmarks.fidelity run --text FILE` with the
-files of `make real-models ARGS="--all"`. KL is from the same file expanded to fp32, over the full vocabulary, at every
-token but the first of windows of {context} tokens ([docs/eval.md](../../docs/eval.md)), of Gemma in the second halves
-of llama.cpp's chunks, which begin with BOS. Perplexity in brackets: against fp32's. Tokens per second are those of
-prompts, logits of all positions included, on one thread, by its processor time, since the machine is shared. llama.cpp
-is llama-cpp-python 0.3.16, built here for AVX-512 with VNNI, on the same windows and beside the same original; its own
-kernels for AMX give a perplexity of 211 for SmolLM2's Q4_1 in batches of 512 tokens, and 15.5 in batches of 8.
+files of `make real-models ARGS="--all"`. KL is from the same file expanded to fp32, over the full vocabulary, at
+every token but the first of windows of {context} tokens ([fidelity](../../docs/benchmarking.md#fidelity)), of Gemma
+in the second halves of llama.cpp's chunks, which begin with BOS. Perplexity in brackets: against fp32's. Tokens per
+second are those of prompts, logits of all positions included, on one thread, by its processor time, since the machine
+is shared. llama.cpp is llama-cpp-python 0.3.16, built here for AVX-512 with VNNI, on the same windows and beside the
+same original; its own kernels for AMX give a perplexity of 211 for SmolLM2's Q4_1 in batches of 512 tokens, and 15.5
+in batches of 8.
 """
 
 

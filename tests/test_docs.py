@@ -66,6 +66,21 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not missing
 
 
+def test_pages_that_the_code_names_exist() -> None:
+    """Help, errors and comments send a reader to pages of ``docs/``; the page of another project has its address."""
+    files = [
+        path for folder in ("src", "tools", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.*")
+    ]
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        if path.suffix in {".py", ".toml", ".md"}
+        for name in re.findall(r"(?<![\w/])docs/[\w-]+\.md", path.read_text())
+        if not (ROOT / name).exists()
+    }
+    assert not missing
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_modules_that_a_page_names_exist(page: Path) -> None:
     """``kernels/linear``, ``engine/core.py`` and ``scheduler/policies/slo.SloController`` are within ``src``."""
@@ -251,9 +266,10 @@ def test_every_page_is_in_the_order_of_reading() -> None:
 
 
 def test_the_table_of_models_is_what_the_planner_computes() -> None:
-    """GiB of weights, and of K and V per 1,000 tokens, in docs/choose-model.md."""
+    """GiB of weights, and of K and V per 1,000 tokens, in docs/models.md."""
     machine = hardware_table()["mi355x"]
-    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (ROOT / "docs/choose-model.md").read_text(), re.MULTILINE)
+    section = (ROOT / "docs/models.md").read_text().partition("## Which model")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", section, re.MULTILINE)
     assert len(rows) == 12
     for name, cells in rows:
         load = {"kv_dtype": "bf16", "context": 1024, "max_num_batched_tokens": 2048, "max_num_seqs": 1}
@@ -296,7 +312,7 @@ def test_the_table_of_gguf_types_is_that_of_the_code() -> None:
 
 def test_the_annotated_tree_has_every_module_and_package() -> None:
     block = re.search(
-        r"^src/quire/.*?^csrc/", (ROOT / "docs/architecture.md").read_text(), re.DOTALL | re.MULTILINE
+        r"^src/quire/.*?^csrc/", (ROOT / "docs/design.md").read_text(), re.DOTALL | re.MULTILINE
     )
     assert block is not None
     words = set(re.findall(r"\w+", block.group()))

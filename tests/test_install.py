@@ -141,8 +141,8 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def documented(tool: str, wheel: Path, index: str) -> list[str]:
-    """Return the words of the line for ``tool`` in docs/install.md, with this wheel and this index."""
-    lines = (ROOT / "docs" / "install.md").read_text().splitlines()
+    """Return the words of the line for ``tool`` in docs/first-hour.md, with this wheel and this index."""
+    lines = (ROOT / "docs" / "first-hour.md").read_text().splitlines()
     (line,) = (line for line in lines if re.match(rf"{tool} .*quire_llm-\S+\.whl", line))
     assert CPU_INDEX in line
     return shlex.split(re.sub(r"\./quire_llm-\S+\.whl", str(wheel), line.replace(CPU_INDEX, index)))

@@ -40,7 +40,7 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire serve [MODEL]            serve a model over an OpenAI-compatible API; several are loaded on demand
     quire launch TOOL              start a coding agent or another tool with a server's model (docs/connect.md)
     quire gateway --config FILE    one address in front of many replicas (docs/gateway.md has the keys of the file)
-    quire autoscale                have as many replicas behind a gateway as its load will need (docs/autoscale.md)
+    quire autoscale                have as many replicas behind a gateway as its load will need (docs/operations.md)
     quire run [MODEL] "prompt"     continue one text and print it as it comes
     quire chat [MODEL]             talk in the terminal; /help lists its commands, Ctrl-C stops an answer
     quire pull ORG/REPO            download what serving a model needs, into the cache of the hub
@@ -51,7 +51,7 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire bench throughput [MODEL] all requests at once, without a server
     quire bench speculate [MODEL]  numbers of drafts beside plain decoding and theory
     quire profile [MODEL]          measure step times for simulate and serve --slo (and every flag of the engine)
-    quire eval [MODEL] --text PATH perplexity, KL from the original, choice tasks (docs/eval.md)
+    quire eval [MODEL] --text PATH perplexity, KL from the original, choice tasks (docs/benchmarking.md)
     quire simulate                 a workload through the real scheduler on a virtual clock (docs/simulator.md); also
                                    the workload, load and results flags of bench serve, and the engine's scheduling
     quire doctor                   what this machine has, which kernels are used and why, what to install
@@ -66,7 +66,7 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire keys revoke NAME         remove a key
     quire ledger report            requests, tokens and price by tenant, model, day …
     quire ledger forget            delete the rows of requests older than some days
-    quire replay FILE              run a recording again, and show the first difference (docs/flight-recorder.md)
+    quire replay FILE              run a recording again, and show the first difference (docs/metrics.md)
     quire version                  also quire --version
 
 MODEL is `quill` (the default), `quill-draft`, `smollm2` (docs/models.md), a local folder, a `.gguf` file, `folder:Q8_0`
@@ -101,7 +101,7 @@ FILE = {
     RuleArgs: "each of `[[auto.rules]]`: all conditions that are given must hold",
     RegionArgs: "`[regions]`; `latency_ms = { region = milliseconds }` are round trips from here",
     HedgeArgs: "`[hedging]`",
-    FilterArgs: "each of `[[filters]]` (docs/filters.md); `options = { … }` are arguments of the hook's constructor",
+    FilterArgs: "each of `[[filters]]` (docs/tenants.md); `options = { … }` are arguments of the hook's constructor",
 }
 
 

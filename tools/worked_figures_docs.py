@@ -1,4 +1,4 @@
-"""Write docs/worked-figures.md from the table of tests/plan/test_worked_figures.py, which compares them.
+"""Write the last section of docs/learn.md from the table of tests/plan/test_worked_figures.py, which compares them.
 
 python tools/worked_figures_docs.py
 """
@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "worked-figures.md"
-HEAD = """\
-# Worked figures
-
+PAGE = ROOT / "docs" / "learn.md"
+BEGIN = "## Worked figures\n"
+HEAD = """
 Texts that people learn serving from work through figures like these. Each is computed here by a call into Quire, and
-`tests/plan/test_worked_figures.py` runs every call; this page is written from its table by
+`tests/plan/test_worked_figures.py` runs every call; this section is written from its table by
 `python tools/worked_figures_docs.py`. The calls use that test's short names for the planner's, the scheduler's, the
 cache's and the simulator's own functions.
 
@@ -30,13 +29,13 @@ KINDS = {
 }
 
 
-def page(rows: Sequence[Any]) -> str:
-    """Return the page."""
+def page(text: str, rows: Sequence[Any]) -> str:
+    """Return the page with the section of today."""
     counts = Counter(row.verdict for row in rows)
     said = "; ".join(f"**{sign}** {meaning}: {counts[sign]}" for sign, meaning in KINDS.items())
-    lines = [f"{len(rows)} figures: {said}.", "", "## Where texts are wrong", "", *_table(rows, "✗")]
-    lines += ["", "## All others", "", *_table(rows, "=≈–")]
-    return HEAD + "\n".join(lines) + "\n"
+    lines = [f"{len(rows)} figures: {said}.", "", "### Where texts are wrong", "", *_table(rows, "✗")]
+    lines += ["", "### All others", "", *_table(rows, "=≈–")]
+    return text.partition(BEGIN)[0] + BEGIN + HEAD + "\n".join(lines) + "\n"
 
 
 def _table(rows: Sequence[Any], verdicts: str) -> list[str]:
@@ -53,4 +52,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     from tests.plan.test_worked_figures import ROWS
 
-    PAGE.write_text(page(ROWS))
+    PAGE.write_text(page(PAGE.read_text(), ROWS))

@@ -199,7 +199,7 @@ class SpeculateConfig:
 
 @dataclass(frozen=True, slots=True)
 class RecorderConfig:
-    """The flight recorder (docs/flight-recorder.md)."""
+    """The flight recorder (docs/metrics.md)."""
 
     folder: str
     num_steps: int  # kept

@@ -14,7 +14,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "faults.md"
 HEAD = """# Faults: what was injected, and what the clients saw
 
 Each section is written by the program that its first line names; where one was run again, its section was replaced.
-docs/faults.md says what the server does at each fault.
+docs/operations.md says what the server does at each fault.
 """
 
 

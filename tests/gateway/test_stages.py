@@ -174,8 +174,9 @@ def test_no_stage_keeps_a_request_that_has_ended(tmp_path: Path) -> None:
 
 
 def how_to_stage() -> ModuleType:
-    """Return the module that docs/howto-stage.md shows."""
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto-stage.md").read_text(), re.DOTALL)
+    """Return the module that docs/howto-request.md shows."""
+    section = (ROOT / "docs" / "howto-request.md").read_text().partition("\n## Add a stage")[2]
+    code = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     module = ModuleType("at_once")
     exec(code[0], module.__dict__)
     return module

@@ -1,7 +1,7 @@
 # ruff: noqa: E501, F401  (a table; its names are used by the calls in it)
 """The figures that texts on serving work through: what is exact, by a call into Quire, beside what the texts say.
 
-``python tools/worked_figures_docs.py`` writes docs/worked-figures.md from `ROWS`. A row's call is evaluated with the
+``python tools/worked_figures_docs.py`` writes docs/learn.md from `ROWS`. A row's call is evaluated with the
 names of this module, so each figure comes from the planner, the scheduler, the cache or the simulator.
 """
 
@@ -360,6 +360,5 @@ def test_the_page_is_written_from_this_table() -> None:
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert (root / "docs" / "worked-figures.md").read_text() == tool.page(ROWS), (
-        "python tools/worked_figures_docs.py"
-    )
+    text = tool.PAGE.read_text()
+    assert text == tool.page(text, ROWS), "python tools/worked_figures_docs.py"

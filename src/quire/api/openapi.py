@@ -277,7 +277,7 @@ _SAME_RANGE = {
 }
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict", "min_tokens")
 _SMALLEST = {"repeat_last_n": -1, "truncate_prompt_tokens": 1, "top_n": 1, "max_tokens_per_doc": 1}
-# The keywords that every grammar holds; docs/structured-outputs.md has the others.
+# The keywords that every grammar holds; docs/structured-output.md has the others.
 _JSON_SCHEMA = {
     "type": "object",
     "properties": {

@@ -298,7 +298,7 @@ def doctor(
 @app.command()
 @command_with(ReplayArgs)
 def replay(
-    file: Annotated[Path, typer.Argument(help="A file of the flight recorder (docs/flight-recorder.md).")],
+    file: Annotated[Path, typer.Argument(help="A file of the flight recorder (docs/metrics.md).")],
     *,
     settings: dict[str, Any],
 ) -> None:

@@ -46,7 +46,7 @@ class LiveSeq:
 class Recording:
     """What a flight recorder saves, oldest step first."""
 
-    about: dict[str, str]  # version, reason, setup … (docs/flight-recorder.md)
+    about: dict[str, str]  # version, reason, setup … (docs/metrics.md)
     settings: str  # `EngineArgs` as JSON
     has_ids: bool
     live: list[LiveSeq]

@@ -2,7 +2,8 @@
 
     | "GGUF" | version | num tensors | num keys | keys and values … | tensor infos … | padding | tensor bytes … |
 
-Torch-free. Format: github.com/ggml-org/ggml, docs/gguf.md. Tensor extents are stored fastest first and reversed here.
+Torch-free. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensor extents are stored fastest first and
+reversed here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Without policies the scheduler admits in order of arrival while there are seats, blocks and tokens. A policy overrides
 the methods that it needs; the others are not called. `quire.scheduler.policies` lists them all and says when each is
-on. One that is off is not imported. docs/howto-policy.md writes one.
+on. One that is off is not imported. docs/howto-request.md writes one.
 """
 
 from __future__ import annotations

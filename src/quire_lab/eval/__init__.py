@@ -1,1 +1,1 @@
-"""How faithful a model is: perplexity, distance from the original's distributions, and choice tasks (docs/eval.md)."""
+"""How faithful a model is: perplexity, distance from the original, choice tasks (docs/benchmarking.md)."""

@@ -1,4 +1,4 @@
-"""Splits what a model writes, while it is written, into content, reasoning and tool calls (docs/tools.md).
+"""Splits what a model writes, while it is written, into content, reasoning and tool calls (docs/structured-output.md).
 
 formats         how each family of models writes them: data
 detect          chat template → format
