@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from math import log, sqrt
 from typing import Any
 
@@ -44,6 +46,16 @@ def test_the_map_covers_every_weight(name: str) -> None:
         for take in takes:
             assert take.names, canonical
             assert all(take.shape), canonical
+
+
+def test_a_family_is_imported_when_a_model_of_it_is_read() -> None:
+    script = (
+        "import sys; from quire.families import spec_from_config\n"
+        "from tests.families.published import PUBLISHED\n"
+        "spec_from_config(PUBLISHED['Llama-3.1-8B'][0])\n"
+        "assert 'quire.families.llama' in sys.modules and 'quire.families.qwen' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_llama2_without_rope_theta() -> None:

@@ -33,13 +33,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_MLA: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+_DEEPSEEK_MOE: dict[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "num_experts_per_tok": 2,
@@ -47,6 +41,15 @@ _MLA: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_group": 4,
     "topk_group": 2,
+}
+_MLA: dict[str, Any] = {
+    **_DEEPSEEK_MOE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
 }
 _ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
@@ -80,6 +83,48 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW, "rope_parameters": {"partial_rotary_factor": 0.5}}),
     "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "attention_factor": 1.2,
+                    "original_max_position_embeddings": 32,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "exaone4": (
+        "Exaone4Config",
+        {"num_hidden_layers": 4, "sliding_window": WINDOW, "sliding_window_pattern": 2},
+    ),
+    "exaone4_full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16, "attention_out_bias": True}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {**_DEEPSEEK_MOE, "use_qk_norm": True, "attention_bias": True, "head_dim": 16},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {**_MLA, "mlp_layer_types": ["dense", "sparse", "sparse"], "rms_norm_eps": 1e-5},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        },
+    ),
     "granite": (
         "GraniteConfig",
         {

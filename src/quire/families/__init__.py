@@ -6,10 +6,10 @@ A family is in `SUPPORTED` only with a parity test against transformers (``tests
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.families import deepseek, gemma, gpt_oss, llama, qwen
 from quire.families.quantization import Quantization, read_quantization
 from quire.families.shape import Fields
 from quire.families.weights import Family, Take, WeightMap
@@ -17,14 +17,39 @@ from quire.modelspec import ModelSpec
 
 __all__ = ["SUPPORTED", "Family", "Take", "WeightMap", "quantization_of", "spec_from_config", "weight_map"]
 
-_FAMILIES: tuple[Family, ...] = (
-    llama.LLAMA, llama.MISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA2, gemma.GEMMA3, llama.PHI3, llama.OLMO2,
-    llama.GRANITE, llama.SMOLLM3, llama.MIXTRAL, qwen.QWEN2_MOE, qwen.QWEN3_MOE, gpt_oss.FAMILY, deepseek.DEEPSEEK_V2,
-    deepseek.DEEPSEEK_V3,
-)  # fmt: skip
+# Family → the architecture in config.json, and the module here that has it under its name in capitals. A module is
+# imported when a model of it is read.
+_FAMILIES: dict[str, tuple[str, str]] = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "mistral": ("MistralForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma"),
+    "phi3": ("Phi3ForCausalLM", "llama"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo"),
+    "olmo3": ("Olmo3ForCausalLM", "olmo"),
+    "exaone4": ("Exaone4ForCausalLM", "olmo"),
+    "granite": ("GraniteForCausalLM", "llama"),
+    "smollm3": ("SmolLM3ForCausalLM", "llama"),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "llama"),
+    "seed_oss": ("SeedOssForCausalLM", "llama"),
+    "mixtral": ("MixtralForCausalLM", "llama"),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "qwen"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen"),
+    "gpt_oss": ("GptOssForCausalLM", "gpt_oss"),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", "deepseek"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek"),
+    "glm4": ("Glm4ForCausalLM", "glm"),
+    "glm4_moe": ("Glm4MoeForCausalLM", "glm"),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "glm"),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", "minimax"),
+}
+_MODEL_TYPES = {"gemma3_text": "gemma3"}  # model_type in config.json → family, where they differ
+_BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _FAMILIES.items()}
 
 # Names as in "architectures" of config.json.
-SUPPORTED: tuple[str, ...] = tuple(family.architecture for family in _FAMILIES)
+SUPPORTED: tuple[str, ...] = tuple(_BY_ARCHITECTURE)
 
 # Parts of a configuration that mean more than a text decoder.
 _OTHER_PARTS = ("vision_config", "audio_config", "encoder", "text_config")
@@ -36,13 +61,13 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     Raises `UnsupportedModelError` for an architecture or feature that Quire does not run, with its name and what
     is supported, and `ModelLoadError` for a missing or wrong value, with its key.
     """
-    f = Fields(config, where)
-    family = _family_of(f)
-    f = Fields({**config, "architectures": [family.architecture]}, where)
+    name = _name_of(Fields(config, where))
+    family, architecture = _family(name), _FAMILIES[name][0]
+    f = Fields({**config, "architectures": [architecture]}, where)
     for part in _OTHER_PARTS:
         if f.has(part):
             raise UnsupportedModelError(
-                f"{where}: {family.architecture} with {part} is not supported: Quire runs text decoders, "
+                f"{where}: {architecture} with {part} is not supported: Quire runs text decoders, "
                 f"as they are in {', '.join(SUPPORTED)}."
             )
     f.refuse("is_causal", unless=(True,), why="decoders attend to the past only")
@@ -56,14 +81,21 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
 def quantization_of(config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:
     """Return how the linears of a checkpoint are quantized; None: they are not, or the family's weight map knows."""
     f = Fields(config, where)
-    return read_quantization(f, others=_family_of(f).quantizations)
+    return read_quantization(f, others=_family(_name_of(f)).quantizations)
 
 
-def _family_of(f: Fields) -> Family:
+def _family(name: str) -> Family:
+    family = getattr(import_module(f"quire.families.{_FAMILIES[name][1]}"), name.upper())
+    assert isinstance(family, Family)
+    return family
+
+
+def _name_of(f: Fields) -> str:
     """Return the family of the first name in ``architectures`` that is known, else of ``model_type``."""
     names, model_type = f.items("architectures"), f.values.get("model_type")
-    by_name = next((each for name in names for each in _FAMILIES if each.architecture == name), None)
-    by_type = next((each for each in _FAMILIES if (each.model_type or each.name) == model_type), None)
+    by_name = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
+    by_type = _MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else None
+    by_type = by_type if by_type in _FAMILIES and model_type not in _MODEL_TYPES.values() else None
     if by_name is not None and by_type not in (None, by_name):
         raise ModelLoadError(
             f"{f.where}: architectures = {names!r} and model_type = {model_type!r} are two kinds of model: correct the "
@@ -85,4 +117,4 @@ def _family_of(f: Fields) -> Family:
 
 def weight_map(spec: ModelSpec) -> WeightMap:
     """Return where a safetensors checkpoint of this model keeps each canonical weight."""
-    return next(item for item in _FAMILIES if item.name == spec.family).weights(spec)
+    return _family(spec.family).weights(spec)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 from quire.families.rope import rope_from_config, yarn_mscale
 from quire.families.shape import Fields, activation, assemble
@@ -27,8 +28,8 @@ def read_v2(f: Fields) -> ModelSpec:
     f.refuse("scoring_func", unless=("softmax",), why="routing of DeepSeek-V2")
     f.refuse("norm_topk_prob", unless=(False,), why="the published code and transformers disagree on it")
     grouped = f.text("topk_method", "greedy") == "group_limited_greedy"
-    moe = replace(
-        _moe_sizes(f),
+    moe = mixture_sizes(
+        f,
         scoring="softmax",
         normalize_topk=False,
         routed_scale=f.number("routed_scaling_factor", 1.0),
@@ -45,8 +46,8 @@ def read_v3(f: Fields) -> ModelSpec:
     f.refuse("rope_interleave", unless=(True,), why="the rotary layout of DeepSeek-V3")
     if f.is_null("rope_interleave"):
         raise f.wrong("rope_interleave", "true, or left out: null is read as false elsewhere")
-    moe = replace(
-        _moe_sizes(f),
+    moe = mixture_sizes(
+        f,
         scoring="sigmoid",
         normalize_topk=f.flag("norm_topk_prob", not f.is_null("norm_topk_prob")),
         routed_scale=f.number("routed_scaling_factor", 2.5),
@@ -58,20 +59,30 @@ def read_v3(f: Fields) -> ModelSpec:
     return _assemble(f, "deepseek_v3", moe)
 
 
-def _moe_sizes(f: Fields) -> MoeSpec:
+def mixture_sizes(f: Fields, **routing: Any) -> MoeSpec:
+    """Return routed and shared experts as this family's configurations give them; ``routing``: further fields."""
     inter = f.integer("moe_intermediate_size")
     return MoeSpec(
         num_experts=f.integer("n_routed_experts"),
         top_k=f.integer("num_experts_per_tok"),
         intermediate_size=inter,
         shared_intermediate_size=inter * f.integer("n_shared_experts", 0, minimum=0),
+        **routing,
     )
 
 
 def _assemble(f: Fields, family: str, moe: MoeSpec) -> ModelSpec:
     f.refuse("attention_bias", unless=(False,), why="no published DeepSeek model has it")
     f.refuse("moe_layer_freq", unless=(1,), why="no published DeepSeek model skips layers")
-    f.refuse("rms_norm_eps", unless=(1e-6,), why="the norms inside the attention always use 1e-6")
+    count, first = f.integer("num_hidden_layers"), f.integer("first_k_dense_replace", 0, minimum=0)
+    attn = latent_attention(f, interleaved=True)
+    return assemble_mixture(f, family, attn, moe, [i >= first for i in range(count)])
+
+
+def assemble_mixture(
+    f: Fields, family: str, attn: AttentionSpec, moe: MoeSpec, is_sparse: Sequence[bool], *, eps: float = 1e-6
+) -> ModelSpec:
+    """Check the routing and put layers together, with experts where ``is_sparse``; ``eps``: as in `assemble`."""
     if moe.num_experts % moe.num_groups or moe.topk_groups > moe.num_groups:
         raise f.wrong("n_group", f"a divisor of n_routed_experts = {moe.num_experts}, at least topk_group")
     if moe.group_score == "top2_sum" and moe.num_experts < 2 * moe.num_groups:
@@ -80,20 +91,18 @@ def _assemble(f: Fields, family: str, moe: MoeSpec) -> ModelSpec:
         )
     if moe.top_k > moe.num_experts * moe.topk_groups // moe.num_groups:
         raise f.wrong("num_experts_per_tok", "at most the experts of topk_group groups")
-    count = f.integer("num_hidden_layers")
-    first_moe = f.integer("first_k_dense_replace", 0, minimum=0)
     act = activation(f)
-    attn = _latent_attention(f)
     dense = LayerSpec(attn, MlpSpec(f.integer("intermediate_size"), act))
     sparse = LayerSpec(attn, MlpSpec(moe.intermediate_size, act, moe=moe))
-    return assemble(f, family, [dense if i < first_moe else sparse for i in range(count)])
+    return assemble(f, family, [sparse if each else dense for each in is_sparse], eps=eps)
 
 
-def _latent_attention(f: Fields) -> AttentionSpec:
+def latent_attention(f: Fields, *, interleaved: bool) -> AttentionSpec:
+    """Return multi-head latent attention; ``interleaved``: neighbouring pairs of the rope key rotate."""
     nope, rope_dim = f.integer("qk_nope_head_dim"), f.integer("qk_rope_head_dim")
     if rope_dim % 2:
         raise f.wrong("qk_rope_head_dim", "an even integer")
-    rope = rope_from_config(f, rope_dim, interleaved=True)
+    rope = rope_from_config(f, rope_dim, interleaved=interleaved)
     scale = (nope + rope_dim) ** -0.5
     if rope.kind != "default" and rope.mscale_all_dim:  # YaRN's temperature on the scores of all dimensions
         scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
@@ -117,5 +126,5 @@ def weights(spec: ModelSpec) -> WeightMap:
     return build_map(spec, NAMES, expert_rules, ignore=(extra,))
 
 
-DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", read_v2, weights)
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", read_v3, weights)
+DEEPSEEK_V2 = Family("deepseek_v2", read_v2, weights)
+DEEPSEEK_V3 = Family("deepseek_v3", read_v3, weights)

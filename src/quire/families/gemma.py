@@ -71,5 +71,5 @@ def weights(spec: ModelSpec) -> WeightMap:
     return build_map(spec, {**LLAMA_NAMES, **SANDWICH_NORMS})
 
 
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", read_gemma2, weights)
-GEMMA3 = Family("gemma3", "Gemma3ForCausalLM", read_gemma3, weights, model_type="gemma3_text")
+GEMMA2 = Family("gemma2", read_gemma2, weights)
+GEMMA3 = Family("gemma3", read_gemma3, weights)

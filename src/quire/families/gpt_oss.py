@@ -85,4 +85,4 @@ def weights(spec: ModelSpec) -> WeightMap:
     return build_map(spec, _NAMES, _rules)
 
 
-FAMILY = Family("gpt_oss", "GptOssForCausalLM", read, weights, quantizations=("mxfp4",))
+GPT_OSS = Family("gpt_oss", read, weights, quantizations=("mxfp4",))

@@ -1,4 +1,7 @@
-"""Llama, and families that differ from it in a few details: Granite, OLMo 2, SmolLM3, Mistral, Mixtral, Phi-3."""
+"""Llama, and families that differ from it in a few details.
+
+Granite, SmolLM3, ERNIE 4.5, Seed-OSS, Mistral, Mixtral, Phi-3.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,16 @@ from quire.families.shape import (
     uniform_window,
     window_of,
 )  # fmt: skip
-from quire.families.weights import LLAMA_NAMES, Family, Take, WeightMap, build_map, expert_takes
+from quire.families.weights import (
+    LLAMA_NAMES,
+    Family,
+    Take,
+    WeightMap,
+    build_map,
+    expert_takes,
+    fused_gate_up,
+)
 from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
-
-_POST_NORM_NAMES = {
-    **LLAMA_NAMES,
-    "attn_post_norm.weight": "post_attention_layernorm.weight",
-    "mlp_post_norm.weight": "post_feedforward_layernorm.weight",
-}
 
 
 def read_llama(f: Fields) -> ModelSpec:
@@ -45,14 +50,23 @@ def read_granite(f: Fields) -> ModelSpec:
     )  # fmt: skip
 
 
-def read_olmo2(f: Fields) -> ModelSpec:
-    """OLMo 2 (arXiv:2501.00656): norms after the blocks, RMSNorm over the whole projection of q and of k."""
-    attn = attention(f, rope=rope_from_config(f, head_dim_of(f)), qk_norm="full", **biases(f))
-    return assemble(f, "olmo2", LayerSpec(attn, dense(f), norms="post"), eps=1e-5)
+def read_ernie4_5(f: Fields) -> ModelSpec:
+    """ERNIE 4.5 (dense): Llama whose rotary embedding turns neighbouring pairs."""
+    bias = f.flag("use_bias", False)
+    head_dim = f.integer("head_dim", 128)
+    rope = rope_from_config(f, head_dim, default_theta=5e5, interleaved=True)
+    attn = attention(f, rope=rope, head_dim=head_dim, qkv_bias=bias, o_bias=bias)
+    return assemble(f, "ernie4_5", LayerSpec(attn, dense(f, bias=bias)), tied=True, eps=1e-5)
 
 
-def olmo2_weights(spec: ModelSpec) -> WeightMap:
-    return build_map(spec, _POST_NORM_NAMES)
+def read_seed_oss(f: Fields) -> ModelSpec:
+    """Seed-OSS 36B: Llama with biases on q, k and v."""
+    head_dim = f.integer("head_dim", 128)
+    attn = attention(
+        f, rope=rope_from_config(f, head_dim), head_dim=head_dim, qkv_bias=f.flag("attention_bias", True),
+        o_bias=f.flag("attention_out_bias", False),
+    )  # fmt: skip
+    return assemble(f, "seed_oss", LayerSpec(attn, dense(f, bias=f.flag("mlp_bias", False))))
 
 
 def read_smollm3(f: Fields) -> ModelSpec:
@@ -78,10 +92,11 @@ def read_smollm3(f: Fields) -> ModelSpec:
     return assemble(f, "smollm3", layers, tied=True)
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", read_llama, build_map)
-GRANITE = Family("granite", "GraniteForCausalLM", read_granite, build_map)
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", read_olmo2, olmo2_weights)
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", read_smollm3, build_map)
+LLAMA = Family("llama", read_llama, build_map)
+GRANITE = Family("granite", read_granite, build_map)
+ERNIE4_5 = Family("ernie4_5", read_ernie4_5, build_map)
+SEED_OSS = Family("seed_oss", read_seed_oss, build_map)
+SMOLLM3 = Family("smollm3", read_smollm3, build_map)
 
 
 def read_mistral(f: Fields) -> ModelSpec:
@@ -122,8 +137,8 @@ def mixtral_weights(spec: ModelSpec) -> WeightMap:
     return build_map(spec, LLAMA_NAMES, _mixtral_rules)
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", read_mistral, build_map)
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", read_mixtral, mixtral_weights)
+MISTRAL = Family("mistral", read_mistral, build_map)
+MIXTRAL = Family("mixtral", read_mixtral, mixtral_weights)
 
 
 def read_phi3(f: Fields) -> ModelSpec:
@@ -150,16 +165,15 @@ def _longrope_by_its_old_name(f: Fields) -> Fields:
 def fused_takes(spec: ModelSpec, index: int, qkv_name: str, gate_up_name: str) -> dict[str, tuple[Take, ...]]:
     """Return takes from fused projections: the rows of one are q, k, v, those of the other gate, up."""
     layer, hidden = spec.layers[index], spec.hidden_size
-    a, inter = layer.attention, layer.mlp.intermediate_size
+    a = layer.attention
     q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    qkv, gate_up = (qkv_name,), (gate_up_name,)
+    qkv = (qkv_name,)
     shape = (q_rows + 2 * kv_rows, hidden)
     return {
         "attn.q.weight": (Take(qkv, shape, stop=q_rows),),
         "attn.k.weight": (Take(qkv, shape, start=q_rows, stop=q_rows + kv_rows),),
         "attn.v.weight": (Take(qkv, shape, start=q_rows + kv_rows, stop=shape[0]),),
-        "mlp.gate.weight": (Take(gate_up, (2 * inter, hidden), stop=inter),),
-        "mlp.up.weight": (Take(gate_up, (2 * inter, hidden), start=inter, stop=2 * inter),),
+        **fused_gate_up(spec, index, gate_up_name),
     }
 
 
@@ -171,4 +185,4 @@ def phi3_weights(spec: ModelSpec) -> WeightMap:
     return build_map(spec, LLAMA_NAMES, _phi3_rules)
 
 
-PHI3 = Family("phi3", "Phi3ForCausalLM", read_phi3, phi3_weights)
+PHI3 = Family("phi3", read_phi3, phi3_weights)

@@ -93,7 +93,7 @@ def moe_weights(spec: ModelSpec) -> WeightMap:
     return build_map(spec, _MOE_NAMES, expert_rules)
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", read_qwen2, build_map)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3, build_map)
-QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, moe_weights)
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, moe_weights)
+QWEN2 = Family("qwen2", read_qwen2, build_map)
+QWEN3 = Family("qwen3", read_qwen3, build_map)
+QWEN2_MOE = Family("qwen2_moe", read_qwen2_moe, moe_weights)
+QWEN3_MOE = Family("qwen3_moe", read_qwen3_moe, moe_weights)

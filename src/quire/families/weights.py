@@ -170,13 +170,21 @@ def expert_rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Ta
     return expert_takes(spec, index, folder, ("gate_proj", "up_proj", "down_proj"), folder)
 
 
+def fused_gate_up(spec: ModelSpec, index: int, name: str) -> dict[str, tuple[Take, ...]]:
+    """Return takes for a dense block's gate and up: the first and the second half of the rows of ``name``."""
+    inter = spec.layers[index].mlp.intermediate_size
+    fused, shape = (name,), (2 * inter, spec.hidden_size)
+    return {
+        "mlp.gate.weight": (Take(fused, shape, stop=inter),),
+        "mlp.up.weight": (Take(fused, shape, start=inter, stop=2 * inter),),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A family of models: how its configuration is read and how its checkpoints name their tensors."""
 
     name: str  # ModelSpec.family
-    architecture: str  # the entry of "architectures" in config.json
     read: Callable[[Fields], ModelSpec]
     weights: Callable[[ModelSpec], WeightMap]
-    model_type: str = ""  # model_type in config.json; "": the name
     quantizations: tuple[str, ...] = ()  # supported quantization_config.quant_method

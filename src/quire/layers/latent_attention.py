@@ -7,6 +7,7 @@ value of its own per head. Prompt chunks take the same path as single tokens, so
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,6 +29,9 @@ from quire.modelspec import AttentionSpec
 from quire.quant.stored import Weight
 from quire.weight_format import WeightFormat
 
+# Epsilon of the norms of the two latents, which no configuration gives.
+INNER_EPS = 1e-6
+
 
 class LatentAttention:
     """MLA with or without a low-rank q."""
@@ -42,14 +46,15 @@ class LatentAttention:
         assert spec.rope.dim == self._rope_dim
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.kv_lora_rank + self._rope_dim
         self._q_b: Linear | None = None
+        inner = replace(build, eps=INNER_EPS)
         first = {"q": q_width, "kv_a": kv_width}
         if spec.q_lora_rank:
             first = {"q_a": spec.q_lora_rank, "kv_a": kv_width}
             self._q_b = Linear({"q_b": q_width}, spec.q_lora_rank, build)
-            self._q_norm = RmsNorm(spec.q_lora_rank, build)
+            self._q_norm = RmsNorm(spec.q_lora_rank, inner)
         self._q_first = spec.q_lora_rank or q_width
         self._down = Linear(first, hidden_size, build, bias=spec.qkv_bias)
-        self._kv_norm = RmsNorm(spec.kv_lora_rank, build)
+        self._kv_norm = RmsNorm(spec.kv_lora_rank, inner)
         out = spec.num_heads * spec.v_head_dim
         self._o = completing("o", hidden_size, out, build, bias=spec.o_bias)
         self._to_latent: HeadMatrices | None = None  # [num_heads, nope, lora]
