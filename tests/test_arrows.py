@@ -61,6 +61,7 @@ def modules_of(*names: str) -> list[str]:
 TORCH_FREE = modules_of(
     *(f"quire.{name}" for name in (
         "errors", "extras", "clock", "request", "structured_outputs", "step", "weight_format", "modelspec",
+        "recurrent_spec",
         "weight_plan", "families", "parallel", "config", "args", "cores", "recording_signal", "slo", "cost",
         "device", "metrics", "private", "http", "cache", "text", "resolve", "scheduler",
         "models.hub", "models.checkpoint", "lora.adapter", "executor.base",

@@ -16,6 +16,7 @@ from quire.modelspec import (
     RopeSpec,
     weight_shapes,
 )
+from quire.recurrent_spec import RecurrentSpec
 
 
 def attention(heads: int, kv_heads: int, dim: int, window: int | None = None) -> AttentionSpec:
@@ -71,6 +72,39 @@ def test_layers_form_groups_of_equal_pages(
     for group, spec in enumerate(layout.groups):
         for slot, layer in enumerate(spec.layers):
             assert layout.group_of_layer(layer) == (group, slot)
+
+
+RECURRENT = RecurrentSpec("gated_delta", 2, 6, 8, 16, conv_kernel=4, conv_channels=128)
+
+
+def hybrid(pattern: str) -> ModelSpec:
+    mixers = {"R": RECURRENT, "F": attention(4, 2, 16)}
+    return model(tuple(LayerSpec(mixers[kind], MlpSpec(64)) for kind in pattern), 64, 100)
+
+
+def test_only_layers_that_attend_have_keys_and_values() -> None:
+    spec = hybrid("RRRFRRRF")
+    layout = spec.kv_layout(1024)
+    assert layout.groups == (KvGroup((3, 7), None),)
+    assert layout.layers_per_block == 2
+    assert spec.draft_layout().groups == layout.groups
+    assert spec.kv_bytes_per_token(layout.groups[0]) == 2 * 2 * 2 * 16 * 2
+
+
+def test_states_are_counted_per_sequence() -> None:
+    spec = hybrid("RRRFRRRF")
+    assert spec.state_layers == (0, 1, 2, 4, 5, 6)
+    assert spec.state_bytes_per_sequence == 6 * 4 * (6 * 8 * 16 + 128 * 3)
+    assert hybrid("FF").state_layers == ()
+
+
+def test_a_recurrent_layer_has_weights_of_its_own() -> None:
+    shapes = {name: shape for name, shape in weight_shapes(hybrid("R")).items() if ".delta." in name}
+    assert shapes["layers.0.delta.q.weight"] == (16, 64)
+    assert shapes["layers.0.delta.v.weight"] == shapes["layers.0.delta.z.weight"] == (96, 64)
+    assert shapes["layers.0.delta.conv_v.weight"] == (96, 4)
+    assert shapes["layers.0.delta.a_log"] == (6,)
+    assert shapes["layers.0.delta.o.weight"] == (64, 96)
 
 
 def test_a_window_that_is_never_full_is_full_attention() -> None:

@@ -7,8 +7,9 @@ Canonical weight names, with shapes (`weight_shapes`): linears are stored ``[out
 
     embed.weight [vocab, hidden]   lm_head.weight [vocab, hidden] (absent when tied)   norm.weight [hidden]
     layers.{i}.attn_norm.weight, .attn_post_norm.weight, .mlp_norm.weight, .mlp_post_norm.weight      [hidden]
-    layers.{i}.attn.{q,k,v,o}.{weight,bias}, .q_norm.weight, .k_norm.weight, .sinks [num_heads]
+    layers.{i}.attn.{q,k,v,gate,o}.{weight,bias}, .q_norm.weight, .k_norm.weight, .sinks [num_heads]
     layers.{i}.attn.{q_a,q_b,kv_a,kv_b}.weight, .q_a_norm.weight, .kv_a_norm.weight                    (MLA)
+    layers.{i}.delta.… of recurrent layers (`quire.recurrent_spec`)
     layers.{i}.mlp.{gate,up,down}.{weight,bias}
     layers.{i}.moe.router.{weight,bias}, .correction_bias [experts]
     layers.{i}.moe.{gate,up}.{weight,bias} [experts, inter, hidden], .down.{weight,bias} [experts, hidden, inter]
@@ -23,9 +24,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, prod
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quire.weight_format import PLAIN, WeightFormat
+
+if TYPE_CHECKING:
+    from quire.recurrent_spec import RecurrentSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
@@ -66,6 +70,7 @@ class AttentionSpec:
     soft_cap: float | None = None  # cap · tanh(score / cap)
     qkv_bias: bool = False
     o_bias: bool = False
+    output_gate: bool = False  # attention's output · sigmoid(gate(x)), before o (Qwen3.5)
     qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over head_dim, or over the whole projection
     sinks: bool = False  # one learned logit per head in the softmax (gpt-oss)
     q_lora_rank: int = 0  # MLA; 0: q is one plain projection
@@ -118,9 +123,20 @@ class MlpSpec:
 class LayerSpec:
     """One decoder layer. ``norms``: before each block (pre), after it (post, OLMo-2), or both (Gemma 2)."""
 
-    attention: AttentionSpec
+    mixer: AttentionSpec | RecurrentSpec
     mlp: MlpSpec
     norms: Literal["pre", "post", "sandwich"] = "pre"
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer that is known to attend; `ModelSpec.attentions` has those of a model."""
+        assert isinstance(self.mixer, AttentionSpec), self.mixer
+        return self.mixer
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The mixer of a layer with a state; None: it attends."""
+        return None if isinstance(self.mixer, AttentionSpec) else self.mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +176,21 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Attention of the layers that have it, in order: of all layers but those with a state."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Layers that keep a state per sequence instead of K and V per token."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.recurrent is not None)
+
+    @property
+    def state_bytes_per_sequence(self) -> int:
+        """Bytes of the states of one sequence in all layers."""
+        return sum(layer.recurrent.state_bytes for layer in self.layers if layer.recurrent is not None)
+
+    @property
     def num_params(self) -> int:
         """Number of stored weights (a tied output matrix counts once)."""
         return sum(map(prod, weight_shapes(self).values()))
@@ -180,18 +211,20 @@ class ModelSpec:
         return total
 
     def kv_layout(self, max_model_len: int) -> KvLayout:
-        """Partition the layers into groups of equal block bytes, each with one rule on which blocks to keep.
+        """Partition the layers that attend into groups of equal block bytes; each has one rule on which blocks to keep.
 
         A window that ``max_model_len`` never fills counts as full attention. The group size is the smallest
         class of layers unless padding the small class costs less than a quarter.
         """
         classes: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):
+            if layer.recurrent is not None:
+                continue
             window = layer.attention.window
             if window is not None and window >= max_model_len:
                 window = None
             classes.setdefault(window, []).append(index)
-        elements = Counter(layer.attention.kv_elements_per_token for layer in self.layers)
+        elements = Counter(a.kv_elements_per_token for a in self.attentions)
         assert len(elements) == 1, (
             "layers with different K and V shapes would need padding, which is not implemented"
         )
@@ -203,13 +236,13 @@ class ModelSpec:
             count = ceil(len(layers) / per_page)
             ends = [part * len(layers) // count for part in range(count + 1)]
             groups += [KvGroup(tuple(layers[begin:end]), window) for begin, end in pairwise(ends)]
-        num_kv_heads = max(layer.attention.num_kv_heads for layer in self.layers)
+        num_kv_heads = max(a.num_kv_heads for a in self.attentions)
         return KvLayout(tuple(groups), per_page, next(iter(elements)), num_kv_heads)
 
     def draft_layout(self) -> KvLayout:
         """Return the layout of this model's cache as a draft: one group that keeps every block."""
         layout = self.kv_layout(self.max_position_embeddings)
-        layers = tuple(range(self.num_layers))
+        layers = tuple(index for index, layer in enumerate(self.layers) if layer.recurrent is None)
         return replace(layout, groups=(KvGroup(layers, None),), layers_per_block=len(layers))
 
     def kv_bytes_per_token(self, group: KvGroup, dtype: str = "bfloat16") -> int:
@@ -273,7 +306,7 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if layer.norms != "pre":
             shapes[prefix + "attn_post_norm.weight"] = (hidden,)
             shapes[prefix + "mlp_post_norm.weight"] = (hidden,)
-        blocks = _attention_shapes(layer.attention, hidden) | _mlp_shapes(layer.mlp, hidden)
+        blocks = _mixer_shapes(layer, hidden) | _mlp_shapes(layer.mlp, hidden)
         shapes.update({prefix + name: shape for name, shape in blocks.items()})
     shapes["norm.weight"] = (hidden,)
     if not spec.tie_word_embeddings:
@@ -281,8 +314,10 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
+def _mixer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    if layer.recurrent is not None:
+        return layer.recurrent.shapes(hidden)
+    a, shapes = layer.attention, dict[str, tuple[int, ...]]()
     if a.is_mla:
         rope_dim = a.head_dim - a.qk_nope_head_dim
         if a.q_lora_rank:
@@ -303,6 +338,8 @@ def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...
             "k": a.num_kv_heads * a.head_dim,
             "v": a.num_kv_heads * a.v_head_dim,
         }
+        if a.output_gate:
+            widths["gate"] = a.num_heads * a.v_head_dim
         for name, width in widths.items():
             shapes[f"attn.{name}.weight"] = (width, hidden)
             if a.qkv_bias:

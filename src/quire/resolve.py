@@ -167,7 +167,7 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
             f"kv_dtype = 'fp8' needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more, and "
             f"{device.name} has none: 'int8' takes the same bytes"
         )
-    attention = [layer.attention for layer in spec.layers]
+    attention = spec.attentions
     unmet = (
         f"a compute type of bfloat16, not {dtype}" if dtype != "bfloat16"
         else f"a block_size that is a multiple of 16, not {args.block_size}" if args.block_size % 16
@@ -184,7 +184,7 @@ def _kv_remarks(kv_dtype: str, spec: ModelSpec) -> tuple[str, ...]:
     """Return what a cache in int8 costs, as it was measured (benchmarks/results/fidelity.md)."""
     if kv_dtype != "int8":
         return ()
-    has_biases = any(layer.attention.qkv_bias for layer in spec.layers)
+    has_biases = any(a.qkv_bias for a in spec.attentions)
     cost = (
         "some 0.02 nats, as in Qwen2.5-Coder-0.5B: the keys of this model have biases, which int8 rounds with them"
         if has_biases

@@ -2,7 +2,8 @@
 
 The matrices of linears are quantized. Norms, biases and sinks are not matrices; routers and gates are small, and an
 error in a choice is never small; MLA's ``kv_b`` is multiplied head by head; of a separate embedding table a token reads
-only one row. A table that the checkpoint stores quantized is held quantized.
+only one row. The gates and the convolution of a recurrent layer are small, and what they get wrong stays in its state.
+A table that the checkpoint stores quantized is held quantized.
 
 An adapter may change the linears of attention, of dense MLPs and of shared experts: not routers and experts, not MLA's
 ``kv_b`` (which is multiplied into two other products). It may also change the embedding and the output matrix, or bring
@@ -25,7 +26,10 @@ from quire.weight_format import GROUPS, PLAIN, TWO_LEVEL_GROUP, Kind, WeightForm
 
 Role = Literal["linear", "head", "table", "other"]
 Formats = Mapping[str, WeightFormat]
-_NEVER = (".router.weight", ".shared_gate.weight", ".kv_b.weight")
+_NEVER = (
+    ".router.weight", ".shared_gate.weight", ".kv_b.weight",
+    ".delta.a.weight", ".delta.b.weight", ".conv_q.weight", ".conv_k.weight", ".conv_v.weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from quire.errors import ConfigError
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec, weight_shapes
 from quire.parallel.shard import Cut, Shard, shard
 from quire.parallel.topology import Topology
+from quire.recurrent_spec import RecurrentSpec
 from quire.weight_format import WeightFormat
 
 MODEL_SPECS: Mapping[str, ModelSpec] = {
@@ -75,6 +76,28 @@ def test_a_norm_over_all_heads_keeps_attention_whole() -> None:
     assert part.spec.layers[0].attention == attention
     assert part.cuts["layers.0.attn.o.bias"] == Cut("layers.0.attn.o.bias")
     assert part.cuts["layers.0.mlp.down.weight"].columns == range(32, 64)
+
+
+@pytest.mark.parametrize("topology", [Topology(2), Topology(ep=2), Topology(4)])
+def test_a_recurrent_layer_is_cut_by_value_heads(topology: Topology) -> None:
+    r = RecurrentSpec("gated_delta", 2, 8, 4, 8, conv_kernel=4, conv_channels=80)
+    spec = ModelSpec("qwen3_5", "Q", 64, 64, (LayerSpec(r, MlpSpec(256)),), 1e-5, 64)
+    of_values, of_keys = [], set()
+    for rank in range(topology.world_size):
+        part = shard(spec, topology, rank)
+        own = part.spec.layers[0].recurrent
+        assert own is not None
+        assert part.shapes["layers.0.delta.v.weight"] == (own.v_width, 64)
+        assert part.shapes["layers.0.delta.conv_k.weight"] == (own.k_width, 4)
+        values, keys = part.cuts["layers.0.delta.a_log"].rows, part.cuts["layers.0.delta.k.weight"].rows
+        assert values is not None
+        assert keys is not None
+        of_values += list(values)
+        of_keys |= set(keys)
+        first, last = values.start // 4, (values.stop - 1) // 4  # 4 value heads per key head
+        assert keys == range(first * 4, (last + 1) * 4)  # a key head has 4 rows
+    assert of_values == list(range(8))
+    assert of_keys == set(range(8))
 
 
 def plain(num_heads: int, head_dim: int, inter: int) -> ModelSpec:

@@ -105,11 +105,11 @@ class RankShare:
     @classmethod
     def of(cls, part: Shard, dtype: str) -> RankShare:
         full, own = weight_shapes(part.whole), part.shapes
-        kv = [layer.attention.num_kv_heads for layer in part.spec.layers]
+        kv = [a.num_kv_heads for a in part.spec.attentions]
         return cls(
             layers=_matrices(own) / _matrices(full),
             head=len(part.vocab) / part.whole.vocab_size if part.is_last else 0.0,
-            attention=sum(kv) / sum(a.attention.num_kv_heads for a in part.whole.layers) / part.topology.cp,
+            attention=sum(kv) / sum(a.num_kv_heads for a in part.whole.attentions) / part.topology.cp,
             cp=part.topology.cp,
             uses=uses(part, dtype),
         )

@@ -83,8 +83,7 @@ def work_of(
     split = split or Split()
     windows: dict[int, float] = {}
     kv_bytes = flops = decode_flops = 0.0
-    for layer in spec.layers:
-        a = layer.attention
+    for a in spec.attentions:
         size = a.kv_elements_per_token * DTYPE_BYTES[KV_DTYPES[kv_dtype]]
         if a.window is None:
             kv_bytes += size
@@ -93,7 +92,7 @@ def work_of(
             decode_flops += 2 * a.num_heads * latent
         else:
             windows[a.window] = windows.get(a.window, 0.0) + size
-    heads = min(1 if a.is_mla else a.num_kv_heads for a in (layer.attention for layer in spec.layers))
+    heads = min(1 if a.is_mla else a.num_kv_heads for a in spec.attentions)
     moe = [layer.mlp.moe for layer in spec.layers if layer.mlp.moe is not None]
     return Work(
         shard=shard_of(spec, precision, split, stored),

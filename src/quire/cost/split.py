@@ -175,7 +175,8 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str = "bf16") -> int:
 def with_all_kv_heads(spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with as many KV heads as query heads, as before grouped-query attention (arXiv:2305.13245)."""
     layers = (
-        replace(x, attention=replace(x.attention, num_kv_heads=x.attention.num_heads)) for x in spec.layers
+        x if x.recurrent else replace(x, mixer=replace(x.attention, num_kv_heads=x.attention.num_heads))
+        for x in spec.layers
     )
     return replace(spec, layers=tuple(layers))
 
@@ -184,7 +185,7 @@ def kv_scale_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
     """Return the bytes of the scales of one token's K and V; only int8 has scales."""
     if kv_dtype != "int8":
         return 0
-    return sum(2 * 4 * layer.attention.num_kv_heads for layer in spec.layers)
+    return sum(2 * 4 * a.num_kv_heads for a in spec.attentions)
 
 
 def kv_bytes_per_request(spec: ModelSpec, context: int, kv_dtype: str = "bf16", shared: int = 0) -> int:
@@ -261,7 +262,7 @@ def _max_context(spec: ModelSpec, pool: int, kv_dtype: str, ways: int) -> int:
 
 def kv_ways(spec: ModelSpec, split: Split) -> int:
     """Return the devices of a replica over which a request's K and V are shared out; MLA's latent has one head."""
-    heads = min(1 if a.is_mla else a.num_kv_heads for a in (layer.attention for layer in spec.layers))
+    heads = min(1 if a.is_mla else a.num_kv_heads for a in spec.attentions)
     return min(split.tp, heads) * split.pp * split.cp
 
 
@@ -269,8 +270,12 @@ def row_bytes(spec: ModelSpec, split: Split) -> int:
     """Return the bytes that one row's activations take at their widest: three of the hidden size, and a block's own."""
     widest = 0
     for layer in spec.layers:
-        a, mlp = layer.attention, layer.mlp
-        attention = a.num_heads * (2 * a.head_dim + a.v_head_dim) // split.tp
+        mlp, recurrent = layer.mlp, layer.recurrent
+        if recurrent is None:
+            a = layer.attention
+            mixer = a.num_heads * (2 * a.head_dim + a.v_head_dim) // split.tp
+        else:
+            mixer = recurrent.row_elements // split.tp
         inter = mlp.intermediate_size if mlp.moe is None else mlp.moe.top_k * mlp.moe.intermediate_size
-        widest = max(widest, attention, 3 * inter // split.tp)
+        widest = max(widest, mixer, 3 * inter // split.tp)
     return (3 * spec.hidden_size + widest) * ACTIVATION_BYTES

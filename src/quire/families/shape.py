@@ -237,7 +237,8 @@ def assemble(
         layers = [layers] * f.integer("num_hidden_layers")
     bos = token_ids(f, "bos_token_id")
     longest = f.integer("max_position_embeddings")
-    rope = next((layer.attention.rope for layer in layers if layer.attention.rope is not None), None)
+    attentions = [layer.attention for layer in layers if layer.recurrent is None]
+    rope = next((a.rope for a in attentions if a.rope is not None), None)
     if rope is not None and rope.kind in ("dynamic", "yarn"):
         # For dynamic the key is the length where stretching begins; for YaRN some files (Qwen's) also give that length.
         longest = max(longest, int(rope.original_max_position * rope.factor))

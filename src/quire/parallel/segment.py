@@ -57,7 +57,7 @@ def slot_bytes_of(spec: ModelSpec, topology: Topology) -> int:
         sizes = [spec.hidden_size, part.max_vocab if topology.tp * topology.ep > 1 else 0]
         # A row's partial results for all ranks (MLA: of the latent size), or its q, k and v together.
         if cp > 1:
-            for a in (layer.attention for layer in part.spec.layers):
+            for a in part.spec.attentions:
                 size = a.kv_lora_rank if a.is_mla else a.v_head_dim
                 sizes += [cp * a.num_heads * (size + 2), (a.num_heads + 2 * a.num_kv_heads) * a.head_dim]
         longest = max(longest, 4 * max(sizes))  # fp32

@@ -2,7 +2,8 @@
 
 Attention is cut by heads and the MLP by its intermediate size: the first matrix of a pair by rows, the second one
 (``o``, ``down``) by columns, so that each rank has a partial sum of the block's output and one all_reduce completes it
-(Megatron-LM, arXiv:1909.08053, section 3). The vocabulary is cut by rows. What every head needs is on every rank:
+(Megatron-LM, arXiv:1909.08053, section 3). A recurrent layer is cut by its value heads, with their states. The
+vocabulary is cut by rows. What every head needs is on every rank:
 norms, routers, MLA's latent projections and its cache; all of attention where one norm goes over all heads (OLMo-2).
 
 Columns are cut at multiples of a quantization group, so that no group lies on two ranks.
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm, prod
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
 from quire.modelspec import (
@@ -33,6 +35,9 @@ from quire.modelspec import (
 from quire.parallel.stripe import Stripe
 from quire.parallel.topology import Heads, Rank, Topology, share
 from quire.weight_format import PLAIN, WeightFormat
+
+if TYPE_CHECKING:
+    from quire.recurrent_spec import RecurrentSpec
 
 Formats = Mapping[str, WeightFormat]
 INPUT_UNIT = 64  # inputs kept together where possible: an int8 cache line
@@ -133,9 +138,9 @@ class Shard:
             KvGroup(tuple(i - self.layers.start for i in group.layers if i in self.layers), group.window)
             for group in of_model.groups
         )
-        attention = [layer.attention for layer in self.spec.layers]
+        attention = self.spec.attentions or self.whole.attentions
         return KvLayout(
-            groups, max(len(group.layers) for group in groups), attention[0].kv_elements_per_token,
+            groups, max(1, *(len(group.layers) for group in groups)), attention[0].kv_elements_per_token,
             max(a.num_kv_heads for a in attention),
         )  # fmt: skip
 
@@ -204,23 +209,27 @@ class _Cutter:
     def layer(self, index: int, number: int) -> LayerSpec:
         """Cut layer ``index`` of the model, which is layer ``number`` of the rank; return its spec there."""
         layer, prefix = self._spec.layers[index], f"layers.{index}."
-        attention, cuts = self._attention(layer.attention, prefix)
+        mixer: AttentionSpec | RecurrentSpec
+        if layer.recurrent is None:
+            mixer, cuts = self._attention(layer.attention, prefix)
+        else:
+            mixer, cuts = self._recurrent(layer.recurrent, prefix)
         mlp, more = self._mlp(layer.mlp, prefix)
         cuts.update(more)
         one = replace(self._spec, layers=(layer,))
         for name in weight_shapes(one):
             part = name.removeprefix("layers.0.")
-            if part == name or self._is_added_elsewhere(part, attention):
+            if part == name or self._is_added_elsewhere(part, layer):
                 continue
             rows, columns, experts = cuts.get(part, (None, None, None))
             if self.ways == 1:
                 rows = columns = None
             self.cuts[f"layers.{number}.{part}"] = Cut(prefix + part, rows, columns, experts)
-        return replace(layer, attention=attention, mlp=mlp)
+        return replace(layer, mixer=mixer, mlp=mlp)
 
-    def _is_added_elsewhere(self, part: str, attention: AttentionSpec) -> bool:
+    def _is_added_elsewhere(self, part: str, layer: LayerSpec) -> bool:
         """Whether a bias is part of the first rank's partial sum."""
-        if part == "attn.o.bias" and attention.qk_norm == "full":
+        if part == "attn.o.bias" and layer.attention.qk_norm == "full":
             return False
         return self._at.tp > 0 and part in ("attn.o.bias", "mlp.down.bias", "moe.down.bias")
 
@@ -248,6 +257,29 @@ class _Cutter:
         cuts["attn.sinks"] = (heads.queries, None, None)
         num_kv_heads = min(a.num_kv_heads, len(heads.kv)) if a.is_mla else len(heads.kv)
         return replace(a, num_heads=len(heads.queries), num_kv_heads=num_kv_heads), cuts
+
+    def _recurrent(self, r: RecurrentSpec, prefix: str) -> tuple[RecurrentSpec, dict[str, _Parts]]:
+        """Cut as grouped-query attention: value heads as its queries, key heads as its KV heads."""
+        if self.ways == 1:
+            return r, {}
+        if self._topology.ep > 1:
+            heads = Topology(tp=self.ways).heads_of(r.num_v_heads, r.num_k_heads, self.index)
+            o: _Parts = (self._outputs(), None, None)
+        else:
+            group = self._group(prefix + "delta.o.weight")
+            unit = group // gcd(group, r.v_head_dim)
+            heads = self._topology.heads_of(r.num_v_heads, r.num_k_heads, self._at.tp, unit)
+            o = (None, _times(heads.queries, r.v_head_dim), None)
+        k, v = _times(heads.kv, r.k_head_dim), _times(heads.queries, r.v_head_dim)
+        rows = dict.fromkeys(("q", "k", "conv_q", "conv_k"), k) | dict.fromkeys(("v", "z", "conv_v"), v)
+        rows |= {"a": heads.queries, "b": heads.queries}
+        cuts: dict[str, _Parts] = {f"delta.{name}.weight": (part, None, None) for name, part in rows.items()}
+        cuts |= {f"delta.{name}": (heads.queries, None, None) for name in ("a_log", "dt_bias")}
+        cuts["delta.o.weight"] = o
+        own = replace(
+            r, num_k_heads=len(heads.kv), num_v_heads=len(heads.queries), conv_channels=2 * len(k) + len(v)
+        )
+        return own, cuts
 
     def _outputs(self) -> range:
         """Return this rank's rows of the last matrix of a block, where these are gathered."""
@@ -304,6 +336,8 @@ def _head_cuts(a: AttentionSpec, heads: Heads) -> dict[str, _Parts]:
         "k": _times(heads.kv, a.head_dim),
         "v": _times(heads.kv, a.v_head_dim),
     }
+    if a.output_gate:
+        rows["gate"] = _times(heads.queries, a.v_head_dim)
     return {f"attn.{name}.{kind}": (rows[name], None, None) for name in rows for kind in ("weight", "bias")}
 
 

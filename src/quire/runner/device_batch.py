@@ -55,8 +55,9 @@ class DeviceBatches:
         self._block_size = views[0].block_size
         self.upload = StepUpload(device, torch.int32)
         kinds: list[list[LayerKind]] = [[] for _ in layout.groups]
-        for index, layer in enumerate(spec.layers):
-            heads, kv = layer.attention, views[index]
+        attending = [index for index, layer in enumerate(spec.layers) if layer.recurrent is None]
+        for index, kv in zip(attending, views, strict=True):
+            heads = spec.layers[index].attention
             kind = LayerKind(heads.num_heads // kv.num_kv_heads, heads.window, kv, heads.sinks)
             kinds[layout.group_of_layer(index)[0]].append(kind)
         self._planners = [planner.on(backend)(of_group, device) for of_group in kinds]

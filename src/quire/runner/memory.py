@@ -55,7 +55,7 @@ def keep_freed_memory(limit_bytes: int = 64 << 20) -> bool:
 
 
 class KvCache:
-    """Blocks of all layers: ``storage [num_blocks, block_elements]``. `kernels.kv_blocks` says what a block holds."""
+    """Blocks of all layers that attend: ``storage [num_blocks, block_elements]`` (see `kernels.kv_blocks`)."""
 
     def __init__(
         self, spec: ModelSpec, layout: KvLayout, num_blocks: int, block_size: int, dtype: str, kernels: KernelChoice,
@@ -74,7 +74,8 @@ class KvCache:
         tiles = attends in NATIVE_LEVELS or (dtype == "int8" and not masks)
         self.views: tuple[KvView, ...] = tuple(
             _view(self.storage, spec, layout, index, block_size, tiles, stripe)
-            for index in range(spec.num_layers)
+            for index, layer in enumerate(spec.layers)
+            if layer.recurrent is None
         )
         # Blocks in tiles need no `clear`: storing the first position of a tile clears it.
         self.needs_clear = not masks and any(view.layout == "rows" for view in self.views)

@@ -64,7 +64,7 @@ def check(rows: int, columns: int, head_dim: int) -> tuple[float, Tiled]:
 
 def draw(model: str, device: str, context: int, tile: int) -> Picture:
     """Return bytes and time of naive and tiled attention of one layer, by context."""
-    a, hardware = spec_of(model).layers[0].attention, find_hardware(device)
+    a, hardware = spec_of(model).attentions[0], find_hardware(device)
     shape = a.num_heads, a.num_kv_heads, a.head_dim
     rate = hardware.rate("bf16") or 1.0
     lengths = [max(16, context >> i) for i in range(6)][::-1]

@@ -20,7 +20,7 @@ from quire_lab.plan.laws import bubble
 
 def splits(spec: ModelSpec, count: int) -> list[Split]:
     """Return the powers of 2 of tp · pp · dp that make ``count`` devices, and whole experts where there are any."""
-    heads = min(layer.attention.num_heads for layer in spec.layers)
+    heads = min(a.num_heads for a in spec.attentions)
     sizes = [1 << i for i in range(count.bit_length())]
     options = [
         Split(tp=tp, pp=pp, dp=count // (tp * pp))
@@ -98,7 +98,7 @@ def _ranks(spec: ModelSpec, count: int) -> Grid:
         cells = []
         for rank in range(topology.world_size):
             part = shard(spec, topology, rank)
-            heads = part.spec.layers[0].attention.num_heads
+            heads = part.spec.attentions[0].num_heads
             text = f"layers {part.layers.start}–{part.layers.stop - 1}, {heads} heads"
             cells.append(Cell(f"stage {part.at.pp}", text))
         rows.append(tuple(cells))

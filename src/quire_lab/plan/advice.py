@@ -120,7 +120,7 @@ def _sizes(q: Question, now: Option | None) -> Iterator[tuple[str, str, Question
         if q.max_running(split) == q.max_num_seqs:
             seqs = 2 * q.max_num_seqs
             yield f"a batch of {seqs:,}", f"--max-num-seqs {seqs}", replace(q, max_num_seqs=seqs)
-        heads = min(layer.attention.num_heads for layer in q.spec.layers)
+        heads = min(a.num_heads for a in q.spec.attentions)
         wider = replace(
             split, tp=2 * split.tp, ep=2 * split.ep if split.ep > 1 else 1, dp=max(1, split.dp // 2)
         )

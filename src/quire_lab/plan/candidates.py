@@ -19,7 +19,7 @@ def candidates(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
     ``tp`` is a power of 2 that divides the query heads and stays within a domain of links; CPUs of several machines
     also exchange over the network.
     """
-    heads = min(layer.attention.num_heads for layer in spec.layers)
+    heads = min(a.num_heads for a in spec.attentions)
     is_networked = hardware.kind == "cpu" and hardware.network_bandwidth is not None
     splits = []
     tp = 1
@@ -70,7 +70,7 @@ def parse_split(text: str, spec: ModelSpec, count: int) -> Split:
         split = replace(split, dp=count // ranks)
     if split.num_devices > count:
         raise ConfigError(f"--split {text!r} needs {split.num_devices} devices, and --count is {count}")
-    heads = min(layer.attention.num_heads for layer in spec.layers)
+    heads = min(a.num_heads for a in spec.attentions)
     if heads % split.tp:
         raise ConfigError(f"--split {text!r}: TP{split.tp} must divide the {heads} attention heads")
     if split.pp > spec.num_layers:

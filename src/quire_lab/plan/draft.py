@@ -29,7 +29,7 @@ class Draft:
     def split_under(self, split: Split) -> Split:
         """Return how the draft model lies on a replica of ``split``: over tp where its heads allow that, else whole."""
         assert self.spec is not None
-        heads = min(layer.attention.num_heads for layer in self.spec.layers)
+        heads = min(a.num_heads for a in self.spec.attentions)
         return Split(tp=split.tp if heads % split.tp == 0 else 1)
 
     def beside(self, memory: MemoryPlan, split: Split, kv_dtype: str) -> MemoryPlan:

@@ -32,12 +32,13 @@ def explain(
 
 def _memory(plan: CapacityPlan) -> list[Line]:
     q, m = plan.question, plan.memory
-    a = q.spec.layers[0].attention
+    a = q.spec.attentions[0]
     split = plan.advice.chosen.split if plan.advice.chosen else Split()
+    num_layers = len(q.spec.attentions)
     if a.is_mla:
-        kv = f"{q.spec.num_layers} layers · ({a.kv_lora_rank} latent + {a.head_dim - a.qk_nope_head_dim} rope) · bytes"
+        kv = f"{num_layers} layers · ({a.kv_lora_rank} latent + {a.head_dim - a.qk_nope_head_dim} rope) · bytes"
     else:
-        kv = f"2 · {q.spec.num_layers} layers · {a.num_kv_heads} kv heads · {a.head_dim} head_dim · bytes"
+        kv = f"2 · {num_layers} layers · {a.num_kv_heads} kv heads · {a.head_dim} head_dim · bytes"
     return [
         Line("K and V a token", f"{m.kv_bytes_per_token:,} B", f"{kv} of {q.kv_dtype}"),
         Line("K and V a request", gib(m.kv_bytes_per_request),

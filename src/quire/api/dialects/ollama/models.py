@@ -85,7 +85,7 @@ class OllamaModels:
             f"{family}.vocab_size": state.model.vocab_size,
         }
         if config is not None:
-            spec, attention = config.spec, config.spec.layers[0].attention
+            spec, attention = config.spec, config.spec.attentions[0]
             info["general.parameter_count"] = spec.num_params
             info[f"{family}.block_count"] = spec.num_layers
             info[f"{family}.embedding_length"] = spec.hidden_size
