@@ -62,7 +62,8 @@ TORCH_FREE = modules_of(
     *(f"quire.{name}" for name in (
         "errors", "extras", "clock", "request", "structured_outputs", "step", "weight_format", "modelspec",
         "recurrent_spec",
-        "weight_plan", "families", "parallel", "config", "args", "cores", "recording_signal", "slo", "cost",
+        "weight_plan", "weight_table", "families",
+        "parallel", "config", "args", "cores", "recording_signal", "slo", "cost",
         "device", "metrics", "private", "http", "cache", "text", "resolve", "scheduler",
         "models.hub", "models.checkpoint", "lora.adapter", "executor.base",
         "engine.core", "engine.messages", "engine.client", "engine.frontend", "engine.heartbeat",

@@ -78,8 +78,11 @@ RECURRENT = RecurrentSpec("gated_delta", 2, 6, 8, 16, conv_kernel=4, conv_channe
 
 
 def hybrid(pattern: str) -> ModelSpec:
-    mixers = {"R": RECURRENT, "F": attention(4, 2, 16)}
-    return model(tuple(LayerSpec(mixers[kind], MlpSpec(64)) for kind in pattern), 64, 100)
+    layers = {
+        "R": LayerSpec(None, MlpSpec(64), recurrent=RECURRENT),
+        "F": LayerSpec(attention(4, 2, 16), MlpSpec(64)),
+    }
+    return model(tuple(layers[kind] for kind in pattern), 64, 100)
 
 
 def test_only_layers_that_attend_have_keys_and_values() -> None:

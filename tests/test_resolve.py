@@ -162,7 +162,7 @@ def test_an_int8_cache_holds_more_blocks_and_says_what_it_needs() -> None:
     )
     attention = dataclasses.replace(spec.layers[0].attention, qkv_bias=True)
     biased = dataclasses.replace(
-        spec, layers=(dataclasses.replace(spec.layers[0], mixer=attention), spec.layers[1])
+        spec, layers=(dataclasses.replace(spec.layers[0], attn=attention), spec.layers[1])
     )
     (remark,) = resolve(EngineArgs(dtype="bfloat16", kv_dtype="int8"), biased, DEVICE).model.remarks
     assert "0.02 nats" in remark

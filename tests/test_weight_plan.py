@@ -13,7 +13,8 @@ from quire.models.weight_sources import held_as
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, weight_shapes
 from quire.resolve import resolve, step_bytes
 from quire.weight_format import PLAIN, WeightFormat
-from quire.weight_plan import activations_of, parse_format, plan_weights, role_of, weight_table
+from quire.weight_plan import parse_format, plan_weights, role_of
+from quire.weight_table import activations_of, weight_table
 
 ATTENTION = AttentionSpec(4, 2, 16, 16, 0.25, RopeSpec(10000.0, 16), qk_norm="head")
 MOE = MlpSpec(64, moe=MoeSpec(4, 2, 64, shared_intermediate_size=64, shared_gate=True))

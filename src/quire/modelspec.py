@@ -24,12 +24,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from quire.recurrent_spec import RecurrentSpec
 from quire.weight_format import PLAIN, WeightFormat
-
-if TYPE_CHECKING:
-    from quire.recurrent_spec import RecurrentSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
@@ -121,22 +119,21 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer. ``norms``: before each block (pre), after it (post, OLMo-2), or both (Gemma 2)."""
+    """One decoder layer: it attends or keeps a state, then its MLP.
 
-    mixer: AttentionSpec | RecurrentSpec
+    ``norms``: before each block (pre), after it (post, OLMo-2), or both (Gemma 2).
+    """
+
+    attn: AttentionSpec | None
     mlp: MlpSpec
     norms: Literal["pre", "post", "sandwich"] = "pre"
+    recurrent: RecurrentSpec | None = None
 
     @property
     def attention(self) -> AttentionSpec:
-        """The mixer of a layer that is known to attend; `ModelSpec.attentions` has those of a model."""
-        assert isinstance(self.mixer, AttentionSpec), self.mixer
-        return self.mixer
-
-    @property
-    def recurrent(self) -> RecurrentSpec | None:
-        """The mixer of a layer with a state; None: it attends."""
-        return None if isinstance(self.mixer, AttentionSpec) else self.mixer
+        """Attention of a layer that is known to attend; `ModelSpec.attentions` has those of a model."""
+        assert self.attn is not None
+        return self.attn
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +175,7 @@ class ModelSpec:
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """Attention of the layers that have it, in order: of all layers but those with a state."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+        return tuple(layer.attn for layer in self.layers if layer.attn is not None)
 
     @property
     def state_layers(self) -> tuple[int, ...]:
@@ -218,7 +215,7 @@ class ModelSpec:
         """
         classes: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            if layer.recurrent is not None:
+            if layer.attn is None:
                 continue
             window = layer.attention.window
             if window is not None and window >= max_model_len:
@@ -242,7 +239,7 @@ class ModelSpec:
     def draft_layout(self) -> KvLayout:
         """Return the layout of this model's cache as a draft: one group that keeps every block."""
         layout = self.kv_layout(self.max_position_embeddings)
-        layers = tuple(index for index, layer in enumerate(self.layers) if layer.recurrent is None)
+        layers = tuple(index for index, layer in enumerate(self.layers) if layer.attn is not None)
         return replace(layout, groups=(KvGroup(layers, None),), layers_per_block=len(layers))
 
     def kv_bytes_per_token(self, group: KvGroup, dtype: str = "bfloat16") -> int:
@@ -306,7 +303,9 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if layer.norms != "pre":
             shapes[prefix + "attn_post_norm.weight"] = (hidden,)
             shapes[prefix + "mlp_post_norm.weight"] = (hidden,)
-        blocks = _mixer_shapes(layer, hidden) | _mlp_shapes(layer.mlp, hidden)
+        blocks = {} if layer.attn is None else _attention_shapes(layer.attn, hidden)
+        blocks |= {} if layer.recurrent is None else layer.recurrent.shapes(hidden)
+        blocks |= _mlp_shapes(layer.mlp, hidden)
         shapes.update({prefix + name: shape for name, shape in blocks.items()})
     shapes["norm.weight"] = (hidden,)
     if not spec.tie_word_embeddings:
@@ -314,10 +313,8 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _mixer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    if layer.recurrent is not None:
-        return layer.recurrent.shapes(hidden)
-    a, shapes = layer.attention, dict[str, tuple[int, ...]]()
+def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
     if a.is_mla:
         rope_dim = a.head_dim - a.qk_nope_head_dim
         if a.q_lora_rank:

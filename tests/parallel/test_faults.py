@@ -189,7 +189,7 @@ def test_slots_have_room_for_latents_of_128_heads(cp: int, mib: int) -> None:
     """DeepSeek-V3's: ``cp · 128 · (512 + 2)`` numbers of fp32 per row, in whole MiB."""
     spec = MODELS["latent"]()
     layers = tuple(
-        replace(layer, mixer=replace(layer.attention, num_heads=128, num_kv_heads=1, kv_lora_rank=512))
+        replace(layer, attn=replace(layer.attention, num_heads=128, num_kv_heads=1, kv_lora_rank=512))
         for layer in spec.layers
     )
     assert slot_bytes_of(replace(spec, layers=layers), Topology(cp=cp)) == mib << 20

@@ -81,7 +81,7 @@ def test_a_norm_over_all_heads_keeps_attention_whole() -> None:
 @pytest.mark.parametrize("topology", [Topology(2), Topology(ep=2), Topology(4)])
 def test_a_recurrent_layer_is_cut_by_value_heads(topology: Topology) -> None:
     r = RecurrentSpec("gated_delta", 2, 8, 4, 8, conv_kernel=4, conv_channels=80)
-    spec = ModelSpec("qwen3_5", "Q", 64, 64, (LayerSpec(r, MlpSpec(256)),), 1e-5, 64)
+    spec = ModelSpec("qwen3_5", "Q", 64, 64, (LayerSpec(None, MlpSpec(256), recurrent=r),), 1e-5, 64)
     of_values, of_keys = [], set()
     for rank in range(topology.world_size):
         part = shard(spec, topology, rank)

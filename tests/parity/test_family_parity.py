@@ -74,7 +74,7 @@ def test_the_comparison_notices_small_faults(
             "scale": replace(a, scale=a.scale * 1.01),
             "theta": replace(a, rope=replace(a.rope, theta=a.rope.theta * 1.01)),
         }[fault]
-        return replace(spec, layers=tuple(replace(layer, mixer=a) for layer in spec.layers))
+        return replace(spec, layers=tuple(replace(layer, attn=a) for layer in spec.layers))
 
     found = replace(original, spec=broken(original.spec))
     monkeypatch.setattr("tests.parity.harness.describe", lambda path: found)

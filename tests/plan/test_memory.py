@@ -25,7 +25,7 @@ from quire.families import spec_from_config
 from quire.models.checkpoint import describe, spec_of
 from quire.models.precision import precision_of
 from quire.modelspec import ModelSpec
-from quire.weight_plan import weight_table
+from quire.weight_table import weight_table
 from quire_lab.cli.plan import question_of
 
 

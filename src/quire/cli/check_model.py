@@ -21,7 +21,7 @@ from quire.models.checkpoint import Checkpoint, read_tokenizer, stored_sources
 from quire.models.gguf_check import scales_not_finite
 from quire.models.safetensors_file import AGAIN, not_finite, reading
 from quire.text.chat_template import ChatTemplate
-from quire.weight_plan import activations_of, weight_table
+from quire.weight_table import activations_of, weight_table
 
 MIB = 2**20
 

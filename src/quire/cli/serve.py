@@ -367,11 +367,14 @@ def admin_listener(app: Any, args: ServerArgs, takeover: Takeover | None = None)
 
 def weights_report(model: Any) -> str:
     """Return lines on the formats of quantized weights and on deviations from the request, each ending in a newline."""
-    from quire.weight_plan import weight_table
+    lines = []
+    if model.formats:
+        from quire.weight_table import weight_table
 
-    rows = [row for row in weight_table(model.spec, model.dtype, model.formats) if row.part in WORTH_SAYING]
-    said = "; ".join(f"{row.part} {row.held} ({row.bits:.2f} bits)" for row in rows)
-    lines = [f"weights  {said}"] if model.formats else []
+        rows = [
+            row for row in weight_table(model.spec, model.dtype, model.formats) if row.part in WORTH_SAYING
+        ]
+        lines = ["weights  " + "; ".join(f"{row.part} {row.held} ({row.bits:.2f} bits)" for row in rows)]
     return "".join(f"{line}\n" for line in (*lines, *(f"         {remark}" for remark in model.remarks)))
 
 

@@ -175,7 +175,7 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str = "bf16") -> int:
 def with_all_kv_heads(spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with as many KV heads as query heads, as before grouped-query attention (arXiv:2305.13245)."""
     layers = (
-        x if x.recurrent else replace(x, mixer=replace(x.attention, num_kv_heads=x.attention.num_heads))
+        x if x.attn is None else replace(x, attn=replace(x.attn, num_kv_heads=x.attn.num_heads))
         for x in spec.layers
     )
     return replace(spec, layers=tuple(layers))
@@ -270,12 +270,9 @@ def row_bytes(spec: ModelSpec, split: Split) -> int:
     """Return the bytes that one row's activations take at their widest: three of the hidden size, and a block's own."""
     widest = 0
     for layer in spec.layers:
-        mlp, recurrent = layer.mlp, layer.recurrent
-        if recurrent is None:
-            a = layer.attention
-            mixer = a.num_heads * (2 * a.head_dim + a.v_head_dim) // split.tp
-        else:
-            mixer = recurrent.row_elements // split.tp
+        a, r, mlp = layer.attn, layer.recurrent, layer.mlp
+        mixer = 0 if a is None else a.num_heads * (2 * a.head_dim + a.v_head_dim) // split.tp
+        mixer += 0 if r is None else r.row_elements // split.tp
         inter = mlp.intermediate_size if mlp.moe is None else mlp.moe.top_k * mlp.moe.intermediate_size
         widest = max(widest, mixer, 3 * inter // split.tp)
     return (3 * spec.hidden_size + widest) * ACTIVATION_BYTES

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
 from quire.modelspec import (
@@ -34,10 +33,8 @@ from quire.modelspec import (
 )
 from quire.parallel.stripe import Stripe
 from quire.parallel.topology import Heads, Rank, Topology, share
+from quire.recurrent_spec import RecurrentSpec
 from quire.weight_format import PLAIN, WeightFormat
-
-if TYPE_CHECKING:
-    from quire.recurrent_spec import RecurrentSpec
 
 Formats = Mapping[str, WeightFormat]
 INPUT_UNIT = 64  # inputs kept together where possible: an int8 cache line
@@ -209,11 +206,13 @@ class _Cutter:
     def layer(self, index: int, number: int) -> LayerSpec:
         """Cut layer ``index`` of the model, which is layer ``number`` of the rank; return its spec there."""
         layer, prefix = self._spec.layers[index], f"layers.{index}."
-        mixer: AttentionSpec | RecurrentSpec
-        if layer.recurrent is None:
-            mixer, cuts = self._attention(layer.attention, prefix)
-        else:
-            mixer, cuts = self._recurrent(layer.recurrent, prefix)
+        attention, recurrent = layer.attn, layer.recurrent
+        cuts: dict[str, _Parts] = {}
+        if attention is not None:
+            attention, cuts = self._attention(attention, prefix)
+        if recurrent is not None:
+            recurrent, of_state = self._recurrent(recurrent, prefix)
+            cuts.update(of_state)
         mlp, more = self._mlp(layer.mlp, prefix)
         cuts.update(more)
         one = replace(self._spec, layers=(layer,))
@@ -225,7 +224,7 @@ class _Cutter:
             if self.ways == 1:
                 rows = columns = None
             self.cuts[f"layers.{number}.{part}"] = Cut(prefix + part, rows, columns, experts)
-        return replace(layer, mixer=mixer, mlp=mlp)
+        return replace(layer, attn=attention, mlp=mlp, recurrent=recurrent)
 
     def _is_added_elsewhere(self, part: str, layer: LayerSpec) -> bool:
         """Whether a bias is part of the first rank's partial sum."""

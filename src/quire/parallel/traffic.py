@@ -101,12 +101,11 @@ def uses(shard: Shard, dtype: str, *, has_adapters: bool = False) -> tuple[Use, 
     for number, layer in enumerate(shard.spec.layers):
         # After its attention the model's last layer goes on with the sampled rows alone.
         is_last = shard.is_last and number == len(shard.layers) - 1
-        if (recurrent := layer.recurrent) is None:
-            a = layer.attention
+        if (a := layer.attn) is not None:
             traffic.add_stripes(layer)
             traffic.add_block(f"layers.{number}.attn.o.weight", a.num_heads * a.v_head_dim, "own")
-        else:
-            traffic.add_block(f"layers.{number}.delta.o.weight", recurrent.v_width, "own")
+        if (r := layer.recurrent) is not None:
+            traffic.add_block(f"layers.{number}.delta.o.weight", r.v_width, "own")
         traffic.add_mlp(f"layers.{number}.", layer.mlp, "sampled" if is_last else "own")
     hidden = shard.whole.hidden_size
     traffic.add("cp", "all_gather", hidden, "own", count=2, is_divided=True)

@@ -55,7 +55,7 @@ class DeviceBatches:
         self._block_size = views[0].block_size
         self.upload = StepUpload(device, torch.int32)
         kinds: list[list[LayerKind]] = [[] for _ in layout.groups]
-        attending = [index for index, layer in enumerate(spec.layers) if layer.recurrent is None]
+        attending = [index for index, layer in enumerate(spec.layers) if layer.attn is not None]
         for index, kv in zip(attending, views, strict=True):
             heads = spec.layers[index].attention
             kind = LayerKind(heads.num_heads // kv.num_kv_heads, heads.window, kv, heads.sinks)

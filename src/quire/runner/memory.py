@@ -75,7 +75,7 @@ class KvCache:
         self.views: tuple[KvView, ...] = tuple(
             _view(self.storage, spec, layout, index, block_size, tiles, stripe)
             for index, layer in enumerate(spec.layers)
-            if layer.recurrent is None
+            if layer.attn is not None
         )
         # Blocks in tiles need no `clear`: storing the first position of a tile clears it.
         self.needs_clear = not masks and any(view.layout == "rows" for view in self.views)

@@ -28,7 +28,7 @@ from quire.runner.memory import torch_dtype
 from quire.runner.prompt_outputs import PromptOutput, PromptScorer, Span
 from quire.step import NewSeq, SeqPlan, StepPlan
 from quire.text.tokenizer import Tokenizer
-from quire.weight_plan import weight_table
+from quire.weight_table import weight_table
 
 _NO_ADAPTER = 0  # slot
 _NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
