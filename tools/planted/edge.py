@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 
+RIGHTS = "tests/http/test_rights.py"
 HTTP1 = "tests/http/test_http1_edge.py"
 PIPELINED = "tests/http/test_pipelined.py"
 GUARD = "tests/http/test_browser_guard.py"
@@ -128,5 +129,37 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if num_bytes > MAX_HEAD_BYTES:\n",
         "        if False:\n",
         (f"{PIPELINED}::test_a_second_head_of_the_same_read_has_the_limit",),
+    ),
+    Mutant(
+        "expired-key-admitted",
+        "a key of the key file is admitted after its end",
+        "src/quire/http/rights.py",
+        "        elif known.is_expired(datetime.now(UTC)):",
+        "        elif False:",
+        (f"{RIGHTS}::test_a_key_of_the_file_brings_tenant_share_and_paths",),
+    ),
+    Mutant(
+        "account-without-the-gateways-key",
+        "any client may say for which tenant its request runs",
+        "src/quire/http/account.py",
+        "    if given is None or not has_gateway_key(scope, key):",
+        "    if given is None:",
+        (f"{RIGHTS}::test_only_a_gateway_with_the_key_says_for_whom_it_runs",),
+    ),
+    Mutant(
+        "unsaved-state-holds",
+        "a batch goes on in a state that a full disk did not take",
+        "src/quire/jobs/disk.py",
+        "        self.save({**batch, **changed})\n        batch.update(changed)\n",
+        "        batch.update(changed)\n        self.save(batch)\n",
+        ("tests/jobs/test_job_disk.py::test_a_state_that_is_not_saved_does_not_hold",),
+    ),
+    Mutant(
+        "second-format-over-the-first",
+        "a linear of two formats writes the second matrix's results over the first one's",
+        "src/quire/layers/linear.py",
+        "            linear(x, packed, out_dtype=out_dtype, out=y[:, start:stop])\n            start = stop\n",
+        "            linear(x, packed, out_dtype=out_dtype, out=y[:, start:stop])\n",
+        ("tests/layers/test_linear_parts.py::test_parts_together_are_the_parts_alone",),
     ),
 )
