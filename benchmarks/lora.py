@@ -33,7 +33,7 @@ from quire.engine.messages import AbortRequest
 from quire.executor.local import LocalExecutor
 from quire.families import weight_map
 from quire.modelspec import ModelSpec
-from quire.request import Adapter, Request, SamplingParams
+from quire.request import Adapter, Request, SamplingParams, Terms
 from quire.scheduler.scheduler import Scheduler
 from quire.weight_plan import adaptable
 
@@ -63,7 +63,7 @@ class Engine:
         for index in range(count):
             ids = tuple(rng.randrange(vocab) for _ in range(prompt))
             request = Request(
-                f"r{self._num_requests}", ids, sampling, 0.0, cache_salt=str(self._num_requests)
+                f"r{self._num_requests}", ids, sampling, 0.0, Terms(cache_salt=str(self._num_requests))
             )
             self._num_requests += 1
             self._core.put(replace(request, adapter=adapters[index % len(adapters)]))

@@ -32,7 +32,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an EOS or stop id (core), or a stop string (frontend)
     LENGTH = "length"  # max_tokens or the end of the context
     ABORT = "abort"  # the client went away or asked for it; shutdown
-    DEADLINE = "deadline"  # Request.deadline passed; earlier tokens were delivered
+    DEADLINE = "deadline"  # Terms.deadline passed; earlier tokens were delivered
     ERROR = "error"  # failed, with a text in TokenEvent.error
 
 
@@ -63,8 +63,7 @@ class ThinkingBudget:
 class Sampling:
     """How a request is sampled, in vLLM's names: what the core and the worker read.
 
-    `SamplingParams` checks the values at the edge and `SamplingParams.resolve` fills in what the model decides; nothing
-    inward checks them again, and neither does decoding them in another process.
+    `SamplingParams` checks the values at the edge, once, and `SamplingParams.resolve` adds what the model decides.
     """
 
     n: int = 1
@@ -205,10 +204,9 @@ def _check(params: SamplingParams) -> None:
     for token_id, bias in params.logit_bias.items():
         if not _is_int(token_id) or token_id < 0 or not -100.0 <= bias <= 100.0:
             raise _bad("logit_bias", {token_id: bias}, "a map of token ids to numbers in -100…100")
-    for name in ("stop", "bad_words"):
-        for text in getattr(params, name):
-            if not isinstance(text, str) or not text:
-                raise _bad(name, text, "non-empty strings")
+    for name, text in [("stop", t) for t in params.stop] + [("bad_words", t) for t in params.bad_words]:
+        if not isinstance(text, str) or not text:
+            raise _bad(name, text, "non-empty strings")
     for name in ("stop_token_ids", "allowed_token_ids"):
         for token_id in getattr(params, name) or ():
             if not _is_int(token_id) or token_id < 0:
@@ -264,8 +262,7 @@ def _check_choice(params: SamplingParams) -> None:
                 raise _bad(name, getattr(params, name), f"{neutral!r} without use_beam_search")
         return
     for name, neutrals in BEAM_NEUTRAL.items():
-        value = getattr(params, name)
-        if value not in neutrals:
+        if (value := getattr(params, name)) not in neutrals:
             allowed = " or ".join(repr(neutral) for neutral in neutrals)
             raise _bad(name, value, f"{allowed} with use_beam_search")
 
@@ -284,8 +281,7 @@ class Adapter(NamedTuple):
 class Pooling:
     """What a request wants of its prompt's hidden states (after the last norm) instead of an answer.
 
-    "last" and "mean" give a vector of hidden_size numbers, not normalised; "logprobs" gives the log-probability of each
-    of ``token_ids`` as the next token.
+    "last", "mean": [hidden_size], not normalised; "logprobs": log-probabilities of ``token_ids`` as the next token.
     """
 
     kind: Literal["last", "mean", "logprobs"]
@@ -310,14 +306,10 @@ class Deadline:
 
     def missed(self, name: str, num_output_tokens: int) -> str:
         """Return the error of a sequence that missed the limit ``name``: "first_token" or "total"."""
-        limit_s = self.first_token_s if name == "first_token" else self.total_s
-        assert limit_s is not None
-        text = f"deadline_ms.{name} = {limit_s * 1e3:g} has passed"
-        return text + (
-            " before the first token."
-            if name == "first_token"
-            else f" after {num_output_tokens} output tokens."
-        )
+        is_first = name == "first_token"
+        limit_s = (self.first_token_s if is_first else self.total_s) or 0.0
+        when = "before the first token" if is_first else f"after {num_output_tokens} output tokens"
+        return f"deadline_ms.{name} = {limit_s * 1e3:g} has passed {when}."
 
 
 class Tenant(NamedTuple):
@@ -331,6 +323,19 @@ NO_TENANT = Tenant()
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """For whom a request runs and how soon: what the edge knows of its call, and what its body adds."""
+
+    tenant: Tenant = NO_TENANT
+    priority: int = 0  # smaller runs first, as in vLLM
+    cache_salt: str = ""  # requests share cached blocks only within one salt
+    deadline: Deadline | None = None
+
+
+NO_TERMS = Terms()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request as the core sees it: ids only, every default resolved, valid by construction.
 
@@ -341,9 +346,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     arrival_s: float
-    priority: int = 0  # smaller runs first, as in vLLM
-    cache_salt: str = ""  # requests share cached blocks only within one salt
-    tenant: Tenant = NO_TENANT
+    terms: Terms = NO_TERMS
     adapter: Adapter | None = None  # None: the base model
     grammar: str | None = None  # in the form that `quire.text.grammar_matcher` compiles
     # After a restart of the engine: what each of the n sequences had already produced.
@@ -351,7 +354,6 @@ class Request:
     # After a restart: samples whose terminal event was already delivered; they are not computed again.
     finished_samples: tuple[int, ...] = ()
     pooling: Pooling | None = None
-    deadline: Deadline | None = None
 
     @property
     def prompt_only(self) -> bool:
@@ -377,8 +379,7 @@ class SampleTiming(NamedTuple):
 class TokenEvent(NamedTuple):
     """Progress of one sequence of a request. The last one of each sequence carries ``finish_reason``.
 
-    One is made per sequence and step, so it is a small named tuple (as in `quire.step`): a frozen dataclass takes six
-    times as long to make.
+    A named tuple, as in `quire.step`: one is made per sequence and step, a frozen dataclass takes six times as long.
     """
 
     request_id: str

@@ -20,19 +20,18 @@ from quire.engine.client import EngineHealth, EngineInfo
 from quire.engine.core import EngineCore
 from quire.engine.messages import CoreCall, Reply
 from quire.engine.output import RequestOutputState
-from quire.engine.prompts import ModelInfo, RenderedChat, prepare_request
+from quire.engine.prompts import NOT_BEGUN, Begun, ModelInfo, RenderedChat, prepare_request
 from quire.engine.stream import RequestStream
 from quire.errors import CapacityError, ConfigError, QuireError, RequestError
 from quire.metrics.engine_stats import EngineStats
 from quire.request import (
-    NO_TENANT,
+    NO_TERMS,
     Adapter,
-    Deadline,
     FinishReason,
     Pooling,
     SampleTiming,
     SamplingParams,
-    Tenant,
+    Terms,
     TokenEvent,
     TokenLogprobs,
 )
@@ -134,19 +133,14 @@ class FakeFrontend:
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         *,
+        terms: Terms = NO_TERMS,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: Tenant = NO_TENANT,
         continues: bool = False,
         adapter: Adapter | None = None,
         pooling: Pooling | None = None,
-        deadline: Deadline | None = None,
-        seed: int | None = None,
-        delivered: Sequence[TokenEvent] = (),
-        elapsed_s: float = 0.0,
+        begun: Begun = NOT_BEGUN,
     ) -> RequestStream:
-        assert not delivered, "a fake goes on with nothing"
+        assert not begun.delivered, "a fake goes on with nothing"
         if self.raises is not None:
             raise self.raises
         if self.state != "ready":
@@ -160,22 +154,22 @@ class FakeFrontend:
             self.model,
             self.tokenizer,
             arrival_s=0.0,
-            seed=7 if seed is None else seed,
+            seed=7 if begun.seed is None else begun.seed,
+            terms=terms,
             adapter=adapter,
             grammar=None if form is None else grammar_source(form),
             pooling=pooling,
-            deadline=deadline,
         )
         output = RequestOutputState(request, self.tokenizer, lambda message: None, continues=continues)
         stream = RequestStream(request.request_id, output, lambda: self._give_up(record))
         kwargs = {
             "request_id": request_id,
-            "priority": priority,
-            "cache_salt": cache_salt,
-            "tenant": tenant.name,
+            "priority": terms.priority,
+            "cache_salt": terms.cache_salt,
+            "tenant": terms.tenant.name,
         }
-        if tenant.weight != 1.0:
-            kwargs["tenant_weight"] = tenant.weight
+        if terms.tenant.weight != 1.0:
+            kwargs["tenant_weight"] = terms.tenant.weight
         record = Submitted(prompt, sampling, kwargs, stream)
         self.submitted.append(record)
         task = asyncio.create_task(self._run(output, stream))

@@ -315,7 +315,7 @@ def test_a_replay_has_the_order_of_its_events(seed: int) -> None:
     generation: Any = SimpleNamespace(state=state, job=job, streams=streams, usage=Usage())
     finished = [Finished() for _ in range(num_prompts)]
     for prompt, metrics in enumerate(finished):
-        events = relayed.of_prompt(prompt, n)["delivered"]
+        events = relayed.of_prompt(prompt, n).delivered
         chunks = [
             OutputChunk(e.sample_index, "a", e.token_ids, finish_reason=e.finish_reason) for e in events
         ]

@@ -14,8 +14,8 @@ from tests.api.asgi_client import Api, error_of
 
 from quire.api.dialects.responses.stored import pending_response
 from quire.api.generation import Generation
-from quire.api.job import Job, cache_salt
-from quire.http.call import Call
+from quire.api.job import Job
+from quire.http.call import Call, cache_salt
 from quire.http.keys import ApiKey, KeyFile, create_key
 from quire.metrics.engine_stats import EngineStats
 from quire.request import SamplingParams

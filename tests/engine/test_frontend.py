@@ -27,7 +27,7 @@ from quire.engine.process import ProcessClient
 from quire.engine.prompts import prepare_request
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import CapacityError, EngineDeadError, ModelLoadError, RequestError
-from quire.request import FinishReason, SamplingParams, ThinkingBudget
+from quire.request import FinishReason, SamplingParams, Terms, ThinkingBudget
 from quire.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.system
@@ -423,8 +423,8 @@ def test_request_that_cannot_be_sent_opens_no_stream() -> None:
         frontend = frontend_over(Supervisor(client, lambda: client, WallClock()))
         await frontend.start()
         with pytest.raises(OverflowError):
-            await frontend.submit("a", GREEDY, priority=2**64)
-        assert [message.priority for message in client.lost] == [2**64]
+            await frontend.submit("a", GREEDY, terms=Terms(priority=2**64))
+        assert [message.terms.priority for message in client.lost] == [2**64]
         assert frontend.num_requests == 0
         await asyncio.wait_for(frontend.drain(30.0), 1)
         await frontend.close()

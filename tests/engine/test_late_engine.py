@@ -12,7 +12,7 @@ from tests.engine.test_frontend import frontend_over
 
 from quire.engine.frontend import Frontend
 from quire.engine.messages import AbortRequest
-from quire.request import Deadline, FinishReason, SamplingParams, TokenEvent
+from quire.request import Deadline, FinishReason, SamplingParams, Terms, TokenEvent
 
 pytestmark = pytest.mark.system
 
@@ -50,7 +50,7 @@ def test_a_total_ends_a_request_of_a_silent_engine() -> None:
 
     async def body(frontend: Frontend) -> None:
         deadline = Deadline(first_token_s=0.2, total_s=0.3)
-        stream = await frontend.submit("x", SamplingParams(n=2, max_tokens=9), deadline=deadline)
+        stream = await frontend.submit("x", SamplingParams(n=2, max_tokens=9), terms=Terms(deadline=deadline))
         for chunk in await stream.collect():
             assert chunk.finish_reason is FinishReason.DEADLINE
             assert chunk.error_kind == "deadline"
@@ -64,7 +64,7 @@ def test_a_total_ends_a_request_of_a_silent_engine() -> None:
 def test_a_first_token_that_does_not_come_ends_a_request() -> None:
     async def body(frontend: Frontend) -> None:
         deadline = Deadline(first_token_s=0.1)
-        stream = await frontend.submit("x", SamplingParams(max_tokens=9), deadline=deadline)
+        stream = await frontend.submit("x", SamplingParams(max_tokens=9), terms=Terms(deadline=deadline))
         (chunk,) = await stream.collect()
         assert chunk.finish_reason is FinishReason.DEADLINE
         assert chunk.error == "deadline_ms.first_token = 100 has passed before the first token."
@@ -74,7 +74,9 @@ def test_a_first_token_that_does_not_come_ends_a_request() -> None:
 
 def test_a_request_that_ends_in_time_leaves_no_timer() -> None:
     async def body(frontend: Frontend) -> None:
-        stream = await frontend.submit("x", SamplingParams(max_tokens=3), deadline=Deadline(5.0, 9.0))
+        stream = await frontend.submit(
+            "x", SamplingParams(max_tokens=3), terms=Terms(deadline=Deadline(5.0, 9.0))
+        )
         timers = list(stream.timers)
         (chunk,) = await stream.collect()
         assert chunk.finish_reason is FinishReason.LENGTH

@@ -17,7 +17,7 @@ from quire.engine.process import decode, encode
 from quire.engine.recording_file import default_folder
 from quire.engine.supervisor import InFlight, RestartPolicy, Supervisor
 from quire.errors import EngineDeadError, ModelLoadError
-from quire.request import FinishReason, Request, SamplingParams, TokenEvent
+from quire.request import FinishReason, Request, SamplingParams, Terms, TokenEvent
 from quire.scheduler.settings import PolicyChange
 
 NO_PAUSE = RestartPolicy(max_restarts=3, backoff_s=0.0)
@@ -291,7 +291,7 @@ def test_what_cannot_be_sent_is_not_recorded() -> None:
     supervisor = Supervisor(StrictClient(die_after=2), clients(StrictClient()), VirtualClock(), NO_PAUSE)
     supervisor.send(request("fine"))
     with pytest.raises(OverflowError):
-        supervisor.send(replace(request("huge"), priority=2**64))
+        supervisor.send(replace(request("huge"), terms=Terms(priority=2**64)))
     assert len(supervisor._record) == 1
     reader = Reader()
     reader.read(supervisor, until=1)
@@ -304,7 +304,7 @@ def test_bad_readmission_fails_alone() -> None:
     fresh = StrictClient()
 
     def restart() -> ScriptedClient:
-        supervisor.send(replace(request("huge", n=2), priority=2**64))
+        supervisor.send(replace(request("huge", n=2), terms=Terms(priority=2**64)))
         supervisor.send(request("late"))
         return fresh
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from quire.request import Adapter, Request, SamplingParams
+from quire.request import Adapter, Request, SamplingParams, Terms
 
 STEP_S = 0.01  # the virtual time of one step
 
@@ -44,8 +44,7 @@ def make_jobs(
             prompt_token_ids=_prompt(rng, vocab, prefixes, jobs, max_prompt),
             sampling=_sampling(rng, vocab, eos, max_output, seed * 10_000 + index),
             arrival_s=now_s,
-            priority=rng.randint(0, 3),
-            cache_salt="" if rng.random() < 0.85 else "tenant-b",
+            terms=Terms(priority=rng.randint(0, 3), cache_salt="" if rng.random() < 0.85 else "tenant-b"),
             adapter=which.choice((None, *adapters)),
         )
         jobs.append(Job(request, rng.randint(1, 25) if rng.random() < 0.12 else None))

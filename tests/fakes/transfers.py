@@ -49,7 +49,7 @@ class FakeTransfers:
         """Let the other side compute the first blocks of a prompt, as another replica would."""
         adapter = "" if request.adapter is None else request.adapter.key
         size, num_groups = self._pages.block_size, len(self._pages.windows)
-        root = root_hash(model_key, size, adapter=adapter, cache_salt=request.cache_salt)
+        root = root_hash(model_key, size, adapter=adapter, cache_salt=request.terms.cache_salt)
         hashes: list[bytes] = []
         extend_chain(hashes, root, request.prompt_token_ids, size)
         states = chain(request.prompt_token_ids, start_state(request.adapter))

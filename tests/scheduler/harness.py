@@ -12,7 +12,7 @@ from tests.fakes.model import FakeModel, fake_tokens
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.request import Request, SamplingParams, TokenEvent
+from quire.request import Request, SamplingParams, Terms, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.step import SeqResult, StepPlan, StepResult
 
@@ -40,8 +40,7 @@ def request(
         tuple(prompt),
         params,
         arrival_s,
-        priority=priority,
-        cache_salt=salt,
+        Terms(priority=priority, cache_salt=salt),
         output_token_ids=outputs,
         finished_samples=finished,
     )

@@ -14,7 +14,7 @@ from quire.scheduler.scheduler import Sleep
 
 
 def due(one: Request, first_s: float | None = None, total_s: float | None = None) -> Request:
-    return replace(one, deadline=Deadline(first_s, total_s))
+    return replace(one, terms=replace(one.terms, deadline=Deadline(first_s, total_s)))
 
 
 def test_the_estimate_is_a_function_of_the_pace_and_the_queue() -> None:

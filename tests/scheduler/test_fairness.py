@@ -16,7 +16,7 @@ from quire.scheduler.settings import PolicyChange
 
 
 def of(tenant: str, one: Request, weight: float = 1.0) -> Request:
-    return replace(one, tenant=Tenant(tenant, weight))
+    return replace(one, terms=replace(one.terms, tenant=Tenant(tenant, weight)))
 
 
 def ended(scheduler: Scheduler, num_requests: int) -> list[str]:

@@ -10,7 +10,7 @@ from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, requ
 
 from quire.cost.cost_model import CostModel, Curve, StepTime
 from quire.errors import ConfigError
-from quire.request import Deadline, TokenEvent
+from quire.request import Deadline, Terms, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.settings import PolicyChange
 
@@ -212,7 +212,7 @@ def test_a_short_request_is_not_refused_for_long_prompts(num_prompt: int) -> Non
             scheduler, now = under_long_prompts(long_prefill_token_threshold=threshold, **settings)
             short = request("short", num_prompt, arrival_s=now)
             if how == "deadline":
-                short = replace(short, deadline=Deadline(limit_s, None))
+                short = replace(short, terms=Terms(deadline=Deadline(limit_s, None)))
             refused = [event.error for event in scheduler.add(short, now)]
             assert (not refused) == accepts, refused
             if accepts:

@@ -95,7 +95,7 @@ def test_a_change_of_order_reorders_those_who_wait() -> None:
 
 
 def due(one: Request, first_s: float | None = None, total_s: float | None = None) -> Request:
-    return replace(one, deadline=Deadline(first_s, total_s))
+    return replace(one, terms=replace(one.terms, deadline=Deadline(first_s, total_s)))
 
 
 def paced(**config: object) -> Engine:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.scheduler.harness import Engine, make_scheduler, request, step
 
-from quire.request import Deadline
+from quire.request import Deadline, Terms
 
 
 def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
@@ -50,7 +50,7 @@ def test_the_time_told_is_the_wait_of_the_whole_queue() -> None:
 def test_a_restarted_request_is_never_rejected_for_now() -> None:
     scheduler = make_scheduler(max_queue=1, max_ttft_s=0.001)
     for i in range(4):
-        before = replace(request(f"r{i}", outputs=((),)), deadline=Deadline(0.001, None))
+        before = replace(request(f"r{i}", outputs=((),)), terms=Terms(deadline=Deadline(0.001, None)))
         assert scheduler.add(before, 0.0) == []
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.scheduler.harness import Engine, make_scheduler, oracle, request
 
-from quire.request import Deadline, Request, Tenant
+from quire.request import Deadline, Request, Tenant, Terms
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.settings import PolicyChange
 from quire.scheduler.state import SchedulerState
@@ -72,8 +72,8 @@ def test_settings_turn_policies_on(config: dict[str, Any], on: set[str]) -> None
     ("change", "on"),
     [
         (lambda one: one, set()),
-        (lambda one: replace(one, tenant=Tenant("t")), {"fair"}),
-        (lambda one: replace(one, deadline=Deadline(total_s=9.0)), {"deadlines", "overload"}),
+        (lambda one: replace(one, terms=Terms(Tenant("t"))), {"fair"}),
+        (lambda one: replace(one, terms=Terms(deadline=Deadline(total_s=9.0))), {"deadlines", "overload"}),
         (lambda one: request("beams", n=2, use_beam_search=True, temperature=0.0), {"beams"}),
     ],
     ids=["plain", "tenant", "deadline", "beams"],
@@ -120,7 +120,9 @@ def test_the_policy_of_the_how_to() -> None:
     exec(call, module | {"scheduler": scheduler})
     engine = Engine(scheduler)
     asked = [
-        replace(request(f"{tenant}{i}"), tenant=Tenant(tenant)) for tenant in ("a", "b") for i in range(4)
+        replace(request(f"{tenant}{i}"), terms=Terms(Tenant(tenant)))
+        for tenant in ("a", "b")
+        for i in range(4)
     ]
     engine.put(asked)
     most = Counter[str]()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.scheduler.harness import answer, make_scheduler, request, rows_of, step
 
-from quire.request import Deadline, Tenant
+from quire.request import Deadline, Tenant, Terms
 from quire.scheduler.policies.fair import DECODE, PREFILL, RESIDENCY
 from quire.scheduler.policies.order import AGING_S
 from quire.scheduler.scheduler import Scheduler
@@ -50,7 +50,7 @@ def test_a_prompt_is_charged_once_to_its_tenant() -> None:
     scheduler = make_scheduler(num_blocks=7, max_num_seqs=2, order="fair", caching=False)
     tenant = Tenant("t", 2.0)
     for name in ("a", "b"):
-        scheduler.add(replace(request(name, 8, max_tokens=12), tenant=tenant), 0.0)
+        scheduler.add(replace(request(name, 8, max_tokens=12), terms=Terms(tenant)), 0.0)
     step(scheduler)
     served = scheduler._state.policies.turn_on("fair").shares._served
     assert served[tenant] == 2 * PREFILL * 8 / tenant.weight
@@ -79,7 +79,7 @@ def test_the_first_of_two_limits_ranks_a_deadline() -> None:
         ("both", Deadline(5.0, 20.0)),
         ("first", Deadline(7.0)),
     ):
-        scheduler.add(replace(request(name), deadline=limit), 0.0)
+        scheduler.add(replace(request(name), terms=Terms(deadline=limit)), 0.0)
     assert ends(scheduler) == ["both", "first", "total"]
 
 

@@ -257,7 +257,7 @@ class Driver:
         got, expected = sample.token_ids, sample.expected
         assert got == expected[: len(got)], f"{got} is not a prefix of {expected}: {sample.request}"
         self.seen[f"end {reason}"] += 1
-        deadline = sample.request.deadline
+        deadline = sample.request.terms.deadline
         if deadline is not None and deadline.total_s is not None:
             slack_s = (self.scenario.max_in_flight + 1.5) * STEP_S
             assert sample.ended_s <= sample.request.arrival_s + deadline.total_s + slack_s
@@ -273,7 +273,7 @@ class Driver:
                     or self.seen["deaths"]
                 )
             if end.error_kind == "hopeless":
-                assert sample.request.deadline is not None
+                assert sample.request.terms.deadline is not None
                 assert not sample.request.output_token_ids
                 assert end.retry_after_s > 0
         elif reason is FinishReason.ABORT:
@@ -298,7 +298,7 @@ class Driver:
 
     def _check_late(self, sample: Sample) -> None:
         """It has a deadline, and it was ended at the first step after it, not before it."""
-        deadline, end = sample.request.deadline, sample.ends[0]
+        deadline, end = sample.request.terms.deadline, sample.ends[0]
         assert deadline is not None
         assert end.error_kind == "deadline"
         which = "total" if "deadline_ms.total" in (end.error or "") else "first_token"

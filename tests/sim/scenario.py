@@ -10,7 +10,7 @@ from tests.fakes.model import FakeModel, fake_tokens
 from tests.scheduler.plain_search import plain_search
 
 from quire.config import GATES, ORDERS, CacheConfig, SchedulerConfig
-from quire.request import Adapter, Deadline, Request, SamplingParams
+from quire.request import Adapter, Deadline, Request, SamplingParams, Terms
 
 ADAPTERS = tuple(Adapter(name, f"/adapters/{name}", f"key of {name}", 8) for name in "abcde")
 EOS = 7
@@ -221,11 +221,10 @@ class RequestMaker:
             prompt,
             sampling,
             arrival_s=now,
-            priority=rng.randrange(3),
-            cache_salt="salt" if rng.random() < 0.1 else "",
+            terms=Terms(priority=rng.randrange(3), cache_salt="salt" if rng.random() < 0.1 else ""),
             adapter=rng.choice(ADAPTERS) if rng.random() < scenario.adapter_rate else None,
-            deadline=self._deadline(),
         )
+        request = with_deadline(request, self._deadline())
         self._turns = [*self._turns[-3:], prompt + tuple(expected_output(request, 0, scenario)[0])]
         kind = self._kinds.random()
         if kind < 0.07:
@@ -249,9 +248,9 @@ class RequestMaker:
             stop_token_ids=before.stop_token_ids,
             eos_token_ids=before.eos_token_ids,
         )
-        limits = request.deadline  # of the first token there is none to miss before the end
+        limits = request.terms.deadline  # of the first token there is none to miss before the end
         deadline = None if limits is None else Deadline(None, limits.total_s or limits.first_token_s)
-        return replace(request, sampling=sampling, adapter=None, deadline=deadline)
+        return with_deadline(replace(request, sampling=sampling, adapter=None), deadline)
 
     def _deadline(self) -> Deadline | None:
         if self._rng.random() >= self._scenario.deadline_rate:
@@ -272,13 +271,15 @@ class RequestMaker:
             request.prompt_token_ids,
             request.sampling,
             request.arrival_s,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            adapter=request.adapter,
-            deadline=request.deadline,
+            request.terms,
+            request.adapter,
             output_token_ids=tuple(outputs),
             finished_samples=tuple(finished),
         )
+
+
+def with_deadline(request: Request, deadline: Deadline | None) -> Request:
+    return replace(request, terms=replace(request.terms, deadline=deadline))
 
 
 def expected_output(request: Request, sample_index: int, scenario: Scenario) -> tuple[list[int], str]:

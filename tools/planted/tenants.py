@@ -175,7 +175,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tenants-server-salt-chosen",
         "a client without a tenant can choose the salt of one",
-        "src/quire/api/job.py",
+        "src/quire/http/call.py",
         r'if group or "\n" in given else given',
         "if group else given",
         ("tests/api/test_api_tenants.py",),

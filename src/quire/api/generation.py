@@ -22,7 +22,7 @@ from quire.api.state import ApiState
 from quire.api.timing import spans_of, timing_of
 from quire.api.whole_answer import GOOD_ENDS, whole_choices
 from quire.engine.output import OutputChunk
-from quire.engine.prompts import RequestOptions
+from quire.engine.prompts import NOT_BEGUN, Begun
 from quire.engine.stream import RequestStream
 from quire.errors import QuireError, RequestError
 from quire.http.body import Headers, send_json
@@ -31,7 +31,7 @@ from quire.http.events import STREAM_HEADERS
 from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
 from quire.metrics.log import Log
 from quire.metrics.server import RequestMetrics
-from quire.request import NO_TENANT, FinishReason
+from quire.request import FinishReason
 
 if TYPE_CHECKING:
     from quire.api.relayed import Relayed
@@ -154,8 +154,8 @@ class Generation:
             "prompt_tokens": self.usage.prompt_tokens,
             "completion_tokens": self.usage.completion_tokens,
             "stream": self.job.answer.streamed and not self.job.in_background,
-            "priority": self.job.options.get("priority", 0),
-            "tenant": self.job.options.get("tenant", NO_TENANT).name,
+            "priority": self.job.terms.priority,
+            "tenant": self.job.terms.tenant.name,
         }
 
     def check_end(self, chunk: OutputChunk) -> None:
@@ -280,7 +280,6 @@ class PromptStreams:
         is_alone = len(job.prompts) == 1
         model = job.answer.head.model
         adapter = None if model in state.model.names else state.adapter_of(model)
-        options: RequestOptions = {**job.options, "adapter": adapter, "pooling": job.pooling}
         try:
             for i, prompt in enumerate(job.prompts):
                 if job.truncate_to is not None:
@@ -296,9 +295,11 @@ class PromptStreams:
                     prompt,
                     job.sampling,
                     request_id=job.answer.head.id + ("" if is_alone else f"-{i}"),
+                    terms=job.terms,
                     continues=job.continues,
-                    **options,
-                    **({} if self._call.answer is None else self._named(self._call.answer, i)),
+                    adapter=adapter,
+                    pooling=job.pooling,
+                    begun=NOT_BEGUN if self._call.answer is None else self._begun(self._call.answer, i),
                 )
                 stream.merges = self._merges
                 self._start(stream)
@@ -311,11 +312,11 @@ class PromptStreams:
                 raise RequestError(message, param=job.prompt_param, code=error.code) from None
             raise
 
-    def _named(self, answer: AnswerName, prompt: int) -> dict[str, Any]:
-        """Return what an answer that has a name already gives `Frontend.submit` for one prompt."""
+    def _begun(self, answer: AnswerName, prompt: int) -> Begun:
+        """Return what an answer that has a name already says of one prompt."""
         if self._relayed is not None:
             return self._relayed.of_prompt(prompt, self._job.sampling.n)
-        return {"seed": answer.seed_of(prompt)}
+        return Begun(answer.seed_of(prompt))
 
     def _start(self, stream: RequestStream) -> None:
         state, sampling, num_tokens = self._state, self._job.sampling, len(stream.prompt_token_ids)

@@ -21,12 +21,11 @@ from quire.api.fields import (
 )
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
-from quire.engine.prompts import RequestOptions
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.call import Call
 from quire.http.refusals import LATEST, Refusal
 from quire.http.wire import parse
-from quire.request import Pooling, SamplingParams, Tenant
+from quire.request import NO_TERMS, Pooling, SamplingParams, Terms
 from quire.structured_outputs import StructuredOutputsParams
 
 _encode = msgspec.json.Encoder().encode
@@ -165,8 +164,7 @@ class Job:
     prompts: Sequence[str | Sequence[int]]
     sampling: SamplingParams
     answer: Answer
-    # What the edge says of it and the core reads, passed on as it is. The tenant is, without one, the client's user.
-    options: RequestOptions = field(default_factory=RequestOptions)
+    terms: Terms = NO_TERMS
     owner: str = ""  # the tenant alone: it may read the answer
     continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
@@ -192,32 +190,19 @@ def common_fields(request: RequestFields, call: Call, ignored: list[str] | None)
     Raises:
         RequestError: a deadline that is wrong.
     """
-    salt = request.cache_salt
-    options: RequestOptions = {
-        "priority": request.priority if call.priority is None else call.priority,
-        "cache_salt": cache_salt(call.salt_group, salt) if salt or call.tenant or call.cache_group else "",
-        "tenant": Tenant(call.tenant or getattr(request, "user", ""), call.weight),
-    }
     limit = getattr(request, "deadline_ms", None)
-    if limit is not None:
-        options["deadline"] = deadline_of(limit, ignored)
     return {
-        "options": options,
+        "terms": call.terms(
+            user=getattr(request, "user", ""),
+            priority=request.priority,
+            salt=request.cache_salt,
+            deadline=None if limit is None else deadline_of(limit, ignored),
+        ),
         "owner": call.tenant,
         "client_request_id": request.request_id or getattr(request, "rid", None),
         "truncate_to": getattr(request, "truncate_prompt_tokens", None),
         "timing": getattr(request, "timing", False),
     }
-
-
-def cache_salt(group: str, given: str) -> str:
-    """Return the salt of a request whose tenant shares cached blocks within ``group``; "": it has no tenant.
-
-    Tenants share no cached blocks: the time to a first token would tell what another one has asked. No client can
-    choose a salt that ends up as that of another group: a group's begins with its name and a line's end, and a salt
-    without a group that has one is moved behind an empty name.
-    """
-    return f"{group}\n{given}" if group or "\n" in given else given
 
 
 def stream_options(request: GenerationFields, ignored: list[str] | None = None) -> StreamOptions | None:

@@ -54,7 +54,7 @@ def telling_blocks(
             adapter = state.adapter_of(job.answer.head.model)
             value = piece_blocks(
                 body, int(asked), rendered, streams.token_ids()[0], state.frontend.tokenizer, cache,
-                adapter=adapter.key if adapter is not None else "", cache_salt=job.options.get("cache_salt", ""),
+                adapter=adapter.key if adapter is not None else "", cache_salt=job.terms.cache_salt,
             )  # fmt: skip
             message["headers"] = [*message["headers"], (BLOCKS_HEADER.encode(), value)]
         await send(message)

@@ -23,6 +23,7 @@ import msgspec
 from starlette.types import Scope
 
 from quire.engine.output import OutputChunk
+from quire.engine.prompts import Begun
 from quire.errors import RequestError, clip
 from quire.http.account import has_gateway_key
 from quire.http.body import header
@@ -90,19 +91,15 @@ class Relayed:
     def cached_tokens(self) -> int:
         return max((part.cached_tokens for part in self.delivered), default=0)
 
-    def of_prompt(self, prompt: int, n: int) -> dict[str, Any]:
-        """Return what `Frontend.submit` gets of it for one prompt of the request."""
+    def of_prompt(self, prompt: int, n: int) -> Begun:
+        """Return what of it belongs to one prompt of the request."""
         first = prompt * n
         events = [
             TokenEvent("", part.choice - first, part.token_ids, part.logprobs, part.finish_reason, part.stop_token_id)
             for part in self.delivered
             if first <= part.choice < first + n
         ]  # fmt: skip
-        return {
-            "seed": self.answer.seed_of(prompt),
-            "delivered": events,
-            "elapsed_s": self.elapsed_s,
-        }
+        return Begun(self.answer.seed_of(prompt), events, self.elapsed_s)
 
 
 def resumes(scope: Scope, key: str | None) -> bool:

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Literal
 
 from quire.clock import Clock
 from quire.engine.adapters import AdapterRegistry
@@ -30,12 +30,12 @@ from quire.engine.client import Calls, EngineClient, EngineInfo
 from quire.engine.continued import continued
 from quire.engine.messages import CoreCall, Reply
 from quire.engine.output import RequestOutputState
-from quire.engine.prompts import SEED_BITS, ModelInfo, Prompts, RequestOptions, prepare_request
+from quire.engine.prompts import NOT_BEGUN, SEED_BITS, Begun, ModelInfo, Prompts, prepare_request
 from quire.engine.stream import OpenStreams, RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import Request, SamplingParams, TokenEvent
+from quire.request import NO_TERMS, Adapter, Pooling, Request, SamplingParams, Terms, TokenEvent
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -123,20 +123,19 @@ class Frontend:
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         *,
+        terms: Terms = NO_TERMS,
         request_id: str | None = None,
         continues: bool = False,
-        seed: int | None = None,
-        delivered: Sequence[TokenEvent] = (),
-        elapsed_s: float = 0.0,
-        **options: Unpack[RequestOptions],
+        adapter: Adapter | None = None,
+        pooling: Pooling | None = None,
+        begun: Begun = NOT_BEGUN,
     ) -> RequestStream:
         """Start a request. A string is tokenized with what the model expects around a text (BOS).
 
         ``pooling``: nothing is generated; the only chunk carries what is pooled from the prompt. ``continues``: the
         output continues the prompt's text, as a completion does; an answer to a chat begins a new text.
 
-        ``seed``: where ``sampling`` gives none. ``delivered``: what another server, where the request arrived
-        ``elapsed_s`` ago, has sent of the answer, which goes on behind it.
+        ``begun``: of an answer that goes on behind what was sent of it.
         A request that the engine rejects (queue full, can never fit) ends with its first chunk: `FinishReason.ERROR`.
 
         Raises:
@@ -145,7 +144,7 @@ class Frontend:
             EngineDeadError: the engine is gone (503).
         """
         self._check_open()
-        arrival_s = self._clock.now() - elapsed_s
+        arrival_s = self._clock.now() - begun.elapsed_s
         name = request_id or f"req-{secrets.token_hex(8)}"
         self._num_submitted += 1
         form = sampling.structured_outputs
@@ -162,12 +161,14 @@ class Frontend:
             self.model,
             self.tokenizer,
             arrival_s=arrival_s,
-            seed=self._new_seed() if seed is None else seed,
+            seed=self._new_seed() if begun.seed is None else begun.seed,
+            terms=terms,
             grammar=grammar,
-            **options,
+            adapter=adapter,
+            pooling=pooling,
         )
         self._check_open()  # tokenizing and checking the grammar may have taken a while
-        return self._open(name, request, delivered, continues=continues)
+        return self._open(name, request, begun.delivered, continues=continues)
 
     def _open(
         self, name: str, request: Request, delivered: Sequence[TokenEvent], *, continues: bool

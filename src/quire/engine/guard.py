@@ -25,7 +25,7 @@ from quire.engine.recording_file import default_folder, keep
 from quire.errors import EngineDeadError
 from quire.metrics.log import Log
 from quire.models.fingerprint import code_digest
-from quire.request import FinishReason, Request, SamplingParams, TokenEvent
+from quire.request import FinishReason, Request, SamplingParams, Terms, TokenEvent
 
 NUM_PROMPT, NUM_OUTPUT = 24, 8  # tokens
 FILE = "golden.json"  # in a model folder: {"prompt": […], "ids": {setup: […]}}
@@ -68,7 +68,7 @@ class GoldenPrompt:
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT).resolve(
             seed=0, max_tokens=NUM_OUTPUT, eos_token_ids=(), bad_words_token_ids=()
         )
-        request = Request(name, tuple(self._prompt), sampling, self._clock.now(), cache_salt=name)
+        request = Request(name, tuple(self._prompt), sampling, self._clock.now(), Terms(cache_salt=name))
         client.send(request)
 
     def look(self, client: EngineClient, events: list[TokenEvent]) -> list[TokenEvent]:

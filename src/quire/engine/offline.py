@@ -25,7 +25,7 @@ from quire.engine.output import OutputChunk, RequestOutputState, merge
 from quire.engine.prompts import SEED_BITS, prepare_request
 from quire.engine.results import RequestOutput, request_output
 from quire.errors import ConfigError
-from quire.request import Request, SamplingParams
+from quire.request import Adapter, Pooling, Request, SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.grammar_checker import GrammarChecker
@@ -123,8 +123,13 @@ class OfflineEngine:
     ) -> None:
         self.close()
 
-    def _request(self, ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Request:
-        """Build a request; ``options``: `RequestOptions`."""
+    def _request(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: Adapter | None = None,
+        pooling: Pooling | None = None,
+    ) -> Request:
         request_id = str(self._num_requests)
         self._num_requests += 1
         form, grammar = sampling.structured_outputs, None
@@ -143,7 +148,8 @@ class OfflineEngine:
             arrival_s=self._clock.now(),
             seed=self._seeds.getrandbits(SEED_BITS),
             grammar=grammar,
-            **options,
+            adapter=adapter,
+            pooling=pooling,
         )
 
     def _run(

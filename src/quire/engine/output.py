@@ -232,7 +232,7 @@ class RequestOutputState:
 
     def missed(self, name: str) -> list[TokenEvent]:
         """Return the terminal events of the open samples that have missed the limit ``name`` of the deadline."""
-        deadline = self.request.deadline
+        deadline = self.request.terms.deadline
         assert deadline is not None
         return [
             TokenEvent(

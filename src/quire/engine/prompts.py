@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.errors import ModelLoadError, RequestError, clip
 from quire.http.limits import TEXT_CHARACTERS, too_many
-from quire.request import Adapter, Deadline, Pooling, Request, SamplingParams, Tenant
+from quire.request import NO_TERMS, Adapter, Pooling, Request, SamplingParams, Terms, TokenEvent
 from quire.text.chat_template import ChatTemplate, over_limit
 from quire.text.tokenizer import Tokenizer
 
@@ -31,15 +31,15 @@ INLINE_ELEMENTS = 256  # messages or texts; a few times as many tokens
 SEED_BITS = 53
 
 
-class RequestOptions(TypedDict, total=False):
-    """The fields of a `Request` that the edge sets and nothing on the way to the core reads; see there."""
+class Begun(NamedTuple):
+    """An answer that has begun elsewhere, or has a name there: what goes on behind it must be equal."""
 
-    priority: int
-    cache_salt: str
-    tenant: Tenant
-    adapter: Adapter | None
-    pooling: Pooling | None
-    deadline: Deadline | None
+    seed: int | None = None  # where the sampling gives none
+    delivered: Sequence[TokenEvent] = ()  # events that its client has
+    elapsed_s: float = 0.0  # since the request arrived there
+
+
+NOT_BEGUN = Begun()
 
 
 def prepare_request(
@@ -51,8 +51,10 @@ def prepare_request(
     *,
     arrival_s: float,
     seed: int,
+    terms: Terms = NO_TERMS,
     grammar: str | None = None,
-    **options: Unpack[RequestOptions],
+    adapter: Adapter | None = None,
+    pooling: Pooling | None = None,
 ) -> Request:
     """Return the request as the core sees it. ``seed`` is used where ``sampling`` gives none.
 
@@ -63,7 +65,7 @@ def prepare_request(
     """
     assert (grammar is None) == (sampling.structured_outputs is None)
     max_tokens = _max_tokens(
-        len(prompt_token_ids), sampling, model.max_model_len, prompt_only=options.get("pooling") is not None
+        len(prompt_token_ids), sampling, model.max_model_len, prompt_only=pooling is not None
     )
     ids = tuple(prompt_token_ids)
     check_token_ids("prompt", ids, model.vocab_size)
@@ -84,7 +86,7 @@ def prepare_request(
         eos_token_ids=model.eos_token_ids,
         bad_words_token_ids=bad_words,
     )
-    return Request(request_id, ids, resolved, arrival_s, grammar=grammar, **options)
+    return Request(request_id, ids, resolved, arrival_s, terms, adapter, grammar, pooling=pooling)
 
 
 def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:

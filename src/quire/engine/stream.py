@@ -156,10 +156,11 @@ class OpenStreams:
         self._open[request_id] = stream
         self._idle.clear()
         request = stream.output.request
-        if request.deadline is None:
+        deadline = request.terms.deadline
+        if deadline is None:
             return
         loop, begin_s = asyncio.get_running_loop(), request.arrival_s - now_s + DEADLINE_GRACE_S
-        limits = ("first_token", request.deadline.first_token_s), ("total", request.deadline.total_s)
+        limits = ("first_token", deadline.first_token_s), ("total", deadline.total_s)
         for name, limit_s in limits:
             if limit_s is not None:
                 delay_s = max(0.0, begin_s + limit_s)

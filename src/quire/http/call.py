@@ -15,6 +15,7 @@ from starlette.types import Scope
 
 from quire.errors import RequestError, clip
 from quire.http.account import Account
+from quire.request import Deadline, Tenant, Terms
 
 if TYPE_CHECKING:
     from quire.http.keys import ApiKey
@@ -80,6 +81,15 @@ class Call:
         """Within which its cached blocks are shared."""
         return self.cache_group or self.tenant
 
+    def terms(self, *, user: str, priority: int, salt: str, deadline: Deadline | None) -> Terms:
+        """Return the terms of the request with what its body says. ``user`` is the tenant of a call without one."""
+        return Terms(
+            Tenant(self.tenant or user, self.weight),
+            priority if self.priority is None else self.priority,
+            cache_salt(self.salt_group, salt) if salt or self.tenant or self.cache_group else "",
+            deadline,
+        )
+
     def kept(self) -> dict[str, Any]:
         """Return for whom it runs as values of JSON, for `of_kept` after a restart."""
         key = self.key
@@ -101,6 +111,16 @@ class Call:
 
 
 _NONE = Call()
+
+
+def cache_salt(group: str, given: str) -> str:
+    """Return the salt of a request whose tenant shares cached blocks within ``group``; "": it has no tenant.
+
+    Tenants share no cached blocks: the time to a first token would tell what another one has asked. No client can
+    choose a salt that ends up as that of another group: a group's begins with its name and a line's end, and a salt
+    without a group that has one is moved behind an empty name.
+    """
+    return f"{group}\n{given}" if group or "\n" in given else given
 
 
 def call_of(scope: Scope) -> Call:

@@ -23,7 +23,8 @@ class Admission:
         assert request.prompt_token_ids, "a request has at least one token"
         indexes = [i for i in range(sampling.num_samples) if i not in request.finished_samples]
         state.counters.num_requests += 1
-        if request.deadline is not None or request.tenant != NO_TENANT or sampling.use_beam_search:
+        terms = request.terms
+        if terms.deadline is not None or terms.tenant != NO_TENANT or sampling.use_beam_search:
             for name in wanted_by_request(request):
                 state.policies.turn_on(name)
         refusal = self._refusal(request, now)

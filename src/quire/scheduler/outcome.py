@@ -146,7 +146,7 @@ class Outcome:
                 seq.ttft_s = now - seq.group.request.arrival_s
                 if seq.group.predicted_s:
                     state.predictor.note_ttft(seq.group.predicted_s, seq.ttft_s)
-            if seq.group.request.deadline is not None and seq.misses_first_token:
+            if seq.group.request.terms.deadline is not None and seq.misses_first_token:
                 events.append(state.end_late(seq, "first_token"))
                 return len(token_ids)
         logprobs = result.logprobs and result.logprobs[: len(token_ids)]

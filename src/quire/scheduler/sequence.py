@@ -117,7 +117,7 @@ class Sequence:
     def misses_first_token(self) -> bool:
         """Whether its first token, which just came, came after its limit."""
         request = self.group.request
-        limit_s = None if request.deadline is None else request.deadline.first_token_s
+        limit_s = None if request.terms.deadline is None else request.terms.deadline.first_token_s
         if limit_s is None or request.output_token_ids:
             return False
         return self.ttft_s is not None and self.ttft_s > limit_s

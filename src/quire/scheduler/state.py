@@ -43,7 +43,7 @@ class SchedulerState:
     def new_table(self, request: Request) -> BlockTable:
         """Return an empty table for a sequence of ``request``: its blocks are its adapter's and its salt's alone."""
         adapter = "" if request.adapter is None else request.adapter.key
-        return self.cache.new_table(adapter=adapter, cache_salt=request.cache_salt)
+        return self.cache.new_table(adapter=adapter, cache_salt=request.terms.cache_salt)
 
     def enqueue(self, seq: Sequence) -> None:
         """Let a sequence wait."""
@@ -176,7 +176,7 @@ class SchedulerState:
 
     def end_late(self, seq: Sequence, missed: str) -> TokenEvent:
         """End a sequence that missed the limit named ``missed`` of its deadline."""
-        deadline = seq.group.request.deadline
+        deadline = seq.group.request.terms.deadline
         assert deadline is not None
         text = deadline.missed(missed, len(seq.token_ids) - seq.num_prompt)
         return self.end(seq, FinishReason.DEADLINE, error=text, error_kind="deadline")

@@ -34,17 +34,17 @@ class WaitingQueue:
     def add(self, seq: Sequence) -> None:
         insort(self._entries, (seq.key, seq), key=_rank)
         if self.by_tenant is not None:
-            insort(self.by_tenant.setdefault(seq.group.request.tenant, []), (seq.key, seq), key=_rank)
+            insort(self.by_tenant.setdefault(seq.group.request.terms.tenant, []), (seq.key, seq), key=_rank)
         self.num_tokens += seq.num_prompt
         self.num_bytes += seq.group.num_bytes
 
     def remove(self, seq: Sequence) -> None:
         _remove(self._entries, seq)
         if self.by_tenant is not None:
-            own = self.by_tenant[seq.group.request.tenant]
+            own = self.by_tenant[seq.group.request.terms.tenant]
             _remove(own, seq)
             if not own:
-                del self.by_tenant[seq.group.request.tenant]
+                del self.by_tenant[seq.group.request.terms.tenant]
         self.num_tokens -= seq.num_prompt
         self.num_bytes -= seq.group.num_bytes
 

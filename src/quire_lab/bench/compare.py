@@ -15,7 +15,7 @@ from quire.engine.process import ProcessClient
 from quire.engine.recording_file import about
 from quire.engine.request_log import RecordedRequest, RecordedSample, read_requests
 from quire.errors import ConfigError
-from quire.request import FinishReason, Request
+from quire.request import FinishReason, Request, Terms
 
 MAX_PAUSE_S = 1.0  # seconds idle; longer pauses of the recording are shortened
 LEAST_S = 0.001  # a median that grows by less is no drift
@@ -70,7 +70,7 @@ def compare(client: EngineClient, path: Path, clock: Clock) -> tuple[dict[str, s
     comparable = [request for request in recorded if any(sample.token_ids for sample in request.samples)]
     if not comparable:
         raise ConfigError(f"{path} has no request with tokens: there is nothing to compare")
-    first = replace(comparable[0], request=replace(comparable[0].request, cache_salt="warm-up"))
+    first = replace(comparable[0], request=replace(comparable[0].request, terms=Terms(cache_salt="warm-up")))
     # The first steps of an engine take longer, and the recorded server had served before.
     _run(client, [first], clock)
     got = _run(client, comparable, clock)
@@ -126,7 +126,13 @@ def _again(recorded: RecordedRequest, name: str, now_s: float) -> Request:
         longest = max(len(sample.token_ids) for sample in recorded.samples)
         most = longest if sampling.max_tokens is None else min(longest, sampling.max_tokens)
         sampling = replace(sampling, max_tokens=most)
-    return replace(request, request_id=name, sampling=sampling, arrival_s=now_s, deadline=None)
+    return replace(
+        request,
+        request_id=name,
+        sampling=sampling,
+        arrival_s=now_s,
+        terms=replace(request.terms, deadline=None),
+    )
 
 
 def _differences(recorded: RecordedRequest, got: RecordedRequest) -> list[str]:

@@ -61,9 +61,9 @@ def wanted_by_config(config: SchedulerConfig, start: SchedulerConfig) -> set[str
 def wanted_by_request(request: Request) -> set[str]:
     """Return the policies that ``request`` needs, beyond those of the settings."""
     on = {
-        "fair": request.tenant is not NO_TENANT and request.tenant != NO_TENANT,
-        "deadlines": request.deadline is not None,
-        "overload": request.deadline is not None,
+        "fair": request.terms.tenant is not NO_TENANT and request.terms.tenant != NO_TENANT,
+        "deadlines": request.terms.deadline is not None,
+        "overload": request.terms.deadline is not None,
         "beams": request.sampling.use_beam_search,
     }
     return {name for name, is_on in on.items() if is_on}

@@ -26,8 +26,8 @@ class Rule(Policy):
 
     def on_add(self, group: RequestState) -> None:
         request = group.request
-        if request.deadline is not None:
-            for limit_s in (request.deadline.first_token_s, request.deadline.total_s):
+        if request.terms.deadline is not None:
+            for limit_s in (request.terms.deadline.first_token_s, request.terms.deadline.total_s):
                 if limit_s is not None:
                     heapq.heappush(self._heap, (request.arrival_s + limit_s, request.request_id))
 
@@ -53,7 +53,7 @@ class Rule(Policy):
 
 def _missed(seq: Sequence, now: float) -> str | None:
     request = seq.group.request
-    deadline = request.deadline
+    deadline = request.terms.deadline
     assert deadline is not None
     total_s, first_s = deadline.total_s, deadline.first_token_s
     if total_s is not None and now >= request.arrival_s + total_s:  # the same sum as in `Rule`

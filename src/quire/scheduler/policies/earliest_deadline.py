@@ -29,7 +29,7 @@ class Rule(Policy):
         """Rank the sequences that cannot meet their limits any more behind all others."""
         state = self._state
         for seq in (*state.running, *state.waiting.first(LOOKAHEAD)):
-            if seq.late or seq.group.request.deadline is None or not self._misses(seq, now):
+            if seq.late or seq.group.request.terms.deadline is None or not self._misses(seq, now):
                 continue
             waits = seq.state is SequenceState.WAITING
             if waits:
@@ -41,7 +41,7 @@ class Rule(Policy):
 
     def _misses(self, seq: Sequence, now: float) -> bool:
         """Tell whether a sequence would miss a limit if all steps from now on had it."""
-        pace, request, deadline = self._state.predictor, seq.group.request, seq.group.request.deadline
+        pace, request, deadline = self._state.predictor, seq.group.request, seq.group.request.terms.deadline
         assert deadline is not None
         num_left = max(0, seq.num_prompt - seq.num_planned) * self._state.counters.uncached_share
         first_s = now - request.arrival_s + max(num_left * pace.prompt_token_s, pace.step_s)
@@ -53,6 +53,6 @@ class Rule(Policy):
 
 def due_s(request: Request, *, has_token: bool) -> float:
     """Return the time of the next limit of ``request``."""
-    deadline = request.deadline or Deadline()
+    deadline = request.terms.deadline or Deadline()
     limits = (deadline.total_s, None if has_token else deadline.first_token_s)
     return request.arrival_s + min((limit for limit in limits if limit is not None), default=UNBOUNDED_S)

@@ -40,7 +40,7 @@ class Rule(Policy):
         self._state, self.shares = state, FairShares()
         state.waiting.group_by_tenant()
         for seq in state.sequences.values():
-            self.shares.join(seq.group.request.tenant)
+            self.shares.join(seq.group.request.terms.tenant)
 
     def budget(self, room: StepRoom) -> None:
         if self._state.config.order == "fair":
@@ -48,7 +48,7 @@ class Rule(Policy):
 
     def on_add(self, group: RequestState) -> None:
         for _ in group.sequences:
-            self.shares.join(group.request.tenant)
+            self.shares.join(group.request.terms.tenant)
 
     def on_start(self, seq: Sequence, forked: bool) -> None:
         if not forked:
@@ -82,7 +82,7 @@ class FairShares:
     def leave(self, seq: Sequence) -> None:
         """A sequence has ended."""
         self._charge_output(seq)
-        tenant = seq.group.request.tenant
+        tenant = seq.group.request.terms.tenant
         self._at_work[tenant] -= 1
         if not self._at_work[tenant]:
             del self._at_work[tenant]
@@ -132,5 +132,5 @@ class FairShares:
         seq.num_charged = total
 
     def _charge(self, seq: Sequence, cost: float) -> None:
-        tenant = seq.group.request.tenant
+        tenant = seq.group.request.terms.tenant
         self._served[tenant] += cost / tenant.weight

@@ -29,7 +29,7 @@ class Rule(Policy):
     def rank(self, seq: Sequence) -> SortKey:
         request, order = seq.group.request, self._state.config.order
         if order == "priority":
-            return (aged_s(request), request.priority, request.arrival_s, seq.seq_id)
+            return (aged_s(request), request.terms.priority, request.arrival_s, seq.seq_id)
         if order == "shortest-first":
             return (seq.num_prompt, request.arrival_s, seq.seq_id)
         return (request.arrival_s, seq.seq_id)
@@ -51,4 +51,4 @@ def aged_s(request: Request) -> float:
     The rank does not depend on the time: of two requests that wait, the difference of their ages stays. A request is
     overtaken only by those that arrive less than `AGING_S` after it per step of priority, so that none starves.
     """
-    return request.arrival_s + AGING_S * min(max(request.priority, -MAX_STEPS), MAX_STEPS)
+    return request.arrival_s + AGING_S * min(max(request.terms.priority, -MAX_STEPS), MAX_STEPS)

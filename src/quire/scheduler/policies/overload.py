@@ -82,10 +82,10 @@ class Rule(Policy):
 
     def _limits(self, request: Request) -> Iterator[tuple[str, str, float]]:
         """Yield (name, error kind, seconds from arrival) of each limit."""
-        if request.deadline is not None:
+        if request.terms.deadline is not None:
             for name, limit_s in (
-                ("first_token", request.deadline.first_token_s),
-                ("total", request.deadline.total_s),
+                ("first_token", request.terms.deadline.first_token_s),
+                ("total", request.terms.deadline.total_s),
             ):
                 if limit_s is not None:
                     yield f"deadline_ms.{name}", "hopeless", limit_s

@@ -72,7 +72,7 @@ async def messages_job(state: ApiState, call: Call, body: Any, ignored: list[str
         ignored.append("metadata.user_id")
     job = await conversation_job(state, call, request, conversation, sampling, "msg_", answer, ignored)
     tenant = Tenant(call.tenant or metadata.user_id, call.weight)
-    return replace(job, options={**job.options, "tenant": tenant})
+    return replace(job, terms=replace(job.terms, tenant=tenant))
 
 
 async def count_tokens(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> dict[str, int]:
