@@ -19,6 +19,7 @@ from planted import (
     rounding,
     row_blocks,
     scheduling,
+    states,
     tenants,
 )
 
@@ -1405,6 +1406,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *TOKENS,
     *rounding.MUTANTS,
     *scheduling.MUTANTS,
+    *states.MUTANTS,
     *adapters.MUTANTS,
     *admission.MUTANTS,
     *edge.MUTANTS,

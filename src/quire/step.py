@@ -1,8 +1,8 @@
 """The waist between core and worker: `StepPlan` down, `StepResult` up.
 
 The worker keeps the state of each sequence (token ids, block tables); a plan is a difference against it. Order of
-effect inside a step: ``gone`` → ``kv_moves`` in list order → ``adapter_moves`` → ``new_seqs`` → ``transfers`` begin →
-forward over ``seqs``.
+effect inside a step: ``gone`` → ``kv_moves``, then ``state_moves``, in list order → ``adapter_moves`` → ``new_seqs`` →
+``transfers`` begin → forward over ``seqs``.
 
 `SeqPlan` and `SeqResult` are made once per sequence and step, so they are named tuples: immutable like the frozen
 dataclasses beside them, and cheaper to make.
@@ -24,6 +24,13 @@ class KvMove(NamedTuple):
 
     src_block_id: int
     dst_block_id: int
+
+
+class StateMove(NamedTuple):
+    """Copy the recurrent state of all layers from one slot to another: a checkpoint is loaded, or a sequence forked."""
+
+    src_slot: int
+    dst_slot: int
 
 
 class TransferBlock(NamedTuple):
@@ -84,6 +91,7 @@ class NewSeq:
     grammar: str | None = None  # source text, as `Request.grammar`
     prompt_logprobs: int | None = None  # alternatives per prompt token; None: none, or sent
     pooling: Pooling | None = None
+    state_slot: int = -1  # where its recurrent state lies; −1: no layer has one
 
     @property
     def prompt_only(self) -> bool:
@@ -128,6 +136,8 @@ class SeqPlan(NamedTuple):
     num_draft_tokens: int = 0  # scheduled tokens that are drafts, known to the worker
     max_next_drafts: int = 0  # how many drafts the worker may propose for the next step
     forced_token_ids: tuple[int, ...] = ()  # overrides the worker's last id (beams)
+    # (tokens of this chunk, slot): the recurrent state after so many of them is also written into that slot.
+    checkpoints: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_known_tokens(self) -> int:
@@ -144,6 +154,7 @@ class StepPlan:
     seqs: tuple[SeqPlan, ...] = ()
     gone: tuple[int, ...] = ()  # seq_ids whose state the worker drops first
     kv_moves: tuple[KvMove, ...] = ()
+    state_moves: tuple[StateMove, ...] = ()
     adapter_moves: tuple[AdapterMove, ...] = ()
     transfers: tuple[KvTransfer, ...] = ()
     max_draft_paths: int = 1  # paths per sequence's tree of drafts; 1: a chain

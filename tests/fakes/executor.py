@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tests.fakes.adapters import FakeAdapters
 from tests.fakes.kv import FakePages, WorkerSeq
 from tests.fakes.model import MASK, FakeModel, next_state
+from tests.fakes.states import FakeStates
 from tests.fakes.transfers import FakeTransferRates, FakeTransfers
 
 from quire.config import CacheConfig
@@ -50,6 +51,7 @@ class _Outstanding(NamedTuple):
     raises: bool
     clean: bool  # nothing in it failed
     uses: dict[int, set[tuple[int, int]]]  # block id -> (seq_id, epoch) that read or write it
+    slots: dict[int, tuple[int, int]]  # state slot -> (seq_id, epoch) that writes it
 
 
 class FakeExecutor:
@@ -82,6 +84,7 @@ class FakeExecutor:
         self.transfers = FakeTransfers(self._pages, transfers or FakeTransferRates(), self.violations)
         self._seqs: dict[int, WorkerSeq] = {}
         self._adapters = FakeAdapters()
+        self._states = FakeStates(cache_config.states)
         self._out: deque[_Outstanding] = deque()
 
     @property
@@ -97,7 +100,7 @@ class FakeExecutor:
         raises = self._happens(self._faults.collect_raises)
         failed = {p.seq_id for p in plan.seqs if self._happens(self._faults.seq_error)}
         if raises or self._happens(self._faults.step_error):
-            self._out.append(_Outstanding(self._fail(plan), raises, False, {}))
+            self._out.append(_Outstanding(self._fail(plan), raises, False, {}, {}))
         else:
             self._out.append(self._compute(plan, failed))
 
@@ -138,6 +141,9 @@ class FakeExecutor:
         self._begin(plan, clean)
         work = [(p, seq) for p in plan.seqs if (seq := self._accept(p, clean)) is not None]
         # A row may read what another sequence writes in this step: write first, whoever starts earlier first.
+        slots = self._states.written([p for p, _ in work], self._seqs)
+        if clean:
+            self.violations += self._states.reused(plan, slots, [out.slots for out in self._out])
         for p, seq in sorted(work, key=lambda item: item[0].num_computed_tokens):
             start, end = p.num_computed_tokens, p.num_computed_tokens + p.num_scheduled_tokens
             if self.max_in_flight > 1:
@@ -147,6 +153,9 @@ class FakeExecutor:
             self._pages.write(seq, start, end)
             if p.seq_id in failed:
                 self._pages.spoil_rows(seq, start, end)
+            wrong = self._states.advance(p, seq, fails=p.seq_id in failed)
+            if wrong:
+                self._note(clean, wrong)
             self.num_rows += p.num_scheduled_tokens
         accepted = {p.seq_id for p, _ in work}
         results = tuple(
@@ -156,12 +165,13 @@ class FakeExecutor:
             for p in plan.seqs
         )
         result = StepResult(plan.step, results)
-        return _Outstanding(result, False, not failed, uses)
+        return _Outstanding(result, False, not failed, uses, slots)
 
     def _fail(self, plan: StepPlan) -> StepResult:
         """Half of the step happened: nothing of it can be trusted."""
         for move in plan.kv_moves:
             self._pages.spoil(move.dst_block_id)
+        self._states.spoil(slot for move in plan.state_moves for slot in move[1:])
         self._adapters.take_in(plan, self._seqs, self._num_groups)
         for p in plan.seqs:
             seq = self._accept(p, clean=False)
@@ -169,6 +179,7 @@ class FakeExecutor:
                 self._pages.spoil_rows(
                     seq, p.num_computed_tokens, p.num_computed_tokens + p.num_scheduled_tokens
                 )
+                self._states.spoil(self._states.written([p], self._seqs))
             self._seqs.pop(p.seq_id, None)
         return StepResult(plan.step, error="injected: the step failed")
 
@@ -177,6 +188,7 @@ class FakeExecutor:
             self._seqs.pop(seq_id, None)
         for move in plan.kv_moves:
             self._pages.copy(move.src_block_id, move.dst_block_id)
+        self._states.move(plan.state_moves)
         for text in self._adapters.take_in(plan, self._seqs, self._num_groups):
             self._note(clean, text)
         for transfer in plan.transfers:
@@ -213,7 +225,7 @@ class FakeExecutor:
     def _sample(self, p: SeqPlan, clean: bool) -> SeqResult:
         seq = self._seqs[p.seq_id]
         start, end = p.num_computed_tokens, p.num_computed_tokens + p.num_scheduled_tokens
-        drift = self._pages.read(seq, start, end)
+        drift = self._pages.read(seq, start, end) + self._states.drift(seq)
         if drift:
             self._note(clean, f"sequence {p.seq_id} sees wrong slots at rows {start}…{end}")
         new_seq = seq.new_seq

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from quire.cache.blocks import NO_BLOCK, BlockPool, BlockTable, Node
 from quire.cache.manager import CacheManager
 from quire.cache.prefix_cache import PrefixCache
+from quire.cache.states import StateSlots
 from quire.scheduler.policies.adapters import AdapterSlots
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import SequenceState
@@ -18,6 +19,8 @@ def check_integrity(scheduler: Scheduler) -> None:
     """Raise AssertionError where the books disagree. It looks at every block."""
     state = scheduler._state
     check_cache(scheduler.cache, [seq.table for seq in state.sequences.values()])
+    if state.policies.states is not None:
+        _check_states(state.policies.states.slots, state)
     if state.policies.adapters is not None:
         _check_adapters(state.policies.adapters.slots, state)
     assert len(state.running) + len(state.waiting) <= len(state.sequences)
@@ -33,6 +36,20 @@ def check_integrity(scheduler: Scheduler) -> None:
             assert seq.next_event_at <= seq.max_planned
             next_event_at = scheduler.cache.next_event_at(seq.table)
             assert seq.num_planned >= seq.next_event_at or seq.next_event_at <= next_event_at
+
+
+def _check_states(slots: StateSlots, state: SchedulerState) -> None:
+    """Each slot is free, live, a checkpoint's, or a step's in flight; each sequence that runs has one."""
+    assert set(slots.live) == {seq.table for seq in state.running}
+    live = [live.slot for live in slots.live.values()]
+    saved = [save.slot for record in slots.steps.values() for save in record.saves]
+    given_up = [slot for record in slots.steps.values() for slot in record.given_up]
+    kept = [checkpoint.slot for checkpoint in slots.checkpoints.values()]
+    assert sorted([*slots.free, *live, *saved, *given_up, *kept]) == list(range(slots.config.num_slots))
+    assert set(slots.steps) <= set(state.cache.references.steps), "slots wait for a step that is over"
+    size = state.cache.block_size
+    for live_state in slots.live.values():
+        assert all(place.num_tokens % size == 0 for place in live_state.places)
 
 
 def _check_adapters(slots: AdapterSlots, state: SchedulerState) -> None:

@@ -64,6 +64,8 @@ class Watched:
 
     def submit(self, plan: StepPlan) -> None:
         self._seen["moves"] += len(plan.kv_moves)
+        self._seen["state moves"] += len(plan.state_moves)
+        self._seen["saves"] += sum(len(p.checkpoints) for p in plan.seqs)
         self._seen["adapter loads"] += len(plan.adapter_moves)
         self._seen["plans without seqs"] += not plan.seqs
         self._seen["mixed steps"] += len({p.num_scheduled_tokens > 1 for p in plan.seqs}) == 2
@@ -236,6 +238,12 @@ class Driver:
         self.seen["rejected drafts"] += self.executor.num_rejected
         self.seen.update(self.executor.transfers.seen)
         for name in ("loaded_blocks", "stored_blocks", "failed_transfers"):
+            self.seen[name] += getattr(stats, f"num_{name}")
+        states = self.scheduler.cache.states
+        if states is not None:
+            states.sweep()
+            assert len(states.free) == states.config.num_slots, "state slots leaked"
+        for name in ("checkpoint_loads", "checkpoint_saves", "evicted_checkpoints"):
             self.seen[name] += getattr(stats, f"num_{name}")
         for name in ("cached_tokens", "prompt_tokens", "evicted_blocks", "generated_tokens"):
             self.seen[name] += getattr(stats, f"num_{name}")

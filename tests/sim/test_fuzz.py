@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 from tests.sim.driver import Driver
-from tests.sim.scenario import make_scenario, widened
+from tests.sim.scenario import make_scenario, widened, with_states
 
 from quire.config import GATES, ORDERS
 
@@ -69,12 +69,26 @@ WIDE_COVERAGE = {
     "deaths": 20,
     "transfers lost": 10,
 }
+# Of the seeds of a model with recurrent states.
+NUM_STATE_SEEDS = 72
+STATE_COVERAGE = {
+    "state moves": 500,
+    "saves": 2000,
+    "checkpoint_loads": 150,
+    "evicted_checkpoints": 300,
+    "cached_tokens": 500,
+    "restarted_readers": 50,
+    "preemptions": 100,
+    "forks": 100,
+}
+_seen_states: Counter[str] = Counter()
 _seen: Counter[str] = Counter()
 _seen_wide: Counter[str] = Counter()
 
 
-def run_seed(seed: int, *, wide: bool = False) -> Counter[str]:
+def run_seed(seed: int, *, wide: bool = False, states: bool = False) -> Counter[str]:
     scenario = widened(make_scenario(seed)) if wide else make_scenario(seed)
+    scenario = with_states(scenario) if states else scenario
     try:
         seen = Driver(scenario).run()
     except Exception as error:
@@ -105,6 +119,21 @@ def test_fuzz_with_drafts_and_transfers(first: int, request: pytest.FixtureReque
     if request.config.getoption("--fuzz-seed", default=None) is not None and first:
         pytest.skip("--fuzz-seed replays one seed")
     run_seeds(request, first, SEEDS_PER_TEST, wide=True)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_STATE_SEEDS, SEEDS_PER_TEST))
+def test_fuzz_with_recurrent_states(first: int, request: pytest.FixtureRequest) -> None:
+    only = request.config.getoption("--fuzz-seed", default=None)
+    for seed in range(first, first + SEEDS_PER_TEST) if only is None else [only]:
+        _seen_states.update(run_seed(seed, states=True))
+
+
+def test_the_fuzz_of_states_exercised_what_it_is_for() -> None:
+    if _seen_states["steps"] < 3000:
+        pytest.skip("only after the whole of test_fuzz_with_recurrent_states")
+    print(dict(sorted(_seen_states.items())))
+    missed = {n: (_seen_states[n], least) for n, least in STATE_COVERAGE.items() if _seen_states[n] < least}
+    assert not missed, f"(seen, expected at least): {missed}"
 
 
 def test_the_wide_fuzz_exercised_what_it_is_for() -> None:

@@ -13,13 +13,16 @@ until the next restart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.cache.blocks import NO_BLOCK, BlockPool, BlockTable, Windows
 from quire.cache.events import BlockRemoved, EventBuffer
 from quire.cache.prefix_cache import Hit, PrefixCache, extend_chain, root_hash
 from quire.cache.references import Publisher, References
 from quire.config import CacheConfig
+
+if TYPE_CHECKING:
+    from quire.cache.states import StateSlots
 
 
 class Admitted(NamedTuple):
@@ -41,6 +44,8 @@ class CacheManager:
         self.references = References(self.pool, self.prefix)
         self.publisher = Publisher(self.references, config.block_size)
         self._num_groups = self.windows.num_groups
+        # `policies.states` sets it for a model with recurrent layers.
+        self.states: StateSlots | None = None
 
     def new_table(self, *, adapter: str = "", cache_salt: str = "") -> BlockTable:
         """Return an empty table whose blocks are shared within one adapter and salt only."""
@@ -54,6 +59,8 @@ class CacheManager:
         if not (self.config.enable_prefix_caching and table.reads_prefix):
             return Hit([], 0, (0,) * self._num_groups, False)
         extend_chain(table.chain, table.root, token_ids, self.block_size)
+        if self.states is not None:
+            return self.states.find(table.chain, len(token_ids), step)
         return self.prefix.find(table.chain, len(token_ids), step)
 
     def miss_of(self, table: BlockTable, num_prompt: int, num_cached: int) -> str:
@@ -82,6 +89,8 @@ class CacheManager:
         all of ``token_ids`` must be available beside ``num_held``, so that an admitted sequence is not preempted at
         once.
         """
+        if self.states is not None and not self.states.has_room:
+            return None
         step = self.references.planning.step
         hit = self.match(table, token_ids, step)
         end = self._admissible_end(hit, len(token_ids), target, budget, num_held, whole=whole)
@@ -92,6 +101,8 @@ class CacheManager:
         if end is None:
             return None
         self.fill(table, hit, -(-end // self.block_size) - len(hit.nodes))
+        if self.states is not None:
+            self.states.start(table, hit, len(token_ids))
         return Admitted(hit.num_tokens, end - hit.num_tokens)
 
     def allocate(self, table: BlockTable, end: int) -> bool:
@@ -116,6 +127,8 @@ class CacheManager:
         assert target.num_rows == 0
         assert source.num_published <= full_rows
         if partial and self._num_groups > self.references.num_available:
+            return False
+        if self.states is not None and not self.states.fork(source, target, num_tokens):
             return False
         target.reads = source.reads | {s for s in self.references.steps if s <= source.last_step}
         for rows, shared in zip(target.rows, source.rows, strict=True):
@@ -168,6 +181,8 @@ class CacheManager:
     def release(self, table: BlockTable) -> None:
         """Give up every block; those that a step in flight uses go when the last such step is applied."""
         self.references.give_up(table, table.block_ids())
+        if self.states is not None:
+            self.states.end(table)
         table.clear()
 
     def _admissible_end(
@@ -242,4 +257,6 @@ def reclaim(cache: CacheManager) -> int:
     fresh.references.applied_step = cache.references.applied_step
     cache.pool, cache.prefix = fresh.pool, fresh.prefix
     cache.references, cache.publisher = fresh.references, fresh.publisher
+    if cache.states is not None:
+        cache.states.forget(fresh.prefix, fresh.references)
     return max(num_wrong, num_lost, 1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from quire.cache.blocks import NO_BLOCK, BlockPool, BlockTable, Node
 from quire.cache.prefix_cache import PrefixCache, extend_chain
-from quire.step import KvMove
+from quire.step import KvMove, StateMove
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class StepBlocks:
     step: int
     held: list[int] = field(default_factory=list)  # one reference each
     moves: list[KvMove] = field(default_factory=list)
+    state_moves: list[StateMove] = field(default_factory=list)
     # By this step, before it was computed.
     published: list[tuple[BlockTable, Node]] = field(default_factory=list)
 

@@ -26,6 +26,8 @@ def begin_load(
     block is available.
     """
     num_groups, references = cache.windows.num_groups, cache.references
+    if cache.states is not None:  # blocks alone are of no use: no checkpoint comes with them
+        return ()
     own = BlockTable(num_groups, table.root, cache.block_size)
     own.chain = table.chain
     hit = cache.match(own, token_ids)

@@ -26,7 +26,7 @@ class RankLoaded(NamedTuple):
 class Executor(Protocol):
     """Computes plans in the order in which they are submitted.
 
-    Order of effect inside a step: ``gone`` → ``kv_moves`` in list order → ``adapter_moves`` → ``new_seqs`` →
+    Order of effect inside a step: ``gone`` → ``kv_moves``, ``state_moves`` → ``adapter_moves`` → ``new_seqs`` →
     ``transfers`` begin → forward over ``seqs``. K/V of every token of a step is stored before attention reads, within
     each layer: a sequence of the same step may read it. ``gone`` may name a sequence that the executor does not know;
     that is nothing to do. ``new_seqs`` may name one that it knows; the new state replaces the old one, block table

@@ -157,6 +157,10 @@ class EngineStats:
     draft_gain: float = 1.0  # predicted tokens/s with drafts over those without
     measured_draft_gain: float = 0.0  # the same as measured; 0: not known
     ranks: RankStats = field(default_factory=RankStats)
+    num_state_slots: int = 0  # slots for recurrent states; 0: no layer has one
+    num_live_states: int = 0  # slots that running sequences hold
+    num_checkpoints: int = 0  # states kept at nodes of the prefix tree
+    state_slot_bytes: int = 0
     # Counters
     num_steps: int = 0
     num_requests: int = 0
@@ -176,6 +180,9 @@ class EngineStats:
     num_failed_steps: int = 0
     num_restarted_readers: int = 0  # sequences that read from a failed step and started again
     num_evicted_blocks: int = 0
+    num_checkpoint_loads: int = 0  # admissions that began from a checkpoint
+    num_checkpoint_saves: int = 0
+    num_evicted_checkpoints: int = 0
     num_loaded_blocks: int = 0  # loaded whole from another tier or peer
     num_stored_blocks: int = 0  # stored in another tier or peer
     num_failed_transfers: int = 0  # ended with an error, even if some blocks are whole

@@ -28,6 +28,8 @@ class Failures:
         self._charge_all(record, token_s)
         failed = [i for i, result in enumerate(results) if result.error is not None]
         distrusted = state.cache.publisher.withdraw([record.sequences[i].table for i in failed], record.step)
+        if state.policies.states is not None:
+            state.policies.states.distrust(record.sequences[i] for i in failed)
         state.cache.references.close_step(record.step)
         events = []
         for i in failed:
@@ -59,6 +61,8 @@ class Failures:
         self._charge_all(record, token_s)
         state.counters.num_failed_steps += 1
         distrusted = state.cache.publisher.withdraw([seq.table for seq in record.sequences], record.step)
+        if state.policies.states is not None:
+            state.policies.states.fail(record)
         state.cache.references.close_step(record.step)
         events = []
         for seq, plan in zip(record.sequences, record.seqs, strict=True):
@@ -85,6 +89,8 @@ class Failures:
         for seq in [s for s in self._state.running if not distrusted.isdisjoint(s.table.reads)]:
             assert seq.state is SequenceState.RUNNING
             self._state.counters.num_restarted_readers += 1
+            if self._state.policies.states is not None:
+                self._state.policies.states.distrust((seq,))
             self._state.preempt(seq)
 
     def _charge_all(self, record: StepRecord, token_s: float) -> None:

@@ -53,7 +53,9 @@ class Planner:
         transfers: tuple[KvTransfer, ...] = ()
         if policies.transfers is not None:
             transfers = policies.transfers.take_new()
-        empty = not self._seqs and not record.moves and not transfers
+        if policies.states is not None:
+            policies.states.complete(self._sequences, self._seqs, self._new_seqs)
+        empty = not (self._seqs or record.moves or record.state_moves or transfers)
         state.cache.references.end_planning(empty=empty)
         if empty:
             return None
@@ -70,7 +72,10 @@ class Planner:
         state.next_step += 1
         for on_plan in policies.on_plan:
             on_plan(planned)
-        return StepPlan(self._step, new, seqs, gone, moves, loads, transfers, state.config.max_draft_paths)
+        return StepPlan(
+            self._step, new, seqs, gone, moves, tuple(record.state_moves), loads, transfers,
+            state.config.max_draft_paths,
+        )  # fmt: skip
 
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """Return sequences with one token to compute, those with more, and of the former those that need a block.

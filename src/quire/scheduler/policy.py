@@ -85,7 +85,7 @@ class Policies:
     __slots__ = (
         "_by_config", "_by_need", "_load", "_made", "_names", "_stay", "adapters", "admit", "beams", "before_plan",
         "budget", "configure", "drafts", "expire", "on_add", "on_end", "on_plan", "on_return", "on_start", "on_step",
-        "on_stop", "rank", "transfers", "wakes_at",
+        "on_stop", "rank", "states", "transfers", "wakes_at",
     )  # fmt: skip
 
     def __init__(self, names: tuple[str, ...], stay: frozenset[str], load: Callable[[str], Policy]) -> None:
@@ -148,6 +148,7 @@ class Policies:
         self.adapters: Any = self._made.get("adapters")
         self.beams: Any = self._made.get("beams")
         self.drafts: Any = self._made.get("drafts")
+        self.states: Any = self._made.get("states")
         self.transfers: Any = self._made.get("transfers")
 
 

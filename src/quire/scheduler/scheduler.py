@@ -81,6 +81,8 @@ class Scheduler:
         if num_stages > 1:
             stages = state.policies.turn_on("stages")
             stages.rows = stage_rows or stages.rows
+        if cache_config.states is not None:
+            state.policies.turn_on("states")
         if step_time is not None:
             self.use_step_time(step_time)
         self._admission, self._outcome = Admission(state), Outcome(state)
@@ -227,7 +229,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         state, config, prefix = self._state, self._state.config, self.cache.prefix
-        drafts, transfers = state.policies.drafts, state.policies.transfers
+        drafts, transfers, states = state.policies.drafts, state.policies.transfers, state.policies.states
         num_loading = 0 if transfers is None else len(transfers.loading)
         num_held = num_unused = num_decoding = 0
         for seq in state.running:
@@ -257,6 +259,7 @@ class Scheduler:
             num_evicted_blocks=prefix.num_evicted,
             step_tokens=tuple(self._step_tokens.counts),
             **({} if drafts is None else drafts.stats()),
+            **({} if states is None else states.stats()),
         )
 
 

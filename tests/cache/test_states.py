@@ -1,0 +1,161 @@
+"""Recurrent states beside the blocks: slots, checkpoints, what a hit needs, and what an agent's turns compute again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from tests.scheduler.harness import MODEL, Engine, oracle, request
+
+from quire.cache.checkpoint_places import Kind, places_of, score
+from quire.config import CacheConfig, SchedulerConfig, StateConfig
+from quire.request import Request
+from quire.scheduler.scheduler import Scheduler, audit
+
+SIZE = 16
+
+
+def make_engine(
+    num_checkpoints: int = 16,
+    *,
+    max_num_seqs: int = 4,
+    num_blocks: int = 400,
+    in_flight: int = 1,
+    max_num_batched_tokens: int = 256,
+    max_model_len: int = 4096,
+) -> Engine:
+    cache = CacheConfig(num_blocks, SIZE, states=StateConfig(max_num_seqs, num_checkpoints))
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+    return Engine(Scheduler(config, cache), in_flight=in_flight)
+
+
+def run(engine: Engine, *requests: Request) -> list[int]:
+    """Run ``requests`` together; return how many tokens of each prompt came from the cache."""
+    engine.put(requests)
+    engine.run()
+    cached = []
+    for one in requests:
+        assert engine.tokens(one.request_id) == oracle(one)
+        timing = engine.end(one.request_id).timing
+        assert timing is not None
+        cached.append(timing.num_cached_tokens)
+    return cached
+
+
+def test_places_double_their_distance_from_the_end() -> None:
+    places = {place.num_tokens: place.kind for place in places_of(1000, 0, 0, SIZE)}
+    assert places.pop(992) is Kind.PROMPT
+    assert set(places.values()) == {Kind.BACKWARD}
+    assert sorted(places) == [480, 736, 864, 928, 960, 976]
+    for num_differing in range(1, 1000):
+        first = 1000 - num_differing
+        best = max([0, *(at for at in (*places, 992) if at <= first)])
+        assert first - best <= num_differing + SIZE
+
+
+def test_a_prompt_that_leaves_the_tree_is_learned_at_its_second_use() -> None:
+    assert [p for p in places_of(320, 0, 192, SIZE) if p.kind is Kind.BRANCH] == [(192, Kind.BRANCH)]
+    assert not [p for p in places_of(320, 160, 192, SIZE) if p.kind is Kind.BRANCH]
+    engine = make_engine()
+    system = list(range(3000, 3000 + 20 * SIZE))
+    users = [request(f"user {i}", [*system, *range(5000 + 500 * i, 5300 + 500 * i)]) for i in range(3)]
+    assert [run(engine, user) for user in users] == [[0], [96], [320]]
+
+
+def test_same_prompt_again_begins_at_the_last_edge_before_its_end() -> None:
+    engine = make_engine()
+    prompt = range(4000, 4000 + 4 * SIZE)
+    assert run(engine, request("first", prompt)) == [0]
+    assert run(engine, request("again", prompt)) == [3 * SIZE]
+    assert run(engine, request("longer", [*prompt, 1, 2, 3])) == [4 * SIZE]
+
+
+def test_blocks_without_a_checkpoint_are_no_hit() -> None:
+    engine = make_engine(num_checkpoints=0)
+    prompt = range(4000, 4000 + 5 * SIZE)
+    assert run(engine, request("first", prompt)) == [0]
+    assert run(engine, request("again", prompt)) == [0]
+    assert engine.scheduler.stats().num_checkpoints == 0
+
+
+def test_a_seat_needs_a_slot() -> None:
+    engine = make_engine(max_num_seqs=2, num_checkpoints=0, in_flight=2)
+    run(engine, *(request(f"r{i}", 40 + i, max_tokens=30, n=1) for i in range(6)))
+    assert engine.scheduler.stats().num_live_states == 0
+
+
+@pytest.mark.parametrize("num_prompt", [3 * SIZE, 3 * SIZE + 1, 50])
+def test_forks_copy_the_state(num_prompt: int) -> None:
+    engine = make_engine()
+    one = request("n", num_prompt, n=4, temperature=1.0, max_tokens=20)
+    engine.put([one])
+    engine.run()
+    assert [engine.tokens("n", i) for i in range(4)] == [oracle(one, i) for i in range(4)]
+    again = replace(one, request_id="again")  # its leader's prompt is cached but for the last tokens
+    engine.put([again])
+    engine.run()
+    assert [engine.tokens("again", i) for i in range(4)] == [oracle(one, i) for i in range(4)]
+
+
+def test_least_likely_checkpoint_goes_first() -> None:
+    assert score(Kind.BACKWARD, 0, 0) < score(Kind.BRANCH, 0, 3) < score(Kind.PROMPT, 0, 10)
+    assert score(Kind.BRANCH, 3, 3) > score(Kind.BRANCH, 0, 3) > score(Kind.BRANCH, 0, 9)
+    engine = make_engine(num_checkpoints=20, max_num_seqs=1, num_blocks=2000)
+    live = request("live", 300, max_tokens=2 * SIZE)
+    run(engine, live)
+    turn = [*live.prompt_token_ids, *oracle(live), *range(77, 99)]
+    for i in range(8):  # eight cold prompts write ten checkpoints each
+        run(engine, request(f"other {i}", 1000 + i))
+    assert run(engine, request("next turn", turn)) == [(300 + 2 * SIZE - 1) // SIZE * SIZE]
+
+
+def test_preempted_sequences_begin_at_their_last_checkpoint() -> None:
+    engine = make_engine(num_blocks=24, max_num_seqs=4)
+    ones = [request(f"r{i}", 60 + i, max_tokens=100) for i in range(4)]
+    engine.put(ones)
+    engine.run()
+    for one in ones:
+        assert engine.tokens(one.request_id) == oracle(one)
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_checkpoint_loads > 0
+
+
+def test_cleared_tree_gives_its_checkpoints_back() -> None:
+    engine = make_engine(num_checkpoints=6)
+    run(engine, request("r", 200))
+    assert engine.scheduler.stats().num_checkpoints > 0
+    engine.scheduler.cache.prefix.clear()
+    assert engine.scheduler.stats().num_checkpoints == 0
+    assert run(engine, request("again", 200)) == [0]
+
+
+def test_audit_forgets_checkpoints_with_the_tree() -> None:
+    engine = make_engine()
+    run(engine, request("r", 200))
+    engine.scheduler.cache.pool.take()
+    assert audit(engine.scheduler) == 1
+    assert engine.scheduler.stats().num_checkpoints == 0
+    assert run(engine, request("s", 200)) == [0]
+
+
+@pytest.mark.parametrize(("num_checkpoints", "num_blocks"), [(64, 2000), (4, 2000), (4, 300)])
+def test_an_agents_turn_computes_little_again(num_checkpoints: int, num_blocks: int) -> None:
+    """Twenty turns with another conversation in between: at most two blocks beyond what is new."""
+    rng = random.Random(45)
+    engine = make_engine(num_checkpoints, max_num_seqs=2, num_blocks=num_blocks, in_flight=2)
+    histories = {"agent": [*range(2000, 2700)], "other": [*range(9000, 9300)]}
+    for turn in range(20):
+        for name, history in histories.items():
+            num_seen = len(history) if turn else 0
+            history += [rng.randrange(MODEL.vocab_size) for _ in range(rng.randint(5, 60))]
+            one = request(f"{name} {turn}", tuple(history), max_tokens=rng.randint(1, 70))
+            (cached,) = run(engine, one)
+            assert num_seen - cached <= 2 * SIZE, (name, turn)
+            history += oracle(one)
+    assert engine.scheduler.stats().num_checkpoints <= num_checkpoints + 2

@@ -1,0 +1,60 @@
+"""Planted faults in recurrent states: whose slot is whose, and what a checkpoint is of."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+SLOTS = "src/quire/cache/states.py"
+CACHE = ("tests/cache/test_states.py",)
+FUZZ = tuple(f"tests/sim/test_fuzz.py::test_fuzz_with_recurrent_states[{first}]" for first in (0, 12, 24))
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "checkpoint-one-block-early",
+        "a checkpoint is kept for the block behind its own, so that a hit skips a block",
+        SLOTS,
+        "block_hash = table.chain[place.num_tokens // size - 1 : place.num_tokens // size]",
+        "block_hash = table.chain[place.num_tokens // size : place.num_tokens // size + 1]",
+        CACHE,
+    ),
+    Mutant(
+        "checkpoint-after-the-wrong-token",
+        "checkpoints are saved one token too early",
+        SLOTS,
+        "sorted((save.place.num_tokens - start, save.slot)",
+        "sorted((save.place.num_tokens - start - (save.place.num_tokens - start > 1), save.slot)",
+        CACHE,
+    ),
+    Mutant(
+        "state-slot-free-while-written",
+        "the slot of a sequence that stops is free at once, though a step in flight writes it",
+        SLOTS,
+        "        if self._cache.references.in_flight(table):\n",
+        "        if False:\n",
+        FUZZ,
+    ),
+    Mutant(
+        "checkpoint-of-a-failed-sequence",
+        "what a sequence that failed has saved is kept",
+        SLOTS,
+        "save.is_valid = save.is_valid and save.table not in wrong",
+        "pass",
+        FUZZ,
+    ),
+    Mutant(
+        "fork-without-the-state",
+        "a fork begins with whatever its slot holds",
+        SLOTS,
+        "        self._move(target, self.live[source].slot, self._begin(target, num_tokens + 1).slot)\n",
+        "        self._begin(target, num_tokens + 1)\n",
+        CACHE,
+    ),
+    Mutant(
+        "answer-outlives-its-turn",
+        "the end of an earlier turn is kept like that of the last one",
+        SLOTS,
+        "            if save.place.kind in LAST_KINDS:\n                self._supersede(save.live)\n",
+        "",
+        CACHE,
+    ),
+)
