@@ -6,7 +6,7 @@ from quire.config import SchedulerConfig
 from quire.scheduler.sequence import Sequence, SequenceState, SortKey, StepRecord
 from quire.scheduler.state import SchedulerState
 from quire.scheduler.waiting import StepRoom
-from quire.step import AdapterMove, KvTransfer, NewSeq, SeqPlan, StepPlan
+from quire.step import NewSeq, SeqPlan, StepPlan
 
 
 class Planner:
@@ -50,18 +50,14 @@ class Planner:
         elif self._starved is None:  # else a preempted sequence would come straight back
             self._admit()
         self._emit_decodes(decodes, room.drafts)
-        transfers: tuple[KvTransfer, ...] = ()
-        if policies.transfers is not None:
-            transfers = policies.transfers.take_new()
+        transfers = () if policies.transfers is None else policies.transfers.take_new()
         if policies.states is not None:
             policies.states.complete(self._sequences, self._seqs, self._new_seqs)
         empty = not (self._seqs or record.moves or record.state_moves or transfers)
         state.cache.references.end_planning(empty=empty)
         if empty:
             return None
-        loads: tuple[AdapterMove, ...] = ()
-        if policies.adapters is not None:
-            loads = policies.adapters.slots.take_moves()
+        loads = () if policies.adapters is None else policies.adapters.slots.take_moves()
         gone, state.gone = tuple(state.gone), []
         seqs, new, moves = tuple(self._seqs), tuple(self._new_seqs), tuple(record.moves)
         planned = StepRecord(
