@@ -29,7 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "state-slot-free-while-written",
         "the slot of a sequence that stops is free at once, though a step in flight writes it",
         SLOTS,
-        "        if self._cache.references.in_flight(table):\n",
+        "        if self._references.in_flight(table):\n",
         "        if False:\n",
         FUZZ,
     ),
