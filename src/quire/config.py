@@ -56,19 +56,6 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class StateConfig:
-    """The pool of recurrent states: one slot per running sequence, and those of checkpoints (`quire.cache.states`)."""
-
-    max_live: int  # slots of running sequences
-    num_checkpoints: int  # slots beyond them; 0: no checkpoints are kept
-    slot_bytes: int = 0  # all layers together
-
-    @property
-    def num_slots(self) -> int:
-        return self.max_live + self.num_checkpoints
-
-
-@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The block pool, in blocks, never in bytes. ``windows`` has one entry per cache group (None: full)."""
 
@@ -78,7 +65,9 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     model_key: str = ""  # enters every block hash: model, dtype, quantization
     has_events: bool = False  # gateways are told which blocks there are
-    states: StateConfig | None = None  # None: no layer has a recurrent state
+    num_states: int = 0  # recurrent states of running sequences at most
+    num_checkpoints: int = 0  # slots beyond them; 0: prefixes are not reused
+    state_bytes: int = 0  # per slot
 
 
 @dataclass(frozen=True, slots=True)

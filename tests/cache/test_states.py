@@ -9,7 +9,7 @@ import pytest
 from tests.scheduler.harness import MODEL, Engine, oracle, request
 
 from quire.cache.checkpoint_places import Kind, places_of, score
-from quire.config import CacheConfig, SchedulerConfig, StateConfig
+from quire.config import CacheConfig, SchedulerConfig
 from quire.request import Request
 from quire.scheduler.scheduler import Scheduler, audit
 
@@ -25,7 +25,7 @@ def make_engine(
     max_num_batched_tokens: int = 256,
     max_model_len: int = 4096,
 ) -> Engine:
-    cache = CacheConfig(num_blocks, SIZE, states=StateConfig(max_num_seqs, num_checkpoints))
+    cache = CacheConfig(num_blocks, SIZE, num_states=max_num_seqs, num_checkpoints=num_checkpoints)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

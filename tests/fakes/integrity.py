@@ -45,7 +45,7 @@ def _check_states(slots: StateSlots, state: SchedulerState) -> None:
     saved = [save.slot for record in slots.steps.values() for save in record.saves]
     given_up = [slot for record in slots.steps.values() for slot in record.given_up]
     kept = [checkpoint.slot for checkpoint in slots.checkpoints.values()]
-    assert sorted([*slots.free, *live, *saved, *given_up, *kept]) == list(range(slots.config.num_slots))
+    assert sorted([*slots.free, *live, *saved, *given_up, *kept]) == list(range(slots.num_slots))
     assert set(slots.steps) <= set(state.cache.references.steps), "slots wait for a step that is over"
     size = state.cache.block_size
     for live_state in slots.live.values():

@@ -11,17 +11,16 @@ from collections.abc import Iterable, Sequence
 from tests.fakes.kv import WorkerSeq
 from tests.fakes.model import MASK, chain
 
-from quire.config import StateConfig
 from quire.step import SeqPlan, StateMove, StepPlan
 
 _GARBAGE = 0x5BD1E9955BD1E995
 
 
 class FakeStates:
-    """``num_slots`` slots; without a config every call does nothing."""
+    """``num_slots`` slots; without slots every call does nothing."""
 
-    def __init__(self, config: StateConfig | None) -> None:
-        self._values = [] if config is None else [_GARBAGE] * config.num_slots
+    def __init__(self, num_slots: int) -> None:
+        self._values = [_GARBAGE] * num_slots
 
     def move(self, moves: Iterable[StateMove]) -> None:
         for source, target in moves:

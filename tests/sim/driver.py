@@ -242,7 +242,7 @@ class Driver:
         states = self.scheduler.cache.states
         if states is not None:
             states.sweep()
-            assert len(states.free) == states.config.num_slots, "state slots leaked"
+            assert len(states.free) == states.num_slots, "state slots leaked"
         for name in ("checkpoint_loads", "checkpoint_saves", "evicted_checkpoints"):
             self.seen[name] += getattr(stats, f"num_{name}")
         for name in ("cached_tokens", "prompt_tokens", "evicted_blocks", "generated_tokens"):

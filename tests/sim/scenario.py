@@ -9,7 +9,7 @@ from tests.fakes.executor import FakeDrafts, FakeFaults
 from tests.fakes.model import FakeModel, fake_tokens
 from tests.scheduler.plain_search import plain_search
 
-from quire.config import GATES, ORDERS, CacheConfig, SchedulerConfig, StateConfig
+from quire.config import GATES, ORDERS, CacheConfig, SchedulerConfig
 from quire.request import Adapter, Deadline, Request, SamplingParams, Terms
 
 ADAPTERS = tuple(Adapter(name, f"/adapters/{name}", f"key of {name}", 8) for name in "abcde")
@@ -82,8 +82,9 @@ def with_states(scenario: Scenario) -> Scenario:
     """The same for a model with recurrent states: with few checkpoints, many, or none."""
     rng = random.Random(f"states-{scenario.seed}")
     most = scenario.scheduler.max_num_seqs
-    states = StateConfig(most, rng.choice((0, most, most, 2 * most, 40)))
-    return replace(scenario, cache=replace(scenario.cache, states=states))
+    num_checkpoints = rng.choice((0, most, most, 2 * most, 40))
+    cache = replace(scenario.cache, num_states=most, num_checkpoints=num_checkpoints)
+    return replace(scenario, cache=cache)
 
 
 def make_scenario(seed: int) -> Scenario:

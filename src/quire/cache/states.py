@@ -24,7 +24,7 @@ from quire.cache.blocks import BlockTable, Node
 from quire.cache.checkpoint_places import LAST_KINDS, Kind, Place, places_of, score
 from quire.cache.prefix_cache import Hit, PrefixCache
 from quire.cache.references import References
-from quire.config import StateConfig
+from quire.config import CacheConfig
 from quire.step import StateMove
 
 
@@ -78,13 +78,13 @@ class StateSlots:
     """The slots of one engine."""
 
     def __init__(
-        self, config: StateConfig, prefix: PrefixCache, references: References, block_size: int
+        self, config: CacheConfig, prefix: PrefixCache, references: References, block_size: int
     ) -> None:
-        self.config = config
+        self.config, self.num_slots = config, config.num_states + config.num_checkpoints
         self.live: dict[BlockTable, LiveState] = {}
         self.checkpoints: dict[Node, Checkpoint] = {}  # some of nodes that left the tree since
         self.steps: dict[int, StepSlots] = {}  # in flight or being planned
-        self.free: list[int] = list(range(config.num_slots))[::-1]
+        self.free: list[int] = list(range(self.num_slots))[::-1]
         self.num_admitted = self.num_loads = self.num_saves = self.num_evicted = 0
         self._prefix, self._references, self._block_size = prefix, references, block_size
 
@@ -214,7 +214,7 @@ class StateSlots:
         self._prefix, self._references = prefix, references
         self.checkpoints.clear()
         self.steps.clear()
-        self.free = list(range(self.config.num_slots))[::-1]
+        self.free = list(range(self.num_slots))[::-1]
 
     def sweep(self) -> bool:
         """Free the checkpoints of nodes that left the tree; tell whether there were some."""

@@ -81,7 +81,7 @@ class Scheduler:
         if num_stages > 1:
             stages = state.policies.turn_on("stages")
             stages.rows = stage_rows or stages.rows
-        if cache_config.states is not None:
+        if cache_config.num_states:
             state.policies.turn_on("states")
         if step_time is not None:
             self.use_step_time(step_time)

@@ -22,9 +22,8 @@ class Rule(Policy):
     def __init__(self, state: SchedulerState) -> None:
         assert state.config.max_num_drafts == 0, "rejected drafts cannot be taken out of a state"
         cache = state.cache
-        assert cache.config.states is not None
         self._state = state
-        self.slots = StateSlots(cache.config.states, cache.prefix, cache.references, cache.block_size)
+        self.slots = StateSlots(cache.config, cache.prefix, cache.references, cache.block_size)
         cache.states = self.slots
 
     def complete(self, sequences: list[Sequence], plans: list[SeqPlan], new_seqs: list[NewSeq]) -> None:
@@ -57,10 +56,10 @@ class Rule(Policy):
         slots = self.slots
         slots.sweep()
         return {
-            "num_state_slots": slots.config.num_slots,
+            "num_state_slots": slots.num_slots,
             "num_live_states": len(slots.live),
             "num_checkpoints": len(slots.checkpoints),
-            "state_slot_bytes": slots.config.slot_bytes,
+            "state_slot_bytes": slots.config.state_bytes,
             "num_checkpoint_loads": slots.num_loads,
             "num_checkpoint_saves": slots.num_saves,
             "num_evicted_checkpoints": slots.num_evicted,
