@@ -8,7 +8,6 @@ import pytest
 
 from quire.modelspec import (
     AttentionSpec,
-    KvGroup,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -67,11 +66,35 @@ def test_layers_form_groups_of_equal_pages(
 ) -> None:
     layers = tuple(LayerSpec(attention(4, 2, 16, 64 if c == "S" else None), MlpSpec(64)) for c in pattern)
     layout = model(layers, 64, 100).kv_layout(1024)
-    assert layout.groups == tuple(KvGroup(*g) for g in groups)
+    assert [(group.layers, group.window) for group in layout.groups] == groups
     assert layout.layers_per_block == per_page
     for group, spec in enumerate(layout.groups):
         for slot, layer in enumerate(spec.layers):
             assert layout.group_of_layer(layer) == (group, slot)
+
+
+def test_layers_of_several_shapes_share_blocks_of_one_size() -> None:
+    """Gemma 4 E2B and 31B: global layers have wider heads; each class fills the blocks with layers of its own."""
+    local, full = attention(8, 1, 256, 512), attention(8, 1, 512)
+    reads = replace(local, kv_layer=13)
+    layers = [LayerSpec(full if i % 5 == 4 else local, MlpSpec(64)) for i in range(15)]
+    spec = model((*layers, *(LayerSpec(reads, MlpSpec(64)) for _ in range(20))), 1536, 100)
+    layout = spec.kv_layout(8192)
+    assert [group.layers for group in layout.groups] == [
+        (4, 9, 14),
+        (0, 1, 2, 3, 5, 6),
+        (7, 8, 10, 11, 12, 13),
+    ]
+    assert layout.block_bytes(16, "bfloat16") == 16 * 3 * 1024 * 2  # no padding
+    assert layout.block_bytes(16, "int8") == 16 * (6 * (512 + 8))
+    assert spec.kv_source(20) == 13
+    large = [
+        LayerSpec(attention(32, 4, 512) if i % 6 == 5 else attention(32, 16, 256, 1024), MlpSpec(64))
+        for i in range(60)
+    ]
+    layout = model(tuple(large), 64, 100).kv_layout(8192)
+    assert [len(group.layers) for group in layout.groups] == [10] + [5] * 10
+    assert layout.block_bytes(1, "bfloat16") == 10 * 4096 * 2
 
 
 RECURRENT = RecurrentSpec("gated_delta", 2, 6, 8, 16, conv_kernel=4, conv_channels=128)
@@ -88,7 +111,7 @@ def hybrid(pattern: str) -> ModelSpec:
 def test_only_layers_that_attend_have_keys_and_values() -> None:
     spec = hybrid("RRRFRRRF")
     layout = spec.kv_layout(1024)
-    assert layout.groups == (KvGroup((3, 7), None),)
+    assert [(group.layers, group.window) for group in layout.groups] == [((3, 7), None)]
     assert layout.layers_per_block == 2
     assert spec.draft_layout().groups == layout.groups
     assert spec.kv_bytes_per_token(layout.groups[0]) == 2 * 2 * 2 * 16 * 2

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from quire.families.heads import HeadSpec
-from quire.modelspec import KvLayout, ModelSpec
+from quire.families.head_spec import HeadSpec
+from quire.kv_layout import KvLayout
+from quire.modelspec import ModelSpec
 from quire.parallel.topology import Topology
 from quire.request import Adapter
 from quire.weight_format import WeightFormat

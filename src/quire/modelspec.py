@@ -14,22 +14,23 @@ Canonical weight names, with shapes (`weight_shapes`): linears are stored ``[out
     layers.{i}.moe.router.{weight,bias}, .correction_bias [experts]
     layers.{i}.moe.{gate,up}.{weight,bias} [experts, inter, hidden], .down.{weight,bias} [experts, hidden, inter]
     layers.{i}.moe.shared.{gate,up,down}.weight, .shared_gate.weight
+    layers.{i}.per_layer.{gate,out}.weight, .norm.weight, .scale [1]
+    per_layer.table.weight [vocab, layers · size], per_layer.projection.weight, per_layer.norm.weight [size]
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import ceil, prod
+from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import Literal
 
+from quire.kv_layout import KV_DTYPE_BYTES, KvGroup, KvLayer, KvLayout, layout_of
 from quire.recurrent_spec import RecurrentSpec
 from quire.weight_format import PLAIN, WeightFormat
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+DTYPE_BYTES = KV_DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class RopeSpec:
 
     theta: float
     dim: int  # rotated dimensions per head; partial rotary: < head_dim
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"] = "default"
     interleaved: bool = False  # pairs (0,1),(2,3)… (GPT-J), not (i, i + dim/2) (NeoX)
     factor: float = 1.0
     original_max_position: int = 0  # length of the original training (0: max_position_embeddings)
@@ -52,6 +53,7 @@ class RopeSpec:
     mscale_all_dim: float = 0.0
     short_factor: tuple[float, ...] = ()  # longrope, dim/2 values
     long_factor: tuple[float, ...] = ()
+    part: float = 1.0  # proportional: the share of the pairs that turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ class AttentionSpec:
     output_gate: bool = False  # attention's output · sigmoid(gate(x)), before o (Qwen3.5)
     qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over head_dim, or over the whole projection
     sinks: bool = False  # one learned logit per head in the softmax (gpt-oss)
+    v_norm: bool = False  # RMSNorm without a weight on each head of v (Gemma 4)
+    v_from_k: bool = False  # v is the projection of k, before k's norm
+    kv_layer: int | None = None  # an earlier layer whose K and V it reads
     q_lora_rank: int = 0  # MLA; 0: q is one plain projection
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -137,14 +142,15 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class KvGroup:
-    """Layers that share block tables. ``window`` None keeps every block, otherwise those of the last window.
+class PerLayerSpec:
+    """What Gemma 4 adds to each layer: a factor on its output and, with a size, an embedding of each token.
 
-    Position j of ``layers`` is in slot j of a block; a group shorter than ``layers_per_block`` is padded.
+    The embedding of a layer is ``(norm(projection of the token's row) + row of a table) / √2``, ``embedding_size``
+    numbers; 0: there is none.
     """
 
-    layers: tuple[int, ...]
-    window: int | None
+    embedding_size: int = 0
+    vocab_size: int = 0  # rows of the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,7 @@ class ModelSpec:
     residual_scale: float = 1.0  # Granite: factor on each block's output
     logits_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
     logits_soft_cap: float | None = None
+    per_layer: PerLayerSpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -197,7 +204,10 @@ class ModelSpec:
         """Number of weights that one token multiplies with: only top_k experts, no embedding look-up."""
         total = 0
         for name, shape in weight_shapes(self).items():
-            if len(shape) < 2 or (name == "embed.weight" and not self.tie_word_embeddings):
+            looked_up = name == "per_layer.table.weight" or (
+                name == "embed.weight" and not self.tie_word_embeddings
+            )
+            if len(shape) < 2 or looked_up:
                 continue
             size = prod(shape)
             if len(shape) == 3:
@@ -207,40 +217,31 @@ class ModelSpec:
             total += size
         return total
 
-    def kv_layout(self, max_model_len: int) -> KvLayout:
-        """Partition the layers that attend into groups of equal block bytes; each has one rule on which blocks to keep.
+    def kv_source(self, index: int) -> int:
+        """Return the layer whose K and V layer ``index`` reads: itself, or an earlier one."""
+        attn = self.layers[index].attn
+        return index if attn is None or attn.kv_layer is None else attn.kv_layer
 
-        A window that ``max_model_len`` never fills counts as full attention. The group size is the smallest
-        class of layers unless padding the small class costs less than a quarter.
-        """
-        classes: dict[int | None, list[int]] = {}
-        for index, layer in enumerate(self.layers):
-            if layer.attn is None:
-                continue
-            window = layer.attention.window
-            if window is not None and window >= max_model_len:
-                window = None
-            classes.setdefault(window, []).append(index)
-        elements = Counter(a.kv_elements_per_token for a in self.attentions)
-        assert len(elements) == 1, (
-            "layers with different K and V shapes would need padding, which is not implemented"
+    def kv_layout(self, max_model_len: int) -> KvLayout:
+        """Return the layout of the cache; a window that ``max_model_len`` never fills counts as full attention."""
+        return layout_of(
+            [
+                layer._replace(window=None) if (layer.window or 0) >= max_model_len else layer
+                for layer in self.kv_layers()
+            ]
         )
-        sizes = [len(layers) for layers in classes.values()]
-        per_page = max(sizes) if max(sizes) < 1.25 * min(sizes) else min(sizes)
-        groups = []
-        for window in sorted(classes, key=lambda w: (w is not None, w or 0)):  # full attention first
-            layers = classes[window]
-            count = ceil(len(layers) / per_page)
-            ends = [part * len(layers) // count for part in range(count + 1)]
-            groups += [KvGroup(tuple(layers[begin:end]), window) for begin, end in pairwise(ends)]
-        num_kv_heads = max(a.num_kv_heads for a in self.attentions)
-        return KvLayout(tuple(groups), per_page, next(iter(elements)), num_kv_heads)
 
     def draft_layout(self) -> KvLayout:
         """Return the layout of this model's cache as a draft: one group that keeps every block."""
-        layout = self.kv_layout(self.max_position_embeddings)
-        layers = tuple(index for index, layer in enumerate(self.layers) if layer.attn is not None)
-        return replace(layout, groups=(KvGroup(layers, None),), layers_per_block=len(layers))
+        return layout_of([layer._replace(window=None) for layer in self.kv_layers()])
+
+    def kv_layers(self) -> list[KvLayer]:
+        """Return the layers that store K and V."""
+        return [
+            KvLayer(index, layer.attn.window, layer.attn.kv_elements_per_token, layer.attn.num_kv_heads)
+            for index, layer in enumerate(self.layers)
+            if layer.attn is not None and layer.attn.kv_layer is None
+        ]
 
     def kv_bytes_per_token(self, group: KvGroup, dtype: str = "bfloat16") -> int:
         """Bytes of K and V of one token in the layers of ``group`` (without padding)."""
@@ -254,36 +255,6 @@ class ModelSpec:
             matrix_bytes(shape, dtype, formats.get(name, PLAIN))
             for name, shape in weight_shapes(self).items()
         )
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """The layout of the cache: groups of layers, and the block that all groups take from one pool.
-
-    A block holds ``block_size`` tokens of ``layers_per_block`` layers::
-
-        block of group g:  [ layer slot 0 | layer slot 1 | … | layer slot layers_per_block − 1 ]
-                             groups[g].layers[0]  …[1]
-    """
-
-    groups: tuple[KvGroup, ...]
-    layers_per_block: int
-    elements_per_token: int  # per layer
-    num_kv_heads: int
-
-    def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of a block; in int8 and fp8, K and V of each token and head have a scale of 4 bytes."""
-        per_token = self.elements_per_token * DTYPE_BYTES[dtype]
-        if dtype in ("int8", "fp8"):
-            per_token += self.num_kv_heads * 2 * 4
-        return self.layers_per_block * block_size * per_token
-
-    def group_of_layer(self, layer: int) -> tuple[int, int]:
-        """Return (group index, slot in the block) of a layer."""
-        for g, group in enumerate(self.groups):
-            if layer in group.layers:
-                return g, group.layers.index(layer)
-        raise AssertionError(f"layer {layer} is in no group")
 
 
 def matrix_bytes(shape: tuple[int, ...], dtype: str, held: WeightFormat) -> int:
@@ -306,8 +277,15 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         blocks = {} if layer.attn is None else _attention_shapes(layer.attn, hidden)
         blocks |= {} if layer.recurrent is None else layer.recurrent.shapes(hidden)
         blocks |= _mlp_shapes(layer.mlp, hidden)
+        if spec.per_layer is not None:
+            blocks |= _per_layer_shapes(spec.per_layer.embedding_size, hidden)
         shapes.update({prefix + name: shape for name, shape in blocks.items()})
     shapes["norm.weight"] = (hidden,)
+    if spec.per_layer is not None and (size := spec.per_layer.embedding_size):
+        width = spec.num_layers * size
+        shapes["per_layer.table.weight"] = (spec.per_layer.vocab_size, width)
+        shapes["per_layer.projection.weight"] = (width, hidden)
+        shapes["per_layer.norm.weight"] = (size,)
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     return shapes
@@ -335,6 +313,10 @@ def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...
             "k": a.num_kv_heads * a.head_dim,
             "v": a.num_kv_heads * a.v_head_dim,
         }
+        if a.v_from_k:
+            del widths["v"]
+        if a.kv_layer is not None:
+            widths = {"q": widths["q"]}
         if a.output_gate:
             widths["gate"] = a.num_heads * a.v_head_dim
         for name, width in widths.items():
@@ -344,12 +326,22 @@ def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...
         if a.qk_norm != "none":
             full = a.qk_norm == "full"
             shapes["attn.q_norm.weight"] = (widths["q"] if full else a.head_dim,)
-            shapes["attn.k_norm.weight"] = (widths["k"] if full else a.head_dim,)
+            if a.kv_layer is None:
+                shapes["attn.k_norm.weight"] = (widths["k"] if full else a.head_dim,)
     shapes["attn.o.weight"] = (hidden, a.num_heads * a.v_head_dim)
     if a.o_bias:
         shapes["attn.o.bias"] = (hidden,)
     if a.sinks:
         shapes["attn.sinks"] = (a.num_heads,)
+    return shapes
+
+
+def _per_layer_shapes(size: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"per_layer.scale": (1,)}
+    if size:
+        shapes["per_layer.gate.weight"] = (size, hidden)
+        shapes["per_layer.out.weight"] = (hidden, size)
+        shapes["per_layer.norm.weight"] = (hidden,)
     return shapes
 
 

@@ -37,7 +37,8 @@ from quire.cost.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row
 from quire.device import FP8_CAPABILITY
 from quire.device_formats import device_formats
 from quire.errors import ConfigError
-from quire.modelspec import KvLayout, ModelSpec
+from quire.kv_layout import KvLayout
+from quire.modelspec import ModelSpec
 from quire.parallel.topology import Topology
 from quire.request import Adapter
 from quire.weight_format import WeightFormat

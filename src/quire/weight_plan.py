@@ -2,8 +2,9 @@
 
 The matrices of linears are quantized. Norms, biases and sinks are not matrices; routers and gates are small, and an
 error in a choice is never small; MLA's ``kv_b`` is multiplied head by head; of a separate embedding table a token reads
-only one row. The gates and the convolution of a recurrent layer are small, and what they get wrong stays in its state.
-A table that the checkpoint stores quantized is held quantized.
+only one row, and so of the embeddings per layer, whose matrices are small. The gates and the convolution of a
+recurrent layer are small, and what they get wrong stays in its state. A table that the checkpoint stores quantized is
+held quantized.
 
 An adapter may change the linears of attention, of dense MLPs and of shared experts: not routers and experts, not MLA's
 ``kv_b`` (which is multiplied into two other products). It may also change the embedding and the output matrix, or bring
@@ -45,7 +46,7 @@ def role_of(spec: ModelSpec, name: str) -> Role:
         return "head"
     if name == "embed.weight":
         return "table"
-    if not name.endswith(".weight") or name.endswith(("norm.weight", *_NEVER)):
+    if not name.endswith(".weight") or name.endswith(("norm.weight", *_NEVER)) or "per_layer." in name:
         return "other"
     return "linear"
 

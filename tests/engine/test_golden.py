@@ -71,7 +71,9 @@ def test_one_failure_is_tried_again(known: Path) -> None:
     supervisor = supervised(known, client)
     supervisor.wait_ready()
     assert len(asked_of(client)) == 2
-    assert asked_of(client)[0].cache_salt != asked_of(client)[1].cache_salt, "nothing comes from the cache"
+    assert asked_of(client)[0].terms.cache_salt != asked_of(client)[1].terms.cache_salt, (
+        "nothing comes from the cache"
+    )
     assert supervisor.num_restarts == 0
     assert supervisor.health().status == "ready"
 

@@ -6,7 +6,7 @@ No scheduler, no cache: the whole prompt in one step into blocks in plain order,
 from __future__ import annotations
 
 from quire.executor.base import Executor
-from quire.modelspec import KvLayout
+from quire.kv_layout import KvLayout
 from quire.request import FinishReason, Request
 from quire.step import AdapterMove, NewSeq, SeqPlan, StepPlan
 

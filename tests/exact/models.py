@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import sqrt
 
-from quire.families.heads import HeadMethod, HeadSpec
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from quire.families.head_spec import HeadMethod, HeadSpec
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, PerLayerSpec, RopeSpec
 
 VOCAB = 131
 MAX_MODEL_LEN = 320
@@ -136,6 +136,20 @@ def even_moe() -> ModelSpec:
     return replace(dense, layers=(dense.layers[0], replace(dense.layers[1], mlp=MlpSpec(48, moe=experts))))
 
 
+def per_layer() -> ModelSpec:
+    """Heads of two sizes in one pool of blocks, layers that read others' K and V, embeddings per layer (Gemma 4)."""
+    common = {"scale": 1.0, "qk_norm": "head", "v_norm": True}
+    local = _attention(window=20, **common)
+    turns = RopeSpec(1e6, 24, "proportional", part=0.25)
+    wide = {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 24, "rope": turns, "v_from_k": True}
+    full = _attention(**(common | wide))
+    mlp = MlpSpec(50, activation="gelu_tanh")
+    attentions = (local, local, full, replace(local, kv_layer=1), replace(full, kv_layer=2, v_from_k=False))
+    layers = tuple(LayerSpec(each, mlp, "sandwich") for each in attentions)
+    model = _model("gemma4", "Gemma4ForCausalLM", layers)
+    return replace(model, tie_word_embeddings=True, per_layer=PerLayerSpec(6, VOCAB))
+
+
 MODELS = {"llama": llama, "sliding": sliding, "moe": moe, "latent": latent, "post_norm": post_norm}
 # Some are for tests of their own alone.
-KNOWN_MODELS = MODELS | {"even": even, "even_moe": even_moe}
+KNOWN_MODELS = MODELS | {"even": even, "even_moe": even_moe, "per_layer": per_layer}

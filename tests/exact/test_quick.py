@@ -15,7 +15,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "policy"), CASES, ids=["llama", "sliding"])
+# Gemma 4's layers: with torch, and on every level where the cache lies in tiles.
+CASES += [
+    (
+        Case("per_layer", "float32" if level == "reference" else "bfloat16", 49, 24, level),
+        Policy("chunks", "fcfs", 48),
+    )
+    for level in backends("attention")
+]
+
+
+@pytest.mark.parametrize(("case", "policy"), CASES, ids=str)
 def test_quick(case: Case, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "STD", 0.3)
     tally = serve_and_check(case, policy).tally

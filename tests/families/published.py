@@ -234,4 +234,28 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                               "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}),
         1_026_408_232_448,
     ),
+    "gemma-4-E2B": (  # text_config of the published file
+        _config("Gemma4ForCausalLM", 35, 1536, 6144, 8, 1, 262144, head_dim=256, global_head_dim=512, rms_norm_eps=1e-6,
+                max_position_embeddings=131072, sliding_window=512, num_kv_shared_layers=20, use_double_wide_mlp=True,
+                hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144, attention_k_eq_v=False,
+                layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7, final_logit_softcapping=30.0,
+                tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
+        4_628_569_379,
+    ),
+    "gemma-4-31B": (
+        _config("Gemma4ForCausalLM", 60, 5376, 21504, 32, 16, 262144, head_dim=256, global_head_dim=512,
+                num_global_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=262144, sliding_window=1024,
+                num_kv_shared_layers=0, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+                layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10, final_logit_softcapping=30.0,
+                tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
+        30_697_345_340,
+    ),
+    "gemma-3-4b-it": (  # as published: a model that sees, of which the decoder runs
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
+         "eos_token_id": [1, 106], "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+         "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                         "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                         "sliding_window": 1024}},
+        3_880_263_168,
+    ),
 }  # fmt: skip

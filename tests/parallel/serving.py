@@ -24,7 +24,8 @@ FCFS = Policy("continuous", "fcfs", 48)
 def config_of(case: Case, topology: Topology, policy: Policy = FCFS, *, num_threads: int = 1) -> EngineConfig:
     """Return a configuration with so few blocks that sequences are preempted."""
     longest = -(-(case.max_prompt + case.max_output) // case.block_size)
-    config = case.config(2 * longest, policy, num_threads=num_threads)
+    num_groups = len(case.spec.kv_layout(MAX_MODEL_LEN).groups)
+    config = case.config(max(2, num_groups) * longest, policy, num_threads=num_threads)
     formats = rotated(config.model.spec, config.model.formats, {}, topology.tp)
     return replace(config, topology=topology, model=replace(config.model, formats=formats))
 

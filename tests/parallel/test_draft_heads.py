@@ -20,7 +20,7 @@ from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.executor.local import LocalExecutor
 from quire.executor.ranks import RanksExecutor
-from quire.families.heads import HeadMethod
+from quire.families.head_spec import HeadMethod
 from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.models import loader
 from quire.modelspec import matrix_bytes, weight_shapes

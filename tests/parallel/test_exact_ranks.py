@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 from tests.engine.test_process import gone
 from tests.exact.engine_run import Policy
-from tests.exact.models import MODELS
+from tests.exact.models import KNOWN_MODELS, MODELS
 from tests.exact.suite import Case, Truth, truth_of
 from tests.lora.peft_files import make_adapters, make_end_adapters
 from tests.parallel.serving import FCFS, QUILL, alone_on, config_of, serve
 
 from quire.config import ExpertsConfig
+from quire.errors import ConfigError
 from quire.executor.ranks import RanksExecutor
 from quire.kernels.registry import NATIVE_LEVELS, backends
+from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
 
 # One sequence at a time leaves the stages of a pipeline idle, which its bits must not depend on.
@@ -95,6 +97,23 @@ def test_two_context_parallel_ranks_are_exact(model: str, drafts: str) -> None:
         executor.close()
     assert tally.num_chunked_prompts > 0
     assert tally.num_moves > 0
+
+
+def test_two_ranks_share_layers_with_heads_of_two_sizes() -> None:
+    """Gemma 4: each rank has a head of the local layers, both the one of the global layers and all embeddings."""
+    case = Case("per_layer", "float32", 52, num_requests=12)
+    config = config_of(case, SPLIT, FCFS)
+    executor = RanksExecutor(config)
+    try:
+        serve(case, executor, config, FCFS, alone_on(case, executor, config_of(case, SPLIT, ALONE)))
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("topology", [Topology(pp=2), Topology(cp=2)], ids=str)
+def test_layers_that_read_more_than_rows_are_on_one_rank(topology: Topology) -> None:
+    with pytest.raises(ConfigError, match="parallel_size = 2: layers of Gemma4ForCausalLM read more"):
+        shard(KNOWN_MODELS["per_layer"](), topology, 0)
 
 
 @pytest.mark.slow

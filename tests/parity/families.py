@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -79,6 +80,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
+            + ["full_attention"],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 199,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma4_large": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": WINDOW,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": False,
         },
     ),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW, "rope_parameters": {"partial_rotary_factor": 0.5}}),
@@ -252,6 +282,35 @@ def make(case: str, folder: Path, *, seed: int = 0, **changes: Any) -> PreTraine
         _fill(model, seed)
         save(model, folder)
     return model.eval()
+
+
+def make_seeing(case: str, kind: str, folder: Path) -> PreTrainedModel:
+    """Build a tiny ``kind``ForConditionalGeneration with the decoder of ``case`` and a tower, and save it."""
+    name, extra = CASES[case]
+    text = getattr(transformers, name)(**{**_SIZES, **extra})
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= (
+        {"num_key_value_heads": 2, "head_dim": 8}
+        if kind == "Gemma4"
+        else {"image_size": 28, "patch_size": 14}
+    )
+    config = getattr(transformers, f"{kind}Config")(text_config=text.to_dict(), vision_config=vision)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config._attn_implementation = "eager"
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float()
+        _fill(model, 0)
+        save(model, folder)
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+def rename(path: Path, part: str, other: str) -> None:
+    """Rename the tensors of a safetensors file whose names begin with ``part``."""
+    tensors = load_file(path)
+    renamed = {n.replace(part, other, 1) if n.startswith(part) else n: t for n, t in tensors.items()}
+    save_file(renamed, path, metadata={"format": "pt"})
 
 
 def save(model: PreTrainedModel, folder: Path, *, shards: int = 1) -> None:

@@ -6,6 +6,7 @@ from mutant import Mutant
 
 FILES = "tests/found/test_model_files.py::"
 BLOCKS = "tests/quant/test_gguf_blocks.py::"
+FAMILY = "tests/parity/test_family_parity.py::test_family[gemma4]"
 GGUF = "tests/found/test_gguf_files.py::"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -130,5 +131,29 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "tests/found/test_adapter_files.py::test_tensors_that_the_configuration_leaves_out_are_not_applied",
         ),
+    ),
+    Mutant(
+        "embedding-of-the-layer-before",
+        "a layer of Gemma 4 adds the token's embedding of another layer",
+        "src/quire/models/per_layer.py",
+        "embedding = self._ends.of_layer(self._index)",
+        "embedding = self._ends.of_layer(self._index - 1)",
+        (FAMILY,),
+    ),
+    Mutant(
+        "values-not-normed",
+        "Gemma 4's values are stored without their norm",
+        "src/quire/layers/shared_attention.py",
+        "normed = self._rms_norm(heads, self._ones, self._eps).flatten(1)",
+        "normed = heads.flatten(1)",
+        (FAMILY,),
+    ),
+    Mutant(
+        "first-layers-cache-read",
+        "a layer that reads another's K and V reads those of the first",
+        "src/quire/modelspec.py",
+        "return index if attn is None or attn.kv_layer is None else attn.kv_layer",
+        "return index if attn is None or attn.kv_layer is None else 0",
+        (FAMILY,),
     ),
 )

@@ -9,7 +9,8 @@ from quire.args import EngineArgs
 from quire.config import DeviceInfo, ExpertsConfig, HeadsConfig, RayConfig
 from quire.cost.speculation import Drafting
 from quire.errors import ConfigError
-from quire.modelspec import KvLayout, ModelSpec, matrix_bytes, weight_shapes
+from quire.kv_layout import KvLayout
+from quire.modelspec import ModelSpec, matrix_bytes, weight_shapes
 from quire.parallel.placement import place
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology

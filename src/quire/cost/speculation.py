@@ -17,7 +17,7 @@ from quire.config import (
     SpeculateConfig,
 )
 from quire.errors import ConfigError
-from quire.families.heads import HeadSpec
+from quire.families.head_spec import HeadSpec
 from quire.modelspec import ModelSpec
 from quire.parallel.rotations import rotated
 from quire.weight_format import WeightFormat

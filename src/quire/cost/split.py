@@ -185,7 +185,7 @@ def kv_scale_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
     """Return the bytes of the scales of one token's K and V; only int8 has scales."""
     if kv_dtype != "int8":
         return 0
-    return sum(2 * 4 * a.num_kv_heads for a in spec.attentions)
+    return sum(2 * 4 * layer.num_kv_heads for layer in spec.kv_layers())
 
 
 def kv_bytes_per_request(spec: ModelSpec, context: int, kv_dtype: str = "bf16", shared: int = 0) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from quire.engine.adapters import AdapterRegistry, read_adapters
 from quire.engine.prompts import ModelInfo
 from quire.errors import ConfigError, nearest
 from quire.models.checkpoint import Checkpoint, describe, read_tokenizer
-from quire.models.head_checkpoint import holds_heads, mtp_spec, open_heads
 from quire.models.hub import locate, recommended_sampling
 from quire.models.safetensors_file import reading
 from quire.resolve import resolve
 from quire.text.chat_template import ChatTemplate
 from quire.text.folder_config import read_text
 from quire.text.tokenizer import Tokenizer
+
+_HEAD_READER = "quire.models.head_checkpoint"  # imported where the settings ask for heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +237,9 @@ def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | He
             args.load_format,
             quantize=name.removeprefix(SELF),
         )
-    path = locate(name)
-    if method is None and holds_heads(path):
-        return HeadCheckpoint(name, str(path), open_heads(path, checkpoint.spec)[0])
+    path, reader = locate(name), import_module(_HEAD_READER)
+    if method is None and reader.holds_heads(path):
+        return HeadCheckpoint(name, str(path), reader.open_heads(path, checkpoint.spec)[0])
     found = describe(path, args.load_format)
     if found.kind != "random":
         check_vocabulary(name, read_tokenizer(found.tokenizer), read_tokenizer(checkpoint.tokenizer))
@@ -246,21 +248,22 @@ def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | He
 
 def _find_heads(args: EngineArgs, checkpoint: Checkpoint, method: str) -> HeadCheckpoint:
     """Return the heads at ``draft_model``, else those beside the checkpoint; those of "mtp" are in it."""
-    spec = checkpoint.spec
+    spec, reader = checkpoint.spec, import_module(_HEAD_READER)
     if method == "mtp":
         if checkpoint.kind == "gguf":
             raise ConfigError(
                 "speculate = 'mtp' reads the layer from safetensors, and the model is a GGUF file"
             )
         random = checkpoint.kind == "random"
-        heads = mtp_spec(checkpoint.path, spec) if random else open_heads(checkpoint.path, spec, mtp=True)[0]
+        path = checkpoint.path
+        heads = reader.mtp_spec(path, spec) if random else reader.open_heads(path, spec, mtp=True)[0]
         return HeadCheckpoint(args.model, str(checkpoint.path), heads, args.load_format)
     path = checkpoint.path / method if args.draft_model is None else locate(args.draft_model)
     if args.draft_model is None and not (path / "config.json").is_file():
         raise ConfigError(
             f"speculate = {method!r} needs draft_model, the folder of its heads: there is none at {path}"
         )
-    heads = open_heads(path, spec)[0]
+    heads = reader.open_heads(path, spec)[0]
     if heads.method.removesuffix("3") != method:
         raise ConfigError(
             f"draft_model = {args.draft_model!r} has {heads.method} heads, and speculate = {method!r}"

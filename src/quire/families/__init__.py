@@ -26,6 +26,7 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3": ("Qwen3ForCausalLM", "qwen"),
     "gemma2": ("Gemma2ForCausalLM", "gemma"),
     "gemma3": ("Gemma3ForCausalLM", "gemma"),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4"),
     "phi3": ("Phi3ForCausalLM", "llama"),
     "olmo2": ("Olmo2ForCausalLM", "olmo"),
     "olmo3": ("Olmo3ForCausalLM", "olmo"),
@@ -45,8 +46,22 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "glm"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "minimax"),
 }
-_MODEL_TYPES = {"gemma3_text": "gemma3"}  # model_type in config.json → family, where they differ
+_MODEL_TYPES = {
+    "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+}  # model_type in config.json → family, where they differ
 _BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _FAMILIES.items()}
+
+# Models that see or hear, of which the text decoder runs: its family has what ``text_config`` says.
+_WITH_TEXT = {"Gemma3ForConditionalGeneration": "gemma3", "Gemma4ForConditionalGeneration": "gemma4"}
+_OF_ALL_PARTS = (
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+)
 
 # Names as in "architectures" of config.json.
 SUPPORTED: tuple[str, ...] = tuple(_BY_ARCHITECTURE)
@@ -61,6 +76,7 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     Raises `UnsupportedModelError` for an architecture or feature that Quire does not run, with its name and what
     is supported, and `ModelLoadError` for a missing or wrong value, with its key.
     """
+    config = _decoder_config(config, where)
     name = _name_of(Fields(config, where))
     family, architecture = _family(name), _FAMILIES[name][0]
     f = Fields({**config, "architectures": [architecture]}, where)
@@ -71,7 +87,7 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
                 f"as they are in {', '.join(SUPPORTED)}."
             )
     f.refuse("is_causal", unless=(True,), why="decoders attend to the past only")
-    f.refuse("use_bidirectional_attention", unless=(False,), why="decoders attend to the past only")
+    f.refuse("use_bidirectional_attention", unless=(False, "vision"), why="decoders attend to the past only")
     quantization = f.nested("quantization_config")
     if quantization is not None and quantization.values.get("quant_method") not in family.quantizations:
         read_quantization(f, others=family.quantizations)
@@ -80,8 +96,19 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
 
 def quantization_of(config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:
     """Return how the linears of a checkpoint are quantized; None: they are not, or the family's weight map knows."""
-    f = Fields(config, where)
+    f = Fields(_decoder_config(config, where), where)
     return read_quantization(f, others=_family(_name_of(f)).quantizations)
+
+
+def _decoder_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the text decoder's configuration: ``config``, or its ``text_config`` and what is said of all parts."""
+    f = Fields(config, where)
+    family = next((_WITH_TEXT[name] for name in f.items("architectures") if name in _WITH_TEXT), None)
+    text = None if family is None else f.nested("text_config")
+    if family is None or text is None:
+        return config
+    shared = {key: config[key] for key in _OF_ALL_PARTS if key in config and text.values.get(key) is None}
+    return {**text.values, **shared, "architectures": [_FAMILIES[family][0]]}
 
 
 def _family(name: str) -> Family:

@@ -16,6 +16,13 @@ from quire.families.shape import (
 from quire.families.weights import LLAMA_NAMES, SANDWICH_NORMS, Family, WeightMap, build_map
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
+_GEMMA3 = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+
 
 def read_gemma2(f: Fields) -> ModelSpec:
     count = f.integer("num_hidden_layers")
@@ -27,7 +34,11 @@ def read_gemma2(f: Fields) -> ModelSpec:
 
 
 def read_gemma3(f: Fields) -> ModelSpec:
-    """Every sixth layer is global with its own base frequency; the others slide with the local one."""
+    """Every sixth layer is global with its own base frequency; the others slide with the local one.
+
+    What files of the 4B and larger leave out has the default of transformers.
+    """
+    f = Fields({**f.values, **{key: size for key, size in _GEMMA3.items() if not f.has(key)}}, f.where)
     count = f.integer("num_hidden_layers")
     pattern = f.integer("sliding_window_pattern", f.integer("_sliding_window_pattern", 6))
     kinds = layer_types(

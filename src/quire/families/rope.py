@@ -16,8 +16,8 @@ from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families.shape import Fields
 from quire.modelspec import RopeSpec
 
-KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 
 
 def rope_from_config(
@@ -30,9 +30,20 @@ def rope_from_config(
     """
     scaling = scaling_fields(f, layer_type)
     theta = _theta(f, scaling, default_theta, theta_key)
+    factor = scaling.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
+    if kind_of(scaling) == "proportional":
+        if factor > 1:
+            raise scaling.wrong("partial_rotary_factor", "at most 1")
+        return RopeSpec(
+            theta,
+            head_dim,
+            "proportional",
+            interleaved=interleaved,
+            factor=scaling.number("factor", 1.0),
+            part=factor,
+        )
     for fields in () if partial else (f, scaling):
         fields.refuse("partial_rotary_factor", unless=(1, 1.0), why="this family rotates whole heads")
-    factor = scaling.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
     dim = int(head_dim * factor)
     if dim % 2 or not 0 < dim <= head_dim:
         raise (scaling if scaling.has("partial_rotary_factor") else f).wrong(

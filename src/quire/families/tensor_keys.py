@@ -34,10 +34,17 @@ _KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def keys_of(name: str, num_layers: int) -> tuple[str, ...]:
-    """Return the keys that decide about the tensor ``name`` of a model of ``num_layers`` layers, if any are known."""
+def keys_of(
+    name: str, num_layers: int, of_family: tuple[tuple[str, tuple[str, ...]], ...] = ()
+) -> tuple[str, ...]:
+    """Return the keys that decide about the tensor ``name`` of a model of ``num_layers`` layers, if any are known.
+
+    ``of_family``: as `_KEYS`, for what one family has; its keys come first.
+    """
     layer = _LAYER.match(name)
-    found = next((keys for pattern, keys in _KEYS if re.search(rf"{pattern}$", name)), ())
+    found: tuple[str, ...] = ()
+    for table in (of_family, _KEYS):
+        found += next((keys for pattern, keys in table if re.search(rf"{pattern}$", name)), ())
     if layer is not None and int(layer[1]) >= num_layers - 1:  # one too many, or one too few
         return ("num_hidden_layers", *found)
     return found

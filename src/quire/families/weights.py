@@ -60,6 +60,8 @@ class WeightMap:
     sources: Mapping[str, tuple[Take, ...]]
     ignore: tuple[str, ...]
     num_layers: int = 0  # the model's, for errors
+    # The end of a tensor's name → keys of config.json that decide about it in this family alone, for errors.
+    keys: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 # (spec, layer index, prefix of the layer's names in the checkpoint) -> takes by the canonical name after "layers.{i}."
@@ -99,8 +101,10 @@ TOP_NAMES: Mapping[str, str] = {
     "lm_head.weight": "lm_head.weight",
 }
 
-# What trainers and quantizers leave in a checkpoint and no answer needs: value heads, and scales of quantized caches.
+# What a checkpoint may hold and no answer needs: value heads of trainers, scales of quantized caches, and what sees and
+# hears in a model of which the text decoder runs.
 UNUSED = (
+    r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio|visual)\..*",
     r"(v_head|value_head|reward_head|score)\..*",
     r".*\.self_attn\.(\w+\.)?(q|k|v|kv|prob_output)_(scale|zero_point)",
     r".*\.[kv]_proj\.output_scale",

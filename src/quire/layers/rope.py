@@ -3,7 +3,7 @@
 Cached keys cannot be rotated again, so the kinds whose frequencies depend on the length (dynamic NTK, LongRoPE's short
 and long factors) take the longest length that this engine serves. Formulas as in transformers' rope utilities:
 linear (kaiokendev), dynamic NTK (bloc97, emozilla), YaRN (arXiv:2309.00071), llama3 (Llama 3.1), LongRoPE
-(arXiv:2402.13753).
+(arXiv:2402.13753), proportional (Gemma 4).
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> Tensor:
         return _llama3(spec, plain)
     if spec.kind == "yarn":
         return _yarn(spec, exponents)
+    if spec.kind == "proportional":  # Gemma 4: the first pairs turn, spread over all dimensions
+        turning = int(spec.part * spec.dim // 2)
+        return torch.cat((plain[:turning], torch.zeros(spec.dim // 2 - turning))) / spec.factor
     assert spec.kind == "default", spec.kind
     return plain
 

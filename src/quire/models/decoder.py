@@ -23,6 +23,7 @@ from quire.kernels.lora import AdapterRows
 from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
+from quire.kv_layout import KvLayout
 from quire.layers.attention import AdapterBatch, Attention, CosSin, GroupBatch, StepBatch
 from quire.layers.context import ContextParallel
 from quire.layers.linear import Embedding, LoraTarget
@@ -41,7 +42,7 @@ from quire.layers.weights import (
     prefixed,
 )
 from quire.models.packed_cache import CheckpointWeights
-from quire.modelspec import KvLayout, LayerSpec, ModelSpec, weight_shapes
+from quire.modelspec import LayerSpec, ModelSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN
 from quire.weight_plan import adaptable
@@ -89,13 +90,16 @@ class Decoder:
         self._missing = set(self._shapes)
         build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp, shapes, cp)
         self._cp = cp
-        self.ends = Ends(spec, build, stage, adapted=lora is not None)
+        ends_of, layer_of = Ends, DecoderLayer
+        if spec.per_layer is not None:
+            ends_of, layer_of = import_module("quire.models.per_layer").kinds(spec.per_layer)
+        self.ends = ends_of(spec, build, stage, adapted=lora is not None)
         self._layers = [
-            DecoderLayer(layer, spec, build.under(f"layers.{index}."), lora)
+            layer_of(layer, spec, build.under(f"layers.{index}."), lora, self.ends, index)
             for index, layer in enumerate(spec.layers)
         ]
         self._norm = RmsNorm(spec.hidden_size, build, plus_one=spec.norm_plus_one)
-        self._groups = [kv_layout.group_of_layer(i)[0] for i in range(spec.num_layers)]
+        self._groups = [kv_layout.group_of_layer(spec.kv_source(i))[0] for i in range(spec.num_layers)]
         ropes = [layer.attention.rope for layer in spec.layers]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._ropes = [RopeTable(rope, max_model_len, on_demand=rope_on_demand) for rope in kinds]
@@ -266,8 +270,10 @@ class DecoderLayer:
     """Attention and MLP with their norms: pre (Llama), post (OLMo-2) or both (Gemma 2)."""
 
     def __init__(
-        self, spec: LayerSpec, model: ModelSpec, build: Build, lora: LoraConfig | None = None
-    ) -> None:
+        self, spec: LayerSpec, model: ModelSpec, build: Build, lora: LoraConfig | None = None,
+        ends: Ends | None = None, index: int = 0,
+    ) -> None:  # fmt: skip
+        """``ends``, ``index``: of the decoder, and which of its layers this is, for layers that read more than rows."""
         self.spec = spec
         hidden, mlp = model.hidden_size, spec.mlp
         self._cp = build.cp
@@ -275,6 +281,8 @@ class DecoderLayer:
         kind = Attention
         if spec.attention.is_mla:
             kind = import_module("quire.layers.latent_attention").LatentAttention
+        elif spec.attention.v_norm:
+            kind = import_module("quire.layers.shared_attention").SharedAttention
         self._attention: Attention | LatentAttention = kind(spec.attention, hidden, build.under("attn."))
         self.mlp: Mlp | MoeBlock
         if mlp.moe is None:

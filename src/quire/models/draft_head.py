@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.families.heads import LAYER, HeadSpec
+from quire.families.head_spec import LAYER, HeadSpec
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.pointwise import add_rows, copy_heads, gated, take_rows
 from quire.kernels.registry import KernelChoice

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from quire.errors import ModelLoadError
 from quire.families import quantization_of
-from quire.families.heads import HeadSpec, method_of, read_heads, read_mtp
+from quire.families.head_spec import HeadSpec
+from quire.families.heads import method_of, read_heads, read_mtp
 from quire.families.shape import Fields
 from quire.models.checkpoint import read_json
 from quire.models.safetensors_file import StoredTensor, checkpoint_files, read_checkpoint, read_safetensors

@@ -38,6 +38,7 @@ _DTYPES: dict[str, tuple[str, int]] = {
 }
 _HEADER_MAX = 100_000_000  # bytes, the limit of the reference implementation
 _BARE = ("embed_tokens.", "layers.", "norm.")
+_IN_OTHERS = ("model.language_model", "language_model.model")  # "model" of a decoder that is part of a model
 _COMPARED = 1 << 22  # bytes at once
 INDEX_NAME = "model.safetensors.index.json"
 AGAIN = "the download is incomplete or the file is damaged: download it again"
@@ -209,7 +210,8 @@ def read_index(path: Path) -> dict[str, str]:
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor of a folder, from one file or from all shards of its index.
 
-    A decoder that was saved without its head has no "model." in its names; here it has.
+    Names are those of a text decoder: one that was saved without its head has no "model." in them, and one that is part
+    of a model that sees has "language_model." there.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in checkpoint_files(folder):
@@ -219,9 +221,18 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
         for name, file in read_index(index).items():
             if name not in tensors:
                 raise ModelLoadError(f"{folder / file} lacks {name}, which {INDEX_NAME} puts there; {AGAIN}.")
+    for part in _IN_OTHERS:
+        if f"{part}.embed_tokens.weight" in tensors:
+            return {_own_name(name, part): tensor for name, tensor in tensors.items()}
     if "embed_tokens.weight" in tensors and "model.embed_tokens.weight" not in tensors:
         return {f"model.{n}" if n.startswith(_BARE) else n: tensor for n, tensor in tensors.items()}
     return tensors
+
+
+def _own_name(name: str, part: str) -> str:
+    if name.startswith(f"{part}."):
+        return "model" + name.removeprefix(part)
+    return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name
 
 
 # Element type → its bits as an integer, and the bits of the exponent: all set means not finite.

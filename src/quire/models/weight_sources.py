@@ -221,7 +221,7 @@ def _check(
 
 def _look_at(names: WeightMap, *stored: str) -> str:
     """Return the end of an error that names the keys of config.json to look at."""
-    keys = dict.fromkeys(key for name in stored for key in keys_of(name, names.num_layers))
+    keys = dict.fromkeys(key for name in stored for key in keys_of(name, names.num_layers, names.keys))
     return f": look at {', '.join(keys)}" if keys else ""
 
 

@@ -21,10 +21,9 @@ from math import gcd, lcm, prod
 from types import MappingProxyType
 
 from quire.errors import ConfigError
+from quire.kv_layout import KvGroup, KvLayout
 from quire.modelspec import (
     AttentionSpec,
-    KvGroup,
-    KvLayout,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -131,15 +130,14 @@ class Shard:
 
     def kv_layout(self, of_model: KvLayout) -> KvLayout:
         """Return the layout of this rank's cache: the model's groups, each with the layers of this stage alone."""
-        groups = tuple(
-            KvGroup(tuple(i - self.layers.start for i in group.layers if i in self.layers), group.window)
-            for group in of_model.groups
-        )
-        attention = self.spec.attentions or self.whole.attentions
-        return KvLayout(
-            groups, max(1, *(len(group.layers) for group in groups)), attention[0].kv_elements_per_token,
-            max(a.num_kv_heads for a in attention),
-        )  # fmt: skip
+        own = {layer.layer: layer for layer in self.spec.kv_layers()}
+        groups = []
+        for group in of_model.groups:
+            layers = [own[i - self.layers.start] for i in group.layers if i in self.layers]
+            elements = max((layer.elements_per_token for layer in layers), default=group.elements_per_token)
+            heads = max((layer.num_kv_heads for layer in layers), default=group.num_kv_heads)
+            groups.append(KvGroup(tuple(layer.layer for layer in layers), group.window, elements, heads))
+        return KvLayout(tuple(groups))
 
 
 def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = MappingProxyType({})) -> Shard:
@@ -159,6 +157,14 @@ def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = Map
     vocab_cut = vocab if cutter.ways > 1 else None
     cuts: dict[str, Cut] = {}
     first, last = at.pp == 0, at.pp == topology.pp - 1
+    if spec.per_layer is not None:
+        for name, size in (("pipeline", topology.pp), ("context", topology.cp)):
+            if size > 1:
+                raise ConfigError(
+                    f"{name}_parallel_size = {size}: layers of {spec.architecture} read more than the rows of the "
+                    "layer before; only 1 is allowed."
+                )
+    cuts.update({name: Cut(name) for name in weight_shapes(spec) if name.startswith("per_layer.")})
     if first or (last and spec.tie_word_embeddings):
         cuts["embed.weight"] = Cut("embed.weight", vocab_cut)
     cuts.update(cutter.cuts)

@@ -14,8 +14,9 @@ from quire.kernels.attention.batch import DeviceBatch, HostPlan, LayerKind, Ragg
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.lora import DeviceRows, most_tiles, tiles_of
 from quire.kernels.registry import Backend
+from quire.kv_layout import KvLayout
 from quire.layers.attention import AdapterBatch, GroupBatch, StepBatch
-from quire.modelspec import KvLayout, ModelSpec
+from quire.modelspec import ModelSpec
 from quire.runner.input_batch import PreparedStep
 
 Ints = npt.NDArray[np.signedinteger]

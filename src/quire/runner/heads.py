@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig, HeadsConfig
-from quire.families.heads import HeadSpec
+from quire.families.head_spec import HeadSpec
 from quire.kernels import registry
 from quire.kernels.kv_blocks import KvView, copy_blocks
 from quire.kernels.pointwise import take_rows

@@ -19,7 +19,8 @@ from quire.errors import ConfigError
 from quire.kernels.kv_blocks import KvView, can_tile, clear_blocks, copy_blocks, view_layer
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
 from quire.kernels.threads import BetweenSteps
-from quire.modelspec import DTYPE_BYTES, KvLayout, ModelSpec
+from quire.kv_layout import KvLayout
+from quire.modelspec import DTYPE_BYTES, ModelSpec
 from quire.parallel.stripe import Stripe
 
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,7 +100,7 @@ def _view(
     storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, block_size: int, tiles: bool,
     stripe: Stripe | None,
 ) -> KvView:  # fmt: skip
-    a, (_, slot) = spec.layers[index].attention, layout.group_of_layer(index)
+    a, (_, slot) = spec.layers[index].attention, layout.group_of_layer(spec.kv_source(index))
     heads, dim, v_dim = a.num_kv_heads, a.head_dim, a.v_head_dim
     if a.is_mla:
         heads, dim, v_dim = 1, a.kv_elements_per_token, a.kv_lora_rank
