@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,6 +160,8 @@ def test_no_test_takes_any_error_for_the_one_it_means() -> None:
     bases = {"QuireError", "Exception", "BaseException"}
     bad = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
+        if not re.search(rf"raises\([^)]*\b({'|'.join(bases)})\b", path.read_text()):
+            continue  # most files need not be parsed
         for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] != "raises":
                 continue

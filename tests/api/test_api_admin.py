@@ -211,7 +211,7 @@ def test_the_main_port_has_none_of_it() -> None:
 
 
 def test_every_admin_route_is_in_the_docs() -> None:
-    text = (DOCS / "admin.md").read_text()
+    text = (DOCS / "operations.md").read_text()
     for route in AdminApi().app.router.routes:
         path = route.path.replace(":path", "")  # type: ignore[attr-defined]
         assert f"{path}`" in text, path

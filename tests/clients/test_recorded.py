@@ -195,7 +195,7 @@ def test_agents_that_went_round_are_among_the_bodies() -> None:
 
 
 def test_the_page_of_clients_names_their_versions() -> None:
-    page = (HERE.parents[1] / "docs" / "clients.md").read_text()
+    page = (HERE.parents[1] / "docs" / "connect.md").read_text()
     for name, client in CLIENTS.items():
         version = re.split("==|@", client["packages"][0])[-1]
         assert f"| `{name}` | {version} |" in page, name

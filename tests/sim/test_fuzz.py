@@ -18,6 +18,8 @@ from tests.sim.scenario import make_scenario, widened, with_states
 
 from quire.config import GATES, ORDERS
 
+pytestmark = pytest.mark.component
+
 NUM_SEEDS = 108  # three rounds of 36: every gate × order × steps in flight
 SEEDS_PER_TEST = 12
 # What the default run must have done at least (it does two to five times as much).

@@ -13,6 +13,8 @@ from quire.cli import app
 from quire.errors import ConfigError
 from quire_lab.sim.scenario import SCENARIOS, Scenario, Summary, answer_of, figures_of, load_scenario, run_one
 
+pytestmark = pytest.mark.component
+
 LONG = {"parallel", "speculation", "scale-out", "autoscale", "breaking-point"}  # each takes more than 4 s
 
 

@@ -58,10 +58,12 @@ def write(vocabulary: Vocabulary, form: dict[str, Any], rng: random.Random) -> s
         mask = np.ones(vocabulary.size, np.bool_)
         constraint.mask(mask)
         assert constraint.error is None
-        allowed = [i for i in np.flatnonzero(mask).tolist() if i != vocabulary.eos]
-        if mask[vocabulary.eos] and (not allowed or rng.random() < 0.8):
+        may_end = bool(mask[vocabulary.eos])
+        mask[vocabulary.eos] = False
+        allowed = np.flatnonzero(mask)
+        if may_end and (not len(allowed) or rng.random() < 0.8):
             return vocabulary.tokenizer.decode(ids, skip_special_tokens=False, continues=True)
-        ids.append(rng.choice(allowed))
+        ids.append(int(allowed[rng.randrange(len(allowed))]))
         constraint.advance(ids[-1])
     raise AssertionError(vocabulary.tokenizer.decode(ids))
 
