@@ -11,11 +11,11 @@ namespace quire::cpu {
 
 namespace {
 
-// (bits, group, has_offset, rotation, stride of int8 rows); bits 0: not quantized.
+// (form, group, has_offset, rotation, stride of int8 rows); form 0: not quantized (quantized.h).
 using FormatWords = std::tuple<int, int64_t, bool, int64_t, int64_t>;
 
 QuantizedFormat format_of(const FormatWords& words) {
-  return {std::get<0>(words), std::get<1>(words), std::get<2>(words)};
+  return QuantizedFormat::of(std::get<0>(words), std::get<1>(words), std::get<2>(words));
 }
 
 // (the ranks, address of the table, its width, address of the loads, number of experts).

@@ -15,33 +15,45 @@ const QuantizedKernels& kernels_named(const std::string& isa) {
   return *kernels;
 }
 
-QuantizedFormat format_of(int bits, int64_t group, bool has_offset) {
-  if (bits != 8 && bits != 4) throw std::invalid_argument("bits must be 8 or 4");
-  const bool fits = group == 0 ? bits == 8 : group > 0 && (group % (bits == 8 ? 16 : 32) == 0 || group == kTwoLevelGroup);
+bool is_form_in_units(const QuantizedFormat& f) {
+  const bool table = f.codebook != Codebook::none, nested = f.scales == Scales::nested;
+  if (f.codebook > Codebook::fp4 || f.scales > Scales::power || f.bits < 2 || f.bits > 6) return false;
+  if (table) return f.bits == 4 && f.group == 32 && !f.has_offset && (f.codebook == Codebook::fp4) == (f.scales == Scales::power);
+  return f.scales != Scales::power && f.group == (f.bits == 4 || f.bits == 5 ? 32 : 16) && (nested || f.bits == 5) &&
+         (!nested || f.has_offset == (f.bits == 2 || f.bits == 4 || f.bits == 5));
+}
+
+QuantizedFormat format_of(int form, int64_t group, bool has_offset) {
+  const QuantizedFormat f = QuantizedFormat::of(form, group, has_offset);
+  if (f.in_units()) {
+    if (!is_form_in_units(f)) throw std::invalid_argument("no kernel has this form of weights");
+    return f;
+  }
+  const bool fits = group == 0 ? f.bits == 8 : group > 0 && (group % (f.bits == 8 ? 16 : 32) == 0 || group == kTwoLevelGroup);
   if (!fits) throw std::invalid_argument("group must be a multiple of 16 (8 bits; 0: none) or 32 (4 bits; 16: two levels)");
-  if (bits == 4 && group == kTwoLevelGroup && has_offset) throw std::invalid_argument("two levels have no offset");
-  return {bits, group, has_offset};
+  if (f.two_level() && has_offset) throw std::invalid_argument("two levels have no offset");
+  return f;
 }
 
 }  // namespace
 
 void bind_quantized(nb::module_& m) {
   m.def(
-      "quantized_block_bytes",
-      [](int bits, int64_t group, bool has_offset, int64_t k) {
-        return format_of(bits, group, has_offset).block_bytes(k);
+      "quantized_panel_bytes",
+      [](int form, int64_t group, bool has_offset, int64_t k) {
+        return format_of(form, group, has_offset).panel_bytes(k);
       },
-      "Bytes of one group (of two levels four, or all of K) of a panel of 32 columns; scales and offsets come last.");
+      "Bytes of a panel of 32 columns.");
   m.def(
       "pack_quantized",
-      [](int num_threads, int bits, int64_t group, bool has_offset, uintptr_t q, uintptr_t scale, uintptr_t offset,
-         int64_t count, int64_t k, int64_t first, uintptr_t packed) {
+      [](int num_threads, int form, int64_t group, bool has_offset, uintptr_t q, uintptr_t scale, uintptr_t offset,
+         uintptr_t outer_scale, uintptr_t outer_offset, int64_t count, int64_t k, int64_t first, uintptr_t packed) {
         const PoolLease pool(num_threads);
-        pack_quantized(format_of(bits, group, has_offset), at<int8_t>(q), at<void>(scale), at<uint16_t>(offset),
-                       count, k, first, at<uint8_t>(packed), pool.get());
+        const QuantizedSource from{at<int8_t>(q), at<void>(scale), at<void>(offset), at<uint16_t>(outer_scale),
+                                   at<uint16_t>(outer_offset)};
+        pack_quantized(format_of(form, group, has_offset), from, count, k, first, at<uint8_t>(packed), pool.get());
       },
-      "Pack rows [first, first + count) of a quantized weight: int8 [count, k], fp16 [count, groups] (0 without groups), or "
-      "uint8 multipliers of two levels.",
+      "Pack rows [first, first + count) of a quantized weight: int8 [count, k], and what `QuantizedSource` has (0 for none).",
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "quantize_weights",
@@ -70,12 +82,12 @@ void bind_quantized(nb::module_& m) {
       "Rows, rotated or not, to int8 with the scales of their blocks and the sums of their parts.", nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "quantized_linear",
-      [](int num_threads, const std::string& isa, int bits, int64_t group, bool has_offset, uintptr_t q, int64_t stride,
+      [](int num_threads, const std::string& isa, int form, int64_t group, bool has_offset, uintptr_t q, int64_t stride,
          uintptr_t x_scale, uintptr_t sums, uintptr_t packed, uintptr_t scale, uintptr_t offset, uintptr_t bias,
          bool bf16, uintptr_t y, int64_t y_stride, int64_t rows, int64_t n, int64_t k) {
         const QuantizedLinearArgs args{{at<int8_t>(q), at<float>(x_scale), at<int32_t>(sums), stride},
                                        at<uint8_t>(packed), at<float>(scale), at<float>(offset), at<float>(bias),
-                                       at<void>(y), rows, n, k, y_stride, format_of(bits, group, has_offset),
+                                       at<void>(y), rows, n, k, y_stride, format_of(form, group, has_offset),
                                        type_of(bf16)};
         submit(num_threads, args, {&QuantizedLinearArgs::rows}, kernels_named(isa).linear);
       },
@@ -83,10 +95,10 @@ void bind_quantized(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "take_quantized_rows",
-      [](int num_threads, const std::string& isa, int bits, int64_t group, bool has_offset, int64_t rotation,
+      [](int num_threads, const std::string& isa, int form, int64_t group, bool has_offset, int64_t rotation,
          uintptr_t packed, uintptr_t scale, uintptr_t offset, uintptr_t ids, bool bf16, uintptr_t y, int64_t rows, int64_t k) {
         const TakeArgs args{at<uint8_t>(packed), at<float>(scale), at<float>(offset), at<int64_t>(ids), at<void>(y),
-                            rows, k, format_of(bits, group, has_offset), rotation, type_of(bf16)};
+                            rows, k, format_of(form, group, has_offset), rotation, type_of(bf16)};
         submit(num_threads, args, {&TakeArgs::rows}, kernels_named(isa).take);
       },
       "Rows `ids` of a packed weight, dequantized and rotated back.", nb::call_guard<nb::gil_scoped_release>());

@@ -30,7 +30,11 @@ struct Parts {
     per_group = rows.group / size;
     block_shift = std::countr_zero(static_cast<uint64_t>(rows.block / size));
     group_shift = std::countr_zero(static_cast<uint64_t>(per_group));
-    codes = a.format.code_bytes(a.k), group_bytes = a.format.block_bytes(a.k);
+    if (a.format.in_units()) {  // their int8 form (unit_tile.h)
+      codes = size * kPanel, group_bytes = codes + kPanel * (a.format.has_offset ? 8 : 4);
+    } else {
+      codes = a.format.code_bytes(a.k), group_bytes = a.format.block_bytes(a.k);
+    }
   }
 };
 
@@ -49,15 +53,16 @@ struct RowPart {
   float total() const { return scale * static_cast<float>(sum); }
 };
 
-template <int kBits, bool kOffset>
+// kNumber: bytes of a scale, fp16 or, of unpacked units, fp32.
+template <int kBits, bool kOffset, int kNumber = 2>
 struct Grouped {
   static constexpr int kTileRows = kGroupRows;
-  static constexpr bool kUnpacked = false, kAlwaysPacks = false;
+  static constexpr bool kUnpacked = kNumber == 4, kAlwaysPacks = false;
   static constexpr int kZero = kBits == 8 ? kCodesZero : 8;
   static constexpr int64_t kQuad = kBits == 8 ? kQuadBytes : 4;   // of a row that is laid out
   static constexpr int64_t kHead = kOffset ? 16 : 12;             // of a row before the quads of a part
   static constexpr int64_t kStep = kBits == 8 ? 4 : 8;            // inputs of a line of codes
-  static constexpr int64_t kScales = kPanel * (kOffset ? 4 : 2);  // of a group
+  static constexpr int64_t kScales = kPanel * (kOffset ? 2 : 1) * kNumber;  // of a group
 
   // Bytes of a row that is laid out.
   static int64_t row_bytes(const QuantizedLinearArgs& a) {
@@ -91,6 +96,14 @@ struct Grouped {
   }
 
  private:
+  static inline Vec number_at(const uint8_t* p) {
+    if constexpr (kNumber == 2) {
+      return load_half(p);
+    } else {
+      return load(reinterpret_cast<const float*>(p));
+    }
+  }
+
   template <int R, int V>
   static inline void clear(Vec (&f)[R][V]) {
     UNROLL for (int r = 0; r < R; ++r) {
@@ -112,13 +125,13 @@ struct Grouped {
     UNROLL for (int v = 0; v < V; ++v) {
       // Else gcc keeps the numbers of all rows from vector to vector, and floats on the stack.
       if constexpr (R > 1) __asm__ volatile("" ::: "memory");
-      const Vec scale = load_half(scales + v * kLanes * 2);
+      const Vec scale = number_at(scales + v * kLanes * kNumber);
       UNROLL for (int r = 0; r < R; ++r) {
         const Vec scaled = fused(bits_as_float(acc[r][v]), number(0, r), number(1, r));
         f[r][v] = fused(scaled, scale, f[r][v]);
       }
       if constexpr (kOffset) {
-        const Vec offset = load_half(scales + (kPanel + v * kLanes) * 2);
+        const Vec offset = number_at(scales + (kPanel + v * kLanes) * kNumber);
         UNROLL for (int r = 0; r < R; ++r) f[r][v] = fused(number(2, r), offset, f[r][v]);
       }
     }
@@ -133,7 +146,7 @@ struct Grouped {
     const int64_t lines = (at.next_lines + parts.count - 1) / parts.count;  // to prefetch per part
     const int8_t* x = at.packed;
     const uint8_t* w = at.panel + at.first_lane * 4;
-    const uint8_t* scales = at.panel + parts.codes + at.first_lane * 2;
+    const uint8_t* scales = at.panel + parts.codes + at.first_lane * kNumber;
     Vec f[R][V];
     clear(f);
     for (int64_t p = 0; p < parts.count; ++p) {
@@ -192,7 +205,7 @@ struct Grouped {
     const int64_t lines = (at.next_lines + parts.count - 1) / parts.count;
     const int8_t* x = a.x.q + at.row * a.x.stride;
     const uint8_t* w = at.panel + at.first_lane * 4;
-    const uint8_t* scales = at.panel + parts.codes + at.first_lane * 2;
+    const uint8_t* scales = at.panel + parts.codes + at.first_lane * kNumber;
     Vec f[R][V];
     clear(f);
     for (int64_t p = 0, left = parts.per_group; p < parts.count; ++p) {
@@ -203,7 +216,7 @@ struct Grouped {
       }
       add_codes<R, V>(acc, x, a.x.stride, w, parts.size, at.next == nullptr);
       for (int64_t i = 0; i < lines; ++i) prefetch(at, p * lines + i);
-      if (at.next == nullptr && left == 1) fetch_ahead<kOffset ? 128 : 64>(scales, ahead<R>());
+      if (at.next == nullptr && left == 1) fetch_ahead<kScales>(scales, ahead<R>());
       const auto number = [&](int i, int r) {
         const RowPart of_row(a, parts, at.row + r, p);
         return broadcast(i == 0 ? of_row.scale : i == 1 ? of_row.shift() : of_row.total());

@@ -1,6 +1,6 @@
 // The integer half of isa.h: dot products of bytes, one 32-bit lane per column, exact at every level.
 //
-//   Codes, Nibbles    kLanes columns of four unsigned bytes; Nibbles are at most 15
+//   Codes, Nibbles    kLanes columns of four unsigned bytes; Nibbles are at most 15, or below 64 of weights in units
 //   Quad              four signed bytes of a row, for every lane
 //   load_ints, store_ints   kLanes integers of 32 bits
 //   kCodesZero        what `Codes` hold for an int8 weight of 0: 128, or 0 where loading them makes them signed
@@ -230,7 +230,7 @@ inline IVec dot(IVec acc, const Codes& w, const Quad& x) { return dot_bytes(acc,
 inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) { return dot_bytes(acc, w.v, x.v); }
 #else
 // vpmaddubsw saturates, so bytes are widened: the even ones and the odd ones of a quad as 16-bit pairs for vpmaddwd.
-// Nibbles cannot saturate it: 2 * 15 * 127.
+// Nibbles cannot saturate it: 2 * 15 * 127, nor can numbers below 64.
 constexpr int kChannelRows = 4, kGroupRows = 2;
 // A group of two levels is summed in words, even and odd pairs of inputs apart: 4 * 2 * 15 * 127, less 8 times the row's
 // sum, stays within 16 bits.
@@ -350,11 +350,10 @@ constexpr int kVectors = 8;
 template <int R>
 constexpr int kFewVectors = 8;
 struct Codes {
-  const uint8_t* p;
+  uint8_t b[16];
 };
 struct Nibbles {
-  const uint8_t* p;
-  int shift;
+  uint8_t b[16];
 };
 struct Quad {
   const int8_t* p;
@@ -362,19 +361,26 @@ struct Quad {
 inline IVec broadcast(int32_t i) { return {{i, i, i, i}}; }
 inline IVec load_ints(const int32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
 inline void store_ints(int32_t* p, IVec v) { std::memcpy(p, v.i, sizeof(v.i)); }
-inline Codes load_codes(const uint8_t* p) { return {p}; }
-inline Nibbles low_nibbles(const Codes& c) { return {c.p, 0}; }
-inline Nibbles high_nibbles(const Codes& c) { return {c.p, 4}; }
-inline Quad broadcast_quad(const int8_t* x) { return {x}; }
-inline IVec dot(IVec acc, const Codes& w, const Quad& x) {
-  for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < 4; ++j) acc.i[i] += int32_t(w.p[4 * i + j]) * x.p[j];
-  }
-  return acc;
+inline Codes load_codes(const uint8_t* p) {
+  Codes c;
+  std::memcpy(c.b, p, 16);
+  return c;
 }
-inline IVec dot(IVec acc, const Nibbles& w, const Quad& x) {
+inline Nibbles low_nibbles(const Codes& c) {
+  Nibbles n;
+  for (int i = 0; i < 16; ++i) n.b[i] = c.b[i] & 15;
+  return n;
+}
+inline Nibbles high_nibbles(const Codes& c) {
+  Nibbles n;
+  for (int i = 0; i < 16; ++i) n.b[i] = c.b[i] >> 4;
+  return n;
+}
+inline Quad broadcast_quad(const int8_t* x) { return {x}; }
+template <typename W>
+inline IVec dot(IVec acc, const W& w, const Quad& x) {
   for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < 4; ++j) acc.i[i] += int32_t((w.p[4 * i + j] >> w.shift) & 15) * x.p[j];
+    for (int j = 0; j < 4; ++j) acc.i[i] += int32_t(w.b[4 * i + j]) * x.p[j];
   }
   return acc;
 }
@@ -421,7 +427,7 @@ struct Scaler {
   Scaler(IVec m, int zero) : m(m), zero(zero) {}
   void store(const Nibbles& n, uint8_t* p) const {
     for (int i = 0; i < 16; ++i) {
-      const int each = m.i[i / 4], level = ((n.p[i] >> n.shift) & 15) - 8 + each % 2;
+      const int each = m.i[i / 4], level = n.b[i] - 8 + each % 2;
       p[i] = static_cast<uint8_t>(each * level + zero);
     }
   }

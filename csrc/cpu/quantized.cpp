@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/unit_layout.h"
+
 namespace quire::cpu {
 
 namespace {
@@ -47,16 +49,19 @@ void pack_multipliers(const uint8_t* m, int64_t groups, int64_t column, uint8_t*
 }
 
 // `row`: of q, scales and offsets.
-void pack_panel_row(const QuantizedFormat& format, const int8_t* q, const void* scales, const uint16_t* offset,
-                    int64_t row, int64_t k, int64_t column, uint8_t* panel) {
+void pack_panel_row(const QuantizedFormat& format, const QuantizedSource& from, int64_t row, int64_t k, int64_t column,
+                    uint8_t* panel) {
+  if (format.in_units()) return pack_unit_row(unit_layout(format), from, row, k, column, panel);
+  const int8_t* q = from.q + row * k;
   const int64_t codes = format.code_bytes(k), size = format.group == 0 ? k : format.block_inputs(k);
-  const auto* scale = static_cast<const uint16_t*>(scales) + row * format.groups(k);
+  const auto* scale = static_cast<const uint16_t*>(from.scale) + row * format.groups(k);
+  const auto* offset = static_cast<const uint16_t*>(from.offset) + row * format.groups(k);
   for (int64_t g = 0; g < format.blocks(k); ++g) {
     uint8_t* block = panel + g * format.block_bytes(k);
     pack_codes(format, q + g * size, std::min(size, k - g * size), column, block + format.code_begin());
     if (format.two_level()) {
       const int64_t groups = format.groups(k), first = g * (kTwoLevelBlock / kTwoLevelGroup);
-      const auto* m = static_cast<const uint8_t*>(scales) + row * groups + first;
+      const auto* m = static_cast<const uint8_t*>(from.scale) + row * groups + first;
       pack_multipliers(m, groups - first, column, block);
       continue;
     }
@@ -68,19 +73,22 @@ void pack_panel_row(const QuantizedFormat& format, const int8_t* q, const void* 
 
 }  // namespace
 
-void pack_quantized(const QuantizedFormat& format, const int8_t* q, const void* scale, const uint16_t* offset,
-                    int64_t count, int64_t k, int64_t first, uint8_t* packed, ThreadPool& pool) {
+int64_t QuantizedFormat::panel_bytes(int64_t k) const {
+  if (!in_units()) return blocks(k) * block_bytes(k);
+  const UnitLayout layout = unit_layout(*this);
+  return layout.num_blocks(k) * layout.block_bytes();
+}
+
+void pack_quantized(const QuantizedFormat& format, const QuantizedSource& from, int64_t count, int64_t k, int64_t first,
+                    uint8_t* packed, ThreadPool& pool) {
   const int64_t first_panel = first / kPanel;
   const int64_t panels = (first + count - 1) / kPanel - first_panel + 1;
-  const int64_t groups = format.groups(k);
   pool.run([&](int thread, int num_threads) {
     const Range mine = share(panels, thread, num_threads);
     for (int64_t p = first_panel + mine.begin; p < first_panel + mine.end; ++p) {
       const int64_t begin = std::max(first, p * kPanel), end = std::min(first + count, (p + 1) * kPanel);
       for (int64_t row = begin; row < end; ++row) {
-        const int64_t i = row - first;
-        pack_panel_row(format, q + i * k, scale, offset + i * groups, i, k, row % kPanel,
-                       packed + p * format.panel_bytes(k));
+        pack_panel_row(format, from, row - first, k, row % kPanel, packed + p * format.panel_bytes(k));
       }
     }
   });

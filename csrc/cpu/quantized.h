@@ -11,6 +11,7 @@
 //                           the first are multipliers of groups of 16, low half: column j, high half: column 16 + j;
 //                           w = scale * m * (q + m mod 2). A product needs them before the codes, and only a stream
 //                           that is read in the order of its addresses is fetched ahead by a core
+//     codes of 2, 3, 5 and 6 bits, tables of levels, and scales of two parts: unit_layout.h
 // K is padded to whole groups (quads); the activations are zero there.
 //
 // With groups of weights, activations have a scale per block of inputs. A part, the smaller of group and block, is what
@@ -46,12 +47,27 @@ struct RowFormat {
   int64_t parts(int64_t k) const { return num_groups(padded(k), part()); }
 };
 
+// What a code stands for: an integer, or a number of a table of 16 (unit_layout.h).
+enum class Codebook : int { none = 0, iq4 = 1, fp4 = 2 };
+
+// What a group's scale is held as: fp16, an integer of 8 bits times the fp16 of 256 inputs, or a power of two.
+enum class Scales : int { half = 0, nested = 1, power = 2 };
+
 struct QuantizedFormat {
-  int bits;       // 8 or 4
+  int bits;       // of a code: 8 or 4, or in units 2 ... 6
   int64_t group;  // inputs; 0: one scale per column (8 bits only)
   bool has_offset;
+  Codebook codebook = Codebook::none;
+  Scales scales = Scales::half;
 
-  bool two_level() const { return bits == 4 && group == kTwoLevelGroup; }
+  // From `form`: bits + 16 * codebook + 64 * scales (kernels/linear/native.py).
+  static QuantizedFormat of(int form, int64_t group, bool has_offset) {
+    return {form % 16, group, has_offset, static_cast<Codebook>(form / 16 % 4), static_cast<Scales>(form / 64)};
+  }
+
+  // Whether it lies in units of 32 inputs (unit_layout.h).
+  bool in_units() const { return (bits != 8 && bits != 4) || codebook != Codebook::none || scales != Scales::half; }
+  bool two_level() const { return bits == 4 && group == kTwoLevelGroup && !in_units(); }
   int64_t groups(int64_t k) const { return num_groups(k, group); }
   RowFormat rows(int64_t rotation = 0) const {
     return {group, rotation, group == 0 || two_level() ? 0 : std::clamp(group, kMinBlock, kMaxBlock)};
@@ -68,7 +84,7 @@ struct QuantizedFormat {
     const int64_t scales = two_level() ? kTwoLevelBlock / kTwoLevelGroup / 2 : group == 0 ? 0 : has_offset ? 4 : 2;
     return code_bytes(k) + scales * kPanel;
   }
-  int64_t panel_bytes(int64_t k) const { return blocks(k) * block_bytes(k); }
+  int64_t panel_bytes(int64_t k) const;
 };
 
 // Rows of kernels/quantized_rows.py.
@@ -112,10 +128,18 @@ struct TakeArgs {
   Type type;
 };
 
-// Write rows [first, first + count) of a matrix, given as q [count, k] and fp16 scales and offsets [count, groups]
-// (null for one scale per column; uint8 multipliers for two levels), into its packed form.
-void pack_quantized(const QuantizedFormat& format, const int8_t* q, const void* scale, const uint16_t* offset,
-                    int64_t count, int64_t k, int64_t first, uint8_t* packed, ThreadPool& pool);
+// A matrix to be packed: q [count, k]; scales and offsets [count, groups], fp16 (null for one scale per column; uint8
+// multipliers for two levels; uint8 exponents of powers of two). Of nested scales these are int8, offsets uint8, and each is
+// multiplied with an fp16 of 256 inputs, [count, k / 256].
+struct QuantizedSource {
+  const int8_t* q;
+  const void *scale, *offset;
+  const uint16_t *outer_scale, *outer_offset;
+};
+
+// Write rows [first, first + count) of a matrix into its packed form.
+void pack_quantized(const QuantizedFormat& format, const QuantizedSource& from, int64_t count, int64_t k, int64_t first,
+                    uint8_t* packed, ThreadPool& pool);
 
 struct QuantizedKernels {
   void (*linear)(const QuantizedLinearArgs&, ThreadPool&);

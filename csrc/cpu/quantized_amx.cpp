@@ -87,8 +87,11 @@ void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
   if (f.group == 0) return whole_rows<ChannelRows>(a, pool);
   if (a.rows <= kStreamedRows) return avx512::kQuantized.linear(a, pool);
   if (f.two_level()) return whole_rows<TwoLevelRows>(a, pool);
-  if (f.bits == 8) return (f.has_offset ? linear_of_groups<8, true> : linear_of_groups<8, false>)(a, pool);
-  return (f.has_offset ? linear_of_groups<4, true> : linear_of_groups<4, false>)(a, pool);
+  if (f.in_units()) return with_form(f, [&]<typename F>() { linear_of_groups<UnitSource<F>>(a, pool); });
+  if (f.bits == 8) {
+    return (f.has_offset ? linear_of_groups<StoredCodes<8, true>> : linear_of_groups<StoredCodes<8, false>>)(a, pool);
+  }
+  return (f.has_offset ? linear_of_groups<StoredCodes<4, true>> : linear_of_groups<StoredCodes<4, false>>)(a, pool);
 }
 
 }  // namespace

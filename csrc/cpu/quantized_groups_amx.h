@@ -17,6 +17,7 @@
 #include "cpu/group_tile.h"
 #include "cpu/int_vec.h"
 #include "cpu/quantized.h"
+#include "cpu/unit_tile.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
@@ -74,8 +75,23 @@ struct PartSums {
   bool last = false;
 };
 
+// Weights as they lie, int8 or int4: scales are read from the panel.
+template <int kCodeBits, bool kHasOffsets>
+struct StoredCodes {
+  static constexpr int kBits = kCodeBits;
+  static constexpr bool kHasOffset = kHasOffsets, kInUnits = false;
+};
+
+// Weights in units, of a UnitForm: codes and scales are unpacked together.
+template <typename F>
+struct UnitSource {
+  using Form = F;
+  static constexpr int kBits = F::kLayout.bits;
+  static constexpr bool kHasOffset = F::kHasOffset, kInUnits = true;
+};
+
 // One thread's share of a pass: the panels that it takes.
-template <int kBits, bool kOffset>
+template <typename Source>
 class GroupWorker {
  public:
   GroupWorker(const QuantizedLinearArgs& a, const GroupPass& pass, ThreadPool& pool, int thread)
@@ -88,7 +104,9 @@ class GroupWorker {
     for (const int t : {kA0, kA1}) shapes.set(t, rows, width);
     for (const int t : {kB0, kB1}) shapes.set(t, width / 4, kTileBytes);
     tiles_.shape(shapes);
-    codes_ = scratch_.get<uint8_t>(parts_.count * part_bytes());
+    const int64_t parts = (parts_.count + 1) / 2 * 2;  // units of two parts are whole
+    codes_ = scratch_.get<uint8_t>(parts * part_bytes());
+    if constexpr (Source::kInUnits) scales_ = scales_scratch_.get<float>(parts * kPartScales);
   }
 
   void run() {
@@ -110,6 +128,10 @@ class GroupWorker {
  private:
   int64_t part_bytes() const { return parts_.size * kPanel; }  // of unpacked codes
   const uint8_t* panel(int64_t p) const { return a_.packed + p * a_.format.panel_bytes(a_.k); }
+  static constexpr int kBits = Source::kBits;
+  static constexpr bool kOffset = Source::kHasOffset;
+  static constexpr int64_t kPartScales = kPanel * (kOffset ? 2 : 1);  // unpacked
+
   // The group of a part, in the panel at w, and the part's codes.
   const uint8_t* group_of(const uint8_t* w, int64_t part) const {
     return w + (part >> parts_.group_shift) * parts_.group_bytes;
@@ -149,7 +171,24 @@ class GroupWorker {
 
   // The codes of a part of the panel at w, if there is one.
   void unpack(const uint8_t* w, int64_t part) const {
-    if (part < parts_.count) unpack(codes_of(w, part), codes_ + part * part_bytes());
+    if (part >= parts_.count) return;
+    if constexpr (Source::kInUnits) {
+      unpack_whole_unit<typename Source::Form>(w, part);
+    } else {
+      unpack(codes_of(w, part), codes_ + part * part_bytes());
+    }
+  }
+
+  // The unit that begins with this part.
+  template <typename F>
+  void unpack_whole_unit(const uint8_t* w, int64_t part) const {
+    if (part % F::kParts != 0) return;
+    const UnitPlace at(F::kLayout, part / F::kParts);
+    const int64_t ahead = pass_.blocks() == 1 ? kAheadBytes : 0;
+    fetch_ahead<F::kLayout.scale_bytes()>(w + at.scales, ahead);
+    fetch_ahead<F::kLayout.code_bytes()>(w + at.codes, ahead);
+    unpack_unit<F>(w, part / F::kParts, 0, [&](int g) { return codes_ + (part + g) * part_bytes(); },
+                   [&](int g) { return scales_ + (part + g) * kPartScales; });
   }
 
   // Rows of one tile of a part by both tiles of columns: rows x and weights w, which may be loaded already.
@@ -248,9 +287,15 @@ class GroupWorker {
     Vec scale[kParts][2], offset[kParts][2];
     UNROLL for (int i = 0; i < kParts; ++i) {
       UNROLL for (int half = 0; half < 2; ++half) {
-        const uint8_t* at = group_of(d.panel, d.first_part + i) + parts_.codes + half * kLanes * 2;
-        scale[i][half] = load_half(at);
-        if constexpr (kOffset) offset[i][half] = load_half(at + kPanel * 2);
+        if constexpr (Source::kInUnits) {
+          const float* at = scales_ + (d.first_part + i) * kPartScales + half * kLanes;
+          scale[i][half] = load(at);
+          if constexpr (kOffset) offset[i][half] = load(at + kPanel);
+        } else {
+          const uint8_t* at = group_of(d.panel, d.first_part + i) + parts_.codes + half * kLanes * 2;
+          scale[i][half] = load_half(at);
+          if constexpr (kOffset) offset[i][half] = load_half(at + kPanel * 2);
+        }
       }
     }
     const auto sum_of = [&](int64_t r) {
@@ -284,7 +329,7 @@ class GroupWorker {
     }
   }
 
-  static thread_local Scratch scratch_;
+  static thread_local Scratch scratch_, scales_scratch_;
   const QuantizedLinearArgs& a_;
   const GroupPass& pass_;
   const Parts& parts_;
@@ -293,6 +338,7 @@ class GroupWorker {
   RowWriter y_;
   Tiles tiles_;
   uint8_t* codes_;
+  float* scales_ = nullptr;  // of units, unpacked: [parts] { 32 scales (, 32 offsets) }
   PartSums sums_;
   int turn_ = 0;
   int32_t* lower_ = nullptr;  // where the sums of the lower tile go that are not stored yet
@@ -300,10 +346,12 @@ class GroupWorker {
   alignas(64) float floats_[kBlockSums];
 };
 
-template <int kBits, bool kOffset>
-thread_local Scratch GroupWorker<kBits, kOffset>::scratch_;
+template <typename Source>
+thread_local Scratch GroupWorker<Source>::scratch_;
+template <typename Source>
+thread_local Scratch GroupWorker<Source>::scales_scratch_;
 
-template <int kBits, bool kOffset>
+template <typename Source>
 void linear_of_groups(const QuantizedLinearArgs& a, ThreadPool& pool) {
   static thread_local Scratch packed_rows, packed_scales;
   const Parts parts(a);
@@ -318,7 +366,7 @@ void linear_of_groups(const QuantizedLinearArgs& a, ThreadPool& pool) {
       pool.take_all(thread, 1, [&](const Range& block) { pack_block(a, pass, block.begin, packed, scales); });
     });
     over_threads(panels, a.rows * a.n * k, pool, [&](int thread) {
-      GroupWorker<kBits, kOffset>(a, pass, pool, thread).run();
+      GroupWorker<Source>(a, pass, pool, thread).run();
     });
   }
 }

@@ -19,6 +19,7 @@
 #include "cpu/row_loops.h"
 #include "cpu/scratch.h"
 #include "cpu/two_level.h"
+#include "cpu/unit_tile.h"
 #include "cpu/word_groups.h"
 
 namespace quire::cpu::QUIRE_ISA {
@@ -167,9 +168,20 @@ void rows_of<WordGroups>(int64_t rows, const QuantizedLinearArgs& a, const Place
 using TwoLevel = Channel;
 #endif
 
-// The panel of two levels unpacked to int8, in memory of this thread.
+// Whether F reads panels of the format unpacked.
+template <typename F>
+bool unpacks(const QuantizedFormat& f) {
+  return F::kUnpacked && (f.two_level() || f.in_units());
+}
+
+// The panel of two levels or of units unpacked to int8, in memory of this thread.
 const uint8_t* unpacked_panel(const QuantizedLinearArgs& a, const uint8_t* panel) {
   static thread_local Scratch scratch;
+  if (a.format.in_units()) {
+    uint8_t* wide = scratch.get<uint8_t>(wide_panel_bytes(a.format, a.k));
+    with_form(a.format, [&]<typename F>() { unpack_panel<F>(a, panel, wide); });
+    return wide;
+  }
   const int64_t blocks = a.format.blocks(a.k);
   uint8_t* unpacked = scratch.get<uint8_t>(blocks * kUnpackedBytes);
   for (int64_t b = 0; b < blocks; ++b) {
@@ -263,11 +275,11 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
     const bool own = packs && pass.rows <= kOwnRows && a.n >= kOwnColumns * pool.num_threads();
     const int8_t* const together = packs && !own ? pack_rows<F>(a, pass, pool) : nullptr;
     const auto rows_of_thread = [&] { return own ? pack_own_rows<F>(a, pass) : together; };
-    const bool streams = tiles == 1 && !(F::kUnpacked && a.format.two_level());
+    const bool streams = tiles == 1 && !unpacks<F>(a.format);
     const auto multiply = [&](const Range& mine, const int8_t* packed) {
       for (int64_t p = mine.begin; p < mine.end; ++p) {
         const uint8_t* panel = a.packed + p * panel_bytes;
-        if (F::kUnpacked && a.format.two_level()) panel = unpacked_panel(a, panel);
+        if (unpacks<F>(a.format)) panel = unpacked_panel(a, panel);
         const bool ahead = p + 1 < panels && tiles > 1;
         for (int t = 0; t < tiles; ++t) {
           const Range tile = pass.tile(t), lines = ahead ? share(panel_bytes / 64, t, tiles) : Range{0, 0};
@@ -292,9 +304,24 @@ void linear_as(const QuantizedLinearArgs& a, ThreadPool& pool) {
   }
 }
 
+// Whether the rows are few enough to be multiplied by codes in registers; they are then.
+template <int kRows>
+bool few_rows_of_units([[maybe_unused]] const QuantizedLinearArgs& a, [[maybe_unused]] ThreadPool& pool) {
+  if constexpr (kRows > 0) {
+    if (a.rows > kRows) return false;
+    if (a.rows > 0) with_form(a.format, [&]<typename F>() { unit_rows<F, kRows>(a, kSmallWork, pool); });
+    return true;
+  }
+  return false;
+}
+
 void linear(const QuantizedLinearArgs& a, ThreadPool& pool) {
   const QuantizedFormat& f = a.format;
   if (f.two_level() && a.rows > 0 && a.rows <= kFewTiles * kFewRows) return two_level_rows(a, pool);
+  if (f.in_units()) {
+    if (few_rows_of_units<kUnitRows>(a, pool)) return;
+    return (f.has_offset ? linear_as<Grouped<8, true, 4>> : linear_as<Grouped<8, false, 4>>)(a, pool);
+  }
   if (f.group == 0) return linear_as<Channel>(a, pool);
   if (f.two_level()) return linear_as<TwoLevel>(a, pool);
   if (f.bits == 8) return (f.has_offset ? linear_as<Grouped<8, true>> : linear_as<Grouped<8, false>>)(a, pool);
@@ -324,7 +351,20 @@ inline void put(float f, float* p) { *p = f; }
 inline void put(float f, uint16_t* p) { *p = float_to_bf16(f); }
 
 template <typename T>
+void take_from_units(const TakeArgs& a, ThreadPool& pool) {
+  const UnitLayout layout = unit_layout(a.format);
+  over_rows(a.rows, a.k * 8, pool, [&](int64_t row) {
+    const int64_t id = a.ids[row];
+    float* held = scratch_row<float>(a.k);
+    read_unit_row(layout, a.packed + id / kPanel * a.format.panel_bytes(a.k), id % kPanel, a.k, a.scale[id], held);
+    T* y = static_cast<T*>(a.y) + row * a.k;
+    for (int64_t i = 0; i < a.k; ++i) put(held[i], y + i);
+  });
+}
+
+template <typename T>
 void take(const TakeArgs& a, ThreadPool& pool) {
+  if (a.format.in_units()) return take_from_units<T>(a, pool);
   const int64_t groups = a.format.blocks(a.k), size = a.format.group == 0 ? a.k : a.format.block_inputs(a.k);
   const int64_t codes = a.format.code_bytes(a.k), block = a.format.block_bytes(a.k);
   over_rows(a.rows, a.k * 8, pool, [&](int64_t row) {  // every four inputs lie in a line of their own

@@ -18,10 +18,10 @@ def linear(
     num_threads: int, isa: str, type: str, x: int, x_stride: int, packed: int, bias: int, y: int, y_stride: int,
     y_type: str, rows: int, n: int, k: int, /,
 ) -> None: ...  # fmt: skip
-def quantized_block_bytes(bits: int, group: int, has_offset: bool, k: int, /) -> int: ...
+def quantized_panel_bytes(form: int, group: int, has_offset: bool, k: int, /) -> int: ...
 def pack_quantized(
-    num_threads: int, bits: int, group: int, has_offset: bool, q: int, scale: int, offset: int, count: int,
-    k: int, first: int, packed: int, /,
+    num_threads: int, form: int, group: int, has_offset: bool, q: int, scale: int, offset: int, outer_scale: int,
+    outer_offset: int, count: int, k: int, first: int, packed: int, /,
 ) -> None: ...  # fmt: skip
 def quantize_weights(
     num_threads: int, isa: str, bits: int, group: int, bf16: bool, w: int, stride: int, rows: int, k: int,
@@ -32,12 +32,12 @@ def quantize_rows(
     scale: int, sums: int, group: int, rotation: int, block: int, /,
 ) -> None: ...  # fmt: skip
 def quantized_linear(
-    num_threads: int, isa: str, bits: int, group: int, has_offset: bool, q: int, stride: int, x_scale: int,
+    num_threads: int, isa: str, form: int, group: int, has_offset: bool, q: int, stride: int, x_scale: int,
     sums: int, packed: int, scale: int, offset: int, bias: int, bf16: bool, y: int, y_stride: int, rows: int,
     n: int, k: int, /,
 ) -> None: ...  # fmt: skip
 def take_quantized_rows(
-    num_threads: int, isa: str, bits: int, group: int, has_offset: bool, rotation: int, packed: int, scale: int,
+    num_threads: int, isa: str, form: int, group: int, has_offset: bool, rotation: int, packed: int, scale: int,
     offset: int, ids: int, bf16: bool, y: int, rows: int, k: int, /,
 ) -> None: ...  # fmt: skip
 def rms_norm(

@@ -39,13 +39,16 @@ def device_formats(
                     f"{name} = 'fp8': {needs}, and {device.name} has none: 'int8' takes the same bytes"
                 )
         kept = {name: held for name, held in stored.items() if held.kind != "fp8"}
+    num_kept = len(kept)
+    if device.kind != "cpu" or topology.tp > 1:  # cuts fall within the inputs that share an outer scale
+        kept = {name: held.wide for name, held in kept.items()}
     quantize, head = args.quantize, args.quantize_head
     if device.kind != "cpu":  # int4 with integer scales in groups of 16 is for CPUs
         quantize, head = ("int4-g32" if each in ("int4", "int4-g16") else each for each in (quantize, head))
     plan = plan_weights(spec, kept, quantize, head)
     if device.kind == "cpu":
         plan = replace(plan, formats=rotated(spec, plan.formats, kept, topology.tp))
-    if len(kept) == len(stored):
+    if num_kept == len(stored):
         return plan
-    remark = f"{len(stored) - len(kept)} fp8 weights read as {dtype}: {needs}; --quantize int8 takes the bytes of fp8"
+    remark = f"{len(stored) - num_kept} fp8 weights read as {dtype}: {needs}; --quantize int8 takes the bytes of fp8"
     return replace(plan, remarks=(remark, *plan.remarks))

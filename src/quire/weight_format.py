@@ -14,6 +14,10 @@ section 4.1). Odd multipliers have the levels −7 … 8, even ones −8 … 7: 
 
     w[n, k] = scale[n] · m · (q[n, k] + m mod 2)        m = multiplier[n, k // 16], 0 … 15
 
+Types of GGUF are held at the size that they have in the file (csrc/cpu/unit_layout.h). Integers have 2 to 6 bits, and
+start from 0 where there are offsets; "iq4" and "fp4" are one of 16 integers. A nested scale is an integer of 8 bits
+times the fp16 of 256 inputs, and so is its offset; scales of "fp4" are powers of two.
+
 Matrices that Quire rounds itself may be rotated before (`kernels.rotation`): w is then the product of each row of the
 checkpoint's matrix, in blocks of inputs, with a Hadamard matrix, and so are the rows that it multiplies.
 """
@@ -24,11 +28,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["plain", "int8", "int4", "fp8"]
-BITS: Mapping[Kind, int] = {"int8": 8, "int4": 4, "fp8": 8}
+Kind = Literal["plain", "int8", "int4", "fp8", "int2", "int3", "int5", "int6", "iq4", "fp4"]
+Scales = Literal["half", "nested", "power"]
+BITS: Mapping[Kind, int] = {
+    "int8": 8, "int4": 4, "fp8": 8, "int2": 2, "int3": 3, "int5": 5, "int6": 6, "iq4": 4, "fp4": 4,
+}  # fmt: skip
 # Group sizes that the kernels support, largest first. int8 and fp8 may also have one scale per row (group None).
-GROUPS: Mapping[Kind, tuple[int, ...]] = {"int8": (128, 64, 32, 16), "int4": (128, 64, 32), "fp8": (128,)}
+GROUPS: Mapping[Kind, tuple[int, ...]] = {
+    "int8": (128, 64, 32, 16), "int4": (128, 64, 32), "fp8": (128,),
+    "int2": (16,), "int3": (16,), "int5": (32,), "int6": (16,), "iq4": (32,), "fp4": (32,),
+}  # fmt: skip
 TWO_LEVEL_GROUP = 16  # inputs of int4 that share an integer multiplier
+NESTED = 256  # inputs whose nested scales share an fp16
 TWO_LEVEL_BLOCK = 64  # inputs stored together: 32 bytes, and 2 of multipliers
 ROTATIONS = (64, 32, 16)  # inputs that a rotation may mix
 # In packed memory: fp32, and fp16 times a power of two per row. The group scales of fp8 are fp32.
@@ -54,6 +65,7 @@ class WeightFormat:
     group: int | None = None
     has_offset: bool = False
     rotation: int | None = None
+    scales: Scales = "half"
 
     @property
     def quantized(self) -> bool:
@@ -63,6 +75,24 @@ class WeightFormat:
     def two_level(self) -> bool:
         """Whether it is int4 with integer multipliers of groups under one scale per row."""
         return self.kind == "int4" and self.group == TWO_LEVEL_GROUP
+
+    @property
+    def wide(self) -> WeightFormat:
+        """The format of int4 or int8 with fp16 scales for what only one CPU process holds at the file's size."""
+        if self.scales == "half" and self.kind in ("plain", "int8", "int4", "fp8"):
+            return self
+        return WeightFormat("int4" if self.kind == "int4" else "int8", self.group, self.has_offset)
+
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """The smallest and the largest integer; None: numbers are no integers."""
+        if self.kind in ("plain", "fp8"):
+            return None
+        if self.kind in ("iq4", "fp4"):
+            return (-127, 113) if self.kind == "iq4" else (-12, 12)
+        size = 1 << BITS[self.kind]
+        is_unsigned = self.has_offset and (self.kind not in ("int8", "int4") or self.scales == "nested")
+        return (0, size - 1) if is_unsigned else (-size // 2, size // 2 - 1)
 
     @property
     def rows(self) -> RowFormat:
@@ -85,8 +115,13 @@ class WeightFormat:
             scales, inputs = ROW_SCALE_BYTES * per_scale, in_features
         else:
             groups = -(-in_features // self.group)
-            scale_bytes = ROW_SCALE_BYTES if self.kind == "fp8" else GROUP_SCALE_BYTES
-            scales, inputs = groups * scale_bytes * per_scale + ROW_SCALE_BYTES, groups * self.group
+            scale_bytes = per_scale * (ROW_SCALE_BYTES if self.kind == "fp8" else GROUP_SCALE_BYTES)
+            outer_bytes = 0
+            if self.scales != "half":
+                scale_bytes = 1 if self.kind == "int2" else per_scale  # int2 has both in one byte
+            if self.scales == "nested":
+                outer_bytes = -(-in_features // NESTED) * GROUP_SCALE_BYTES * per_scale
+            scales, inputs = groups * scale_bytes + outer_bytes + ROW_SCALE_BYTES, groups * self.group
         return out_features * (-(-inputs * BITS[self.kind] // 8) + scales)
 
     def __str__(self) -> str:
@@ -95,7 +130,8 @@ class WeightFormat:
         if self.two_level:
             return f"int4, groups of {self.group} with integer scales"
         size = "a scale a row" if self.group is None else f"groups of {self.group}"
-        return f"{self.kind}, {size}" + (" with offsets" if self.has_offset else "")
+        nested = {"half": "", "nested": ", nested scales", "power": ", powers of two as scales"}[self.scales]
+        return f"{self.kind}, {size}" + (" with offsets" if self.has_offset else "") + nested
 
 
 PLAIN = WeightFormat()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_blocks import SCALE_BYTES, KvView, Layout, can_tile, view_layer
 from quire.kernels.pointwise import ActivationKind
@@ -145,6 +146,7 @@ FORMATS: tuple[WeightFormat, ...] = (
     *(WeightFormat("int8", group, offset) for group in (None, 16, 32, 64, 128) for offset in (False, True)),
     *(WeightFormat("int4", group, offset) for group in (32, 64, 128) for offset in (False, True)),
     WeightFormat("int4", 16),
+    *(form.held for form in BLOCK_TYPES.values() if form.held.wide != form.held),
 )
 
 

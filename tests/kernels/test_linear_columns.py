@@ -7,6 +7,7 @@ import torch
 from tests.kernels import cases, test_linear, test_quantized_linear
 from tests.kernels.checks import DTYPES, assert_same_bits, generator
 
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.kernels import registry
 from quire.kernels.linear import PackedLinear, linear
 from quire.kernels.registry import Backend
@@ -18,6 +19,7 @@ FORMATS = [
     WeightFormat("int8", 16),
     WeightFormat("int4", 32, True),
     WeightFormat("int4", 16),
+    BLOCK_TYPES["q5_k"].held,
 ]
 ROWS = (1, 2, 7, 33, 80)
 FILL = 7.0

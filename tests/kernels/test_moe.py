@@ -6,7 +6,9 @@ import pytest
 import torch
 from tests.kernels import cases
 from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
+from tests.kernels.test_quantized_linear import random_weight
 
+from quire.families.gguf_types import BLOCK_TYPES
 from quire.kernels.linear import linear, pack_empty, write_bias, write_rows
 from quire.kernels.moe import ExpertStack, experts, route
 from quire.kernels.pointwise import add_gated_rows, gated, widen_rows
@@ -14,7 +16,10 @@ from quire.kernels.registry import NATIVE_LEVELS, Backend, backends
 from quire.quant.rtn import round_to_nearest
 from quire.weight_format import PLAIN, WeightFormat
 
-FORMATS = [WeightFormat("int8"), WeightFormat("int8", 16), WeightFormat("int4", 32), WeightFormat("int4", 16)]
+FORMATS = [
+    WeightFormat("int8"), WeightFormat("int8", 16), WeightFormat("int4", 32), WeightFormat("int4", 16),
+    *(BLOCK_TYPES[name].held for name in ("q2_k", "q4_k", "q6_k", "mxfp4")),
+]  # fmt: skip
 ROTATED = [WeightFormat("int8", rotation=16), WeightFormat("int4", 16, rotation=16)]
 QUANTIZED = [
     *((case, format) for case in cases.MOE if case.num_tokens for format in FORMATS),
@@ -94,7 +99,10 @@ def make_experts(
             weight = torch.randn(n, k, generator=rng).to(dtype)
             own = torch.randn(n, generator=rng).to(dtype) * bias
             packed = pack_empty(n, k, dtype, bias=bias, backend=backend, format=format)
-            write_rows(packed, 0, round_to_nearest(weight, format) if format.quantized else weight)
+            if format.wide != format:  # of GGUF, which nothing is rounded to
+                write_rows(packed, 0, random_weight(n, k, format))
+            else:
+                write_rows(packed, 0, round_to_nearest(weight, format) if format.quantized else weight)
             if bias:
                 write_bias(packed, 0, own)
             matrices.append(packed)  # type: ignore[attr-defined]

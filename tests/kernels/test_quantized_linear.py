@@ -27,19 +27,22 @@ from quire.kernels.linear import (
     write_bias,
     write_rows,
 )
-from quire.kernels.linear.packed import RANGE, storable_scales
+from quire.kernels.linear.packed import NestedScales, storable_scales
 from quire.kernels.linear.reference import dequantize, scale_group
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
-from quire.weight_format import RowFormat, WeightFormat
+from quire.quant.ggml_codebooks import FP4_LEVELS, IQ4_LEVELS
+from quire.weight_format import NESTED, RowFormat, WeightFormat
 
+LEVELS = {"iq4": IQ4_LEVELS, "fp4": FP4_LEVELS}
 BACKENDS = registry.backends("quantized_linear")
 SMALL = [case for case in cases.QUANTIZED if not case.bench]
 
 
 def case_id(value: object) -> str:
     if isinstance(value, WeightFormat):
-        return f"{value.kind}-{value.group}{'-offset' if value.has_offset else ''}"
+        scales = "" if value.scales == "half" else f"-{value.scales}"
+        return f"{value.kind}-{value.group}{'-offset' if value.has_offset else ''}{scales}"
     if isinstance(value, cases.LinearCase):
         return f"{value.num_tokens}x{value.in_features}x{value.out_features}"
     return str(value).removeprefix("torch.")
@@ -47,9 +50,17 @@ def case_id(value: object) -> str:
 
 def random_weight(out_features: int, in_features: int, format: WeightFormat) -> QuantizedWeight:
     rng = generator()
-    low, high = RANGE[format.kind]
+    assert format.range is not None
+    low, high = format.range
     q = torch.randint(low, high + 1, (out_features, in_features), generator=rng).to(torch.int8)
+    if format.kind in LEVELS:
+        q = torch.tensor(LEVELS[format.kind], dtype=torch.int8)[q.int() % 16]
     groups = num_groups(in_features, format.group)
+    if format.scales == "nested":
+        return QuantizedWeight.of_nested(format, q, random_nested(out_features, in_features, format, rng))
+    if format.scales == "power":
+        exponents = torch.randint(-20, -8, (out_features, groups), generator=rng)
+        return QuantizedWeight(format, q, torch.exp2(exponents.float()))
     if format.two_level:
         multiplier = torch.randint(0, 16, (out_features, groups), generator=rng).to(torch.uint8)
         scale = (torch.rand(out_features, 1, generator=rng) + 0.1) * 0.001
@@ -59,10 +70,28 @@ def random_weight(out_features: int, in_features: int, format: WeightFormat) -> 
     return QuantizedWeight(format, q, scale, offset)
 
 
+def random_nested(
+    out_features: int, in_features: int, format: WeightFormat, rng: torch.Generator
+) -> NestedScales:
+    inner, outer = num_groups(in_features, format.group), num_groups(in_features, NESTED)
+    low, high = {"int2": (0, 15), "int4": (0, 63), "int5": (0, 63)}.get(format.kind, (-32, 31))
+    if format.kind == "int6":
+        low, high = -128, 127
+    scale = torch.randint(low, high + 1, (out_features, inner), generator=rng).to(torch.int8)
+    outer_scale = (torch.rand(out_features, outer, generator=rng) * 1e-3).half()
+    if not format.has_offset:
+        return NestedScales(scale, outer_scale)
+    offset = torch.randint(0, high + 1, (out_features, inner), generator=rng).to(torch.uint8)
+    return NestedScales(
+        scale, outer_scale, offset, (torch.randn(out_features, outer, generator=rng) * 1e-3).half()
+    )
+
+
 def part(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
     offset = None if weight.offset is None else weight.offset[rows]
     multiplier = None if weight.multiplier is None else weight.multiplier[rows]
-    return QuantizedWeight(weight.format, weight.q[rows], weight.scale[rows], offset, multiplier)
+    nested = None if weight.nested is None else weight.nested.each(lambda part: part[rows])
+    return QuantizedWeight(weight.format, weight.q[rows], weight.scale[rows], offset, multiplier, nested)
 
 
 def make(

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quire.models.loader import expand_mxfp4
+from quire.quant.ggml_blocks import decode_mxfp4
+from quire.quant.stored import dequantize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -17,5 +18,7 @@ def test_mxfp4(dtype: torch.dtype) -> None:
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(
         1, 2
     )  # [experts, rows, columns]
-    assert torch.equal(expand_mxfp4(blocks, scales, dtype), expected)
-    assert torch.equal(expand_mxfp4(blocks, scales, torch.float32), expected.float())
+    for expert, (packed, powers) in enumerate(zip(blocks, scales, strict=True)):
+        found = dequantize(decode_mxfp4(packed, powers))
+        assert torch.equal(found.to(dtype), expected[expert])
+        assert torch.equal(found, expected[expert].float())

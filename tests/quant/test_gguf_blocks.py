@@ -14,7 +14,9 @@ import torch
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.families.weights import Take
-from quire.kernels.linear.packed import storable_scales
+from quire.kernels.linear import pack_empty
+from quire.kernels.linear.packed import held_scales, storable_scales
+from quire.kernels.registry import backends
 from quire.models.safetensors_file import StoredTensor
 from quire.models.stored_weights import open_quantized
 from quire.models.weight_sources import Source
@@ -24,9 +26,14 @@ from quire.quant.stored import StoredMatrix, dequantize
 
 SEED = 11
 # Where a zero point is folded into the offset, which is then rounded once more.
-FOLDED = ("q4_1", "q4_k")
-# Types whose scales are one fp16 number or a power of two: packed without rounding.
-EXACT_SCALES = ("q4_0", "q5_0", "q8_0", "iq4_nl", "tq1_0", "tq2_0", "mxfp4")
+FOLDED = ("q4_1",)
+# Types whose scales are packed without rounding: one fp16 number, a power of two, or two numbers as in the file.
+EXACT_SCALES = (
+    "q4_0", "q5_0", "q8_0", "iq4_nl", "tq1_0", "tq2_0", "mxfp4",
+    "q4_1", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs",
+)  # fmt: skip
+EXACT_OFFSETS = ("q5_1", "q2_k", "q4_k", "q5_k")
+EXPANDED = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s", "iq1_m", "tq1_0", "tq2_0")
 # One block of random bytes per type, and its fp32 weights by llama.cpp's `ggml_type_traits.to_float`, in hexadecimal.
 GOLDENS = json.loads((Path(__file__).parent / "ggml_goldens.json").read_text())
 
@@ -60,7 +67,8 @@ def test_decoded_blocks_equal_the_oracle(name: str) -> None:
     form = BLOCK_TYPES[name]
     assert found.q.dtype == torch.int8
     assert found.shape == (40, 16 * form.block)
-    low, high = (-8, 7) if form.held.kind == "int4" else (-127 - 1, 127)
+    assert form.held.range is not None
+    low, high = form.held.range
     assert low <= found.q.min()
     assert found.q.max() <= high
     assert form.held.group is not None
@@ -82,15 +90,38 @@ def test_packed_scales_are_exact_or_rounded_to_11_bits(name: str) -> None:
         raw[:, ::17] = 100 + raw[:, ::17] % 30
     weight = decode_rows(torch.from_numpy(raw), name)
     usable = torch.isfinite(weight.scale).all(1)
-    scale = weight.scale[usable]
-    half, _, power = storable_scales(scale, None)
+    if weight.offset is not None:
+        usable &= torch.isfinite(weight.offset).all(1)
+    scale, offset = weight.scale[usable], weight.offset
+    held, held_offset = held_scales(weight)
     # The smallest fp16 step of a row; a scale below it adds nothing to a sum in fp32.
-    step = scale.abs().amax(1, keepdim=True) * 2.0**-38
-    error = ((half.float() * power.unsqueeze(1) - scale).abs() - step).clamp(min=0) / scale.abs().clamp(
-        min=step
-    )
+    largest = weight.scale.abs() if offset is None else torch.maximum(weight.scale.abs(), offset.abs())
+    step = largest[usable].amax(1, keepdim=True) * 2.0**-38
+    error = ((held[usable] - scale).abs() - step).clamp(min=0) / scale.abs().clamp(min=step)
     print(f"{name}: at most {float(error.max()):.1e}")
     assert error.max() <= (0.0 if name in EXACT_SCALES else 2.0**-11)
+    if name in EXACT_OFFSETS:
+        assert offset is not None
+        assert held_offset is not None
+        assert ((held_offset - offset)[usable].abs() <= step).all()
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_memory_has_the_size_of_the_file(name: str) -> None:
+    """A row of 4,096 inputs, and 4 bytes per row; types that are expanded, and scales of 6 bits held in 8, take more."""
+    form = BLOCK_TYPES[name]
+    in_file, held = 4096 // form.block * form.block_bytes, form.held.num_bytes(1, 4096, 2) - 4
+    if name in EXPANDED:
+        assert held > in_file
+    elif name in ("q3_k", "q4_k", "q5_k", "iq4_xs"):
+        assert in_file < held <= 1.04 * in_file
+    else:
+        assert held == in_file
+    packed = pack_empty(
+        64, 4096, torch.float32, bias=False, backend=backends("quantized_linear")[-1], format=form.held
+    )
+    if packed.backend != "reference":
+        assert packed.data.nbytes == 64 * held
 
 
 def opened(raw: np.ndarray, name: str, shape: tuple[int, ...]) -> StoredMatrix:

@@ -208,7 +208,9 @@ def _group_scheme(f: Fields, top: str) -> Scheme:
     if fp8:
         return _float_scheme(f, w)
     w.refuse("block_structure", unless=(), why="scales are a row's or a group's")
-    w.refuse("actorder", unless=(False, "weight", "static"), why="groups must be consecutive inputs")
+    w.refuse(
+        "actorder", unless=(False, True, "weight", "static", "group", "dynamic"), why="g_idx has the groups"
+    )
     bits = _bits(w, "num_bits", (4, 8) if form == "pack-quantized" else (8,))
     group = _group(w, "group_size")
     strategy = w.text("strategy", "channel" if group is None else "group")

@@ -40,6 +40,6 @@ class Mlp:
         """``[num_tokens, hidden_size]`` → the same shape."""
         gate_up = self._gate_up(x, adapters)
         # `linear` itself makes fp8 rows, and int8 rows of what several ranks have parts of.
-        if self._down.reads.kind in ("int8", "int4") and not self._down.gathers:
+        if self._down.reads.kind not in ("plain", "fp8") and not self._down.gathers:
             return self._down(self._gated_to_int8(gate_up, self._activation, self._down.reads.rows))
         return self._down(self._gated(gate_up, self._activation), adapters)

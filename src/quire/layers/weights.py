@@ -147,7 +147,7 @@ def write_weight(packed: PackedLinear, start: int, weight: Weight) -> None:
     """
     if isinstance(weight, StoredMatrix):
         for row, part in weight.ranges():
-            write_rows(packed, start + row, part)
+            write_rows(packed, start + row, part.widened(packed.format))
         return
     assert not isinstance(weight, StoredStack)
     if not packed.format.quantized:

@@ -18,7 +18,7 @@ from quire.families import quantization_of, spec_from_config, weight_map
 from quire.models.generation_config import GenerationDefaults, read_generation
 from quire.models.hub import INSTEAD, NAMES, config_of, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
-from quire.models.weight_sources import FLOATS, Source, find_sources, stored_formats, unused
+from quire.models.weight_sources import FLOATS, Source, find_sources, rounded_again, stored_formats, unused
 from quire.modelspec import ModelSpec
 from quire.weight_format import WeightFormat
 
@@ -115,8 +115,11 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
         spec, of_head = _own_head(spec, stored)
         remarks = (*unused(stored), *of_head)
         quantization = quantization_of(config, str(config_path))
-        if quantization is not None:
-            formats = stored_formats(spec, find_sources(str(path), weight_map(spec), stored, quantization))
+        if quantization is not None or config.get(
+            "quantization_config"
+        ):  # MXFP4 is in the map of weights itself
+            sources = find_sources(str(path), weight_map(spec), stored, quantization)
+            formats, remarks = stored_formats(spec, sources), (*remarks, *rounded_again(sources))
     generation, eos, left_out = _generation(path)
     merged = tuple(dict.fromkeys((*eos, *spec.eos_token_ids)))
     spec = replace(spec, dtype=dtype, eos_token_ids=merged)

@@ -1,4 +1,5 @@
-"""Matrices in ggml's blocks: the mapped bytes as a matrix, or one per expert, that decodes rows on demand.
+"""Matrices in ggml's blocks, or in those of gpt-oss: the mapped bytes, or one range of them per expert, as a matrix
+that decodes rows on demand.
 
 Scales are checked as rows are decoded, before a row is packed: one that is not finite would turn every answer that it
 touches into an error. MXFP4's scales are powers of two from 2⁻¹²⁸ to 2¹²⁶, and a row is held as fp16 numbers times one
@@ -6,6 +7,8 @@ power of two: the smallest and the largest scale of a row may differ by 2³⁸, 
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from quire.families.gguf_types import BLOCK_TYPES
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import AGAIN, StoredTensor
 from quire.parallel.shard import Cut
-from quire.quant.ggml_blocks import decode_rows
+from quire.quant.ggml_blocks import decode_mxfp4, decode_rows
 from quire.quant.stored import StoredMatrix, StoredStack, take_columns
 from quire.weight_format import WeightFormat
 
@@ -49,23 +52,41 @@ def _matrix(
     def read(start: int, stop: int) -> QuantizedWeight:
         rows = raw[start:stop] if order is None else raw[order[start:stop]]
         weight = decode_rows(rows, stored.dtype)
-        _check_scales(weight, name, stored, start)
+        _check_scales(weight, name, stored.dtype, stored.file, start)
         return take_columns(weight, within)
 
     return StoredMatrix(held, (raw.shape[0], len(columns)), read).rows(cut.rows)
 
 
-def _check_scales(weight: QuantizedWeight, name: str, stored: StoredTensor, start: int) -> None:
+def open_mxfp4(
+    name: str, stored: StoredTensor, blocks: Tensor, scales: Tensor, held: WeightFormat, cut: Cut
+) -> StoredStack:
+    """Return the experts of gpt-oss: ``blocks [experts, out, groups, 16]``, ``scales [experts, out, groups]``."""
+
+    def matrix(e: int) -> StoredMatrix:
+        shape = blocks.shape[1], blocks.shape[2] * 32
+
+        def read(start: int, stop: int) -> QuantizedWeight:
+            weight = decode_mxfp4(blocks[e, start:stop], scales[e, start:stop])
+            _check_scales(weight, f"{name}, expert {e}", "mxfp4", stored.file, start)
+            return take_columns(weight, cut.columns or range(shape[1]))
+
+        return StoredMatrix(held, (shape[0], len(cut.columns or range(shape[1]))), read).rows(cut.rows)
+
+    experts = range(len(blocks)) if cut.experts is None else cut.experts
+    return StoredStack(tuple(matrix(e) for e in experts))
+
+
+def _check_scales(weight: QuantizedWeight, name: str, kind: str, file: Path, start: int) -> None:
     finite = torch.isfinite(weight.scale).all(1)
     if weight.offset is not None:
         finite &= torch.isfinite(weight.offset).all(1)
     if not finite.all():
         row = start + int((~finite).nonzero()[0])
         raise ModelLoadError(
-            f"{stored.file}: {name} ({stored.dtype.upper()}) has a scale that is not a finite number in row {row}; "
-            f"{AGAIN}."
+            f"{file}: {name} ({kind.upper()}) has a scale that is not a finite number in row {row}; {AGAIN}."
         )
-    if stored.dtype != "mxfp4":
+    if kind != "mxfp4":
         return
     largest = weight.scale.amax(1)
     smallest = torch.where(weight.scale > 0, weight.scale, torch.inf).amin(1)
@@ -73,7 +94,7 @@ def _check_scales(weight: QuantizedWeight, name: str, stored: StoredTensor, star
     if beyond.any():
         row = start + int(beyond.nonzero()[0])
         raise UnsupportedModelError(
-            f"{stored.file}: {name} (MXFP4) has scales from {float(smallest[row - start]):.1e} to "
+            f"{file}: {name} (MXFP4) has scales from {float(smallest[row - start]):.1e} to "
             f"{float(largest[row - start]):.1e} in row {row}, more than the kernels hold in one row (a factor of 2³⁸); "
             "no trained model has that: download the file again."
         )

@@ -30,9 +30,6 @@ from quire.weight_format import PLAIN, WeightFormat
 _CPU = torch.device("cpu")
 Cuts = Mapping[str, Cut]
 
-# FP4 (E2M1) by its four bits, from the OCP Microscaling Formats specification 1.0, table 5.
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
 
 def iter_weights(
     model: ModelConfig, dtype: torch.dtype, device: torch.device = _CPU, *, cuts: Cuts | None = None,
@@ -87,7 +84,7 @@ def _weight(
         return _assemble(source.take, stored, dtype, cut)
     matrix = open_quantized(source, stored, cut)
     wanted = formats.get(cut.name, PLAIN)
-    if wanted == source.held:
+    if wanted.quantized and wanted in (source.held, source.held.wide):
         return matrix
     assert not wanted.quantized or source.held.kind == "fp8", (cut.name, wanted, source.held)
     return matrix.expand(dtype)
@@ -99,10 +96,6 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
         return torch.zeros(cut.shape(take.shape), dtype=dtype)
     taken: list[slice] = [slice(None)] * (take.dim + 1)
     taken[take.dim] = slice(take.start, take.stop, take.step)
-    if take.encoding == "mxfp4":  # rows are cut before they are expanded
-        parts = (view(stored[name])[tuple(taken)] for name in take.names)
-        blocks, scales = (part[_index(cut.ranges(2))] for part in parts)
-        return expand_mxfp4(blocks, scales, dtype)[_index((None, None, cut.columns))].contiguous()
     if take.encoding == "halves":
         return joined_halves(take, stored)[_index(cut.ranges(2))].to(dtype).contiguous()
     if take.stacked:
@@ -133,22 +126,6 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
 
 def _index(parts: Iterable[range | None]) -> tuple[slice, ...]:
     return tuple(slice(None) if part is None else slice(part.start, part.stop) for part in parts)
-
-
-def expand_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``[…, rows, 32 · groups]`` of ``dtype``: value = fp4 · 2 ** (scale − 127), exact in bfloat16 too.
-
-    ``blocks [..., rows, groups, 16]`` uint8, two values per byte, the low half first;
-    ``scales [..., rows, groups]`` uint8.
-    """
-    pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)], dtype=dtype)
-    out = torch.empty((*scales.shape[:-1], 32 * scales.shape[-1]), dtype=dtype)
-    # Expert by expert: an index takes 8 bytes per element.
-    for target, packed, scale in zip(out, blocks, scales, strict=True):
-        powers = torch.exp2(scale.float() - 127.0).to(dtype).unsqueeze(-1)
-        values = pairs[packed.long()].flatten(-2).mul_(powers)  # [rows, groups, 32]
-        target.copy_(values.flatten(-2))
-    return out
 
 
 # Random weights: norms are 1, all others normal. Generating every number would take ten seconds for a billion, so each

@@ -16,6 +16,7 @@ from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor
 from quire.models.weight_sources import FP8, Parts, Source
 from quire.parallel.shard import Cut
+from quire.quant.rtn import quantize
 from quire.quant.stored import (
     AWQ_ORDER,
     StoredMatrix,
@@ -24,7 +25,7 @@ from quire.quant.stored import (
     regroup,
     unpack,
 )
-from quire.weight_format import WeightFormat
+from quire.weight_format import Kind, WeightFormat
 
 Tensors = Mapping[str, Tensor]  # part → tensor
 _TORCH: dict[str, torch.dtype] = {
@@ -74,10 +75,14 @@ def open_quantized(
 def _open_gguf(
     take: Take, held: WeightFormat, stored: Mapping[str, StoredTensor], cut: Cut
 ) -> StoredMatrix | StoredStack:
-    from quire.models.gguf_weights import open_blocks
+    from quire.models.gguf_weights import open_blocks, open_mxfp4
 
     tensor = stored[take.names[0]]
     raw = view(tensor)
+    if take.encoding == "mxfp4":
+        rows_taken = slice(take.start, take.stop, take.step)
+        blocks, scales = (view(stored[name])[:, rows_taken] for name in take.names)
+        return open_mxfp4(take.names[0], tensor, blocks, scales, held, cut)
     rows = raw.dim() - 2
     raw = raw.narrow(rows, take.start, (raw.shape[rows] if take.stop is None else take.stop) - take.start)
     order = unpermute(torch.arange(raw.shape[rows]), take.unpermute_heads) if take.unpermute_heads else None
@@ -107,21 +112,27 @@ def _open_parts(
     assert scheme is not None
     tensors: Tensors = {part: view(tensor) for part, tensor in stored.items()}
     out, in_features = take.shape
-    if "index" in tensors:
-        _check_index(tensors["index"], scheme, names["index"])
     if "bias" in tensors and tensors["bias"].any():
         raise UnsupportedModelError(f"{names['bias']} is not zero, and this model has no bias there.")
     if scheme.symmetric and "zero" in tensors:
         _check_zeros(tensors["zero"], scheme, names["zero"])
         tensors = {part: tensor for part, tensor in tensors.items() if part != "zero"}
+    first = take.start
+    last = out if take.stop is None else take.stop
+    if source.reordered:
+        _check_index(tensors, scheme, names["index"])
+        read = partial(
+            _rounded_rows, tensors, scheme, weight_format, in_features, columns or range(in_features)
+        )
+        return StoredMatrix(weight_format, (out, len(columns or range(in_features))), read).rows(
+            range(first, last)
+        )
     if columns is not None:
         tensors = _columns_of(tensors, scheme, in_features, columns)
         in_features = len(columns)
     decode = _int8_rows if scheme.encoding == "int8" else partial(_word_rows, scheme)
     if scheme.encoding in FP8:
         decode = partial(_fp8_rows, scheme)
-    first = take.start
-    last = out if take.stop is None else take.stop
 
     def read(start: int, stop: int) -> QuantizedWeight:
         # Words of 4 or 8 outputs are read as a whole.
@@ -200,13 +211,38 @@ def _fp8_rows(
     return QuantizedWeight(held, tensors["q"][low:high], scales[rows % len(scales)].unsqueeze(1))
 
 
-def _check_index(index: Tensor, scheme: Scheme, name: str) -> None:
-    """Check that groups are of consecutive inputs, the only groups that the kernels support."""
-    group = scheme.group or index.shape[0]
-    if not torch.equal(index.long(), torch.arange(index.shape[0]) // group):
-        raise UnsupportedModelError(
-            f"{name}: the inputs are grouped in another order than they come in (desc_act / actorder), which is not "
-            "supported; take a checkpoint that was made with desc_act = false, or quantize a plain one on load."
+def _rounded_rows(
+    tensors: Tensors,
+    scheme: Scheme,
+    held: WeightFormat,
+    in_features: int,
+    columns: range,
+    start: int,
+    stop: int,
+) -> QuantizedWeight:
+    """Expand rows whose groups are inputs of any order, and round them to ``held``."""
+    low, high = start // 8 * 8, -(-stop // 8) * 8
+    kind: Kind = "int4" if scheme.bits == 4 else "int8"
+    stored = WeightFormat(kind, scheme.group, has_offset="zero" in tensors)
+    rows = _word_rows(scheme, tensors, stored, low, min(high, _num_rows(tensors, scheme)), in_features)
+    group_of = tensors["index"].long()
+    weight = rows.q.float() * rows.scale[:, group_of]
+    if rows.offset is not None:
+        weight += rows.offset[:, group_of]
+    return quantize(weight[start - low : stop - low, columns.start : columns.stop], held)
+
+
+def _num_rows(tensors: Tensors, scheme: Scheme) -> int:
+    return tensors["scale"].shape[0 if scheme.encoding == "packed" else 1]
+
+
+def _check_index(tensors: Tensors, scheme: Scheme, name: str) -> None:
+    """Check that the index names groups that exist."""
+    groups = tensors["scale"].shape[1 if scheme.encoding == "packed" else 0]
+    if int(tensors["index"].min()) < 0 or int(tensors["index"].max()) >= groups:
+        raise ModelLoadError(
+            f"{name} names group {int(tensors['index'].max())} of {groups}; the file is damaged, or belongs to another "
+            "configuration."
         )
 
 

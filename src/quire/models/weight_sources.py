@@ -7,6 +7,7 @@ Names and shapes must match exactly: a missing or an unexpected weight is an err
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class Source:
     held: WeightFormat = PLAIN
     scheme: Scheme | None = None  # from quantization_config
     parts: tuple[Parts, ...] = ()  # for each of ``take.names``, with a scheme
+    reordered: bool = False  # groups are not of consecutive inputs, so that it is expanded and rounded again
 
 
 def find_sources(
@@ -106,9 +108,15 @@ def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> S
     scheme = _scheme(take, stored, quantization)
     if scheme is not None:
         parts = tuple(_parts(name, scheme, stored) for name in take.names)
-        return Source(take, _held(take, scheme), scheme, parts) if all(parts) else None
+        if not all(parts):
+            return None
+        if any("index" in each and not _is_in_order(stored[each["index"]], scheme) for each in parts):
+            return Source(take, _rounded_again(take), scheme, parts, reordered=True)
+        return Source(take, _held(take, scheme), scheme, parts)
     if any(name not in stored for name in take.names):
         return None
+    if take.encoding == "mxfp4":
+        return Source(take, BLOCK_TYPES["mxfp4"].held)
     block = BLOCK_TYPES.get(stored[take.names[0]].dtype) if take.encoding == "plain" else None
     return Source(take, PLAIN if block is None else block.held)
 
@@ -146,6 +154,32 @@ def _parts(name: str, scheme: Scheme, stored: Tensors) -> Parts:
     if any(parts[part] not in stored for part in needed):
         return {}
     return {part: stored_name for part, stored_name in parts.items() if stored_name in stored}
+
+
+def _is_in_order(index: StoredTensor, scheme: Scheme) -> bool:
+    """Whether groups are of consecutive inputs: ``index`` has the group of each input."""
+    if index.dtype not in ("int32", "int64") or len(index.shape) != 1:
+        return True  # `_check_parts` names what is wrong with it
+    (in_features,) = index.shape
+    group = scheme.group or in_features
+    numbers = array("i" if index.dtype == "int32" else "q", (k // group for k in range(in_features)))
+    return bytes(memoryview(index.buffer)[index.offset : index.offset + index.num_bytes]) == numbers.tobytes()
+
+
+def _rounded_again(take: Take) -> WeightFormat:
+    return WeightFormat("int8", None if take.shape[1] % 32 else 32)
+
+
+def rounded_again(sources: Mapping[str, Source]) -> tuple[str, ...]:
+    """Return a line about the matrices whose groups no kernel has, where there are any."""
+    count = sum(source.reordered for source in sources.values())
+    if not count:
+        return ()
+    what = "1 matrix has" if count == 1 else f"{count} matrices have"
+    return (
+        f"{what} groups of inputs in an order of their own (act order): expanded, and rounded again to int8 in groups "
+        "of 32",
+    )
 
 
 def _held(take: Take, scheme: Scheme) -> WeightFormat:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from quire.families.gguf_types import BLOCK_TYPES
-from quire.kernels.linear.packed import QuantizedWeight
+from quire.kernels.linear.packed import NestedScales, QuantizedWeight
 from quire.quant import ggml_codebooks
-from quire.quant.ggml_codebooks import Parts, bits, half, halves, planes
+from quire.quant.ggml_codebooks import Parts, bits, half, halves, planes, stored_half
 
 
 def _halves(data: Tensor) -> Tensor:
@@ -62,34 +62,31 @@ def _q5_1(blocks: Tensor) -> Parts:
 
 
 def _scales_and_mins(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """12 bytes → 8 scales and 8 mins of 6 bits, fp32: the upper two bits of the last four lie over the first four."""
+    """12 bytes → 8 scales and 8 mins of 6 bits: the upper two bits of the last four lie over the first four."""
     low, mid, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((low & 63, high & 15 | (low >> 6) << 4), dim=1)
     mins = torch.cat((mid & 63, high >> 4 | (mid >> 6) << 4), dim=1)
-    return scales.float(), mins.float()
+    return scales.view(torch.int8), mins
 
 
-def _k_affine(blocks: Tensor, q: Tensor, zero: int) -> Parts:
-    """Scales and offsets of Q4_K and Q5_K for ``q [blocks, 8, 32]`` from which ``zero`` was taken."""
+def _k_affine(blocks: Tensor, q: Tensor) -> Parts:
+    """Scales and offsets of Q4_K and Q5_K for ``q [blocks, 8, 32]``."""
     scales, mins = _scales_and_mins(blocks[:, 4:16])
-    scale = half(blocks, 0) * scales
-    return q, scale, scale * zero - half(blocks, 2) * mins
+    return q, NestedScales(scales, stored_half(blocks, 0), mins, -stored_half(blocks, 2)), None
 
 
 def _q2_k(blocks: Tensor) -> Parts:
-    scales = blocks[:, :16]
-    return (
-        planes(blocks[:, 16:80]).view(torch.int8),
-        half(blocks, 80) * (scales & 15),
-        -half(blocks, 82) * (scales >> 4),
-    )
+    both = blocks[:, :16]
+    scales = (both & 15).view(torch.int8)
+    nested = NestedScales(scales, stored_half(blocks, 80), both >> 4, -stored_half(blocks, 82))
+    return planes(blocks[:, 16:80]).view(torch.int8), nested, None
 
 
 def _q3_k(blocks: Tensor) -> Parts:
     high = bits(blocks[:, :32], 1).transpose(1, 2).flatten(1)  # the offset is zero where the bit is set
     q = (planes(blocks[:, 32:96]) | high << 2).view(torch.int8) - 4
     scales = halves(blocks[:, 96:104]) | bits(blocks[:, 104:108], 2).transpose(1, 2).flatten(1) << 4
-    return q, half(blocks, 108) * (scales.view(torch.int8) - 32), None
+    return q, NestedScales(scales.view(torch.int8) - 32, stored_half(blocks, 108)), None
 
 
 def _pairs_of_32(data: Tensor) -> Tensor:
@@ -99,13 +96,13 @@ def _pairs_of_32(data: Tensor) -> Tensor:
 
 
 def _q4_k(blocks: Tensor) -> Parts:
-    return _k_affine(blocks, _pairs_of_32(blocks[:, 16:]).view(torch.int8) - 8, 8)
+    return _k_affine(blocks, _pairs_of_32(blocks[:, 16:]).view(torch.int8))
 
 
 def _q5_k(blocks: Tensor) -> Parts:
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
     high = blocks[:, 16:48].unsqueeze(1) >> shifts & 1  # bit g of byte k belongs to group g
-    return _k_affine(blocks, (_pairs_of_32(blocks[:, 48:]) | high << 4).view(torch.int8), 0)
+    return _k_affine(blocks, (_pairs_of_32(blocks[:, 48:]) | high << 4).view(torch.int8))
 
 
 def _q6_k(blocks: Tensor) -> Parts:
@@ -113,8 +110,8 @@ def _q6_k(blocks: Tensor) -> Parts:
     shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
     high = torch.unflatten(blocks[:, 128:192], 1, (2, 1, 32)) >> shifts
     q = torch.unflatten(torch.cat((low & 15, low >> 4), dim=2), 2, (4, 32)) | (high & 3) << 4
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return q.view(torch.int8) - 32, half(blocks, 208) * scales, None
+    scales = blocks[:, 192:208].contiguous().view(torch.int8)
+    return q.view(torch.int8) - 32, NestedScales(scales, stored_half(blocks, 208)), None
 
 
 _DECODERS: Mapping[str, Callable[[Tensor], Parts]] = {
@@ -129,5 +126,16 @@ def decode_rows(raw: Tensor, name: str) -> QuantizedWeight:
     kind = BLOCK_TYPES[name]
     rows = raw.shape[0]
     q, scale, offset = _DECODERS[name](raw.reshape(-1, kind.block_bytes))
+    if isinstance(scale, NestedScales):
+        return QuantizedWeight.of_nested(
+            kind.held, q.reshape(rows, -1), scale.each(lambda t: t.reshape(rows, -1))
+        )
     offset = None if offset is None else offset.reshape(rows, -1)
     return QuantizedWeight(kind.held, q.reshape(rows, -1), scale.reshape(rows, -1), offset)
+
+
+def decode_mxfp4(blocks: Tensor, exponents: Tensor) -> QuantizedWeight:
+    """``blocks [rows, groups, 16]`` and ``exponents [rows, groups]`` of gpt-oss → the exchange form of those rows."""
+    q, scale = ggml_codebooks.mxfp4_in_order(blocks.reshape(-1, 16), exponents.reshape(-1))
+    rows = blocks.shape[0]
+    return QuantizedWeight(BLOCK_TYPES["mxfp4"].held, q.reshape(rows, -1), scale.reshape(rows, -1))

@@ -30,7 +30,10 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-Parts = tuple[Tensor, Tensor, Tensor | None]  # integers, scales, offsets
+from quire.kernels.linear.packed import NestedScales
+
+# Integers, scales and offsets; nested scales bring their offsets.
+Parts = tuple[Tensor, Tensor | NestedScales, Tensor | None]
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # FP4 (E2M1) doubled, by its four bits.
@@ -39,7 +42,12 @@ FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 def half(blocks: Tensor, at: int) -> Tensor:
     """The float16 at byte ``at`` of each block, as fp32 ``[n, 1]``."""
-    return _aligned(blocks[:, at : at + 2]).view(torch.float16).float()
+    return stored_half(blocks, at).float()
+
+
+def stored_half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at byte ``at`` of each block, ``[n, 1]``."""
+    return _aligned(blocks[:, at : at + 2]).view(torch.float16)
 
 
 def _aligned(data: Tensor) -> Tensor:
@@ -104,12 +112,23 @@ def _iq4_nl(blocks: Tensor) -> Parts:
 
 def _mxfp4(blocks: Tensor) -> Parts:
     q = _table(FP4_LEVELS, halves(blocks[:, 1:]))
-    e = blocks[:, :1].int()
+    return q, half_powers(blocks[:, :1], q), None
+
+
+def half_powers(exponents: Tensor, q: Tensor) -> Tensor:
+    """Half of MXFP4's scales, 2^(e − 128), fp32 ``[n, 1]``, for the doubled numbers ``q [n, 32]`` of a block."""
+    e = exponents.int()
     # The bits of 2^(e − 128); the two smallest are subnormal numbers.
     powers = torch.where(e < 2, 0x0020_0000 << e, e - 1 << 23).view(torch.float32)
     scale = torch.where(e == 255, torch.nan, powers)
     # Quantizers give a block of zeros the smallest scale, which would widen the range of its row.
-    return q, torch.where(q.any(1, keepdim=True), scale, 0.0), None
+    return torch.where(q.any(1, keepdim=True), scale, 0.0)
+
+
+def mxfp4_in_order(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers and scales of gpt-oss's blocks ``[n, 16]``, whose bytes hold neighbours, the lower half first."""
+    q = _table(FP4_LEVELS, torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1))
+    return q, half_powers(exponents.unsqueeze(1), q)
 
 
 def _iq4_xs(blocks: Tensor) -> Parts:
@@ -117,7 +136,7 @@ def _iq4_xs(blocks: Tensor) -> Parts:
     high = bits(blocks[:, 2:4], 2).flatten(1)
     scales = (low | high << 4).view(torch.int8) - 32
     q = _table(IQ4_LEVELS, halves(torch.unflatten(blocks[:, 8:], 1, (8, 16))).flatten(1))
-    return q, half(blocks, 0) * scales, None
+    return q, NestedScales(scales, stored_half(blocks, 0)), None
 
 
 def _iq2_xxs(blocks: Tensor) -> Parts:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.linear.native import BITS
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.kernels.linear.reference import scaled_to_fp8
 from quire.kernels.quantized_rows import num_groups
@@ -26,7 +25,7 @@ from quire.kernels.registry import NATIVE_LEVELS, Backend, native, op
 from quire.kernels.rotation import rotate_weights
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, rows_of, unit_stride
-from quire.weight_format import WeightFormat
+from quire.weight_format import BITS, WeightFormat
 
 # The largest weight of a group becomes −divisor: beyond 8 it is cut off, below it not all levels are used.
 DIVISORS = (8.0, 7.0, 7.4, 7.7, 8.3, 8.6, 9.0)

@@ -90,9 +90,10 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 
 
 def take_columns(weight: QuantizedWeight, columns: range) -> QuantizedWeight:
-    """Return the inputs ``columns``, whole groups, of ``weight``."""
+    """Return the inputs ``columns``, whole groups, of ``weight``: where it is cut, in the format's `wide` form."""
     if len(columns) == weight.shape[1]:
         return weight
+    weight = weight.widened(weight.format.wide)
     group = weight.shape[1] // weight.scale.shape[1]
     assert columns.start % group == 0, (columns, group)
     inputs = slice(columns.start, columns.stop)

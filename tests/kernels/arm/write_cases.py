@@ -13,6 +13,7 @@ from torch import Tensor
 from quire import _native
 from quire.kernels.quantized_rows import num_blocks, num_parts, padded_size
 from quire.kernels.sampling import COLUMNS, LOGPROBS, MIN_P, RANDOM, TRUNCATED
+from quire.quant.ggml_codebooks import FP4_LEVELS, IQ4_LEVELS
 from quire.weight_format import RowFormat, WeightFormat
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -69,6 +70,12 @@ def linears() -> Iterator[Case]:
         yield case
 
 
+# Forms of weights in units (csrc/cpu/quantized.h): bits, + 16 or 32 for a table of levels, + 64 for nested scales,
+# + 128 for powers of two.
+UNITS = (
+    (5, 32, False), (5, 32, True), (64 + 2, 16, True), (64 + 3, 16, False), (64 + 4, 32, True), (64 + 5, 32, True),
+    (64 + 6, 16, False), (16 + 4, 32, False), (64 + 16 + 4, 32, False), (128 + 32 + 4, 32, False),
+)  # fmt: skip
 FORMATS = [
     (8, 0, False, 0),
     (8, 0, False, 16),
@@ -83,6 +90,7 @@ FORMATS = [
     (4, 16, False, 64),
     (8, 16, True, 0),
     (4, 128, True, 0),
+    *((form, group, has_offset, 0) for form, group, has_offset in UNITS),
 ]
 
 
@@ -92,6 +100,8 @@ def quantized_weight(
     """Packed codes, and the scales and offsets of columns (0 where there are none)."""
     two_level, groups = bits == 4 and group == 16, -(-k // group) if group else 1
     panels = -(-n // 32)
+    if (bits, group, has_offset) in UNITS:
+        return *weight_in_units(case, bits, group, has_offset, n, k), 0  # type: ignore[return-value]
     q = case.buffer(integers(-128 if bits == 8 else -8, 128 if bits == 8 else 8, n, k, dtype=torch.int8))
     scale: Place | int = 0
     if two_level:
@@ -99,13 +109,38 @@ def quantized_weight(
     elif group:
         scale = case.buffer(random(n, groups, dtype=torch.float16, scale=0.1))
     offset = case.buffer(random(n, groups, dtype=torch.float16)) if group and has_offset else 0
-    block = _native.quantized_block_bytes(bits, group, has_offset, k)
-    blocks = 1 if not group else -(-k // (64 if two_level else group))
-    packed = case.zeros(panels * block * blocks, dtype=torch.uint8)
-    case.call("pack_quantized", THREADS, bits, group, has_offset, q, scale, offset, n, k, 0, packed)
+    packed = case.zeros(panels * _native.quantized_panel_bytes(bits, group, has_offset, k), dtype=torch.uint8)
+    case.call("pack_quantized", THREADS, bits, group, has_offset, q, scale, offset, 0, 0, n, k, 0, packed)
     columns = case.buffer(random(panels * 32, scale=0.01).abs())
     offsets = case.buffer(random(panels * 32, scale=0.1)) if has_offset and not group else 0
     return packed, columns, offsets  # type: ignore[return-value]
+
+
+def weight_in_units(
+    case: Case, form: int, group: int, has_offset: bool, n: int, k: int
+) -> tuple[Place, Place]:
+    """Packed codes, and the powers of two of columns."""
+    bits, table, nested, groups = form % 16, form // 16 % 4, form // 64 == 1, -(-k // group)
+    levels = {0: torch.arange(1 << bits) - (0 if has_offset else 1 << bits - 1), 1: torch.tensor(IQ4_LEVELS)}
+    levels[2] = torch.tensor(FP4_LEVELS)
+    q = case.buffer(levels[table].to(torch.int8)[integers(0, 1 << bits, n, k)])
+    offset: Place | int = 0
+    outer: list[Place | int] = [0, 0]
+    if form // 64 == 0:
+        scale = case.buffer(random(n, groups, dtype=torch.float16, scale=0.1))
+        offset = case.buffer(random(n, groups, dtype=torch.float16)) if has_offset else 0
+    elif nested:
+        scale = case.buffer(integers(0, 16, n, groups, dtype=torch.int8) - (0 if bits == 2 else 7))
+        offset = case.buffer(integers(0, 16, n, groups, dtype=torch.uint8)) if has_offset else 0
+        outer[0] = case.buffer(random(n, -(-k // 256), dtype=torch.float16, scale=0.02))
+        outer[1] = case.buffer(random(n, -(-k // 256), dtype=torch.float16, scale=0.1)) if has_offset else 0
+    else:
+        scale = case.buffer(integers(118, 124, n, groups, dtype=torch.uint8))
+    packed = case.zeros(
+        -(-n // 32) * _native.quantized_panel_bytes(form, group, has_offset, k), dtype=torch.uint8
+    )
+    case.call("pack_quantized", THREADS, form, group, has_offset, q, scale, offset, *outer, n, k, 0, packed)
+    return packed, case.buffer(random(-(-n // 32) * 32, scale=0.01).abs())
 
 
 def quantized_rows(
@@ -127,7 +162,7 @@ def quantized() -> Iterator[Case]:
     ):
         if rotation and k % rotation:
             continue
-        name = f"int{bits} linear in groups of {group}, offset {has_offset}, rotation {rotation}"
+        name = f"linear of form {bits} in groups of {group}, offset {has_offset}, rotation {rotation}"
         case = Case(f"{name}, {rows} x {n} x {k}")
         dtype = BF16 if rows % 2 else F32
         x = case.buffer(random(rows, k, dtype=dtype))

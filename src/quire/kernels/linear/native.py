@@ -1,4 +1,4 @@
-"""Native linears: plain (csrc/cpu/linear_kernel.cpp), and with int8 and int4 weights (csrc/cpu/quantized_kernel.cpp).
+"""Native linears: plain (csrc/cpu/linear_kernel.cpp), and with quantized weights (csrc/cpu/quantized_kernel.cpp).
 
 Weights lie in packed panels of 32 columns, with one order of summation for any number of rows. Quantized products have
 the reference's bits at every level.
@@ -9,17 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
-from quire.kernels.quantized_rows import QuantizedRows, empty_rows, num_groups, row_words
+from quire.kernels.linear.packed import (
+    HeadMatrices,
+    PackedLinear,
+    QuantizedWeight,
+    powers_of_two,
+    storable_scales,
+)
+from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import NATIVE_LEVELS, native, register_native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, call_of, empty, huge_zeros, rows_of, unit_stride
-from quire.weight_format import TWO_LEVEL_BLOCK, RowFormat, WeightFormat
+from quire.weight_format import BITS, RowFormat, WeightFormat
 
 PANEL = 32  # columns that lie together
 TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 STEP = {torch.bfloat16: 2, torch.float32: 1}  # consecutive k of one column that lie together
-BITS = {"int8": 8, "int4": 4}
+CODEBOOKS = {"iq4": 1, "fp4": 2}
+SCALES = {"half": 0, "nested": 1, "power": 2}
 
 
 @register_native("linear.pack_empty", NATIVE_LEVELS, takes_level=False)
@@ -86,17 +93,17 @@ def head_linear(isa: str, x: Tensor, heads: HeadMatrices, out: Tensor) -> None:
 
 
 def format_words(format: WeightFormat) -> tuple[int, int, bool]:
-    """Return (bits, group or 0, has_offset), as the bindings take a format."""
-    return BITS[format.kind], format.group or 0, format.has_offset
+    """Return (form, group or 0, has_offset), as the bindings take a format (csrc/cpu/quantized.h)."""
+    form = BITS[format.kind] + 16 * CODEBOOKS.get(format.kind, 0) + 64 * SCALES[format.scales]
+    return form, format.group or 0, format.has_offset
 
 
 @register_native("quantized_linear.pack_empty", NATIVE_LEVELS, takes_level=False)
 def int_pack_empty(out_features: int, in_features: int, format: WeightFormat) -> PackedLinear:
-    """uint8 ``[out/32, blocks, block bytes]``; fp32 ``[out]`` scales, of groups the powers of two; whole panels."""
+    """uint8 ``[out/32, panel bytes]``; fp32 ``[out]`` scales, of groups the powers of two; whole panels."""
     panels = -(-out_features // PANEL)
-    block = native.quantized_block_bytes(*format_words(format), in_features)
-    blocks = num_groups(in_features, TWO_LEVEL_BLOCK if format.two_level else format.group)
-    data, scale = huge_zeros(panels, blocks, block, dtype=torch.uint8), torch.zeros(panels * PANEL)
+    panel_bytes = native.quantized_panel_bytes(*format_words(format), in_features)
+    data, scale = huge_zeros(panels, panel_bytes, dtype=torch.uint8), torch.zeros(panels * PANEL)
     offset = torch.zeros_like(scale) if format.has_offset and format.group is None else None
     return PackedLinear(out_features, in_features, data, scale=scale, offset=offset)
 
@@ -110,7 +117,15 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
     place = slice(start, start + count)
     scale: Tensor | None = None
     offset: Tensor | None = None
-    if weight.multiplier is not None:
+    outer: tuple[Tensor | None, Tensor | None] = (None, None)
+    if packed.format.scales != "half":
+        packed.scale[place] = 1.0
+    if weight.nested is not None:
+        nested = weight.nested.each(Tensor.contiguous)
+        scale, offset, outer = nested.scale, nested.offset, (nested.outer_scale, nested.outer_offset)
+    elif packed.format.scales == "power":
+        scale = powers_of_two(weight.scale)
+    elif weight.multiplier is not None:
         packed.scale[place], scale = weight.scale[:, 0], weight.multiplier
     elif packed.format.group is None:
         packed.scale[place] = weight.scale[:, 0]
@@ -120,8 +135,8 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
         scale, offset, packed.scale[place] = storable_scales(weight.scale, weight.offset)
     q = weight.q.contiguous()
     native.pack_quantized(
-        num_native_threads(), *format_words(packed.format), q.data_ptr(), address(scale), address(offset), count,
-        in_features, start, packed.data.data_ptr(),
+        num_native_threads(), *format_words(packed.format), q.data_ptr(), address(scale), address(offset),
+        *map(address, outer), count, in_features, start, packed.data.data_ptr(),
     )  # fmt: skip
 
 

@@ -11,9 +11,32 @@ from torch import Tensor
 
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
-from quire.weight_format import PLAIN, WeightFormat
+from quire.weight_format import NESTED, PLAIN, WeightFormat
 
-RANGE = {"int8": (-128, 127), "int4": (-8, 7)}  # smallest and largest integer
+
+@dataclass(frozen=True, slots=True)
+class NestedScales:
+    """Scales and offsets of groups as a file has them: integers, times an fp16 for every `NESTED` inputs."""
+
+    scale: Tensor  # int8 [out, groups]
+    outer_scale: Tensor  # fp16 [out, in / 256]
+    offset: Tensor | None = None  # uint8 [out, groups]
+    outer_offset: Tensor | None = None  # fp16 [out, in / 256]
+
+    def products(self, group: int) -> tuple[Tensor, Tensor | None]:
+        """Scales and offsets of groups of ``group`` inputs, fp32 ``[out, groups]``, exactly."""
+
+        def product(inner: Tensor, outer: Tensor) -> Tensor:
+            return outer.float().repeat_interleave(NESTED // group, 1)[:, : inner.shape[1]] * inner.float()
+
+        if self.offset is None or self.outer_offset is None:
+            return product(self.scale, self.outer_scale), None
+        return product(self.scale, self.outer_scale), product(self.offset, self.outer_offset)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> NestedScales:
+        """Return them with ``change`` applied to every tensor."""
+        offsets = (None if part is None else change(part) for part in (self.offset, self.outer_offset))
+        return NestedScales(change(self.scale), change(self.outer_scale), *offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +52,9 @@ class QuantizedWeight:
     offset: Tensor | None = None  # fp32, the same shape; present where format.has_offset
     # uint8 [out, in / 16] where format.two_level; scale is then [out, 1].
     multiplier: Tensor | None = None
+    nested: NestedScales | None = (
+        None  # what scale and offset are products of, where format.scales is "nested"
+    )
 
     def __post_init__(self) -> None:
         assert self.format.quantized
@@ -43,12 +69,29 @@ class QuantizedWeight:
             expected = (self.q.shape[0], 1)
         assert self.scale.shape == expected, (self.scale.shape, expected)
         assert (self.offset is not None) == self.format.has_offset
+        assert (self.nested is not None) == (self.format.scales == "nested")
         if self.offset is not None:
             assert self.offset.shape == expected, (self.offset.shape, expected)
 
     @property
     def shape(self) -> torch.Size:
         return self.q.shape
+
+    @classmethod
+    def of_nested(cls, format: WeightFormat, q: Tensor, nested: NestedScales) -> QuantizedWeight:
+        """Return the matrix whose scales and offsets are the products of ``nested``."""
+        assert format.group is not None
+        return cls(format, q, *nested.products(format.group), nested=nested)
+
+    def widened(self, held: WeightFormat) -> QuantizedWeight:
+        """Return the same numbers in ``held``, which is the format or its `WeightFormat.wide`."""
+        if self.format == held:
+            return self
+        assert held == self.format.wide, (self.format, held)
+        q, offset = self.q, self.offset
+        if held.kind == "int4" and offset is not None:
+            q, offset = q - 8, offset + 8 * self.scale
+        return QuantizedWeight(held, q, self.scale, offset)
 
     @property
     def integers(self) -> Tensor:
@@ -106,6 +149,22 @@ def stacked(one: PackedLinear, count: int) -> list[PackedLinear]:
         for name, part in parts.items():
             setattr(each, name, part[index])
     return made
+
+
+def powers_of_two(scale: Tensor) -> Tensor:
+    """The exponents that hold ``scale``, fp32 powers of two below 2¹²⁷: uint8, 0 for what is below 2⁻¹²⁶."""
+    return (scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def held_scales(weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
+    """Scales and offsets of groups, fp32 ``[out, groups]``, as the native layouts hold them."""
+    if weight.format.scales == "nested":
+        return weight.scale, weight.offset
+    if weight.format.scales == "power":
+        return (powers_of_two(weight.scale).int() << 23).view(torch.float32), None
+    scale, offset, power = storable_scales(weight.scale, weight.offset)
+    power = power.unsqueeze(1)
+    return scale.float() * power, None if offset is None else offset.float() * power
 
 
 def storable_scales(scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -24,7 +24,7 @@ With groups, rows have a scale per block b. Parts p of the smaller of group and 
 g and of its block b, ascending:
 
     f = fma(fp32(D[p]) · s_x[b], scale[g], f)        then  f = fma(s_x[b] · fp32(sums[p]), offset[g], f)
-    t = f · power                                    (`storable_scales`; a power of two, so exact)
+    t = f · power                                    (`storable_scales`; a power of two, so exact; 1 of other scales)
     y = t, with a bias t + bias, rounded once to the dtype of x
 
 The dots are exact in fp32 as long as no partial sum reaches 2²⁴: 1,024 products of 127 · 128 do not. An fma is computed
@@ -44,7 +44,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, storable_scales
+from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, held_scales
 from quire.kernels.quantized_rows import (
     SMALLEST,
     QuantizedRows,
@@ -176,9 +176,7 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
     packed.data[place] = weight.integers
     scale, offset = weight.scale, weight.offset
     if scale_group(packed.format) is not None:
-        scale, offset, power = storable_scales(scale, offset)
-        scale = scale.float() * power.unsqueeze(1)
-        offset = None if offset is None else offset.float() * power.unsqueeze(1)
+        scale, offset = held_scales(weight)
     packed.scale[place] = scale
     if offset is not None:
         assert packed.offset is not None
