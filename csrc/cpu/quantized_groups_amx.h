@@ -69,6 +69,7 @@ inline void pack_block(const QuantizedLinearArgs& a, const GroupPass& pass, int6
 struct PartSums {
   const int32_t* dots = nullptr;  // [parts] blocks of sums
   const uint8_t* panel = nullptr;
+  const float* unit_scales = nullptr;  // of the panel, where it is in units
   const PartScales* scales = nullptr;  // of the rows, [parts]
   int64_t parts = 0, first_part = 0;
   int64_t row = 0, rows = 0, column = 0;
@@ -106,13 +107,16 @@ class GroupWorker {
     tiles_.shape(shapes);
     const int64_t parts = (parts_.count + 1) / 2 * 2;  // units of two parts are whole
     codes_ = scratch_.get<uint8_t>(parts * part_bytes());
-    if constexpr (Source::kInUnits) scales_ = scales_scratch_.get<float>(parts * kPartScales);
+    if constexpr (Source::kInUnits) scales_ = scales_scratch_.get<float>(2 * parts * kPartScales);
+    panel_scales_ = parts * kPartScales;
   }
 
   void run() {
     pool_.take_all(thread_, 1, [&](const Range& mine) {
       const int64_t p = mine.begin;
       Ahead ahead = ahead_of(p);
+      // The last sums of a panel become floats while the next one is unpacked, so the scales of both are kept.
+      if constexpr (Source::kInUnits) scales_ += panel_scales_, panel_scales_ = -panel_scales_;
       for (int64_t b = 0; b < pass_.blocks(); ++b) {
         if (pass_.rows - b * kBlockRows > kTileRows) {
           block<true>(p, b, ahead);
@@ -263,7 +267,7 @@ class GroupWorker {
         add_part<kLower>(b, first + i, i, count, dots_[turn_] + i * kBlockSums);
         ahead.fetch();
       }
-      sums_ = {dots_[turn_], w, pass_.scales + b * parts_.count + first, count, first, pass_.first + row,
+      sums_ = {dots_[turn_], w, scales_, pass_.scales + b * parts_.count + first, count, first, pass_.first + row,
                std::min(kBlockRows, pass_.rows - row), p * kPanel, first + count == parts_.count};
     }
     store_lower();
@@ -288,7 +292,7 @@ class GroupWorker {
     UNROLL for (int i = 0; i < kParts; ++i) {
       UNROLL for (int half = 0; half < 2; ++half) {
         if constexpr (Source::kInUnits) {
-          const float* at = scales_ + (d.first_part + i) * kPartScales + half * kLanes;
+          const float* at = d.unit_scales + (d.first_part + i) * kPartScales + half * kLanes;
           scale[i][half] = load(at);
           if constexpr (kOffset) offset[i][half] = load(at + kPanel);
         } else {
@@ -338,7 +342,8 @@ class GroupWorker {
   RowWriter y_;
   Tiles tiles_;
   uint8_t* codes_;
-  float* scales_ = nullptr;  // of units, unpacked: [parts] { 32 scales (, 32 offsets) }
+  float* scales_ = nullptr;  // of a panel in units, unpacked: [parts] { 32 scales (, 32 offsets) }
+  int64_t panel_scales_;     // from scales_ to those of the next panel
   PartSums sums_;
   int turn_ = 0;
   int32_t* lower_ = nullptr;  // where the sums of the lower tile go that are not stored yet

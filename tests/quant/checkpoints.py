@@ -58,12 +58,17 @@ class RandomMatrix:
     q: np.ndarray  # [out, in]
     scale: np.ndarray  # fp16 [out, groups]
     zero: np.ndarray  # [out, groups]
+    order: np.ndarray | None = None  # the group of each input, where it is not the place
+
+    @property
+    def group_of(self) -> np.ndarray:
+        in_ = self.q.shape[1]
+        return np.arange(in_) // (in_ // self.scale.shape[1]) if self.order is None else self.order
 
     @property
     def weight(self) -> np.ndarray:
-        times = self.q.shape[1] // self.scale.shape[1]
-        scale = self.scale.astype(np.float32).repeat(times, 1)
-        return (self.q - self.zero.repeat(times, 1)).astype(np.float32) * scale
+        scale = self.scale.astype(np.float32)[:, self.group_of]
+        return (self.q - self.zero[:, self.group_of]).astype(np.float32) * scale
 
 
 def random_matrix(
@@ -87,17 +92,13 @@ def pack_columns(values: np.ndarray, bits: int, places: list[int] | None = None)
     return words.view(np.int32)
 
 
-def gptq(
-    source: RandomMatrix, bits: int, *, minus_one: bool = True, order: np.ndarray | None = None
-) -> Written:
-    in_ = source.q.shape[1]
-    index = np.arange(in_) // (in_ // source.scale.shape[1]) if order is None else order
+def gptq(source: RandomMatrix, bits: int, *, minus_one: bool = True) -> Written:
     zero = source.zero - 1 if minus_one else source.zero
     tensors = {
         "qweight": pack_columns(source.q, bits).T,
         "qzeros": pack_columns(zero.T, bits),
         "scales": source.scale.T,
-        "g_idx": index.astype(np.int32),
+        "g_idx": source.group_of.astype(np.int32),
     }
     return Written(tensors, source.weight)
 
@@ -117,6 +118,8 @@ def packed(source: RandomMatrix, bits: int, *, sym: bool) -> Written:
         "weight_scale": source.scale,
         "weight_shape": np.array(source.q.shape, dtype=np.int64),
     }
+    if source.order is not None:
+        tensors["weight_g_idx"] = source.order.astype(np.int32)
     if not sym:
         tensors["weight_zero_point"] = pack_columns(source.zero.T, bits).T
     return Written(tensors, source.weight)

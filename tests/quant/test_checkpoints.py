@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,21 @@ import pytest
 import torch
 from tests.models.tiny import model_config
 from tests.quant import checkpoints as made_by
-from tests.quant.checkpoints import Made, Written, awq_config, ct_config, gptq_config, make, random_matrix
+from tests.quant.checkpoints import (
+    Made,
+    RandomMatrix,
+    Written,
+    awq_config,
+    ct_config,
+    gptq_config,
+    make,
+    random_matrix,
+)
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.checkpoint import describe
 from quire.models.loader import iter_weights
-from quire.quant.stored import StoredMatrix
+from quire.quant.stored import StoredMatrix, dequantize
 from quire.weight_format import WeightFormat
 
 Write = Callable[[np.random.Generator, tuple[int, int]], Written]
@@ -85,6 +95,61 @@ def test_weights_equal_the_plain_model(name: str, tmp_path: Path) -> None:
     for canonical, matrix in matrices.items():
         assert torch.equal(matrix.expand(torch.float32), expanded[canonical]), canonical
     assert matrices["layers.0.attn.k.weight"].format == expected_format
+
+
+def in_act_order(
+    pack: Callable[[RandomMatrix], Written], *, sym: bool, group_of_last: int | None = None
+) -> Write:
+    """A writer of groups of 32 inputs in any order."""
+
+    def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
+        matrix = random_matrix(rng, shape, 4, 32, sym)
+        written = pack(replace(matrix, order=rng.permutation(shape[1]) // 32))
+        if group_of_last is not None:
+            written.tensors["g_idx"][-1] = group_of_last
+        return written
+
+    return write
+
+
+ACT_ORDER: dict[str, tuple[Write, dict[str, Any]]] = {
+    "gptq": (in_act_order(partial(made_by.gptq, bits=4), sym=True), gptq_config(4, 32, desc_act=True)),
+    "gptq-asym": (
+        in_act_order(partial(made_by.gptq, bits=4), sym=False), gptq_config(4, 32, sym=False, desc_act=True)
+    ),
+    "gptq-v2": (
+        in_act_order(partial(made_by.gptq, bits=4, minus_one=False), sym=False),
+        gptq_config(4, 32, sym=False, desc_act=True, checkpoint_format="gptq_v2"),
+    ),
+    "compressed-tensors": (
+        in_act_order(partial(made_by.packed, bits=4, sym=False), sym=False),
+        ct_config("pack-quantized", 4, 32, sym=False, actorder="group"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACT_ORDER)
+def test_act_order_is_expanded_and_rounded_again(name: str, tmp_path: Path) -> None:
+    write, config = ACT_ORDER[name]
+    made = make(tmp_path, write, config)
+    plain, found = describe(made.plain), describe(made.quantized)
+    assert set(found.formats.values()) == {WeightFormat("int8", 32)}
+    assert any("14 matrices have groups of inputs in an order of their own" in line for line in found.remarks)
+    expected = dict(iter_weights(model_config(plain.path, plain.spec), torch.float32))
+    expanded = dict(iter_weights(model_config(found.path, found.spec), torch.float32))
+    matrices = held(made)
+    assert len(matrices) == 2 * len(made_by.LINEARS)
+    for canonical, tensor in expected.items():
+        assert isinstance(tensor, torch.Tensor)
+        weight = expanded[canonical]
+        assert isinstance(weight, torch.Tensor)
+        torch.testing.assert_close(weight, tensor, rtol=0, atol=1e-6 * float(tensor.abs().max()))
+        if canonical not in matrices:
+            continue
+        matrix, groups = matrices[canonical], weight.unflatten(1, (-1, 32))
+        error = dequantize(matrix.read(0, matrix.shape[0])).unflatten(1, (-1, 32)) - groups
+        assert (error.abs() <= groups.abs().amax(2, keepdim=True) / 127 * 0.501).all(), canonical
+        assert torch.equal(matrix.rows(range(9, 30)).read(2, 11).q, matrix.read(11, 20).q)
 
 
 def fp8_ct_config(strategy: str) -> dict[str, Any]:
@@ -160,7 +225,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "group 0": (gptq_config(4, 0), "group_size = 0"),
     "gemv": (awq_config(32, version="gemv"), "version = 'gemv'"),
     "no zero points": (awq_config(32, zero_point=False), "zero_point = False"),
-    "act order": (ct_config("pack-quantized", 4, 32, actorder="group"), "actorder = 'group'"),
+    "an unknown order": (ct_config("pack-quantized", 4, 32, actorder="sorted"), "actorder = 'sorted'"),
     "packed fp8": (ct_config("pack-quantized", 8, None, type="float"), "type = 'float'"),
     "static activations": (
         {"quant_method": "fp8", "activation_scheme": "static"},
@@ -230,15 +295,10 @@ def test_contradictions_name_the_tensor(name: str, tmp_path: Path) -> None:
 
 def test_values_that_contradict_the_config(tmp_path: Path) -> None:
     """What only the bytes say is found when they are read."""
-    order = np.random.default_rng(1).permutation(64) // 32
-    shuffled = {64: order, 160: np.arange(160) // 32}
-
-    def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:
-        return made_by.gptq(random_matrix(rng, shape, 4, 32, True), 4, order=shuffled[shape[1]])
-
+    beyond = in_act_order(partial(made_by.gptq, bits=4), sym=True, group_of_last=7)
     bias = {f"{K}.bias": torch.ones(32).half()}
     cases: list[tuple[Write, dict[str, Any], dict[str, torch.Tensor], str]] = [
-        (write, gptq_config(4, 32, desc_act=True), {}, "g_idx.*desc_act"),
+        (beyond, gptq_config(4, 32, desc_act=True), {}, r"g_idx names group 7 of"),
         (gptq(4, 32, sym=False), gptq_config(4, 32), {}, "qzeros has zero points.*symmetric"),
         (gptq(4, 32), gptq_config(4, 32), bias, f"{K}.bias is not zero"),
     ]

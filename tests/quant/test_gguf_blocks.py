@@ -108,7 +108,7 @@ def test_packed_scales_are_exact_or_rounded_to_11_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_memory_has_the_size_of_the_file(name: str) -> None:
-    """A row of 4,096 inputs, and 4 bytes per row; types that are expanded, and scales of 6 bits held in 8, take more."""
+    """But 4 bytes per row, scales of 6 bits that are held in 8, and types that are expanded."""
     form = BLOCK_TYPES[name]
     in_file, held = 4096 // form.block * form.block_bytes, form.held.num_bytes(1, 4096, 2) - 4
     if name in EXPANDED:

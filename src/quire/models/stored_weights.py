@@ -121,12 +121,15 @@ def _open_parts(
     last = out if take.stop is None else take.stop
     if source.reordered:
         _check_index(tensors, scheme, names["index"])
-        read = partial(
-            _rounded_rows, tensors, scheme, weight_format, in_features, columns or range(in_features)
+        columns = columns or range(in_features)
+        plain = partial(_plain_rows, tensors, scheme, in_features, columns)
+        matrix = StoredMatrix(
+            weight_format,
+            (out, len(columns)),
+            lambda start, stop: quantize(plain(start, stop), weight_format),
+            plain,
         )
-        return StoredMatrix(weight_format, (out, len(columns or range(in_features))), read).rows(
-            range(first, last)
-        )
+        return matrix.rows(range(first, last))
     if columns is not None:
         tensors = _columns_of(tensors, scheme, in_features, columns)
         in_features = len(columns)
@@ -211,25 +214,19 @@ def _fp8_rows(
     return QuantizedWeight(held, tensors["q"][low:high], scales[rows % len(scales)].unsqueeze(1))
 
 
-def _rounded_rows(
-    tensors: Tensors,
-    scheme: Scheme,
-    held: WeightFormat,
-    in_features: int,
-    columns: range,
-    start: int,
-    stop: int,
-) -> QuantizedWeight:
-    """Expand rows whose groups are inputs of any order, and round them to ``held``."""
-    low, high = start // 8 * 8, -(-stop // 8) * 8
+def _plain_rows(
+    tensors: Tensors, scheme: Scheme, in_features: int, columns: range, start: int, stop: int
+) -> Tensor:
+    """Expand rows whose groups are inputs of any order."""
+    low, high = start // 8 * 8, min(-(-stop // 8) * 8, _num_rows(tensors, scheme))
     kind: Kind = "int4" if scheme.bits == 4 else "int8"
     stored = WeightFormat(kind, scheme.group, has_offset="zero" in tensors)
-    rows = _word_rows(scheme, tensors, stored, low, min(high, _num_rows(tensors, scheme)), in_features)
+    rows = _word_rows(scheme, tensors, stored, low, high, in_features)
     group_of = tensors["index"].long()
     weight = rows.q.float() * rows.scale[:, group_of]
     if rows.offset is not None:
         weight += rows.offset[:, group_of]
-    return quantize(weight[start - low : stop - low, columns.start : columns.stop], held)
+    return weight[start - low : stop - low, columns.start : columns.stop]
 
 
 def _num_rows(tensors: Tensors, scheme: Scheme) -> int:

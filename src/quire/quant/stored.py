@@ -35,11 +35,15 @@ def row_ranges(num_rows: int, num_columns: int, chunk: int = CHUNK) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """One quantized matrix ``[out, in]``; ``read(start, stop)`` decodes those rows."""
+    """One quantized matrix ``[out, in]``; ``read(start, stop)`` decodes those rows.
+
+    ``plain``: the rows as the file means them, fp32, where ``read`` rounds them again.
+    """
 
     format: WeightFormat
     shape: tuple[int, int]
     read: Callable[[int, int], QuantizedWeight]
+    plain: Callable[[int, int], Tensor] | None = None
 
     def ranges(self) -> Iterator[tuple[int, QuantizedWeight]]:
         """Yield (first row, rows) over the whole matrix."""
@@ -50,15 +54,20 @@ class StoredMatrix:
         """Return the matrix of these output features; None is all of them."""
         if part is None:
             return self
-        first, read = part.start, self.read
-        shape = len(part), self.shape[1]
-        return StoredMatrix(self.format, shape, lambda start, stop: read(first + start, first + stop))
+        first, read, plain = part.start, self.read, self.plain
+        return StoredMatrix(
+            self.format,
+            (len(part), self.shape[1]),
+            lambda start, stop: read(first + start, first + stop),
+            None if plain is None else lambda start, stop: plain(first + start, first + stop),
+        )
 
     def expand(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix as plain numbers."""
         out = torch.empty(self.shape, dtype=dtype)
-        for start, rows in self.ranges():
-            out[start : start + rows.shape[0]] = dequantize(rows)
+        for start, stop in row_ranges(*self.shape):
+            plain = None if self.plain is None else self.plain(start, stop)
+            out[start:stop] = dequantize(self.read(start, stop)) if plain is None else plain
         return out
 
 
