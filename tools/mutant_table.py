@@ -21,6 +21,7 @@ from planted import (
     scheduling,
     states,
     tenants,
+    units,
 )
 
 # The first 36 seeds: every gate × order with 1, 2 and 4 steps in flight.
@@ -1415,6 +1416,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *replicas.MUTANTS,
     *requests.MUTANTS,
     *row_blocks.MUTANTS,
+    *units.MUTANTS,
     *books.MUTANTS,
     *model_files.MUTANTS,
     *evaluating.MUTANTS,

@@ -14,9 +14,8 @@ section 4.1). Odd multipliers have the levels −7 … 8, even ones −8 … 7: 
 
     w[n, k] = scale[n] · m · (q[n, k] + m mod 2)        m = multiplier[n, k // 16], 0 … 15
 
-Types of GGUF are held at the size that they have in the file (csrc/cpu/unit_layout.h). Integers have 2 to 6 bits, and
-start from 0 where there are offsets; "iq4" and "fp4" are one of 16 integers. A nested scale is an integer of 8 bits
-times the fp16 of 256 inputs, and so is its offset; scales of "fp4" are powers of two.
+Types of GGUF are held at their size in the file (csrc/cpu/unit_layout.h): integers of 2 to 6 bits, from 0 on where
+there are offsets, or of a table of 16 (iq4, fp4). A nested scale is an integer times the fp16 of 256 inputs.
 
 Matrices that Quire rounds itself may be rotated before (`kernels.rotation`): w is then the product of each row of the
 checkpoint's matrix, in blocks of inputs, with a Hadamard matrix, and so are the rows that it multiplies.
@@ -83,24 +82,6 @@ class WeightFormat:
             return self
         return WeightFormat("int4" if self.kind == "int4" else "int8", self.group, self.has_offset)
 
-    @property
-    def range(self) -> tuple[int, int] | None:
-        """The smallest and the largest integer; None: numbers are no integers."""
-        if self.kind in ("plain", "fp8"):
-            return None
-        if self.kind in ("iq4", "fp4"):
-            return (-127, 113) if self.kind == "iq4" else (-12, 12)
-        size = 1 << BITS[self.kind]
-        is_unsigned = self.has_offset and (self.kind not in ("int8", "int4") or self.scales == "nested")
-        return (0, size - 1) if is_unsigned else (-size // 2, size // 2 - 1)
-
-    @property
-    def rows(self) -> RowFormat:
-        """The format of the rows that multiply it. Where it has groups they have scales per 32 or 64 inputs."""
-        if self.group is None or self.two_level or self.kind == "fp8":
-            return RowFormat(self.group, self.rotation)
-        return RowFormat(self.group, self.rotation, min(max(self.group, 32), 64))
-
     def num_bytes(self, out_features: int, in_features: int, dtype_bytes: int) -> int:
         """Return the bytes of a matrix: integers, scales and offsets, or numbers of ``dtype_bytes``."""
         if not self.quantized:
@@ -116,12 +97,10 @@ class WeightFormat:
         else:
             groups = -(-in_features // self.group)
             scale_bytes = per_scale * (ROW_SCALE_BYTES if self.kind == "fp8" else GROUP_SCALE_BYTES)
-            outer_bytes = 0
             if self.scales != "half":
                 scale_bytes = 1 if self.kind == "int2" else per_scale  # int2 has both in one byte
-            if self.scales == "nested":
-                outer_bytes = -(-in_features // NESTED) * GROUP_SCALE_BYTES * per_scale
-            scales, inputs = groups * scale_bytes + outer_bytes + ROW_SCALE_BYTES, groups * self.group
+            outers = -(-in_features // NESTED) * GROUP_SCALE_BYTES * per_scale * (self.scales == "nested")
+            scales, inputs = groups * scale_bytes + outers + ROW_SCALE_BYTES, groups * self.group
         return out_features * (-(-inputs * BITS[self.kind] // 8) + scales)
 
     def __str__(self) -> str:

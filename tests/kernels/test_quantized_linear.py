@@ -27,7 +27,7 @@ from quire.kernels.linear import (
     write_bias,
     write_rows,
 )
-from quire.kernels.linear.packed import NestedScales, storable_scales
+from quire.kernels.linear.packed import NestedScales, range_of, storable_scales
 from quire.kernels.linear.reference import dequantize, scale_group
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
@@ -50,8 +50,9 @@ def case_id(value: object) -> str:
 
 def random_weight(out_features: int, in_features: int, format: WeightFormat) -> QuantizedWeight:
     rng = generator()
-    assert format.range is not None
-    low, high = format.range
+    limits = range_of(format)
+    assert limits is not None
+    low, high = limits
     q = torch.randint(low, high + 1, (out_features, in_features), generator=rng).to(torch.int8)
     if format.kind in LEVELS:
         q = torch.tensor(LEVELS[format.kind], dtype=torch.int8)[q.int() % 16]

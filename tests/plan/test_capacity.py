@@ -152,7 +152,7 @@ def test_the_line_keeps_the_models_own_format() -> None:
     assert answer("deepseek-r1", gpu="h200", count=8).advice.chosen is not None
     mxfp4 = answer("gpt-oss-120b")
     assert mxfp4.question.precision == "mxfp4"
-    assert any("expands MXFP4" in remark for remark in serve_command(mxfp4)[1])
+    assert any("holds MXFP4 weights as int8" in remark for remark in serve_command(mxfp4)[1])
     assert not any("MXFP4" in remark for remark in remarks)
 
 

@@ -50,7 +50,7 @@ class Source:
     held: WeightFormat = PLAIN
     scheme: Scheme | None = None  # from quantization_config
     parts: tuple[Parts, ...] = ()  # for each of ``take.names``, with a scheme
-    reordered: bool = False  # groups are not of consecutive inputs, so that it is expanded and rounded again
+    reordered: bool = False  # act order: expanded and rounded again
 
 
 def find_sources(
@@ -111,7 +111,8 @@ def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> S
         if not all(parts):
             return None
         if any("index" in each and not _is_in_order(stored[each["index"]], scheme) for each in parts):
-            return Source(take, _rounded_again(take), scheme, parts, reordered=True)
+            held = WeightFormat("int8", None if take.shape[1] % 32 else 32)
+            return Source(take, held, scheme, parts, reordered=True)
         return Source(take, _held(take, scheme), scheme, parts)
     if any(name not in stored for name in take.names):
         return None
@@ -158,27 +159,19 @@ def _parts(name: str, scheme: Scheme, stored: Tensors) -> Parts:
 
 def _is_in_order(index: StoredTensor, scheme: Scheme) -> bool:
     """Whether groups are of consecutive inputs: ``index`` has the group of each input."""
-    if index.dtype not in ("int32", "int64") or len(index.shape) != 1:
-        return True  # `_check_parts` names what is wrong with it
-    (in_features,) = index.shape
-    group = scheme.group or in_features
-    numbers = array("i" if index.dtype == "int32" else "q", (k // group for k in range(in_features)))
+    group, wide = scheme.group or index.shape[0], index.dtype == "int64"
+    numbers = array("q" if wide else "i", (k // group for k in range(index.shape[0])))
     return bytes(memoryview(index.buffer)[index.offset : index.offset + index.num_bytes]) == numbers.tobytes()
-
-
-def _rounded_again(take: Take) -> WeightFormat:
-    return WeightFormat("int8", None if take.shape[1] % 32 else 32)
 
 
 def rounded_again(sources: Mapping[str, Source]) -> tuple[str, ...]:
     """Return a line about the matrices whose groups no kernel has, where there are any."""
     count = sum(source.reordered for source in sources.values())
-    if not count:
-        return ()
-    what = "1 matrix has" if count == 1 else f"{count} matrices have"
+    again = "expanded, and rounded again to int8 in groups of 32"
     return (
-        f"{what} groups of inputs in an order of their own (act order): expanded, and rounded again to int8 in groups "
-        "of 32",
+        (f"matrices with act order, groups of inputs in an order of their own: {count}, {again}",)
+        if count
+        else ()
     )
 
 

@@ -234,10 +234,8 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     ]
     if q.slo is not None and q.slo.e2el_s is not None:
         lacking.append("the server holds ttft and tpot; e2el is predicted here alone")
-    if q.precision == q.own_precision == "mxfp4":
-        lacking.append(
-            "this version expands MXFP4 weights to bf16 when it loads them; --quantize bf16 plans that"
-        )
+    if q.precision == q.own_precision == "mxfp4" and q.hardware.kind != "cpu":
+        lacking.append("on a GPU this version holds MXFP4 weights as int8; --quantize int8 plans that")
     if chosen and chosen.split.dp > 1:
         lacking.append(f"run {chosen.split.dp} of them, behind quire gateway")
     if preset_of(q.model) == q.model and not Path(q.model).exists():

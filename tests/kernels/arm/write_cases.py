@@ -167,7 +167,7 @@ def quantized() -> Iterator[Case]:
         dtype = BF16 if rows % 2 else F32
         x = case.buffer(random(rows, k, dtype=dtype))
         format = WeightFormat(
-            "int8" if bits == 8 else "int4", group or None, has_offset, rotation or None
+            "int4" if bits == 4 else "int8", group or None, has_offset, rotation or None
         ).rows
         q, scale, sums = quantized_rows(case, x, rows, k, format, dtype)
         packed, columns, offsets = quantized_weight(case, bits, group, has_offset, n, k)

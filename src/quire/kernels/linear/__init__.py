@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import quire.kernels.linear.reference  # noqa: F401  registers it
-from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, stacked
+from quire.kernels.linear.packed import HeadMatrices, PackedLinear, QuantizedWeight, range_of, stacked
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, Backend, find
 from quire.kernels.workspace import empty
@@ -76,8 +76,8 @@ def write_rows(packed: PackedLinear, start: int, weight: Tensor | QuantizedWeigh
     assert 0 <= start <= start + num_rows <= packed.out_features
     if isinstance(weight, QuantizedWeight):
         assert weight.format == packed.format, (weight.format, packed.format)
-        if num_rows and in_features and packed.format.range is not None:
-            low, high = packed.format.range
+        if num_rows and in_features and (limits := range_of(packed.format)) is not None:
+            low, high = limits
             assert low <= int(weight.q.min()) <= int(weight.q.max()) <= high, packed.format
         find(f"{op_of(packed.format)}.write_rows", packed.backend)(packed, start, weight)
     else:

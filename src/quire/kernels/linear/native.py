@@ -136,7 +136,7 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
     q = weight.q.contiguous()
     native.pack_quantized(
         num_native_threads(), *format_words(packed.format), q.data_ptr(), address(scale), address(offset),
-        *map(address, outer), count, in_features, start, packed.data.data_ptr(),
+        address(outer[0]), address(outer[1]), count, in_features, start, packed.data.data_ptr(),
     )  # fmt: skip
 
 

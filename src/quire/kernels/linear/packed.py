@@ -11,7 +11,18 @@ from torch import Tensor
 
 from quire.kernels.quantized_rows import num_groups
 from quire.kernels.registry import Backend
-from quire.weight_format import NESTED, PLAIN, WeightFormat
+from quire.weight_format import BITS, NESTED, PLAIN, WeightFormat
+
+
+def range_of(format: WeightFormat) -> tuple[int, int] | None:
+    """Return the smallest and the largest integer of a format; None: numbers are no integers."""
+    if format.kind in ("plain", "fp8"):
+        return None
+    if format.kind in ("iq4", "fp4"):
+        return (-127, 113) if format.kind == "iq4" else (-12, 12)
+    size = 1 << BITS[format.kind]
+    is_unsigned = format.has_offset and (format.kind not in ("int8", "int4") or format.scales == "nested")
+    return (0, size - 1) if is_unsigned else (-size // 2, size // 2 - 1)
 
 
 @dataclass(frozen=True, slots=True)
