@@ -82,6 +82,13 @@ class WeightFormat:
             return self
         return WeightFormat("int4" if self.kind == "int4" else "int8", self.group, self.has_offset)
 
+    @property
+    def rows(self) -> RowFormat:
+        """The format of the rows that multiply it. Where it has groups they have scales per 32 or 64 inputs."""
+        if self.group is None or self.two_level or self.kind == "fp8":
+            return RowFormat(self.group, self.rotation)
+        return RowFormat(self.group, self.rotation, min(max(self.group, 32), 64))
+
     def num_bytes(self, out_features: int, in_features: int, dtype_bytes: int) -> int:
         """Return the bytes of a matrix: integers, scales and offsets, or numbers of ``dtype_bytes``."""
         if not self.quantized:

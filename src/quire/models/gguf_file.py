@@ -147,7 +147,7 @@ def _stored(
         raise ModelLoadError(
             f"{path} is truncated: it has {len(buffer)} bytes and {name} ends at {base + offset + num_bytes}; {AGAIN}."
         )
-    return StoredTensor(of.name, shape, buffer, base + offset, num_bytes, path)
+    return StoredTensor(of.name, shape, buffer, base + offset, num_bytes, path, of.held)
 
 
 def _refusal(number: int) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError, clip
+from quire.weight_format import PLAIN, WeightFormat
 
 # What a header may say → the name and the bytes of an element.
 _DTYPES: dict[str, tuple[str, int]] = {
@@ -54,6 +55,7 @@ class StoredTensor:
     offset: int  # bytes from the start of the file
     num_bytes: int
     file: Path
+    held: WeightFormat = PLAIN  # GGUF's blocks
 
     def equals(self, other: StoredTensor) -> bool:
         """Tell whether both hold the same bytes; reads them up to the first difference."""

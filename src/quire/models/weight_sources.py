@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import Take, WeightMap
-from quire.families.gguf_types import BLOCK_TYPES
 from quire.families.quantization import Quantization, Scheme
 from quire.families.tensor_keys import keys_of
 from quire.families.weights import UNUSED, Shape, stored_shapes
@@ -25,6 +24,7 @@ from quire.weight_plan import role_of
 Tensors = Mapping[str, StoredTensor]
 Parts = Mapping[str, str]  # "q", "scale", "zero" or "index" → stored name
 FP8 = ("fp8", "fp8_inverse")  # encodings
+MXFP4 = WeightFormat("fp4", 32, scales="power")
 # Element type by encoding, for weights that are not in int32 words.
 _TYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_inverse": "float8_e4m3fn"}
 FLOATS = ("float32", "float16", "bfloat16")
@@ -79,7 +79,7 @@ def find_sources(
     for source in chosen.values():
         if source.scheme is None:
             for name, shape in zip(source.take.names, stored_shapes(source.take), strict=True):
-                _check(stored[name], name, shape, _types_of(source), _look_at(names, name))
+                _check(stored[name], name, shape, _types_of(source, stored[name]), _look_at(names, name))
         else:
             for parts in source.parts:
                 _check_parts(source.take, source.scheme, parts, stored)
@@ -117,9 +117,8 @@ def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> S
     if any(name not in stored for name in take.names):
         return None
     if take.encoding == "mxfp4":
-        return Source(take, BLOCK_TYPES["mxfp4"].held)
-    block = BLOCK_TYPES.get(stored[take.names[0]].dtype) if take.encoding == "plain" else None
-    return Source(take, PLAIN if block is None else block.held)
+        return Source(take, MXFP4)
+    return Source(take, stored[take.names[0]].held if take.encoding == "plain" else PLAIN)
 
 
 def _scheme(take: Take, stored: Tensors, quantization: Quantization | None) -> Scheme | None:
@@ -198,10 +197,10 @@ def _check_names(where: str, names: WeightMap, chosen: Mapping[str, Source], sto
         )
 
 
-def _types_of(source: Source) -> tuple[str, ...]:
+def _types_of(source: Source, stored: StoredTensor) -> tuple[str, ...]:
     if source.take.encoding == "mxfp4":
         return ("uint8",)
-    return (*FLOATS, *BLOCK_TYPES)
+    return (*FLOATS, stored.dtype) if stored.held.quantized else FLOATS
 
 
 def _check_parts(take: Take, scheme: Scheme, parts: Parts, stored: Tensors) -> None:

@@ -63,9 +63,8 @@ class QuantizedWeight:
     offset: Tensor | None = None  # fp32, the same shape; present where format.has_offset
     # uint8 [out, in / 16] where format.two_level; scale is then [out, 1].
     multiplier: Tensor | None = None
-    nested: NestedScales | None = (
-        None  # what scale and offset are products of, where format.scales is "nested"
-    )
+    # Scale and offset are its products, where format.scales is "nested".
+    nested: NestedScales | None = None
 
     def __post_init__(self) -> None:
         assert self.format.quantized
