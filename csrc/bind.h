@@ -47,5 +47,6 @@ void bind_tape(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);
 void bind_probe(nanobind::module_& m);
 void bind_collective(nanobind::module_& m);
+void bind_recurrent(nanobind::module_& m);
 
 }  // namespace quire::cpu

@@ -61,6 +61,14 @@ void bind_pointwise(nb::module_& m) {
         submit(num_threads, args, {&AddGatedArgs::rows}, kernels_of<PointwiseKernels>(isa).add_gated);
       },
       "y = x + other * sigmoid(gate), gate one number a row.", nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "gate_rows",
+      [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t stride, uintptr_t gate,
+         int64_t gate_stride, uintptr_t y, int64_t rows, int64_t size) {
+        const GateRowsArgs args{at<void>(x), at<void>(gate), at<void>(y), rows, size, stride, gate_stride, type_of(bf16)};
+        submit(num_threads, args, {&GateRowsArgs::rows}, kernels_of<PointwiseKernels>(isa).gate);
+      },
+      "y = x * sigmoid(gate).", nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire::cpu

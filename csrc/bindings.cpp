@@ -57,6 +57,7 @@ NB_MODULE(_native, m) {
   bind_moe(m);
   bind_tape(m);
   bind_lora(m);
+  bind_recurrent(m);
   bind_probe(m);
   bind_collective(m);
 }

@@ -129,7 +129,7 @@ def test_a_recurrent_layer_has_weights_of_its_own() -> None:
     assert shapes["layers.0.delta.q.weight"] == (16, 64)
     assert shapes["layers.0.delta.v.weight"] == shapes["layers.0.delta.z.weight"] == (96, 64)
     assert shapes["layers.0.delta.conv_v.weight"] == (96, 4)
-    assert shapes["layers.0.delta.a_log"] == (6,)
+    assert shapes["layers.0.delta.rate"] == (6,)
     assert shapes["layers.0.delta.o.weight"] == (64, 96)
 
 

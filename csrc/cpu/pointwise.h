@@ -33,6 +33,14 @@ struct AddGatedArgs {
   Type type;
 };
 
+// y = x * sigmoid(gate), element by element.
+struct GateRowsArgs {
+  const void *x, *gate;  // [rows, size], rows `stride` apart
+  void* y;               // [rows, size], contiguous
+  int64_t rows, size, stride, gate_stride;
+  Type type;
+};
+
 // y = x, of parts of rows: [tokens, heads, size], both strided.
 struct CopyArgs {
   const void* x;
@@ -47,6 +55,7 @@ struct PointwiseKernels {
   void (*copy)(const CopyArgs&, ThreadPool&);
   void (*widen)(const WidenArgs&, ThreadPool&);
   void (*add_gated)(const AddGatedArgs&, ThreadPool&);
+  void (*gate)(const GateRowsArgs&, ThreadPool&);
 };
 
 QUIRE_LEVELS(PointwiseKernels, kPointwise)

@@ -70,6 +70,18 @@ void add_gated_rows(const AddGatedArgs& a, ThreadPool& pool) {
   });
 }
 
+template <typename T>
+void gate_rows(const GateRowsArgs& a, ThreadPool& pool) {
+  over_rows(a.rows, a.size * 8, pool, [&](int64_t i) {
+    const T* x = static_cast<const T*>(a.x) + i * a.stride;
+    const T* gate = static_cast<const T*>(a.gate) + i * a.gate_stride;
+    T* y = static_cast<T*>(a.y) + i * a.size;
+    over_vectors(a.size, [&](int64_t j, int n) {
+      store_some(y + j, mul(load_some(x + j, n), sigmoid(load_some(gate + j, n))), n);
+    });
+  });
+}
+
 }  // namespace
 
 extern const PointwiseKernels kPointwise;
@@ -77,6 +89,7 @@ const PointwiseKernels kPointwise = {by_type<PointwiseArgs, add_rows<float>, add
                                      by_type<PointwiseArgs, scale_rows<float>, scale_rows<uint16_t>>,
                                      by_type<CopyArgs, copy_heads<float>, copy_heads<uint16_t>>,
                                      by_type<WidenArgs, widen_rows<float>, widen_rows<uint16_t>>,
-                                     by_type<AddGatedArgs, add_gated_rows<float>, add_gated_rows<uint16_t>>};
+                                     by_type<AddGatedArgs, add_gated_rows<float>, add_gated_rows<uint16_t>>,
+                                     by_type<GateRowsArgs, gate_rows<float>, gate_rows<uint16_t>>};
 
 }  // namespace quire::cpu::QUIRE_ISA

@@ -98,6 +98,27 @@ def add_gated_rows(
     num_threads: int, isa: str, bf16: bool, x: int, stride: int, other: int, other_stride: int, gate: int,
     gate_stride: int, y: int, rows: int, size: int, /,
 ) -> None: ...  # fmt: skip
+def gate_rows(
+    num_threads: int, isa: str, bf16: bool, x: int, stride: int, gate: int, gate_stride: int, y: int, rows: int,
+    size: int, /,
+) -> None: ...  # fmt: skip
+def causal_conv(
+    num_threads: int, isa: str, bf16: bool, x: int, stride: int, weight: int, past: int, slot_stride: int, y: int,
+    cu_seqlens: int, slots: int, fresh: int, saves: int, extents: int, tokens: int, channels: int, kernel: int, /,
+) -> None: ...  # fmt: skip
+def delta_inputs(
+    num_threads: int, isa: str, bf16: bool, qkv: int, stride: int, a: int, a_stride: int, b: int, b_stride: int,
+    rate: int, dt_bias: int, qk: int, gates: int, tokens: int, k_heads: int, v_heads: int, k_dim: int, eps: float, /,
+) -> None: ...  # fmt: skip
+def gated_delta_rule(
+    num_threads: int, isa: str, bf16: bool, qk: int, gates: int, v: int, stride: int, state: int, slot_stride: int,
+    y: int, cu_seqlens: int, slots: int, fresh: int, saves: int, extents: int, tokens: int, k_heads: int,
+    v_heads: int, k_dim: int, v_dim: int, /,
+) -> None: ...  # fmt: skip
+def gated_norm(
+    num_threads: int, isa: str, bf16: bool, x: int, x_stride: int, z: int, z_stride: int, weight: int, y: int,
+    tokens: int, heads: int, size: int, eps: float, /,
+) -> None: ...  # fmt: skip
 def sample(
     num_threads: int, isa: str, logits: int, stride: int, edited: Sequence[tuple[int, int]], columns: int, rows: int,
     vocab: int, purpose: int, ids: int, best: int, /,

@@ -47,6 +47,7 @@ class EngineArgs:
     gpu_memory: str | int | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
+    state_checkpoints: str | int = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_queue: int = 1024

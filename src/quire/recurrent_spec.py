@@ -4,11 +4,11 @@ Gated delta rule (Yang et al. 2024, arXiv:2412.06464) behind a causal short conv
 Canonical names after ``layers.{i}.``, beside the norms and the MLP that every layer has (`quire.modelspec`):
 
     delta.{q,k}.weight [num_k_heads · k_head_dim, hidden]     delta.{v,z}.weight [num_v_heads · v_head_dim, hidden]
-    delta.{a,b}.weight [num_v_heads, hidden]                  delta.{a_log,dt_bias} [num_v_heads]
+    delta.{a,b}.weight [num_v_heads, hidden]                  delta.{rate,dt_bias} [num_v_heads]
     delta.conv_{q,k,v}.weight [rows of q, k or v, conv_kernel]
     delta.norm.weight [v_head_dim]                            delta.o.weight [hidden, num_v_heads · v_head_dim]
 
-Value head h reads key head ``h // (num_v_heads / num_k_heads)``. Torch-free.
+``rate`` is −exp(A_log). Value head h reads key head ``h // (num_v_heads / num_k_heads)``. Torch-free.
 """
 
 from __future__ import annotations
@@ -73,5 +73,5 @@ class RecurrentSpec:
             f"delta.{n}.weight": (width, hidden) for n, width in widths.items()
         }
         shapes |= {f"delta.conv_{n}.weight": (width, self.conv_kernel) for n, width in rows.items()}
-        shapes |= {"delta.a_log": (self.num_v_heads,), "delta.dt_bias": (self.num_v_heads,)}
+        shapes |= {"delta.rate": (self.num_v_heads,), "delta.dt_bias": (self.num_v_heads,)}
         return shapes | {"delta.norm.weight": (self.v_head_dim,), "delta.o.weight": (hidden, self.v_width)}

@@ -6,7 +6,9 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from operator import itemgetter
+from typing import Any
 
 from quire.args import EngineArgs
 from quire.config import (
@@ -89,6 +91,11 @@ def resolve(
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype, lora.saved) * topology.per_stage
     drafts = draft_config(args, spec, draft, dtype)
     weights += draft_bytes(drafts, args.block_size * topology.cp)[0] + held.copies(drafts)
+    slots: dict[str, int] = {}
+    if spec.state_layers:
+        left = device.memory_available_bytes * (args.nodes or 1) - step_bytes(args, spec) - weights
+        args, slots, size, more = import_module("quire.cost.states").fit_states(args, spec, device, left)
+        weights, remarks = weights + size, (*remarks, *more)
     max_model_len, num_blocks = _lengths(args, spec, device, held, weights, drafts)
     layout, runner = spec.kv_layout(max_model_len), _runner(args, device, topology)
     return EngineConfig(
@@ -100,7 +107,7 @@ def resolve(
         ),
         kv_layout=layout,
         cache=_cache_config(
-            args, num_blocks, layout, _model_key(args, path, spec, dtype, kv_dtype, plan, topology)
+            args, num_blocks, layout, _model_key(args, path, spec, dtype, kv_dtype, plan, topology), slots
         ),
         scheduler=scheduler_config(
             args, max_model_len, 0 if lora is None else lora.max_loras, long_tokens=long_tokens(device, runner)
@@ -115,13 +122,16 @@ def resolve(
     )  # fmt: skip
 
 
-def _cache_config(args: EngineArgs, num_blocks: int, layout: KvLayout, model_key: str) -> CacheConfig:
+def _cache_config(
+    args: EngineArgs, num_blocks: int, layout: KvLayout, model_key: str, slots: Mapping[str, Any]
+) -> CacheConfig:
     return CacheConfig(
         num_blocks=num_blocks,
         block_size=args.block_size * args.context_parallel_size,
         windows=tuple(group.window for group in layout.groups),
         enable_prefix_caching=args.enable_prefix_caching,
         model_key=model_key,
+        **slots,
     )
 
 

@@ -132,7 +132,7 @@ def kinds_of(formats: Formats) -> str:
 
 RANK_ALIGN = 16  # slots hold a multiple of it
 _ADAPTABLE = re.compile(
-    r"layers\.\d+\.(attn\.(q|k|v|o|q_a|q_b|kv_a)|(mlp|moe\.shared)\.(gate|up|down))\.weight"
+    r"layers\.\d+\.(attn\.(q|k|v|gate|o|q_a|q_b|kv_a)|delta\.(q|k|v|z|b|a|o)|(mlp|moe\.shared)\.(gate|up|down))\.weight"
 )
 
 

@@ -28,7 +28,9 @@ class AloneDriver:
         prompt, params = request.prompt_token_ids, request.sampling
         adapter = request.adapter
         loads = () if adapter is None else (AdapterMove(1, adapter),)
-        new_seq = NewSeq(self._seq_id, 0, prompt, (), params, sample_index, adapter_slot=len(loads))
+        new_seq = NewSeq(
+            self._seq_id, 0, prompt, (), params, sample_index, adapter_slot=len(loads), state_slot=0
+        )
         output: list[int] = []
         computed, reason = 0, None
         while reason is None:

@@ -101,6 +101,17 @@ class Ended:
     error: str | None = None
 
 
+def _slots(spec: ModelSpec, max_num_seqs: int) -> dict[str, int]:
+    """Return the slots of recurrent states: of all running sequences, and a few for checkpoints, which are evicted."""
+    if not spec.state_layers:
+        return {}
+    return {
+        "num_states": max_num_seqs,
+        "num_checkpoints": 12,
+        "state_bytes": spec.state_bytes_per_sequence,
+    }
+
+
 def engine_config(
     spec: ModelSpec,
     dtype: str,
@@ -147,7 +158,7 @@ def engine_config(
     return EngineConfig(
         model=model,
         kv_layout=layout,
-        cache=CacheConfig(num_blocks, block_size, windows),
+        cache=CacheConfig(num_blocks, block_size, windows, **_slots(spec, max_num_seqs)),
         scheduler=SchedulerConfig(
             gate=policy.gate,
             order=policy.order,

@@ -7,6 +7,7 @@ from math import sqrt
 
 from quire.families.head_spec import HeadMethod, HeadSpec
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, PerLayerSpec, RopeSpec
+from quire.recurrent_spec import RecurrentSpec
 
 VOCAB = 131
 MAX_MODEL_LEN = 320
@@ -150,6 +151,14 @@ def per_layer() -> ModelSpec:
     return replace(model, tie_word_embeddings=True, per_layer=PerLayerSpec(6, VOCAB))
 
 
+def hybrid() -> ModelSpec:
+    """Recurrent layers on both sides of one with gated attention (Qwen3.5)."""
+    attention = _attention(output_gate=True, qk_norm="head", rope=RopeSpec(theta=10_000.0, dim=4))
+    full = LayerSpec(attention, MlpSpec(50))
+    state = LayerSpec(None, MlpSpec(50), recurrent=RecurrentSpec("gated_delta", 2, 4, 8, 6, 4, 56))
+    return replace(_model("qwen3_5", "Qwen3_5ForCausalLM", (state, full, state)), norm_plus_one=True)
+
+
 MODELS = {"llama": llama, "sliding": sliding, "moe": moe, "latent": latent, "post_norm": post_norm}
 # Some are for tests of their own alone.
-KNOWN_MODELS = MODELS | {"even": even, "even_moe": even_moe, "per_layer": per_layer}
+KNOWN_MODELS = MODELS | {"even": even, "even_moe": even_moe, "per_layer": per_layer, "hybrid": hybrid}

@@ -15,12 +15,13 @@ CASES = [
 ]
 
 
-# Gemma 4's layers: with torch, and on every level where the cache lies in tiles.
+# Gemma 4's layers and recurrent ones: with torch, and on every level where the cache lies in tiles.
 CASES += [
     (
-        Case("per_layer", "float32" if level == "reference" else "bfloat16", 49, 24, level),
-        Policy("chunks", "fcfs", 48),
+        Case(model, "float32" if level == "reference" else "bfloat16", 49, 24, level),
+        Policy("continuous", "fcfs", 48),
     )
+    for model in ("per_layer", "hybrid")
     for level in backends("attention")
 ]
 

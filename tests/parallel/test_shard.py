@@ -89,7 +89,7 @@ def test_a_recurrent_layer_is_cut_by_value_heads(topology: Topology) -> None:
         assert own is not None
         assert part.shapes["layers.0.delta.v.weight"] == (own.v_width, 64)
         assert part.shapes["layers.0.delta.conv_k.weight"] == (own.k_width, 4)
-        values, keys = part.cuts["layers.0.delta.a_log"].rows, part.cuts["layers.0.delta.k.weight"].rows
+        values, keys = part.cuts["layers.0.delta.rate"].rows, part.cuts["layers.0.delta.k.weight"].rows
         assert values is not None
         assert keys is not None
         of_values += list(values)

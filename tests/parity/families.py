@@ -52,6 +52,16 @@ _MLA: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
 _ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 # case → (transformers' configuration class, what differs from _SIZES)
@@ -174,6 +184,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {**_MOE, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", _HYBRID),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 40}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_HYBRID,
+            **_MOE,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
     ),
     "gpt_oss": (
         "GptOssConfig",

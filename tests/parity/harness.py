@@ -66,7 +66,12 @@ def make_worker(path: Path, max_model_len: int, num_blocks: int, lora: LoraConfi
     config = EngineConfig(
         model=ModelConfig(str(found.path), "parity", spec, "float32", "float32", max_model_len, found.kind),
         kv_layout=layout,
-        cache=CacheConfig(num_blocks, BLOCK_SIZE, tuple(group.window for group in layout.groups)),
+        cache=CacheConfig(
+            num_blocks,
+            BLOCK_SIZE,
+            tuple(group.window for group in layout.groups),
+            num_states=len(PROMPT_LENGTHS) if spec.state_layers else 0,
+        ),
         scheduler=SchedulerConfig(
             max_model_len=max_model_len, max_loras=0 if lora is None else lora.max_loras
         ),
@@ -120,7 +125,9 @@ def run_ragged(
             if len(run.tokens[seq_id]) == new_tokens or step < seq_id:  # sequence i joins at step i
                 continue
             if step == seq_id:
-                new_seqs.append(NewSeq(seq_id, 1, tuple(prompt), (), sampling, 0, slots[seq_id]))
+                new_seqs.append(
+                    NewSeq(seq_id, 1, tuple(prompt), (), sampling, 0, slots[seq_id], state_slot=seq_id)
+                )
             count = min(CHUNK, known - computed[seq_id])
             need = -(-(computed[seq_id] + count) // BLOCK_SIZE) - blocks[seq_id]
             ids = tuple(tuple(pool.pop() for _ in range(need)) for _ in range(num_groups))

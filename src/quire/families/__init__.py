@@ -38,6 +38,9 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "mixtral": ("MixtralForCausalLM", "llama"),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "qwen"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen"),
+    "qwen3_5": ("Qwen3_5ForCausalLM", "qwen_hybrid"),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "qwen_hybrid"),
+    "qwen3_next": ("Qwen3NextForCausalLM", "qwen_hybrid"),
     "gpt_oss": ("GptOssForCausalLM", "gpt_oss"),
     "deepseek_v2": ("DeepseekV2ForCausalLM", "deepseek"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek"),
@@ -53,7 +56,12 @@ _MODEL_TYPES = {
 _BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _FAMILIES.items()}
 
 # Models that see or hear, of which the text decoder runs: its family has what ``text_config`` says.
-_WITH_TEXT = {"Gemma3ForConditionalGeneration": "gemma3", "Gemma4ForConditionalGeneration": "gemma4"}
+_WITH_TEXT = {
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+}
 _OF_ALL_PARTS = (
     "quantization_config",
     "dtype",

@@ -23,11 +23,14 @@ class Take:
 
     Order: each tensor is checked against ``shape`` → stacked on a new first dimension when ``stacked`` → the last
     two dimensions swapped when ``transpose`` → ``[start:stop:step]`` of dimension ``dim``.
+    ``pieces``: in place of such a slice, these ranges of dimension ``dim``, one after the other: heads that are stored
+    with what belongs to them between, or in another order.
     ``unpermute_heads``: the rows of each head are stored in the pairwise order of llama.cpp's RoPE, and are restored.
     Without ``names`` it is zeros: a bias that a checkpoint may leave out.
     ``encoding`` "halves": ``names`` are the keys' half of MLA's ``kv_b``, transposed, and the values'; ``shape`` is
     (heads, rows of a head's keys, of its values, in).
     ``encoding`` "mxfp4": ``names`` are the blocks and the scales of one tensor of ``shape``; its rows may be cut.
+    ``encoding`` "rate": −exp of what is stored. ``encoding`` "taps": a convolution that is stored ``[rows, 1, taps]``.
     """
 
     names: tuple[str, ...]
@@ -39,12 +42,13 @@ class Take:
     stop: int | None = None
     step: int = 1
     unpermute_heads: int = 0
-    encoding: Literal["plain", "mxfp4", "halves"] = "plain"
+    encoding: Literal["plain", "mxfp4", "halves", "rate", "taps"] = "plain"
+    pieces: tuple[range, ...] = ()
 
 
 def stored_shapes(take: Take) -> tuple[Shape, ...]:
     """Return the shape that each of ``take.names`` has in the checkpoint."""
-    if take.encoding == "plain":
+    if take.encoding in ("plain", "rate", "taps"):
         return (take.shape,) * len(take.names)
     if take.encoding == "halves":
         heads, of_keys, of_values, in_features = take.shape

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from quire.layers.norm import RmsNorm
 from quire.layers.weights import Build, WeightLoader, copy_into, prefixed
 from quire.modelspec import AttentionSpec
 from quire.weight_format import WeightFormat
+
+if TYPE_CHECKING:
+    from quire.kernels.state_pool import StateBatch
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -43,14 +47,13 @@ class Attention:
         self._o = completing("o", hidden_size, out, build, bias=spec.o_bias, whole=spec.qk_norm == "full")
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._norms: tuple[RmsNorm, RmsNorm] | None = None
+        self._qk_norm: QkNorm | None = None
         if spec.qk_norm != "none":
             sizes = (q, k) if spec.qk_norm == "full" else (spec.head_dim, spec.head_dim)
-            self._norms = tuple(RmsNorm(n, build, plus_one=build.norm_plus_one) for n in sizes)  # type: ignore[assignment]
+            q_norm, k_norm = (RmsNorm(n, build, plus_one=build.norm_plus_one) for n in sizes)
+            self._norms = q_norm, k_norm
+            self._qk_norm = QkNorm(q_norm.weight, k_norm.weight, build.eps, over_all=spec.qk_norm == "full")
         self._sinks = torch.zeros(spec.num_heads) if spec.sinks else None
-        self._qk_norm: QkNorm | None = None
-        if self._norms is not None:
-            weights = self._norms[0].weight, self._norms[1].weight
-            self._qk_norm = QkNorm(*weights, build.eps, over_all=spec.qk_norm == "full")
         self._cp = build.cp
         self._rope_store, self._attend = build.of(rope_store), attention_over_cache(build)
 
@@ -128,7 +131,7 @@ class AdapterBatch:
 class StepBatch:
     """``input_ids, positions [num_tokens]`` and ``logits_indices [num_logits]``: tokens that give logits; all int64.
 
-    ``adapters`` is None in an engine without adapters.
+    ``adapters`` is None in an engine without adapters, ``states`` in a model without recurrent layers.
     """
 
     input_ids: Tensor
@@ -136,6 +139,7 @@ class StepBatch:
     logits_indices: Tensor
     groups: tuple[GroupBatch, ...]
     adapters: AdapterBatch | None = None
+    states: StateBatch | None = None
 
     @property
     def end_tokens(self) -> AdapterRows | None:

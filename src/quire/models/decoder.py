@@ -8,9 +8,8 @@ model's dtype; each token is computed from its own row and from the cache alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,12 +23,14 @@ from quire.kernels.pointwise import add_rows, cap_logits, scale_rows, take_rows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.registry import KernelChoice
 from quire.kv_layout import KvLayout
-from quire.layers.attention import AdapterBatch, Attention, CosSin, GroupBatch, StepBatch
+from quire.layers import context_rows as cp_rows
+from quire.layers.attention import AdapterBatch, Attention, CosSin, StepBatch
 from quire.layers.context import ContextParallel
 from quire.layers.linear import Embedding, LoraTarget
 from quire.layers.mlp import Mlp
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
+from quire.layers.sources import sources_of
 from quire.layers.weights import (
     NO_FORMATS,
     WHOLE,
@@ -48,24 +49,12 @@ from quire.weight_format import PLAIN
 from quire.weight_plan import adaptable
 
 if TYPE_CHECKING:
-    from quire.layers.latent_attention import LatentAttention
     from quire.layers.moe import MoeBlock
+    from quire.models.hidden_watcher import HiddenWatcher
 
 # (delta, residual), each [num_tokens, hidden_size]; their sum is the residual stream. Behind them what the stages so
 # far have for a `HiddenWatcher`.
 Hidden = tuple[Tensor, ...]
-
-
-class HiddenWatcher(Protocol):
-    """Sees hidden states of every token of a step, for heads that draft from them."""
-
-    # Layers whose inputs it sees, ascending, counted from this stage's first: a stage before sends those below 0.
-    # Empty: it sees the hidden states after the last norm.
-    taps: tuple[int, ...]
-
-    def store(self, batch: StepBatch, hidden: Sequence[Tensor]) -> None:
-        """Take what the ``taps`` say, each ``[num_tokens, hidden_size]``. May be recorded (`kernels.tape`)."""
-        ...
 
 
 class Decoder:
@@ -99,8 +88,8 @@ class Decoder:
             for index, layer in enumerate(spec.layers)
         ]
         self._norm = RmsNorm(spec.hidden_size, build, plus_one=spec.norm_plus_one)
-        self._groups = [kv_layout.group_of_layer(spec.kv_source(i))[0] for i in range(spec.num_layers)]
-        ropes = [layer.attention.rope for layer in spec.layers]
+        self._sources = sources_of(spec, kv_layout)
+        ropes = [None if layer.attn is None else layer.attn.rope for layer in spec.layers]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._ropes = [RopeTable(rope, max_model_len, on_demand=rope_on_demand) for rope in kinds]
         # The table of each layer; None: it has no position embedding.
@@ -123,9 +112,7 @@ class Decoder:
         """Return "layers.0.attn.q" … → what an adapter changes there; the `ends` are no linears."""
         targets: dict[str, LoraTarget] = {}
         for index, layer in enumerate(self._layers):
-            targets.update(
-                {f"layers.{index}.{name}": target for name, target in layer.lora_targets().items()}
-            )
+            targets |= {f"layers.{index}.{name}": each for name, each in layer.lora_targets().items()}
         assert set(targets) == set(adaptable(self.spec)), set(targets) ^ set(adaptable(self.spec))
         return targets
 
@@ -163,7 +150,7 @@ class Decoder:
                 table.cover(num_positions)
 
     def forward(self, batch: StepBatch, kv: Sequence[KvView], entering: Hidden | None = None) -> Tensor:
-        """Compute all tokens of the step, storing their K and V; ``kv`` has one view per layer.
+        """Compute all tokens of the step, storing their K and V; ``kv`` has one view per layer that attends.
 
         ``entering``: what the stage before returned. Returns the hidden states that give logits, after the last norm:
         ``[num_logits, hidden_size]``.
@@ -184,24 +171,24 @@ class Decoder:
         delta: Tensor | None
         cp = self._cp if batch.divided else None
         if cp is not None:
-            batch, entering = _own_rows(cp, batch, entering)
+            batch, entering = cp_rows.own_rows(cp, batch, entering)
         delta, residual, *seen = entering or (None, self.ends.embed(batch.input_ids, batch.end_tokens))
         last = len(self._layers) - 1 if self.stage.is_last else -1
-        watcher = self.watcher
-        for index, layer in enumerate(self._layers):
+        watcher, groups = self.watcher, (*batch.groups, batch.states)
+        views: Sequence[object] = kv if batch.states is None else (*kv, *batch.states.views)
+        for index, (layer, (group, view)) in enumerate(zip(self._layers, self._sources, strict=True)):
             if watcher is not None and index in watcher.taps:
                 seen.append(residual if delta is None else self._add_rows(residual, delta))
             rope = self._rope_of[index]
             angles = None if rope is None else cos_sin[rope]
-            group = batch.groups[self._groups[index]]
             narrow = index == last and (watcher is None or bool(watcher.taps))
             rows = batch.logits_indices if narrow else None
-            delta, residual = layer(delta, residual, angles, group, kv[index], rows, batch.adapters)
+            delta, residual = layer(delta, residual, angles, groups[group], views[view], rows, batch.adapters)
         assert delta is not None
         if watcher is not None and watcher.taps and self.stage.is_last:
             watcher.store(batch, seen)
         if cp is not None and not self.stage.is_last:
-            return _all_rows(cp, len(batch.positions), delta, residual)
+            return cp_rows.all_rows(cp, len(batch.positions), delta, residual)
         return delta, residual, *seen
 
     def expert_blocks(self) -> dict[int, MoeBlock]:
@@ -249,25 +236,8 @@ class Ends:
         return self._cap_logits(logits, self._scale, self._cap)
 
 
-def _own_rows(
-    cp: ContextParallel, batch: StepBatch, entering: Hidden | None
-) -> tuple[StepBatch, Hidden | None]:
-    """Return what a layer reads of each row, for this rank's rows; attention still reads all ``positions``."""
-    if entering is not None:
-        entering = cp.own(entering[0]), cp.own(entering[1])
-    adapters = batch.adapters
-    if adapters is not None:
-        own = cp.own(torch.arange(batch.num_tokens)).numpy()
-        adapters = replace(adapters, tokens=adapters.tokens.take(own))
-    return replace(batch, input_ids=cp.own(batch.input_ids), adapters=adapters), entering
-
-
-def _all_rows(cp: ContextParallel, num_tokens: int, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    return cp.gather(delta, num_tokens), cp.gather(residual, num_tokens)
-
-
 class DecoderLayer:
-    """Attention and MLP with their norms: pre (Llama), post (OLMo-2) or both (Gemma 2)."""
+    """Attention, or a recurrent mixer, and MLP with their norms: pre (Llama), post (OLMo-2) or both (Gemma 2)."""
 
     def __init__(
         self, spec: LayerSpec, model: ModelSpec, build: Build, lora: LoraConfig | None = None,
@@ -278,23 +248,29 @@ class DecoderLayer:
         hidden, mlp = model.hidden_size, spec.mlp
         self._cp = build.cp
         self._scale = model.residual_scale
-        kind = Attention
-        if spec.attention.is_mla:
+        self._prefix = "attn." if spec.recurrent is None else "delta."
+        kind: Any = Attention
+        if spec.recurrent is not None:
+            kind = import_module("quire.layers.delta_net").DeltaNet
+        elif spec.attention.is_mla:
             kind = import_module("quire.layers.latent_attention").LatentAttention
         elif spec.attention.v_norm:
             kind = import_module("quire.layers.shared_attention").SharedAttention
-        self._attention: Attention | LatentAttention = kind(spec.attention, hidden, build.under("attn."))
+        elif spec.attention.output_gate:
+            kind = import_module("quire.layers.gated_attention").GatedAttention
+        # Or another that is called alike: its ``group`` and ``kv`` are what it reads of the step and of its cache.
+        self._mixer: Attention = kind(spec.recurrent or spec.attention, hidden, build.under(self._prefix))
         self.mlp: Mlp | MoeBlock
         if mlp.moe is None:
             self.mlp = Mlp(hidden, mlp.intermediate_size, mlp.activation, build.under("mlp."), bias=mlp.bias)
         else:
             self.mlp = import_module("quire.layers.moe").MoeBlock(hidden, mlp, build.under("moe."))
         if lora is not None:
-            for linear in (*self._attention.linears(), *self.mlp.linears()):
+            for linear in (*self._mixer.linears(), *self.mlp.linears()):
                 linear.add_slots(lora.max_loras, lora.max_rank)
         names = [] if spec.norms == "post" else ["attn_norm", "mlp_norm"]
         names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
-        readers = {"attn_norm": self._attention.reads, "mlp_norm": self.mlp.reads}
+        readers = {"attn_norm": self._mixer.reads, "mlp_norm": self.mlp.reads}
         self._norms = {
             name: RmsNorm(hidden, build, plus_one=build.norm_plus_one, reader=readers.get(name, PLAIN))
             for name in names
@@ -303,7 +279,7 @@ class DecoderLayer:
         self._scale_rows = build.of(scale_rows)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        loaders = prefixed("attn.", self._attention.weight_loaders())
+        loaders = prefixed(self._prefix, self._mixer.weight_loaders())
         loaders.update(prefixed("mlp." if isinstance(self.mlp, Mlp) else "moe.", self.mlp.weight_loaders()))
         for name, norm in self._norms.items():
             loaders.update(prefixed(f"{name}.", norm.weight_loaders()))
@@ -312,7 +288,7 @@ class DecoderLayer:
     def lora_targets(self) -> dict[str, LoraTarget]:
         """Return "attn.q" … → what an adapter changes there."""
         mlp = "mlp." if isinstance(self.mlp, Mlp) else "moe.shared."
-        linears = [("attn.", module) for module in self._attention.linears()]
+        linears = [(self._prefix, module) for module in self._mixer.linears()]
         linears += [(mlp, module) for module in self.mlp.linears()]
         return {
             prefix + name: target
@@ -321,7 +297,7 @@ class DecoderLayer:
         }
 
     def __call__(
-        self, delta: Tensor | None, residual: Tensor, cos_sin: CosSin | None, group: GroupBatch, kv: KvView,
+        self, delta: Tensor | None, residual: Tensor, cos_sin: CosSin | None, group: Any, kv: Any,
         rows: Tensor | None = None, adapters: AdapterBatch | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return (delta, residual) of this layer, given those of the layer before it.
@@ -331,10 +307,10 @@ class DecoderLayer:
         """
         of_rows = None if adapters is None else adapters.tokens
         x, residual = self._enter("attn_norm", delta, residual)
-        delta = self._leave("attn_post_norm", self._attention(x, cos_sin, group, kv, of_rows))
+        delta = self._leave("attn_post_norm", self._mixer(x, cos_sin, group, kv, of_rows))
         if rows is not None and group.divided:
             assert self._cp is not None
-            delta, residual = _all_rows(self._cp, len(group.slot_blocks), delta, residual)
+            delta, residual = cp_rows.all_rows(self._cp, len(group.slot_blocks), delta, residual)
         if rows is not None:
             delta, residual = self._take_rows(delta, rows), self._take_rows(residual, rows)
             of_rows = None if adapters is None else adapters.logits

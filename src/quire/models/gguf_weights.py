@@ -55,7 +55,7 @@ def _matrix(
         _check_scales(weight, name, stored.dtype, stored.file, start)
         return take_columns(weight, within)
 
-    return StoredMatrix(held, (raw.shape[0], len(columns)), read).rows(cut.rows)
+    return StoredMatrix(held, (len(raw if order is None else order), len(columns)), read).rows(cut.rows)
 
 
 def open_mxfp4(

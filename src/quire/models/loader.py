@@ -113,8 +113,16 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
     tensor = view(stored[take.names[0]])
     if take.transpose:
         tensor = tensor.transpose(-1, -2)
+    if take.encoding == "taps":
+        tensor = tensor.squeeze(1)
+    if take.encoding == "rate":
+        tensor = -torch.exp(tensor.float())
     if take.stop is not None or take.start or take.step != 1:
         tensor = tensor[tuple(taken)]
+    if take.pieces:
+        tensor = torch.cat(
+            [tensor.narrow(take.dim, piece.start, len(piece)) for piece in take.pieces], take.dim
+        )
     heads = take.unpermute_heads
     if heads and cut.rows is not None:  # whole heads
         heads = heads * len(cut.rows) // tensor.shape[0]
@@ -158,20 +166,19 @@ def random_tensors(
     for local, cut in (cuts or uncut(shapes)).items():
         name, shape = cut.name, shapes[cut.name]
         kind = stored_dtype(name, dtype)
-        if _is_norm(name):
-            tensor = torch.full(shape, norm, dtype=kind, device=device)
+        if name.endswith("norm.weight"):
+            value = 1.0 if name.endswith(".delta.norm.weight") else norm
+            tensor = torch.full(shape, value, dtype=kind, device=device)
+        elif name.endswith(".delta.rate"):  # negative, so that a state decays: −0.8 on average
+            tensor = _cut(pools[kind], name, seed, shape).abs().mul_(-50.0)
         else:
             tensor = _cut(pools[kind], name, seed, shape)
         yield local, tensor[_index(cut.ranges(tensor.dim()))].contiguous()
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The type a weight is held in: ``dtype``, but float32 for biases that only choose experts (DeepSeek-V3)."""
-    return torch.float32 if name.endswith("correction_bias") else dtype
-
-
-def _is_norm(name: str) -> bool:
-    return name.endswith("norm.weight")
+    """The type a weight is held in: ``dtype``, but float32 for what only chooses experts and what decays a state."""
+    return torch.float32 if name.endswith(("correction_bias", ".delta.rate", ".delta.dt_bias")) else dtype
 
 
 def _cut(pool: Tensor, name: str, seed: int, shape: tuple[int, ...]) -> Tensor:

@@ -66,7 +66,8 @@ def open_quantized(
         return _open_gguf(source.take, source.held, stored, cut)
     stack = source.parts if cut.experts is None else source.parts[cut.experts.start : cut.experts.stop]
     matrices = tuple(
-        _open_parts(source, {part: stored[name] for part, name in parts.items()}, parts, cut.columns).rows(cut.rows)
+        _open_parts(source, {part: stored[name] for part, name in parts.items()}, parts, cut.columns)
+        .in_pieces(source.take.pieces).rows(cut.rows)
         for parts in stack
     )  # fmt: skip
     return StoredStack(matrices) if source.take.stacked else matrices[0]
@@ -86,6 +87,8 @@ def _open_gguf(
     rows = raw.dim() - 2
     raw = raw.narrow(rows, take.start, (raw.shape[rows] if take.stop is None else take.stop) - take.start)
     order = unpermute(torch.arange(raw.shape[rows]), take.unpermute_heads) if take.unpermute_heads else None
+    if take.pieces:
+        order = torch.cat([torch.arange(piece.start, piece.stop) for piece in take.pieces])
     return open_blocks(take.names[0], tensor, raw, order, held, cut)
 
 

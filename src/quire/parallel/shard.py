@@ -279,7 +279,7 @@ class _Cutter:
         rows = dict.fromkeys(("q", "k", "conv_q", "conv_k"), k) | dict.fromkeys(("v", "z", "conv_v"), v)
         rows |= {"a": heads.queries, "b": heads.queries}
         cuts: dict[str, _Parts] = {f"delta.{name}.weight": (part, None, None) for name, part in rows.items()}
-        cuts |= {f"delta.{name}": (heads.queries, None, None) for name in ("a_log", "dt_bias")}
+        cuts |= {f"delta.{name}": (heads.queries, None, None) for name in ("rate", "dt_bias")}
         cuts["delta.o.weight"] = o
         own = replace(
             r, num_k_heads=len(heads.kv), num_v_heads=len(heads.queries), conv_channels=2 * len(k) + len(v)

@@ -62,6 +62,28 @@ class StoredMatrix:
             None if plain is None else lambda start, stop: plain(first + start, first + stop),
         )
 
+    def in_pieces(self, pieces: tuple[range, ...]) -> StoredMatrix:
+        """Return the matrix of these ranges of output features, one after the other; none: all as they are."""
+        if not pieces:
+            return self
+
+        def read(start: int, stop: int) -> QuantizedWeight:
+            found, first = [], 0
+            for piece in pieces:
+                begin, end = max(start - first, 0), min(stop - first, len(piece))
+                if begin < end:
+                    found.append(self.read(piece.start + begin, piece.start + end))
+                first += len(piece)
+            offsets = [part.offset for part in found if part.offset is not None]
+            return QuantizedWeight(
+                self.format,
+                torch.cat([part.q for part in found]),
+                torch.cat([part.scale for part in found]),
+                torch.cat(offsets) if offsets else None,
+            )
+
+        return StoredMatrix(self.format, (sum(map(len, pieces)), self.shape[1]), read)
+
     def expand(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix as plain numbers."""
         out = torch.empty(self.shape, dtype=dtype)

@@ -16,6 +16,7 @@ from quire.runner.memory import KvCache
 from quire.sampling.sampler import SeqSample
 
 if TYPE_CHECKING:
+    from quire.runner.states import StatePool
     from quire.sampling.grammars import Grammars
 
 PendingResult = Callable[[], list[SeqSample]]  # waits for what a step sampled, and returns it
@@ -34,6 +35,10 @@ class Runner(Protocol):
     def grammars(self) -> Grammars:
         """What builds and follows grammars."""
         ...
+
+    @property
+    def states(self) -> StatePool | None:
+        """Of recurrent layers, where there are some."""
 
     def record(self, buffers: StepBuffers) -> None:
         """Get ready for the steps of ``buffers``."""

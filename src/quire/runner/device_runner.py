@@ -55,6 +55,8 @@ class DeviceRunner:
             self.decoder.load(weights)
         blocks, size = config.cache.num_blocks, config.cache.block_size
         # One block more than the scheduler knows: the tokens that fill up a captured step are stored there.
+        # `quire.cost.states` refuses recurrent layers on a GPU.
+        self.states = None
         self.kv = KvCache(
             model.spec, config.kv_layout, blocks + 1, size, model.kv_dtype, kernels, self.device
         )

@@ -6,8 +6,9 @@ The tensors lie at addresses that do not change, so that a recorded step finds e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from quire.runner.sequences import WorkerSeq, WorkerSeqs
 from quire.sampling.sampler import Columns, columns_of
 from quire.step import SeqPlan
 
+if TYPE_CHECKING:
+    from quire.runner.states import StatePool
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -33,8 +37,9 @@ class StepBuffers:
     """
 
     def __init__(
-        self, max_tokens: int, max_seqs: int, max_blocks: int, num_groups: int, max_loras: int = 0
-    ) -> None:
+        self, max_tokens: int, max_seqs: int, max_blocks: int, num_groups: int, max_loras: int = 0,
+        states: StatePool | None = None,
+    ) -> None:  # fmt: skip
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.input_ids, self.positions, self.slot_offsets = (_zeros(max_tokens) for _ in range(3))
@@ -48,7 +53,10 @@ class StepBuffers:
                 AdapterRows(_zeros(max_tokens), _zeros(max_loras + 1)),
                 AdapterRows(_zeros(max_seqs), _zeros(max_loras + 1)),
             )
+        self.states = None if states is None else states.rows(self.cu_seqlens_q, max_seqs, max_tokens)
         self.whole = self.batch(max_tokens, max_seqs, max_seqs)
+        if self.states is not None:
+            self.whole = replace(self.whole, states=self.states.whole)
 
     def set_num_seqs(self, num_seqs: int) -> None:
         """Say in ``whole`` how many sequences the step has; its number of tokens comes with the replay."""
@@ -73,6 +81,7 @@ class StepBuffers:
             logits_indices=torch.from_numpy(self.logits_indices[:num_logits]),
             groups=groups,
             adapters=self.adapters,
+            states=None if self.states is None else self.states.batch(num_seqs),
         )
 
 
@@ -119,10 +128,11 @@ class InputBatch:
     def __init__(
         self, seqs: WorkerSeqs, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_loras: int = 0,
         only_group: int | None = None, lag: int = 0, max_drafts: int = 0, stripe: Stripe | None = None,
+        states: StatePool | None = None,
     ) -> None:  # fmt: skip
         """``only_group``: the one cache group whose blocks a draft model's layers use. ``lag``: how many slots, and
         rotary positions, a token's row lies before the token (`quire.runner.heads`). ``max_drafts``: per sequence.
-        ``stripe``: of the cache that the tokens are stored to; None: it has all positions.
+        ``stripe``: of the cache that the tokens are stored to; None: it has all positions. ``states``: of the model.
         """
         self._stripe = stripe
         self._seqs = seqs
@@ -133,7 +143,7 @@ class InputBatch:
         max_tokens = max(max_num_batched_tokens, max_seqs + 1)
         self._groups = slice(None) if only_group is None else slice(only_group, only_group + 1)
         tables = seqs.block_tables[self._groups]
-        self._shape = (tables[0].shape[1], len(tables), max_loras)
+        self._shape = (tables[0].shape[1], len(tables), max_loras, states)
         self.buffers = StepBuffers(max_tokens, max_seqs, *self._shape)
 
     def update_tables(self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq]) -> list[int]:
@@ -168,8 +178,7 @@ class InputBatch:
         known = table.num_tokens[rows]
         _check(plans, computed, lengths, known)
         sampling = np.flatnonzero((computed + lengths == known) & table.samples[rows])
-        samplers = tuple(seqs[index] for index in sampling.tolist())
-        total = len(samplers)
+        total = len(samplers := tuple(seqs[index] for index in sampling.tolist()))
         if drafts is not None:
             total = drafts.of_samplers(samplers)
             rows, computed, lengths = drafts.with_branches(rows, computed, lengths)
@@ -189,15 +198,15 @@ class InputBatch:
         to.positions[:num_tokens] = places = positions - self._lag if self._lag else positions
         in_table = places // self._block_size
         np.subtract(places, in_table * self._block_size, out=to.slot_offsets[:num_tokens])
-        longest = int(seq_lens.max(initial=1))
-        width = -(-longest // self._block_size)
-        for blocks, slot_blocks, block_table in zip(
-            table.block_tables[self._groups], to.slot_blocks, to.block_tables, strict=True
-        ):
+        width = -(-(longest := int(seq_lens.max(initial=1))) // self._block_size)
+        tables = zip(table.block_tables[self._groups], to.slot_blocks, to.block_tables, strict=True)
+        for blocks, slot_blocks, block_table in tables:
             slot_blocks[:num_tokens] = blocks[token_rows, in_table]
             block_table[:num_seqs, :width] = blocks[rows, :width]
         if drafts is not None:
             drafts.branch_out(to, cu_seqlens_q, self._block_size)
+        elif to.states is not None:
+            to.states.fill(plans, table.state_slots[rows])
         _keep_own(to, self._stripe, places)
         ends = cu_seqlens_q[1:][sampling]
         if total == num_tokens and num_seqs == len(plans):

@@ -33,6 +33,7 @@ from quire.sampling.sampler import Columns, Sampler, SeqSample
 
 if TYPE_CHECKING:
     from quire.runner.stage_links import StageLinks
+    from quire.runner.states import StatePool
     from quire.sampling.grammars import Grammars
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,10 @@ class ModelRunner:
         self.kv = KvCache(
             model.spec, config.kv_layout, num_blocks, block_size, model.kv_dtype, kernels, stripe=stripe
         )
+        self.states: StatePool | None = None
+        if model.spec.state_layers:
+            num_slots = cache.num_states + cache.num_checkpoints
+            self.states = import_module("quire.runner.states").StatePool(model.spec, num_slots)
         accept = "exact" if speculate is None else speculate.accept
         self._sampler = Sampler(model.spec.vocab_size, kernels, accept)
         self._token_logprobs = kernels.of(token_logprobs)

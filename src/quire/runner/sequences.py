@@ -80,6 +80,7 @@ class WorkerSeqs:
         # Whether the last token samples the next one.
         self.samples = np.zeros(max_num_seqs, np.bool_)
         self.adapter_slots = np.zeros(max_num_seqs, np.int64)  # 0: the base model
+        self.state_slots = np.zeros(max_num_seqs, np.int64)  # −1: no layer has a state
         self.block_tables = [np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)]
         self.columns = new_columns(max_num_seqs)  # the sampler's
         # Blocks to copy for the branches accepted since they were taken.
@@ -109,7 +110,7 @@ class WorkerSeqs:
         self.token_ids[row, : len(ids)] = ids
         self.num_tokens[row] = self.num_settled[row] = len(ids)
         self.samples[row] = not new.prompt_only
-        self.adapter_slots[row] = new.adapter_slot
+        self.adapter_slots[row], self.state_slots[row] = new.adapter_slot, new.state_slot
         self.columns[row] = column_values(new, self._vocab_size, edited=seq.processors is not None)
         for table in self.block_tables:
             table[row] = 0
@@ -172,7 +173,8 @@ class WorkerSeqs:
     def _grow(self) -> None:
         """Double the rows: a plan may hold finished sequences next to their successors for one step."""
         size = len(self.num_tokens)
-        for name in ("token_ids", "num_tokens", "num_settled", "samples", "adapter_slots", "columns"):
+        names = "token_ids", "num_tokens", "num_settled", "samples", "adapter_slots", "state_slots", "columns"
+        for name in names:
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         self.block_tables = [np.concatenate((table, np.zeros_like(table))) for table in self.block_tables]

@@ -83,6 +83,7 @@ class Worker:
         self._inputs = InputBatch(
             self.seqs, block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_loras,
             max_drafts=scheduler.max_num_drafts, stripe=None if shard is None else shard.stripe(block_size),
+            states=self.runner.states,
         )  # fmt: skip
         self.runner.record(self._inputs.buffers)
         self._vocab_size = vocab_size
@@ -117,6 +118,8 @@ class Worker:
             self.runner.kv.copy(plan.kv_moves)
             if self.drafting is not None:
                 self.drafting.copy(plan.kv_moves)
+        if plan.state_moves and self.runner.states is not None:
+            self.runner.states.copy(plan.state_moves)
         for slot, adapter in plan.adapter_moves:
             if self._lora is None:
                 raise StepError("This worker runs no adapters, and the plan moves some.")
@@ -219,6 +222,11 @@ class Worker:
         self.runner.free_memory()
         num_tokens = sum(plan.num_scheduled_tokens for plan in plans)
         launched.max_tokens = num_tokens // 2
+        if self.runner.states is not None:  # those of some layers have gone on: the sequences begin again
+            for seq in seqs:
+                seq.refusal = f"there is too little memory for a step of {num_tokens} rows: {reason}"
+            launched.retryable.update(seq.seq_id for seq in seqs if num_tokens > MIN_RETRY_TOKENS)
+            return
         _log.warning(
             "%d tokens are too many for the memory, steps have half of them from now on: %s",
             num_tokens,

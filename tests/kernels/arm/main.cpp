@@ -161,7 +161,7 @@ int main(int argc, char** argv) {
   if (argc < 4) return 2;
   nanobind::module_ module;
   bind_linear(module), bind_quantized(module), bind_norm(module), bind_rows(module), bind_attention(module);
-  bind_pointwise(module), bind_sampling(module), bind_moe(module), bind_lora(module);
+  bind_pointwise(module), bind_sampling(module), bind_moe(module), bind_lora(module), bind_recurrent(module);
   if (std::strcmp(best_isa(detect()), argv[3]) != 0) {
     std::printf("the best level is %s, expected %s\n", best_isa(detect()), argv[3]);
     return 1;

@@ -1,0 +1,63 @@
+// Recurrent layers.
+#include "bind.h"
+#include "cpu/recurrent.h"
+
+namespace nb = nanobind;
+
+namespace quire::cpu {
+
+namespace {
+
+StateBatch batch_at(uintptr_t cu_seqlens, uintptr_t slots, uintptr_t fresh, uintptr_t saves, uintptr_t extents) {
+  return {at<int64_t>(cu_seqlens), at<int64_t>(slots), at<int64_t>(fresh), at<int64_t>(saves), at<int64_t>(extents)};
+}
+
+}  // namespace
+
+void bind_recurrent(nb::module_& m) {
+  m.def(
+      "causal_conv",
+      [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t stride, uintptr_t weight, uintptr_t past,
+         int64_t slot_stride, uintptr_t y, uintptr_t cu_seqlens, uintptr_t slots, uintptr_t fresh, uintptr_t saves,
+         uintptr_t extents, int64_t tokens, int64_t channels, int64_t kernel) {
+        const ConvArgs args{at<void>(x), at<float>(weight), at<float>(past), at<void>(y),
+                            batch_at(cu_seqlens, slots, fresh, saves, extents), tokens, channels, kernel, stride,
+                            slot_stride, type_of(bf16)};
+        submit(num_threads, args, {&ConvArgs::tokens}, kernels_of<RecurrentKernels>(isa).conv);
+      },
+      "silu of a short convolution over the tokens of each sequence.", nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "delta_inputs",
+      [](int num_threads, const std::string& isa, bool bf16, uintptr_t qkv, int64_t stride, uintptr_t a, int64_t a_stride,
+         uintptr_t b, int64_t b_stride, uintptr_t rate, uintptr_t dt_bias, uintptr_t qk, uintptr_t gates, int64_t tokens,
+         int64_t k_heads, int64_t v_heads, int64_t k_dim, float eps) {
+        const DeltaInputsArgs args{at<void>(qkv), at<void>(a), at<void>(b), at<float>(rate), at<float>(dt_bias),
+                                   at<float>(qk), at<float>(gates), tokens, k_heads, v_heads, k_dim, stride, a_stride,
+                                   b_stride, eps, type_of(bf16)};
+        submit(num_threads, args, {&DeltaInputsArgs::tokens}, kernels_of<RecurrentKernels>(isa).delta_inputs);
+      },
+      "Unit q and k, decay and beta.", nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "gated_delta_rule",
+      [](int num_threads, const std::string& isa, bool bf16, uintptr_t qk, uintptr_t gates, uintptr_t v, int64_t stride,
+         uintptr_t state, int64_t slot_stride, uintptr_t y, uintptr_t cu_seqlens, uintptr_t slots, uintptr_t fresh,
+         uintptr_t saves, uintptr_t extents, int64_t tokens, int64_t k_heads, int64_t v_heads, int64_t k_dim,
+         int64_t v_dim) {
+        const DeltaRuleArgs args{at<float>(qk), at<float>(gates), at<void>(v), at<float>(state), at<void>(y),
+                                 batch_at(cu_seqlens, slots, fresh, saves, extents), tokens, k_heads, v_heads, k_dim,
+                                 v_dim, stride, slot_stride, type_of(bf16)};
+        submit(num_threads, args, {&DeltaRuleArgs::tokens}, kernels_of<RecurrentKernels>(isa).delta_rule);
+      },
+      "The recurrence, token by token.", nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "gated_norm",
+      [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t x_stride, uintptr_t z, int64_t z_stride,
+         uintptr_t weight, uintptr_t y, int64_t tokens, int64_t heads, int64_t size, float eps) {
+        const GatedNormArgs args{at<void>(x), at<void>(z), at<float>(weight), at<void>(y), tokens, heads, size,
+                                 x_stride, z_stride, eps, type_of(bf16)};
+        submit(num_threads, args, {&GatedNormArgs::tokens}, kernels_of<RecurrentKernels>(isa).gated_norm);
+      },
+      "RMSNorm of each head times silu(z).", nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace quire::cpu

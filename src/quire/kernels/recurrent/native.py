@@ -1,0 +1,89 @@
+"""Native ops of recurrent layers (csrc/cpu/recurrent_kernel.cpp)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.recurrent import (
+    CHAINS,
+    NORM_EPS,
+    causal_conv,
+    delta_inputs,
+    gated_delta_rule,
+    gated_norm,
+)
+from quire.kernels.registry import native
+from quire.kernels.state_pool import StateBatch, StateView
+from quire.kernels.workspace import call_of, empty, rows_of
+
+
+@causal_conv.native()
+def native_causal_conv(isa: str, x: Tensor, weight: Tensor, view: StateView, batch: StateBatch) -> Tensor:
+    (tokens, channels), kernel, past = x.shape, weight.shape[0], view.past
+    assert past.shape[1:] == (kernel - 1, channels), (past.shape, weight.shape, x.shape)
+    assert past.stride()[1:] == (channels, 1), past.stride()
+    assert weight.is_contiguous()
+    y = empty(tokens, channels, dtype=x.dtype)
+    native.causal_conv(
+        *call_of(isa, x), *rows_of(x), weight.data_ptr(), past.data_ptr(), past.stride(0), y.data_ptr(),
+        *batch.addresses(), tokens, channels, kernel,
+    )  # fmt: skip
+    return y
+
+
+@delta_inputs.native()
+def native_delta_inputs(
+    isa: str,
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rate: Tensor,
+    dt_bias: Tensor,
+    num_k_heads: int,
+    k_head_dim: int,
+) -> tuple[Tensor, Tensor]:
+    tokens, v_heads = a.shape
+    assert qkv.dtype == a.dtype == b.dtype, (qkv.dtype, a.dtype, b.dtype)
+    assert rate.is_contiguous()
+    assert dt_bias.is_contiguous()
+    qk = empty(tokens, 2, num_k_heads, k_head_dim, dtype=torch.float32)
+    gates = empty(tokens, 2, v_heads, dtype=torch.float32)
+    native.delta_inputs(
+        *call_of(isa, qkv), *rows_of(qkv), *rows_of(a), *rows_of(b), rate.data_ptr(), dt_bias.data_ptr(), qk.data_ptr(),
+        gates.data_ptr(), tokens, num_k_heads, v_heads, k_head_dim, NORM_EPS,
+    )  # fmt: skip
+    return qk, gates
+
+
+@gated_delta_rule.native()
+def native_gated_delta_rule(
+    isa: str, qk: Tensor, v: Tensor, gates: Tensor, view: StateView, batch: StateBatch
+) -> Tensor:
+    state = view.state
+    heads, keys, values = state.shape[1:]
+    assert qk.is_contiguous()
+    assert gates.is_contiguous()
+    assert keys % CHAINS == 0, keys
+    assert qk.shape[3] == keys, (qk.shape, state.shape)
+    assert v.shape[1] == heads * values, (v.shape, state.shape)
+    assert state.stride()[1:] == (keys * values, values, 1), state.stride()
+    y = empty(*v.shape, dtype=v.dtype)
+    native.gated_delta_rule(
+        *call_of(isa, v), qk.data_ptr(), gates.data_ptr(), *rows_of(v), state.data_ptr(), state.stride(0), y.data_ptr(),
+        *batch.addresses(), v.shape[0], qk.shape[2], heads, keys, values,
+    )  # fmt: skip
+    return y
+
+
+@gated_norm.native()
+def native_gated_norm(isa: str, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    assert x.dtype == z.dtype, (x.dtype, z.dtype)
+    assert x.shape == z.shape, (x.shape, z.shape)
+    assert weight.is_contiguous()
+    y, size = empty(*x.shape, dtype=x.dtype), weight.shape[0]
+    native.gated_norm(
+        *call_of(isa, x), *rows_of(x), *rows_of(z), weight.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1] // size,
+        size, eps,
+    )  # fmt: skip
+    return y
