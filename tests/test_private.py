@@ -98,19 +98,19 @@ def test_recordings_and_hang_dumps_are_few_and_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    said = Path(guard._keep("stacks"))
+    said = Path(guard.keep_dump("stacks"))
     assert said.read_text() == "stacks"
     old = said.with_name("quire-20260101T000000.000000Z-1-hang.txt")
     old.write_text("of an older version")
     for _ in range(2 * recording_file.MAX_FILES):
-        guard._keep("stacks")
+        guard.keep_dump("stacks")
     assert len([*said.parent.glob("*-hang.txt")]) == recording_file.MAX_FILES
     assert not old.exists()
     now = datetime(2026, 11, 27, tzinfo=UTC)
     for number in range(3):
         recording_file.keep(said.parent, "1-hang.rec", b"x", now + timedelta(seconds=number))
     assert open_to_others(said.parent) == []
-    assert guard._keep("").startswith("none")
+    assert guard.keep_dump("").startswith("none")
 
 
 def test_folders_that_a_setting_names_are_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -214,3 +214,66 @@ def test_public_functions_have_return_types() -> None:
         if d.returns is None and not is_triton_kernel(d)
     ]
     assert not bad
+
+
+# Both numbers only shrink.
+MAX_PRIVATE_TOUCHES = 53
+MAX_TUNING_NUMBERS = 857
+# What has a leading underscore and is public: named tuples, and the end of a process without clean-up.
+PUBLIC = {"_replace", "_fields", "_asdict", "_make", "_exit"}
+# Defaults that tune nothing: off, on, the neutral element.
+NEUTRAL = {"0", "1", "-1", "0.0", "1.0", "-1.0", "2"}
+
+
+def test_tests_read_few_private_attributes() -> None:
+    touches = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in PUBLIC
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+    ]
+    assert len(touches) <= MAX_PRIVATE_TOUCHES, "\n".join(touches)
+
+
+def is_number(value: ast.expr | None) -> bool:
+    match value:
+        case ast.Constant(value=number):
+            return isinstance(number, int | float) and not isinstance(number, bool)
+        case ast.UnaryOp(operand=operand):
+            return is_number(operand)
+        case ast.BinOp(left=left, right=right):
+            return is_number(left) and is_number(right)
+        case ast.Tuple(elts=items):
+            return bool(items) and all(map(is_number, items))
+    return False
+
+
+def tuning_numbers(path: Path) -> Iterator[str]:
+    """Name the numbers of a module: its constants, and the defaults in its classes that are not neutral."""
+    tree = parsed(path)
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                pairs = list(zip(names, values, strict=True))
+            case ast.Assign(targets=targets, value=value):
+                pairs = [(target, value) for target in targets]
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                pairs = [(target, value)]
+            case _:
+                continue
+        yield from (f"{path}: {ast.unparse(name)}" for name, value in pairs if is_number(value))
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in owner.body:
+            if isinstance(node, ast.AnnAssign) and is_number(node.value):
+                assert node.value is not None
+                if ast.unparse(node.value) not in NEUTRAL:
+                    yield f"{path}: {owner.name}.{ast.unparse(node.target)}"
+
+
+def test_numbers_that_tune_behaviour_do_not_grow() -> None:
+    numbers = [number for path in FILES for number in tuning_numbers(path)]
+    assert len(numbers) <= MAX_TUNING_NUMBERS

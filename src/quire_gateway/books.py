@@ -112,7 +112,7 @@ class Books:
         assert url is not None
         spool = Path(config.server.ledger_spool or _beside(url))
         try:
-            self._journal = Journal(spool.with_suffix(JOURNAL_SUFFIX))
+            self.journal = Journal(spool.with_suffix(JOURNAL_SUFFIX))
         except OSError as error:
             path, need = spool.with_suffix(JOURNAL_SUFFIX), FIRST_SLOTS * SLOT_BYTES >> 10
             raise ConfigError(
@@ -121,24 +121,24 @@ class Books:
                 param="ledger_spool",
             ) from None
         try:
-            self._ledger = Ledger(open_database(url), spool, self._journal.free)
+            self.ledger = Ledger(open_database(url), spool, self.journal.free)
         except ConfigError:
-            self._journal.close()
+            self.journal.close()
             raise
 
     @property
     def ledger_id(self) -> str:
         """The id of the ledger; empty until a database that is away has told it."""
-        return self._ledger.id
+        return self.ledger.id
 
     @property
     def num_waiting(self) -> int:
         """Rows that neither the database nor the spool has."""
-        return self._ledger.num_waiting
+        return self.ledger.num_waiting
 
     def check(self) -> None:
         """Raise `HttpError` (503) while no further request can be booked."""
-        if not self._journal.has_room():
+        if not self.journal.has_room():
             raise self._full()
         if self._is_full:
             log.info("journal_has_room")
@@ -150,22 +150,22 @@ class Books:
         Raises:
             HttpError: 503, there is no room.
         """
-        taken = self._journal.put(slot, row, limited)
+        taken = self.journal.put(slot, row, limited)
         if taken is None:
             raise self._full()
         return taken
 
     def count(self, slot: int, num_tokens: int) -> None:
         """``num_tokens`` of the answer have come."""
-        self._journal.count(slot, num_tokens)
+        self.journal.count(slot, num_tokens)
 
     def end(self, slot: int | None, row: Row, limited: str, *, is_answer: bool) -> None:
         """Write the row of a request that has ended."""
-        taken = self._journal.put(slot, row, limited)
+        taken = self.journal.put(slot, row, limited)
         if taken is None and not is_answer:
             self.num_left_out += 1  # a refusal, and the disk is full: such rows may be without end
         else:
-            self._ledger.record(row, taken)
+            self.ledger.record(row, taken)
 
     def _full(self) -> HttpError:
         if not self._is_full:
@@ -177,19 +177,19 @@ class Books:
 
     def inherited(self) -> list[tuple[int, Row, str]]:
         """Return what an earlier process has left in the journal: slot, row, and model of the limits."""
-        return self._journal.inherited
+        return self.journal.inherited
 
     def forget(self, slot: int | None) -> None:
         """A request of an earlier process needs no row of its own."""
         if slot is not None:
-            self._journal.free(slot)
+            self.journal.free(slot)
 
     def book_row(self, row: Row, slot: int | None = None) -> None:
         """Write a row at its model's price."""
         price = price_of(self._prices, row.model).nano(
             row.prompt_tokens, row.cached_tokens, row.output_tokens
         )
-        self._ledger.record(replace(row, price_nano=price), slot)
+        self.ledger.record(replace(row, price_nano=price), slot)
 
     def book(self, used: Used, backend: str) -> None:
         """Book what a replica knows of a request; a row of its own gateway wins."""
@@ -197,8 +197,8 @@ class Books:
 
     def close(self) -> None:
         """Write what waits; blocks. What no disk takes stays in the journal."""
-        self._ledger.close()
-        self._journal.close()
+        self.ledger.close()
+        self.journal.close()
 
 
 def _beside(ledger: str) -> str:

@@ -24,8 +24,8 @@ class Breaker:
     def __init__(self, args: HealthArgs) -> None:
         self._args = args
         self.num_ejections = 0
-        self._in_row = 0  # failures since the last success
-        self._window = (0.0, 0, 0)  # start, requests, failures
+        self.in_row = 0  # failures since the last success
+        self.window = (0.0, 0, 0)  # start, requests, failures
         self._open_until: float | None = None  # None: closed
         self._open_s = args.open_s
         self._trials = 0  # successes while half-open
@@ -54,7 +54,7 @@ class Breaker:
 
     def succeeded(self, now: float) -> None:
         self.withdrawn()
-        self._in_row = 0
+        self.in_row = 0
         self._count(now, 0)
         if self.state(now) == "half-open":
             self._trials += 1
@@ -66,13 +66,13 @@ class Breaker:
     def failed(self, now: float) -> None:
         """A server error, a timeout, a broken connection, or a first token far later than predicted."""
         self.withdrawn()
-        self._in_row += 1
+        self.in_row += 1
         self._count(now, 1)
-        _, requests, failures = self._window
+        _, requests, failures = self.window
         share = failures / requests if requests >= MIN_REQUESTS else 0.0
         state = self.state(now)
         if state == "half-open" or (
-            state == "closed" and (self._in_row >= self._args.max_failures or share >= self._args.error_share)
+            state == "closed" and (self.in_row >= self._args.max_failures or share >= self._args.error_share)
         ):
             self._open(now)
 
@@ -82,8 +82,8 @@ class Breaker:
         The next opening is as long as it would have been, for a process that fails in each of its lives.
         """
         self._open_until = None
-        self._in_row = self._trials = self._on_trial = 0
-        self._window = (now, 0, 0)
+        self.in_row = self._trials = self._on_trial = 0
+        self.window = (now, 0, 0)
 
     def recover(self, now: float) -> None:
         """The backend is back: its share of the traffic grows from now on."""
@@ -99,11 +99,11 @@ class Breaker:
     def _open(self, now: float) -> None:
         self._open_until = now + self._open_s
         self._open_s = min(2 * self._open_s, self._args.max_open_s)
-        self._trials = self._on_trial = self._in_row = 0
+        self._trials = self._on_trial = self.in_row = 0
         self.num_ejections += 1
 
     def _count(self, now: float, failures: int) -> None:
-        start, requests, failed = self._window
+        start, requests, failed = self.window
         if now - start > WINDOW_S:
             start, requests, failed = now, 0, 0
-        self._window = (start, requests + 1, failed + failures)
+        self.window = (start, requests + 1, failed + failures)

@@ -41,7 +41,7 @@ class Hedging(Stage):
         self._args = args
         self._placing = placing
         self._count_failure = count_failure
-        self._budget = RetryBudget(args.budget, _RESERVE)
+        self.budget = RetryBudget(args.budget, _RESERVE)
         # (backend, won | lost) of requests with two attempts
         self.counts: Counter[tuple[str, str]] = Counter()
         # (backend,): estimated prompt tokens of attempts that lost
@@ -95,7 +95,7 @@ class Hedging(Stage):
 
     def _after_s(self, streams: bool, num_prompt_tokens: int) -> float | None:
         """Return the seconds after which a request may have a second attempt; None: never."""
-        self._budget.earn()
+        self.budget.earn()
         if num_prompt_tokens > self._args.max_prompt_tokens:
             return None
         return self._args.after_s if streams else self._args.whole_after_s
@@ -119,7 +119,7 @@ class Hedging(Stage):
         won: Opened | None = None
         try:
             await asyncio.wait(tasks, timeout=after_s)
-            if not next(iter(tasks)).done() and self._budget.take() and (second := another()) is not None:
+            if not next(iter(tasks)).done() and self.budget.take() and (second := another()) is not None:
                 tasks[asyncio.create_task(_open(send, second))] = second
                 num_sent = 2
             while tasks and won is None:

@@ -56,11 +56,11 @@ class Journal:
         size = max(os.fstat(self._file).st_size, FIRST_SLOTS * SLOT_BYTES) // SLOT_BYTES * SLOT_BYTES
         try:
             os.posix_fallocate(self._file, 0, size)
-            self._map = mmap.mmap(self._file, size)
+            self.mapped = mmap.mmap(self._file, size)
         except OSError:
             os.close(self._file)
             raise
-        self._free: deque[int] = deque()
+        self.free_slots: deque[int] = deque()
         found: dict[str, tuple[int, Row, str]] = {}
         for slot in range(size // SLOT_BYTES):
             read = self._read(slot)
@@ -76,7 +76,7 @@ class Journal:
 
     def has_room(self) -> bool:
         """Whether one more request can be noted."""
-        return len(self._free) > _SPARE or self._grow()
+        return len(self.free_slots) > _SPARE or self._grow()
 
     def put(self, slot: int | None, row: Row, limited: str = "") -> int | None:
         """Write a row into a free slot, in place of ``slot``, and return its slot; None for a new row without room.
@@ -88,11 +88,11 @@ class Journal:
             data = _encode((*astuple(_cut_names(row)), _cut(limited, _NAME_BYTES)))
         if slot is None and not self.has_room():
             return None
-        if not self._free:
+        if not self.free_slots:
             return slot
-        taken = self._free.popleft()
+        taken = self.free_slots.popleft()
         start = taken * SLOT_BYTES
-        self._map[start + _NUMBER_BYTES : start + _HEAD.size + len(data)] = bytes(_NUMBER_BYTES) + data
+        self.mapped[start + _NUMBER_BYTES : start + _HEAD.size + len(data)] = bytes(_NUMBER_BYTES) + data
         self._write_number(start, len(data))  # from now on it counts
         if slot is not None:
             self.free(slot)
@@ -105,41 +105,41 @@ class Journal:
     def free(self, slot: int) -> None:
         """The row is in the ledger. May be called from any thread."""
         self._write_number(slot * SLOT_BYTES, 0)
-        self._free.append(slot)
+        self.free_slots.append(slot)
 
     def close(self) -> None:
         """Remove the file if it holds nothing."""
-        if len(self._free) == len(self._map) // SLOT_BYTES:
+        if len(self.free_slots) == len(self.mapped) // SLOT_BYTES:
             self.path.unlink(missing_ok=True)
-        self._map.close()
+        self.mapped.close()
         os.close(self._file)
 
     def _write_number(self, start: int, number: int) -> None:
-        self._map[start : start + _NUMBER_BYTES] = number.to_bytes(_NUMBER_BYTES, "little")
+        self.mapped[start : start + _NUMBER_BYTES] = number.to_bytes(_NUMBER_BYTES, "little")
 
     def _grow(self) -> bool:
         """Double the file, or make it larger by `FIRST_SLOTS` where the disk has no room for that."""
-        first = len(self._map) // SLOT_BYTES
+        first = len(self.mapped) // SLOT_BYTES
         for more in (first, FIRST_SLOTS):
             if first + more > MAX_SLOTS:
                 continue
             try:
                 os.posix_fallocate(self._file, 0, (first + more) * SLOT_BYTES)
-                self._map.resize((first + more) * SLOT_BYTES)
+                self.mapped.resize((first + more) * SLOT_BYTES)
             except OSError:
                 os.ftruncate(self._file, first * SLOT_BYTES)  # a part of it may have been allocated
                 continue
-            self._free.extend(range(first, first + more))
+            self.free_slots.extend(range(first, first + more))
             return True
         return False
 
     def _read(self, slot: int) -> tuple[Row, str] | None:
         start = slot * SLOT_BYTES
-        length, num_tokens = _HEAD.unpack_from(self._map, start)
+        length, num_tokens = _HEAD.unpack_from(self.mapped, start)
         if not 0 < length <= _ROW_BYTES:
             return None
         try:
-            values = msgspec.msgpack.decode(self._map[start + _HEAD.size : start + _HEAD.size + length])
+            values = msgspec.msgpack.decode(self.mapped[start + _HEAD.size : start + _HEAD.size + length])
             row, limited = Row(*values[:-1]), values[-1]
         except (msgspec.DecodeError, TypeError, IndexError):
             return None

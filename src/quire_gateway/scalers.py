@@ -53,13 +53,13 @@ class LocalPool:
         self._command = shlex.split(command)
         if not self._command:
             raise ConfigError("--command is empty: it must be the command line of one replica")
-        self._processes: list[asyncio.subprocess.Process] = []
+        self.processes: list[asyncio.subprocess.Process] = []
         self._ending: list[asyncio.subprocess.Process] = []
 
     async def current(self) -> int:
-        self._processes = [process for process in self._processes if process.returncode is None]
+        self.processes = [process for process in self.processes if process.returncode is None]
         self._ending = [process for process in self._ending if process.returncode is None]
-        return len(self._processes)
+        return len(self.processes)
 
     async def scale(self, replicas: int) -> None:
         while await self.current() < replicas:
@@ -69,9 +69,9 @@ class LocalPool:
                 )
             except OSError as error:
                 raise ScaleError(f"--command cannot be run: {error}") from error
-            self._processes.append(process)
-        while len(self._processes) > replicas:
-            process = self._processes.pop()
+            self.processes.append(process)
+        while len(self.processes) > replicas:
+            process = self.processes.pop()
             process.send_signal(signal.SIGTERM)
             self._ending.append(process)
 

@@ -171,7 +171,7 @@ class Served:
         assert answer.status_code in (200, 400, 404, 504), said
         assert answer.status_code == 200 or len(answer.text) < 2000, said
         assert self.frontend.num_requests == 0, said
-        assert len(self.supervisor._record) == 0, said
+        assert len(self.supervisor.record) == 0, said
         assert self.supervisor.num_restarts == 0, said
         assert self.frontend.state == "ready", said
         return answer

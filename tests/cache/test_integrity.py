@@ -46,7 +46,7 @@ def block_free_twice(bench: Bench) -> None:
     blocks = [pool.take(), pool.take()]
     for block_id in blocks:
         pool.drop(block_id)
-    pool._free[-1] = pool._free[-2]
+    pool.free_ids[-1] = pool.free_ids[-2]
 
 
 def free_block_in_use(bench: Bench) -> None:

@@ -50,7 +50,7 @@ def free_a_cached_one(cache: CacheManager) -> None:
 
 
 def free_one_twice(cache: CacheManager) -> None:
-    cache.pool._free.append(cache.pool._free[0])
+    cache.pool.free_ids.append(cache.pool.free_ids[0])
 
 
 def count_wrongly(cache: CacheManager) -> None:

@@ -288,7 +288,7 @@ def test_no_step_takes_more_than_a_slice_apart() -> None:
     prefix = bench.cache.prefix
     assert prefix.clear() == 3500, "all can be had again at once"
     nums = [bench.cache.pool.num_free]
-    while prefix._cleared:
+    while prefix.cleared:
         with bench.step():
             assert bench.admit((1, 2)) is not None
         bench.apply()
@@ -324,9 +324,9 @@ def test_places_are_swept_a_few_at_a_time() -> None:
     queue, nodes = IdleQueue(), [Node(b"", None, b"", (0,), 0) for _ in range(1000)]
     most = 0
     for node in nodes * 5:
-        before = len(queue._nodes) + len(queue._swept)
+        before = len(queue.entries) + len(queue.swept)
         queue.add(node, num_nodes=len(nodes))
-        after = len(queue._nodes) + len(queue._swept)
+        after = len(queue.entries) + len(queue.swept)
         most = max(most, before - after)
         assert after <= 2 * len(nodes) + 65
     assert most <= 8

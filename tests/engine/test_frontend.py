@@ -410,7 +410,7 @@ def test_what_is_over_takes_no_memory() -> None:
         for batch in range(10):
             await asyncio.gather(*[collect(frontend, f"{batch} {i}", GREEDY) for i in range(10)])
         assert not len(frontend.streams)
-        state = client.core.scheduler._state
+        state = client.core.scheduler.state
         assert not state.requests
         assert not state.sequences
 

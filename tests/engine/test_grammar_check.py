@@ -56,9 +56,9 @@ def test_remembered_grammars_are_bounded(checker: GrammarChecker, monkeypatch: p
     monkeypatch.setattr(grammar_checker, "_MAX_REMEMBERED_BYTES", 100_000)
     for i in range(20):
         checker.check(StructuredOutputsParams(choice=[f"{i}" + "x" * 5000, "b"]))
-        sizes = [len(source) + len(str(answer)) for source, answer in checker._remembered.items()]
-        assert checker._num_bytes == sum(sizes) <= 100_000
-    assert 2 < len(checker._remembered) < 20
+        sizes = [len(source) + len(str(answer)) for source, answer in checker.remembered.items()]
+        assert checker.num_bytes == sum(sizes) <= 100_000
+    assert 2 < len(checker.remembered) < 20
 
 
 def test_what_is_wrong_is_named(checker: GrammarChecker) -> None:
@@ -68,7 +68,7 @@ def test_what_is_wrong_is_named(checker: GrammarChecker) -> None:
         assert caught.value.param == "structured_outputs"
         assert len(str(caught.value)) < 800
     assert "json_schema" in checker.check(FINE)
-    assert len(checker._pool._all) == 1, "one process was enough"
+    assert len(checker.pool.helpers) == 1, "one process was enough"
 
 
 def test_what_takes_too_long_is_refused(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,11 +85,11 @@ def test_what_takes_too_long_is_refused(checker: GrammarChecker, monkeypatch: py
 
 def test_a_helper_killed_while_idle_costs_no_request(checker: GrammarChecker) -> None:
     checker.check(FINE)
-    (helper,) = checker._pool._all
-    helper._popen.kill()
-    helper._popen.wait()
+    (helper,) = checker.pool.helpers
+    helper.popen.kill()
+    helper.popen.wait()
     assert checker.check(StructuredOutputsParams(regex="ab"))
-    assert len(checker._pool._all) == 1, "the dead one is forgotten"
+    assert len(checker.pool.helpers) == 1, "the dead one is forgotten"
 
 
 def test_a_helper_killed_at_work_is_replaced_once(checker: GrammarChecker) -> None:
@@ -97,8 +97,8 @@ def test_a_helper_killed_at_work_is_replaced_once(checker: GrammarChecker) -> No
         """Whether as many were seen at work before the answer came."""
         killed: set[object] = set()
         while len(killed) < times and not future.done():
-            for helper in list(checker._pool._all):
-                if helper not in killed and helper not in checker._pool._idle:
+            for helper in list(checker.pool.helpers):
+                if helper not in killed and helper not in checker.pool.idle:
                     helper.signal()
                     killed.add(helper)
             time.sleep(0.001)

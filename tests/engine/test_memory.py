@@ -39,7 +39,7 @@ def test_nothing_is_kept_of_requests_that_ended(tmp_path: Path) -> None:
     while not any(event.finish_reason for event in client.receive(5.0)):
         pass
     core = client.core
-    state, worker = core.scheduler._state, core.executor._inner.worker  # type: ignore[attr-defined]
+    state, worker = core.scheduler.state, core.executor._inner.worker  # type: ignore[attr-defined]
     assert not core.scheduler.has_work
     assert (len(state.requests), len(state.sequences), len(state.waiting)) == (0, 0, 0)
     assert (state.waiting.num_tokens, state.waiting.num_bytes) == (0, 0)

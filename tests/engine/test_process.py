@@ -271,7 +271,7 @@ def test_streams_survive_sigkill_of_the_engine() -> None:
         seen.take(supervisor.receive())
         if kills and seen.num_tokens > kills[0]:
             kills.pop(0)
-            os.kill(supervisor._client.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(supervisor.client.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     seen.check(asked)
     assert supervisor.num_restarts == 2
     supervisor.close()

@@ -183,4 +183,4 @@ def test_a_known_template_starts_no_process() -> None:
     assert len(known_templates()) > 50
     prompts = Prompts(byte_tokenizer(), none)
     asyncio.run(prompts.start())
-    assert not prompts._helpers._all
+    assert not prompts.helpers.helpers

@@ -104,7 +104,7 @@ def test_tokens_in_a_batch_preempted_and_forked_are_those_alone(llm: LLM) -> Non
     prompts = [f"Chapter {i}. In the harbour there lay " + "a ship and " * i for i in range(len(kinds))]
     with LLM("quill", num_kv_blocks=24, max_model_len=192, max_num_batched_tokens=48, threads=1) as small:
         together = small.generate(prompts, sampling, use_tqdm=False)
-        assert small._client.stats().num_preemptions > 3, "the point of this test"
+        assert small.client.stats().num_preemptions > 3, "the point of this test"
     for i, output in enumerate(together):
         (alone,) = llm.generate(prompts[i], sampling[i], use_tqdm=False)
         assert key(alone) == key(output), i
@@ -143,14 +143,14 @@ def test_a_limit_hit_in_a_step_fails_that_sequence_alone(monkeypatch: pytest.Mon
     hard = StructuredOutputsParams(grammar='start: a\na: "x" | a a | a a a')
     free = SamplingParams(max_tokens=30, temperature=0.0)
     with LLM("quill", num_kv_blocks=64, max_model_len=256, threads=1) as small:
-        receive, kinds = small._client.receive, set()
+        receive, kinds = small.client.receive, set()
 
         def watched(timeout_s: float | None = None) -> list[TokenEvent]:
             events = receive(timeout_s)
             kinds.update(event.error_kind for event in events if event.error_kind is not None)
             return events
 
-        monkeypatch.setattr(small._client, "receive", watched)
+        monkeypatch.setattr(small.client, "receive", watched)
         (alone,) = small.generate("The sea", free, use_tqdm=False)
         outputs = small.generate(
             ["The sea", "x", "The sea"],

@@ -292,7 +292,7 @@ def test_what_cannot_be_sent_is_not_recorded() -> None:
     supervisor.send(request("fine"))
     with pytest.raises(OverflowError):
         supervisor.send(replace(request("huge"), terms=Terms(priority=2**64)))
-    assert len(supervisor._record) == 1
+    assert len(supervisor.record) == 1
     reader = Reader()
     reader.read(supervisor, until=1)
     assert supervisor.num_restarts == 1
@@ -318,7 +318,7 @@ def test_bad_readmission_fails_alone() -> None:
         assert "cannot be sent" in (end.error or "")
     for name in ("early", "late"):
         assert reader.tokens[name, 0] == undisturbed(request(name))[0]
-    assert len(supervisor._record) == 0
+    assert len(supervisor.record) == 0
 
 
 def hung(overdue_s: float) -> EngineHealth:

@@ -65,7 +65,7 @@ def test_tokens_in_a_batch_preempted_and_forked_are_those_alone() -> None:
         alone = [llm.generate(p, s, use_tqdm=False)[0] for p, s in zip(prompts, sampling, strict=True)]
     with LLM("quill", num_kv_blocks=24, max_model_len=192, max_num_batched_tokens=48, threads=1) as small:
         together = small.generate(prompts, sampling, use_tqdm=False)
-        assert small._client.stats().num_preemptions > 3, "the point of this test"
+        assert small.client.stats().num_preemptions > 3, "the point of this test"
     for i, (one, other) in enumerate(zip(alone, together, strict=True)):
         for a, b in zip(one.outputs, other.outputs, strict=True):
             assert a.token_ids == b.token_ids

@@ -17,7 +17,7 @@ from quire.scheduler.state import SchedulerState
 
 def check_integrity(scheduler: Scheduler) -> None:
     """Raise AssertionError where the books disagree. It looks at every block."""
-    state = scheduler._state
+    state = scheduler.state
     check_cache(scheduler.cache, [seq.table for seq in state.sequences.values()])
     if state.policies.states is not None:
         _check_states(state.policies.states.slots, state)
@@ -54,17 +54,17 @@ def _check_states(slots: StateSlots, state: SchedulerState) -> None:
 
 def _check_adapters(slots: AdapterSlots, state: SchedulerState) -> None:
     users = Counter(seq.group.request.adapter.key for seq in state.running if seq.group.request.adapter)
-    assert users == slots._users, (users, slots._users)
+    assert users == slots.users, (users, slots.users)
     assert len(users) <= slots.num_slots
-    held = sorted(slots._slots.values())
-    assert sorted([*held, *slots._free]) == list(range(1, slots.num_slots + 1)), (held, slots._free)
-    assert set(slots._slots) == set(slots._users) | set(slots._idle)
-    assert not set(slots._users) & set(slots._idle)
+    held = sorted(slots.slots.values())
+    assert sorted([*held, *slots.free_slots]) == list(range(1, slots.num_slots + 1)), (held, slots.free_slots)
+    assert set(slots.slots) == set(slots.users) | set(slots.idle)
+    assert not set(slots.users) & set(slots.idle)
 
 
 def free_ids(pool: BlockPool) -> list[int]:
     """Return every free id of ``pool``."""
-    return [*pool._free, *range(pool.num_blocks - pool.num_untouched, pool.num_blocks)]
+    return [*pool.free_ids, *range(pool.num_blocks - pool.num_untouched, pool.num_blocks)]
 
 
 def check_cache(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
@@ -143,7 +143,7 @@ def _check_path(cache: CacheManager, table: BlockTable) -> None:
 
 def _all_nodes(prefix: PrefixCache) -> list[Node]:
     """Return the nodes of the tree, and those that were cleared and still hold blocks."""
-    return [node for tree in (prefix.nodes, *prefix._cleared) for node in tree.values() if node.alive]
+    return [node for tree in (prefix.nodes, *prefix.cleared) for node in tree.values() if node.alive]
 
 
 def _linked_children(node: Node) -> set[Node]:

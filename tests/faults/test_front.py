@@ -153,23 +153,23 @@ def test_the_clock_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
         theirs = mmap.mmap(file.fileno(), front.STATE_BYTES)
         state = mmap.mmap(file.fileno(), front.STATE_BYTES, prot=mmap.PROT_READ)
     link = FrontLink.__new__(FrontLink)
-    link._state = theirs
-    link._counter, link._clock = front.head_of(theirs)
+    link.state = theirs
+    link.counter, link.clock = front.head_of(theirs)
     answers = {path.decode(): JSONResponse({"status": "ready"}) for path in front.PATHS}
-    link._write(answers)
+    link.write(answers)
     pid = os.fork()
     if pid == 0:
         until_s = time.monotonic() + 1.0
         while time.monotonic() < until_s:
-            link._write(answers)
+            link.write(answers)
         os._exit(0)
     reader = front.Front.__new__(front.Front)
-    reader._state = state
-    reader._counter, reader._clock = front.head_of(state)
+    reader.state = state
+    reader.counter, reader.clock = front.head_of(state)
     expected = raw_answer(answers["/livez"])
     num_read = 0
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        assert reader._probe(b"get /livez http/1.1") in (expected, None)
+        assert reader.probe_answer(b"get /livez http/1.1") in (expected, None)
         num_read += 1
     assert num_read > 1000
 

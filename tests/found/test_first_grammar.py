@@ -48,12 +48,12 @@ def test_the_helper_waits_for_an_idle_server_and_is_there_then() -> None:
     busy = threading.Event()
     thread = checker.prepare(busy.is_set)
     assert thread is not None
-    assert not checker._pool._all
+    assert not checker.pool.helpers
     busy.set()
     thread.join(60.0)
-    (helper,) = checker._pool._all
+    (helper,) = checker.pool.helpers
     assert checker.check(StructuredOutputsParams(json_object=True))
-    assert checker._pool._all == {helper}
+    assert checker.pool.helpers == {helper}
     checker.close()
 
 
@@ -63,4 +63,4 @@ def test_a_server_that_ends_starts_no_helper() -> None:
     checker.close()
     assert thread is not None
     thread.join(60.0)
-    assert not checker._pool._all
+    assert not checker.pool.helpers

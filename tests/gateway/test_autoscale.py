@@ -219,8 +219,8 @@ async def test_a_local_pool_starts_ends_and_replaces_processes() -> None:
     pool = LocalPool(f"{sys.executable} -c 'import time; time.sleep(600)'")
     await pool.scale(3)
     assert await pool.current() == 3
-    pool._processes[0].kill()
-    await pool._processes[0].wait()
+    pool.processes[0].kill()
+    await pool.processes[0].wait()
     assert await pool.current() == 2
     await pool.scale(1)
     assert await pool.current() == 1

@@ -27,7 +27,7 @@ def ask(folder: Path, *scripts: Script, body: dict[str, Any] | None = None, path
         backends = [Scripted(script) for script in scripts]
         async with gateway(*backends, routing={"policy": "round-robin"}, **named) as live:
             status, said = await live.post(body or STREAM, path)
-            blamed = [b.breaker._window[2] for b in live.state.fleet]
+            blamed = [b.breaker.window[2] for b in live.state.fleet]
             return status, said, blamed
 
     return asyncio.run(asyncio.wait_for(main(), 60))

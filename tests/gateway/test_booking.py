@@ -125,7 +125,7 @@ def test_a_row_is_there_at_every_moment_of_its_replacement(lower: bool, tmp_path
     assert spare is not None
     journal.free(spare)
     if lower:
-        journal._free.rotate(1)
+        journal.free_slots.rotate(1)
     outcomes: list[str] = []
 
     def look() -> None:  # as the next gateway does
@@ -136,7 +136,7 @@ def test_a_row_is_there_at_every_moment_of_its_replacement(lower: bool, tmp_path
         assert found.request_id == "r1"
         outcomes.append(found.outcome)
 
-    journal._map = Watched(journal._map, look)  # type: ignore[assignment]
+    journal.mapped = Watched(journal.mapped, look)  # type: ignore[assignment]
     taken = journal.put(slot, row(1, outcome="ok"))
     assert taken is not None
     assert slot is not None

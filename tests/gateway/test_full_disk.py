@@ -68,10 +68,10 @@ def test_a_row_keeps_its_slot_until_a_disk_has_it(disk: Disk, tmp_path: Path) ->
         ledger.record(row(number), journal.put(None, row(number)))
     wait_until(lambda: disk.num_refused >= 2, "an attempt at the database and one at the spool")
     time.sleep(0.05)
-    assert (ledger.num_waiting, len(journal._free)) == (10, 6)
+    assert (ledger.num_waiting, len(journal.free_slots)) == (10, 6)
     disk.is_full = False
     wait_until(lambda: not ledger.num_waiting, "writing all")
-    assert len(journal._free) == 16
+    assert len(journal.free_slots) == 16
     ledger.close()
     journal.close()
     assert totals(str(tmp_path / "l.sqlite"))["requests"] == 10
@@ -82,10 +82,10 @@ def test_rows_that_no_disk_took_are_booked_by_the_next_start(disk: Disk, tmp_pat
         books = Books(config_of({"ledger": str(tmp_path / "ledger.sqlite")}))
         for slot, found, _ in books.inherited():
             books.book_row(found, slot)
-        assert books._ledger is not None
-        assert books._journal is not None
+        assert books.ledger is not None
+        assert books.journal is not None
         for number in numbers:
-            books._ledger.record(row(number), books._journal.put(None, row(number)))
+            books.ledger.record(row(number), books.journal.put(None, row(number)))
         disk.is_full = bool(numbers)
         books.close()
 
@@ -189,7 +189,7 @@ def test_streams_that_run_are_booked_though_the_disk_fills(disk: Disk, tmp_path:
         async with gateway(Scripted(slow), ledger=str(tmp_path / "ledger.sqlite")) as live:
             asked = [asyncio.create_task(live.post(ASK | {"stream": True})) for _ in range(40)]
             await live.until(lambda: sum(task.done() for task in asked) == 0 and live.state.num_open == 40)
-            await live.until(lambda: len(live.state.books._journal._free) == 24)  # type: ignore[union-attr]
+            await live.until(lambda: len(live.state.books.journal.free_slots) == 24)  # type: ignore[union-attr]
             disk.is_full = True
             go_on.set()
             assert {status for status, _ in await asyncio.gather(*asked)} == {200}

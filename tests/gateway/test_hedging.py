@@ -101,7 +101,7 @@ def test_long_prompts_whole_answers_and_the_budget_are_bounds() -> None:
             assert (status, len(other.received)) == (504, 0)
         async with gateway(slow, other, **(tight | {"hedging": HEDGING | {"budget": 0.0}})) as live:
             assert live.state.hedging is not None
-            live.state.hedging._budget.balance = 0.0
+            live.state.hedging.budget.balance = 0.0
             status, _ = await live.post(STREAM)
             assert (status, len(other.received)) == (504, 0)
 

@@ -269,7 +269,7 @@ def test_what_was_tried_is_a_model_at_a_backend() -> None:
         async with gateway(*both, models=models) as live:
             status, body = await live.post({"model": "r429"})
             assert (status, json.loads(body)["model"]) == (200, "ok")
-            assert [b.breaker._in_row for b in live.state.fleet] == [0, 0], "429 is no failure of a backend"
+            assert [b.breaker.in_row for b in live.state.fleet] == [0, 0], "429 is no failure of a backend"
 
     run(main())
 

@@ -76,8 +76,8 @@ def test_pages_come_before_they_are_used(cache: KvCache) -> None:
     pages.join()
     assert 60 << 20 < resident_bytes() - before < 72 << 20
     pages.look()  # as many as are wanted
-    assert pages._thread is not None
-    assert not pages._thread.is_alive()
+    assert pages.thread is not None
+    assert not pages.thread.is_alive()
     cache.note_used([5, cache.storage.shape[0] // 2, 7])
     pages.look()
     pages.join()

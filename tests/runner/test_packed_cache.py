@@ -60,7 +60,7 @@ def packed_bytes(executor: LocalExecutor) -> list[bytes]:
 
 
 def was_read(executor: LocalExecutor) -> bool:
-    return executor._saver is None
+    return executor.saver is None
 
 
 def kept(cache: Path, num_files: int = 1) -> list[Path]:
@@ -74,9 +74,9 @@ def kept(cache: Path, num_files: int = 1) -> list[Path]:
 
 def saved(executor: LocalExecutor) -> None:
     """Wait until its saver has ended, with or without a file."""
-    assert executor._saver is not None
-    executor._saver._thread.join(WAIT_S)
-    assert not executor._saver._thread.is_alive()
+    assert executor.saver is not None
+    executor.saver.thread.join(WAIT_S)
+    assert not executor.saver.thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_bytes_of_a_quantized_checkpoint(tmp_path: Path, name: str) -> None:
 
 def test_plain_weights_are_not_kept(tmp_path: Path) -> None:
     path, cache = checkpoint(tmp_path / "model"), tmp_path / "cache"
-    assert started(path, cache)._saver is None
+    assert started(path, cache).saver is None
     assert not cache.exists()
 
 
@@ -264,17 +264,17 @@ def test_the_limit_of_the_folder_holds(tmp_path: Path) -> None:
     assert was_read(started(path, cache, quantize="int8-g64", packed_cache_mib=2))
     assert not was_read(started(path, cache, quantize="int8", packed_cache_mib=2))
     larger = checkpoint(tmp_path / "larger", vocab_size=24_000)
-    assert started(larger, tmp_path / "other", quantize="int8", packed_cache_mib=1)._saver is None
+    assert started(larger, tmp_path / "other", quantize="int8", packed_cache_mib=1).saver is None
 
 
 def test_a_saver_waits_while_steps_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_cache, "QUIET_S", 0.2)
     path, cache = checkpoint(tmp_path / "model"), tmp_path / "cache"
     executor = started(path, cache, quantize="int8")
-    executor._between.step_begins()
+    executor.between.step_begins()
     time.sleep(0.6)
     assert not cache.exists()
-    executor._between.step_ended()
+    executor.between.step_ended()
     kept(cache)
 
 
@@ -283,11 +283,11 @@ def test_an_engine_that_ends_leaves_nothing_half_written(
 ) -> None:
     path, cache = checkpoint(tmp_path / "model"), tmp_path / "cache"
     executor = started(path, cache, quantize="int8")
-    saver = executor._saver
+    saver = executor.saver
     assert saver is not None
     executor.close()
-    assert saver._thread is not None
-    assert not saver._thread.is_alive()
+    assert saver.thread is not None
+    assert not saver.thread.is_alive()
     assert not list(cache.glob("*.part")) if cache.exists() else True
 
 
@@ -297,7 +297,7 @@ def test_small_models_are_kept_in_a_given_folder_alone(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert packed_file.packed_folder() == tmp_path / "home" / "quire" / "packed"
     path = checkpoint(tmp_path / "model")
-    assert started(path, "auto", quantize="int8")._saver is None
+    assert started(path, "auto", quantize="int8").saver is None
     monkeypatch.setattr("quire.config.MIN_PACKED_BYTES", 1)
     saved(started(path, "auto", quantize="int8"))
     assert len(packed_file.entries(packed_file.packed_folder())) == 1
@@ -313,7 +313,7 @@ def test_a_user_without_a_home_packs_at_every_start(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("quire.config.MIN_PACKED_BYTES", 0)
     monkeypatch.setattr(Path, "home", no_home)
     executor = started(path, "auto", quantize="int8")
-    assert executor._saver is None
+    assert executor.saver is None
     assert packed_bytes(executor) == expected
     assert (
         packed_weights()

@@ -120,8 +120,8 @@ def test_logits_of_a_long_prompt_exist_in_slices(monkeypatch: pytest.MonkeyPatch
     driver = Prompts(engine_config(SPECS["llama"], "bfloat16"))
     sizes: list[int] = []
     prompts = driver.executor.worker.scorer
-    logits_of = prompts._logits_of
-    prompts._logits_of = lambda hidden, slot: (sizes.append(len(hidden)), logits_of(hidden, slot))[1]
+    logits_of = prompts.logits_of
+    prompts.logits_of = lambda hidden, slot: (sizes.append(len(hidden)), logits_of(hidden, slot))[1]
     driver.ask(0, PROMPT)
     result = driver.run((0, len(PROMPT)))[0]
     assert sizes == [4] * 11
@@ -131,8 +131,8 @@ def test_logits_of_a_long_prompt_exist_in_slices(monkeypatch: pytest.MonkeyPatch
 def test_logits_that_are_not_finite_fail_the_sequence_alone() -> None:
     driver = Prompts(engine_config(SPECS["llama"], "bfloat16"))
     prompts = driver.executor.worker.scorer
-    logits_of = prompts._logits_of
-    prompts._logits_of = lambda hidden, slot: logits_of(hidden, slot).fill_(float("nan"))
+    logits_of = prompts.logits_of
+    prompts.logits_of = lambda hidden, slot: logits_of(hidden, slot).fill_(float("nan"))
     driver.ask(0, PROMPT)
     driver.add(1, PROMPT)
     results = driver.run((0, 20), (1, len(PROMPT)))

@@ -61,7 +61,7 @@ def make_scheduler(
 
 def answer(scheduler: Scheduler, plan: StepPlan, token_id: int = 5) -> StepResult:
     """Return a result that gives ``token_id`` to every sequence whose last known token the plan computes."""
-    sequences = scheduler._state.sequences.values()
+    sequences = scheduler.state.sequences.values()
     known = {seq.seq_id: seq.num_total for seq in sequences if seq.num_total > len(seq.token_ids)}
     results = []
     for p in plan.seqs:

@@ -84,7 +84,7 @@ def test_beams_equal_a_plain_search(seed: int) -> None:
             assert engine.tokens(one.request_id, index) == oracle(one, index)
     stats = scheduler.stats()
     assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks
-    assert not engine.executor.seq_ids - set(scheduler._state.gone)
+    assert not engine.executor.seq_ids - set(scheduler.state.gone)
 
 
 def test_beams_fork_copy_on_write_and_free() -> None:

@@ -72,7 +72,7 @@ def test_a_total_counts_the_output_that_is_certain() -> None:
     engine.put(due(one, total_s=0.3) for one in asked)
     engine.step()
     assert engine.end("certain").error_kind == "hopeless"
-    assert "may stop" in engine.scheduler._state.requests
+    assert "may stop" in engine.scheduler.state.requests
 
 
 def test_an_idle_engine_tries_and_a_missed_total_keeps_what_was_made() -> None:

@@ -95,25 +95,25 @@ def test_backlogged_tenants_differ_by_a_bound() -> None:
     # What one tenant may be ahead by: its requests that run, each with all that it can cost.
     one = PREFILL * longest + most * (DECODE + RESIDENCY * (longest + most))
     bound = (seats + 1) * one / min(weights.values())
-    shares = scheduler._state.policies.turn_on("fair").shares
-    while len(scheduler._state.waiting.by_tenant) == 3:
+    shares = scheduler.state.policies.turn_on("fair").shares
+    while len(scheduler.state.waiting.by_tenant) == 3:
         step(scheduler)
         check_integrity(scheduler)
-        served = [shares._served[Tenant(*each)] for each in weights.items()]
+        served = [shares.served[Tenant(*each)] for each in weights.items()]
         assert max(served) - min(served) <= bound
     while scheduler.has_work:
         step(scheduler)
-    assert not shares._at_work
-    assert not scheduler._state.waiting.by_tenant
+    assert not shares.at_work
+    assert not scheduler.state.waiting.by_tenant
 
 
 def test_tenants_that_left_do_not_pile_up() -> None:
     scheduler = make_scheduler(order="fair", max_num_seqs=1)
-    shares = scheduler._state.policies.turn_on("fair").shares
+    shares = scheduler.state.policies.turn_on("fair").shares
     assert isinstance(shares, FairShares)
     for i in range(MAX_IDLE_TENANTS + 50):
-        shares._served[Tenant(f"t{i}")] = 0.0
+        shares.served[Tenant(f"t{i}")] = 0.0
     for i in range(100):
         scheduler.add(of(f"x{i}", request(f"r{i}", max_tokens=1)), 0.0)
         ended(scheduler, 1)
-    assert len(shares._served) <= MAX_IDLE_TENANTS + 50
+    assert len(shares.served) <= MAX_IDLE_TENANTS + 50

@@ -242,7 +242,7 @@ def test_the_first_token_of_a_short_prompt_is_predicted(num_shorts: int) -> None
     for i in range(num_shorts):
         scheduler.add(request(f"before-{i}", 12, arrival_s=now), now)
     scheduler.add(request("short", 12, arrival_s=now), now)
-    predicted_s = scheduler._state.requests["short"].predicted_s
+    predicted_s = scheduler.state.requests["short"].predicted_s
     stats = scheduler.stats().ttft
     assert stats.long_tokens == LIMIT
     assert predicted_s == pytest.approx(

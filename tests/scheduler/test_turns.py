@@ -43,7 +43,7 @@ def test_a_preempted_sequence_is_before_later_arrivals() -> None:
     while not scheduler.stats().num_preemptions:
         step(scheduler, 2.0)
     scheduler.add(request("third", 4, arrival_s=2.0, max_tokens=1), 2.0)
-    assert [seq.request_id for seq in scheduler._state.waiting] == ["second", "third"]
+    assert [seq.request_id for seq in scheduler.state.waiting] == ["second", "third"]
 
 
 def test_a_prompt_is_charged_once_to_its_tenant() -> None:
@@ -52,7 +52,7 @@ def test_a_prompt_is_charged_once_to_its_tenant() -> None:
     for name in ("a", "b"):
         scheduler.add(replace(request(name, 8, max_tokens=12), terms=Terms(tenant)), 0.0)
     step(scheduler)
-    served = scheduler._state.policies.turn_on("fair").shares._served
+    served = scheduler.state.policies.turn_on("fair").shares.served
     assert served[tenant] == 2 * PREFILL * 8 / tenant.weight
     before = served[tenant]
     while not scheduler.stats().num_preemptions:

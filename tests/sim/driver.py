@@ -131,7 +131,7 @@ class Driver:
             check_integrity(self.scheduler)
             assert not self.executor.violations, self.executor.violations[:3]
             self.seen["steps"] += 1
-            self.seen["steps with cleared nodes"] += bool(self.scheduler.cache.prefix._cleared)
+            self.seen["steps with cleared nodes"] += bool(self.scheduler.cache.prefix.cleared)
             assert self.seen["steps"] < MAX_STEPS, "no end"
             progress, before = (self.core.stats().num_steps, self.core.num_out), progress
             waits = progress == before and not events and not isinstance(self.core.rest, Sleep)
@@ -192,7 +192,7 @@ class Driver:
             self.core.put(change)
         hashes = self.scheduler.cache.prefix.nodes
         if (
-            self.scheduler._state.sequences
+            self.scheduler.state.sequences
             and hashes
             and self.transfer_rng.random() < self.scenario.store_rate
         ):
@@ -226,7 +226,7 @@ class Driver:
         stats = self.core.stats()
         assert stats.num_running == stats.num_waiting == stats.num_in_flight == 0
         assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks, "blocks leaked"
-        assert self.executor.seq_ids <= set(self.scheduler._state.gone), "worker state leaked"
+        assert self.executor.seq_ids <= set(self.scheduler.state.gone), "worker state leaked"
         self.scheduler.cache.prefix.clear()
         while self.scheduler.cache.prefix.take_apart():
             pass
@@ -330,7 +330,7 @@ class Driver:
             (cache.prefix, "fill"),
             (cache, "slide"),
         ]
-        adapters = self.scheduler._state.policies.adapters.slots
+        adapters = self.scheduler.state.policies.adapters.slots
         adapters.oldest_in_use = self._counted("adapter waits", adapters.oldest_in_use)  # type: ignore[method-assign]
         for owner, name in watched:
             setattr(owner, name, self._counted(name.strip("_"), getattr(owner, name)))

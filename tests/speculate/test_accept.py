@@ -151,7 +151,7 @@ class Seqs:
 def of_medusa(seqs: Seqs, logits: Tensor) -> None:
     """Three choices of one head per sequence."""
     model = object.__new__(MedusaModel)
-    model._seqs, model._sampler, model._keeps_probs = seqs, Sampler(VOCAB), True
+    model.worker_seqs, model.sampler, model.keeps_probs = seqs, Sampler(VOCAB), True
     model._logits = lambda of, _: logits.repeat(len(of), 1)
     for seq, drafts in zip(
         seqs.all, model.sample(range(len(seqs.all)), [shape_of(1, 3, 3)] * len(seqs.all)), strict=True
@@ -162,8 +162,8 @@ def of_medusa(seqs: Seqs, logits: Tensor) -> None:
 def of_eagle(seqs: Seqs, logits: Tensor) -> None:
     """A draft of each sequence, and a second one beside it."""
     model = object.__new__(DraftModel)
-    model._vocab_size = model._own_vocab_size = VOCAB
-    model._sampler, model._keeps_probs = Sampler(VOCAB), True
+    model.vocab_size = model.own_vocab_size = VOCAB
+    model.sampler, model.keeps_probs = Sampler(VOCAB), True
     model.runner = SimpleNamespace(compute=lambda step: logits.repeat(step.columns.size, 1))
     columns = seqs.columns.copy()
     for start in range(0, len(seqs.all), 5000):

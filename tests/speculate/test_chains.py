@@ -26,18 +26,18 @@ def test_a_chain_equals_a_step_per_draft(method: str, dtype: str) -> None:
     )  # fmt: skip
     worker = llm.client.core.executor.worker
     proposer, model = worker.drafting.proposer, worker.drafting.model
-    if model._chain is None:
+    if model.chain is None:
         pytest.skip("there are no native kernels")
-    real, chain, counts = proposer.propose, model._chain, set()
+    real, chain, counts = proposer.propose, model.chain, set()
 
     def propose(wanted: list[Wanted]) -> list[Drafts]:
         limits = [max(1, (each.limit + 3 + each.seq_id) % 6) for each in wanted]
         wanted = [each._replace(limit=limit) for each, limit in zip(wanted, limits, strict=True)]
         found = []
         for used in (None, chain):
-            model._chain = used
+            model.chain = used
             # What is computed anew has the bits of what was there.
-            model.filled[:] = model._written[:] = 0
+            model.filled[:] = model.written[:] = 0
             found.append(real(wanted))
         assert found[0] == found[1]
         counts.update(map(len, found[0]))
@@ -65,7 +65,7 @@ def test_processors_and_trees_take_a_step_per_draft() -> None:
         ({"spec_tree": 3}, SamplingParams(temperature=0.0, max_tokens=12)),
     ):
         llm = LLM("quill", kv_memory="16MiB", max_model_len=128, speculate="eagle", spec_tokens=4, **settings)
-        chain = llm.client.core.executor.worker.drafting.model._chain
+        chain = llm.client.core.executor.worker.drafting.model.chain
         if chain is None:
             pytest.skip("there are no native kernels")
 

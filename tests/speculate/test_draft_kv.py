@@ -57,7 +57,7 @@ def test_trusted_keys_are_those_of_the_target(monkeypatch: pytest.MonkeyPatch) -
                     wrong.append((seed, seq_id, count))
         seen["trusted"] += count
         seen["behind"] += (
-            seq.drafting.num_filled < num_known and self._leading(self._written, seq, num_agreed) > count
+            seq.drafting.num_filled < num_known and self._leading(self.written, seq, num_agreed) > count
         )
         return count
 

@@ -354,7 +354,7 @@ def test_accepted_drafts_are_computed_again() -> None:
     def propose(wanted: list[Wanted]) -> list[Any]:
         nonlocal compared
         found = real(wanted)
-        model.filled[:] = model._written[:] = 0  # as if nothing had been computed
+        model.filled[:] = model.written[:] = 0  # as if nothing had been computed
         assert real(wanted) == found
         compared += len(found)
         return found

@@ -50,9 +50,9 @@ class Fresh:
 def rows_of(model: DraftModel | None, seq_id: int, count: int) -> torch.Tensor:
     assert model is not None
     assert isinstance(model.runner, HeadRunner)
-    seq, size = model._seqs.find(seq_id), model._block_size
+    seq, size = model.worker_seqs.find(seq_id), model.block_size
     positions = torch.arange(count)
-    table = torch.from_numpy(model._seqs.block_tables[model._group][seq.row].astype("int64"))
+    table = torch.from_numpy(model.worker_seqs.block_tables[model.group][seq.row].astype("int64"))
     return model.runner.hidden.rows[table[positions // size] * size + positions % size]
 
 
@@ -88,7 +88,7 @@ def test_heads_read_what_a_fresh_worker_computes(
             )
             seen["checked"] += 1
         # Drafts with keys and values that were all computed anew.
-        draft_model.filled[:] = draft_model._written[:] = 0
+        draft_model.filled[:] = draft_model.written[:] = 0
         again = real(self, wanted)
         seen["again"] += len(found)
         seen["other"] += sum(

@@ -53,7 +53,7 @@ def test_a_trees_tokens_are_the_largest_logits_of_the_heads(monkeypatch: pytest.
     def sample(self: MedusaModel, seq_ids: list[int], trees: list[tuple[Node, ...]]) -> list[Drafts]:
         nonlocal seen
         found = real(self, seq_ids, trees)
-        seqs = [self._seqs.find(seq_id) for seq_id in seq_ids]
+        seqs = [self.worker_seqs.find(seq_id) for seq_id in seq_ids]
         with torch.inference_mode():
             best = self._heads.logits(self._last(seqs), 3).view(len(seqs), 3, -1).topk(4).indices.tolist()
         for of_seq, tree, drafts in zip(best, trees, found, strict=True):

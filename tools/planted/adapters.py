@@ -20,8 +20,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "prompts-scored-by-the-base-model",
         "log-probabilities of a prompt come from the base model's output matrix",
         "src/quire/runner/prompt_outputs.py",
-        "self._logits_of(part, span.prompt.adapter_slot)",
-        "self._logits_of(part, 0)",
+        "self.logits_of(part, span.prompt.adapter_slot)",
+        "self.logits_of(part, 0)",
         (f"{LLM}test_adapted_answers_are_those_of_the_merged_model",),
     ),
     Mutant(

@@ -37,12 +37,12 @@ class BlockPool:
         self.num_free = num_blocks
         self.num_untouched = num_blocks
         self.ref_counts = [0] * num_blocks
-        self._free: list[int] = []
+        self.free_ids: list[int] = []
 
     @property
     def is_whole(self) -> bool:
         """Whether the stack holds each free block that was used before once."""
-        counts, free = self.ref_counts, self._free
+        counts, free = self.ref_counts, self.free_ids
         return len(free) == len(set(free)) == self.num_free - self.num_untouched and not any(
             counts[block_id] for block_id in free
         )
@@ -54,7 +54,7 @@ class BlockPool:
     def take_many(self, count: int) -> list[int]:
         """`take`, ``count`` times."""
         assert 0 <= count <= self.num_free
-        free, counts = self._free, self.ref_counts
+        free, counts = self.free_ids, self.ref_counts
         ids = free[: -count - 1 : -1]
         del free[len(free) - len(ids) :]
         if len(ids) < count:
@@ -80,13 +80,13 @@ class BlockPool:
         assert count >= 0
         self.ref_counts[block_id] = count
         if count == 0:
-            self._free.append(block_id)
+            self.free_ids.append(block_id)
             self.num_free += 1
         return count
 
     def drop_all(self, block_ids: Iterable[int]) -> list[int]:
         """`drop` each, in this order; return those that had one reference left then."""
-        counts, free = self.ref_counts, self._free
+        counts, free = self.ref_counts, self.free_ids
         num_free = len(free)
         last = []
         for block_id in block_ids:

@@ -131,7 +131,7 @@ class PrefixCache:
         self.windows = windows
         self._block_size = block_size
         self._idle = IdleQueue()
-        self._cleared: list[dict[bytes, Node]] = []  # dropped by `clear`, not yet taken apart
+        self.cleared: list[dict[bytes, Node]] = []  # dropped by `clear`, not yet taken apart
         self._strippable: dict[int, None] = {}  # idle blocks of sliding groups, least recently used first
 
     def find(self, chain: Sequence[bytes], num_known: int, step: int) -> Hit:
@@ -200,7 +200,7 @@ class PrefixCache:
     def mark_idle(self, block_ids: Iterable[int]) -> None:
         """Blocks have one reference left: those of the tree, where it is the tree's own, are idle now."""
         node_of, sliding = self.node_of, self.windows.sliding
-        num_nodes = len(self.nodes) + sum(map(len, self._cleared))
+        num_nodes = len(self.nodes) + sum(map(len, self.cleared))
         for block_id in block_ids:
             node = node_of[block_id]
             if node is None:
@@ -249,25 +249,25 @@ class PrefixCache:
         num_idle = self.num_idle
         if self.events is not None:
             self.events.forget()
-        self._cleared.append(self.nodes)
+        self.cleared.append(self.nodes)
         self.nodes = {}
         self.take_apart()
         return num_idle
 
     def take_apart(self) -> bool:
         """Remove up to `SLICE` nodes that `clear` forgot, children before parents; tell whether some are left."""
-        for _ in range(SLICE if self._cleared else 0):
-            if not self._cleared[-1]:
-                self._cleared.pop()
+        for _ in range(SLICE if self.cleared else 0):
+            if not self.cleared[-1]:
+                self.cleared.pop()
                 break
-            _, node = self._cleared[-1].popitem()
+            _, node = self.cleared[-1].popitem()
             if node.alive:
                 self._remove(node)
-        return bool(self._cleared)
+        return bool(self.cleared)
 
     def has(self, node: Node) -> bool:
         """Whether chains find ``node``: it is alive, and not of before a `clear`."""
-        return node.alive and (not self._cleared or self.nodes.get(node.block_hash) is node)
+        return node.alive and (not self.cleared or self.nodes.get(node.block_hash) is node)
 
     def snapshot(self) -> Iterator[BlockStored]:
         """Yield every block as a `BlockStored`, parents first, for a reader that lost events."""
@@ -357,25 +357,25 @@ class IdleQueue:
     """
 
     def __init__(self) -> None:
-        self._swept: deque[Node] = deque()  # places that counted at a sweep; older than `_nodes`
-        self._nodes: deque[Node] = deque()
+        self.swept: deque[Node] = deque()  # places that counted at a sweep; older than `entries`
+        self.entries: deque[Node] = deque()
 
     def add(self, node: Node, num_nodes: int) -> None:
         """``node`` became idle. ``num_nodes`` (in the tree) tells when it pays to sweep."""
         node.num_places += 1
-        self._nodes.append(node)
-        if self._swept or len(self._nodes) > 2 * num_nodes + 64:
+        self.entries.append(node)
+        if self.swept or len(self.entries) > 2 * num_nodes + 64:
             self._sweep()
 
     def lost_children(self, node: Node) -> None:
         """The last child of an idle node went; if it lost its place before, no other was idle for longer."""
         if node.num_places == 0:
             node.num_places = 1
-            (self._swept or self._nodes).appendleft(node)
+            (self.swept or self.entries).appendleft(node)
 
     def pop(self) -> Node | None:
         """Take out and return the leaf that was idle for the longest time, or None."""
-        while places := self._swept or self._nodes:
+        while places := self.swept or self.entries:
             node = places.popleft()
             if self._counts(node) and node.first_child is None:
                 return node
@@ -384,13 +384,13 @@ class IdleQueue:
     def _sweep(self) -> None:
         """Drop places that do not count, eight at a time, so that no step waits for all of them."""
         for _ in range(8):
-            if not self._nodes:
-                self._nodes, self._swept = self._swept, self._nodes
+            if not self.entries:
+                self.entries, self.swept = self.swept, self.entries
                 return
-            node = self._nodes.popleft()
+            node = self.entries.popleft()
             if self._counts(node):
                 node.num_places = 1
-                self._swept.append(node)
+                self.swept.append(node)
 
     def _counts(self, node: Node) -> bool:
         """Take a place of ``node`` away; tell whether it counted."""

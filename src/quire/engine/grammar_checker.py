@@ -31,10 +31,10 @@ class GrammarChecker:
         self._eos_token_ids = tuple(eos_token_ids)
         self._table: TokenTable | None = None
         self._lock = threading.Lock()
-        self._remembered: OrderedDict[str, Head] = OrderedDict()
-        self._num_bytes = 0  # remembered
+        self.remembered: OrderedDict[str, Head] = OrderedDict()
+        self.num_bytes = 0  # remembered
         self._closing = threading.Event()
-        self._pool = HelperPool("grammar", self._vocabulary)
+        self.pool = HelperPool("grammar", self._vocabulary)
 
     def submit(self, params: StructuredOutputsParams) -> Future[str]:
         """Return the future of the grammar text that `Request.grammar` carries; it raises `RequestError`.
@@ -46,11 +46,11 @@ class GrammarChecker:
         self._check_possible(params)
         source: str = import_module("quire.text.grammar").grammar_source(params)
         with self._lock:
-            known = self._remembered.get(source)
+            known = self.remembered.get(source)
             if known is not None:
-                self._remembered.move_to_end(source)
+                self.remembered.move_to_end(source)
         if known is None:
-            return self._pool.submit(
+            return self.pool.submit(
                 {"source": source}, lambda answer, late: self._finish(source, params, answer, late)
             )
         done: Future[str] = Future()
@@ -79,7 +79,7 @@ class GrammarChecker:
                 if self._closing.wait(_IDLE_POLL_S):
                     return
             if not self._closing.is_set():
-                self._pool.greeting()
+                self.pool.greeting()
 
         thread = threading.Thread(target=run, name="quire-grammar-helper", daemon=True)
         thread.start()
@@ -88,7 +88,7 @@ class GrammarChecker:
     def close(self) -> None:
         """End the helpers; unfinished grammars fail."""
         self._closing.set()
-        self._pool.close()
+        self.pool.close()
 
     def _check_possible(self, params: StructuredOutputsParams) -> None:
         if importlib.util.find_spec("llguidance") is None:
@@ -114,12 +114,12 @@ class GrammarChecker:
                 else "it is too large or too deep: compiling it took more memory or stack than is allowed"
             }
         with self._lock:
-            if source not in self._remembered:
-                self._remembered[source] = answer
-                self._num_bytes += len(source) + len(str(answer))
-            while len(self._remembered) > _MAX_REMEMBERED or self._num_bytes > _MAX_REMEMBERED_BYTES:
-                oldest, forgotten = self._remembered.popitem(last=False)
-                self._num_bytes -= len(oldest) + len(str(forgotten))
+            if source not in self.remembered:
+                self.remembered[source] = answer
+                self.num_bytes += len(source) + len(str(answer))
+            while len(self.remembered) > _MAX_REMEMBERED or self.num_bytes > _MAX_REMEMBERED_BYTES:
+                oldest, forgotten = self.remembered.popitem(last=False)
+                self.num_bytes -= len(oldest) + len(str(forgotten))
         return _grammar_of(answer, params)
 
 

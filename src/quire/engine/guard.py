@@ -223,14 +223,14 @@ class EngineGuard:
         if not self._is_hung:
             self._is_hung = True
             log.error("engine_hangs", reason=health.reason)
-            log.error("engine_dump", file=_keep(client.dump()))
+            log.error("engine_dump", file=keep_dump(client.dump()))
         if self._timeout_s and health.overdue_s >= self._timeout_s and not events:
             self._is_hung = False
             raise EngineDeadError(f"The engine hung and was killed: {health.reason}.")
         return events
 
 
-def _keep(dump: str) -> str:
+def keep_dump(dump: str) -> str:
     """Write what a hung engine said to a file next to the recordings; return its path, or why there is none."""
     if not dump:
         return "none: the process is stopped, or does not answer signals"

@@ -72,8 +72,8 @@ class HelperPool:
         self._num_helpers = num_helpers
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
-        self._idle: list[HelperProcess] = []
-        self._all: set[HelperProcess] = set()
+        self.idle: list[HelperProcess] = []
+        self.helpers: set[HelperProcess] = set()
         self._num_waiting = 0
         self._closed = False
 
@@ -131,7 +131,7 @@ class HelperPool:
         """End the helpers; unfinished tasks fail."""
         with self._lock:
             self._closed = True
-            helpers, self._all, self._idle = list(self._all), set(), []
+            helpers, self.helpers, self.idle = list(self.helpers), set(), []
             threads, self._threads = self._threads, None
         for helper in helpers:
             helper.kill()
@@ -162,24 +162,24 @@ class HelperPool:
 
     def _take(self) -> HelperProcess:
         with self._lock:
-            while self._idle:
-                helper = self._idle.pop()
+            while self.idle:
+                helper = self.idle.pop()
                 if helper.is_running(0.0):
                     return helper
-                self._all.discard(helper)
+                self.helpers.discard(helper)
                 helper.kill()
         memory = _TEXT_LIMIT_BYTES if self._kind == "text" else MEMORY_LIMIT_BYTES
         helper = HelperProcess(self._kind, {**self._head(), "memory": memory})
         with self._lock:
-            self._all.add(helper)
+            self.helpers.add(helper)
         return helper
 
     def _put_back(self, helper: HelperProcess) -> None:
         with self._lock:
             if helper.alive and not self._closed:
-                self._idle.append(helper)
+                self.idle.append(helper)
                 return
-            self._all.discard(helper)
+            self.helpers.discard(helper)
         helper.kill()
 
 
@@ -187,7 +187,7 @@ class HelperProcess:
     """One ``python -m quire.engine.helper``. Used by one thread at a time."""
 
     def __init__(self, kind: Kind, head: Head) -> None:
-        self._popen = subprocess.Popen(
+        self.popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "quire.engine.helper", kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -196,9 +196,9 @@ class HelperProcess:
             env={**child_environment(), "TOKENIZERS_PARALLELISM": "false"},
         )
         self.alive = True
-        assert self._popen.stdin is not None
-        os.set_blocking(self._popen.stdin.fileno(), False)
-        for pipe in (self._popen.stdin, self._popen.stdout):
+        assert self.popen.stdin is not None
+        os.set_blocking(self.popen.stdin.fileno(), False)
+        for pipe in (self.popen.stdin, self.popen.stdout):
             with contextlib.suppress(OSError, AttributeError):  # other systems than Linux
                 assert pipe is not None
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -207,7 +207,7 @@ class HelperProcess:
 
     def ask(self, frame: Sequence[bytes], limit_s: float) -> bytearray | None:
         """Return the answer to a task. None if there is none in time, or the process died; ``alive`` is false then."""
-        assert self._popen.stdin is not None
+        assert self.popen.stdin is not None
         deadline = time.monotonic() + limit_s
         try:
             self._write(sum(map(len, frame)).to_bytes(8), deadline)
@@ -221,36 +221,36 @@ class HelperProcess:
     def is_running(self, wait_s: float = 0.2) -> bool:
         """Return whether the process lives; one that has closed its pipe gets a moment to end."""
         try:
-            self._popen.wait(timeout=wait_s)
+            self.popen.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
             return True
         return False
 
     def signal(self) -> None:
         """Kill the process; the thread that waits for its answer sees the end."""
-        self._popen.kill()
+        self.popen.kill()
 
     def kill(self) -> None:
         """End the process and wait for it."""
         self.alive = False
-        self._popen.kill()
-        self._popen.wait()
-        for pipe in (self._popen.stdin, self._popen.stdout):
+        self.popen.kill()
+        self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout):
             with contextlib.suppress(OSError):  # unwritten bytes cannot be flushed any more
                 if pipe is not None:
                     pipe.close()
 
     def _write(self, piece: bytes, deadline: float) -> None:
-        assert self._popen.stdin is not None
-        fd, view = self._popen.stdin.fileno(), memoryview(piece)
+        assert self.popen.stdin is not None
+        fd, view = self.popen.stdin.fileno(), memoryview(piece)
         while view:
             self._wait([], [fd], deadline)
             with contextlib.suppress(BlockingIOError):
                 view = view[os.write(fd, view[:_PIPE_BYTES]) :]
 
     def _read(self, num_bytes: int, deadline: float) -> bytearray:
-        assert self._popen.stdout is not None
-        fd, answer = self._popen.stdout.fileno(), bytearray(num_bytes)
+        assert self.popen.stdout is not None
+        fd, answer = self.popen.stdout.fileno(), bytearray(num_bytes)
         left = memoryview(answer)
         while left:
             self._wait([fd], [], deadline)

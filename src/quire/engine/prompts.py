@@ -208,7 +208,7 @@ class Prompts:
         """
         if self.chat_template.is_known:
             return
-        greeting = await asyncio.to_thread(self._helpers.greeting)
+        greeting = await asyncio.to_thread(self.helpers.greeting)
         if greeting is None:
             raise ModelLoadError("The chat template takes too much time or memory to compile.")
         if "error" in greeting:
@@ -285,7 +285,7 @@ class Prompts:
         return self._submit(messages, options).result()
 
     @property
-    def _helpers(self) -> HelperPool:
+    def helpers(self) -> HelperPool:
         if self._made_helpers is None:
             pools = import_module("quire.engine.helper_pool")
             self._made_helpers = pools.HelperPool("template", self._sources)
@@ -302,7 +302,7 @@ class Prompts:
     def _submit(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> Future[str]:
         now = self.chat_template.clock().isoformat()
         try:
-            return self._helpers.submit({"messages": list(messages), "now": now, **options}, _text_of)
+            return self.helpers.submit({"messages": list(messages), "now": now, **options}, _text_of)
         except RecursionError:
             raise RequestError("messages or tools are nested too deeply.", param="messages") from None
 

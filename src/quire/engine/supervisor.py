@@ -61,11 +61,11 @@ class Supervisor:
         golden: GoldenPrompt | None = None,
     ) -> None:
         """``golden``: a check of each engine's answers at its start, and while it is idle."""
-        self._client = first
+        self.client = first
         self._restart = restart
         self._clock = clock
         self._policy = policy or RestartPolicy()
-        self._record = InFlight()
+        self.record = InFlight()
         self._lock = threading.Lock()  # guards the record and which client is current
         self._closed = threading.Event()
         self._restarts = Restarts(self._policy.window_s, self._policy.backoff_s, self._policy.max_backoff_s)
@@ -85,9 +85,9 @@ class Supervisor:
 
     def wait_ready(self) -> EngineInfo:
         """As `EngineClient.wait_ready`. A first engine that cannot load is not replaced; one that errs is."""
-        info = self._client.wait_ready()
+        info = self.client.wait_ready()
         try:
-            self._check(self._client)
+            self._check(self.client)
         except EngineDeadError as error:
             self._replace(error)
             if self._dead is not None:
@@ -98,10 +98,10 @@ class Supervisor:
         """As `EngineClient.send`; a request that arrives between two engines goes to the next one."""
         with self._lock:
             if self._dead is None and not self._between:
-                self._client.send(message)  # may fail: then the caller knows, and nothing was recorded
-            self._record.sent(message)
+                self.client.send(message)  # may fail: then the caller knows, and nothing was recorded
+            self.record.sent(message)
             if self._dead is not None:
-                self._ended += self._record.fail_all(str(self._dead))
+                self._ended += self.record.fail_all(str(self._dead))
 
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
         """As `EngineClient.receive`, but an empty list may come early.
@@ -115,24 +115,24 @@ class Supervisor:
             if self._dead is not None:
                 raise self._dead
         try:
-            events = self._receive(self._client, timeout_s)
+            events = self._receive(self.client, timeout_s)
         except EngineDeadError as error:
             if self._closed.is_set():
                 return []
             return self._replace(error)
         with self._lock:
-            self._record.received(events)
+            self.record.received(events)
         return events
 
     def replies(self) -> list[Reply]:
         """As `EngineClient.replies`. A call to an engine that dies gets no reply."""
         with self._lock:
-            replies = self._client.replies()
-            self._record.answered(replies)
+            replies = self.client.replies()
+            self.record.answered(replies)
         return replies
 
     def stats(self) -> EngineStats:
-        return self._client.stats()
+        return self.client.stats()
 
     def health(self) -> EngineHealth:
         """As `EngineClient.health`."""
@@ -144,7 +144,7 @@ class Supervisor:
                 return EngineHealth(
                     "restarting", str(self._reason), num_restarts=self.num_restarts, retry_in_s=left_s
                 )
-            client = self._client
+            client = self.client
         health = client.health()
         problem = None if self._guard is None else self._guard.problem
         if health.status == "ready" and problem is not None:
@@ -153,13 +153,13 @@ class Supervisor:
 
     def dump(self) -> str:
         """As `EngineClient.dump`."""
-        return self._client.dump()
+        return self.client.dump()
 
     def close(self) -> None:
         """As `EngineClient.close`; also ends a restart in progress."""
         self._closed.set()
         with self._lock:
-            client = self._client
+            client = self.client
         client.close()
 
     def _receive(self, client: EngineClient, timeout_s: float | None) -> list[TokenEvent]:
@@ -175,15 +175,15 @@ class Supervisor:
         with self._lock:
             self._between = True
             self._reason = error
-            self._record.count_death()
-            in_flight = [each for each in self._record.readmissions() if isinstance(each, Request)]
+            self.record.count_death()
+            in_flight = [each for each in self.record.readmissions() if isinstance(each, Request)]
         self._tell_death(in_flight)
         events: list[TokenEvent] = []
         while not self._closed.is_set():
             if not self._may_restart():
                 return events + self._give_up(self._reason)
             log.error(
-                "engine_died", error=self._reason, in_flight=len(self._record), restart=self.num_restarts
+                "engine_died", error=self._reason, in_flight=len(self.record), restart=self.num_restarts
             )
             client = self._start()
             if client is None:
@@ -192,7 +192,7 @@ class Supervisor:
                 client.wait_ready()
                 self._check(client)
                 quarantine = self._trials.Quarantine(
-                    client, self._record, self._lock, self._receive, self._closed.is_set
+                    client, self.record, self._lock, self._receive, self._closed.is_set
                 )
                 quarantine.run(self._policy.suspect_deaths, events)
             except QuireError as failure:
@@ -225,7 +225,7 @@ class Supervisor:
         While the machine has no disk, memory or file for another process, try again each second: no engine has died
         then, so these attempts are not restarts.
         """
-        self._client.close()
+        self.client.close()
         while not self._closed.is_set():
             try:
                 client = self._restart()
@@ -237,7 +237,7 @@ class Supervisor:
                 continue
             with self._lock:
                 if not self._closed.is_set():
-                    self._client = client  # before it is ready, so that `close` can reach it
+                    self.client = client  # before it is ready, so that `close` can reach it
                     return client
             client.close()
         return None
@@ -246,10 +246,10 @@ class Supervisor:
         """Send what is in flight to the new engine. A request that cannot be sent fails alone: return its events."""
         failed: list[TokenEvent] = []
         with self._lock:
-            for message in self._record.readmissions():
-                failed += self._trials.send_again(client, message, self._record)
+            for message in self.record.readmissions():
+                failed += self._trials.send_again(client, message, self.record)
             self._between = False
-        log.warning("engine_restarted", in_flight=len(self._record))
+        log.warning("engine_restarted", in_flight=len(self.record))
         return failed
 
     def _give_up(self, reason: QuireError | None) -> list[TokenEvent]:
@@ -259,7 +259,7 @@ class Supervisor:
         )
         with self._lock:
             self._dead = EngineDeadError(text)
-            return self._record.fail_all(text)
+            return self.record.fail_all(text)
 
 
 @dataclass(slots=True)

@@ -33,28 +33,26 @@ class LocalExecutor:
         choose_threads(config.runner.num_threads, torch_is_heavy=torch_is_heavy)
         keep_freed_memory()
         clock = clock or WallClock()
-        self._between = BetweenSteps(clock)
-        self._saver: PackedSaver | None = None
+        self.between = BetweenSteps(clock)
+        self.saver: PackedSaver | None = None
         if weights is None:
             weights = CheckpointWeights(config.model, torch_dtype(config.model.dtype), config.runner)
         self.worker = Worker(config, weights, clock)
         if isinstance(weights, CheckpointWeights) and weights.saver is not None:
-            self._saver = weights.saver
-            self._saver.start(self._between)
-        self._pages = PagesAhead(
-            self.worker.runner.kv, self._between, config.scheduler.max_num_batched_tokens
-        )
+            self.saver = weights.saver
+            self.saver.start(self.between)
+        self._pages = PagesAhead(self.worker.runner.kv, self.between, config.scheduler.max_num_batched_tokens)
         self._pages.look()
         if config.runner.prepares_grammars:
             eos = config.model.spec.eos_token_ids
-            self.worker.runner.grammars.prepare(eos, partial(self._between.wait, TABLES_QUIET_S))
+            self.worker.runner.grammars.prepare(eos, partial(self.between.wait, TABLES_QUIET_S))
         self._pending: StepPlan | None = None
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan; the one before must have been collected."""
         assert self._pending is None, "one step at a time: collect the last one first"
         self._pending = plan
-        self._between.step_begins()
+        self.between.step_begins()
 
     def collect(self) -> StepResult:
         """Compute the plan that was submitted and return its result."""
@@ -66,14 +64,14 @@ class LocalExecutor:
         except Exception as error:
             return failed(plan, error)
         finally:
-            self._between.step_ended()
+            self.between.step_ended()
             self._pages.look()
 
     def close(self) -> None:
         """Give the weights and the KV cache back. Nothing is submitted any more."""
         self._pending = None
-        self._between.close()
+        self.between.close()
         self._pages.join()
-        if self._saver is not None:
-            self._saver.join()
+        if self.saver is not None:
+            self.saver.join()
         del self.worker

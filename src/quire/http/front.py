@@ -63,8 +63,8 @@ class Front:
     def __init__(self, listen: socket.socket, control: socket.socket, state: mmap.mmap) -> None:
         self._listen = listen
         self._control = control
-        self._state = state
-        self._counter, self._clock = head_of(state)
+        self.state = state
+        self.counter, self.clock = head_of(state)
         self._epoll = select.epoll()
         self._waiting: dict[int, tuple[socket.socket, float]] = {}  # until this time
         self._leaving: list[socket.socket] = []  # to the server
@@ -151,7 +151,7 @@ class Front:
 
     def _answer(self, sock: socket.socket, head: bytes) -> bool:
         line, _, fields = head.lower().partition(b"\r\n")
-        answer = self._probe(line)
+        answer = self.probe_answer(line)
         # A body or a page of another origin is the server's business.
         if answer is None or any(name in fields for name in (b"content-length", b"transfer-enc", b"origin:")):
             self._leave(sock)
@@ -168,7 +168,7 @@ class Front:
             self._wait(sock, _KEEP_ALIVE_S, again=True)
         return not closes
 
-    def _probe(self, line: bytes) -> bytes | None:
+    def probe_answer(self, line: bytes) -> bytes | None:
         """Return the answer to a request line in lower case.
 
         None, which leaves it to the server: it is no probe, or there is no state yet, or the server is long in writing.
@@ -178,14 +178,14 @@ class Front:
             return None
         offset = HEAD_BYTES + PATHS.index(parts[1]) * SLOT.size
         for _ in range(1000):
-            before = self._counter[0]
-            length, answer = SLOT.unpack_from(self._state, offset)
-            if before % 2 == 0 and self._counter[0] == before:
+            before = self.counter[0]
+            length, answer = SLOT.unpack_from(self.state, offset)
+            if before % 2 == 0 and self.counter[0] == before:
                 break
         else:
             length, answer = 0, b""
         limit_s = UNREADY_S if parts[1] == b"/readyz" else STALLED_S
-        if before > 0 and time.monotonic() - self._clock[0] >= limit_s:
+        if before > 0 and time.monotonic() - self.clock[0] >= limit_s:
             return _STALLED
         return answer[:length] if length else None
 

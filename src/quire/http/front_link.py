@@ -52,8 +52,8 @@ class FrontLink:
         self._control.setblocking(False)
         with theirs, tempfile.TemporaryFile() as file:
             file.truncate(front.STATE_BYTES)
-            self._state = mmap.mmap(file.fileno(), front.STATE_BYTES)
-            self._counter, self._clock = front.head_of(self._state)
+            self.state = mmap.mmap(file.fileno(), front.STATE_BYTES)
+            self.counter, self.clock = front.head_of(self.state)
             fds = [listen.fileno(), theirs.fileno(), file.fileno()]
             self._popen = subprocess.Popen(
                 [sys.executable, "-I", str(Path(front.__file__)), *map(str, fds)],
@@ -106,16 +106,16 @@ class FrontLink:
 
     async def _tick(self) -> None:
         while True:
-            self._write(await self._ask())
+            self.write(await self._ask())
             await asyncio.sleep(TICK_S)
 
-    def _write(self, answers: Mapping[str, Response]) -> None:
-        self._clock[0] = time.monotonic()
-        self._counter[0] += 1
+    def write(self, answers: Mapping[str, Response]) -> None:
+        self.clock[0] = time.monotonic()
+        self.counter[0] += 1
         for i, path in enumerate(front.PATHS):
             raw = raw_answer(answers[path.decode()])
-            front.SLOT.pack_into(self._state, front.HEAD_BYTES + i * front.SLOT.size, len(raw), raw)
-        self._counter[0] += 1
+            front.SLOT.pack_into(self.state, front.HEAD_BYTES + i * front.SLOT.size, len(raw), raw)
+        self.counter[0] += 1
 
 
 def raw_answer(answer: Response) -> bytes:

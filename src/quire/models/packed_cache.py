@@ -132,17 +132,17 @@ class PackedSaver:
         """``key_now``: the key by the files as they are then."""
         self._path, self._key, self._max_bytes, self._key_now = path, key, max_bytes, key_now
         self._tensors = tensors
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def start(self, between: BetweenSteps) -> None:
         """Begin, once the weights are packed, and leave nothing behind if the engine ends before the file is whole."""
-        self._thread = threading.Thread(target=self._run, args=(between,), name="packed weights", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(between,), name="packed weights", daemon=True)
+        self.thread.start()
 
     def join(self) -> None:
         """Wait for the thread to end."""
-        if self._thread is not None:
-            self._thread.join()
+        if self.thread is not None:
+            self.thread.join()
 
     def _run(self, between: BetweenSteps) -> None:
         if sys.platform == "linux":  # elsewhere a thread has no priority of its own

@@ -1,7 +1,7 @@
 """`DraftModel`: a second, smaller model over the sequences of a worker; see `quire.speculate.draft`.
 
 Its K and V lie in blocks of their own shape, under the ids of the target's blocks: forks, prefix hits and evictions of
-a block hold for both. ``filled`` says how many leading slots of a block have K and V of known tokens (``_written``: of
+a block hold for both. ``filled`` says how many leading slots of a block have K and V of known tokens (``written``: of
 drafts, too); a block whose content came while the draft model was not asked is caught up when it is.
 """
 
@@ -48,31 +48,31 @@ class DraftModel:
         max_tokens: int,
     ) -> None:  # fmt: skip
         """``max_tokens``: of a sequence that has drafts."""
-        self._seqs = seqs
-        self._group = config.cache.windows.index(None)
-        self._block_size = config.cache.block_size
-        self._vocab_size = config.model.spec.vocab_size
-        self._own_vocab_size = own_vocab_size
+        self.worker_seqs = seqs
+        self.group = config.cache.windows.index(None)
+        self.block_size = config.cache.block_size
+        self.vocab_size = config.model.spec.vocab_size
+        self.own_vocab_size = own_vocab_size
         self.max_tokens = max_tokens
         self.max_rows = config.scheduler.max_num_batched_tokens
         self.runner = runner
         self._lag = int(isinstance(runner, HeadRunner))  # slots by which a row lies before its token
         self._inputs = InputBatch(
-            seqs, self._block_size, config.scheduler.max_num_seqs, self.max_rows, only_group=self._group,
+            seqs, self.block_size, config.scheduler.max_num_seqs, self.max_rows, only_group=self.group,
             lag=self._lag,
         )  # fmt: skip
         self.runner.record(self._inputs.buffers)
-        self._sampler = Sampler(self._vocab_size, registry.choose(config.runner))
-        self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
-        self._chain: DraftChain | None = None
+        self.sampler = Sampler(self.vocab_size, registry.choose(config.runner))
+        self.keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
+        self.chain: DraftChain | None = None
         recorded, backend = runner.recorded, registry.choose(config.runner).backend("sample")
-        if recorded is not None and can_chain(backend) and own_vocab_size == self._vocab_size:
-            self._chain = DraftChain(
-                recorded, seqs, self._group, self._lag, self._vocab_size, self._block_size, backend
+        if recorded is not None and can_chain(backend) and own_vocab_size == self.vocab_size:
+            self.chain = DraftChain(
+                recorded, seqs, self.group, self._lag, self.vocab_size, self.block_size, backend
             )
         # What the last `forward` had: its step, logits, processors and tokens.
         self._last: tuple[PreparedStep, torch.Tensor, Edit, list[int]]
-        self.filled, self._written = (np.zeros(config.cache.num_blocks, np.int32) for _ in range(2))  # slots
+        self.filled, self.written = (np.zeros(config.cache.num_blocks, np.int32) for _ in range(2))  # slots
 
     def copy(self, moves: Sequence[tuple[int, int]], *, hidden_only: bool = False) -> None:
         """Copy whole blocks (source, target) in list order, or of them only the model's hidden states."""
@@ -82,38 +82,38 @@ class DraftModel:
             return
         self.runner.kv.copy(moves)
         for source, target in moves:
-            self.filled[target] = self._written[target] = self.filled[source]
+            self.filled[target] = self.written[target] = self.filled[source]
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """These blocks hold nothing yet."""
         if self.runner.kv.needs_clear:
             self.runner.kv.clear(block_ids)
-        self.filled[block_ids] = self._written[block_ids] = 0
+        self.filled[block_ids] = self.written[block_ids] = 0
 
     def num_computed(self, seq_id: int, num_known: int, num_agreed: int) -> int:
         """As `DraftForward.num_computed`."""
         seq = self._seq(seq_id)
         num_known -= self._lag
         count = self._leading(self.filled, seq, num_known)
-        self._seqs.drafting(seq).num_filled = count
+        self.worker_seqs.drafting(seq).num_filled = count
         # Drafts that were right are computed again, from the model's own hidden states.
         if self._lag:
             return count + 1
-        return self._leading(self._written, seq, num_agreed) if count == num_known else count
+        return self._leading(self.written, seq, num_agreed) if count == num_known else count
 
     def claim(self, seq_id: int, start: int, end: int, claimed: set[int]) -> int:
         """As `DraftForward.claim`."""
-        first, end_slot = max(0, start - self._lag) // self._block_size, end - self._lag
+        first, end_slot = max(0, start - self._lag) // self.block_size, end - self._lag
         for place, block in enumerate(self._blocks(self._seq(seq_id), end_slot)[first:].tolist(), first):
             if block in claimed:
-                return max(start, place * self._block_size + self._lag)
+                return max(start, place * self.block_size + self._lag)
             claimed.add(block)
         return end
 
     def _leading(self, slots: Slots, seq: WorkerSeq, end: int) -> int:
         """Return how many of the tokens below ``end`` are among the leading ``slots`` of the blocks, without a gap."""
-        size = self._block_size
-        first = min(self._seqs.drafting(seq).num_filled, end) // size
+        size = self.block_size
+        first = min(self.worker_seqs.drafting(seq).num_filled, end) // size
         for place, block in enumerate(self._blocks(seq, end)[first:].tolist(), first):
             if (count := int(slots[block])) < size:
                 return min(end, place * size + count)
@@ -136,15 +136,15 @@ class DraftModel:
     def chains(self, rows: Sequence[Rows], counts: Sequence[int]) -> list[list[int]] | None:
         """As `DraftForward.chains`: one native call, where nothing but the sampler has to look at the logits."""
         seqs = [self._seq(span.seq_id) for span in rows]
-        if self._chain is None or self._keeps_probs or any(seq.processors is not None for seq in seqs):
+        if self.chain is None or self.keeps_probs or any(seq.processors is not None for seq in seqs):
             return None
         total = sum([span.end - span.start for span in rows])
-        if total > self._chain.max_tokens or len(rows) > self._chain.max_seqs:
+        if total > self.chain.max_tokens or len(rows) > self.chain.max_seqs:
             return None
         order = sorted(range(len(rows)), key=counts.__getitem__, reverse=True)
         chains = [(seqs[place].row, rows[place].start, rows[place].end, counts[place]) for place in order]
         drafts_of: list[list[int]] = [[]] * len(rows)
-        for place, (_, start, end, count), drafts in zip(order, chains, self._chain.run(chains), strict=True):
+        for place, (_, start, end, count), drafts in zip(order, chains, self.chain.run(chains), strict=True):
             self._note(seqs[place], start, end + count - 1)
             drafts_of[place] = drafts
         return drafts_of
@@ -152,31 +152,31 @@ class DraftModel:
     def append(self, seq_id: int, token_id: int) -> None:
         """As `DraftForward.append`."""
         seq = self._seq(seq_id)
-        self._seqs.token_ids[seq.row, self._seqs.num_tokens[seq.row]] = token_id
-        self._seqs.num_tokens[seq.row] += 1
+        self.worker_seqs.token_ids[seq.row, self.worker_seqs.num_tokens[seq.row]] = token_id
+        self.worker_seqs.num_tokens[seq.row] += 1
         if seq.processors is not None:
             seq.processors.advance(token_id)
 
     def take_back(self, seq_id: int, num_drafts: int) -> None:
         """As `DraftForward.take_back`."""
         seq = self._seq(seq_id)
-        self._seqs.num_tokens[seq.row] -= num_drafts
+        self.worker_seqs.num_tokens[seq.row] -= num_drafts
         if seq.processors is not None:
             seq.processors.rollback(num_drafts)
 
     @torch.inference_mode()
     def _sample(self, step: PreparedStep) -> list[int]:
-        if self._own_vocab_size < self._vocab_size:
+        if self.own_vocab_size < self.vocab_size:
             ids = step.buffers.input_ids[: step.num_tokens]
-            np.minimum(ids, self._own_vocab_size - 1, out=ids)
+            np.minimum(ids, self.own_vocab_size - 1, out=ids)
         logits = self.runner.compute(step)
         if not step.sampling:
             return []
-        beyond = self._vocab_size - self._own_vocab_size
+        beyond = self.vocab_size - self.own_vocab_size
         if beyond > 0:
             logits = torch.nn.functional.pad(logits, (0, beyond), value=-torch.inf)
         elif beyond < 0:
-            logits = logits[:, : self._vocab_size].contiguous()
+            logits = logits[:, : self.vocab_size].contiguous()
         processors: list[LogitsProcessors | None] = [seq.processors for seq in step.sampling]
 
         def edit(row: int, logits: torch.Tensor) -> None:
@@ -184,9 +184,9 @@ class DraftModel:
             assert of_row is not None
             of_row.edit(logits)
 
-        ids, _ = self._sampler.sample(logits, step.columns, edit)
-        if self._keeps_probs:
-            of_rows = self._sampler.probabilities(logits, step.columns, edit)
+        ids, _ = self.sampler.sample(logits, step.columns, edit)
+        if self.keeps_probs:
+            of_rows = self.sampler.probabilities(logits, step.columns, edit)
             for seq, probs in zip(step.sampling, of_rows, strict=True):
                 drafting_of(seq).probs.append(probs)
         drafts: list[int] = np.maximum(ids, 0).tolist()
@@ -197,7 +197,7 @@ class DraftModel:
     def second(self, seq_ids: Container[int]) -> dict[int, int]:
         """As `DraftForward.second`."""
         step, logits, edit, firsts = self._last
-        if self._keeps_probs:
+        if self.keeps_probs:
             return _second_of_probs(step, firsts, seq_ids)
 
         def edit_and_forbid(row: int, logits: torch.Tensor) -> None:
@@ -206,26 +206,26 @@ class DraftModel:
 
         logits = logits.clone()
         logits[torch.arange(len(firsts)), torch.tensor(firsts)] = -torch.inf
-        ids, best = self._sampler.sample(logits, step.columns, edit_and_forbid)
+        ids, best = self.sampler.sample(logits, step.columns, edit_and_forbid)
         seconds = zip(step.sampling, ids.tolist(), np.isfinite(best).tolist(), strict=True)
         return {seq.seq_id: token_id for seq, token_id, fine in seconds if fine and seq.seq_id in seq_ids}
 
     def _note(self, seq: WorkerSeq, start: int, end: int) -> None:
         """The tokens ``start`` … ``end`` − 1 have K and V, as those before them."""
-        num_known, size = int(self._seqs.num_settled[seq.row]) - self._lag, self._block_size
+        num_known, size = int(self.worker_seqs.num_settled[seq.row]) - self._lag, self.block_size
         first, end = max(0, start - self._lag) // size, end - self._lag
         for place, block in enumerate(self._blocks(seq, end)[first:].tolist(), first):
             count = min(end - place * size, size)
-            self._written[block] = count
+            self.written[block] = count
             if (known := min(count, num_known - place * size)) > 0:
                 self.filled[block] = known
 
     def _blocks(self, seq: WorkerSeq, end: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """The blocks of the tokens below ``end``."""
-        return self._seqs.block_tables[self._group][seq.row, : -(-end // self._block_size)]
+        return self.worker_seqs.block_tables[self.group][seq.row, : -(-end // self.block_size)]
 
     def _seq(self, seq_id: int) -> WorkerSeq:
-        seq = self._seqs.find(seq_id)
+        seq = self.worker_seqs.find(seq_id)
         assert seq is not None
         return seq
 

@@ -87,7 +87,7 @@ class HiddenStates:
     ) -> None:  # fmt: skip
         """``combine``: the hidden states of ``taps`` → what is kept, ``[num_tokens, size]``."""
         self.taps = taps
-        self._group = config.cache.windows.index(None)
+        self.group = config.cache.windows.index(None)
         self._combine = combine
         block_size, dtype = config.cache.block_size, torch_dtype(config.model.dtype)
         assert config.speculate is not None
@@ -99,7 +99,7 @@ class HiddenStates:
 
     def store(self, batch: StepBatch, hidden: Sequence[Tensor]) -> None:
         """As `HiddenWatcher.store`."""
-        group = batch.groups[self._group]
+        group = batch.groups[self.group]
         combined = self._combine(hidden).unsqueeze(1)
         self._store(combined, None, self._view, group.slot_blocks, group.slot_offsets)
 
@@ -118,10 +118,10 @@ class HeadRunner:
         self._head = DraftHead(spec, target.ends, config.model.max_model_len, kernels)
         self._head.load(iter_heads(heads, target.spec, dtype))
         self._ids = read_d2t(heads, target.spec) if 0 < spec.draft_vocab_size < spec.vocab_size else None
-        self._vocab_size = spec.vocab_size
-        self._block_size = config.cache.block_size
+        self.vocab_size = spec.vocab_size
+        self.block_size = config.cache.block_size
         layout = spec.model.draft_layout()
-        self.kv = KvCache(spec.model, layout, config.cache.num_blocks, self._block_size, heads.dtype, kernels)
+        self.kv = KvCache(spec.model, layout, config.cache.num_blocks, self.block_size, heads.dtype, kernels)
         combine = (lambda parts: self._head.fc(self._head.side_by_side(parts))) if spec.taps else _only
         taps = tuple(tap - target.first_layer for tap in spec.taps)
         self.hidden = HiddenStates(config, spec.hidden_size, kernels, taps, combine)
@@ -154,7 +154,7 @@ class HeadRunner:
     def compute(self, step: PreparedStep) -> Tensor:
         """Compute the step; return its logits: fp32 ``[num_logits, vocab_size]``, −inf for ids it does not know."""
         buffers, count = step.buffers, step.num_tokens
-        slots = buffers.slot_blocks[0][:count] * self._block_size + buffers.slot_offsets[:count]
+        slots = buffers.slot_blocks[0][:count] * self.block_size + buffers.slot_offsets[:count]
         self._read_ahead(step, slots)
         if self._tape is not None and buffers is self._buffers:
             self._slots[:count] = slots
@@ -165,7 +165,7 @@ class HeadRunner:
         self._ahead[torch.from_numpy(step.rows)] = hidden
         if self._ids is None:
             return logits
-        spread = torch.full((logits.shape[0], self._vocab_size), -torch.inf)
+        spread = torch.full((logits.shape[0], self.vocab_size), -torch.inf)
         spread[:, self._ids] = logits
         return spread
 
@@ -193,10 +193,10 @@ class MedusaModel:
         self._heads = MedusaHeads(heads.spec, target.ends, kernels)
         self._heads.load(iter_heads(heads, target.spec, torch_dtype(heads.dtype)))
         self.num_heads = heads.spec.num_heads
-        self._seqs = seqs
+        self.worker_seqs = seqs
         self._seen: tuple[PreparedStep, Sequence[int], Tensor] | None = None  # from `watch`
-        self._sampler = Sampler(heads.spec.vocab_size, kernels)
-        self._keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
+        self.sampler = Sampler(heads.spec.vocab_size, kernels)
+        self.keeps_probs = config.speculate is not None and config.speculate.accept == "rejection"
         # What recorded heads read, and they, by their number; None: they run call by call.
         self._input = torch.zeros(
             config.scheduler.max_num_seqs, heads.spec.hidden_size, dtype=target.ends.dtype
@@ -243,14 +243,14 @@ class MedusaModel:
     @torch.inference_mode()
     def sample(self, seq_ids: Sequence[int], trees: Sequence[Sequence[Node]]) -> list[Drafts]:
         """As `MedusaForward.sample`."""
-        seqs = [seq for seq in map(self._seqs.find, seq_ids) if seq is not None]
+        seqs = [seq for seq in map(self.worker_seqs.find, seq_ids) if seq is not None]
         assert len(seqs) == len(seq_ids)
         num_heads, num_ranks = (1 + max(max(node[i] for node in tree) for tree in trees) for i in range(2))
         logits = self._logits(seqs, num_heads)
         rows = np.array([seq.row for seq in seqs])
         # Head k samples the token k behind the known ones, with the noise of its position.
-        positions = self._seqs.num_settled[rows][:, None] - 1 + np.arange(num_heads)
-        columns = columns_of(self._seqs.columns, np.repeat(rows, num_heads), positions.ravel())
+        positions = self.worker_seqs.num_settled[rows][:, None] - 1 + np.arange(num_heads)
+        columns = columns_of(self.worker_seqs.columns, np.repeat(rows, num_heads), positions.ravel())
         choices: list[list[int]] = [[] for _ in range(len(logits))]  # index: row, a head of a sequence
         probs: list[list[Tensor]] = [[] for _ in choices]
 
@@ -263,9 +263,9 @@ class MedusaModel:
         edits = any(seq.processors is not None for seq in seqs)
         # A choice is what the head samples where those before it are forbidden.
         for rank in range(num_ranks):
-            ids, best = self._sampler.sample(logits, columns, edit if edits else None)
-            if self._keeps_probs:
-                distributions = self._sampler.probabilities(logits, columns, edit)
+            ids, best = self.sampler.sample(logits, columns, edit if edits else None)
+            if self.keeps_probs:
+                distributions = self.sampler.probabilities(logits, columns, edit)
             for row, (token_id, fine) in enumerate(
                 zip(ids.tolist(), np.isfinite(best).tolist(), strict=True)
             ):
@@ -273,14 +273,16 @@ class MedusaModel:
                     choices[row].append(token_id)
                     if rank + 1 < num_ranks:
                         logits[row, token_id] = -torch.inf
-                    if self._keeps_probs:
+                    if self.keeps_probs:
                         probs[row].append(distributions[row])
         drafts = []
         for place, (seq, tree) in enumerate(zip(seqs, trees, strict=True)):
             first = place * num_heads
             proposed, nodes = planted(tree, choices[first : first + num_heads])
-            if self._keeps_probs:
-                self._seqs.drafting(seq).probs.extend(probs[first + node.head][node.rank] for node in nodes)
+            if self.keeps_probs:
+                self.worker_seqs.drafting(seq).probs.extend(
+                    probs[first + node.head][node.rank] for node in nodes
+                )
             drafts.append(proposed)
         return drafts
 

@@ -140,21 +140,21 @@ class PagesAhead:
         self._kv, self._between = kv, between
         self._ahead = min(AHEAD_BYTES, AHEAD_STEPS * max_tokens * kv.token_bytes)
         self._ready = 0 if sys.platform == "linux" else kv.storage.nbytes  # bytes; those before are there
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def look(self) -> None:
         """Begin if fewer than half of the pages ahead are there."""
         if self._ready < self._until(self._ahead // 2) and (
-            self._thread is None or not self._thread.is_alive()
+            self.thread is None or not self.thread.is_alive()
         ):
             # Not of a lower priority: it holds a lock of the process's memory while it has a page given.
-            self._thread = threading.Thread(target=self._run, name="pages ahead", daemon=True)
-            self._thread.start()
+            self.thread = threading.Thread(target=self._run, name="pages ahead", daemon=True)
+            self.thread.start()
 
     def join(self) -> None:
         """Wait for the thread to end."""
-        if self._thread is not None:
-            self._thread.join()
+        if self.thread is not None:
+            self.thread.join()
 
     def _until(self, ahead: int) -> int:
         """The end of ``ahead`` bytes behind the blocks in use."""

@@ -100,7 +100,7 @@ class PromptScorer:
     """
 
     def __init__(self, logits_of: Callable[[Tensor, int], Tensor], score: Score, vocab_size: int) -> None:
-        self._logits_of = logits_of
+        self.logits_of = logits_of
         self._score = score
         self._rows_at_once = max(1, _LOGITS_AT_ONCE // vocab_size)
 
@@ -129,13 +129,13 @@ class PromptScorer:
             part = rows[first : first + self._rows_at_once]
             target = span.position + 1 + first
             ids = span.prompt.token_ids[target : target + part.shape[0]]
-            entries += self._score(self._logits_of(part, span.prompt.adapter_slot), ids, [num_top] * len(ids))
+            entries += self._score(self.logits_of(part, span.prompt.adapter_slot), ids, [num_top] * len(ids))
         if any(math.isnan(entry.logprob) for entry in entries):
             return PromptOutput(error=PROMPT_NOT_FINITE)
         return PromptOutput(logprobs=tuple(entries))
 
     def _logprobs_of(self, pooling: Pooling, rows: Tensor, adapter_slot: int) -> PromptOutput:
-        logits = self._logits_of(rows, adapter_slot).expand(len(pooling.token_ids), -1)
+        logits = self.logits_of(rows, adapter_slot).expand(len(pooling.token_ids), -1)
         entries = self._score(logits, pooling.token_ids, [0] * len(pooling.token_ids))
         return _finite([entry.logprob for entry in entries])
 

@@ -70,7 +70,7 @@ class LiveLog:
 
     def begin(self, scheduler: Scheduler, plan: StepPlan | StepResult, now_s: float) -> None:
         """Note that the loop waits for ``plan``, the oldest step in flight, from now on."""
-        record = scheduler._state.in_flight[0]
+        record = scheduler.state.in_flight[0]
         self._began = (record.planned_s, now_s)
         if isinstance(plan, StepPlan) and plan.new_seqs:
             admitted = {new.seq_id for new in plan.new_seqs if not new.epoch}
@@ -85,7 +85,7 @@ class LiveLog:
 
     def read(self, scheduler: Scheduler, clock: Clock) -> dict[str, Any]:
         """Return the state as of now and what happened since the last call."""
-        state, now_s = scheduler._state, clock.now()
+        state, now_s = scheduler.state, clock.now()
         activity = self._activity(scheduler.cache.block_size)
         values: dict[str, Any] = {"t": now_s, "since": self._read_s, **activity}
         values["seqs"] = list(self._sequences(state))

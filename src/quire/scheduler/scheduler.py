@@ -73,7 +73,7 @@ class Scheduler:
         """
         self.cache = CacheManager(cache_config, events)
         self.cache_events = events  # for a gateway to drain; None: off
-        state = self._state = SchedulerState(
+        state = self.state = SchedulerState(
             config, config, self.cache, Predictor(), chains_steps=chains_steps, num_stages=num_stages
         )
         state.policies = Policies(NAMES, STAY, partial(load, state=state))
@@ -91,63 +91,63 @@ class Scheduler:
 
     def use_step_time(self, step_time: StepTime) -> None:
         """Predict by a model of step times from now on, before the first step."""
-        self._state.predictor = modelled_predictor(self._state.config, step_time)
-        self._state.policies.turn_on("forecast")
+        self.state.predictor = modelled_predictor(self.state.config, step_time)
+        self.state.policies.turn_on("forecast")
 
     def add_policy(self, name: str, make: Callable[[SchedulerState], Policy]) -> None:
         """Turn on a policy that is not in the list of `quire.scheduler.policies`; it is asked last."""
-        self._state.policies.add(name, make(self._state))
+        self.state.policies.add(name, make(self.state))
 
     @property
     def policies(self) -> tuple[str, ...]:
         """Names of the policies that are on, in the order in which they are asked."""
-        return self._state.policies.names
+        return self.state.policies.names
 
     @property
     def predictor(self) -> Predictor:
         """How long steps take, as measured."""
-        return self._state.predictor
+        return self.state.predictor
 
     @property
     def config(self) -> SchedulerConfig:
         """The settings in force; `change_policy` replaces them."""
-        return self._state.config
+        return self.state.config
 
     def add(self, request: Request, now: float) -> list[TokenEvent]:
         """Queue a request. Refusals are its terminal events: ``error_kind`` "capacity" or "never_fits"."""
-        self._state.now = now
+        self.state.now = now
         return self._admission.add(request, now)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End every sequence of a request; an unknown or ended one is nothing to do."""
-        group = self._state.requests.get(request_id)
+        group = self.state.requests.get(request_id)
         if group is None:
             return []
-        return self._state.end_all(group, FinishReason.ABORT)
+        return self.state.end_all(group, FinishReason.ABORT)
 
     def finish(self, request_id: str, sample_index: int, num_output_tokens: int) -> list[TokenEvent]:
         """End one sequence whose stop string was completed by output token ``num_output_tokens`` (counted from 1).
 
         The tokens beyond are dropped. Nothing happens where the sequence has ended already.
         """
-        group = self._state.requests.get(request_id)
+        group = self.state.requests.get(request_id)
         seq = next((s for s in group.sequences if s.sample_index == sample_index), None) if group else None
         if seq is None:
             return []
         num_tokens = seq.num_prompt + num_output_tokens
         assert num_tokens <= len(seq.token_ids), "a stop string cannot end in a token that was not sent"
         del seq.token_ids[num_tokens:]
-        return [self._state.end(seq, FinishReason.STOP)]
+        return [self.state.end(seq, FinishReason.STOP)]
 
     def abort_all(self) -> list[TokenEvent]:
         """Shutdown: end every sequence. Blocks in flight go when their steps are applied or failed."""
-        return [event for request_id in tuple(self._state.requests) for event in self.abort(request_id)]
+        return [event for request_id in tuple(self.state.requests) for event in self.abort(request_id)]
 
     def expire(self, now: float) -> list[TokenEvent]:
         """End the sequences whose deadlines have passed. Before each plan."""
-        self._state.now = now
+        self.state.now = now
         events: list[TokenEvent] = []
-        for expire in self._state.policies.expire:
+        for expire in self.state.policies.expire:
             events += expire(now)
         return events
 
@@ -156,7 +156,7 @@ class Scheduler:
         plan = self.plan(now)
         if plan is not None:
             return Step(plan)
-        state = self._state
+        state = self.state
         until_s = math.inf
         for wakes_at in state.policies.wakes_at:
             time_s = wakes_at()
@@ -165,7 +165,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None where nothing can be computed now."""
-        state = self._state
+        state = self.state
         state.now = now
         for before_plan in state.policies.before_plan:
             before_plan(now)
@@ -193,20 +193,20 @@ class Scheduler:
     def fail_in_flight(self, error: str, now: float) -> list[TokenEvent]:
         """Fail every step and transfer in flight: sequences of the steps end with ``error_kind`` "step"."""
         events = []
-        while self._state.in_flight:
-            events += self.apply(StepResult(self._state.in_flight[0].step, error=error), now)
-        if self._state.policies.transfers is not None:
+        while self.state.in_flight:
+            events += self.apply(StepResult(self.state.in_flight[0].step, error=error), now)
+        if self.state.policies.transfers is not None:
             self.transfers.fail(error)
         return events
 
     @property
     def transfers(self) -> Any:
         """Blocks from or to another tier or peer; see `policies.transfers`."""
-        return self._state.policies.turn_on("transfers")
+        return self.state.policies.turn_on("transfers")
 
     def change_policy(self, change: PolicyChange) -> None:
         """Change settings from the next plan on; ConfigError where a value is not allowed."""
-        state = self._state
+        state = self.state
         before, state.config = state.config, changed(state.config, change, state.start_config)
         state.policies.follow(wanted_by_config(state.config, state.start_config))
         for configure in state.policies.configure:
@@ -218,17 +218,17 @@ class Scheduler:
     def expected_s(self) -> float:
         """Return how many seconds the steps in flight may well take; see `Predictor.expected_s`."""
         expected_s = self.predictor.expected_s
-        return sum(expected_s(record.num_prompt_tokens) for record in self._state.in_flight)
+        return sum(expected_s(record.num_prompt_tokens) for record in self.state.in_flight)
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence has not ended, or any step or transfer is in flight."""
-        state = self._state
+        state = self.state
         return bool(state.sequences or state.in_flight or self.cache.references.transfers)
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
-        state, config, prefix = self._state, self._state.config, self.cache.prefix
+        state, config, prefix = self.state, self.state.config, self.cache.prefix
         drafts, transfers, states = state.policies.drafts, state.policies.transfers, state.policies.states
         num_loading = 0 if transfers is None else len(transfers.loading)
         num_held = num_unused = num_decoding = 0
@@ -268,7 +268,7 @@ def audit(scheduler: Scheduler) -> int:
     if scheduler.has_work:
         return 0
     num_blocks = reclaim(scheduler.cache)
-    scheduler._state.counters.num_reclaimed_blocks += num_blocks
+    scheduler.state.counters.num_reclaimed_blocks += num_blocks
     return num_blocks
 
 
@@ -279,7 +279,7 @@ def describe(scheduler: Scheduler, plan: StepPlan) -> str:
         f"{len(plan.kv_moves)} block copies, {len(plan.adapter_moves)} adapters to load"
     ]
     for part in plan.seqs:
-        seq = scheduler._state.sequences.get(part.seq_id)
+        seq = scheduler.state.sequences.get(part.seq_id)
         owner = "ended" if seq is None else f"request {seq.request_id} sample {seq.sample_index}"
         first, end = part.num_computed_tokens, part.num_computed_tokens + part.num_scheduled_tokens
         drafts = f", {part.num_draft_tokens} of them drafts" if part.num_draft_tokens else ""

@@ -47,40 +47,40 @@ class AdapterSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_loads = 0
-        self._free = list(range(num_slots, 0, -1))
-        self._slots: dict[str, int] = {}  # key of an adapter → its slot, in order of loading
-        self._users: dict[str, int] = {}  # key → sequences that run with it
-        self._idle: OrderedDict[str, None] = OrderedDict()  # keys without users, least recently used first
+        self.free_slots = list(range(num_slots, 0, -1))
+        self.slots: dict[str, int] = {}  # key of an adapter → its slot, in order of loading
+        self.users: dict[str, int] = {}  # key → sequences that run with it
+        self.idle: OrderedDict[str, None] = OrderedDict()  # keys without users, least recently used first
         self._moves: list[AdapterMove] = []  # for the next plan
 
     def has_room(self, adapter: Adapter) -> bool:
         """Tell whether a sequence with ``adapter`` could run now."""
-        return adapter.key in self._slots or bool(self._free or self._idle)
+        return adapter.key in self.slots or bool(self.free_slots or self.idle)
 
     def oldest_in_use(self, count: int) -> set[str]:
         """Return the keys of the ``count`` adapters in use that were loaded first."""
-        return set(islice((key for key in self._slots if key in self._users), count))
+        return set(islice((key for key in self.slots if key in self.users), count))
 
     def enter(self, adapter: Adapter | None) -> int:
         """A sequence starts to run; there is room. Return its slot."""
         if adapter is None:
             return 0
         key = adapter.key
-        if key not in self._slots:
+        if key not in self.slots:
             self._load(adapter)
-        self._idle.pop(key, None)
-        self._users[key] = self._users.get(key, 0) + 1
-        return self._slots[key]
+        self.idle.pop(key, None)
+        self.users[key] = self.users.get(key, 0) + 1
+        return self.slots[key]
 
     def leave(self, adapter: Adapter | None) -> None:
         """A sequence stopped running."""
         if adapter is None:
             return
         key = adapter.key
-        self._users[key] -= 1
-        if self._users[key] == 0:
-            del self._users[key]
-            self._idle[key] = None
+        self.users[key] -= 1
+        if self.users[key] == 0:
+            del self.users[key]
+            self.idle[key] = None
 
     def take_moves(self) -> tuple[AdapterMove, ...]:
         """Return what the workers have to load before the step being planned."""
@@ -89,15 +89,15 @@ class AdapterSlots:
 
     def repeat(self, moves: Iterable[AdapterMove]) -> None:
         """A step failed, and the workers may not have seen its moves: those that still hold are sent again."""
-        lost = [move for move in moves if self._slots.get(move.adapter.key) == move.slot]
+        lost = [move for move in moves if self.slots.get(move.adapter.key) == move.slot]
         self._moves = [*lost, *self._moves]
 
     def _load(self, adapter: Adapter) -> None:
-        if self._free:
-            slot = self._free.pop()
+        if self.free_slots:
+            slot = self.free_slots.pop()
         else:
-            slot = self._slots.pop(self._idle.popitem(last=False)[0])
-        self._slots[adapter.key] = slot
+            slot = self.slots.pop(self.idle.popitem(last=False)[0])
+        self.slots[adapter.key] = slot
         self._moves = [move for move in self._moves if move.slot != slot]
         self._moves.append(AdapterMove(slot, adapter))
         self.num_loads += 1
@@ -107,7 +107,7 @@ class _Gate:
     """Which sequences may enter in one plan, asked in order of rank."""
 
     def __init__(self, slots: AdapterSlots) -> None:
-        self._slots = slots
+        self.slots = slots
         self._blocked: set[str] = set()  # adapters that found no slot
         self._closed: set[str] = set()  # adapters whose slots they wait for
 
@@ -118,8 +118,8 @@ class _Gate:
             return True
         if adapter.key in self._closed:  # but beams of one search wait for each other
             return any(member.state is SequenceState.RUNNING for member in seq.group.sequences)
-        if adapter.key not in self._blocked and self._slots.has_room(adapter):
+        if adapter.key not in self._blocked and self.slots.has_room(adapter):
             return True
         self._blocked.add(adapter.key)
-        self._closed = self._slots.oldest_in_use(len(self._blocked))
+        self._closed = self.slots.oldest_in_use(len(self._blocked))
         return False

@@ -67,28 +67,28 @@ class FairShares:
     """The counters of one engine."""
 
     def __init__(self) -> None:
-        self._served: dict[Tenant, float] = {}  # oldest tenant first
-        self._at_work: Counter[Tenant] = Counter()  # sequences that have not ended, by tenant
+        self.served: dict[Tenant, float] = {}  # oldest tenant first
+        self.at_work: Counter[Tenant] = Counter()  # sequences that have not ended, by tenant
         self._floor = 0.0  # the counter of the tenant that ended its work last
 
     def join(self, tenant: Tenant) -> None:
         """A sequence of ``tenant`` has arrived."""
-        if not self._at_work[tenant]:
-            others = [self._served[name] for name in self._at_work if name != tenant]
+        if not self.at_work[tenant]:
+            others = [self.served[name] for name in self.at_work if name != tenant]
             floor = min(others) if others else self._floor
-            self._served[tenant] = max(self._served.pop(tenant, 0.0), floor)
-        self._at_work[tenant] += 1
+            self.served[tenant] = max(self.served.pop(tenant, 0.0), floor)
+        self.at_work[tenant] += 1
 
     def leave(self, seq: Sequence) -> None:
         """A sequence has ended."""
         self._charge_output(seq)
         tenant = seq.group.request.terms.tenant
-        self._at_work[tenant] -= 1
-        if not self._at_work[tenant]:
-            del self._at_work[tenant]
-            self._floor = self._served[tenant]
-            if len(self._served) > MAX_IDLE_TENANTS + len(self._at_work):
-                del self._served[next(name for name in self._served if name not in self._at_work)]
+        self.at_work[tenant] -= 1
+        if not self.at_work[tenant]:
+            del self.at_work[tenant]
+            self._floor = self.served[tenant]
+            if len(self.served) > MAX_IDLE_TENANTS + len(self.at_work):
+                del self.served[next(name for name in self.served if name not in self.at_work)]
 
     def charge_prompt(self, seq: Sequence, num_tokens: int) -> None:
         """Count the prompt of a sequence that enters for the first time, ``num_tokens`` of it not cached."""
@@ -109,7 +109,7 @@ class FairShares:
             self._charge_output(seq)
         heap: list[tuple[float, int, Tenant, Iterator[tuple[object, Sequence]]]] = []
         for place, (tenant, those) in enumerate(waiting.items()):
-            heap.append((self._served[tenant], place, tenant, iter(those)))
+            heap.append((self.served[tenant], place, tenant, iter(those)))
         heapq.heapify(heap)
         ordered: list[Sequence] = []
         while heap and len(ordered) < count:
@@ -133,4 +133,4 @@ class FairShares:
 
     def _charge(self, seq: Sequence, cost: float) -> None:
         tenant = seq.group.request.terms.tenant
-        self._served[tenant] += cost / tenant.weight
+        self.served[tenant] += cost / tenant.weight
