@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.families.published import PUBLISHED
 from tests.lora.peft_files import ALL, PREFIX, end_tensors, linears, tensors, write_adapter
 from tests.models import tiny
 
@@ -32,6 +33,15 @@ def test_every_linear_is_found_with_its_scale(tmp_path: Path) -> None:
     assert file.adapter.path == str(tmp_path)
     assert file.adapter.rank == 4
     assert adapter_bytes(tiny.SPEC, 4, "float32") == adapter_bytes(tiny.SPEC, 16, "float32")
+
+
+def test_rows_that_a_family_puts_in_order_are_refused(tmp_path: Path) -> None:
+    """Qwen3.5's q_proj has each head's gate between its queries: an adapter of it is not applied as if it had none."""
+    spec = spec_from_config(PUBLISHED["Qwen3.5-9B"][0])
+    name = "model.layers.3.self_attn.q_proj"
+    stored = tensors({name: torch.Size((2 * 16 * 256, 4096))}, 4)
+    with pytest.raises(UnsupportedModelError, match=f"an adapter of {name} is not supported"):
+        read_adapter("a", write_adapter(tmp_path, stored), spec)
 
 
 def test_rank_and_alpha_patterns_and_rslora(tmp_path: Path) -> None:

@@ -263,7 +263,13 @@ class _Modules:
         allowed = adaptable(spec)
         for canonical, takes in weight_map(spec).sources.items():
             matrix, take = canonical.removesuffix(".weight"), takes[0]
-            if matrix in allowed and len(take.names) == 1 and take.dim == 0 and not take.transpose:
+            if (
+                matrix in allowed
+                and len(take.names) == 1
+                and take.dim == 0
+                and not take.transpose
+                and not take.pieces
+            ):
                 module = take.names[0].removesuffix(".weight")
                 self.takes.setdefault(module, []).append((matrix, take))
                 self.shapes[module] = take.shape
