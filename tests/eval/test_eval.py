@@ -19,6 +19,8 @@ from tests.eval.oracle import (
     scored_by_llama_cpp,
     write_model,
 )
+from tests.found.small_tokenizer import write_tokenizer
+from tests.parity.families import make
 from tests.parity.gguf_writer import write_gguf
 from typer.testing import CliRunner
 
@@ -152,6 +154,24 @@ def test_pieces_and_steps_change_no_figure(
     assert {k: v for k, v in pieces.items() if k != "tokens_per_s"} == {
         k: v for k, v in whole.items() if k != "tokens_per_s"
     }
+
+
+def test_a_model_with_recurrent_layers_is_scored(text: Path, tmp_path: Path) -> None:
+    """Each window begins from an empty state, also where it is computed in several steps."""
+    model = make("qwen3_5", tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    found = figures(tmp_path / "model", text, context=40, stride=40, against=str(tmp_path / "model"))
+    ids = read_tokenizer(tmp_path / "model").encode(TEXT)
+    nll = []
+    for start, end, token in scored_by_hugging_face(len(ids), 40, 40):
+        with torch.no_grad():
+            rows = model(input_ids=torch.tensor([ids[start:end]]), use_cache=False).logits[0].double()
+        nll.append(-rows.log_softmax(-1)[token - 1 - start, ids[token]].item())
+    assert found["perplexity"] == pytest.approx(np.exp(np.mean(nll)), rel=1e-4)
+    assert found["kl_max"] == 0.0
+    assert (
+        figures(tmp_path / "model", text, context=40, stride=40, step=16)["perplexity"] == found["perplexity"]
+    )
 
 
 def test_a_quantized_file_is_compared_with_its_expansion(model: Path, text: Path, tmp_path: Path) -> None:

@@ -26,6 +26,13 @@ CASES += [
 ]
 
 
+# Heads of two sizes in a cache of 8 bits, whose scales lie beside them.
+CASES += [
+    (Case("per_layer", "bfloat16", 49, 24, level, kv_dtype="int8"), Policy("continuous", "fcfs", 48))
+    for level in backends("attention")[-1:]
+]
+
+
 @pytest.mark.parametrize(("case", "policy"), CASES, ids=str)
 def test_quick(case: Case, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "STD", 0.3)

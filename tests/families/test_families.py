@@ -58,6 +58,23 @@ def test_a_family_is_imported_when_a_model_of_it_is_read() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("gemma-4-31B", "gemma4_text"),
+        ("Qwen3.5-35B-A3B", "qwen3_5_moe_text"),
+        ("Qwen3-Next-80B-A3B", "qwen3_next"),
+    ],
+)
+def test_model_type_alone_names_the_family(name: str, model_type: str) -> None:
+    assert spec_of(name, architectures="absent", model_type=model_type) == spec_of(name)
+
+
+def test_experts_that_are_not_normalized_are_refused_where_the_family_normalizes_them() -> None:
+    with pytest.raises(UnsupportedModelError, match="norm_topk_prob"):
+        spec_of("Qwen3.5-35B-A3B", norm_topk_prob=False)
+
+
 def test_llama2_without_rope_theta() -> None:
     assert rope_of(spec_of("Llama-2-7b")) == RopeSpec(10_000.0, 128)
     assert spec_of("Llama-2-7b").dtype == "float16"

@@ -99,9 +99,11 @@ def test_two_context_parallel_ranks_are_exact(model: str, drafts: str) -> None:
     assert tally.num_moves > 0
 
 
-def test_two_ranks_share_layers_with_heads_of_two_sizes() -> None:
-    """Gemma 4: each rank has a head of the local layers, both the one of the global layers and all embeddings."""
-    case = Case("per_layer", "float32", 52, num_requests=12)
+@pytest.mark.parametrize("model", ["per_layer", "hybrid"])
+def test_two_ranks_share_layers_of_two_kinds(model: str) -> None:
+    """Gemma 4: each rank has a head of the local layers, both the one of the global ones and all embeddings. Qwen3.5:
+    each has heads of the attention and of the states."""
+    case = Case(model, "float32", 52, num_requests=12)
     config = config_of(case, SPLIT, FCFS)
     executor = RanksExecutor(config)
     try:

@@ -38,6 +38,11 @@ def replay(path: Path, args: ReplayArgs) -> int:
     if not recording.has_ids:
         raise ConfigError(f"{path} was recorded with --no-record-ids: there is nothing to compute from")
     config = _config(recording, args)
+    if config.cache.num_states:
+        raise ConfigError(
+            f"{path} is of a model with recurrent layers, {config.model.spec.architecture}: a recording has no states "
+            "to begin from, so it cannot be replayed"
+        )
     here = about(config)
     same_bits = config.determinism == "exact" and all(
         here[name] == recording.about[name] for name in ("kernels", "formats", "determinism")

@@ -189,11 +189,11 @@ def kv_scale_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
 
 
 def kv_bytes_per_request(spec: ModelSpec, context: int, kv_dtype: str = "bf16", shared: int = 0) -> int:
-    """Return the bytes of K and V of a request of ``context`` tokens, prompt and output.
+    """Return the bytes of K and V of a request of ``context`` tokens, prompt and output, and of its recurrent state.
 
     ``shared``: its first tokens, whose K and V other requests have too; a layer with a window keeps its own.
     """
-    total = 0
+    total = spec.state_bytes_per_sequence
     for group in spec.kv_layout(spec.max_position_embeddings).groups:
         num_tokens = context - shared if group.window is None else min(context, group.window)
         num_heads = sum(spec.layers[i].attention.num_kv_heads for i in group.layers)

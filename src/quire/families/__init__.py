@@ -49,10 +49,13 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "glm"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "minimax"),
 }
+# model_type in config.json → family, where they differ.
 _MODEL_TYPES = {
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
-}  # model_type in config.json → family, where they differ
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
 _BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _FAMILIES.items()}
 
 # Models that see or hear, of which the text decoder runs: its family has what ``text_config`` says.

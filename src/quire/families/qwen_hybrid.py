@@ -7,6 +7,7 @@ layer's inputs key head by key head, Qwen3.5 part by part.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from quire.families.rope import rope_from_config
 from quire.families.shape import Fields, activation, assemble, attention, biases
@@ -23,6 +24,14 @@ _NAMES = {
     "delta.norm.weight": f"{_DELTA}norm.weight",
     "delta.o.weight": f"{_DELTA}out_proj.weight",
 }
+# Which keys decide about tensors, beside those of other families.
+_KINDS = ("layer_types", "full_attention_interval")
+_KEYS = (
+    (r"linear_attn\.(A_log|dt_bias|norm\.weight|conv1d\.weight|\w+_proj\w*\.weight)",
+     ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+      "linear_conv_kernel_dim", *_KINDS)),
+    (r"self_attn\..*", _KINDS),
+)  # fmt: skip
 # A layer for multi-token prediction, which the decoder does not use.
 _MTP = (r"mtp\..*",)
 
@@ -35,6 +44,9 @@ def read_qwen3_5(f: Fields) -> ModelSpec:
 
 def read_qwen3_5_moe(f: Fields) -> ModelSpec:
     """Qwen3.5-35B-A3B and its like: experts in every layer."""
+    f.refuse(
+        "norm_topk_prob", unless=(True,), why="this family always divides the weights of experts by their sum"
+    )
     return _read(f, "qwen3_5_moe", [_sparse(f, 256, 8)] * f.integer("num_hidden_layers", 40), (16, 2))
 
 
@@ -190,7 +202,7 @@ def _by_heads(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take,
 
 
 def _map_with(rules: LayerRules, spec: ModelSpec) -> WeightMap:
-    return build_map(spec, _NAMES, rules, ignore=_MTP)
+    return replace(build_map(spec, _NAMES, rules, ignore=_MTP), keys=_KEYS)
 
 
 def weights(spec: ModelSpec) -> WeightMap:

@@ -163,6 +163,7 @@ class StepProfiler:
         self._sampling = sampling
         self._block_size = config.cache.block_size
         self._num_groups = len(config.cache.windows)
+        self._num_states = config.cache.num_states
         self._vocab_size = config.model.spec.vocab_size
         self._max_blocks = max_blocks
         self._max_seqs = config.scheduler.max_num_seqs
@@ -271,7 +272,10 @@ class StepProfiler:
         for start, count in spans:
             num = start + count + spare
             prompt = tuple(self._random.choices(range(FIRST_TOKEN_ID, self._vocab_size), k=num))
-            new.append(NewSeq(self._next_id, 0, prompt, (), self._sampling, 0))
+            slot = (
+                self._next_id % self._num_states if self._num_states else -1
+            )  # what lies in it does not matter
+            new.append(NewSeq(self._next_id, 0, prompt, (), self._sampling, 0, state_slot=slot))
             self._next_id += 1
         return new
 

@@ -129,7 +129,7 @@ class LoadedModel:
         self._states.rows.clear()
         gone = (self._seq_id,) if self._seq_id >= 0 else ()
         self._seq_id += 1
-        new = NewSeq(self._seq_id, 0, tuple(token_ids), (), _NO_SAMPLING, 0, prompt_logprobs=0)
+        new = NewSeq(self._seq_id, 0, tuple(token_ids), (), _NO_SAMPLING, 0, prompt_logprobs=0, state_slot=0)
         most = self.config.scheduler.max_num_batched_tokens
         for start in range(0, len(token_ids), most):
             plan = self._plan(start, min(most, len(token_ids) - start))
