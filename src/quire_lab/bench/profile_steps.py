@@ -272,9 +272,8 @@ class StepProfiler:
         for start, count in spans:
             num = start + count + spare
             prompt = tuple(self._random.choices(range(FIRST_TOKEN_ID, self._vocab_size), k=num))
-            slot = (
-                self._next_id % self._num_states if self._num_states else -1
-            )  # what lies in it does not matter
+            # What lies in the slot of a state does not matter.
+            slot = self._next_id % self._num_states if self._num_states else -1
             new.append(NewSeq(self._next_id, 0, prompt, (), self._sampling, 0, state_slot=slot))
             self._next_id += 1
         return new
