@@ -6,8 +6,10 @@ import json
 import math
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tests.families.published import PUBLISHED
 from typer.testing import CliRunner
 
 from quire.cli import app
@@ -74,6 +76,15 @@ def test_what_is_on_is_not_suggested() -> None:
     more = {"quantize": "int4", "kv_dtype": "fp8", "prefix": 100, "draft": "ngram,0.3,4"}
     flags = {s.flag.split()[0] for s in advice(plan(count=4, concurrency=64, **more))}
     assert not flags & {"--quantize", "--kv-dtype", "--prefix", "--draft"}
+
+
+def test_recurrent_layers_take_no_drafts_and_a_state_per_request(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3.5-9B"][0]))
+    found = plan(str(tmp_path / "config.json"), count=1, concurrency=8)
+    assert not [step for step in advice(found) if step.flag.startswith("--draft")]
+    per_token = 8 * 2 * 4 * 256 * 2  # eight layers attend
+    state = 24 * 4 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))
+    assert found.memory.kv_bytes_per_request == found.memory.context * per_token + state
 
 
 def test_what_makes_a_model_fit_comes_without_a_ratio() -> None:

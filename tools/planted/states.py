@@ -57,4 +57,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         CACHE,
     ),
+    Mutant(
+        "scan-begins-with-what-lay-there",
+        "a sequence that begins reads the state that another left in its slot",
+        "src/quire/kernels/recurrent/__init__.py",
+        "state = torch.zeros_like(view.state[slot]) if fresh else view.state[slot].clone()",
+        "state = view.state[slot].clone()",
+        ("tests/kernels/test_recurrent.py", "tests/exact/test_quick.py::test_quick"),
+    ),
+    Mutant(
+        "past-of-the-chunk-before",
+        "the convolution keeps the rows before its chunk, not the last ones of it",
+        "src/quire/kernels/recurrent/__init__.py",
+        "view.past[target] = rows[count : count + kernel - 1]",
+        "view.past[target] = rows[: kernel - 1]",
+        ("tests/kernels/test_recurrent.py",),
+    ),
 )

@@ -59,7 +59,8 @@ def delta_inputs(
     qk = qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True) + NORM_EPS)
     qk[:, 0] *= k_head_dim**-0.5
     x = a.float() + dt_bias
-    softplus = torch.where(x > 20.0, x, torch.log(1.0 + torch.exp(x.clamp(max=20.0))))
+    # The sum in fp64, as in the native kernel: in fp32 it loses what a small step has.
+    softplus = torch.where(x > 20.0, x, torch.log(1.0 + torch.exp(x.clamp(max=20.0)).double()).float())
     return qk, torch.stack((torch.exp(rate * softplus), sigmoid(b.float())), dim=1)
 
 
