@@ -26,6 +26,7 @@ from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend
 from tests.e2e.live import LiveServer
 
+from quire.engine.prompts import NOT_BEGUN, Begun
 from quire.engine.stream import RequestStream
 from quire.errors import ModelLoadError
 from quire.http.call import Call
@@ -53,8 +54,8 @@ UNKNOWN = {
 class Replaying(FakeFrontend):
     """Goes on with a stream by running it again: the journal leaves out the events that the client has."""
 
-    async def submit(self, *args: Any, delivered: Any = (), **kwargs: Any) -> RequestStream:
-        return await super().submit(*args, **kwargs)
+    async def submit(self, *args: Any, begun: Begun = NOT_BEGUN, **kwargs: Any) -> RequestStream:
+        return await super().submit(*args, begun=begun._replace(delivered=()), **kwargs)
 
 
 class Row(NamedTuple):

@@ -57,8 +57,8 @@ def test_a_fused_linear_of_several_formats(mixed_gguf: Path) -> None:
     }
     assert kinds == {
         "attn.q.weight": "int4, groups of 32 with offsets", "attn.k.weight": "int4, groups of 32",
-        "attn.v.weight": "int8, groups of 32", "attn.o.weight": "int8, groups of 32",
-        "mlp.gate.weight": "int4, groups of 32", "mlp.up.weight": "int8, groups of 32 with offsets",
+        "attn.v.weight": "int8, groups of 32", "attn.o.weight": "int5, groups of 32",
+        "mlp.gate.weight": "int4, groups of 32", "mlp.up.weight": "int5, groups of 32 with offsets",
         "mlp.down.weight": "int4, groups of 32",
     }  # fmt: skip
     kept = nats(EngineArgs(model=str(mixed_gguf), dtype="float32", cpu_isa="reference"), TEXT)
