@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -197,7 +198,9 @@ async def run_client(name: str, quill: str, scripted: str, *, record: bool) -> l
         except TimeoutError:
             process.kill()
             out, err = await process.communicate()
-    checks = [json.loads(line) for line in out.decode().splitlines() if line.startswith('{"check"')]
+    # A client that prints from threads of its own may write before and after a check on the same line.
+    text, read = out.decode(), json.JSONDecoder().raw_decode
+    checks = [read(text, match.start())[0] for match in re.finditer(re.escape('{"check"'), text)]
     if not checks or (process.returncode and all(check["error"] is None for check in checks)):
         tail = err.decode(errors="replace")[-2000:]
         checks.append({"check": "the script ends", "error": f"status {process.returncode}: {tail}"})
