@@ -1,4 +1,4 @@
-"""`quire doctor MODEL`: the formats in which a model is held and their bytes; ``--check``: is every file of it sound?
+"""`quire doctor MODEL`: how a model is held and multiplied, and its other forms; ``--check``: are its files sound?
 
 Torch-free.
 """
@@ -9,10 +9,9 @@ import asyncio
 from datetime import datetime
 
 from rich.console import Console
-from rich.table import Table
 
 from quire.args import EngineArgs
-from quire.config import ModelConfig
+from quire.cli.weight_tables import MEASURE, form_table, held_table, product_table
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.engine.prompts import Prompts
@@ -21,35 +20,25 @@ from quire.models.checkpoint import Checkpoint, read_tokenizer, stored_sources
 from quire.models.gguf_check import scales_not_finite
 from quire.models.safetensors_file import AGAIN, not_finite, reading
 from quire.text.chat_template import ChatTemplate
-from quire.weight_table import activations_of, weight_table
-
-MIB = 2**20
+from quire.weight_forms import forms, products
 
 
 def model_report(args: EngineArgs) -> None:
-    """Print the table. Raises the errors of `configure`."""
-    config, _ = configure(args, detect_device(args.device))
-    console = Console()
-    console.print(table_of(config.model))
-    for line in config.model.remarks:
+    """Print how the weights are held and multiplied, and the other forms. Raises the errors of `configure`."""
+    device = detect_device(args.device)
+    config, checkpoint = configure(args, device)
+    model, console = config.model, Console()
+    stored = checkpoint.formats
+    console.print(held_table(model))
+    console.print()
+    console.print(product_table(products(model.spec, model.formats, stored, model.dtype, device)))
+    if device.kind == "cpu":
+        current = "" if args.quantize is None else f"--quantize {args.quantize}"
+        console.print()
+        console.print(form_table(forms(model.spec, stored, model.dtype, device), current))
+        console.print(f"\n• {MEASURE}", highlight=False)
+    for line in model.remarks:
         console.print(f"• {line}")
-
-
-def table_of(model: ModelConfig) -> Table:
-    """Return the format, bits and bytes of weights, activations and KV cache, and the bytes that one token reads."""
-    spec = model.spec
-    table = Table("part", "held as", "bits", "MiB", "MiB read per token", box=None, pad_edge=False)
-    rows = weight_table(spec, model.dtype, model.formats)
-    for row in rows:
-        size, read = f"{row.num_bytes / MIB:.1f}", f"{row.bytes_per_token / MIB:.2f}"
-        table.add_row(row.part, row.held, f"{row.bits:.2f}", size, read)
-    total, read_all = sum(row.num_bytes for row in rows), sum(row.bytes_per_token for row in rows)
-    table.add_row("all weights", "", "", f"{total / MIB:.1f}", f"{read_all / MIB:.2f}")
-    table.add_row("activations of linears", activations_of(model.dtype, model.formats), "", "", "")
-    groups = spec.kv_layout(model.max_model_len).groups
-    kv = sum(spec.kv_bytes_per_token(group, model.kv_dtype) for group in groups)
-    table.add_row("KV cache", model.kv_dtype, "", "", f"{kv / MIB:.4f} for each token before it")
-    return table
 
 
 def check_model(model: str) -> int:

@@ -77,6 +77,8 @@ def shard_of(spec: ModelSpec, precision: str, split: Split, stored: Stored | Non
     head needs of MLA are on all.
     """
     formats = _formats(spec, precision) if stored is None else dict(stored)
+    if stored is not None and split.tp > 1:  # cuts fall within the inputs that share an outer scale
+        formats = {name: held.wide for name, held in stored}
     is_held = precision in ("int8", "int4") or stored is not None
     dense = dense_params = expert = expert_params = head = head_params = table = 0.0
     for name, shape in weight_shapes(spec).items():

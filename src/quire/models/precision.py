@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.cost.presets import preset_of, published_format
-from quire.cost.split import Stored
 from quire.errors import ModelLoadError
 from quire.families import quantization_of
 from quire.models.checkpoint import describe, read_json
 from quire.models.hub import NAMES, config_of, locate
 from quire.modelspec import ModelSpec
-from quire.weight_plan import plan_weights
+from quire.weight_plan import Formats
 
 # A GGUF file has several types: the most bits per weight of a file, and the planner's format of about that size.
 _GGUF = ((6.0, "int4"), (10.0, "int8"))
@@ -32,14 +31,17 @@ def precision_of(model: str, spec: ModelSpec) -> str:
     return next((name for most, name in _GGUF if bits <= most), plain)
 
 
-def stored_formats(model: str) -> Stored | None:
-    """Return the formats that hold the weights of a local GGUF file; None where it is plain, and for other models."""
+def stored_formats(model: str) -> Formats | None:
+    """Return the formats that the files of a local model have, empty where they are plain; None without files."""
     path = Path(model).expanduser()
-    if not path.exists() or path.suffix == ".json" or (path / "config.json").exists():
+    if model not in NAMES and not path.exists():
         return None
-    checkpoint = describe(locate(model))
-    formats = plan_weights(checkpoint.spec, checkpoint.formats, None, None).formats
-    return tuple(formats.items()) if checkpoint.formats else None
+    path = locate(model)
+    if path.suffix == ".json" or (
+        path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf"))
+    ):
+        return None
+    return describe(path).formats
 
 
 def _of_config(path: Path) -> str | None:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.cli.flags import PlanArgs
+from quire.cli.weight_tables import MEASURE, form_table, product_table
 from quire.config import MAX_DRAFTS
 from quire.cost.efficiency import MEASURED, efficiency_of
 from quire.cost.hardware import HERE, Hardware, Price, find_hardware, hardware_named, this_machine
@@ -23,11 +24,9 @@ from quire.cost.kept_profiles import kept
 from quire.cost.links import Links
 from quire.cost.presets import preset_of
 from quire.cost.profile import load_profile
-from quire.cost.split import PRECISIONS
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.checkpoint import spec_of
-from quire.models.precision import precision_of, stored_formats
 from quire.slo import Slo
 from quire.weight_plan import kinds_of
 from quire_lab.bench.progress import ticking
@@ -35,6 +34,7 @@ from quire_lab.cli.hardware_list import show_hardware
 from quire_lab.cli.plan_compare import compare, comparison_table, read_plan
 from quire_lab.cli.plan_measured import measured_here, measured_lines
 from quire_lab.cli.plan_tables import advice_table, memory_table, search_table, speed_table
+from quire_lab.cli.plan_weights import form_flag, planned_products, quantize_flag, weights_of
 from quire_lab.plan.advice import advice
 from quire_lab.plan.by_engine import by_engine
 from quire_lab.plan.candidates import parse_split
@@ -62,10 +62,7 @@ def question_of(asked: PlanArgs) -> Question:
     hardware = hardware_of(asked)
     spec = spec_of(asked.model)  # may ask the hub, so the errors above come first
     isl, osl = lengths_of(asked.workload)
-    own = precision_of(asked.model, spec)
-    precision = asked.quantize or own
-    if precision not in PRECISIONS:
-        raise ConfigError(f"--quantize {precision!r} must be one of {', '.join(PRECISIONS)}")
+    weights = weights_of(asked.model, asked.quantize, spec, hardware)
     kv_dtype = asked.kv_dtype or "bf16"
     if kv_dtype not in ("bf16", "fp8", "int8"):
         raise ConfigError(f"--kv-dtype {kv_dtype!r} must be one of bf16, fp8, int8")
@@ -78,7 +75,7 @@ def question_of(asked: PlanArgs) -> Question:
             f"--prefix {asked.prefix} must be in 0…{isl - 1}, less than the prompt's {isl} tokens"
         )
     engine = asked.engine or ("cpu" if hardware.kind == "cpu" else "default")
-    efficiency_of(engine, hardware, spec, precision)  # refuses an unknown name
+    efficiency_of(engine, hardware, spec, weights.precision)  # refuses an unknown name
     concurrency = asked.concurrency if asked.rate is None else None
     return Question(
         model=asked.model,
@@ -88,9 +85,10 @@ def question_of(asked: PlanArgs) -> Question:
         load=Load(isl, osl, asked.rate, concurrency if asked.rate or concurrency else 1, asked.prefix),
         engine=engine,
         slo=Slo.parse(asked.slo) if asked.slo else None,
-        precision=precision,
-        own_precision=own,
-        stored=stored_formats(asked.model) if precision == own else None,
+        precision=weights.precision,
+        own_precision=weights.own_precision,
+        stored=weights.stored,
+        forms=weights.forms,
         kv_dtype=kv_dtype,
         context=asked.context,
         max_num_batched_tokens=asked.max_num_batched_tokens or (2048 if hardware.kind == "cpu" else 8192),
@@ -199,8 +197,9 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     }
     if q.long_prefill_token_threshold:
         wanted["long_prefill_token_threshold"] = q.long_prefill_token_threshold
-    if q.precision not in ("bf16", "fp32", q.own_precision):
-        wanted["quantize"] = q.precision
+    quantize, lacking_format = quantize_flag(q)
+    if quantize is not None:
+        wanted["quantize"] = quantize
     if q.kv_dtype != "bf16":
         wanted["kv_dtype"] = q.kv_dtype
     served = replace(q.slo, e2el_s=None) if q.slo is not None else Slo()
@@ -232,6 +231,8 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     lacking = [
         f"this version has no {flag_name(name)}{where} yet (wanted: {v})" for name, v in missing.items()
     ]
+    if lacking_format is not None:
+        lacking.append(lacking_format)
     if q.slo is not None and q.slo.e2el_s is not None:
         lacking.append("the server holds ttft and tpot; e2el is predicted here alone")
     if q.precision == q.own_precision == "mxfp4" and q.hardware.kind != "cpu":
@@ -261,6 +262,8 @@ def plan(asked: PlanArgs) -> int:
         report["predicted"] |= {"by_engine": figures} if (figures := by_engine(answer)) else {}
         report["advice"] = [step.as_dict() for step in advice(answer)]
         report["measured"] = measured
+        report["forms"] = [form.as_dict() for form in question.forms]
+        report["arithmetic"] = [one.as_dict() for one in planned_products(question)]
         if asked.explain:
             report["explain"] = [asdict(line) for line in explained]
         if other is not None:
@@ -306,6 +309,13 @@ def _print(answer: CapacityPlan, command: str, lacking: list[str], explained: li
         console.print(reason, highlight=False)
     console.print()
     console.print(memory_table(data["memory"], q.spec.max_position_embeddings))
+    if q.forms:
+        console.print()
+        console.print(form_table(q.forms, form_flag(q)))
+    if here := planned_products(q):
+        console.print()
+        console.print(product_table(here))
+        lacking = [*lacking, MEASURE]
     if data["predicted"]:
         console.print()
         console.print(speed_table(data, by_engine(answer)))

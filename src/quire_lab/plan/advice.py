@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.cost.fidelity import KV_INT8, MEASURED
 from quire.cost.presets import preset_spec, presets
 from quire.cost.split import Split
+from quire.modelspec import ModelSpec
 from quire_lab.plan.capacity import CapacityPlan, Objective, Option, Question, choice
 from quire_lab.plan.draft import Draft
 
@@ -82,15 +84,19 @@ def _finite(value: float) -> float | None:
 def _changes(q: Question, now: Option | None) -> Iterator[tuple[str, str, Question]]:
     """Yield (what, flag, question) with one thing changed each."""
     plain = ("bf16", "fp16", "fp32")
-    rounds = q.own_precision in plain  # the engine rounds no weights that a file holds rounded
     wide = q.precision in plain
+    is_cpu = q.hardware.kind == "cpu"
     eight = "fp8" if "fp8" in q.hardware.flops else "int8"
-    if rounds and wide:
-        yield f"weights in 8 bits ({eight})", f"--quantize {eight}", replace(q, precision=eight)
-    if rounds and (wide or q.precision in ("fp8", "int8")):
-        yield "weights in 4 bits (int4)", "--quantize int4", replace(q, precision="int4")
-    if q.kv_dtype == "bf16":
-        yield f"K and V in 8 bits ({eight})", f"--kv-dtype {eight}", replace(q, kv_dtype=eight)
+    if _rounds(q, eight) and wide:
+        lost = f", {MEASURED['int8']} nats from fp32" if is_cpu else ""
+        yield f"weights in 8 bits ({eight}){lost}", f"--quantize {eight}", replace(q, precision=eight)
+    if _rounds(q, "int4") and (wide or q.precision in ("fp8", "int8")):
+        lost = f", {MEASURED['int4']} nats from fp32" if is_cpu else ""
+        yield f"weights in 4 bits (int4){lost}", "--quantize int4", replace(q, precision="int4")
+    if q.kv_dtype == "bf16" and _caches_in_8_bits(q.spec):
+        added = KV_INT8[any(a.qkv_bias for a in q.spec.attentions)]
+        more = f", {added} nats more from fp32" if eight == "int8" else ""
+        yield f"K and V in 8 bits ({eight}){more}", f"--kv-dtype {eight}", replace(q, kv_dtype=eight)
     if not q.load.prefix and q.load.isl > 1:
         shared = q.load.isl // 2
         what = f"a prefix cache, if half of each prompt ({shared:,} tokens) is in it"
@@ -98,6 +104,18 @@ def _changes(q: Question, now: Option | None) -> Iterator[tuple[str, str, Questi
     if q.draft is None and not q.spec.state_layers:  # the engine runs no drafts on recurrent layers
         yield _drafted(q)
     yield from _sizes(q, now)
+
+
+def _rounds(q: Question, kind: str) -> bool:
+    """Whether an engine rounds the weights to ``kind``: it rounds none that a file holds rounded."""
+    if q.forms:
+        return any(form.flag == f"--quantize {kind}" for form in q.forms)
+    return q.own_precision in ("bf16", "fp16", "fp32")
+
+
+def _caches_in_8_bits(spec: ModelSpec) -> bool:
+    """Whether an engine holds K and V of ``spec`` in 8 bits: not latents, nor beside fp32, nor heads of an odd size."""
+    return spec.dtype != "float32" and not any(a.is_mla or a.head_dim % 2 for a in spec.attentions)
 
 
 def _drafted(q: Question) -> tuple[str, str, Question]:

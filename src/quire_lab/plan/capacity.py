@@ -28,6 +28,7 @@ from quire.cost.split import MemoryPlan, Split, Stored, plan_memory
 from quire.metrics.engine_stats import QUIET_TIMES
 from quire.modelspec import ModelSpec
 from quire.slo import Slo
+from quire.weight_forms import Form
 from quire_lab.plan.candidates import candidates, striped
 from quire_lab.plan.draft import Draft, Drafting
 from quire_lab.plan.estimate import Cost, Estimate, Load, Replica, cost_of
@@ -220,7 +221,8 @@ class Question:
     slo: Slo | None = None
     precision: str = "bf16"
     own_precision: str = "bf16"  # the files' precision, served without --quantize
-    stored: Stored | None = None  # formats in a GGUF file that is served unchanged
+    stored: Stored | None = None  # formats of files that are here and served unchanged
+    forms: tuple[Form, ...] = ()  # in which an engine on this CPU can hold files that are here
     kv_dtype: str = "bf16"
     context: int | None = None  # tokens per request; None: its prompt and output
     max_num_batched_tokens: int = 8192
