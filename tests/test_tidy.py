@@ -32,6 +32,7 @@ LATE_IMPORTS: dict[str, str] = {
     "quire/cli/__init__.py": "each command imports what it needs, so that --help is quick",
     "quire/cli/foreign.py": "a draft model is looked for with the code that reads checkpoints",
     "quire_lab/cli/measure.py": "each command imports what it needs, so that --help is quick",
+    "quire_lab/cli/quantize.py": "torch is loaded when the command runs, not for its help",
     "quire_lab/cli/cockpit.py": "nicegui is the extra `cockpit`, loaded by the page's process alone",
     "quire/cli/serve.py": "the engine process is started before this process imports the web server",
     "quire/api/call_stages.py": "the one list of the stages of a call",

@@ -31,6 +31,7 @@ from quire_lab.bench.args import (
     ThroughputArgs,
 )
 from quire_lab.eval.args import EvalArgs
+from quire_lab.quantize.args import QuantizeArgs
 
 HEAD = """\
 # The command line
@@ -46,6 +47,7 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire pull ORG/REPO            download what serving a model needs, into the cache of the hub
     quire list                     the models on this machine: those that ship with Quire, those in the cache
     quire rm ORG/REPO …            delete models from the cache
+    quire quantize MODEL --out DIR write a smaller checkpoint that others read too (docs/quantization.md)
     quire bench serve              put load on any OpenAI-compatible server (docs/benchmarking.md)
     quire bench latency [MODEL]    batches of equal requests, without a server
     quire bench throughput [MODEL] all requests at once, without a server
@@ -131,6 +133,7 @@ def document() -> str:
         ("Flight recorder: replay", ReplayArgs),
         ("Step times: profile", ProfileArgs),
         ("Fidelity: eval", EvalArgs),
+        ("Smaller checkpoints: quantize", QuantizeArgs),
         ("Virtual clock: simulate", SimulateArgs),
         ("Replicas by load: autoscale", AutoscaleArgs),
     ):

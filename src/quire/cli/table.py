@@ -21,6 +21,7 @@ TABLE = {
     "learn": "quire_lab.cli.learn:learn",
     "ledger": "quire_gateway.cli.ledger:ledger_app",
     "plan": "quire_lab.cli.plan:plan",
+    "quantize": "quire_lab.cli.quantize:quantize_app",
     "profile": "quire_lab.cli.measure:profile_app",
     "simulate": "quire_lab.cli.measure:simulate_app",
     # Parts of other commands.

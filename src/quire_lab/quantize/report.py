@@ -1,0 +1,70 @@
+"""What a run says of its result: errors by layer, bytes with everything counted, minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from quire_lab.bench.page import console
+from quire_lab.quantize.args import QuantizeArgs
+from quire_lab.quantize.scheme import Plan
+from quire_lab.quantize.source import Source
+
+
+def summary(
+    model: str, args: QuantizeArgs, source: Source, made: Plan, entries: Sequence[Mapping[str, Any]], seconds: float
+) -> dict[str, Any]:  # fmt: skip
+    """Return the report: what ``--json`` prints and the folder keeps."""
+    matrices = {matrix.tensor for matrix in source.matrices if made.schemes[matrix.name] is not None}
+    plain = {name: tensor for name, tensor in source.tensors.items() if name not in matrices}
+    quantized = sum(entry["bytes"] for entry in entries)
+    num_weights = sum(entry["num_weights"] for entry in entries)
+    kept = [m.name for m in source.matrices if made.schemes[m.name] is None]
+    num_params = source.checkpoint.spec.num_params
+    total = quantized + sum(tensor.num_bytes for tensor in plain.values())
+    return {
+        "model": model, "args": {**asdict(args), "keep": list(args.keep)}, "out": args.out,
+        "seconds": seconds, "bytes": total, "bytes_source": sum(t.num_bytes for t in source.tensors.values()),
+        "bits_per_weight": 8 * total / num_params, "bits_per_quantized_weight": 8 * quantized / max(1, num_weights),
+        "remarks": [*source.remarks, *made.remarks, *(f"{name} stays as it is" for name in kept)],
+        "layers": [_of_layer(layer, entries) for layer in range(source.num_layers)], "matrices": list(entries),
+    }  # fmt: skip
+
+
+def _of_layer(layer: int, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the largest errors among the matrices of ``layer``."""
+    found = [entry for entry in entries if entry["layer"] == layer]
+    worst: dict[str, Any] = {"layer": layer}
+    for key in ("weight_error", "output_error"):
+        values = [entry[key] for entry in found if entry.get(key) is not None]
+        worst[key] = max(values) if values else None
+    return worst
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """Print the report as a table."""
+    out = console()
+    table = Table("layer", "matrix", "scheme", "error of weights", "error of outputs", box=None)
+    for layer in report["layers"]:
+        found = [entry for entry in report["matrices"] if entry["layer"] == layer["layer"]]
+        worst = max(found, key=lambda entry: entry.get("output_error") or entry["weight_error"], default=None)
+        if worst is not None:
+            output = worst.get("output_error")
+            table.add_row(
+                str(layer["layer"]), worst["name"].rpartition("layers.")[2], worst["scheme"],
+                f"{worst['weight_error']:.3g}", "–" if output is None else f"{output:.3g}",
+            )  # fmt: skip
+    out.print(
+        "The matrix with the largest error of each layer; errors are shares of the square.", highlight=False
+    )
+    out.print(table)
+    was, now = report["bytes_source"], report["bytes"]
+    for line in (
+        *report["remarks"],
+        f"{report['out']}: {now / 2**20:,.1f} MiB of {was / 2**20:,.1f}, {report['bits_per_weight']:.2f} bits per "
+        f"weight with everything counted, {report['seconds'] / 60:.1f} minutes",
+    ):
+        out.print(line, highlight=False, markup=False)

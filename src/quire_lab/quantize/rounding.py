@@ -1,0 +1,143 @@
+"""Integers of a matrix with scales and zero points per group: the grid of a group, and rounding to the nearest.
+
+    w[n, k] ≈ scale[n, k // group] · (q[n, k] − zero[n, k // group])        q, zero signed, of `Scheme.bits`
+
+A grid is searched among clipping points, since few levels do not pay for reaching a group's largest weight. What a
+search compares is the square error, each input's weighted where ``importance`` is given. Scales are rounded to
+what is stored before integers are chosen: fp16 of so few significant bits that the product with an integer of 4 bits is
+exact in fp16. All readers then decode the same numbers, and to read scales as bfloat16 loses nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.quant.rtn import DIVISORS, SMALLEST
+from quire.quant.stored import row_ranges
+from quire_lab.quantize.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Levels of groups: ``scale`` fp32 and ``zero`` ``[rows, groups]``; None: the middle."""
+
+    scale: Tensor
+    zero: Tensor | None = None
+
+    def columns(self, group: int) -> tuple[Tensor, Tensor]:
+        """Return scale and zero of the group ``group``, each ``[rows, 1]``."""
+        scale = self.scale[:, group : group + 1]
+        zero = torch.zeros_like(scale) if self.zero is None else self.zero[:, group : group + 1]
+        return scale, zero
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """One matrix: ``q [out, in]`` int8 on ``grid``."""
+
+    scheme: Scheme
+    q: Tensor
+    grid: Grid
+
+    def expand(self) -> Tensor:
+        """Return the fp32 matrix ``[out, in]`` that a reader decodes."""
+        groups = self.grid.scale.shape[1]
+        numbers = torch.unflatten(self.q.float(), 1, (groups, -1))
+        if self.grid.zero is not None:
+            numbers = numbers - self.grid.zero.unsqueeze(-1)
+        return (numbers * self.grid.scale.unsqueeze(-1)).flatten(1)
+
+
+def round_to_nearest(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Rounded:
+    """``weight [out, in]`` → its integers; ``importance [in]`` weights the square errors of inputs."""
+    grid = fit_grid(weight, scheme, importance)
+    return Rounded(scheme, on_grid(weight, scheme, grid), grid)
+
+
+def fit_grid(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Grid:
+    """Return the grid of every group of ``weight [out, in]``."""
+    fit = _symmetric if scheme.symmetric else _with_zeros
+    groups = scheme.num_groups(weight.shape[1])
+    weights = torch.ones(weight.shape[1]) if importance is None else importance.float()
+    weights = torch.unflatten(weights / weights.mean().clamp_min(SMALLEST), 0, (groups, -1))
+    scales, zeros = [], []
+    for start, stop in row_ranges(*weight.shape):
+        values = torch.unflatten(weight[start:stop].float(), 1, (groups, -1))
+        scale, zero = fit(values, scheme, weights)
+        scales.append(scale)
+        zeros.append(zero)
+    return Grid(torch.cat(scales), None if scheme.symmetric else torch.cat(zeros))
+
+
+def on_grid(weight: Tensor, scheme: Scheme, grid: Grid) -> Tensor:
+    """Return the nearest integers of ``weight [out, in]``, int8."""
+    q = torch.empty(weight.shape, dtype=torch.int8)
+    groups = grid.scale.shape[1]
+    for start, stop in row_ranges(*weight.shape):
+        values = torch.unflatten(weight[start:stop].float(), 1, (groups, -1))
+        zero = None if grid.zero is None else grid.zero[start:stop]
+        q[start:stop] = _levels(values, grid.scale[start:stop], zero, scheme).flatten(1)
+    return q
+
+
+def _levels(values: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    """``values [rows, groups, group]`` → fp32 integers of that shape."""
+    inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0).unsqueeze(-1)
+    numbers = (values * inverse).round_()
+    if zero is not None:
+        numbers += zero.unsqueeze(-1)
+    return numbers.clamp_(scheme.lowest, scheme.highest)
+
+
+def _symmetric(values: Tensor, scheme: Scheme, weights: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = values.amin(-1), values.amax(-1)
+    # With its sign: at share 1 it becomes the lowest level, the one without a twin.
+    extreme = torch.where(-low >= high, low, high)
+    used = extreme.abs() > SMALLEST
+    best = torch.full_like(extreme, torch.inf)
+    chosen = torch.zeros_like(extreme)
+    # Levels that the extreme becomes, as a share of the lowest: above 1 it is cut off.
+    shares = [divisor / DIVISORS[0] for divisor in DIVISORS]
+    for share in shares if scheme.bits < 8 else (-scheme.highest / scheme.lowest,):
+        scale = _stored(extreme / (scheme.lowest * share), zero_points=False)
+        for _ in range(2 if scheme.bits < 8 else 1):
+            q = _levels(values, scale, None, scheme)
+            error = ((values - q * scale.unsqueeze(-1)).square() * weights).sum(-1)
+            better = used & (error < best)
+            best, chosen = torch.where(better, error, best), torch.where(better, scale, chosen)
+            size = (q.square() * weights).sum(-1)
+            # The best scale for these integers.
+            along = (values * q * weights).sum(-1)
+            scale = _stored(torch.where(size > 0.0, along / size, scale), zero_points=False)
+    return chosen, torch.zeros_like(chosen)
+
+
+def _with_zeros(values: Tensor, scheme: Scheme, weights: Tensor) -> tuple[Tensor, Tensor]:
+    # Zero is a level, as in every format with zero points.
+    low, high = values.amin(-1).clamp_max(0.0), values.amax(-1).clamp_min(0.0)
+    used = (high - low) > SMALLEST
+    best = torch.full_like(low, torch.inf)
+    chosen, zeros = torch.zeros_like(low), torch.zeros_like(low)
+    steps = scheme.highest - scheme.lowest
+    # Of the range of a group, the rest of which is cut off.
+    shares = torch.linspace(1.0, 0.7, 7).tolist()
+    for share in shares if scheme.bits < 8 else (1.0,):
+        scale = _stored((high - low) * (share / steps), zero_points=True)
+        inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0)
+        zero = (scheme.lowest - low * share * inverse).round_().clamp_(scheme.lowest, scheme.highest)
+        q = _levels(values, scale, zero, scheme)
+        error = ((values - (q - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).square() * weights).sum(-1)
+        better = used & (error < best)
+        best, chosen = torch.where(better, error, best), torch.where(better, scale, chosen)
+        zeros = torch.where(better, zero, zeros)
+    return chosen, zeros
+
+
+def _stored(scale: Tensor, *, zero_points: bool) -> Tensor:
+    """Return ``scale`` as it is read back: fp16 of 8 significant bits, of 7 where q − zero is up to 15."""
+    mantissa, exponent = torch.frexp(scale)
+    size = 128.0 if zero_points else 256.0
+    return torch.ldexp((mantissa * size).round_() / size, exponent).half().float()

@@ -1,0 +1,111 @@
+"""`Scheme`: how one matrix is to be stored, and which matrices of a model get which. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quire.errors import ConfigError
+from quire.weight_format import GROUPS, Kind
+from quire_lab.quantize.source import Matrix
+
+KINDS: Mapping[int, Kind] = {4: "int4", 8: "int8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Integers of ``bits`` with a scale, and maybe a zero point, per ``group`` inputs; None: per output feature."""
+
+    bits: int
+    group: int | None
+    symmetric: bool = True
+
+    @property
+    def lowest(self) -> int:
+        return -(1 << self.bits - 1)
+
+    @property
+    def highest(self) -> int:
+        return (1 << self.bits - 1) - 1
+
+    def num_groups(self, in_features: int) -> int:
+        return 1 if self.group is None else in_features // self.group
+
+    def __str__(self) -> str:
+        group = "a scale per row" if self.group is None else f"groups of {self.group}"
+        return f"int{self.bits}, {group}" + ("" if self.symmetric else ", zero points")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``schemes``: for each matrix, None where it stays as it is; ``remarks``: what differs from the request."""
+
+    schemes: dict[str, Scheme | None]
+    remarks: tuple[str, ...]
+
+
+def plan(matrices: Sequence[Matrix], wanted: Scheme, keep: Sequence[str]) -> Plan:
+    """Return the scheme of each of ``matrices``.
+
+    ``keep``: patterns of names that stay in 16 bits, each as ``PATTERN=bf16`` or the pattern alone. A group that does
+    not divide the inputs of a matrix is halved until it does; below those of kernels, it gets int8 per row.
+
+    Raises:
+        ConfigError: a pattern is wrong or matches nothing, or the group divides no matrix.
+    """
+    patterns = [_pattern(text) for text in keep]
+    for text, pattern in zip(keep, patterns, strict=True):
+        if not any(pattern.search(matrix.name) for matrix in matrices):
+            raise ConfigError(f"keep = {text!r} matches no matrix; the first of them is {matrices[0].name}")
+    if wanted.group is not None and all(m.in_features % wanted.group for m in matrices):
+        sizes = ", ".join(map(str, sorted({matrix.in_features for matrix in matrices})))
+        raise ConfigError(
+            f"group_size = {wanted.group} divides the inputs of no matrix of this model, which are {sizes}"
+        )
+    schemes: dict[str, Scheme | None] = {}
+    for matrix in matrices:
+        kept = any(pattern.search(matrix.name) for pattern in patterns)
+        schemes[matrix.name] = None if kept else fitting(wanted, matrix.in_features)
+    return Plan(schemes, tuple(_remarks(matrices, wanted, schemes)))
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    pattern, equals, kind = text.rpartition("=")
+    if not equals:
+        pattern, kind = text, "bf16"
+    if kind not in ("bf16", "16"):
+        raise ConfigError(f"keep = {text!r}: what is kept stays as it is; write {pattern}=bf16")
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"keep = {text!r} is no regular expression: {error}") from None
+
+
+def fitting(wanted: Scheme, in_features: int) -> Scheme:
+    """Return ``wanted`` with the largest half of its group that divides ``in_features``, or int8 per row."""
+    group = wanted.group
+    while group is not None and in_features % group:
+        group //= 2
+        if group < min(GROUPS["int4"]):
+            return Scheme(8, None)
+    return replace(wanted, group=group)
+
+
+def _remarks(matrices: Sequence[Matrix], wanted: Scheme, schemes: dict[str, Scheme | None]) -> list[str]:
+    others: dict[tuple[str, int], int] = {}
+    for matrix in matrices:
+        scheme = schemes[matrix.name]
+        if scheme is not None and scheme != wanted:
+            key = str(scheme), matrix.in_features
+            others[key] = others.get(key, 0) + 1
+    return [
+        f"{count} matrices of {inputs} inputs, which groups of {wanted.group} do not divide: {text}"
+        for (text, inputs), count in others.items()
+    ]
+
+
+def default_group(hidden_size: int) -> int:
+    """Return the group of a model where none is asked for: 128 inputs, 64 in a narrow model."""
+    large, small, _ = GROUPS["int4"]
+    return small if hidden_size < 1024 else large
