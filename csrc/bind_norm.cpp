@@ -25,14 +25,15 @@ void bind_norm(nb::module_& m) {
   m.def(
       "gated",
       [](int num_threads, const std::string& isa, bool bf16, int gate, uintptr_t gate_up, int64_t stride, uintptr_t y,
-         int64_t tokens, int64_t size, uintptr_t q, int64_t q_stride, uintptr_t scale, uintptr_t sums, int64_t group,
-         int64_t rotation, int64_t block) {
-        if (gate < 0 || gate > 3) throw std::invalid_argument("gate must be 0 ... 3");
+         int64_t tokens, int64_t size, float gate_scale, float alpha_p, float alpha_n, uintptr_t q, int64_t q_stride,
+         uintptr_t scale, uintptr_t sums, int64_t group, int64_t rotation, int64_t block) {
+        if (gate < 0 || gate > 5) throw std::invalid_argument("gate must be 0 ... 5");
         const GatedArgs args{at<void>(gate_up), at<void>(y), tokens, size, stride, Gate(gate), type_of(bf16),
-                             {at<int8_t>(q), at<float>(scale), at<int32_t>(sums), q_stride}, {group, rotation, block}};
+                             {at<int8_t>(q), at<float>(scale), at<int32_t>(sums), q_stride}, {group, rotation, block},
+                             gate_scale, alpha_p, alpha_n};
         submit(num_threads, args, {&GatedArgs::tokens}, kernels_of<GatedKernels>(isa).gated);
       },
-      "act(gate) * up; gate: 0 silu, 1 gelu_tanh, 2 gelu, 3 swiglu_oai; as int8 to q, or (0) to y.", nb::call_guard<nb::gil_scoped_release>());
+      "act(gate) * up: 0 silu, 1 gelu_tanh, 2 gelu, 3 swiglu_oai; act(up): 4 relu2, 5 xielu; as int8 to q, or (0) to y.", nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire::cpu

@@ -64,11 +64,12 @@ void bind_pointwise(nb::module_& m) {
   m.def(
       "gate_rows",
       [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t stride, uintptr_t gate,
-         int64_t gate_stride, uintptr_t y, int64_t rows, int64_t size) {
-        const GateRowsArgs args{at<void>(x), at<void>(gate), at<void>(y), rows, size, stride, gate_stride, type_of(bf16)};
+         int64_t gate_stride, uintptr_t y, int64_t rows, int64_t size, int64_t per, bool plain) {
+        const GateRowsArgs args{at<void>(x), at<void>(gate), at<void>(y), rows, size, per, stride, gate_stride, plain,
+                                type_of(bf16)};
         submit(num_threads, args, {&GateRowsArgs::rows}, kernels_of<PointwiseKernels>(isa).gate);
       },
-      "y = x * sigmoid(gate).", nb::call_guard<nb::gil_scoped_release>());
+      "y = x * sigmoid(gate), or (plain) x * gate; a gate for each `per` elements.", nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire::cpu

@@ -97,7 +97,7 @@ class Experts {
       if (count == 0) continue;
       gather(start, count);
       multiply(a_.gate_up[e], a_.up_format, at_.in, {at_.in_q, at_.in_scale, at_.in_sums}, a_.up_stride, count,
-               2 * a_.inter, a_.hidden, at<char>(at_.gate_up));
+               parts_of(a_.gate) * a_.inter, a_.hidden, at<char>(at_.gate_up));
       activate(count);
       multiply(a_.down[e], a_.down_format, at_.act, {at_.act_q, at_.act_scale, at_.act_sums}, a_.down_stride, count,
                a_.hidden, a_.inter, at<char>(at_.out) + start * a_.hidden * element_bytes(a_.type));
@@ -191,7 +191,7 @@ class Experts {
   }
 
   void activate(int64_t rows) {
-    GatedArgs args{at<char>(at_.gate_up), nullptr, rows, a_.inter, 2 * a_.inter, a_.gate, a_.type, {}, {}};
+    GatedArgs args{at<char>(at_.gate_up), nullptr, rows, a_.inter, parts_of(a_.gate) * a_.inter, a_.gate, a_.type, {}, {}};
     if (a_.down_format.bits == 0) {
       args.y = at<char>(at_.act);
     } else {

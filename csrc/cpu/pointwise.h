@@ -33,11 +33,12 @@ struct AddGatedArgs {
   Type type;
 };
 
-// y = x * sigmoid(gate), element by element.
+// y = x * sigmoid(gate), or with `plain` x * gate: a gate for each `per` elements.
 struct GateRowsArgs {
-  const void *x, *gate;  // [rows, size], rows `stride` apart
+  const void *x, *gate;  // [rows, size] and [rows, size / per], rows `stride` apart
   void* y;               // [rows, size], contiguous
-  int64_t rows, size, stride, gate_stride;
+  int64_t rows, size, per, stride, gate_stride;
+  bool plain;
   Type type;
 };
 

@@ -24,7 +24,7 @@ void add_rows(const PointwiseArgs& a, ThreadPool& pool) {
 template <typename T>
 void scale_rows(const PointwiseArgs& a, ThreadPool& pool) {
   const Vec scale = broadcast(a.scale), cap = broadcast(a.cap);
-  over_rows(a.rows, a.size * 4, pool, [&](int64_t i) {
+  over_rows(a.rows, a.size * 8, pool, [&](int64_t i) {
     const T* x = static_cast<const T*>(a.x) + i * a.stride;
     T* y = static_cast<T*>(a.y) + i * a.size;
     over_vectors(a.size, [&](int64_t j, int n) {
@@ -72,13 +72,26 @@ void add_gated_rows(const AddGatedArgs& a, ThreadPool& pool) {
 
 template <typename T>
 void gate_rows(const GateRowsArgs& a, ThreadPool& pool) {
+  const auto factor = [&](Vec gate) { return a.plain ? gate : sigmoid(gate); };
   over_rows(a.rows, a.size * 8, pool, [&](int64_t i) {
     const T* x = static_cast<const T*>(a.x) + i * a.stride;
     const T* gate = static_cast<const T*>(a.gate) + i * a.gate_stride;
     T* y = static_cast<T*>(a.y) + i * a.size;
-    over_vectors(a.size, [&](int64_t j, int n) {
-      store_some(y + j, mul(load_some(x + j, n), sigmoid(load_some(gate + j, n))), n);
-    });
+    if (a.per == 1) {
+      over_vectors(a.size, [&](int64_t j, int n) {
+        store_some(y + j, mul(load_some(x + j, n), factor(load_some(gate + j, n))), n);
+      });
+      return;
+    }
+    for (int64_t head = 0; head * a.per < a.size; ++head) {
+      T same[kLanes];
+      std::fill_n(same, kLanes, gate[head]);
+      const Vec of_head = factor(load(same));
+      const int64_t first = head * a.per;
+      over_vectors(a.per, [&](int64_t j, int n) {
+        store_some(y + first + j, mul(load_some(x + first + j, n), of_head), n);
+      });
+    }
   });
 }
 

@@ -1,4 +1,4 @@
-// Recurrent layers: the gated delta rule, the short convolution before it, and what lies between (kernels/recurrent).
+// Recurrent layers: the gated delta rule, Mamba-2's scan, short convolutions, and what lies between (kernels/recurrent).
 // Strides are in elements. States are fp32 whatever the type of the rows.
 #pragma once
 
@@ -19,9 +19,12 @@ struct StateBatch {
   const int64_t* extents;     // num_seqs, num_saves
 };
 
+// y = silu(conv(x) + bias), or with gates y = after * (conv(before * x) + bias).
 struct ConvArgs {
   const void* x;        // [tokens, channels], rows `stride` apart
+  const void *before, *after;  // the same, or null both
   const float* weight;  // [kernel, channels], the oldest token's first
+  const float* bias;    // [channels], or null
   float* past;          // [slots, kernel - 1, channels], slots `slot_stride` apart
   void* y;              // [tokens, channels], contiguous
   StateBatch batch;
@@ -39,8 +42,21 @@ struct DeltaInputsArgs {
   Type type;
 };
 
+// Mamba-2: C and B in fp32, decay and step size of each head.
+struct MambaInputsArgs {
+  const void *xbc, *dt;         // [tokens, ..], rows `stride`, `dt_stride` apart; B begins at column `width`, then C
+  const float *rate, *dt_bias;  // [heads]
+  float* qk;                    // [tokens, 2, groups, k_dim]
+  float* gates;                 // [tokens, 2, heads]
+  int64_t tokens, groups, heads, k_dim, width, stride, dt_stride;
+  float scale, least, most;     // of the step size: factor before the bias, limits
+  Type type;
+};
+
+// With `skip` Mamba-2's scan, else the delta rule.
 struct DeltaRuleArgs {
-  const float *qk, *gates;  // of DeltaInputsArgs
+  const float *qk, *gates;  // of DeltaInputsArgs or MambaInputsArgs
+  const float* skip;        // [v_heads], or null
   const void* v;            // [tokens, v_heads * v_dim], rows `stride` apart
   float* state;             // [slots, v_heads, k_dim, v_dim], slots `slot_stride` apart
   void* y;                  // [tokens, v_heads * v_dim], contiguous
@@ -59,11 +75,24 @@ struct GatedNormArgs {
   Type type;
 };
 
+// y = norm(x * silu(scale * z)), or norm(x) * silu(scale * z), group by group; the norm has a weight for each column.
+struct GroupNormArgs {
+  const void *x, *z;    // [tokens, groups * size], rows `stride` apart
+  const float* weight;  // [groups * size]; null: no norm
+  void* y;              // [tokens, groups * size], contiguous
+  int64_t tokens, groups, size, x_stride, z_stride;
+  float eps, scale;
+  bool gate_first;
+  Type type;
+};
+
 struct RecurrentKernels {
   void (*conv)(const ConvArgs&, ThreadPool&);
   void (*delta_inputs)(const DeltaInputsArgs&, ThreadPool&);
+  void (*mamba_inputs)(const MambaInputsArgs&, ThreadPool&);
   void (*delta_rule)(const DeltaRuleArgs&, ThreadPool&);
   void (*gated_norm)(const GatedNormArgs&, ThreadPool&);
+  void (*group_norm)(const GroupNormArgs&, ThreadPool&);
 };
 
 QUIRE_LEVELS(RecurrentKernels, kRecurrent)

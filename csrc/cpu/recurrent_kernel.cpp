@@ -7,6 +7,9 @@
 // sequences decode; with more than some 4 tokens per state, 7 operations per number of the state and token. Products and
 // sums are rounded one by one, in the order that kernels/recurrent states, so all levels and the reference have equal bits.
 //
+// Mamba-2's scan goes over the same slices in one pass per token: decay, update, the product with C. Bytes and bound are
+// those of the delta rule, with 5 operations per number of the state and token.
+//
 // Convolution: a block of channels, token by token. Bytes: rows read and written once, mostly in cache; 3 rows of past
 // per sequence. Bound: cache bandwidth.
 #include "cpu/recurrent.h"
@@ -107,6 +110,46 @@ void step(const Slice& from, const Slice& local, const Slice& to, const float* q
   }
 }
 
+// One token of Mamba-2: S <- decay S + B (dt x), y = C S + skip x.
+template <int kVectors, typename T>
+void mamba_step(const Slice& from, const Slice& to, const float* q, const float* k, float decay, float rate, float skip,
+                const T* x, T* y, int64_t k_dim, int columns) {
+  const Vec forget = broadcast(decay), factor = broadcast(rate), direct = broadcast(skip);
+  const auto lanes = [columns](int i) { return std::min(kLanes, columns - i * kLanes); };
+  Vec sums[kChains][kVectors], in[kVectors], added[kVectors];
+  UNROLL for (int i = 0; i < kVectors; ++i) {
+    in[i] = kVectors == 1 ? load_some(x, lanes(0)) : load(x + i * kLanes);
+    added[i] = mul(in[i], factor);
+    UNROLL for (int c = 0; c < kChains; ++c) sums[c][i] = zero();
+  }
+  for (int64_t row = 0; row < k_dim; row += kChains) {
+    UNROLL for (int c = 0; c < kChains; ++c) {
+      const float* source = from.at + (row + c) * from.stride;
+      float* target = to.at + (row + c) * to.stride;
+      const Vec key = broadcast(k[row + c]), query = broadcast(q[row + c]);
+      UNROLL for (int i = 0; i < kVectors; ++i) {
+        const Vec old = kVectors == 1 ? load_some(source, lanes(0)) : load(source + i * kLanes);
+        const Vec now = add(mul(old, forget), mul(key, added[i]));
+        if (kVectors == 1) {
+          store_some(target, now, lanes(0));
+        } else {
+          store(target + i * kLanes, now);
+        }
+        sums[c][i] = add(sums[c][i], mul(now, query));
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < kVectors; ++i) {
+    const Vec out = add(add(sums[0][i], sums[1][i]), add(sums[2][i], sums[3][i]));
+    const Vec whole = add(out, mul(in[i], direct));
+    if (kVectors == 1) {
+      store_some(y, whole, lanes(0));
+    } else {
+      store(y + i * kLanes, whole);
+    }
+  }
+}
+
 // All tokens of a sequence for some value columns of one head.
 template <int kVectors, typename T>
 void scan(const DeltaRuleArgs& a, int64_t sequence, int64_t head, int64_t column, int columns) {
@@ -127,10 +170,15 @@ void scan(const DeltaRuleArgs& a, int64_t sequence, int64_t head, int64_t column
     const float* gates = a.gates + token * 2 * a.v_heads + head;
     const Slice& from = token == begin && !fresh ? live : local;
     const Slice& to = token + 1 == end ? live : local;
+    const float* k = q + a.k_heads * a.k_dim;
+    const T* v = static_cast<const T*>(a.v) + token * a.stride + head * a.v_dim + column;
+    T* y = static_cast<T*>(a.y) + token * width + head * a.v_dim + column;
     // A tail is padded in the local slice, and written to the pool by itself.
-    step<kVectors>(from, local, to, q, q + a.k_heads * a.k_dim, gates[0], gates[a.v_heads],
-                   static_cast<const T*>(a.v) + token * a.stride + head * a.v_dim + column,
-                   static_cast<T*>(a.y) + token * width + head * a.v_dim + column, a.k_dim, columns);
+    if (a.skip == nullptr) {
+      step<kVectors>(from, local, to, q, k, gates[0], gates[a.v_heads], v, y, a.k_dim, columns);
+    } else {
+      mamba_step<kVectors>(from, to, q, k, gates[0], gates[a.v_heads], a.skip[head], v, y, a.k_dim, columns);
+    }
     over_saves(batch, sequence, [&](int64_t count, int64_t index) {
       if (begin + count != token + 1) return;
       const Slice copy = slot(index);
@@ -155,21 +203,25 @@ void delta_rule(const DeltaRuleArgs& a, ThreadPool& pool) {
   });
 }
 
-// The rows that a convolution reads: the past of a sequence, then its tokens of the step.
-template <typename T>
+// The rows that a convolution reads: the past of a sequence, then its tokens of the step, times a gate where it has one.
+template <typename T, bool kGates>
 struct ConvRows {
-  const T* x;         // of the first token
-  const float* past;  // null: zeros
+  const T *x, *before;  // of the first token
+  const float* past;    // null: zeros
   int64_t stride, channels, num_past;
 
   Vec load_at(int64_t row, int64_t channel, int n) const {
-    if (row >= num_past) return load_some(x + (row - num_past) * stride + channel, n);
+    if (row >= num_past) {
+      const int64_t at = (row - num_past) * stride + channel;
+      const Vec v = load_some(x + at, n);
+      return kGates ? mul(load_some(before + at, n), v) : v;
+    }
     return past == nullptr ? zero() : load_some(past + row * channels + channel, n);
   }
 };
 
-template <typename T>
-void conv(const ConvArgs& a, ThreadPool& pool) {
+template <typename T, bool kGates>
+void conv_as(const ConvArgs& a, ThreadPool& pool) {
   const int64_t blocks = (a.channels + kConvBlock - 1) / kConvBlock, num_past = a.kernel - 1;
   const bool small = a.tokens * a.channels * 8 < kSmallElements;
   over_items(a.batch.extents[0] * blocks, small, pool, [&](int64_t item) {
@@ -178,7 +230,9 @@ void conv(const ConvArgs& a, ThreadPool& pool) {
     const int64_t begin = a.batch.cu_seqlens[sequence], tokens = a.batch.cu_seqlens[sequence + 1] - begin;
     float* live = a.past + a.batch.slots[sequence] * a.slot_stride + first;
     const float* past = a.batch.fresh[sequence] != 0 ? nullptr : live;
-    const ConvRows<T> rows{static_cast<const T*>(a.x) + begin * a.stride + first, past, a.stride, a.channels, num_past};
+    const int64_t start = begin * a.stride + first;
+    const T* before = kGates ? static_cast<const T*>(a.before) + start : nullptr;
+    const ConvRows<T, kGates> rows{static_cast<const T*>(a.x) + start, before, past, a.stride, a.channels, num_past};
     for (int64_t token = 0; token < tokens; ++token) {
       T* y = static_cast<T*>(a.y) + (begin + token) * a.channels + first;
       over_vectors(size, [&](int64_t j, int n) {
@@ -186,7 +240,9 @@ void conv(const ConvArgs& a, ThreadPool& pool) {
         for (int64_t tap = 1; tap < a.kernel; ++tap) {
           total = add(total, mul(load_some(a.weight + tap * a.channels + first + j, n), rows.load_at(token + tap, j, n)));
         }
-        store_some(y + j, mul(sigmoid(total), total), n);
+        if (a.bias != nullptr) total = add(total, load_some(a.bias + first + j, n));
+        const Vec factor = kGates ? load_some(static_cast<const T*>(a.after) + start + token * a.stride + j, n) : sigmoid(total);
+        store_some(y + j, mul(factor, total), n);
       });
     }
     // Rows go towards the front, so that a past may be made from itself in ascending order.
@@ -200,6 +256,22 @@ void conv(const ConvArgs& a, ThreadPool& pool) {
     over_saves(a.batch, sequence, [&](int64_t count, int64_t slot) { keep(count, a.past + slot * a.slot_stride + first); });
     keep(tokens, live);
   });
+}
+
+template <typename T>
+void conv(const ConvArgs& a, ThreadPool& pool) {
+  (a.before == nullptr ? conv_as<T, false> : conv_as<T, true>)(a, pool);
+}
+
+// log(1 + e^x), the sum in fp64.
+inline Vec softplus(Vec x) {
+  float inputs[kLanes], powers[kLanes];
+  store(inputs, x);
+  store(powers, QUIRE_ISA::exp(min(broadcast(20.0f), x)));
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (inputs[lane] <= 20.0f) inputs[lane] = static_cast<float>(exact_log(1.0 + static_cast<double>(powers[lane])));
+  }
+  return load(inputs);
 }
 
 template <typename T>
@@ -221,15 +293,31 @@ void delta_inputs(const DeltaInputsArgs& a, ThreadPool& pool) {
     const T* of_beta = static_cast<const T*>(a.b) + token * a.b_stride;
     float* gates = a.gates + token * 2 * a.v_heads;
     over_vectors(a.v_heads, [&](int64_t j, int n) {
-      float inputs[kLanes], powers[kLanes];
-      const Vec sum = add(load_some(of_decay + j, n), load_some(a.dt_bias + j, n));
-      store(inputs, sum);
-      store(powers, QUIRE_ISA::exp(min(broadcast(20.0f), sum)));
-      for (int lane = 0; lane < kLanes; ++lane) {
-        if (inputs[lane] <= 20.0f) inputs[lane] = static_cast<float>(exact_log(1.0 + static_cast<double>(powers[lane])));
-      }
-      store_some(gates + j, QUIRE_ISA::exp(mul(load(inputs), load_some(a.rate + j, n))), n);
+      const Vec rate = softplus(add(load_some(of_decay + j, n), load_some(a.dt_bias + j, n)));
+      store_some(gates + j, QUIRE_ISA::exp(mul(rate, load_some(a.rate + j, n))), n);
       store_some(gates + a.v_heads + j, sigmoid(load_some(of_beta + j, n)), n);
+    });
+  });
+}
+
+template <typename T>
+void mamba_inputs(const MambaInputsArgs& a, ThreadPool& pool) {
+  const int64_t size = a.groups * a.k_dim;
+  over_rows(a.tokens, 2 * size + 64 * a.heads, pool, [&](int64_t token) {
+    const T* b = static_cast<const T*>(a.xbc) + token * a.stride + a.width;
+    float* q = a.qk + token * 2 * size;
+    over_vectors(size, [&](int64_t j, int n) {
+      store_some(q + j, load_some(b + size + j, n), n);
+      store_some(q + size + j, load_some(b + j, n), n);
+    });
+    const T* dt = static_cast<const T*>(a.dt) + token * a.dt_stride;
+    float* gates = a.gates + token * 2 * a.heads;
+    over_vectors(a.heads, [&](int64_t j, int n) {
+      const Vec scaled = mul(load_some(dt + j, n), broadcast(a.scale));
+      const Vec free = softplus(add(scaled, load_some(a.dt_bias + j, n)));
+      const Vec step_size = min(broadcast(a.most), max(broadcast(a.least), free));
+      store_some(gates + j, QUIRE_ISA::exp(mul(step_size, load_some(a.rate + j, n))), n);
+      store_some(gates + a.heads + j, step_size, n);
     });
   });
 }
@@ -251,12 +339,46 @@ void gated_norm(const GatedNormArgs& a, ThreadPool& pool) {
   });
 }
 
+template <typename T>
+void group_norm(const GroupNormArgs& a, ThreadPool& pool) {
+  const Vec factor = broadcast(a.scale);
+  over_rows(a.tokens, a.groups * a.size * 8, pool, [&](int64_t token) {
+    static thread_local Scratch scratch;
+    float* row = scratch.get<float>(static_cast<size_t>(a.size));
+    for (int64_t group = 0; group < a.groups; ++group) {
+      const T* x = static_cast<const T*>(a.x) + token * a.x_stride + group * a.size;
+      const T* z = static_cast<const T*>(a.z) + token * a.z_stride + group * a.size;
+      T* y = static_cast<T*>(a.y) + (token * a.groups + group) * a.size;
+      const auto gate = [&](int64_t j, int n) {
+        const Vec v = mul(load_some(z + j, n), factor);
+        return mul(sigmoid(v), v);
+      };
+      over_vectors(a.size, [&](int64_t j, int n) {
+        const Vec v = load_some(x + j, n);
+        store_some(row + j, a.gate_first || a.weight == nullptr ? mul(v, gate(j, n)) : v, n);
+      });
+      if (a.weight == nullptr) {
+        over_vectors(a.size, [&](int64_t j, int n) { store_some(y + j, load_some(row + j, n), n); });
+        continue;
+      }
+      const float* weight = a.weight + group * a.size;
+      const Vec scale = broadcast(1.0f / std::sqrt(sum_of_squares(row, a.size) / static_cast<float>(a.size) + a.eps));
+      over_vectors(a.size, [&](int64_t j, int n) {
+        const Vec normed = mul(mul(load_some(row + j, n), scale), load_some(weight + j, n));
+        store_some(y + j, a.gate_first ? normed : mul(normed, gate(j, n)), n);
+      });
+    }
+  });
+}
+
 }  // namespace
 
 extern const RecurrentKernels kRecurrent;
 const RecurrentKernels kRecurrent = {by_type<ConvArgs, conv<float>, conv<uint16_t>>,
                                      by_type<DeltaInputsArgs, delta_inputs<float>, delta_inputs<uint16_t>>,
+                                     by_type<MambaInputsArgs, mamba_inputs<float>, mamba_inputs<uint16_t>>,
                                      by_type<DeltaRuleArgs, delta_rule<float>, delta_rule<uint16_t>>,
-                                     by_type<GatedNormArgs, gated_norm<float>, gated_norm<uint16_t>>};
+                                     by_type<GatedNormArgs, gated_norm<float>, gated_norm<uint16_t>>,
+                                     by_type<GroupNormArgs, group_norm<float>, group_norm<uint16_t>>};
 
 }  // namespace quire::cpu::QUIRE_ISA

@@ -47,7 +47,8 @@ def rms_norm(
 ) -> None: ...  # fmt: skip
 def gated(
     num_threads: int, isa: str, bf16: bool, gate: int, gate_up: int, stride: int, y: int, tokens: int,
-    size: int, q: int, q_stride: int, scale: int, sums: int, group: int, rotation: int, block: int, /,
+    size: int, gate_scale: float, alpha_p: float, alpha_n: float, q: int, q_stride: int, scale: int, sums: int,
+    group: int, rotation: int, block: int, /,
 ) -> None: ...  # fmt: skip
 def rope(
     num_threads: int, isa: str, bf16: bool, interleaved: bool, x: int, token_stride: int, head_stride: int,
@@ -100,24 +101,34 @@ def add_gated_rows(
 ) -> None: ...  # fmt: skip
 def gate_rows(
     num_threads: int, isa: str, bf16: bool, x: int, stride: int, gate: int, gate_stride: int, y: int, rows: int,
-    size: int, /,
+    size: int, per: int, plain: bool, /,
 ) -> None: ...  # fmt: skip
 def causal_conv(
-    num_threads: int, isa: str, bf16: bool, x: int, stride: int, weight: int, past: int, slot_stride: int, y: int,
-    cu_seqlens: int, slots: int, fresh: int, saves: int, extents: int, tokens: int, channels: int, kernel: int, /,
+    num_threads: int, isa: str, bf16: bool, x: int, stride: int, before: int, after: int, weight: int, bias: int,
+    past: int, slot_stride: int, y: int, cu_seqlens: int, slots: int, fresh: int, saves: int, extents: int, tokens: int,
+    channels: int, kernel: int, /,
 ) -> None: ...  # fmt: skip
 def delta_inputs(
     num_threads: int, isa: str, bf16: bool, qkv: int, stride: int, a: int, a_stride: int, b: int, b_stride: int,
     rate: int, dt_bias: int, qk: int, gates: int, tokens: int, k_heads: int, v_heads: int, k_dim: int, eps: float, /,
 ) -> None: ...  # fmt: skip
+def mamba_inputs(
+    num_threads: int, isa: str, bf16: bool, xbc: int, stride: int, dt: int, dt_stride: int, rate: int, dt_bias: int,
+    qk: int, gates: int, tokens: int, groups: int, heads: int, k_dim: int, width: int, scale: float, least: float,
+    most: float, /,
+) -> None: ...  # fmt: skip
 def gated_delta_rule(
-    num_threads: int, isa: str, bf16: bool, qk: int, gates: int, v: int, stride: int, state: int, slot_stride: int,
-    y: int, cu_seqlens: int, slots: int, fresh: int, saves: int, extents: int, tokens: int, k_heads: int,
-    v_heads: int, k_dim: int, v_dim: int, /,
+    num_threads: int, isa: str, bf16: bool, qk: int, gates: int, skip: int, v: int, stride: int, state: int,
+    slot_stride: int, y: int, cu_seqlens: int, slots: int, fresh: int, saves: int, extents: int, tokens: int,
+    k_heads: int, v_heads: int, k_dim: int, v_dim: int, /,
 ) -> None: ...  # fmt: skip
 def gated_norm(
     num_threads: int, isa: str, bf16: bool, x: int, x_stride: int, z: int, z_stride: int, weight: int, y: int,
     tokens: int, heads: int, size: int, eps: float, /,
+) -> None: ...  # fmt: skip
+def group_norm(
+    num_threads: int, isa: str, bf16: bool, x: int, x_stride: int, z: int, z_stride: int, weight: int, y: int,
+    tokens: int, groups: int, size: int, eps: float, scale: float, gate_first: bool, /,
 ) -> None: ...  # fmt: skip
 def sample(
     num_threads: int, isa: str, logits: int, stride: int, edited: Sequence[tuple[int, int]], columns: int, rows: int,

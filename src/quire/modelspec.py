@@ -9,7 +9,7 @@ Canonical weight names, with shapes (`weight_shapes`): linears are stored ``[out
     layers.{i}.attn_norm.weight, .attn_post_norm.weight, .mlp_norm.weight, .mlp_post_norm.weight      [hidden]
     layers.{i}.attn.{q,k,v,gate,o}.{weight,bias}, .q_norm.weight, .k_norm.weight, .sinks [num_heads]
     layers.{i}.attn.{q_a,q_b,kv_a,kv_b}.weight, .q_a_norm.weight, .kv_a_norm.weight                    (MLA)
-    layers.{i}.delta.… of recurrent layers (`quire.recurrent_spec`)
+    layers.{i}.{delta,mamba,conv}.… of recurrent layers (`quire.recurrent_weights`)
     layers.{i}.mlp.{gate,up,down}.{weight,bias}
     layers.{i}.moe.router.{weight,bias}, .correction_bias [experts]
     layers.{i}.moe.{gate,up}.{weight,bias} [experts, inter, hidden], .down.{weight,bias} [experts, hidden, inter]
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from math import prod
 from types import MappingProxyType
 from typing import Literal
@@ -70,7 +71,8 @@ class AttentionSpec:
     soft_cap: float | None = None  # cap · tanh(score / cap)
     qkv_bias: bool = False
     o_bias: bool = False
-    output_gate: bool = False  # attention's output · sigmoid(gate(x)), before o (Qwen3.5)
+    # Attention's output · sigmoid(gate(x)), before o: a gate per element (Qwen3.5), or one per head (LFM3).
+    output_gate: Literal[False, True, "head"] = False
     qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over head_dim, or over the whole projection
     sinks: bool = False  # one learned logit per head in the softmax (gpt-oss)
     v_norm: bool = False  # RMSNorm without a weight on each head of v (Gemma 4)
@@ -275,7 +277,8 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[prefix + "attn_post_norm.weight"] = (hidden,)
             shapes[prefix + "mlp_post_norm.weight"] = (hidden,)
         blocks = {} if layer.attn is None else _attention_shapes(layer.attn, hidden)
-        blocks |= {} if layer.recurrent is None else layer.recurrent.shapes(hidden)
+        if (recurrent := layer.recurrent) is not None:
+            blocks |= import_module("quire.recurrent_weights").shapes_of(recurrent, hidden)
         blocks |= _mlp_shapes(layer.mlp, hidden)
         if spec.per_layer is not None:
             blocks |= _per_layer_shapes(spec.per_layer.embedding_size, hidden)
@@ -318,10 +321,10 @@ def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...
         if a.kv_layer is not None:
             widths = {"q": widths["q"]}
         if a.output_gate:
-            widths["gate"] = a.num_heads * a.v_head_dim
+            widths["gate"] = a.num_heads * (1 if a.output_gate == "head" else a.v_head_dim)
         for name, width in widths.items():
             shapes[f"attn.{name}.weight"] = (width, hidden)
-            if a.qkv_bias:
+            if a.qkv_bias and (name, a.output_gate) != ("gate", "head"):
                 shapes[f"attn.{name}.bias"] = (width,)
         if a.qk_norm != "none":
             full = a.qk_norm == "full"

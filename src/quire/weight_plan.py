@@ -27,8 +27,8 @@ from quire.weight_format import GROUPS, PLAIN, TWO_LEVEL_GROUP, Kind, WeightForm
 Role = Literal["linear", "head", "table", "other"]
 Formats = Mapping[str, WeightFormat]
 _NEVER = (
-    ".router.weight", ".shared_gate.weight", ".kv_b.weight",
-    ".delta.a.weight", ".delta.b.weight", ".conv_q.weight", ".conv_k.weight", ".conv_v.weight",
+    ".router.weight", ".shared_gate.weight", ".kv_b.weight", ".delta.a.weight", ".delta.b.weight", ".mamba.dt.weight",
+    ".taps.weight", *(f".conv_{part}.weight" for part in "qkvxbc"),
 )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def kinds_of(formats: Formats) -> str:
 
 RANK_ALIGN = 16  # slots hold a multiple of it
 _ADAPTABLE = re.compile(
-    r"layers\.\d+\.(attn\.(q|k|v|gate|o|q_a|q_b|kv_a)|delta\.(q|k|v|z|b|a|o)|(mlp|moe\.shared)\.(gate|up|down))\.weight"
+    r"layers\.\d+\.(attn\.(q|k|v|gate|o|q_a|q_b|kv_a)|delta\.(q|k|v|z|b|a|o)|mamba\.(z|x|b|c|dt|o)|conv\.(b|c|x|o)|(mlp|moe\.shared)\.(gate|up|down))\.weight"
 )
 
 

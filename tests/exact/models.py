@@ -159,6 +159,20 @@ def hybrid() -> ModelSpec:
     return replace(_model("qwen3_5", "Qwen3_5ForCausalLM", (state, full, state)), norm_plus_one=True)
 
 
+def convolutions() -> ModelSpec:
+    """Gated short convolutions with biases around attention with a gate per head (LFM3), and windows."""
+    attention = _attention(output_gate="head", qk_norm="head", window=20)
+    full = LayerSpec(attention, MlpSpec(50), norms="sandwich")
+    conv = RecurrentSpec("short_conv", 0, 0, 0, 0, 3, 44, conv_bias=True, bias=True)
+    return _model("lfm3", "Lfm3ForCausalLM", (LayerSpec(None, MlpSpec(50), "sandwich", conv), full))
+
+
 MODELS = {"llama": llama, "sliding": sliding, "moe": moe, "latent": latent, "post_norm": post_norm}
 # Some are for tests of their own alone.
-KNOWN_MODELS = MODELS | {"even": even, "even_moe": even_moe, "per_layer": per_layer, "hybrid": hybrid}
+KNOWN_MODELS = MODELS | {
+    "even": even,
+    "even_moe": even_moe,
+    "per_layer": per_layer,
+    "hybrid": hybrid,
+    "convolutions": convolutions,
+}

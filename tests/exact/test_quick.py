@@ -21,7 +21,7 @@ CASES += [
         Case(model, "float32" if level == "reference" else "bfloat16", 49, 24, level),
         Policy("continuous", "fcfs", 48),
     )
-    for model in ("per_layer", "hybrid")
+    for model in ("per_layer", "hybrid", "convolutions")
     for level in backends("attention")
 ]
 

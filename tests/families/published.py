@@ -283,4 +283,24 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                 mlp_only_layers=[], norm_topk_prob=True, full_attention_interval=4),
         79_674_391_296,
     ),
+    "LFM2-1.2B": (
+        _config("Lfm2ForCausalLM", 16, 2048, 12288, 32, 8, 65536, norm_eps=1e-5, rope_theta=1000000.0,
+                max_position_embeddings=128000, block_auto_adjust_ff_dim=True, block_ff_dim=12288,
+                block_ffn_dim_multiplier=1.0, block_multiple_of=256, conv_L_cache=3, conv_bias=False, conv_dim=2048,
+                full_attn_idxs=[2, 5, 8, 10, 12, 14]),
+        1_170_340_608,
+    ),
+    "LFM2-8B-A1B": (
+        _config("Lfm2MoeForCausalLM", 24, 2048, 7168, 32, 8, 65536, norm_eps=1e-5, rope_theta=1000000.0,
+                max_position_embeddings=128000, conv_L_cache=3, conv_bias=False, moe_intermediate_size=1792,
+                num_dense_layers=2, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True,
+                routed_scaling_factor=1.0, use_expert_bias=True,
+                layer_types=["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]),
+        8_339_930_560,
+    ),
+    "LFM3-1.7B": (
+        _config("Lfm3ForCausalLM", 24, 2048, 7680, 16, 4, 128000, norm_eps=1e-5, head_dim=128, sliding_window=256,
+                max_position_embeddings=128000, conv_L_cache=7, conv_bias=False),
+        1_728_801_536,
+    ),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from tests.kernels.checks import (
 )
 
 from quire.kernels import registry
+from quire.kernels.activation import UNGATED, activated, activated_to_int8
 from quire.kernels.linear import quantize_rows
 from quire.kernels.pointwise import ActivationKind, gated, gated_to_int8
 from quire.kernels.registry import Backend
@@ -95,3 +96,31 @@ def test_to_int8_is_the_activation_quantized(
     for format in cases.row_formats(size):
         expected = quantize_rows(gated.on(backend)(x, kind), format)
         assert_same_rows(gated_to_int8.on(backend)(x, kind, format), expected)
+
+
+@pytest.mark.parametrize("backend", registry.backends("activated"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", UNGATED)
+@pytest.mark.parametrize(("num_tokens", "size"), [(0, 16), (1, 7), (37, 172), (5, 577)])
+def test_activation_without_a_gate(
+    num_tokens: int, size: int, kind: ActivationKind, dtype: torch.dtype, backend: Backend
+) -> None:
+    x, alphas = (torch.randn(num_tokens, size, generator=generator()) * 4).to(dtype), (0.7, 1.3)
+    y, wide = activated.on(backend)(x, kind, 1.0, alphas), x.double()
+    expected = wide.clamp(min=0) ** 2
+    if kind == "xielu":
+        negative = (torch.expm1(wide.clamp(max=-1e-6)) - wide) * alphas[1]
+        expected = torch.where(wide > 0, wide**2 * alphas[0], negative) + wide / 2
+    assert_close("gated", y, expected)
+    for format in cases.row_formats(size):
+        rows = activated_to_int8.on(backend)(x, kind, format, 1.0, alphas)
+        assert_same_rows(rows, quantize_rows(y, format))
+
+
+@pytest.mark.parametrize("backend", registry.backends("activated"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_is_scaled_before_its_function(dtype: torch.dtype, backend: Backend) -> None:
+    x = (torch.randn(9, 74, generator=generator()) * 4).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    expected = oracle(torch.cat((gate * 0.3, up), dim=-1), "silu")
+    assert_close("gated", activated.on(backend)(x, "silu", 0.3), expected)

@@ -199,6 +199,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "lfm2": (
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8, "conv_bias": True},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {**_MOE, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
+    "lfm3": (
+        "Lfm3Config",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "full_attention", "sliding_attention", "conv", "sliding_attention"],
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "conv_L_cache": 5,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

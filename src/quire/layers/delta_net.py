@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import quire.kernels.recurrent.native  # noqa: F401  (registers the ops)
 from quire.kernels.lora import AdapterRows
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.recurrent import causal_conv, delta_inputs, gated_delta_rule, gated_norm
 from quire.kernels.state_pool import StateBatch, StateView
 from quire.layers.attention import CosSin
 from quire.layers.linear import Linear, completing
+from quire.layers.taps import Taps
 from quire.layers.weights import Build, WeightLoader, copy_into
-from quire.quant.stored import Weight
 from quire.recurrent_spec import RecurrentSpec
+from quire.recurrent_weights import widths_of
 from quire.weight_format import WeightFormat
 
 
@@ -23,23 +23,18 @@ class DeltaNet:
 
     def __init__(self, spec: RecurrentSpec, hidden_size: int, build: Build) -> None:
         self._spec, self._eps = spec, build.eps
-        widths = {"q": spec.k_width, "k": spec.k_width, "v": spec.v_width}
-        gates = {"z": spec.v_width, "b": spec.num_v_heads, "a": spec.num_v_heads}
-        self._in = Linear(widths | gates, hidden_size, build)
+        self._in = Linear(widths_of(spec), hidden_size, build)
         self._o = completing("o", hidden_size, spec.v_width, build)
-        self._conv = torch.zeros(spec.conv_kernel, spec.conv_channels)
-        self._conv_rows = _starts(widths)
+        self._taps = Taps(spec)
         self._rate, self._dt_bias = torch.zeros(spec.num_v_heads), torch.zeros(spec.num_v_heads)
         self._norm = torch.zeros(spec.v_head_dim)
         self._causal_conv, self._inputs = build.of(causal_conv), build.of(delta_inputs)
         self._rule, self._gated_norm = build.of(gated_delta_rule), build.of(gated_norm)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        found = {**self._in.weight_loaders(), **self._o.weight_loaders()}
+        found = {**self._in.weight_loaders(), **self._o.weight_loaders(), **self._taps.weight_loaders()}
         found |= {"rate": copy_into(self._rate), "dt_bias": copy_into(self._dt_bias)}
         found["norm.weight"] = copy_into(self._norm)
-        for name, (start, stop) in self._conv_rows.items():
-            found[f"conv_{name}.weight"] = _transposed_into(self._conv[:, start:stop])
         return found
 
     @property
@@ -64,24 +59,7 @@ class DeltaNet:
         z = rows[:, channels : channels + width]
         b = rows[:, channels + width : channels + width + heads]
         a = rows[:, channels + width + heads :]
-        qkv = self._causal_conv(rows[:, :channels], self._conv, view, batch)
+        qkv = self._causal_conv(rows[:, :channels], self._taps.weight, view, batch)
         qk, gates = self._inputs(qkv, a, b, self._rate, self._dt_bias, spec.num_k_heads, spec.k_head_dim)
         y = self._rule(qk, qkv[:, 2 * spec.k_width :], gates, view, batch)
         return self._o(self._gated_norm(y, z, self._norm, self._eps), adapters)
-
-
-def _starts(widths: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Return where the columns of each part begin and end."""
-    found, start = {}, 0
-    for name, width in widths.items():
-        found[name] = (start, start + width)
-        start += width
-    return found
-
-
-def _transposed_into(target: Tensor) -> WeightLoader:
-    def load(weight: Weight) -> None:
-        assert isinstance(weight, Tensor)
-        target.copy_(weight.t())
-
-    return load

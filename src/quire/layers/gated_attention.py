@@ -1,4 +1,4 @@
-"""Attention whose output has a gate (Qwen3-Next, Qwen3.5): ``o(attention(x) · sigmoid(gate(x)))``."""
+"""Attention whose output has a gate (Qwen3-Next, Qwen3.5, LFM3): ``o(attention(x) · sigmoid(gate(x)))``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class GatedAttention(Attention):
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, build: Build) -> None:
         super().__init__(spec, hidden_size, build)
-        width = spec.num_heads * spec.v_head_dim
-        self._gate = Linear({"gate": width}, hidden_size, build, bias=spec.qkv_bias)
+        per_head = spec.output_gate == "head"
+        width = spec.num_heads * (1 if per_head else spec.v_head_dim)
+        self._gate = Linear({"gate": width}, hidden_size, build, bias=spec.qkv_bias and not per_head)
         self._gate_rows = build.of(gate_rows)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:

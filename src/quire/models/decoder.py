@@ -248,10 +248,10 @@ class DecoderLayer:
         hidden, mlp = model.hidden_size, spec.mlp
         self._cp = build.cp
         self._scale = model.residual_scale
-        self._prefix = "attn." if spec.recurrent is None else "delta."
+        self._prefix = "attn."
         kind: Any = Attention
         if spec.recurrent is not None:
-            kind = import_module("quire.layers.delta_net").DeltaNet
+            kind, self._prefix = import_module("quire.layers.recurrent").mixer_of(spec.recurrent)
         elif spec.attention.is_mla:
             kind = import_module("quire.layers.latent_attention").LatentAttention
         elif spec.attention.v_norm:

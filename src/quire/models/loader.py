@@ -167,9 +167,11 @@ def random_tensors(
         name, shape = cut.name, shapes[cut.name]
         kind = stored_dtype(name, dtype)
         if name.endswith("norm.weight"):
-            value = 1.0 if name.endswith(".delta.norm.weight") else norm
+            value = 1.0 if name.endswith((".delta.norm.weight", ".mamba.norm.weight")) else norm
             tensor = torch.full(shape, value, dtype=kind, device=device)
-        elif name.endswith(".delta.rate"):  # negative, so that a state decays: −0.8 on average
+        elif name.endswith(
+            (".delta.rate", ".mamba.rate")
+        ):  # negative, so that a state decays: −0.8 on average
             tensor = _cut(pools[kind], name, seed, shape).abs().mul_(-50.0)
         else:
             tensor = _cut(pools[kind], name, seed, shape)
@@ -178,7 +180,7 @@ def random_tensors(
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The type a weight is held in: ``dtype``, but float32 for what only chooses experts and what decays a state."""
-    return torch.float32 if name.endswith(("correction_bias", ".delta.rate", ".delta.dt_bias")) else dtype
+    return torch.float32 if name.endswith(("correction_bias", ".rate", ".dt_bias", ".skip")) else dtype
 
 
 def _cut(pool: Tensor, name: str, seed: int, shape: tuple[int, ...]) -> Tensor:

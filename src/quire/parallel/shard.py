@@ -236,7 +236,7 @@ class _Cutter:
         """Whether a bias is part of the first rank's partial sum."""
         if part == "attn.o.bias" and layer.attention.qk_norm == "full":
             return False
-        return self._at.tp > 0 and part in ("attn.o.bias", "mlp.down.bias", "moe.down.bias")
+        return self._at.tp > 0 and part in ("attn.o.bias", "conv.o.bias", "mlp.down.bias", "moe.down.bias")
 
     def _group(self, name: str) -> int:
         """Return how many inputs of a matrix must stay together."""
@@ -264,9 +264,15 @@ class _Cutter:
         return replace(a, num_heads=len(heads.queries), num_kv_heads=num_kv_heads), cuts
 
     def _recurrent(self, r: RecurrentSpec, prefix: str) -> tuple[RecurrentSpec, dict[str, _Parts]]:
-        """Cut as grouped-query attention: value heads as its queries, key heads as its KV heads."""
-        if self.ways == 1:
+        """Cut the delta rule as grouped-query attention, a short convolution by channels.
+
+        Value heads are the queries, key heads the KV heads. Mamba-2 has norms over all heads, and few groups of B and
+        C, so every rank has all of it.
+        """
+        if self.ways == 1 or r.kind == "mamba2":
             return r, {}
+        if r.kind == "short_conv":
+            return self._short_conv(r, prefix)
         if self._topology.ep > 1:
             heads = Topology(tp=self.ways).heads_of(r.num_v_heads, r.num_k_heads, self.index)
             o: _Parts = (self._outputs(), None, None)
@@ -285,6 +291,18 @@ class _Cutter:
             r, num_k_heads=len(heads.kv), num_v_heads=len(heads.queries), conv_channels=2 * len(k) + len(v)
         )
         return own, cuts
+
+    def _short_conv(self, r: RecurrentSpec, prefix: str) -> tuple[RecurrentSpec, dict[str, _Parts]]:
+        name, is_gathered = f"{prefix}conv.o.weight", self._topology.ep > 1
+        own = self._inner(r.conv_channels, name, 1 if is_gathered else self._group(name))
+        cuts: dict[str, _Parts] = {
+            f"conv.{part}.{kind}": (own, None, None)
+            for part in ("b", "c", "x", "taps")
+            for kind in ("weight", "bias")
+        }
+        cuts["conv.o.weight"] = (self._outputs(), None, None) if is_gathered else (None, own, None)
+        cuts["conv.o.bias"] = (self._outputs() if is_gathered else None, None, None)
+        return replace(r, conv_channels=len(own)), cuts
 
     def _outputs(self) -> range:
         """Return this rank's rows of the last matrix of a block, where these are gathered."""
@@ -342,7 +360,7 @@ def _head_cuts(a: AttentionSpec, heads: Heads) -> dict[str, _Parts]:
         "v": _times(heads.kv, a.v_head_dim),
     }
     if a.output_gate:
-        rows["gate"] = _times(heads.queries, a.v_head_dim)
+        rows["gate"] = _times(heads.queries, 1 if a.output_gate == "head" else a.v_head_dim)
     return {f"attn.{name}.{kind}": (rows[name], None, None) for name in rows for kind in ("weight", "bias")}
 
 

@@ -24,6 +24,7 @@ from quire.modelspec import DTYPE_BYTES, LayerSpec, MlpSpec, ModelSpec
 from quire.parallel.shard import Shard
 from quire.parallel.stripe import DIVIDE_FROM
 from quire.parallel.topology import Axis
+from quire.recurrent_weights import prefix_of
 
 Transport = Literal["shared", "gloo", "ring"]
 Kind = Literal["all_reduce", "all_gather", "all_to_all", "gather_parts", "dispatch", "send"]
@@ -105,7 +106,7 @@ def uses(shard: Shard, dtype: str, *, has_adapters: bool = False) -> tuple[Use, 
             traffic.add_stripes(layer)
             traffic.add_block(f"layers.{number}.attn.o.weight", a.num_heads * a.v_head_dim, "own")
         if (r := layer.recurrent) is not None:
-            traffic.add_block(f"layers.{number}.delta.o.weight", r.v_width, "own")
+            traffic.add_block(f"layers.{number}.{prefix_of(r)}o.weight", r.v_width, "own")
         traffic.add_mlp(f"layers.{number}.", layer.mlp, "sampled" if is_last else "own")
     hidden = shard.whole.hidden_size
     traffic.add("cp", "all_gather", hidden, "own", count=2, is_divided=True)

@@ -22,7 +22,7 @@ from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import address, call_of, empty, heads_of, rows_of, unit_stride
 from quire.weight_format import RowFormat
 
-ActivationKind = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
+ActivationKind = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai", "relu2", "xielu"]
 GATES: dict[ActivationKind, int] = {
     "silu": 0,
     "gelu_tanh": 1,
@@ -199,7 +199,7 @@ def _over_rows(
     gate_up = unit_stride(gate_up)
     native.gated(
         *call_of(isa, gate_up), GATES[kind], *rows_of(gate_up), address(y), num_tokens, width // 2,
-        *(NO_ROWS if rows is None else row_words(rows)),
+        1.0, 0.0, 0.0, *(NO_ROWS if rows is None else row_words(rows)),
     )  # fmt: skip
 
 

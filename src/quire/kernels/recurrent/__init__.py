@@ -1,4 +1,6 @@
-"""Ops of the gated delta rule (Yang et al. 2024, arXiv:2412.06464) as Qwen3-Next and Qwen3.5 use it.
+"""Ops of recurrent layers: the gated delta rule, Mamba-2's scan (`.mamba`), and short convolutions.
+
+The delta rule (Yang et al. 2024, arXiv:2412.06464) as Qwen3-Next and Qwen3.5 use it:
 
     x ── projections ──> q k v ── causal_conv ──> q k v ── delta_inputs ──> q̂ k̂, decay, β ── gated_delta_rule ──> y
                          z, a, b                                                              gated_norm(y, z) ──> o
@@ -23,21 +25,41 @@ NORM_EPS = 1e-6
 
 
 @op("causal_conv")
-def causal_conv(x: Tensor, weight: Tensor, view: StateView, batch: StateBatch) -> Tensor:
-    """``silu(Σ_j weight[j] · x[t − kernel + 1 + j])``: each channel by itself, over the tokens of its sequence.
+def causal_conv(
+    x: Tensor, weight: Tensor, view: StateView, batch: StateBatch, bias: Tensor | None = None
+) -> Tensor:
+    """``silu(Σ_j weight[j] · x[t − kernel + 1 + j] + bias)``: each channel by itself, over the tokens of its sequence.
 
-    ``x [num_tokens, channels]`` → the same shape and dtype; ``weight [kernel, channels]`` fp32, oldest token first. The
-    rows before a chunk are ``view.past``, zeros where the sequence is fresh; afterwards it holds the chunk's last ones.
-    Products and sums in fp32 with j ascending, rounded once.
+    ``x [num_tokens, channels]`` → the same shape and dtype; ``weight [kernel, channels]`` fp32, oldest token first;
+    ``bias [channels]`` fp32. The rows before a chunk are ``view.past``, zeros where the sequence is fresh; afterwards
+    it holds the chunk's last ones. Products and sums in fp32 with j ascending, rounded once.
     """
-    kernel, y = weight.shape[0], torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for begin, end, slot, fresh, saves in _chunks(batch):
+    total = _convolve(x.float(), weight, view, batch, bias)
+    return (sigmoid(total) * total).to(x.dtype)
+
+
+@op("gated_conv")
+def gated_conv(
+    rows: Tensor, weight: Tensor, view: StateView, batch: StateBatch, bias: Tensor | None = None
+) -> Tensor:
+    """``c · (Σ_j weight[j] · (b · x)[t − kernel + 1 + j] + bias)``, the short convolution of LFM2.
+
+    ``rows [num_tokens, 3 · channels]`` are b, c and x → ``[num_tokens, channels]``. All else is as in `causal_conv`;
+    the products ``b · x`` are fp32, and the past holds them.
+    """
+    b, c, x = rows.float().chunk(3, dim=1)
+    return (c * _convolve(b * x, weight, view, batch, bias)).to(rows.dtype)
+
+
+def _convolve(x: Tensor, weight: Tensor, view: StateView, batch: StateBatch, bias: Tensor | None) -> Tensor:
+    kernel, y = weight.shape[0], torch.empty_like(x)
+    for begin, end, slot, fresh, saves in chunks_of(batch):
         past = torch.zeros_like(view.past[slot]) if fresh else view.past[slot]
-        rows = torch.cat((past, x[begin:end].float()))  # [kernel − 1 + tokens, channels]
+        rows = torch.cat((past, x[begin:end]))  # [kernel − 1 + tokens, channels]
         total = weight[0] * rows[: end - begin]
         for j in range(1, kernel):
             total = total + weight[j] * rows[j : j + end - begin]
-        y[begin:end] = (sigmoid(total) * total).to(x.dtype)
+        y[begin:end] = total if bias is None else total + bias
         for count, target in (*saves, (end - begin, slot)):
             view.past[target] = rows[count : count + kernel - 1]
     return y
@@ -58,10 +80,7 @@ def delta_inputs(
     qk = torch.unflatten(qkv[:, :width].float(), 1, (2, num_k_heads, k_head_dim))
     qk = qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True) + NORM_EPS)
     qk[:, 0] *= k_head_dim**-0.5
-    x = a.float() + dt_bias
-    # The sum in fp64, as in the native kernel: in fp32 it loses what a small step has.
-    softplus = torch.where(x > 20.0, x, torch.log(1.0 + torch.exp(x.clamp(max=20.0)).double()).float())
-    return qk, torch.stack((torch.exp(rate * softplus), sigmoid(b.float())), dim=1)
+    return qk, torch.stack((torch.exp(rate * softplus(a.float() + dt_bias)), sigmoid(b.float())), dim=1)
 
 
 @op("gated_delta_rule")
@@ -79,15 +98,15 @@ def gated_delta_rule(qk: Tensor, v: Tensor, gates: Tensor, view: StateView, batc
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     v = torch.unflatten(v.float(), 1, (heads, values))
     qk = qk.repeat_interleave(heads // qk.shape[2], dim=2).unsqueeze(-1)  # [num_tokens, 2, heads, keys, 1]
-    for begin, end, slot, fresh, saves in _chunks(batch):
+    for begin, end, slot, fresh, saves in chunks_of(batch):
         state = torch.zeros_like(view.state[slot]) if fresh else view.state[slot].clone()
         targets = [*saves, (end - begin, slot)]
         for token in range(begin, end):
             (q, k), (decay, beta) = qk[token], gates[token].unsqueeze(-1)
             state = state * decay.unsqueeze(-1)
-            delta = (v[token] - _over_keys(state * k)) * beta
+            delta = (v[token] - over_keys(state * k)) * beta
             state = state + k * delta.unsqueeze(1)
-            y[token] = _over_keys(state * q).flatten().to(y.dtype)
+            y[token] = over_keys(state * q).flatten().to(y.dtype)
             for _, target in [each for each in targets if each[0] == token + 1 - begin]:
                 view.state[target] = state
     return y
@@ -104,7 +123,12 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (rms_norm(heads.float(), weight, eps).flatten(1) * (sigmoid(gate) * gate)).to(x.dtype)
 
 
-def _over_keys(products: Tensor) -> Tensor:
+def softplus(x: Tensor) -> Tensor:
+    """``log(1 + exp(x))``. The sum in fp64, as in the native kernels: in fp32 it loses what a small step has."""
+    return torch.where(x > 20.0, x, torch.log(1.0 + torch.exp(x.clamp(max=20.0)).double()).float())
+
+
+def over_keys(products: Tensor) -> Tensor:
     """``[heads, keys, values]`` → ``[heads, values]``, added in the order of the contract."""
     steps = torch.unflatten(products, 1, (-1, CHAINS)).unbind(1)
     chains = torch.zeros_like(steps[0])
@@ -113,7 +137,7 @@ def _over_keys(products: Tensor) -> Tensor:
     return (chains[:, 0] + chains[:, 1]) + (chains[:, 2] + chains[:, 3])
 
 
-def _chunks(batch: StateBatch) -> list[tuple[int, int, int, bool, list[tuple[int, int]]]]:
+def chunks_of(batch: StateBatch) -> list[tuple[int, int, int, bool, list[tuple[int, int]]]]:
     """Return (first token, end, slot, fresh, [(tokens, slot) to save]) of each sequence."""
     saves: list[list[tuple[int, int]]] = [[] for _ in range(batch.num_seqs)]
     for sequence, count, slot in batch.saves.tolist():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,24 +12,44 @@ from quire.kernels.recurrent import (
     NORM_EPS,
     causal_conv,
     delta_inputs,
+    gated_conv,
     gated_delta_rule,
     gated_norm,
 )
+from quire.kernels.recurrent.mamba import group_norm, mamba_inputs, mamba_scan
 from quire.kernels.registry import native
 from quire.kernels.state_pool import StateBatch, StateView
-from quire.kernels.workspace import call_of, empty, rows_of
+from quire.kernels.workspace import address, call_of, empty, rows_of
 
 
 @causal_conv.native()
-def native_causal_conv(isa: str, x: Tensor, weight: Tensor, view: StateView, batch: StateBatch) -> Tensor:
+def native_causal_conv(
+    isa: str, x: Tensor, weight: Tensor, view: StateView, batch: StateBatch, bias: Tensor | None = None
+) -> Tensor:
+    return _convolve(isa, x, (0, 0), weight, view, batch, bias)
+
+
+@gated_conv.native()
+def native_gated_conv(
+    isa: str, rows: Tensor, weight: Tensor, view: StateView, batch: StateBatch, bias: Tensor | None = None
+) -> Tensor:
+    b, c, x = rows.chunk(3, dim=1)
+    return _convolve(isa, x, (b.data_ptr(), c.data_ptr()), weight, view, batch, bias)
+
+
+def _convolve(
+    isa: str, x: Tensor, gates: tuple[int, int], weight: Tensor, view: StateView, batch: StateBatch,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """``gates``: the addresses of b and c, whose rows lie as those of ``x``; 0: there are none."""
     (tokens, channels), kernel, past = x.shape, weight.shape[0], view.past
     assert past.shape[1:] == (kernel - 1, channels), (past.shape, weight.shape, x.shape)
     assert past.stride()[1:] == (channels, 1), past.stride()
     assert weight.is_contiguous()
     y = empty(tokens, channels, dtype=x.dtype)
     native.causal_conv(
-        *call_of(isa, x), *rows_of(x), weight.data_ptr(), past.data_ptr(), past.stride(0), y.data_ptr(),
-        *batch.addresses(), tokens, channels, kernel,
+        *call_of(isa, x), *rows_of(x), *gates, weight.data_ptr(), address(bias), past.data_ptr(), past.stride(0),
+        y.data_ptr(), *batch.addresses(), tokens, channels, kernel,
     )  # fmt: skip
     return y
 
@@ -56,9 +78,42 @@ def native_delta_inputs(
     return qk, gates
 
 
+@mamba_inputs.native()
+def native_mamba_inputs(
+    isa: str, xbc: Tensor, dt: Tensor, rate: Tensor, dt_bias: Tensor, groups: int, state_size: int, scale: float = 1.0,
+    limits: tuple[float, float] = (0.0, math.inf),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tokens, heads = dt.shape
+    assert xbc.dtype == dt.dtype, (xbc.dtype, dt.dtype)
+    assert rate.is_contiguous()
+    assert dt_bias.is_contiguous()
+    cb = empty(tokens, 2, groups, state_size, dtype=torch.float32)
+    gates = empty(tokens, 2, heads, dtype=torch.float32)
+    width = xbc.shape[1] - 2 * groups * state_size
+    native.mamba_inputs(
+        *call_of(isa, xbc), *rows_of(xbc), *rows_of(dt), rate.data_ptr(), dt_bias.data_ptr(), cb.data_ptr(),
+        gates.data_ptr(), tokens, groups, heads, state_size, width, scale, *limits,
+    )  # fmt: skip
+    return cb, gates
+
+
 @gated_delta_rule.native()
 def native_gated_delta_rule(
     isa: str, qk: Tensor, v: Tensor, gates: Tensor, view: StateView, batch: StateBatch
+) -> Tensor:
+    return _scan(isa, qk, v, gates, None, view, batch)
+
+
+@mamba_scan.native()
+def native_mamba_scan(
+    isa: str, cb: Tensor, x: Tensor, gates: Tensor, skip: Tensor, view: StateView, batch: StateBatch
+) -> Tensor:
+    assert skip.is_contiguous()
+    return _scan(isa, cb, x, gates, skip, view, batch)
+
+
+def _scan(
+    isa: str, qk: Tensor, v: Tensor, gates: Tensor, skip: Tensor | None, view: StateView, batch: StateBatch
 ) -> Tensor:
     state = view.state
     heads, keys, values = state.shape[1:]
@@ -70,8 +125,8 @@ def native_gated_delta_rule(
     assert state.stride()[1:] == (keys * values, values, 1), state.stride()
     y = empty(*v.shape, dtype=v.dtype)
     native.gated_delta_rule(
-        *call_of(isa, v), qk.data_ptr(), gates.data_ptr(), *rows_of(v), state.data_ptr(), state.stride(0), y.data_ptr(),
-        *batch.addresses(), v.shape[0], qk.shape[2], heads, keys, values,
+        *call_of(isa, v), qk.data_ptr(), gates.data_ptr(), address(skip), *rows_of(v), state.data_ptr(),
+        state.stride(0), y.data_ptr(), *batch.addresses(), v.shape[0], qk.shape[2], heads, keys, values,
     )  # fmt: skip
     return y
 
@@ -85,5 +140,21 @@ def native_gated_norm(isa: str, x: Tensor, z: Tensor, weight: Tensor, eps: float
     native.gated_norm(
         *call_of(isa, x), *rows_of(x), *rows_of(z), weight.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1] // size,
         size, eps,
+    )  # fmt: skip
+    return y
+
+
+@group_norm.native()
+def native_group_norm(
+    isa: str, x: Tensor, z: Tensor, weight: Tensor | None, groups: int, eps: float, *, gate_first: bool = True,
+    scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    assert x.dtype == z.dtype, (x.dtype, z.dtype)
+    assert x.shape == z.shape, (x.shape, z.shape)
+    assert weight is None or weight.is_contiguous()
+    y = empty(*x.shape, dtype=x.dtype)
+    native.group_norm(
+        *call_of(isa, x), *rows_of(x), *rows_of(z), address(weight), y.data_ptr(), x.shape[0], groups,
+        x.shape[1] // groups, eps, scale, gate_first,
     )  # fmt: skip
     return y

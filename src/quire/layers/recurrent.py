@@ -1,0 +1,63 @@
+"""Recurrent mixers: which class a `RecurrentSpec` is run by, and the gated short convolution (LFM2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+import quire.kernels.recurrent.native  # noqa: F401  (registers the ops)
+from quire.kernels.lora import AdapterRows
+from quire.kernels.quantized_rows import QuantizedRows
+from quire.kernels.recurrent import gated_conv
+from quire.kernels.state_pool import StateBatch, StateView
+from quire.layers.attention import CosSin
+from quire.layers.delta_net import DeltaNet
+from quire.layers.linear import Linear, completing
+from quire.layers.mamba import Mamba
+from quire.layers.taps import Taps
+from quire.layers.weights import Build, WeightLoader
+from quire.recurrent_spec import Kind, RecurrentSpec
+from quire.recurrent_weights import prefix_of, widths_of
+from quire.weight_format import WeightFormat
+
+
+class ShortConv:
+    """The mixer of LFM2's other layers: ``o(c · conv(b · x))``."""
+
+    def __init__(self, spec: RecurrentSpec, hidden_size: int, build: Build) -> None:
+        self._in = Linear(widths_of(spec), hidden_size, build, bias=spec.bias)
+        self._o = completing("o", hidden_size, spec.conv_channels, build, bias=spec.bias)
+        self._taps, self._convolve = Taps(spec), build.of(gated_conv)
+
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        return {**self._in.weight_loaders(), **self._o.weight_loaders(), **self._taps.weight_loaders()}
+
+    @property
+    def reads(self) -> WeightFormat:
+        return self._in.reads
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Return the linears that an adapter may change."""
+        return self._in, self._o
+
+    def __call__(
+        self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, batch: StateBatch, view: StateView,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As of `DeltaNet`."""
+        rows = self._in(x, adapters)
+        return self._o(self._convolve(rows, self._taps.weight, view, batch, self._taps.bias), adapters)
+
+
+_MIXERS: Mapping[Kind, Callable[[RecurrentSpec, int, Build], Any]] = {
+    "gated_delta": DeltaNet,
+    "mamba2": Mamba,
+    "short_conv": ShortConv,
+}
+
+
+def mixer_of(spec: RecurrentSpec) -> tuple[Callable[[RecurrentSpec, int, Build], Any], str]:
+    """Return what runs a layer, which is called as `Attention` is, and what the names of its weights begin with."""
+    return _MIXERS[spec.kind], prefix_of(spec)
