@@ -68,7 +68,7 @@ TORCH_FREE = modules_of(
         "models.hub", "models.checkpoint", "lora.adapter", "executor.base",
         "engine.core", "engine.messages", "engine.client", "engine.frontend", "engine.heartbeat",
         "engine.quarantine", "engine.supervisor", "engine.process",
-        "api", "jobs", "cli",
+        "api", "jobs", "cli", "tiers",
     )),
     "quire_gateway",
     *(f"quire_lab.{name}" for name in (

@@ -22,14 +22,13 @@ from quire.http.refusals import Refusal
 from quire.http.router_errors import error_handlers
 from quire.http.wire import AnyObject, Integer, Number, Text, Texts, Wire, not_allowed, parse
 from quire.metrics.log import Log
-from quire_gateway.admin_keys import AdminKeys
+from quire_gateway.admin_keys import MAX_BODY_BYTES, AdminKeys
 from quire_gateway.config_file import checked_url
 from quire_gateway.discovery import Registration
 from quire_gateway.fleet import Backend
 from quire_gateway.state import GatewayState
 
 log = Log("gateway")
-MAX_BODY_BYTES = 1 << 20
 
 
 class Heartbeat(Wire):

@@ -25,7 +25,7 @@ from quire_gateway.exchange import Exchange
 from quire_gateway.stage import Proceed, Stage
 
 log = Log("gateway")
-_GIB = 2**30
+GIB = 2**30
 _RETRY_S = 10.0  # after a load that failed, in which requests get the same error at once
 
 
@@ -280,7 +280,7 @@ class ModelPool(Stage):
                 if not await self._room.make(model):
                     return
                 model.state = "loading"
-            log.info("model_loading", model=model.name, gib=round(model.num_bytes / _GIB, 2))
+            log.info("model_loading", model=model.name, gib=round(model.num_bytes / GIB, 2))
             await self._load(model.name)
             model.state, model.failure, model.failed_s = "loaded", "", -math.inf
             log.info("model_loaded", model=model.name, seconds=round(self._now() - begin_s, 1))
@@ -309,7 +309,7 @@ def _why_late(model: PooledModel, pool: ModelPool) -> str:
     if model.state == "loading":
         return f"The model {model.name!r} is still being loaded: try again."
     others = ", ".join(f"{m.name!r} ({m.num_users} requests)" for m in pool if m.state != "unloaded")
-    gib = [round(num / _GIB, 2) for num in (model.num_bytes, pool.memory_bytes)]
+    gib = [round(num / GIB, 2) for num in (model.num_bytes, pool.memory_bytes)]
     return (
         f"The model {model.name!r} needs {gib[0]} GiB of the {gib[1]} GiB of model_memory, and the models that "
         f"hold it are in use: {others}. Try again."

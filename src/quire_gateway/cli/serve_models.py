@@ -38,11 +38,10 @@ from quire_gateway.cli.replicas import (
 )
 from quire_gateway.config import GatewayConfig
 from quire_gateway.fleet import Backend
-from quire_gateway.model_pool import ModelPool, PooledModel
+from quire_gateway.model_pool import GIB, ModelPool, PooledModel
 from quire_gateway.server import run_gateway
 from quire_gateway.state import GatewayState
 
-GIB = 2**30
 # Settings that belong to one model, and those of `quire serve --replicas`.
 _OF_ONE = (
     "served_model_name",

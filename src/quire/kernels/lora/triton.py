@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.lora import TILE_ROWS, AdapterRows, DeviceRows, LoraStack, LowRank, tiles_of
+from quire.kernels.lora import MAX_PARTS, TILE_ROWS, AdapterRows, DeviceRows, LoraStack, LowRank, tiles_of
 from quire.kernels.registry import register
 from quire.kernels.workspace import unit_stride
 
 RANKS, INNER, COLUMNS, SPLITS = 16, 128, 64, 4
-MAX_PARTS = 3
 
 
 @register("lora.allocate", "triton")
