@@ -704,8 +704,8 @@ TOKENS: tuple[Mutant, ...] = (
         "torn-line-read",
         "the journal takes the line in the middle of which the server died for a whole one",
         "src/quire/api/journal_file.py",
-        'whole = lines[: lines.rfind(b"\\n") + 1]',
-        "whole = lines",
+        'complete = lines[: lines.rfind(b"\\n") + 1]',
+        "complete = lines",
         ("tests/api/test_api_journal.py",),
     ),
     Mutant(

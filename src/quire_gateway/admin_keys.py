@@ -121,10 +121,10 @@ class AdminKeys:
             {
                 "books": "redis" if config.server.redis else "memory",
                 "is_degraded": limits is not None and limits.is_degraded,
-                "default": _given(config.limits),
-                "keys": {name: _given(limit) for name, limit in config.key_limits.items()},
-                "tenants": {name: _given(limit) for name, limit in config.tenant_limits.items()},
-                "models": {name: _given(limit) for name, limit in config.model_limits.items()},
+                "default": _set_limits(config.limits),
+                "keys": {name: _set_limits(limit) for name, limit in config.key_limits.items()},
+                "tenants": {name: _set_limits(limit) for name, limit in config.tenant_limits.items()},
+                "models": {name: _set_limits(limit) for name, limit in config.model_limits.items()},
                 "quotas": [_quota(allowance) for allowance in allowances],
             }
         )
@@ -178,5 +178,5 @@ def _quota(allowance: Allowance) -> dict[str, Any]:
     }
 
 
-def _given(limit: Limit) -> dict[str, float]:
+def _set_limits(limit: Limit) -> dict[str, float]:
     return {name: value for name, value in asdict(limit).items() if value is not None}

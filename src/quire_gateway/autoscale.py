@@ -111,34 +111,36 @@ class PredictedLoad:
         self._level = self._trend = 0.0  # requests per second, and its change per second
         self._isl = self._osl = 0.0
         self._knees: dict[tuple[int, int], float] = {}
-        self._asked = 0
+        self._num_wanted = 0
         self._since_s: float | None = None  # that more replicas are asked for than are ready
 
     def __call__(self, seen: Seen) -> Decision:
         before, self._last = self._last, seen
         if before is None:
-            self._asked = seen.num_ready
+            self._num_wanted = seen.num_ready
             return Decision(self._bounds.within(seen.num_ready), "first look")
         seconds = seen.time_s - before.time_s
         if seconds <= 0:
-            return Decision(self._bounds.within(self._asked), "no time has passed")
+            return Decision(self._bounds.within(self._num_wanted), "no time has passed")
         self._learn_start_up(seen)
         self._learn_load(before, seen, seconds)
         if self._osl < 1:
-            return Decision(self._bounds.within(max(self._asked, seen.num_ready)), "no request has ended yet")
+            return Decision(
+                self._bounds.within(max(self._num_wanted, seen.num_ready)), "no request has ended yet"
+            )
         ahead = max(self._level, self._level + self._trend * (self.start_up_s + seconds))
         rate = ahead + _SPREADS * math.sqrt(self._level / _WINDOW_S)
         capacity = self.capacity(self._isl, self._osl)
         need = rate / capacity
         backlog = seen.num_arrivals - seen.num_ended - seen.num_ready * self._running(capacity)
         need += max(backlog, 0.0) / (capacity * max(self.start_up_s, seconds))
-        current = self._asked or seen.num_ready
-        self._asked = self._slow_down.settle(seen.time_s, need, current)
+        current = self._num_wanted or seen.num_ready
+        self._num_wanted = self._slow_down.settle(seen.time_s, need, current)
         why = (
             f"{rate:.2f} requests/s expected, {capacity:.2f} per replica at {self._isl:.0f} uncached prompt and "
             f"{self._osl:.0f} output tokens, {max(backlog, 0.0):.0f} waiting: {need:.2f} replicas"
         )
-        return Decision(self._asked, why)
+        return Decision(self._num_wanted, why)
 
     def capacity(self, isl: float, osl: float) -> float:
         """Return the requests per second that one replica is given, at mean lengths in tokens."""
@@ -168,7 +170,7 @@ class PredictedLoad:
             self._osl += share * (osl - self._osl)
 
     def _learn_start_up(self, seen: Seen) -> None:
-        if self._asked <= seen.num_ready:
+        if self._num_wanted <= seen.num_ready:
             if self._since_s is not None:
                 self.start_up_s += _LEARNING * (seen.time_s - self._since_s - self.start_up_s)
             self._since_s = None
@@ -184,19 +186,19 @@ class Utilisation:
         self._target = target
         self._slow_down = _SlowDown(bounds, 0.0)
         self._last: Seen | None = None
-        self._asked = 0
+        self._num_wanted = 0
 
     def __call__(self, seen: Seen) -> Decision:
         before, self._last = self._last, seen
         if before is None or seen.time_s <= before.time_s or not seen.num_ready:
-            self._asked = self._asked or seen.num_ready
-            return Decision(self._asked, "first look")
+            self._num_wanted = self._num_wanted or seen.num_ready
+            return Decision(self._num_wanted, "first look")
         busy = (seen.busy_s - before.busy_s) / ((seen.time_s - before.time_s) * seen.num_ready)
         ratio = busy / self._target
-        need = float(self._asked) if abs(ratio - 1.0) <= _TOLERANCE else seen.num_ready * ratio
-        most = max(2 * self._asked, self._asked + 4)  # its default rise in one step
-        self._asked = self._slow_down.settle(seen.time_s, min(need, most), self._asked)
-        return Decision(self._asked, f"{busy:.0%} busy, {self._target:.0%} wanted")
+        need = float(self._num_wanted) if abs(ratio - 1.0) <= _TOLERANCE else seen.num_ready * ratio
+        most = max(2 * self._num_wanted, self._num_wanted + 4)  # its default rise in one step
+        self._num_wanted = self._slow_down.settle(seen.time_s, min(need, most), self._num_wanted)
+        return Decision(self._num_wanted, f"{busy:.0%} busy, {self._target:.0%} wanted")
 
 
 def _rounded(tokens: float) -> int:

@@ -69,7 +69,8 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
     own = paths.pop("paths", {})
     limits = dict(_table(data, "limits", origin))
     owners = {
-        owner: _each(Limit, limits, owner, f"{origin}: [limits") for owner in ("keys", "tenants", "models")
+        owner: _named_tables(Limit, limits, owner, f"{origin}: [limits")
+        for owner in ("keys", "tenants", "models")
     }
     timeouts = make_args(TimeoutArgs, paths, origin=f"{origin}: [timeouts]")
     server = make_args(GatewayArgs, top, origin=origin)
@@ -90,7 +91,7 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
         key_limits=owners["keys"],
         tenant_limits=owners["tenants"],
         model_limits=owners["models"],
-        prices=_each(Price, dict(data), "prices", f"{origin}: ["),
+        prices=_named_tables(Price, dict(data), "prices", f"{origin}: ["),
         slo=_slo(server.slo, origin),
     )
     _check_whole(config, origin)
@@ -135,7 +136,7 @@ def _args(kind: type[_Args], data: Mapping[str, Any], key: str, origin: str) -> 
     return make_args(kind, _table(data, key, origin), origin=f"{origin}: [{key}]")
 
 
-def _each(kind: type[_Args], tables: dict[str, Any], key: str, origin: str) -> dict[str, _Args]:
+def _named_tables(kind: type[_Args], tables: dict[str, Any], key: str, origin: str) -> dict[str, _Args]:
     """Take the tables below ``key`` out of ``tables``: name → values."""
     own = tables.pop(key, {})
     if not isinstance(own, dict) or not all(isinstance(table, dict) for table in own.values()):

@@ -104,11 +104,11 @@ class HttpFilter:
         self._upstream = upstream
 
     async def before(self, about: About, body: dict[str, Any]) -> Any:
-        return await self._verdict({"when": "before", **_told(about), "body": body}, "body")
+        return await self._verdict({"when": "before", **_to_json(about), "body": body}, "body")
 
     async def after(self, about: About, text: str) -> Any:
         more = {"choice": about.choice, "kind": about.kind, "preceding": about.preceding, "text": text}
-        return await self._verdict({"when": "after", **_told(about), **more}, "text")
+        return await self._verdict({"when": "after", **_to_json(about), **more}, "text")
 
     async def _verdict(self, question: dict[str, Any], changed: str) -> Any:
         headers = [("content-type", "application/json")]
@@ -126,7 +126,7 @@ class HttpFilter:
         raise ValueError(f"status {reply.status}, and no verdict: {reply.body[:100]!r}")
 
 
-def _told(about: About) -> dict[str, str]:
+def _to_json(about: About) -> dict[str, str]:
     return {name: getattr(about, name) for name in ("request_id", "path", "model", "tenant", "key")}
 
 

@@ -143,7 +143,7 @@ class Filtering(AnswerStep):
         self._waiting: list[_Event] = []
         self._refusal: HttpError | None = None
 
-    async def whole(self, body: bytes) -> bytes:
+    async def filtered_body(self, body: bytes) -> bytes:
         """Return a whole answer after the filters: the same bytes where they change nothing.
 
         Raises:
@@ -152,14 +152,14 @@ class Filtering(AnswerStep):
         value = msgspec.json.decode(body)
         is_changed = _without_ids(value) if isinstance(value, dict) else False
         for piece in pieces_of(value) if isinstance(value, dict) else ():
-            changed = await self._filters.after(self._told(piece.channel), piece.text)
+            changed = await self._filters.after(self._about_text(piece.channel), piece.text)
             if changed is not None:
                 _replace(piece, changed)
                 is_changed = True
         return msgspec.json.encode(value) if is_changed else body
 
     async def document(self, status: int, content_type: str, body: bytes) -> bytes:
-        return await self.whole(body) if status == 200 and "json" in content_type else body
+        return await self.filtered_body(body) if status == 200 and "json" in content_type else body
 
     async def events(self, frames: bytes) -> bytes:
         try:
@@ -224,14 +224,14 @@ class Filtering(AnswerStep):
         if not num_chars:
             return
         raw, start = text.pending[:num_chars], text.num_filtered
-        changed = await self._filters.after(self._told(channel, text.preceding), raw)
+        changed = await self._filters.after(self._about_text(channel, text.preceding), raw)
         text.pending = text.pending[num_chars:]
         text.segments.append(_Segment(start, start + num_chars, raw, changed))
         text.preceding = (text.preceding + raw)[-PRECEDING_CHARS:]
         text.out.append(raw if changed is None else changed)
         text.is_changed |= changed is not None
 
-    def _told(self, channel: Channel, preceding: str = "") -> About:
+    def _about_text(self, channel: Channel, preceding: str = "") -> About:
         return replace(self._about, choice=channel[0], kind=kind_of(channel), preceding=preceding)
 
     def _released(self) -> Iterator[bytes]:

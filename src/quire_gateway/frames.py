@@ -53,9 +53,9 @@ class Frames:
         end = max((at + len(line) for line in self._ends if (at := rest.rfind(line, start)) >= 0), default=0)
         if len(rest) - end > MAX_FRAME_BYTES:
             raise ValueError(f"a frame has more than {MAX_FRAME_BYTES} bytes")
-        whole = bytes(rest[:end])
+        complete = bytes(rest[:end])
         del rest[:end]
-        return whole
+        return complete
 
     def end(self) -> bytes:
         """Return what is left at the end of the stream."""

@@ -61,18 +61,18 @@ class Journal:
             os.close(self._file)
             raise
         self.free_slots: deque[int] = deque()
-        found: dict[str, tuple[int, Row, str]] = {}
+        rows: dict[str, tuple[int, Row, str]] = {}
         for slot in range(size // SLOT_BYTES):
             read = self._read(slot)
             if read is None:
                 self.free(slot)
                 continue
             row = read[0]
-            if (other := found.get(row.request_id)) is not None:  # the owner was killed between the two
+            if (other := rows.get(row.request_id)) is not None:  # the owner was killed between the two
                 self.free(slot if row.outcome == UNSETTLED else other[0])
             if other is None or row.outcome != UNSETTLED:
-                found[row.request_id] = (slot, *read)
-        self.inherited = list(found.values())
+                rows[row.request_id] = (slot, *read)
+        self.inherited = list(rows.values())
 
     def has_room(self) -> bool:
         """Whether one more request can be noted."""

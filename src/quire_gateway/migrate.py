@@ -95,7 +95,7 @@ class Groups:
         if self._moves:
             raise StreamMoves
         data = self._rest + data if self._rest else data
-        at, whole = 0, []
+        at, groups = 0, []
         while (end := data.find(b"\n", at)) >= 0:
             length, _, tag = data[at:end].partition(b" ")
             if length[:1] != b":" or not length[1:].isdigit():
@@ -113,14 +113,14 @@ class Groups:
                 self._has_ended = True
                 if len(status) > 1:
                     self._continuation.cost = cost_of(status[1].decode("ascii"))
-            whole.append(data[start:stop])
+            groups.append(data[start:stop])
             at = stop
         self._rest = data[at:]
         if len(self._rest) > MAX_GROUP_BYTES:
             raise ValueError(f"a group has more than {MAX_GROUP_BYTES} bytes")
-        if self._moves and not whole:
+        if self._moves and not groups:
             raise StreamMoves
-        return whole[0] if len(whole) == 1 else b"".join(whole)
+        return groups[0] if len(groups) == 1 else b"".join(groups)
 
     def end(self) -> bytes:
         """Check that the stream is at its end.

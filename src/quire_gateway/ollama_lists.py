@@ -72,8 +72,10 @@ class OllamaLists:
             backend = next((b for b in fleet.serving(served) if b.is_ready), None)
             if backend is not None:
                 ready[served] = backend
-        asked = list(dict.fromkeys(ready.values()))
-        lists = dict(zip(asked, await asyncio.gather(*(self._ask(b, path) for b in asked)), strict=True))
+        backends = list(dict.fromkeys(ready.values()))
+        lists = dict(
+            zip(backends, await asyncio.gather(*(self._ask(b, path) for b in backends)), strict=True)
+        )
         entries = []
         for name in catalog.names():
             served = catalog.served_as(name)

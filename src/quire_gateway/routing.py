@@ -248,9 +248,9 @@ class Router:
     def _cheapest(self, replicas: Sequence[int], demand: Demand, depths: Sequence[int]) -> list[int]:
         """Return the replicas with the lowest cost; ``replicas`` is not empty."""
         lowest, cheapest = math.inf, list[int]()
-        loads, pace_s, whole = self.loads, self.ttft.pace_s, _uncached(demand, 0)
+        loads, pace_s, all_tokens = self.loads, self.ttft.pace_s, _uncached(demand, 0)
         for r in replicas:
-            uncached = _uncached(demand, depths[r]) if depths[r] else whole
+            uncached = _uncached(demand, depths[r]) if depths[r] else all_tokens
             cost = pace_s(r) * (loads[r].queued_tokens + 2 * uncached)
             if cost < lowest:
                 lowest, cheapest = cost, [r]

@@ -139,7 +139,7 @@ class Sealing(AnswerStep):
     def _seal(self, own_id: str) -> str:
         return self._shown.get(own_id) or self._owner.seal(own_id, self._hint)
 
-    def whole(self, status: int, body: bytes) -> bytes:
+    def sealed_body(self, status: int, body: bytes) -> bytes:
         """Return the body of an answer as the client sees it; in an error the ids are a part of its text."""
         if status == 200:
             return _sealed(body, self._seal)
@@ -148,7 +148,7 @@ class Sealing(AnswerStep):
         return body
 
     async def document(self, status: int, content_type: str, body: bytes) -> bytes:
-        return self.whole(status, body)
+        return self.sealed_body(status, body)
 
     async def events(self, frames: bytes) -> bytes:
         return self.frames(frames)

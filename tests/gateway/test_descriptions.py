@@ -316,7 +316,7 @@ def test_filters_read_forms_of_other_servers(path: str) -> None:
         whole = {"generated_text": "a secret", "details": {"tokens": [{"id": 9, "text": "secret"}]}}
         whole = whole if path == "/generate_stream" else {"content": "a secret", "stop": True, "tokens": [9]}
         filtering = Filtering(filters, About("r", path, "m", "", ""))
-        assert b"secret" not in (out := await filtering.whole(json.dumps(whole).encode()))
+        assert b"secret" not in (out := await filtering.filtered_body(json.dumps(whole).encode()))
         assert b"9" not in out
 
     run(main())

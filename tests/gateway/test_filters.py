@@ -193,7 +193,7 @@ def test_messages_and_tool_arguments_are_filtered() -> None:
         assert b'"text":"the -"' in joined
         assert b'{\\"a\\": \\"-\\"}' in joined
         value = {"type": "message", "content": [{"type": "tool_use", "input": {"a": "a secret"}}]}
-        body = await Filtering(chain(action="redact", replacement="-"), ABOUT).whole(
+        body = await Filtering(chain(action="redact", replacement="-"), ABOUT).filtered_body(
             json.dumps(value).encode()
         )
         assert json.loads(body)["content"][0]["input"] == {"a": "a -"}

@@ -418,12 +418,12 @@ def test_a_batch_has_the_rights_of_its_key_and_no_more(tmp_path: Path) -> None:
 
         rights = {"name": "small", "models": ["o*"], "weight": 2.0}
         kept = json.loads(json.dumps({"tenant": "lab", "cache_group": "+pool", "key": rights}))
-        call = Call.of_kept(kept)
-        assert call.kept() == kept
+        call = Call.from_owner(kept)
+        assert call.owner() == kept
         assert call.key is not None
         assert call.key.models == ("o*",)
         assert (call.tenant, call.salt_group, call.weight, call.is_local) == ("lab", "+pool", 2.0, True)
-        assert Call.of_kept({}) == Call(is_local=True)
+        assert Call.from_owner({}) == Call(is_local=True)
 
     asyncio.run(run())
 

@@ -83,13 +83,13 @@ def test_only_ids_are_written_anew(tmp_path: Path) -> None:
     lab = owner_of(tmp_path, "lab")
     text = r"say \"id\":\"resp_1\" 1e400"
     body = '{"id":"resp_1","n":1.0,"text":"%s","metadata":{"id":"resp_1"},"output":[{"id":"msg_1","id2":"msg_1"}]}'
-    sealed = Sealing(lab).whole(200, (body % text).encode()).decode()
+    sealed = Sealing(lab).sealed_body(200, (body % text).encode()).decode()
     expected = (
         '{"id":"%s","n":1.0,"text":"%s","metadata":{"id":"resp_1"},"output":[{"id":"%s","id2":"msg_1"}]}'
     )
     assert sealed == expected % (lab.seal("resp_1"), text, lab.seal("msg_1"))
     for other in (b"not JSON", b"[1]", b'{"id":5}', b""):
-        assert Sealing(lab).whole(200, other) == other
+        assert Sealing(lab).sealed_body(200, other) == other
     event = b'event: response.created\ndata: {"response":{"id":"resp_1","previous_response_id":null}}\n\n'
     assert Sealing(lab).frames(event) == event.replace(b"resp_1", lab.seal("resp_1").encode())
     assert Sealing(lab).frames(b': id"\n\ndata: [DONE]\n\n') == b': id"\n\ndata: [DONE]\n\n'

@@ -27,7 +27,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     yield
-    assert (LARGE.held, SMALL.held, MESSAGES.held) == (0, 0, 0)
+    assert (LARGE.num_bytes, SMALL.num_bytes, MESSAGES.num_bytes) == (0, 0, 0)
 
 
 class Client:
@@ -79,7 +79,7 @@ class Client:
 
 def run(test: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, most: int = 4 * MIB) -> None:
     for room in (LARGE, SMALL, MESSAGES):
-        monkeypatch.setattr(room, "most", most)
+        monkeypatch.setattr(room, "max_bytes", most)
     asyncio.run(test())
 
 
@@ -88,7 +88,7 @@ def test_large_bodies_count_whole_from_their_heads(monkeypatch: pytest.MonkeyPat
         first, second, small = Client(declared=3 * MIB), Client(declared=2 * MIB), Client(declared=9)
         await first.put(10)
         await second.put(10)
-        assert LARGE.held == 3 * MIB
+        assert LARGE.num_bytes == 3 * MIB
         assert (second.num_read, first.error) == (0, None)
         assert second.error is not None
         refusal = second.error.refusal
@@ -106,9 +106,9 @@ def test_a_body_of_unknown_length_counts_as_it_comes(monkeypatch: pytest.MonkeyP
     async def test() -> None:
         client = Client()
         await client.put(MIB)
-        assert (SMALL.held, LARGE.held) == (MIB, 0)
+        assert (SMALL.num_bytes, LARGE.num_bytes) == (MIB, 0)
         await client.put(MIB)
-        assert (SMALL.held, LARGE.held) == (0, 2 * MIB)
+        assert (SMALL.num_bytes, LARGE.num_bytes) == (0, 2 * MIB)
         await client.put(3 * MIB)
         assert client.error is not None
         await client.end()
@@ -132,10 +132,10 @@ def test_room_is_given_back_when_the_answer_begins(monkeypatch: pytest.MonkeyPat
         early.early = True
         await first.put(2 * MIB, more=False)
         await early.put(2 * MIB, more=False)
-        assert LARGE.held == 2 * MIB  # one needs its body no more
+        assert LARGE.num_bytes == 2 * MIB  # one needs its body no more
         first.ends.set()
         await asyncio.sleep(0.005)
-        assert (LARGE.held, first.task.done()) == (0, False)
+        assert (LARGE.num_bytes, first.task.done()) == (0, False)
         await first.end()
         await early.end()
 
@@ -157,7 +157,7 @@ def test_forms_go_to_disk_and_do_not_count(monkeypatch: pytest.MonkeyPatch) -> N
     async def test() -> None:
         client = Client(declared=9 * MIB, kind=b"multipart/form-data; boundary=b")
         await client.put(5 * MIB, more=False)
-        assert (client.error, LARGE.held) == (None, 0)
+        assert (client.error, LARGE.num_bytes) == (None, 0)
         await client.end()
 
     run(test, monkeypatch)
@@ -252,7 +252,7 @@ def test_memory_is_given_back_after_growth_and_at_rest(monkeypatch: pytest.Monke
     now += EVERY_S / 2
     kept.look(now)
     assert not trims  # has just looked
-    holder = held_bytes.Held(LARGE)
+    holder = held_bytes.HeldBytes(LARGE)
     holder.grow(2 * MIB)
     now += EVERY_S
     kept.look(now)

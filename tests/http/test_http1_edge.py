@@ -196,17 +196,17 @@ def test_codings_are_bounded_known_and_whole(surface: str) -> None:
 def test_bombs_are_bounded_in_sum(surface: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty at once: each within the limit of a body, all together far above that of waiting ones."""
     most, size, most_held = 8 << 20, 2 << 20, 0
-    monkeypatch.setattr(held_bytes.LARGE, "most", most)
-    monkeypatch.setattr(held_bytes.SMALL, "most", most)
-    grow = held_bytes.Held.grow
+    monkeypatch.setattr(held_bytes.LARGE, "max_bytes", most)
+    monkeypatch.setattr(held_bytes.SMALL, "max_bytes", most)
+    grow = held_bytes.HeldBytes.grow
 
-    def watched(self: held_bytes.Held, num_bytes: int) -> bool:
+    def watched(self: held_bytes.HeldBytes, num_bytes: int) -> bool:
         nonlocal most_held
         fits = grow(self, num_bytes)
-        most_held = max(most_held, held_bytes.LARGE.held, held_bytes.SMALL.held)
+        most_held = max(most_held, held_bytes.LARGE.num_bytes, held_bytes.SMALL.num_bytes)
         return fits
 
-    monkeypatch.setattr(held_bytes.Held, "grow", watched)
+    monkeypatch.setattr(held_bytes.HeldBytes, "grow", watched)
     body = json.dumps({"model": "m", "prompt": "hi", "stop": "x" * size}).encode()
     whole = post(gzip.compress(body), b"content-encoding: gzip", b"connection: close")
     helpers = LargeBodies()
@@ -221,7 +221,7 @@ def test_bombs_are_bounded_in_sum(surface: str, monkeypatch: pytest.MonkeyPatch)
             assert all(b"retry-after: 1" in head for status, head, _ in answers if status == 503)
             assert (await ask(port, post(BODY, b"connection: close")))[0] == 200
         assert size < most_held <= most
-        assert (held_bytes.LARGE.held, held_bytes.SMALL.held) == (0, 0)
+        assert (held_bytes.LARGE.num_bytes, held_bytes.SMALL.num_bytes) == (0, 0)
 
     try:
         run(main())

@@ -15,7 +15,7 @@ from tests.text.test_output_round_trip import calls_of, parse
 from quire.text.chat_template import ChatTemplate
 from quire.text.output.detect import detect_format, shows_tools
 from quire.text.output.formats import FORMATS, ContentDelta, ReasoningDelta
-from quire.text.output.generic import asked, describe, format_of
+from quire.text.output.generic import describe, format_of, with_tools_as_text
 from quire.text.output.parser import OutputParser
 from quire.text.tokenizer import SpecialTokens
 
@@ -188,8 +188,10 @@ def test_types_by_reference_alternatives_and_null() -> None:
     ],
 )
 def test_generic_calls_are_asked_for_where_the_template_lets_them(source: str, role: str) -> None:
-    assert format_of(source).asked
-    turns = asked([{"role": "user", "content": "Hi"}], [{"type": "function", "function": TOOLS[1]}], source)
+    assert format_of(source).asks_in_message
+    turns = with_tools_as_text(
+        [{"role": "user", "content": "Hi"}], [{"type": "function", "function": TOOLS[1]}], source
+    )
     assert turns[0]["role"] == role
     assert '"name": "now"' in turns[0]["content"]
     assert turns[-1]["content"].endswith("Hi")

@@ -142,8 +142,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "account-without-the-gateways-key",
         "any client may say for which tenant its request runs",
         "src/quire/http/account.py",
-        "    if given is None or not has_gateway_key(scope, key):",
-        "    if given is None:",
+        "    if line is None or not has_gateway_key(scope, key):",
+        "    if line is None:",
         (f"{RIGHTS}::test_only_a_gateway_with_the_key_says_for_whom_it_runs",),
     ),
     Mutant(

@@ -144,15 +144,15 @@ class Admin:
             RequestError: names the setting, the value and what is allowed; no setting was changed.
         """
         body = await _body(self._state, request)
-        asked = parse(RuntimePatch, body).model_dump(exclude_none=True)
-        if not asked:
+        settings = parse(RuntimePatch, body).model_dump(exclude_none=True)
+        if not settings:
             raise RequestError(f"The body changes nothing: send one or more of {', '.join(RUNTIME)}.")
-        wait_ms, release = asked.pop("dynamic_max_wait_ms", None), tuple(asked.pop("release", ()))
-        if both := [name for name in release if name in asked]:
+        wait_ms, release = settings.pop("dynamic_max_wait_ms", None), tuple(settings.pop("release", ()))
+        if both := [name for name in release if name in settings]:
             raise RequestError(f"{both[0]} is both set and released: send one of them.", param="release")
-        drafts = _drafts(asked.pop("spec_tokens", None), asked.pop("spec_tree", None))
+        drafts = _drafts(settings.pop("spec_tokens", None), settings.pop("spec_tree", None))
         change = PolicyChange(
-            **asked, **drafts, dynamic_max_wait_s=None if wait_ms is None else wait_ms / 1e3
+            **settings, **drafts, dynamic_max_wait_s=None if wait_ms is None else wait_ms / 1e3
         )
         try:
             reply = await self._state.frontend.call(lambda call_id: ChangePolicy(call_id, change, release))
@@ -207,10 +207,10 @@ class Admin:
     async def start_profile(self, request: Request) -> Response:
         """Profile the next steps; ``num_steps`` of a JSON body ends it after so many. Raises RequestError."""
         has_body = request.headers.get("content-length", "0") != "0"
-        asked = parse(ProfileBody, await _body(self._state, request)) if has_body else ProfileBody()
-        if asked.num_steps is not None and not 1 <= asked.num_steps <= 1000:
-            raise not_allowed("num_steps", asked.num_steps, "an integer of 1 to 1000")
-        return await self._profile(start=True, num_steps=asked.num_steps)
+        profile = parse(ProfileBody, await _body(self._state, request)) if has_body else ProfileBody()
+        if profile.num_steps is not None and not 1 <= profile.num_steps <= 1000:
+            raise not_allowed("num_steps", profile.num_steps, "an integer of 1 to 1000")
+        return await self._profile(start=True, num_steps=profile.num_steps)
 
     async def stop_profile(self, request: Request) -> Response:
         """End the profile: the trace's path, and the ops that took longest. Raises RequestError."""
@@ -330,17 +330,17 @@ class LoraAdmin:
 
     async def unload_as_vllm(self, request: Request) -> Response:
         """As `unload`, with vLLM's answer."""
-        asked = parse(UnloadAdapter, await _body(self._state, request))
-        adapter, left = await self._unload(asked.lora_name, asked.timeout_s)
+        body = parse(UnloadAdapter, await _body(self._state, request))
+        adapter, left = await self._unload(body.lora_name, body.timeout_s)
         still = f" {left} requests still run with it." if left else ""
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' removed successfully.{still}")
 
     async def _load(self, body: Any) -> Adapter:
-        asked = parse(LoadAdapter, body)
+        fields = parse(LoadAdapter, body)
         registry = self._registry
         # Reads and hashes the file, or downloads it, so it must not run in the loop's thread.
-        adapter = await asyncio.to_thread(registry.read, asked.lora_name, asked.lora_path)
-        registry.add(adapter, replace=asked.load_inplace)
+        adapter = await asyncio.to_thread(registry.read, fields.lora_name, fields.lora_path)
+        registry.add(adapter, replace=fields.load_inplace)
         log.info("adapter_loaded", name=adapter.name, path=adapter.path, rank=adapter.rank)
         return adapter
 

@@ -86,19 +86,19 @@ def structured_outputs(
     Raises:
         RequestError: a wrong value, or two fields that both set the form; ``param`` is the client's name.
     """
-    given = [name for name in ("response_format", "structured_outputs", *ALIASES) if _is_set(request, name)]
-    if len(given) > 1:
+    names = [name for name in ("response_format", "structured_outputs", *ALIASES) if _is_set(request, name)]
+    if len(names) > 1:
         raise RequestError(
-            f"{given[0]} and {given[1]} both say what form the answer has: send one of them.", param=given[1]
+            f"{names[0]} and {names[1]} both say what form the answer has: send one of them.", param=names[1]
         )
     pattern = request.guided_whitespace_pattern
-    if pattern is not None and given not in (["guided_json"], ["json_schema"]):
+    if pattern is not None and names not in (["guided_json"], ["json_schema"]):
         raise RequestError(
             "guided_whitespace_pattern is only allowed with guided_json.", param="guided_whitespace_pattern"
         )
-    if not given:
+    if not names:
         return None
-    name = given[0]
+    name = names[0]
     if name == "response_format":
         return _response_format(request, ignored)
     if name == "structured_outputs":

@@ -15,16 +15,16 @@ _KEPT_TURNS = 1
 
 
 def check_edits(
-    given: dict[str, Any] | None, messages: list[Any], max_model_len: int, ignored: list[str] | None
+    management: dict[str, Any] | None, messages: list[Any], max_model_len: int, ignored: list[str] | None
 ) -> None:
     """Check Anthropic's ``context_management`` of a request with these ``messages`` (as they came).
 
     Raises:
         RequestError: an edit that could change this conversation, or one that is not known.
     """
-    edits = (given or {}).get("edits")
-    if given and not isinstance(edits, list):
-        raise _refusal("context_management", given)
+    edits = (management or {}).get("edits")
+    if management and not isinstance(edits, list):
+        raise _refusal("context_management", management)
     for i, edit in enumerate(edits or ()):
         if not (isinstance(edit, dict) and _changes_nothing(edit, messages, max_model_len)):
             raise _refusal(f"context_management.edits[{i}]", edit)
@@ -32,29 +32,29 @@ def check_edits(
         ignored.append("context_management")
 
 
-def check_compaction(given: list[Any] | None, max_model_len: int, ignored: list[str] | None) -> None:
+def check_compaction(entries: list[Any] | None, max_model_len: int, ignored: list[str] | None) -> None:
     """Check the Responses API's ``context_management``.
 
     Raises:
         RequestError: an entry that could change a conversation of ``max_model_len`` tokens.
     """
-    for i, entry in enumerate(given or ()):
+    for i, entry in enumerate(entries or ()):
         kind = entry.get("type") if isinstance(entry, dict) else None
         if kind != "compaction" or not _number(entry.get("compact_threshold"), 0) >= max_model_len:
             raise _refusal(f"context_management[{i}]", entry)
-    if given and ignored is not None:
+    if entries and ignored is not None:
         ignored.append("context_management")
 
 
 def _changes_nothing(edit: dict[str, Any], messages: list[Any], max_model_len: int) -> bool:
     kind, keep = edit.get("type"), edit.get("keep")
-    kept = keep.get("value") if isinstance(keep, dict) else None
+    keep_value = keep.get("value") if isinstance(keep, dict) else None
     if kind == "clear_thinking_20251015":
-        return keep == "all" or _turns_with("thinking", messages) <= _number(kept, _KEPT_TURNS)
+        return keep == "all" or _turns_with("thinking", messages) <= _number(keep_value, _KEPT_TURNS)
     if kind not in _TRIGGER_TOKENS:
         return False
     num_uses = sum(1 for block in _blocks(messages) if block.get("type") == "tool_use")
-    if kind == "clear_tool_uses_20250919" and num_uses <= _number(kept, _KEPT_TOOL_USES):
+    if kind == "clear_tool_uses_20250919" and num_uses <= _number(keep_value, _KEPT_TOOL_USES):
         return True
     trigger = edit.get("trigger") or {}
     if not isinstance(trigger, dict):

@@ -141,21 +141,21 @@ class DeadlineMs(Wire):
     total: Number | None = None
 
 
-def deadline_of(given: Any, ignored: list[str] | None) -> Deadline | None:
+def deadline_of(value_ms: Any, ignored: list[str] | None) -> Deadline | None:
     """Return the limits of ``deadline_ms``: a number (the total) or an object.
 
     Raises:
         RequestError: a limit out of range, or a first token that may come later than the end.
     """
-    if given is None:
+    if value_ms is None:
         return None
-    if isinstance(given, dict):
-        limits = parse(DeadlineMs, given, prefix="deadline_ms.", ignored=ignored)
+    if isinstance(value_ms, dict):
+        limits = parse(DeadlineMs, value_ms, prefix="deadline_ms.", ignored=ignored)
     else:
-        limits = DeadlineMs(total=given)
+        limits = DeadlineMs(total=value_ms)
     for name, value in (("first_token", limits.first_token), ("total", limits.total)):
         if value is not None and not 0 < value <= MAX_DEADLINE_MS:
-            where = f"deadline_ms.{name}" if isinstance(given, dict) else "deadline_ms"
+            where = f"deadline_ms.{name}" if isinstance(value_ms, dict) else "deadline_ms"
             raise not_allowed(where, value, f"a number of milliseconds in (0, {MAX_DEADLINE_MS}]")
     first, total = limits.first_token, limits.total
     if first is None and total is None:

@@ -66,13 +66,13 @@ class FinishedUsage:
     async def show(self, request: Request) -> Response:
         """The records behind the number ``after``, or the one of ``id``. ``ledger``: without those of other ledgers."""
         check_gateway_key(request.scope, self._key)
-        given = request.query_params
-        if "id" in given:
-            hit = self._records.get(given["id"])
+        query = request.query_params
+        if "id" in query:
+            hit = self._records.get(query["id"])
             return json_response(UsedPage(self._since, [hit] if hit is not None else []))
-        after = given.get("after", "0")
+        after = query.get("after", "0")
         first = int(after) if after.isdecimal() else 0
-        ledgers = (given["ledger"], "") if "ledger" in given else None
+        ledgers = (query["ledger"], "") if "ledger" in query else None
         records = [used for used in self._records.values() if used.number > first]
         those = [used for used in records if ledgers is None or used.ledger in ledgers][: PAGE + 1]
         return json_response(UsedPage(self._since, those[:PAGE], len(those) > PAGE))

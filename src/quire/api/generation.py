@@ -180,7 +180,7 @@ class Generation:
         choices = await whole_choices(job, streams.chunks(), self.check_end, streams.echoes)
         if job.timing:
             streams.note_timing()
-        body = job.answer.whole(choices, streams.token_ids(), self.usage)
+        body = job.answer.body(choices, streams.token_ids(), self.usage)
         self.has_ended = True
         await send_json(send, 200, body, headers)
 

@@ -100,16 +100,16 @@ def _joined(value: Any, nested: int) -> str | None:
         return value
     if not isinstance(value, list) or not value:
         return None
-    found = []
+    texts = []
     for item in value:
         if isinstance(item, str):
-            found.append(item)
+            texts.append(item)
         elif isinstance(item, dict):
             kind = str(item.get("type"))
             text = item.get("text")
             own = text if isinstance(text, str) else _own_text(item, kind, nested + 1)
-            found.append(_line(item, kind) if own is None else own)
-    return "\n".join(found)
+            texts.append(_line(item, kind) if own is None else own)
+    return "\n".join(texts)
 
 
 def _decoded(url: str) -> str | None:
@@ -133,8 +133,8 @@ def _line(part: Mapping[str, Any], kind: str) -> str:
         called = f" {_short(name)}" if isinstance(name, str) and name else ""
         return f"[{_NAMES[kind]}{called}: the model is text only and cannot see it]"
     beside = {key: part[key] for key in ("name", "input", "action", "query", "url") if part.get(key)}
-    said = f": {_short(json.dumps(beside, ensure_ascii=False, default=str))}" if beside else ""
-    return f"[{_short(kind)}{said}]"
+    details = f": {_short(json.dumps(beside, ensure_ascii=False, default=str))}" if beside else ""
+    return f"[{_short(kind)}{details}]"
 
 
 def _short(value: Any) -> str:

@@ -136,7 +136,7 @@ class Answer:
     streamed = False
     media_type = b"text/event-stream; charset=utf-8"  # content type of a stream
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def body(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         """Return the body of an answer that is not streamed: one chunk per choice, the token ids of each prompt."""
         raise NotImplementedError
 
@@ -223,9 +223,9 @@ _OTHER_MEANING = {"logit_bias", "logprobs", "max_tokens", "structured_outputs"}
 
 
 _SAME_NAME = tuple(
-    each.name
-    for each in fields(SamplingParams)
-    if each.name in GenerationFields.model_fields and each.name not in _OTHER_MEANING
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in GenerationFields.model_fields and field.name not in _OTHER_MEANING
 )
 
 
@@ -235,19 +235,19 @@ def given_sampling(request: SampledFields) -> dict[str, Any]:
     Raises:
         RequestError: best_of in a stream, or a logit_bias whose keys are not token ids.
     """
-    given: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for name in _SAME_NAME:
         if (value := getattr(request, name, None)) is not None:
-            given[name] = value
-    if isinstance(given.get("stop"), str | list):  # an empty string stops nothing
-        stop = given["stop"]
-        given["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
-    best_of = given.get("best_of")
+            params[name] = value
+    if isinstance(params.get("stop"), str | list):  # an empty string stops nothing
+        stop = params["stop"]
+        params["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
+    best_of = params.get("best_of")
     if (
         best_of is not None
-        and not given.get("use_beam_search")
+        and not params.get("use_beam_search")
         and request.stream
-        and best_of > (given.get("n") or 1)
+        and best_of > (params.get("n") or 1)
     ):
         raise RequestError(
             f"best_of = {clip(best_of)} is not allowed with stream = true: the best "
@@ -255,12 +255,12 @@ def given_sampling(request: SampledFields) -> dict[str, Any]:
             param="best_of",
         )
     if isinstance(request, GenerationFields) and request.logit_bias is not None:
-        given["logit_bias"] = logit_bias_of(request.logit_bias)
-    return given
+        params["logit_bias"] = logit_bias_of(request.logit_bias)
+    return params
 
 
 def sampling_params(
-    given: Mapping[str, Any],
+    params: Mapping[str, Any],
     defaults: Mapping[str, Any],
     *,
     max_tokens: int | None,
@@ -268,21 +268,21 @@ def sampling_params(
     form: StructuredOutputsParams | None = None,
     client_names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
-    """Return `SamplingParams` of the ``given`` fields, else of the model's ``defaults``, else of their own defaults.
+    """Return `SamplingParams` of ``params``, else of the model's ``defaults``, else of their own defaults.
 
     ``max_tokens`` None means the rest of the context. ``client_names``: the client's name of fields that have another.
 
     Raises:
         RequestError: a value out of range, under the client's name.
     """
-    if given.get("use_beam_search"):
+    if params.get("use_beam_search"):
         # Beams are not sampled, so defaults for sampling would contradict them.
         defaults = {}
     for name, value in defaults.items():
         if name in _SAME_NAME:
-            given = {name: value, **given}
+            params = {name: value, **params}
     try:
-        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form)
+        return SamplingParams(**params, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form)
     except RequestError as error:
         client_name = (client_names or {}).get(error.param or "")
         if client_name is None:

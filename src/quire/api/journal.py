@@ -304,20 +304,20 @@ def _not_found(stream_id: str) -> NotFoundError:
     return NotFoundError(text, code="stream_not_found")
 
 
-def event_of(given: bytes, stream_id: str | None = None) -> tuple[str, int]:
+def event_of(event_id: bytes, stream_id: str | None = None) -> tuple[str, int]:
     """Return the stream's id and the number of events seen, from ``ID:NUMBER``, or NUMBER where ``stream_id`` is known.
 
     Raises:
         RequestError: it is neither, or of another stream.
     """
-    name, colon, number = given.decode("latin-1").strip().rpartition(":")
+    name, colon, number = event_id.decode("latin-1").strip().rpartition(":")
     if number.isascii() and number.isdigit() and len(number) < 16:
         if colon and stream_id in (None, name):
             return name, int(number)
         if not colon and stream_id is not None:
             return stream_id, int(number)
     raise RequestError(
-        f"Last-Event-ID = {clip(given.decode('latin-1'))} is not allowed: it must be the id of the last event that was "
-        "received, such as 'chatcmpl-0f…:17'.",
+        f"Last-Event-ID = {clip(event_id.decode('latin-1'))} is not allowed: it must be the id of the last event that "
+        "was received, such as 'chatcmpl-0f…:17'.",
         code="invalid_event_id",
     )

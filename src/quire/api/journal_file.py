@@ -107,12 +107,12 @@ class StreamFile:
             first, _, rest = raw.partition(b"\n")
             head = msgspec.json.decode(first, type=Head)
             body, lines = rest[: head.num_bytes], rest[head.num_bytes + 1 :]
-            whole = lines[: lines.rfind(b"\n") + 1]
-            if len(whole) < len(lines):
-                os.ftruncate(self._fd, len(raw) - len(lines) + len(whole))
+            complete = lines[: lines.rfind(b"\n") + 1]
+            if len(complete) < len(lines):
+                os.ftruncate(self._fd, len(raw) - len(lines) + len(complete))
             delivered: list[Delivered] = []
             num_events, end = 0, None
-            for line in whole.splitlines():
+            for line in complete.splitlines():
                 if line[:1] == b"[":
                     num_events, chunk = _chunk(line)
                     delivered.append(chunk)

@@ -108,7 +108,8 @@ class LiveFeed:
                 "slo": {} if slo is None else {"ttft": slo.ttft_s, "tpot": slo.tpot_s},
             },
             "latency": {
-                key: {"bounds": each.bounds, "counts": each.counts} for key, each in histograms.items()
+                key: {"bounds": histogram.bounds, "counts": histogram.counts}
+                for key, histogram in histograms.items()
             },
             "restarts": state.frontend.health().num_restarts,
             "memory_bytes": self._memory(),

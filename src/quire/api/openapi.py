@@ -111,7 +111,7 @@ def openapi_of(
         "OllamaError": _OLLAMA_ERROR,
     }
     paths: dict[str, Any] = {}
-    for route in (each for each in routes if each.include_in_schema):
+    for route in (entry for entry in routes if entry.include_in_schema):
         path = route.path.replace(":path}", "}")
         operations = paths.setdefault(path, {})
         for method in sorted((route.methods or set()) - {"HEAD"}):
@@ -163,7 +163,7 @@ def _schema(body: Body, schemas: dict[str, Any]) -> dict[str, Any]:
     if body.required:
         own["required"] = sorted({*own.get("required", ()), *body.required})
     for name, schema in body.holds.items():
-        own["properties"][name] = _held(own["properties"][name], _resolved(schema, schemas))
+        own["properties"][name] = _with_own_words(own["properties"][name], _resolved(schema, schemas))
     return reference
 
 
@@ -179,7 +179,7 @@ def _add(model: type[Wire], schemas: dict[str, Any]) -> dict[str, Any]:
         _add_bounds(name, schema, context)
         schema_held = next((HOLDS[base, name] for base in model.__mro__ if (base, name) in HOLDS), None)
         if schema_held is not None:
-            properties[name] = _held(schema, _resolved(schema_held, schemas))
+            properties[name] = _with_own_words(schema, _resolved(schema_held, schemas))
     for name, rule in table_of(model).items():
         if rule.use is Use.NO_EFFECT:
             properties.setdefault(name, {"description": "accepted; no effect here"})
@@ -195,12 +195,12 @@ def _add(model: type[Wire], schemas: dict[str, Any]) -> dict[str, Any]:
     return reference
 
 
-def _held(given: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+def _with_own_words(own: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """Return what a field holds with the words of its own schema."""
-    kept = {
-        name: given[name] for name in ("title", "description", "default") if given.get(name) not in (None, "")
+    words = {
+        name: own[name] for name in ("title", "description", "default") if own.get(name) not in (None, "")
     }
-    return kept | schema
+    return words | schema
 
 
 def _resolved(value: Any, schemas: dict[str, Any]) -> Any:
@@ -208,8 +208,8 @@ def _resolved(value: Any, schemas: dict[str, Any]) -> Any:
     if isinstance(value, type):
         return _add(value, schemas)
     if isinstance(value, dict):
-        return {name: _resolved(each, schemas) for name, each in value.items()}
-    return [_resolved(each, schemas) for each in value] if isinstance(value, list) else value
+        return {name: _resolved(inner, schemas) for name, inner in value.items()}
+    return [_resolved(inner, schemas) for inner in value] if isinstance(value, list) else value
 
 
 def _add_bounds(name: str, schema: dict[str, Any], context: int) -> None:

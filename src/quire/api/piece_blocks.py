@@ -41,10 +41,10 @@ def telling_blocks(
     send: Send, scope: Scope, state: ApiState, body: Any, job: Job, streams: PromptStreams
 ) -> Send:
     """Return a `send` that adds `BLOCKS_HEADER` to the answer if a gateway has asked for it; else ``send`` itself."""
-    asked, cache = header(scope, PIECES_HEADER.encode()), state.settings.cache
-    if asked is None or cache is None or not has_gateway_key(scope, state.settings.gateway_key):
+    num_pieces, cache = header(scope, PIECES_HEADER.encode()), state.settings.cache
+    if num_pieces is None or cache is None or not has_gateway_key(scope, state.settings.gateway_key):
         return send
-    if not asked.isdigit() or not isinstance(body, dict) or len(job.prompts) != 1:
+    if not num_pieces.isdigit() or not isinstance(body, dict) or len(job.prompts) != 1:
         return send
     prompt = job.prompts[0]
     rendered = job.prompt_text if job.prompt_text is not None else prompt if isinstance(prompt, str) else None
@@ -53,7 +53,7 @@ def telling_blocks(
         if message["type"] == "http.response.start" and message["status"] == 200:
             adapter = state.adapter_of(job.answer.head.model)
             value = piece_blocks(
-                body, int(asked), rendered, streams.token_ids()[0], state.frontend.tokenizer, cache,
+                body, int(num_pieces), rendered, streams.token_ids()[0], state.frontend.tokenizer, cache,
                 adapter=adapter.key if adapter is not None else "", cache_salt=job.terms.cache_salt,
             )  # fmt: skip
             message["headers"] = [*message["headers"], (BLOCKS_HEADER.encode(), value)]

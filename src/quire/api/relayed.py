@@ -115,10 +115,10 @@ def read_relayed(call: Call, scope: Scope, body: Any, key: str | None) -> tuple[
     """
     if call.answer is not None:  # a call in this process
         return Relayed(call.answer), body
-    given = header(scope, b"x-quire-answer")
-    if given is None or not has_gateway_key(scope, key):
+    line = header(scope, b"x-quire-answer")
+    if line is None or not has_gateway_key(scope, key):
         return None, body
-    answer = AnswerName.read(given.decode("latin-1"))
+    answer = AnswerName.read(line.decode("latin-1"))
     if not resumes(scope, key):
         return Relayed(answer), body
     try:

@@ -88,7 +88,7 @@ class _Service:
         self._work: Work | None = self._app.state.work
         self._open = asyncio.Event()  # set when it listens
         self._left_s: float | None = None  # when another server took over
-        self._held: list[socket.socket] = []
+        self._idle_sockets: list[socket.socket] = []
         self._point: HandoverPoint | None = None  # where another server asks for the sockets
         self._leave_admin: Callable[[], None] = lambda: None
         self._tasks: set[asyncio.Task[None]] = set()  # recordings
@@ -171,13 +171,13 @@ class _Service:
             takeover.close()
             return 1
         try:
-            kept = msgspec.msgpack.decode(await asyncio.to_thread(takeover.take))
+            state = msgspec.msgpack.decode(await asyncio.to_thread(takeover.take))
         except ConfigError as error:
             log.error("start_failed", error=str(error))
             return 1
-        self._state.responses.restore(kept["responses"])
+        self._state.responses.restore(state["responses"])
         if self._work is not None:
-            self._work.adopt(kept["work"])
+            self._work.adopt(state["work"])
         return 0
 
     def _listening(self, takeover: Takeover | None) -> None:
@@ -197,13 +197,13 @@ class _Service:
         return {"api": self._sock} | ({} if self._admin is None else {"admin": self._admin.sock})
 
     async def _stop(self) -> bytes:
-        self._held = await self._server.accept_no_more()
+        self._idle_sockets = await self._server.accept_no_more()
         work = await self._work.stop() if self._work is not None else []
-        return msgspec.msgpack.encode({"responses": self._state.responses.kept(), "work": work})
+        return msgspec.msgpack.encode({"responses": self._state.responses.entries(), "work": work})
 
     def _go_on(self) -> None:
         self._server.accept()
-        for sock in self._held:
+        for sock in self._idle_sockets:
             self._server.connect(sock)
         if self._work is not None:
             self._work.start(self._app)
@@ -212,7 +212,7 @@ class _Service:
         self._left_s = self._state.now()
         self._leave_admin()
         self._on_leave()
-        for sock in self._held:
+        for sock in self._idle_sockets:
             give(sock)
         self._server.leave(give, self._drain_timeout_s)
 

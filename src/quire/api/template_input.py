@@ -9,7 +9,7 @@ import msgspec
 
 from quire.api.state import ApiState
 from quire.errors import RequestError
-from quire.text.output.generic import asked
+from quire.text.output.generic import with_tools_as_text
 
 # Arguments of the template that a client may not replace through chat_template_kwargs.
 RESERVED = (
@@ -28,27 +28,27 @@ def for_template(
     if template.names and "developer" not in template.source():
         # `developer` is OpenAI's newer name of `system`; most templates know the older one alone.
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-    if template.names and state.output_format(bool(tools)).asked:
-        messages, tools = asked(messages, tools or [], template.source()), None
+    if template.names and state.output_format(bool(tools)).asks_in_message:
+        messages, tools = with_tools_as_text(messages, tools or [], template.source()), None
     return messages, tools or None
 
 
 def template_variables(
-    given: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any] | None,
     *,
     effort: str | None = None,
     documents: list[dict[str, Any]] | None = None,
     continues: bool | None = None,
     begins: bool | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of the template. ``given`` is chat_template_kwargs; ``effort`` also says whether to think.
+    """Return the arguments of the template. ``kwargs`` is chat_template_kwargs; ``effort`` also says whether to think.
 
     ``continues`` is continue_final_message, ``begins`` add_generation_prompt.
 
     Raises:
-        RequestError: a reserved name in ``given``, or two fields that contradict each other.
+        RequestError: a reserved name in ``kwargs``, or two fields that contradict each other.
     """
-    variables = dict(given or {})
+    variables = dict(kwargs or {})
     for name in variables:
         if name in RESERVED:
             raise RequestError(

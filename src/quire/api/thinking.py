@@ -23,7 +23,7 @@ class Thinking(NamedTuple):
 
 
 def thinking_budget(
-    state: ApiState, asked: Thinking, prompt: str, ignored: list[str] | None, *, has_tools: bool
+    state: ApiState, thinking: Thinking, prompt: str, ignored: list[str] | None, *, has_tools: bool
 ) -> ThinkingBudget | None:
     """Return the limit of an answer to ``prompt`` (text), or None if there is none.
 
@@ -34,13 +34,13 @@ def thinking_budget(
         RequestError: the model's marks of reasoning are not single tokens.
     """
     format = state.output_format(has_tools)
-    num_tokens, param = asked.num_tokens, asked.tokens_param
+    num_tokens, param = thinking.num_tokens, thinking.tokens_param
     reasons = format.reasons
-    if num_tokens is None and asked.effort is not None and not _reads_effort(state, has_tools):
-        param = asked.effort_param
-        if not reasons and asked.effort != "none" and ignored is not None:
+    if num_tokens is None and thinking.effort is not None and not _reads_effort(state, has_tools):
+        param = thinking.effort_param
+        if not reasons and thinking.effort != "none" and ignored is not None:
             ignored.append(param)
-        num_tokens = EFFORT_TOKENS.get(asked.effort)
+        num_tokens = EFFORT_TOKENS.get(thinking.effort)
     if num_tokens is None or not reasons:
         return None
     begin_id, end_id = _marks(state, format, param)

@@ -352,10 +352,10 @@ def _ours(arguments: list[str]) -> list[str]:
     """Return the arguments of ``quire serve`` in our flags, where they are those of another server."""
     from quire.cli.foreign import translated
 
-    found, notes = translated(arguments)
+    ours, notes = translated(arguments)
     for note in notes:
         typer.echo(f"quire: {note}", err=True)
-    return found
+    return ours
 
 
 def main() -> None:

@@ -51,10 +51,10 @@ def check_model(model: str) -> int:
     tensors, _ = stored_sources(checkpoint.path, checkpoint.spec)
     console = Console(highlight=False, soft_wrap=True)
     bad = [*not_finite(tensors), *scales_not_finite(tensors)]
-    for found in bad:
+    for row in bad:
         console.print(
-            f"[red]{found.name}[/red] in {found.file} holds {found.num_nan} NaN and {found.num_inf} infinite values, "
-            f"the first at {list(found.first)}"
+            f"[red]{row.name}[/red] in {row.file} holds {row.num_nan} NaN and {row.num_inf} infinite values, "
+            f"the first at {list(row.first)}"
         )
     size = sum(tensor.num_bytes for tensor in tensors.values()) / 2**30
     verdict = (

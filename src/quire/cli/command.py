@@ -108,11 +108,11 @@ def _nearest_option() -> Iterator[None]:
         if option is None or context is None or not hasattr(error, "possibilities"):
             raise
         error.possibilities = None
-        error.message = _said(option, context)  # type: ignore[attr-defined]
+        error.message = _unknown_option(option, context)  # type: ignore[attr-defined]
         raise
 
 
-def _said(option: str, context: Any) -> str:
+def _unknown_option(option: str, context: Any) -> str:
     params = context.command.params
     known = {name for p in params for name in (*p.opts, *p.secondary_opts) if name.startswith("--")}
     takes_model = any(p.name in MODEL_ARGUMENTS for p in params)
@@ -121,9 +121,9 @@ def _said(option: str, context: Any) -> str:
     if is_serve:
         known |= {flag for flags in foreign_flags().values() for flag in flags if flag.startswith("--")}
     close = difflib.get_close_matches(option.partition("=")[0].replace("_", "-"), known, n=1, cutoff=0.6)
-    said = f"No such option: {option}."
+    error = f"No such option: {option}."
     if not close:
-        return said
+        return error
     if close == ["--model"] and takes_model and not is_serve:
-        return f"{said} The model is an argument: {context.command_path} MODEL"
-    return f"{said} Did you mean {close[0]}?"
+        return f"{error} The model is an argument: {context.command_path} MODEL"
+    return f"{error} Did you mean {close[0]}?"

@@ -61,17 +61,17 @@ def advice() -> list[str]:
     """Return one sentence per improvement that the user could make."""
     device = detect_device()
     slow = slow_kernels(device, device.isa)
-    found = [] if slow is None else [slow]
+    sentences = [] if slow is None else [slow]
     missing = [
         name
         for name, found_version, purpose in packages()
         if found_version == "missing" and "needed" in purpose
     ]
     if missing:
-        found.append(f"Install {', '.join(missing)}.")
+        sentences.append(f"Install {', '.join(missing)}.")
     if device.memory_available_bytes < 2 * 2**30:
-        found.append("Less than 2 GiB of memory is available: choose a small model, or free some memory.")
-    return found
+        sentences.append("Less than 2 GiB of memory is available: choose a small model, or free some memory.")
+    return sentences
 
 
 def reasons() -> list[str]:
@@ -92,19 +92,19 @@ def kernels() -> str:
 
 def gpu() -> str:
     """Return the GPU and what it supports, or why no GPU is used and what is used instead."""
-    found = find_gpu()
-    problem = found if isinstance(found, str) else gpu_problem(found)
-    if problem is not None or isinstance(found, str):
+    device = find_gpu()
+    problem = device if isinstance(device, str) else gpu_problem(device)
+    if problem is not None or isinstance(device, str):
         return f"{problem} The CPU is used."
-    free = f"{found.memory_available_bytes / 2**30:.1f} of {found.memory_total_bytes / 2**30:.1f} GiB free"
-    capability = ".".join(map(str, found.capability))
+    free = f"{device.memory_available_bytes / 2**30:.1f} of {device.memory_total_bytes / 2**30:.1f} GiB free"
+    capability = ".".join(map(str, device.capability))
     fp8 = (
         "; fp8 weights and KV cache"
-        if found.capability >= FP8_CAPABILITY
+        if device.capability >= FP8_CAPABILITY
         else "; no fp8 weights or KV cache (they need 8.9), int8 takes the same bytes"
     )
     missing = "" if _version("triton") != "missing" else "; Triton is missing: install torch with CUDA"
-    return f"{found.name}, compute capability {capability}, {free}: used with --device auto{fp8}{missing}"
+    return f"{device.name}, compute capability {capability}, {free}: used with --device auto{fp8}{missing}"
 
 
 def packed_weights() -> str:
@@ -113,9 +113,9 @@ def packed_weights() -> str:
         folder = packed_folder()
     except OSError as error:
         return f"none: {error}"
-    found = entries(folder)
-    size = sum(entry.num_bytes for entry in found) / 2**30
-    return f"{len(found)} file{'s' * (len(found) != 1)}, {size:.1f} GiB in {folder} (--packed-cache)"
+    packed = entries(folder)
+    size = sum(entry.num_bytes for entry in packed) / 2**30
+    return f"{len(packed)} file{'s' * (len(packed) != 1)}, {size:.1f} GiB in {folder} (--packed-cache)"
 
 
 def ranks(tensor_parallel_size: int, pipeline_parallel_size: int) -> None:

@@ -50,10 +50,10 @@ def command_with(
 
         def wrapper(**values: Any) -> None:
             values.pop("help_all")
-            said = {o.name: v for o in options if (v := values.pop(o.name)) not in (None, [])}
+            from_flags = {o.name: v for o in options if (v := values.pop(o.name)) not in (None, [])}
             path = values.pop("config")
             from_file = read_toml(path, kinds) if path is not None else {}
-            function(**values, settings=from_file | said)
+            function(**values, settings=from_file | from_flags)
 
         wrapper.__name__ = function.__name__
         wrapper.__doc__ = function.__doc__
@@ -77,8 +77,8 @@ _CONFIG = inspect.Parameter(
 def _help_all(every: Mapping[str, tuple[Setting, Any]], rare: Collection[str]) -> inspect.Parameter:
     """Return the option ``--help-all`` of a command with the settings ``every``, of which ``rare`` are hidden."""
 
-    def show(context: typer.Context, asked: bool) -> None:
-        if asked:
+    def show(context: typer.Context, is_set: bool) -> None:
+        if is_set:
             for parameter in context.command.params:
                 if parameter.name in every:
                     parameter.hidden = False  # type: ignore[attr-defined]

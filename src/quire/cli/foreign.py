@@ -34,24 +34,24 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: a flag has no equivalent, or not with this value; it says what to do.
     """
-    given = _Arguments(arguments)
-    found: list[str] = []
+    words = _Arguments(arguments)
+    ours: list[str] = []
     notes: list[str] = []
-    for flag, value in given:
+    for flag, value in words:
         rule = _rule(flag)
         if rule is None:
-            found += [flag] if value is None else [flag, value]
+            ours += [flag] if value is None else [flag, value]
             continue
         if value is None and not rule.get("bare"):
-            value = given.take(many=rule.get("many", False) and bool(found))
+            value = words.take(many=rule.get("many", False) and bool(ours))
         unused = value is None or value in rule.get("neutral", [value])
         if "effect" in rule and unused:
-            notes.append(f"{_said(flag, value)} has no effect: {rule['effect']}")
+            notes.append(f"{_with_value(flag, value)} has no effect: {rule['effect']}")
         elif "to" in rule:
-            found += _renamed(flag, value, rule)
+            ours += _renamed(flag, value, rule)
         else:
-            raise ConfigError(f"{_said(flag, value)} is not known here: {rule['instead']}")
-    return found, notes
+            raise ConfigError(f"{_with_value(flag, value)} is not known here: {rule['instead']}")
+    return ours, notes
 
 
 class _Arguments:
@@ -96,7 +96,7 @@ def _renamed(flag: str, value: str | None, rule: dict[str, Any]) -> list[str]:
     values = rule.get("values", {})
     value = values.get(value, value if value in _ours(to) else values.get("*", value))
     if to == "--lora":
-        return [word for each in value.split(",") for word in (to, each)]
+        return [word for path in value.split(",") for word in (to, path)]
     return [value] if to == "MODEL" else [to, _plain_number(to, value)]
 
 
@@ -125,5 +125,5 @@ def _plain_number(flag: str, value: str) -> str:
     return str(round(float(match[1]) * _FACTORS[match[2]]))
 
 
-def _said(flag: str, value: str | None) -> str:
+def _with_value(flag: str, value: str | None) -> str:
     return flag if value is None else f"{flag} {value}"

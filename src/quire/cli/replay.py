@@ -49,7 +49,7 @@ def replay(path: Path, args: ReplayArgs) -> int:
     )
     executor: Any = make_executor(config, "local", WallClock())
     try:
-        found = Replay(
+        outcome = Replay(
             recording,
             executor,
             executor.worker.seqs,
@@ -61,8 +61,8 @@ def replay(path: Path, args: ReplayArgs) -> int:
         ).run()
     finally:
         executor.close()
-    _print(recording, here, found, as_json=args.json, same_bits=same_bits)
-    return 0 if found.difference is None else 1
+    _print(recording, here, outcome, as_json=args.json, same_bits=same_bits)
+    return 0 if outcome.difference is None else 1
 
 
 def _config(recording: Recording, args: ReplayArgs) -> EngineConfig:
@@ -102,24 +102,28 @@ def _level(recording: Recording, args: ReplayArgs, device: DeviceInfo) -> str:
 
 
 def _print(
-    recording: Recording, here: dict[str, str], found: Outcome, *, as_json: bool, same_bits: bool
+    recording: Recording, here: dict[str, str], outcome: Outcome, *, as_json: bool, same_bits: bool
 ) -> None:
-    said = recording.about
+    recorded = recording.about
     if as_json:
-        difference = None if found.difference is None else asdict(found.difference)
-        print(json.dumps({"recorded": said, "here": here, **found._asdict(), "difference": difference}))
+        difference = None if outcome.difference is None else asdict(outcome.difference)
+        print(json.dumps({"recorded": recorded, "here": here, **outcome._asdict(), "difference": difference}))
         return
-    print(f"recorded  {said['at']}, {said['reason']}{': ' + said['text'] if said['text'] else ''}")
-    print(f"model     {said['model']}, fingerprint {said['fingerprint']}")
+    print(
+        f"recorded  {recorded['at']}, {recorded['reason']}{': ' + recorded['text'] if recorded['text'] else ''}"
+    )
+    print(f"model     {recorded['model']}, fingerprint {recorded['fingerprint']}")
     for name in SETUP:
-        other = "" if here[name] == said[name] else f"; here {here[name]}"
-        print(f"{name:9} {said[name]}{other}")
+        other = "" if here[name] == recorded[name] else f"; here {here[name]}"
+        print(f"{name:9} {recorded[name]}{other}")
     if not same_bits:
         print(
             "          another setup than was recorded: rounding may differ, so only token ids are compared"
         )
-    rebuilt = f"; {found.num_rebuilt} tokens from before it were computed first" if found.num_rebuilt else ""
-    print(f"replayed  {found.num_steps} steps, {found.num_tokens} tokens{rebuilt}")
-    for line in found.last:
+    rebuilt = (
+        f"; {outcome.num_rebuilt} tokens from before it were computed first" if outcome.num_rebuilt else ""
+    )
+    print(f"replayed  {outcome.num_steps} steps, {outcome.num_tokens} tokens{rebuilt}")
+    for line in outcome.last:
         print(f"          {line}")
-    print("equal" if found.difference is None else f"first difference: {found.difference}")
+    print("equal" if outcome.difference is None else f"first difference: {outcome.difference}")

@@ -345,13 +345,13 @@ def admin_listener(app: Any, args: ServerArgs, takeover: Takeover | None = None)
     from quire.http.listen import bind_admin, url_of
 
     key = args.admin_key
-    given = None if takeover is None else takeover.sockets.get("admin")
+    taken = None if takeover is None else takeover.sockets.get("admin")
     bound = bind_admin(
         host=args.admin_host,
         port=args.admin_port,
         path=args.admin_socket,
         has_key=key is not None,
-        given=given,
+        taken=taken,
     )
     if bound is None:
         return None

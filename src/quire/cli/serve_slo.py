@@ -52,11 +52,11 @@ def _profiled(config: EngineConfig, path: str | None) -> CostModel | None:
     """Return the step times of the file at ``path``, else of the profile that was kept for these settings, if any."""
     if path is not None:
         return load_profile(Path(path)).step_time
-    found = kept(config.model.name, machine_of(config), settings_of(config))
-    if found is None:
+    hit = kept(config.model.name, machine_of(config), settings_of(config))
+    if hit is None:
         return None
-    log.info("slo_profile", path=str(found[0]), measured=found[1].measured_at)
-    return found[1].step_time
+    log.info("slo_profile", path=str(hit[0]), measured=hit[1].measured_at)
+    return hit[1].step_time
 
 
 def _measured(config: EngineConfig) -> CostModel:

@@ -111,7 +111,7 @@ async def print_stream(
 def run(settings: dict[str, Any], prompt: str | None, args: RunArgs) -> int:
     """Continue ``prompt`` (None: standard input) and print the text; return the exit status."""
     text = prompt if prompt is not None else sys.stdin.read()
-    sampling = _given(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.sample_seed)
+    sampling = _set_values(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.sample_seed)
 
     async def once(frontend: Frontend) -> bool:
         _, stopped = await print_stream(
@@ -153,19 +153,19 @@ class Conversation:
 def chat(settings: dict[str, Any], args: ChatArgs) -> int:
     """Chat until the end of the input; return the exit status."""
     conversation = Conversation(args.system)
-    sampling = _given(max_tokens=args.max_tokens, temperature=args.temperature)
+    sampling = _set_values(max_tokens=args.max_tokens, temperature=args.temperature)
     with open_frontend(settings, args.chat_template, chats=True) as (frontend, runner):
         out.print(
             f"{frontend.model.names[0]}, context {frontend.model.max_model_len:,} tokens. /help, Ctrl-D leaves."
         )
         session = _session() if sys.stdin.isatty() else None
         while (line := _read_message(session, runner)) is not None:
-            said = _command(line, conversation) if line.startswith("/") else line
-            if said is None:
+            message = _command(line, conversation) if line.startswith("/") else line
+            if message is None:
                 continue
-            if said == "/exit":
+            if message == "/exit":
                 break
-            conversation.turns.append({"role": "user", "content": said})
+            conversation.turns.append({"role": "user", "content": message})
             try:
                 answer, ended = runner.run(_answer(frontend, conversation, sampling))
             except QuireError as error:
@@ -179,7 +179,7 @@ def chat(settings: dict[str, Any], args: ChatArgs) -> int:
     return 0
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def _set_values(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -230,8 +230,8 @@ def _command(line: str, conversation: Conversation) -> str | None:
             conversation.system = rest.strip() or None
         out.print("[dim]a new conversation[/dim]")
     elif name == "/undo":
-        said = "taken back" if conversation.undo() is not None else "nothing to take back"
-        out.print(f"[dim]{said}[/dim]")
+        note = "taken back" if conversation.undo() is not None else "nothing to take back"
+        out.print(f"[dim]{note}[/dim]")
     elif name == "/save" and rest.strip():
         try:
             text = json.dumps(conversation.messages, indent=1, ensure_ascii=False)
@@ -274,10 +274,10 @@ def _read_message(session: PromptSession[str] | None, runner: asyncio.Runner) ->
     """Return the next message that is not empty; None at the end. Without a terminal, a line is a message."""
     while True:
         try:
-            said = input() if session is None else runner.run(session.prompt_async())
+            text = input() if session is None else runner.run(session.prompt_async())
         except EOFError:
             return None
         except KeyboardInterrupt:
             continue
-        if said.strip():
-            return said.strip()
+        if text.strip():
+            return text.strip()

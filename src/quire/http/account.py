@@ -94,8 +94,8 @@ def cost_of(text: str) -> tuple[float, float]:
 
 def has_gateway_key(scope: Scope, key: str | None) -> bool:
     """Whether the request carries the gateway's key; the comparison takes constant time."""
-    given = header(scope, b"x-quire-gateway-key")
-    return key is not None and given is not None and hmac.compare_digest(given, key.encode())
+    value = header(scope, b"x-quire-gateway-key")
+    return key is not None and value is not None and hmac.compare_digest(value, key.encode())
 
 
 def check_gateway_key(scope: Scope, key: str | None) -> None:
@@ -107,11 +107,11 @@ def check_gateway_key(scope: Scope, key: str | None) -> None:
 
 def read_account(scope: Scope, key: str) -> Account | None:
     """Return for whom a gateway with ``key`` says that the request runs; None where it says nothing."""
-    given = header(scope, b"x-quire-account")
-    if given is None or not has_gateway_key(scope, key):
+    line = header(scope, b"x-quire-account")
+    if line is None or not has_gateway_key(scope, key):
         return None
     try:
-        request_id, weight, tenant, name = given.decode("ascii").split(" ")
+        request_id, weight, tenant, name = line.decode("ascii").split(" ")
         names = tenant.removeprefix(_NONE), name.removeprefix(_NONE)
         ledger = header(scope, b"x-quire-ledger") or b""
         group = (header(scope, b"x-quire-cache-group") or b"").decode("ascii")

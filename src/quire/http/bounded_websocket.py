@@ -7,7 +7,7 @@ import asyncio
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from quire.http.connections import log
-from quire.http.held_bytes import MESSAGES, Held
+from quire.http.held_bytes import MESSAGES, HeldBytes
 
 _TRY_AGAIN_LATER = 1013  # a WebSocket's close code
 
@@ -18,17 +18,17 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
     _num_partial = 0  # bytes since the last whole message
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._held = Held(MESSAGES)
+        self._bytes = HeldBytes(MESSAGES)
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         """Count ``data`` and handle it."""
         self._num_partial += len(data)
-        if self._held.grow(self._num_partial):
+        if self._bytes.grow(self._num_partial):
             super().data_received(data)
             return
         log.warning("websocket_messages_full", client=self.client)
-        self._held.release()
+        self._bytes.release()
         self.conn.send_close(_TRY_AGAIN_LATER)
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = True
@@ -36,9 +36,9 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def send_receive_event_to_app(self) -> None:
         super().send_receive_event_to_app()
-        self._held.release()
+        self._bytes.release()
         self._num_partial = 0
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._held.release()
+        self._bytes.release()
         super().connection_lost(exc)

@@ -90,17 +90,17 @@ class Call:
             deadline,
         )
 
-    def kept(self) -> dict[str, Any]:
-        """Return for whom it runs as values of JSON, for `of_kept` after a restart."""
+    def owner(self) -> dict[str, Any]:
+        """Return for whom it runs as values of JSON, for `from_owner` after a restart."""
         key = self.key
         rights = None if key is None else {"name": key.name, "models": list(key.models), "weight": key.weight}
         return {"tenant": self.tenant, "cache_group": self.cache_group, "key": rights}
 
     @classmethod
-    def of_kept(cls, kept: Mapping[str, Any]) -> Call:
-        """Return a call of this process for the owner of `kept`, with the models that the key could use then."""
-        tenant, rights = kept.get("tenant", ""), kept.get("key")
-        call = cls(tenant=tenant, cache_group=kept.get("cache_group", ""), is_local=True)
+    def from_owner(cls, owner: Mapping[str, Any]) -> Call:
+        """Return a call of this process for an `owner`, with the models that its key could use then."""
+        tenant, rights = owner.get("tenant", ""), owner.get("key")
+        call = cls(tenant=tenant, cache_group=owner.get("cache_group", ""), is_local=True)
         if rights is None:
             return call
         from quire.http.keys import ApiKey
@@ -113,20 +113,20 @@ class Call:
 _NONE = Call()
 
 
-def cache_salt(group: str, given: str) -> str:
+def cache_salt(group: str, salt: str) -> str:
     """Return the salt of a request whose tenant shares cached blocks within ``group``; "": it has no tenant.
 
     Tenants share no cached blocks: the time to a first token would tell what another one has asked. No client can
     choose a salt that ends up as that of another group: a group's begins with its name and a line's end, and a salt
     without a group that has one is moved behind an empty name.
     """
-    return f"{group}\n{given}" if group or "\n" in given else given
+    return f"{group}\n{salt}" if group or "\n" in salt else salt
 
 
 def call_of(scope: Scope) -> Call:
     """Return the call of a request; one without name and tenant where no edge was passed."""
-    found: Call = scope.get(SCOPE_KEY, _NONE)
-    return found
+    call: Call = scope.get(SCOPE_KEY, _NONE)
+    return call
 
 
 def put_call(scope: Scope, call: Call) -> Call:
@@ -135,9 +135,9 @@ def put_call(scope: Scope, call: Call) -> Call:
     return call
 
 
-def adopt_request_id(scope: Scope, given: str | None) -> Call:
+def adopt_request_id(scope: Scope, request_id: str | None) -> Call:
     """Take the id from the body (vLLM's ``request_id``, SGLang's ``rid``) unless a header named the request."""
-    call, usable = call_of(scope), usable_request_id(given)
+    call, usable = call_of(scope), usable_request_id(request_id)
     return put_call(scope, replace(call, request_id=usable)) if usable is not None and call.draws_id else call
 
 

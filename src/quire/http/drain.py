@@ -115,13 +115,13 @@ class DrainingServer(uvicorn.Server):
 
     async def accept_no_more(self) -> list[socket.socket]:
         """Leave new connections in the kernel's queue, and return those that no request has come from yet."""
-        held: list[socket.socket] = []
+        untouched: list[socket.socket] = []
         if self._front is not None:
-            await self._front.retire(held.append)
+            await self._front.retire(untouched.append)
         for server in self.servers:
             server.close()
         self.servers.clear()
-        return held
+        return untouched
 
     def leave(self, give: Callable[[socket.socket], None], grace_s: float) -> None:
         """Drain, for another server that accepts on the same socket; ``give`` sends it a connection.

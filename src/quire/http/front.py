@@ -83,7 +83,7 @@ class Front:
                 if fd == self._listen.fileno():
                     self._accept()
                 elif fd == self._control.fileno():
-                    if events & (select.EPOLLIN | select.EPOLLHUP) and not self._asked_to_leave():
+                    if events & (select.EPOLLIN | select.EPOLLHUP) and not self._read_control():
                         return  # the server has ended
                 elif fd in self._waiting:
                     self._look(self._waiting[fd][0])
@@ -94,20 +94,20 @@ class Front:
             if self._retires and not self._leaving:
                 return
 
-    def _asked_to_leave(self) -> bool:
+    def _read_control(self) -> bool:
         """Read what the server asks for; return False at its end."""
         try:
-            asked = bool(self._control.recv(1))
+            goes_on = bool(self._control.recv(1))
         except BlockingIOError:
             return True
         except OSError:
             return False
-        if asked:
+        if goes_on:
             self._retires = True
             self._epoll.unregister(self._listen)
             for sock, _ in list(self._waiting.values()):
                 self._leave(sock)
-        return asked
+        return goes_on
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):

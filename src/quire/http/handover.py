@@ -105,7 +105,7 @@ class HandoverPoint:
         try:
             sockets = self._sides.sockets()
             hello = {**self._sides.about(), "pid": os.getpid(), "sockets": list(sockets)}
-            socket.send_fds(sock, [_packed(hello)], [each.fileno() for each in sockets.values()])
+            socket.send_fds(sock, [_packed(hello)], [listening.fileno() for listening in sockets.values()])
             if await self._next(sock) == "take" and not self._left:
                 await self._hand_over(sock)
         except OSError as error:
@@ -117,10 +117,10 @@ class HandoverPoint:
     async def _hand_over(self, sock: socket.socket) -> None:
         self._left = True
         log.info("handing_over", to=_pid_of(sock))
-        kept = await self._sides.stop()
+        state = await self._sides.stop()
         try:
             with tempfile.TemporaryFile() as file:
-                file.write(kept)
+                file.write(state)
                 file.flush()
                 socket.send_fds(sock, [_packed("yours")], [file.fileno()])
             serving = await asyncio.wait_for(self._next(sock), PATIENCE_S) == "serving"
@@ -179,8 +179,8 @@ class Takeover:
         if len(about.get("sockets", ())) != len(fds) or not fds:
             sock.close()
             raise ConfigError(f"--handover: the server of {host}:{port} is handing over already, or ends.")
-        found = {name: socket.socket(fileno=fd) for name, fd in zip(about["sockets"], fds, strict=True)}
-        return cls(about, found, sock)
+        sockets = {name: socket.socket(fileno=fd) for name, fd in zip(about["sockets"], fds, strict=True)}
+        return cls(about, sockets, sock)
 
     @property
     def unclaimed_bytes(self) -> int:
@@ -236,10 +236,10 @@ def handover_path(address: tuple[str, int]) -> Path:
     folder = Path(base) / "quire" if base else Path(tempfile.gettempdir()) / f"quire-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise ConfigError(f"The folder {folder} cannot be used: {error.strerror}.") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"The folder {folder} must be this user's alone (mode 700).")
     host, port = address
     return folder / f"{host.replace(':', '_')}-{port}.sock"
@@ -259,13 +259,13 @@ def _held_bytes(pid: int) -> int:
 
 def _nobody(host: str, port: int, path: Path) -> str:
     """Say why no server of this user can be reached for ``host:port``."""
-    found = _listener_user(port)
-    if found is None:
+    user = _listener_user(port)
+    if user is None:
         stale = " (its last server is dead)" if path.exists() else ""
         return f"--handover: no server listens on {host}:{port}{stale}. {_HELP}"
-    if found != os.getuid():
+    if user != os.getuid():
         return (
-            f"--handover: {host}:{port} is served by a process of the user {_name(found)}; only a server of the same "
+            f"--handover: {host}:{port} is served by a process of the user {_name(user)}; only a server of the same "
             f"user, {_name(os.getuid())} here, can take it over."
         )
     others = sorted(

@@ -20,13 +20,13 @@ from quire.http.refusals import HttpError, busy
 class Room:
     """A bound on bytes that are held together."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.held = 0
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
         self.taken = 0  # bytes so far
 
 
-class Held:
+class HeldBytes:
     """The bytes of one holder."""
 
     def __init__(self, room: Room) -> None:
@@ -38,15 +38,15 @@ class Held:
         more = num_bytes - self._num_bytes
         if more <= 0:
             return True
-        if self._room.held + more > self._room.most:
+        if self._room.num_bytes + more > self._room.max_bytes:
             return False
-        self._room.held += more
+        self._room.num_bytes += more
         self._room.taken += more
         self._num_bytes = num_bytes
         return True
 
     def release(self) -> None:
-        self._room.held -= self._num_bytes
+        self._room.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
 
@@ -55,7 +55,7 @@ LARGE, SMALL, MESSAGES = (Room(WAITING_BYTES) for _ in range(3))
 
 def is_at_rest() -> bool:
     """Whether next to nothing is held."""
-    return LARGE.held + SMALL.held + MESSAGES.held < INLINE_BYTES
+    return LARGE.num_bytes + SMALL.num_bytes + MESSAGES.num_bytes < INLINE_BYTES
 
 
 class _Body:
@@ -68,7 +68,7 @@ class _Body:
         self._is_counted = not headers.get(b"content-type", b"").lower().startswith(b"multipart/")
         self._declared = declared if declared > INLINE_BYTES else 0
         self._received = 0
-        self._held = Held(LARGE if self._declared else SMALL)
+        self._bytes = HeldBytes(LARGE if self._declared else SMALL)
 
     def take(self, num_bytes: int) -> None:
         """So many bytes more have come. Raises `HttpError`."""
@@ -77,16 +77,16 @@ class _Body:
         self._received += num_bytes
         if self._received > INLINE_BYTES and not self._declared:
             self._declared = self._received
-            self._held.release()
-            self._held = Held(LARGE)
-        if not self._held.grow(max(self._declared, self._received)):
+            self._bytes.release()
+            self._bytes = HeldBytes(LARGE)
+        if not self._bytes.grow(max(self._declared, self._received)):
             self._is_counted = False
             text = "The bodies of other requests leave no room for this one's: try again later."
             raise HttpError(busy(text, "bodies_full", 1))
 
     def release(self) -> None:
         self._is_counted = False
-        self._held.release()
+        self._bytes.release()
 
 
 class HeldBodies:

@@ -107,11 +107,11 @@ def url_of(sock: socket.socket, *, secure: bool = False) -> str:
 
 
 def bind_admin(
-    *, host: str, port: int | None, path: str | None, has_key: bool, given: socket.socket | None = None
+    *, host: str, port: int | None, path: str | None, has_key: bool, taken: socket.socket | None = None
 ) -> tuple[socket.socket, str | None] | None:
     """Return the socket of an admin surface (and its path, for a unix socket), or None without port and path.
 
-    ``given``: the listening one of a server that ends; it is returned if it has the address that is asked for.
+    ``taken``: the listening one of a server that ends; it is returned if it has the address that is asked for.
 
     Raises:
         ConfigError: both are given, the address cannot be used, or other machines could reach it without a key.
@@ -121,7 +121,7 @@ def bind_admin(
             "--admin-port and --admin-socket both say where the admin surface is: give one of them."
         )
     if path is not None:
-        return (given if given is not None and _is_at(given, path) else bind_unix(path)), path
+        return (taken if taken is not None and _is_at(taken, path) else bind_unix(path)), path
     if port is None:
         return None
     if not has_key and not is_loopback(host):
@@ -129,8 +129,8 @@ def bind_admin(
             f"--admin-host {host} opens the admin surface to other machines: give it an --admin-key, or leave it at "
             "127.0.0.1."
         )
-    if given is not None and port and _is_at(given, resolved(host, port)):
-        return given, None
+    if taken is not None and port and _is_at(taken, resolved(host, port)):
+        return taken, None
     return bind(host, port), None
 
 

@@ -49,9 +49,9 @@ def give_idle(
 
     def move(connection: WatchedProtocol) -> None:
         if connection.is_idle and not connection.transport.get_write_buffer_size():
-            given = socket.socket(fileno=os.dup(connection.transport.get_extra_info("socket").fileno()))
+            copy = socket.socket(fileno=os.dup(connection.transport.get_extra_info("socket").fileno()))
             connection.transport.abort()  # closes this process's descriptor alone
-            give(given)
+            give(copy)
 
     is_busy = False
     for connection in connections:

@@ -84,9 +84,9 @@ class Rights:
 
 def keys_of(scope: Scope) -> list[bytes]:
     kind, _, token = (header(scope, b"authorization") or b"").partition(b" ")
-    given = [token.strip()] if kind.lower() == b"bearer" else []
+    keys = [token.strip()] if kind.lower() == b"bearer" else []
     other = header(scope, b"x-api-key")  # the header of Anthropic's clients
-    return given if other is None else [*given, other]
+    return keys if other is None else [*keys, other]
 
 
 def holds_key(scope: Scope, key: str | None) -> bool:

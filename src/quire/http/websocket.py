@@ -219,7 +219,7 @@ def _read(message: Message) -> _Ask:
 
 def _call(scope: Scope, method: str, path: str) -> Scope:
     """Return the scope of a request with the handshake's headers."""
-    kept = [
+    headers = [
         (name, value)
         for name, value in scope["headers"]
         if name not in _HANDSHAKE and not name.startswith(b"sec-websocket-") and name != b"x-request-id"
@@ -237,5 +237,5 @@ def _call(scope: Scope, method: str, path: str) -> Scope:
         "client": scope.get("client"),
         "server": scope.get("server"),
         "app": scope.get("app"),
-        "headers": [*kept, (b"content-type", b"application/json")],
+        "headers": [*headers, (b"content-type", b"application/json")],
     }

@@ -32,12 +32,12 @@ from quire.http.field_rules import (
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
-def whole(value: Any) -> Any:
+def as_integer(value: Any) -> Any:
     """JSON has one type of number: 5.0 is an integer, as in JSON Schema."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list) and float in set(map(type, value)):
-        return [whole(item) for item in value]
+        return [as_integer(item) for item in value]
     return value
 
 
@@ -48,13 +48,13 @@ def as_text(value: Any) -> Any:
 
 # What an error message says is allowed: the description of a field, or the values of its Literal.
 Number = Annotated[float, Strict(), Field(description="a number")]
-Integer = Annotated[int, Strict(), Field(description="an integer"), BeforeValidator(whole)]
-AtLeastOne = Annotated[int, Strict(), Field(description="an integer ≥ 1", ge=1), BeforeValidator(whole)]
+Integer = Annotated[int, Strict(), Field(description="an integer"), BeforeValidator(as_integer)]
+AtLeastOne = Annotated[int, Strict(), Field(description="an integer ≥ 1", ge=1), BeforeValidator(as_integer)]
 Int64 = Annotated[
     int,
     Strict(),
     Field(description=f"an integer in {INT64_MIN}…{INT64_MAX}", ge=INT64_MIN, le=INT64_MAX),
-    BeforeValidator(whole),
+    BeforeValidator(as_integer),
 ]
 Boolean = Annotated[bool, Strict(), Field(description="true or false")]
 Text = Annotated[str, Strict(), Field(description="a string")]
@@ -64,7 +64,7 @@ Texts = Annotated[list[str], Field(description="a list of strings")]
 TokenIds = Annotated[
     list[Annotated[int, Strict()]],
     Field(description="a list of token ids (integers)"),
-    BeforeValidator(whole),
+    BeforeValidator(as_integer),
 ]
 AnyObject = Annotated[dict[str, Any], Field(description="an object")]
 TypedObject = Annotated[dict[str, Any], Field(description="an object with a type")]
@@ -113,11 +113,11 @@ def parse(model: type[Model], body: Any, *, prefix: str = "", ignored: list[str]
     if not isinstance(body, dict):
         what = f"{prefix.rstrip('.')} = {clip(body)}" if prefix else f"The body {clip(body)}"
         raise RequestError(f"{what} is not allowed: it must be an object.", param=prefix.rstrip(".") or None)
-    kept = sift(body, table_of(model), prefix=prefix, ignored=ignored, in_history=model.in_history)
+    fields = sift(body, table_of(model), prefix=prefix, ignored=ignored, in_history=model.in_history)
     try:
-        return model.model_validate(kept)
+        return model.model_validate(fields)
     except ValidationError as error:
-        raise _type_error(model, error, {**body, **kept}, prefix) from None
+        raise _type_error(model, error, {**body, **fields}, prefix) from None
 
 
 def sift(
@@ -134,7 +134,7 @@ def sift(
         RequestError: a field that is refused, an unknown name that ``ignored`` does not accept, or two names of one
             field with different values.
     """
-    kept: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     mapped: dict[str, tuple[str, Any]] = {}
     for name, value in body.items():
         rule = table.get(name)
@@ -148,19 +148,19 @@ def sift(
             if ignored is not None and not in_history:
                 ignored.append(prefix + name)
         elif rule.use is Use.USED:
-            kept[name] = value
+            fields[name] = value
         elif rule.use is Use.MAPPED:
             mapped[rule.used_as] = (name, value)
         elif not is_neutral(rule, value):
             raise refused_field(prefix + name, value, rule)
     for used, (name, value) in mapped.items():
-        if kept.setdefault(used, value) != value:
+        if fields.setdefault(used, value) != value:
             raise RequestError(
-                f"{prefix}{used} = {clip(kept[used])} and {prefix}{name} = {clip(value)}, another name of it, "
+                f"{prefix}{used} = {clip(fields[used])} and {prefix}{name} = {clip(value)}, another name of it, "
                 "contradict each other: send one of them.",
                 param=prefix + name,
             )
-    return kept
+    return fields
 
 
 def _accepts(ignored: list[str], name: str, table: Table, in_history: bool) -> bool:

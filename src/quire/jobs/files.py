@@ -109,8 +109,8 @@ class FileStore:
         """Return the objects of a tenant's files, the oldest first."""
         # Descriptions are written once, so their times are those of creation.
         paths = sorted(self._folder.glob("file-*.json"), key=lambda path: path.stat().st_mtime_ns)
-        found = [self.get(path.stem, tenant) for path in paths]
-        return [value for value in found if value is not None]
+        objects = [self.get(path.stem, tenant) for path in paths]
+        return [value for value in objects if value is not None]
 
     def delete(self, file_id: str, tenant: str) -> bool:
         """Delete a tenant's file; return whether it existed."""

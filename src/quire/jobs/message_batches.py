@@ -96,11 +96,11 @@ class MessageBatches:
 
     async def batch(self, request: Request) -> Response:
         """One batch of messages: its state and its counts."""
-        return json_response(self._shown(self._found(request), request))
+        return json_response(self._shown(self._batch(request), request))
 
     async def cancel(self, request: Request) -> Response:
         """End an open batch of messages; one that has ended stays as it is."""
-        batch = self._found(request)
+        batch = self._batch(request)
         if batch["status"] in OPEN and batch["status"] != "cancelling":
             with within_disk():
                 batch = self._runner().cancel(batch["id"])
@@ -112,7 +112,7 @@ class MessageBatches:
         Raises:
             NotFoundError: it has not ended.
         """
-        batch = self._found(request)
+        batch = self._batch(request)
         if batch["status"] in OPEN:
             raise NotFoundError(
                 f"{_id_of(batch)} has no results yet: its processing_status is not ended.", param="batch_id"
@@ -139,12 +139,12 @@ class MessageBatches:
         )
         return json_response(self._shown(batch, request))
 
-    def _found(self, request: Request) -> dict[str, Any]:
+    def _batch(self, request: Request) -> dict[str, Any]:
         batch_id = request.path_params["batch_id"]
-        found = self._runner().get(str(batch_id).removeprefix("msg"), call_of(request.scope).tenant)
-        if found is None or not is_messages(found) or not batch_id.startswith("msg"):
+        batch = self._runner().get(str(batch_id).removeprefix("msg"), call_of(request.scope).tenant)
+        if batch is None or not is_messages(batch) or not batch_id.startswith("msg"):
             raise NotFoundError(f"There is no batch of messages {clip(batch_id)} here.", param="batch_id")
-        return found
+        return batch
 
     def _lines(self, batch: dict[str, Any]) -> Iterator[dict[str, msgspec.Raw]]:
         files = self._runner().files
@@ -207,13 +207,15 @@ def _lines_of(raw: bytes, ignored: Ignored) -> bytes:
     """
     try:
         body = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        asked = msgspec.json.decode(body.get("requests", b"[]"), type=list[_Asked])
+        requests = msgspec.json.decode(body.get("requests", b"[]"), type=list[_Asked])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         text = f"The body is not a batch: {error}. Send an object with requests, a list of {{custom_id, params}}."
         raise RequestError(text, param="requests") from None
-    parse(MessageBatchRequest, {name: [0] * len(asked) for name in body}, ignored=ignored)
+    parse(MessageBatchRequest, {name: [0] * len(requests) for name in body}, ignored=ignored)
     about = {"method": "POST", "url": MESSAGES}
-    return b"\n".join([_encode({"custom_id": one.custom_id, **about, "body": one.params}) for one in asked])
+    return b"\n".join(
+        [_encode({"custom_id": one.custom_id, **about, "body": one.params}) for one in requests]
+    )
 
 
 def _result(line: dict[str, msgspec.Raw]) -> bytes:
@@ -236,9 +238,9 @@ def _page(items: list[dict[str, Any]], request: Request) -> dict[str, Any]:
     if not limit.isascii() or not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= _PAGE[1]:
         raise not_allowed("limit", limit, f"an integer in 1…{_PAGE[1]}")
     for name in ("after_id", "before_id"):
-        given = query.get(name)
-        if given is not None and given not in ids:
-            raise RequestError(f"{name} = {clip(given)} is not an id of this list.", param=name)
+        cursor = query.get(name)
+        if cursor is not None and cursor not in ids:
+            raise RequestError(f"{name} = {clip(cursor)} is not an id of this list.", param=name)
     begin, end = query.get("after_id"), query.get("before_id")
     rest = items[ids.index(begin) + 1 if begin else 0 : ids.index(end) if end else None]
     num = int(limit)

@@ -90,7 +90,7 @@ class JobRoutes:
     """The handlers. ``runner`` None: the server has no ``--batch-dir``."""
 
     def __init__(self, runner: BatchRunner | None, settings: JobSettings) -> None:
-        self._given = runner
+        self._started_runner = runner
         self._settings = settings
 
     def routes(self) -> list[Route]:
@@ -106,12 +106,12 @@ class JobRoutes:
 
     @property
     def _runner(self) -> BatchRunner:
-        if self._given is None:
+        if self._started_runner is None:
             raise NotFoundError(
                 "Files and batches are kept on disk, and this server has no place for them: start it with --batch-dir.",
                 code="batches_disabled",
             )
-        return self._given
+        return self._started_runner
 
     async def files(self, request: Request) -> Response:
         """Upload a file (POST), or list the files."""
@@ -127,22 +127,22 @@ class JobRoutes:
 
     async def file(self, request: Request) -> Response:
         """Return the object of a file, or delete the file."""
-        found = self._file(request)
+        file = self._file(request)
         if request.method != "DELETE":
-            return json_response(found)
-        if self._runner.uses(found["id"]):
+            return json_response(file)
+        if self._runner.uses(file["id"]):
             raise RequestError(
-                f"{found['id']} is the input of a batch that has not ended: cancel the batch first.",
+                f"{file['id']} is the input of a batch that has not ended: cancel the batch first.",
                 param="file_id",
                 code="file_in_use",
             )
-        self._runner.files.delete(found["id"], call_of(request.scope).tenant)
-        return json_response({"id": found["id"], "object": "file", "deleted": True})
+        self._runner.files.delete(file["id"], call_of(request.scope).tenant)
+        return json_response({"id": file["id"], "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
         """The bytes of a file."""
-        found = self._file(request)
-        return FileResponse(self._runner.files.path(found["id"]), media_type="application/octet-stream")
+        file = self._file(request)
+        return FileResponse(self._runner.files.path(file["id"]), media_type="application/octet-stream")
 
     async def batches(self, request: Request) -> Response:
         """Begin a batch (POST), or list the batches."""
@@ -203,24 +203,24 @@ class JobRoutes:
     async def _create(self, request: Request) -> Response:
         runner, ignored, call = self._runner, self._ignored(), call_of(request.scope)
         body = await read_json(request.scope, request.receive, self._settings.max_body_bytes)
-        asked = parse(BatchRequest, body, ignored=ignored)
-        if asked.endpoint not in ENDPOINTS:
-            raise not_allowed("endpoint", asked.endpoint, f"one of {', '.join(ENDPOINTS)}")
-        window = _WINDOW.fullmatch(asked.completion_window)
+        batch = parse(BatchRequest, body, ignored=ignored)
+        if batch.endpoint not in ENDPOINTS:
+            raise not_allowed("endpoint", batch.endpoint, f"one of {', '.join(ENDPOINTS)}")
+        window = _WINDOW.fullmatch(batch.completion_window)
         seconds = int(window[1]) * _SECONDS[window[2]] if window else 0
         if not 0 < seconds <= _EXPIRES_S[1]:
             allowed = "'24h', or another number with s, m, h or d, up to 30d"
-            raise not_allowed("completion_window", asked.completion_window, allowed)
-        source = runner.files.get(asked.input_file_id, call.tenant)
+            raise not_allowed("completion_window", batch.completion_window, allowed)
+        source = runner.files.get(batch.input_file_id, call.tenant)
         if source is None or source["purpose"] != "batch":
             raise RequestError(
-                f"input_file_id = {clip(asked.input_file_id)} is not a file with the purpose 'batch' here.",
+                f"input_file_id = {clip(batch.input_file_id)} is not a file with the purpose 'batch' here.",
                 param="input_file_id",
             )
-        kept = asked.output_expires_after
-        after_s = None if kept is None else _expires_after(kept, "output_expires_after", ignored)
+        expiry = batch.output_expires_after
+        after_s = None if expiry is None else _expires_after(expiry, "output_expires_after", ignored)
         values = {
-            **asked.model_dump(exclude={"output_expires_after"}),
+            **batch.model_dump(exclude={"output_expires_after"}),
             "output_expires_after_s": after_s,
         }
         return json_response(_shown(runner.create(values, seconds, call)))
@@ -230,19 +230,19 @@ class JobRoutes:
 
     def _file(self, request: Request) -> dict[str, Any]:
         file_id = request.path_params["file_id"]
-        found = self._runner.files.get(file_id, call_of(request.scope).tenant)
-        if found is None:
+        file = self._runner.files.get(file_id, call_of(request.scope).tenant)
+        if file is None:
             message = f"There is no file {clip(file_id)} here."
             raise NotFoundError(message, param="file_id", code="file_not_found")
-        return found
+        return file
 
     def _batch(self, request: Request) -> dict[str, Any]:
         batch_id = request.path_params["batch_id"]
-        found = self._runner.get(batch_id, call_of(request.scope).tenant)
-        if found is None or is_messages(found):
+        batch = self._runner.get(batch_id, call_of(request.scope).tenant)
+        if batch is None or is_messages(batch):
             message = f"There is no batch {clip(batch_id)} here."
             raise NotFoundError(message, param="batch_id", code="batch_not_found")
-        return found
+        return batch
 
 
 def _shown(batch: dict[str, Any]) -> dict[str, Any]:
@@ -263,14 +263,14 @@ def _bracketed(values: dict[str, Any], name: str) -> dict[str, Any] | None:
     return taken or None
 
 
-def _expires_after(given: dict[str, Any], name: str, ignored: list[str] | None) -> int:
-    asked = parse(ExpiresAfter, given, prefix=name + ".", ignored=ignored)
+def _expires_after(body: dict[str, Any], name: str, ignored: list[str] | None) -> int:
+    expiry = parse(ExpiresAfter, body, prefix=name + ".", ignored=ignored)
     low, high = _EXPIRES_S
-    if asked.anchor != "created_at":
-        raise not_allowed(name + ".anchor", asked.anchor, "'created_at'")
-    if not low <= asked.seconds <= high:
-        raise not_allowed(name + ".seconds", asked.seconds, f"an integer in {low}…{high}")
-    return asked.seconds
+    if expiry.anchor != "created_at":
+        raise not_allowed(name + ".anchor", expiry.anchor, "'created_at'")
+    if not low <= expiry.seconds <= high:
+        raise not_allowed(name + ".seconds", expiry.seconds, f"an integer in {low}…{high}")
+    return expiry.seconds
 
 
 def jobs_of(

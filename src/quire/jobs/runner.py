@@ -79,7 +79,7 @@ class BatchRunner:
         """
         batch_id = f"batch_{self._new_id()}"
         batch = {"id": batch_id, "object": "batch", **values, "created_s": self._unix_time()}
-        batch |= call.kept()
+        batch |= call.owner()
         batch["created_at"] = int(batch["created_s"])
         batch["expires_at"] = batch["created_at"] + window_s
         batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
@@ -185,7 +185,7 @@ class BatchRunner:
         """Run a line until it has an answer, and write the answer to disk."""
         assert self._app is not None
         request_id = self._new_id()
-        call = replace(Call.of_kept(batch), request_id=request_id, priority=LOWEST_PRIORITY)
+        call = replace(Call.from_owner(batch), request_id=request_id, priority=LOWEST_PRIORITY)
         while True:
             status, body = await post_local(self._app, batch["endpoint"], line.body, call)
             if status not in (429, 503):
@@ -289,11 +289,11 @@ def done_ids(path: Path) -> set[str]:
     if not path.exists():
         return set()
     raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
+    complete = raw[: raw.rfind(b"\n") + 1]
+    if len(complete) < len(raw):
         with path.open("r+b") as file:
-            file.truncate(len(whole))
-    return {msgspec.json.decode(line)["custom_id"] for line in whole.splitlines()}
+            file.truncate(len(complete))
+    return {msgspec.json.decode(line)["custom_id"] for line in complete.splitlines()}
 
 
 def output_line(request_id: str, custom_id: str, status: int, body: bytes) -> bytes:

@@ -98,7 +98,7 @@ class Exposition:
             "quire:rank_bytes_sent": ("Bytes from a rank to the others.", ranks.bytes_sent),
         }
         gauges = {
-            "quire:rank_weight_bytes": ("Weights of a rank.", [each.weight_bytes for each in ranks.about]),
+            "quire:rank_weight_bytes": ("Weights of a rank.", [about.weight_bytes for about in ranks.about]),
             "quire:rank_peak_memory_bytes": ("Resident memory of a rank at its largest.", ranks.peak_bytes),
         }
         for kind, table in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):

@@ -80,14 +80,14 @@ def add_bos_eos(backend: Backend, bos: str | None, eos: str | None) -> None:
     )
 
 
-def merges_by_rank(ranks: Mapping[str, int], whole: Iterable[tuple[str, float]]) -> list[tuple[str, str]]:
+def merges_by_rank(ranks: Mapping[str, int], tokens: Iterable[tuple[str, float]]) -> list[tuple[str, str]]:
     """Return every pair of tokens that joins to a token, in the order in which BPE applies them.
 
-    ``whole``: tokens that may result from a merge, each with a sort key (smallest first). A token that several pairs
+    ``tokens``: tokens that may result from a merge, each with a sort key (smallest first). A token that several pairs
     can make gets all of them: sentencepiece and tiktoken join any two neighbours whose join is a token.
     """
     merges: list[tuple[float, int, int, str, str]] = []
-    for token, key in whole:
+    for token, key in tokens:
         for cut in range(1, len(token)):
             left = ranks.get(token[:cut])
             if left is not None:

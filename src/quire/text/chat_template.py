@@ -131,7 +131,7 @@ class ChatTemplate:
         context: dict[str, Any] = {"messages": chat, "tools": tools, "documents": documents}
         if add_generation_prompt is not None:
             context["add_generation_prompt"] = add_generation_prompt
-        context = _given({**self._variables, **context, **(variables or {})})
+        context = _frozen({**self._variables, **context, **(variables or {})})
         text = self._render((self._compiled or self.compile())[chosen], context)
         return _cut(text, final_text) if continue_final_message else text
 
@@ -198,14 +198,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return own or super().is_safe_attribute(obj, attr, value)
 
 
-class _Given(list[Any]):
+class _FrozenList(list[Any]):
     """A list that the template did not make itself."""
 
 
-def _given(value: Any) -> Any:
+def _frozen(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _given(item) for key, item in value.items()}
-    return _Given(map(_given, value)) if isinstance(value, list | tuple) else value
+        return {key: _frozen(item) for key, item in value.items()}
+    return _FrozenList(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 class GenerationTag(Extension):

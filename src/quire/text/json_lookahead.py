@@ -103,10 +103,10 @@ def narrowed(outer: tuple[Frame, ...], frame: Frame) -> State | None:
     return State((*outer, frame))
 
 
-def _begins(value: Any, whole: Any) -> bool:
+def _begins(value: Any, complete: Any) -> bool:
     if isinstance(value, list):
-        return canonical(value) == canonical(whole[: len(value)])
-    return canonical(value) == canonical({name: whole[name] for name in value if name in whole})
+        return canonical(value) == canonical(complete[: len(value)])
+    return canonical(value) == canonical({name: complete[name] for name in value if name in complete})
 
 
 def _encoded(value: Any) -> bytes:

@@ -55,22 +55,22 @@ def lark_in_json(grammar: str) -> str:
         RequestError: a terminal that cannot be written so (a look-around, a nested grammar).
     """
 
-    def terminal(found: re.Match[str]) -> str:
-        if found["space"] is not None:
+    def terminal(match: re.Match[str]) -> str:
+        if match["space"] is not None:
             return ""
-        if found["other"] is not None:
-            raise RequestError(f"{found['other']} is not supported in the grammar of a custom tool")
-        if found["common"] is not None:
-            name = found["common"]
+        if match["other"] is not None:
+            raise RequestError(f"{match['other']} is not supported in the grammar of a custom tool")
+        if match["common"] is not None:
+            name = match["common"]
             if name not in _COMMON:
                 raise RequestError(f"%import common.{name} is not known; known are {', '.join(_COMMON)}")
-            return f"{found['alias'] or name}: /{_regex(_COMMON[name], '')}/"
-        if found["range"] is not None:
-            low, high = (_unquoted(part) for part in re.findall(r'"(?:\\.|[^"\\])+"', found["range"]))
+            return f"{match['alias'] or name}: /{_regex(_COMMON[name], '')}/"
+        if match["range"] is not None:
+            low, high = (_unquoted(part) for part in re.findall(r'"(?:\\.|[^"\\])+"', match["range"]))
             return f"/{_one_of([(ord(low), ord(high))])}/"
-        if found["string"] is not None:
-            return _string(found["string"])
-        body, _, flags = found["regex"][1:].rpartition("/")
+        if match["string"] is not None:
+            return _string(match["string"])
+        body, _, flags = match["regex"][1:].rpartition("/")
         return f"/{_regex(body, flags)}/"
 
     return _TOKEN.sub(terminal, grammar)

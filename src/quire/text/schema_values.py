@@ -107,19 +107,19 @@ class _Values:
     def prune(self) -> None:
         """Put ``false`` where nothing is valid; options under which nothing is valid go."""
 
-        def kept(inner: Any) -> Any:
+        def satisfiable(inner: Any) -> Any:
             return False if isinstance(inner, dict) and not self.kinds_of(inner) else inner
 
         for schema in self._order:
             for key, value in schema.items():
                 if key in ("anyOf", "oneOf") and isinstance(value, list):
-                    schema[key] = [item for item in map(kept, value) if item is not False] or value
+                    schema[key] = [item for item in map(satisfiable, value) if item is not False] or value
                 elif key in _LISTS and isinstance(value, list):
-                    schema[key] = [kept(item) for item in value]
+                    schema[key] = [satisfiable(item) for item in value]
                 elif key in _ONE:
-                    schema[key] = kept(value)
+                    schema[key] = satisfiable(value)
                 elif key in _MAPS and isinstance(value, dict):
-                    schema[key] = {name: kept(item) for name, item in value.items()}
+                    schema[key] = {name: satisfiable(item) for name, item in value.items()}
 
     def _number(self, root: Schema) -> None:
         """Give each schema a path and a place in the order, with a stack of its own: schemas may be deep."""

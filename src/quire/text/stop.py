@@ -26,7 +26,7 @@ class StopMatcher:
             self._add(word)
         self._link()
         self._state = 0
-        self._held = ""  # the last `depth` characters, not yet released
+        self._pending = ""  # the last `depth` characters, not yet released
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
@@ -42,17 +42,17 @@ class StopMatcher:
             if word is not None:
                 return self._end(word, text[: index + 1])
         self._state = state
-        text = self._held + text
+        text = self._pending + text
         cut = len(text) - self._depth[state]
-        self._held = text[cut:]
+        self._pending = text[cut:]
         return text[:cut]
 
     def pass_through(self, text: str) -> str:
         """Take text in which a stop string does not count (before `min_tokens`), return all of it that may be shown."""
         if self.matched is not None:
             return ""
-        text = self._held + text
-        self._state, self._held = 0, ""
+        text = self._pending + text
+        self._state, self._pending = 0, ""
         return text
 
     def finish(self) -> str:
@@ -61,7 +61,7 @@ class StopMatcher:
 
     def _end(self, word: str, text: str) -> str:
         self.matched = word
-        text, self._held = self._held + text, ""
+        text, self._pending = self._pending + text, ""
         return text if self._include else text[: len(text) - len(word)]
 
     def _add(self, word: str) -> None:

@@ -141,14 +141,14 @@ class CleanUpStream:
     """
 
     def __init__(self) -> None:
-        self._held = [""] * len(CLEAN_UPS)  # per replacement: a proper prefix of its pattern
+        self._pending = [""] * len(CLEAN_UPS)  # per replacement: a proper prefix of its pattern
 
     def feed(self, text: str) -> str:
         """Take more text, return the part that is final."""
         for index, (old, new) in enumerate(CLEAN_UPS):
-            *done, tail = (self._held[index] + text).split(old)
+            *done, tail = (self._pending[index] + text).split(old)
             keep = next(n for n in range(min(len(old) - 1, len(tail)), -1, -1) if tail.endswith(old[:n]))
-            self._held[index] = tail[len(tail) - keep :]
+            self._pending[index] = tail[len(tail) - keep :]
             text = new.join([*done, tail[: len(tail) - keep]])
         return text
 
@@ -156,6 +156,6 @@ class CleanUpStream:
         """Return what was held back at the end of the text."""
         text = ""
         for index, (old, new) in enumerate(CLEAN_UPS):
-            text = (self._held[index] + text).replace(old, new)
-            self._held[index] = ""
+            text = (self._pending[index] + text).replace(old, new)
+            self._pending[index] = ""
         return text

@@ -102,23 +102,23 @@ def form_of(kind: str, value: Any) -> Form | None:
     return {"type": "grammar", "grammar": value} if kind == "grammar" else None
 
 
-def _in_section(format: OutputFormat, each: Sequence[Form], *, many: bool, separator: str) -> Form:
+def _in_section(format: OutputFormat, forms: Sequence[Form], *, many: bool, separator: str) -> Form:
     """Return calls between the section's marks. If each call has its own section, several calls make several."""
     opening, close = (format.opens or ("",))[0], (format.closes or ("",))[0]
-    one = _either(each)
+    one = _either(forms)
     if format.listed:
-        inner = {"type": "tags_with_separator", "tags": list(each), "separator": ", ", "at_least_one": True}
+        inner = {"type": "tags_with_separator", "tags": list(forms), "separator": ", ", "at_least_one": True}
         return _tag(opening + "[", inner if many else one, "]" + close)
     each_in_section = isinstance(format.calls, JsonCalls | TaggedCalls | NestedCalls | GemmaCalls) and opening
     if many and each_in_section:
         spaced = "\n" if format.spaced else ""
-        wrapped = [_tag(opening + spaced, form, _closing(format, close)) for form in each]
+        wrapped = [_tag(opening + spaced, form, _closing(format, close)) for form in forms]
         return {"type": "tags_with_separator", "tags": wrapped, "separator": "\n", "at_least_one": True}
     if many and isinstance(format.calls, NamedCalls | PythonCalls | TaggedCalls):
         between = "\n" if isinstance(format.calls, PythonCalls) else separator
         inner = {
             "type": "tags_with_separator",
-            "tags": list(each),
+            "tags": list(forms),
             "separator": between,
             "at_least_one": True,
         }
@@ -228,11 +228,11 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return list((schema.get("properties") or {}).items())
 
 
-def _listed(given: Mapping[str, Form], schema: Mapping[str, Any], separator: str) -> Form:
-    """Return the form of ``given`` with separators between them: the required ones, then any of the others."""
+def _listed(forms_by_key: Mapping[str, Form], schema: Mapping[str, Any], separator: str) -> Form:
+    """Return the form of ``forms_by_key`` with separators between them: the required ones, then any of the others."""
     names = set(schema.get("required") or ())
-    required = [form for key, form in given.items() if key in names]
-    others = [form for key, form in given.items() if key not in names]
+    required = [form for key, form in forms_by_key.items() if key in names]
+    others = [form for key, form in forms_by_key.items() if key not in names]
 
     def more(forms: Sequence[Form]) -> list[Form]:
         return [_optional(_sequence([_text(separator), form])) for form in forms]

@@ -138,7 +138,7 @@ class OutputFormat:
     drops: tuple[str, ...] = ()  # marks that are dropped
     messages: MessageForm | None = None
     # The template does not show the tools: a system message of ours asks for the calls (`quire.text.output.generic`).
-    asked: bool = False
+    asks_in_message: bool = False
 
     @property
     def calls_tools(self) -> bool:

@@ -34,13 +34,13 @@ def format_of(template: str) -> OutputFormat:
 def describe(template: str) -> str:
     """Return what the start-up log says of the tool calls of this template."""
     format = format_of(template)
-    if not format.asked:
+    if not format.asks_in_message:
         return f"{format.name} (from the chat template)"
     why = "shows calls in marks of no known format" if shows_tools(template) else "shows no tools"
     return f"generic: the chat template {why}, so calls are asked for in a message; --tool-format overrides"
 
 
-def asked(
+def with_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], template: str
 ) -> list[dict[str, Any]]:
     """Return the conversation with ``tools`` described, and with earlier calls and results as text."""

@@ -179,7 +179,7 @@ class Trimmed:
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
-        self._held = ""
+        self._pending = ""
         self._drop_leading = False
         self.shown = False  # whether there was more than white space
 
@@ -189,20 +189,20 @@ class Trimmed:
             if not text:
                 return
             self._drop_leading = False
-        text = self._held + text
+        text = self._pending + text
         stripped = text.rstrip()
-        self._held = text[len(stripped) :]
+        self._pending = text[len(stripped) :]
         if stripped:
             self.shown = True
             self._emit(stripped)
 
     def after_section(self) -> None:
         """Drop white space before and after this position, where a section begins or ends."""
-        self._held = ""
+        self._pending = ""
         self._drop_leading = True
 
     def end(self) -> None:
         """End the text: emit white space that was held."""
-        if self._held:
-            self._emit(self._held)
-            self._held = ""
+        if self._pending:
+            self._emit(self._pending)
+            self._pending = ""

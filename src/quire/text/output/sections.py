@@ -104,7 +104,7 @@ def _object(calls: Calls, form: JsonCalls) -> Wait[None]:
     early: list[str] = []  # arguments that came before the name
     name: str | None = None
     call_id: str | None = None
-    given = False
+    has_arguments = False
     while True:
         yield from reader.space()
         char = yield from reader.peek()
@@ -113,19 +113,19 @@ def _object(calls: Calls, form: JsonCalls) -> Wait[None]:
         if char == ",":
             reader.take(1)
             continue
-        key = yield from _key(calls, given=name is not None)
+        key = yield from _key(calls, has_name=name is not None)
         if key is None:
             return
         if form.name_is_key:
             calls.begin(key)
-            name, given = key, True
+            name, has_arguments = key, True
             yield from _arguments(calls, calls.arguments)
         elif key in form.name_keys and name is None:
             name = _text((yield from reader.string()))
             calls.begin(name, call_id)
             calls.arguments("".join(early))
-        elif key in form.argument_keys and not given:
-            given = True
+        elif key in form.argument_keys and not has_arguments:
+            has_arguments = True
             yield from _arguments(calls, early.append if name is None else calls.arguments)
         else:
             parts: list[str] = []
@@ -136,12 +136,12 @@ def _object(calls: Calls, form: JsonCalls) -> Wait[None]:
         raise NotCalls
     if char == "}":
         reader.take(1)
-        if not given:
+        if not has_arguments:
             calls.arguments("{}")
 
 
-def _key(calls: Calls, *, given: bool) -> Wait[str | None]:
-    """Read ``"key":``. If there is none, the call is over (``given``) or there was no call."""
+def _key(calls: Calls, *, has_name: bool) -> Wait[str | None]:
+    """Read ``"key":``. If there is none, the call is over (``has_name``) or there was no call."""
     reader = calls.reader
     char = yield from reader.peek()
     raw = (yield from reader.string()) if char == '"' else None
@@ -150,7 +150,7 @@ def _key(calls: Calls, *, given: bool) -> Wait[str | None]:
         reader.take(1)
         yield from reader.space()
         return _text(raw)
-    if not given:
+    if not has_name:
         raise NotCalls
     return None
 
@@ -214,7 +214,7 @@ def _inside(calls: Calls, key: str) -> Wait[None]:
         if char == ",":
             reader.take(1)
             continue
-        name = (yield from _key(calls, given=True)) if char == '"' else None
+        name = (yield from _key(calls, has_name=True)) if char == '"' else None
         if name is None:
             if char == "}":
                 reader.take(1)

@@ -178,11 +178,11 @@ class _Quoted:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._held = ""
+        self._pending = ""
 
     def add(self, text: str) -> None:
-        text = self._held + text
-        self._held = "\n" if text.endswith("\n") else ""
+        text = self._pending + text
+        self._pending = "\n" if text.endswith("\n") else ""
         self._calls.arguments(json.dumps(text.removesuffix("\n"), ensure_ascii=False)[1:-1])
 
 

@@ -54,11 +54,11 @@ async def messages_job(state: ApiState, call: Call, body: Any, ignored: list[str
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
     conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
     metadata = parse(Metadata, request.metadata or {}, prefix="metadata.", ignored=ignored)
-    given = given_sampling(request)
+    params = given_sampling(request)
     if request.stop_sequences:
-        given["stop"] = request.stop_sequences
+        params["stop"] = request.stop_sequences
     sampling = sampling_params(
-        given,
+        params,
         state.model.generation_defaults,
         max_tokens=request.max_tokens,
         form=form_of(request, ignored),
@@ -100,7 +100,7 @@ class MessageAnswer(Answer):
         self._assembler = Assembler(plan, lambda call: "toolu_" + head.id_of("call", call)[:24])
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def body(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         (chunk,) = chunks
         self._assembler.feed(chunk.text, chunk.finish_reason)
         self._note_end(chunk)

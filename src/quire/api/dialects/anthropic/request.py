@@ -26,8 +26,8 @@ from quire.http.wire import (
     TypedObject,
     User,
     Wire,
+    as_integer,
     parse,
-    whole,
 )
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -122,7 +122,7 @@ class ThinkingSettings(Wire):
         int | None,
         Strict(),
         Field(description=f"an integer ≥ 1, at most {INT64_MAX}", ge=1, le=INT64_MAX),
-        BeforeValidator(whole),
+        BeforeValidator(as_integer),
     ] = None
     display: Literal["summarized", "omitted"] | None = None
 

@@ -57,7 +57,7 @@ class LlamaAnswer(Answer):
         self._prompt = prompt
         self._last = OutputChunk(0)
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def body(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         return _encode({"content": chunks[0].text, **self._end(chunks[0], usage)})
 
     def opening(self, prompts: Sequence[Sequence[int]], echoes: Sequence[str], usage: Usage) -> bytes:

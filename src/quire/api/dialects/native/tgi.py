@@ -39,12 +39,12 @@ async def _tgi_job(
 ) -> Job:
     if not isinstance(body, dict):
         return await completion_job(state, call, body, ignored)
-    given = body.get("parameters") or {}
-    if not isinstance(given, dict):
-        raise not_allowed("parameters", given, "an object", "invalid_type")
+    params = body.get("parameters") or {}
+    if not isinstance(params, dict):
+        raise not_allowed("parameters", params, "an object", "invalid_type")
     if not isinstance(body.get("inputs"), str):
         raise not_allowed("inputs", body.get("inputs"), "a string", "invalid_type")
-    fields = {name: value for name, value in given.items() if value is not None}
+    fields = {name: value for name, value in params.items() if value is not None}
     details = fields.pop("details", False) is True
     full_text = fields.pop("return_full_text", False) is True
     samples = fields.pop("do_sample", False) is True or any(name in fields for name in _TGI_SAMPLES)
@@ -66,7 +66,11 @@ async def _tgi_job(
     job = single_answer(await completion_job(state, call, made, ignored), "inputs")
     names = TokenNames(state.frontend.tokenizer, as_ids=False)
     answer = TgiAnswer(
-        job.answer, names, prefix=body["inputs"] if full_text else "", details=details, seed=given.get("seed")
+        job.answer,
+        names,
+        prefix=body["inputs"] if full_text else "",
+        details=details,
+        seed=params.get("seed"),
     )
     return replace(job, prompt_param="inputs", answer=answer)
 
@@ -81,7 +85,7 @@ class TgiAnswer(Answer):
         self._text = ""
         self._num_tokens = 0
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def body(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         chunk = chunks[0]
         value: dict[str, Any] = {"generated_text": self._prefix + chunk.text}
         if self._details:

@@ -147,7 +147,7 @@ class OllamaAnswer(Answer):
         self._end = ""
         self._assembler = Assembler(plan, lambda call: "call_" + head.id_of("call", call)[:8])
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def body(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         (chunk,) = chunks
         self._begin(prompts)
         values = self._values(chunk)
@@ -271,7 +271,7 @@ class EmbedAnswer(Answer):
         self.head = head
         self._request = request
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def body(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         request = self._request
         if isinstance(request, EmbeddingsRequest):
             vector = _vector(chunks[0], None, normalize=False)

@@ -104,13 +104,13 @@ class OllamaModels:
 
     def _capabilities(self) -> list[str]:
         with_tools, plain = self._state.output_format(True), self._state.output_format(False)
-        found = {
+        has_by_name = {
             "completion": True,
             "insert": infill_of(self._state.frontend.tokenizer) is not None,
             "tools": with_tools.calls_tools,
             "thinking": plain.reasons,
         }
-        return [name for name, has in found.items() if has]
+        return [name for name, has in has_by_name.items() if has]
 
     def _served(self) -> tuple[str, ...]:
         return (*self._state.model.names, *self._state.adapter_names)
@@ -135,14 +135,14 @@ class OllamaModels:
         details: dict[str, Any] = {"parent_model": "", "format": "", "family": "", "families": []}
         if config is None:
             return {**details, "parameter_size": "", "quantization_level": ""}
-        family, held = config.spec.family, {form.kind for form in config.formats.values() if form.quantized}
+        family, kinds = config.spec.family, {form.kind for form in config.formats.values() if form.quantized}
         return {
             **details,
             "format": "gguf" if config.path.endswith(".gguf") else "safetensors",
             "family": family,
             "families": [family],
             "parameter_size": _short(config.spec.num_params),
-            "quantization_level": "+".join(sorted(held)).upper() or _DTYPES[config.dtype],
+            "quantization_level": "+".join(sorted(kinds)).upper() or _DTYPES[config.dtype],
         }
 
     def _num_bytes(self) -> int:

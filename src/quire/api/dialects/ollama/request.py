@@ -106,36 +106,36 @@ def sampling_of(
         RequestError: names ``options.…``, the value and what is allowed.
     """
     options = parse(Options, request.options or {}, prefix="options.", ignored=ignored)
-    given = options.model_dump(exclude_none=True, exclude={"num_predict", "repeat_penalty"})
+    params = options.model_dump(exclude_none=True, exclude={"num_predict", "repeat_penalty"})
     if options.repeat_penalty is not None:
-        given["repetition_penalty"] = options.repeat_penalty
+        params["repetition_penalty"] = options.repeat_penalty
     if options.seed == -1:
-        del given["seed"]
+        del params["seed"]
     limit = options.num_predict
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs is only allowed with logprobs = true.", param="top_logprobs")
     return sampling_params(
-        given,
+        params,
         defaults,
         # Ollama's -1 is no limit, and -2 the rest of the context.
         max_tokens=None if limit is None or limit in (0, -1, -2) else limit,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         form=_form(request.format),
         client_names={
-            **{name: f"options.{_OPTION_NAMES.get(name, name)}" for name in (*given, "max_tokens")},
+            **{name: f"options.{_OPTION_NAMES.get(name, name)}" for name in (*params, "max_tokens")},
             "logprobs": "top_logprobs",
         },
     )
 
 
-def _form(given: Any) -> StructuredOutputsParams | None:
-    if given is None or given == "":
+def _form(value: Any) -> StructuredOutputsParams | None:
+    if value is None or value == "":
         return None
-    if given == "json":
+    if value == "json":
         return StructuredOutputsParams(json_object=True, param="format")
-    if not isinstance(given, dict):
-        raise not_allowed("format", given, "'json', or a JSON schema (an object)")
-    return StructuredOutputsParams(json=given, param="format")
+    if not isinstance(value, dict):
+        raise not_allowed("format", value, "'json', or a JSON schema (an object)")
+    return StructuredOutputsParams(json=value, param="format")
 
 
 def chat_conversation(request: OllamaChatRequest, ignored: list[str] | None) -> Conversation:
@@ -168,8 +168,8 @@ def _effort(request: OllamaFields) -> str | None:
 
 
 def _variables(request: OllamaFields, continues: bool) -> dict[str, Any]:
-    given = {"enable_thinking": True, "thinking": True} if request.think is True else None
-    return template_variables(given, effort=_effort(request), continues=continues)
+    kwargs = {"enable_thinking": True, "thinking": True} if request.think is True else None
+    return template_variables(kwargs, effort=_effort(request), continues=continues)
 
 
 def _thinking(request: OllamaFields) -> Thinking:
@@ -183,7 +183,7 @@ def _messages(raws: list[Any], ignored: list[str] | None) -> list[dict[str, Any]
 
     Calls of Ollama need no ids, and results name a tool: a result belongs to the first call of that name without one.
     """
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # calls without a result: id, name
     newest = newest_of(raws)
     for i, raw in enumerate(raws):
@@ -205,8 +205,8 @@ def _messages(raws: list[Any], ignored: list[str] | None) -> list[dict[str, Any]
             waiting = [call for call in waiting if call is not answered]
             one["tool_call_id"] = message.tool_call_id or answered[0]
             one["name"] = name or answered[1] or None
-        found.append(one)
-    return template_messages(found, ignored)
+        messages.append(one)
+    return template_messages(messages, ignored)
 
 
 def _with_id(call: Any, i: int, j: int) -> Any:

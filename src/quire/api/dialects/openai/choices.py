@@ -38,7 +38,7 @@ class Choices(Protocol):
     def delta(self, index: int, chunk: OutputChunk) -> bytes | None:
         """Return the choice object of one chunk; None if there is nothing to show yet."""
 
-    def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+    def full_choice(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the choice object of a whole answer, given as one chunk."""
         raise NotImplementedError
 
@@ -62,9 +62,9 @@ class ChoicesAnswer(Answer):
         self._n = n
         self._envelope = Envelope(head, choices.chunk_kind, usage_field=self._options.include_usage)
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def body(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         choices = self._choices
-        items = [choices.whole(i, chunk, prompts[i // self._n]) for i, chunk in enumerate(chunks)]
+        items = [choices.full_choice(i, chunk, prompts[i // self._n]) for i, chunk in enumerate(chunks)]
         values = {
             **self.head.to_json(choices.kind),
             "choices": items,
@@ -166,7 +166,7 @@ class ChatChoices(Choices):
             del value["stop_reason"]
         return _encode(value)
 
-    def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+    def full_choice(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the choice object of a whole answer, given as one chunk."""
         assembler = self._assembler(index)
         assembler.feed(chunk.text, chunk.finish_reason)

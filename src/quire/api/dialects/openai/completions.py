@@ -120,10 +120,10 @@ class CompletionChoices(Choices):
             return self.opening(index, chunk.text)
         return _encode(self._choice(index, chunk))
 
-    def whole(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+    def full_choice(self, index: int, chunk: OutputChunk, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the choice object of a whole answer, given as one chunk."""
-        given = {"prompt_token_ids": prompt_token_ids} if self.with_ids else {}
-        return {**self._choice(index, chunk), **given}
+        ids = {"prompt_token_ids": prompt_token_ids} if self.with_ids else {}
+        return {**self._choice(index, chunk), **ids}
 
     def _choice(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         value: dict[str, Any] = {

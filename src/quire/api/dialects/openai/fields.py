@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from quire.api.fields import GenerationFields, Tools
-from quire.http.wire import INT64_MAX, AnyObject, Boolean, Integer, Text, Wire, whole
+from quire.http.wire import INT64_MAX, AnyObject, Boolean, Integer, Text, Wire, as_integer
 
 # The fields that change what a chat template is given beside the messages.
 TEMPLATE_FIELDS = frozenset(
@@ -49,10 +49,10 @@ class ChatRequest(GenerationFields, ChatPrompt):
         int | None,
         Strict(),
         Field(description=f"an integer ≥ 0, at most {INT64_MAX}", ge=0, le=INT64_MAX),
-        BeforeValidator(whole),
+        BeforeValidator(as_integer),
     ] = None
     include_reasoning: Boolean = True
     separate_reasoning: Boolean = True
-    logprobs: Annotated[bool | int, Field(description="true or false"), BeforeValidator(whole)] = False
+    logprobs: Annotated[bool | int, Field(description="true or false"), BeforeValidator(as_integer)] = False
     top_logprobs: Integer | None = None
     max_completion_tokens: Integer | None = None

@@ -253,12 +253,12 @@ def _check_fit(state: ApiState, pairs: Sequence[Pair], param: str) -> None:
             raise RequestError(str(error), param=param, code=error.code)
 
 
-async def _cut(state: ApiState, document: str, limit: int, found: _Scores) -> str:
+async def _cut(state: ApiState, document: str, limit: int, scores: _Scores) -> str:
     """Return the first ``limit`` tokens of a document; the usage counts the others."""
     ids = await state.frontend.prompts.tokenize(document, add_special_tokens=False)
     if len(ids) <= limit:
         return document
-    found.num_truncated += len(ids) - limit
+    scores.num_truncated += len(ids) - limit
     return state.frontend.tokenizer.decode(ids[:limit], skip_special_tokens=False)
 
 
@@ -284,7 +284,7 @@ class WholeAnswer(Answer):
         self.head = head
         self._write = write
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def body(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         written = self._write(chunks, usage)
         counts = usage.to_json()
         del counts["completion_tokens"]

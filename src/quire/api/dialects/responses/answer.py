@@ -58,7 +58,7 @@ class ResponseAnswer(Answer):
         self._cut_by = "max_output_tokens"  # or the context; or "deadline"
         self._num_events = 0
 
-    def whole(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def body(self, chunks: Sequence[OutputChunk], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
         (chunk,) = chunks
         self._note_end(chunk)
         self._logprobs.feed(chunk)
@@ -194,8 +194,8 @@ class ResponseAnswer(Answer):
             done = self._event(f"response.{name}.delta", {**place, "delta": "", **unsent})
         done += self._event(f"response.{name}.done", values)
         if content_type:
-            whole = _content(part, part.text, entries)
-            done += self._event("response.content_part.done", {**place, "part": whole})
+            content = _content(part, part.text, entries)
+            done += self._event("response.content_part.done", {**place, "part": content})
         return done + self._event("response.output_item.done", {**index, "item": self._item(part)})
 
     def _event(self, kind: str, values: dict[str, Any]) -> bytes:
@@ -229,7 +229,7 @@ class TextLogprobs:
         self._assembler = Assembler(plan, str)
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._entries: dict[int, list[Any]] = defaultdict(list)
-        self._held: list[tuple[Any, str]] = []  # tokens, with their text, that no part has received yet
+        self._unassigned: list[tuple[Any, str]] = []  # tokens, with their text, that no part has received yet
         self._num_sent: dict[int, int] = defaultdict(int)
 
     def feed(self, chunk: OutputChunk) -> None:
@@ -242,7 +242,7 @@ class TextLogprobs:
             del token_ids[-1:]  # the token that ended the answer has no text
         for token_id, entry in zip(token_ids, entries, strict=False):
             text = self._detokenizer.feed(token_id)
-            self._held.append((entry, text))
+            self._unassigned.append((entry, text))
             if text:
                 self._settle(self._assembler.feed(text, None))
         if chunk.finish_reason is not None:
@@ -253,13 +253,13 @@ class TextLogprobs:
         for event in events:
             if event.verb != "more":
                 continue
-            start = "".join([text for _, text in self._held]).find(event.text)
+            start = "".join([text for _, text in self._unassigned]).find(event.text)
             if start < 0:  # the parser rewrote a call's arguments
-                self._held = []
+                self._unassigned = []
                 continue
             end, at = start + len(event.text), 0
             rest: list[tuple[Any, str]] = []
-            for entry, text in self._held:
+            for entry, text in self._unassigned:
                 first, at = at, at + len(text)
                 if at <= start and first < start:
                     continue
@@ -271,7 +271,7 @@ class TextLogprobs:
                 if at > end:
                     # A token that spans two parts belongs to the first.
                     rest.append((None, text[end - first :]))
-            self._held = rest
+            self._unassigned = rest
 
     def of(self, index: int) -> list[Any]:
         """Return all entries of a part so far."""

@@ -176,7 +176,7 @@ def form_of(request: ResponsesRequest, ignored: list[str] | None) -> StructuredO
 
 
 def add_input(
-    messages: list[dict[str, Any]], given: str | list[Any], ignored: list[str] | None = None
+    messages: list[dict[str, Any]], items: str | list[Any], ignored: list[str] | None = None
 ) -> None:
     """Append the messages of ``input`` to a conversation.
 
@@ -185,13 +185,13 @@ def add_input(
     Raises:
         RequestError: names ``input[i].…``, the value and what is allowed.
     """
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
+    if isinstance(items, str):
+        messages.append({"role": "user", "content": items})
         return
     # The tool of each call so far, by the call's id.
     names = {c["id"]: c["function"]["name"] for message in messages for c in message.get("tool_calls", ())}
-    newest = newest_of(given, kinds=(None, "message"))
-    for i, item in enumerate(given):
+    newest = newest_of(items, kinds=(None, "message"))
+    for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
@@ -276,11 +276,11 @@ def _assistant(messages: list[dict[str, Any]], *absent: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def input_items(given: str | list[Any], new_id: Callable[[], str]) -> list[dict[str, Any]]:
+def input_items(items: str | list[Any], new_id: Callable[[], str]) -> list[dict[str, Any]]:
     """Return the checked ``input`` of a request (without earlier turns) as items, with texts as parts."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    return [_with_id(item, new_id) for item in given]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    return [_with_id(item, new_id) for item in items]
 
 
 def _with_id(item: dict[str, Any], new_id: Callable[[], str]) -> dict[str, Any]:

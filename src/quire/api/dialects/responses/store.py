@@ -91,13 +91,13 @@ class ResponseStore:
         if self._folder is not None:
             (self._folder / f"{response_id}.json").unlink(missing_ok=True)
 
-    def kept(self) -> list[tuple[str, str, Stored]]:
+    def entries(self) -> list[tuple[str, str, Stored]]:
         """Return tenant, id and answer of each, for `restore` in another server."""
         return [(*key, stored) for key, stored in self._items.items()]
 
-    def restore(self, kept: Any) -> None:
-        """Take what another server has ``kept``."""
-        for tenant, response_id, stored in msgspec.convert(kept, list[tuple[str, str, Stored]]):
+    def restore(self, entries: Any) -> None:
+        """Add the `entries` of another server."""
+        for tenant, response_id, stored in msgspec.convert(entries, list[tuple[str, str, Stored]]):
             self._add((tenant, response_id), stored)
 
     def get(self, tenant: str, response_id: str) -> Stored | None:

@@ -136,14 +136,14 @@ def response_tool_use(
     Raises:
         RequestError: names the tool and what is allowed.
     """
-    found: list[dict[str, Any]] = []
+    parsed: list[dict[str, Any]] = []
     grammars: dict[str, TextGrammar] = {}
     for i, tool in enumerate(tools):
-        found += _read(tool, f"tools[{i}]", None, ignored, grammars)
+        parsed += _read(tool, f"tools[{i}]", None, ignored, grammars)
     if isinstance(choice, dict) and choice.get("type") != "allowed_tools":
         named = parse(NamedChoice, choice, prefix="tool_choice.", ignored=ignored)
         choice = {"type": "function", "function": {"name": named.name}}
-    use = tool_use(found, choice, parallel, function="")
+    use = tool_use(parsed, choice, parallel, function="")
     return replace(use, grammars={name: grammars[name] for name in grammars if name in use.schemas})
 
 
