@@ -5,20 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Method = Literal["rtn"]
-Target = Literal["compressed-tensors"]
+Method = Literal["rtn", "gptq", "awq", "smoothquant"]
+Target = Literal["compressed-tensors", "gptq", "awq"]
+CALIBRATED = ("gptq", "awq", "smoothquant")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeArgs:
-    """What becomes of the matrices, and where it is written."""
+    """What becomes of the matrices, on which text, and where it is written."""
 
     method: Method = "rtn"
     bits: int | None = None
     group_size: int | None = None
-    symmetric: bool = True
+    symmetric: bool | None = None
     keep: tuple[str, ...] = ()
+    calib: str | None = None
+    calib_samples: int | None = None
+    calib_tokens: int | None = None
     format: Target = "compressed-tensors"
     out: str | None = None
     revision: str | None = None
+    text: str | None = None
+    limit_tokens: int | None = None
+    max_kl: float | None = None
     json: bool = False

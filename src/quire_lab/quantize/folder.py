@@ -84,10 +84,28 @@ class OutFolder:
                 "from there"
             ) from None
 
-    def finish(self, source: Path, config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
-        """Write what stands beside the weights, and give the folder its name."""
+    def state(self, layer: int) -> Path:
+        """Return where the hidden states lie that enter ``layer``."""
+        return self.path / f"hidden-{layer:05}.safetensors"
+
+    def keep_state(self, layer: int, hidden: Tensor) -> None:
+        """Write what enters ``layer``, for a run that goes on there; before the shard of the layer before it."""
+        path = self.state(layer)
         try:
-            self.complete(source, config)
+            write_safetensors(path.with_suffix(".tmp"), {"hidden": hidden})
+            path.with_suffix(".tmp").rename(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error}") from None
+
+    def drop_states(self, before: int) -> None:
+        """Delete the hidden states that enter layers before ``before``."""
+        for path in self.path.glob("hidden-*.safetensors"):
+            if path < self.state(before):
+                path.unlink()
+
+    def finish(self, report: Mapping[str, Any]) -> None:
+        """Write ``report``, and give the complete folder its name."""
+        try:
             self._write(self.path / REPORT, json.dumps(report, indent=1).encode())
             for index in range(self._num_shards):
                 self.shard(index).with_suffix(".json").unlink(missing_ok=True)
@@ -99,6 +117,7 @@ class OutFolder:
 
     def complete(self, source: Path, config: Mapping[str, Any]) -> None:
         """Make the folder one that can be served: the index, ``config`` and copies of the files of ``source``."""
+        self.drop_states(self._num_shards)
         known = {INDEX_NAME, "config.json", RUN, REPORT}
         for path in sorted({path for pattern in COPIED for path in source.glob(pattern)}):
             if path.name not in known and path.is_file():

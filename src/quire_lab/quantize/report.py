@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from quire.args import EngineArgs
+from quire.clock import Clock
+from quire.device import detect_device
+from quire.errors import ConfigError
 from quire_lab.bench.page import console
+from quire_lab.eval.args import EvalArgs
+from quire_lab.eval.run import evaluate
 from quire_lab.quantize.args import QuantizeArgs
 from quire_lab.quantize.scheme import Plan
 from quire_lab.quantize.source import Source
@@ -32,6 +39,27 @@ def summary(
         "remarks": [*source.remarks, *made.remarks, *(f"{name} stays as it is" for name in kept)],
         "layers": [_of_layer(layer, entries) for layer in range(source.num_layers)], "matrices": list(entries),
     }  # fmt: skip
+
+
+def fidelity(made: Path, source: Path, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
+    """Return what `quire eval` measures of the folder ``made``, beside its source in fp32.
+
+    Raises:
+        ConfigError: the mean KL is above ``args.max_kl``.
+    """
+    engine = EngineArgs(model=str(made), packed_cache="off")
+    asked = EvalArgs(text=args.text, limit_tokens=args.limit_tokens, against=str(source))
+    found = evaluate(engine, asked, detect_device(), clock)
+    if args.max_kl is not None and not found["kl_mean"] <= args.max_kl:
+        raise ConfigError(
+            f"the mean KL is {found['kl_mean']:.4g} on {args.text}, and max_kl = {args.max_kl:g}: nothing is written; "
+            f"what was made stays in {made} for a run with a larger one"
+        )
+    keys = (
+        "text", "num_positions", "perplexity", "perplexity_original", "kl_mean", "kl_mean_se", "kl_median", "kl_p99",
+        "kl_p999", "top1_agreement",
+    )  # fmt: skip
+    return {key: found[key] for key in keys}
 
 
 def _of_layer(layer: int, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -62,6 +90,14 @@ def print_report(report: Mapping[str, Any]) -> None:
     )
     out.print(table)
     was, now = report["bytes_source"], report["bytes"]
+    measured = report.get("fidelity")
+    if measured is not None:
+        out.print(
+            f"KL from the source in fp32: {measured['kl_mean']:.4g} ± {measured['kl_mean_se']:.2g}, same top token "
+            f"{measured['top1_agreement']:.2%}, perplexity {measured['perplexity']:.4g} instead of "
+            f"{measured['perplexity_original']:.4g} ({measured['num_positions']:,} positions)",
+            highlight=False,
+        )
     for line in (
         *report["remarks"],
         f"{report['out']}: {now / 2**20:,.1f} MiB of {was / 2**20:,.1f}, {report['bits_per_weight']:.2f} bits per "

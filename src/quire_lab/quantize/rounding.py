@@ -72,6 +72,20 @@ def fit_grid(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -
     return Grid(torch.cat(scales), None if scheme.symmetric else torch.cat(zeros))
 
 
+def plain_grid(weight: Tensor, scheme: Scheme) -> Grid:
+    """Return the grid whose levels reach the largest weights of each group, which takes no search."""
+    groups = scheme.num_groups(weight.shape[1])
+    values = torch.unflatten(weight, 1, (groups, -1))
+    low, high = values.amin(-1), values.amax(-1)
+    if scheme.symmetric:
+        largest = torch.maximum(-low, high)
+        return Grid(_stored(largest / scheme.highest, zero_points=False))
+    low, high = low.clamp_max(0.0), high.clamp_min(0.0)
+    scale = _stored((high - low) / (scheme.highest - scheme.lowest), zero_points=True)
+    inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0)
+    return Grid(scale, (scheme.lowest - low * inverse).round_().clamp_(scheme.lowest, scheme.highest))
+
+
 def on_grid(weight: Tensor, scheme: Scheme, grid: Grid) -> Tensor:
     """Return the nearest integers of ``weight [out, in]``, int8."""
     q = torch.empty(weight.shape, dtype=torch.int8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,23 @@ from torch import Tensor
 
 from quire import __version__
 from quire.clock import Clock, WallClock
+from quire.device import detect_device
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.hub import locate
 from quire.models.stored_weights import view
 from quire_lab.bench.page import finite
 from quire_lab.bench.progress import ticking
-from quire_lab.quantize.args import QuantizeArgs
+from quire_lab.quantize.args import CALIBRATED, QuantizeArgs
+from quire_lab.quantize.calibrated import Calibration
 from quire_lab.quantize.folder import OutFolder
-from quire_lab.quantize.layouts import compressed_tensors, compressed_tensors_config
-from quire_lab.quantize.report import print_report, summary
-from quire_lab.quantize.rounding import Rounded, round_to_nearest
-from quire_lab.quantize.scheme import KINDS, Plan, Scheme, default_group, plan
+from quire_lab.quantize.gptq import output_error
+from quire_lab.quantize.layouts import LAYOUTS, Layout
+from quire_lab.quantize.methods import round_layer
+from quire_lab.quantize.report import fidelity, print_report, summary
+from quire_lab.quantize.rounding import Rounded
+from quire_lab.quantize.scheme import Plan, plan, wanted_scheme
 from quire_lab.quantize.source import Matrix, Source, read_source
+from quire_lab.quantize.work import LayerWork
 
 
 @dataclass(slots=True)
@@ -55,75 +60,96 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
     """Write the folder ``args.out`` and return the report.
 
     Raises:
-        ConfigError: a flag is wrong, the model is quantized already, or the disk is full.
+        ConfigError: a flag is wrong, the model is quantized already, the disk is full, or the KL is too large.
         ModelLoadError: the model cannot be read, or a weight is not a finite number.
     """
     if args.out is None:
         raise ConfigError("out is missing: give --out DIR, a folder that does not exist yet")
+    if args.max_kl is not None and args.text is None:
+        raise ConfigError("max_kl needs text: give --text FILE, on which the KL is measured")
     begin_s = clock.now()
     source = read_source(locate(model, revision=args.revision))
-    made = plan(source.matrices, wanted_scheme(args, source), args.keep)
+    layout = LAYOUTS[args.format]
+    wanted = wanted_scheme(args, source.checkpoint.spec.hidden_size)
+    made = plan(source.matrices, wanted, args.keep, mixes=layout.mixes)
     folder = OutFolder(Path(args.out).expanduser(), _identity(args, source), source.num_layers + 1)
-    progress = Progress(source.num_layers)
+    entries = _write_layers(source, args, made, layout, folder)
+    folder.complete(source.folder, {**source.config, "quantization_config": _config_of(source, made, layout)})
+    seconds = clock.now() - begin_s
+    report = summary(model, args, source, made, entries, seconds)
+    if args.text is not None:
+        report["fidelity"] = fidelity(folder.path, source.folder, args, clock)
+    folder.finish(finite(report))
+    return report
+
+
+def _write_layers(
+    source: Source, args: QuantizeArgs, made: Plan, layout: Layout, folder: OutFolder
+) -> list[dict[str, Any]]:
+    """Write every shard that is missing; return what the report says of all matrices."""
     entries: list[dict[str, Any]] = []
+    progress = Progress(source.num_layers)
+    calibration: Calibration | None = None
     with ticking(progress.line):
         for layer in range(source.num_layers):
             noted = folder.entries(layer)
             if noted is None:
-                noted = _quantize_layer(source, layer, made, folder)
+                if args.method in CALIBRATED and calibration is None:
+                    calibration = Calibration(source, args, detect_device())
+                    if layer:
+                        calibration.go_on(folder, layer)
+                noted = _write_layer(source, layer, args.method, made, layout, folder, calibration)
             else:
                 progress.skipped += 1
             entries += noted
             progress.done += 1
-        last = source.num_layers
-        if folder.entries(last) is None:
-            folder.add(last, {name: view(source.tensors[name]) for name in source.layer_tensors(None)}, [])
-    config = {**source.config, "quantization_config": quantization_config(source, made.schemes)}
-    report = summary(model, args, source, made, entries, clock.now() - begin_s)
-    folder.finish(source.folder, config, report)
-    return report
+    last = source.num_layers
+    if folder.entries(last) is None:
+        folder.add(last, {name: view(source.tensors[name]) for name in source.layer_tensors(None)}, [])
+    return entries
 
 
-def wanted_scheme(args: QuantizeArgs, source: Source) -> Scheme:
-    """Return the scheme that the flags ask for. Raises `ConfigError` for one that the format cannot hold."""
-    bits = min(KINDS) if args.bits is None else args.bits
-    if bits not in KINDS:
-        raise ConfigError(f"bits = {bits}: {args.format} is written with {' or '.join(map(str, KINDS))} bits")
-    group = args.group_size
-    if group is None:
-        group = default_group(source.checkpoint.spec.hidden_size)
-    return Scheme(bits, None if group == 0 else group, args.symmetric)
-
-
-def quantization_config(source: Source, schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
-    """Return the ``quantization_config`` of what is written."""
-    matrices = [
-        name.removesuffix(".weight")
-        for name, tensor in source.tensors.items()
-        if name.endswith(".weight") and len(tensor.shape) == 2
-    ]
-    plain = [name for name in matrices if schemes.get(name) is None]
-    return compressed_tensors_config(schemes, sorted({*plain, "lm_head"}))
-
-
-def _quantize_layer(source: Source, layer: int, made: Plan, folder: OutFolder) -> list[dict[str, Any]]:
+def _write_layer(
+    source: Source, layer: int, method: str, made: Plan, layout: Layout, folder: OutFolder,
+    calibration: Calibration | None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Write the shard of ``layer`` and return what the report says of its matrices."""
-    matrices = [m for m in source.matrices if m.layer == layer and made.schemes[m.name] is not None]
-    names = {matrix.tensor for matrix in matrices}
+    work = _work_of(source, layer, made, calibration)
+    with torch.inference_mode():
+        results = round_layer(method, work)
+    if calibration is not None:
+        calibration.hand_on(folder, layer, work, results)
+    names = {m.tensor for m in work.matrices if m.name in results}
     tensors = {n: view(source.tensors[n]) for n in source.layer_tensors(layer) if n not in names}
+    for canonical in work.changed:
+        tensors[source.takes[f"layers.{layer}.{canonical}"][0]] = work.plain[canonical]
     entries = []
-    for matrix in matrices:
-        scheme = made.schemes[matrix.name]
-        assert scheme is not None
-        weight = read_weight(source, matrix)
-        rounded = round_to_nearest(weight, scheme)
-        parts = compressed_tensors(rounded)
-        tensors |= {f"{matrix.name}.{suffix}": tensor for suffix, tensor in parts.items()}
-        entries.append(entry(matrix, rounded, weight, parts.values()))
+    for matrix in work.matrices:
+        if matrix.name in results:
+            parts = layout.parts(results[matrix.name])
+            tensors |= {f"{matrix.name}.{suffix}": tensor for suffix, tensor in parts.items()}
+            entries.append(entry(work, matrix, results[matrix.name], sum(p.nbytes for p in parts.values())))
     folder.add(layer, tensors, entries)
+    folder.drop_states(layer + 1)
     for name in source.layer_tensors(layer):
         source.tensors[name].unmap_pages()
     return entries
+
+
+def _work_of(source: Source, layer: int, made: Plan, calibration: Calibration | None) -> LayerWork:
+    matrices = tuple(m for m in source.matrices if m.layer == layer)
+    tensors = {matrix.tensor for matrix in matrices}
+    prefix = f"layers.{layer}."
+    plain = {
+        canonical.removeprefix(prefix): view(source.tensors[name])
+        for canonical, (name, _) in source.takes.items()
+        if canonical.startswith(prefix) and name not in tensors
+    }
+    spec = source.checkpoint.spec
+    return LayerWork(
+        spec.layers[layer], matrices, made.schemes, {m.name: read_weight(source, m) for m in matrices}, plain,
+        {} if calibration is None else calibration.stats(layer), spec.norm_plus_one,
+    )  # fmt: skip
 
 
 def read_weight(source: Source, matrix: Matrix) -> Tensor:
@@ -137,19 +163,33 @@ def read_weight(source: Source, matrix: Matrix) -> Tensor:
     return weight
 
 
-def entry(matrix: Matrix, rounded: Rounded, weight: Tensor, parts: Any) -> dict[str, Any]:
-    """Return what the report says of one matrix: its scheme, bytes, and square error over its square."""
+def entry(work: LayerWork, matrix: Matrix, rounded: Rounded, num_bytes: int) -> dict[str, Any]:
+    """Return what the report says of one matrix: scheme, bytes, and square errors as shares of the squares."""
+    weight, gram = work.weights[matrix.name], work.gram(matrix)
+    expanded = rounded.expand()
     size = weight.square().sum().item()
-    error = (rounded.expand() - weight).square().sum().item()
+    error = (expanded - weight).square().sum().item()
     return {
         "layer": matrix.layer, "name": matrix.name, "scheme": str(rounded.scheme), "num_weights": weight.numel(),
-        "bytes": sum(part.nbytes for part in parts), "weight_error": error / size if size else 0.0,
+        "bytes": num_bytes, "weight_error": error / size if size else 0.0,
+        "output_error": None if gram is None else output_error(weight, expanded, gram),
     }  # fmt: skip
 
 
-def _identity(args: QuantizeArgs, source: Source) -> dict[str, Any]:
+def _config_of(source: Source, made: Plan, layout: Layout) -> dict[str, Any]:
+    """Return the ``quantization_config`` of what is written."""
+    matrices = [
+        name.removesuffix(".weight")
+        for name, tensor in source.tensors.items()
+        if name.endswith(".weight") and len(tensor.shape) == 2
+    ]
+    plain = [name for name in matrices if made.schemes.get(name) is None]
+    return layout.config(made.schemes, sorted({*plain, "lm_head"}))
+
+
+def _identity(args: QuantizeArgs, source: Source) -> Mapping[str, Any]:
     """Return what a run must have in common with the one that it goes on with."""
-    files: Sequence[Path] = source.checkpoint.files
-    stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
-    settings = asdict(replace(args, json=False, out=None))
-    return {"version": __version__, "args": settings | {"keep": list(args.keep)}, "files": stats}
+    files = [*source.checkpoint.files, *([] if args.calib is None else [Path(args.calib).expanduser()])]
+    stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files if path.exists()}
+    same = replace(args, json=False, out=None, text=None, limit_tokens=None, max_kl=None)
+    return {"version": __version__, "args": asdict(same) | {"keep": list(args.keep)}, "files": stats}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from quire.errors import ConfigError
 from quire.weight_format import GROUPS, Kind
+from quire_lab.quantize.args import QuantizeArgs
 from quire_lab.quantize.source import Matrix
 
 KINDS: Mapping[int, Kind] = {4: "int4", 8: "int8"}
@@ -15,11 +16,15 @@ KINDS: Mapping[int, Kind] = {4: "int4", 8: "int8"}
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Integers of ``bits`` with a scale, and maybe a zero point, per ``group`` inputs; None: per output feature."""
+    """Integers of ``bits`` with a scale, and maybe a zero point, per ``group`` inputs; None: per output feature.
+
+    ``activations``: they multiply rows that are rounded to int8, with a scale per row.
+    """
 
     bits: int
     group: int | None
     symmetric: bool = True
+    activations: bool = False
 
     @property
     def lowest(self) -> int:
@@ -34,7 +39,8 @@ class Scheme:
 
     def __str__(self) -> str:
         group = "a scale per row" if self.group is None else f"groups of {self.group}"
-        return f"int{self.bits}, {group}" + ("" if self.symmetric else ", zero points")
+        rest = ("" if self.symmetric else ", zero points") + (", rows int8" if self.activations else "")
+        return f"int{self.bits}, {group}{rest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +51,13 @@ class Plan:
     remarks: tuple[str, ...]
 
 
-def plan(matrices: Sequence[Matrix], wanted: Scheme, keep: Sequence[str]) -> Plan:
+def plan(matrices: Sequence[Matrix], wanted: Scheme, keep: Sequence[str], *, mixes: bool = True) -> Plan:
     """Return the scheme of each of ``matrices``.
 
     ``keep``: patterns of names that stay in 16 bits, each as ``PATTERN=bf16`` or the pattern alone. A group that does
     not divide the inputs of a matrix is halved until it does; below those of kernels, it gets int8 per row.
+
+    Where the format does not mix schemes (``mixes``), such a matrix stays as it is.
 
     Raises:
         ConfigError: a pattern is wrong or matches nothing, or the group divides no matrix.
@@ -67,6 +75,8 @@ def plan(matrices: Sequence[Matrix], wanted: Scheme, keep: Sequence[str]) -> Pla
     for matrix in matrices:
         kept = any(pattern.search(matrix.name) for pattern in patterns)
         schemes[matrix.name] = None if kept else fitting(wanted, matrix.in_features)
+        if not mixes and schemes[matrix.name] != wanted:
+            schemes[matrix.name] = None
     return Plan(schemes, tuple(_remarks(matrices, wanted, schemes)))
 
 
@@ -109,3 +119,28 @@ def default_group(hidden_size: int) -> int:
     """Return the group of a model where none is asked for: 128 inputs, 64 in a narrow model."""
     large, small, _ = GROUPS["int4"]
     return small if hidden_size < 1024 else large
+
+
+def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
+    """Return the scheme that the flags ask for. Raises `ConfigError` for one that the format cannot hold."""
+    both = args.method == "smoothquant"
+    bits = args.bits if args.bits is not None else max(KINDS) if both else min(KINDS)
+    awq = args.format == "awq"
+    symmetric = not awq if args.symmetric is None else args.symmetric
+    group = default_group(hidden_size) if args.group_size is None else args.group_size or None
+    if both:
+        group = args.group_size or None
+    problems = {
+        f"bits = {bits}: {args.format} is written with {' or '.join(map(str, KINDS))} bits": bits
+        not in KINDS,
+        f"bits = {bits}: awq has 4 bits": awq and bits != min(KINDS),
+        "symmetric: awq has a zero point per group": awq and symmetric,
+        "method = 'smoothquant' has 8 bits, a scale per output feature and no zero points": both
+        and (bits != max(KINDS) or group is not None or not symmetric),
+        f"method = 'smoothquant' is written as compressed-tensors, and {args.format} has no int8 activations": both
+        and args.format != "compressed-tensors",
+    }
+    for text, wrong in problems.items():
+        if wrong:
+            raise ConfigError(text)
+    return Scheme(bits, group, symmetric, activations=both)

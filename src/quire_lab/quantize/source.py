@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ConfigError, ModelLoadError
+from quire.families.weights import Take
 from quire.models.checkpoint import Checkpoint, describe, read_json, stored_sources
 from quire.models.safetensors_file import StoredTensor, checkpoint_files, read_safetensors
 from quire.models.weight_sources import FLOATS
@@ -33,13 +34,17 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint in 16 or 32 bits. ``tensors``: stored name → where it lies; ``layer_of``: of those in layers."""
+    """A checkpoint in 16 or 32 bits. ``tensors``: stored name → where it lies; ``layer_of``: of those in layers.
+
+    ``takes``: canonical name → stored name and what is taken of it, for weights that lie in one tensor.
+    """
 
     checkpoint: Checkpoint
     config: Mapping[str, object]
     tensors: Mapping[str, StoredTensor]
     matrices: tuple[Matrix, ...]
     layer_of: Mapping[str, int]
+    takes: Mapping[str, tuple[str, Take]]
     remarks: tuple[str, ...] = ()
 
     @property
@@ -79,9 +84,12 @@ def read_source(path: Path) -> Source:
     raw = _stored_names(path)
     parts: dict[str, list[str]] = {}
     layer_of: dict[str, int] = {}
+    takes: dict[str, tuple[str, Take]] = {}
     num_stacked = 0
     for canonical, source in sources.items():
         layer = int(canonical.split(".", 2)[1]) if canonical.startswith("layers.") else None
+        if len(source.take.names) == 1:
+            takes[canonical] = raw[_place(tensors[source.take.names[0]])], source.take
         for name in source.take.names:
             if layer is not None:
                 layer_of[raw[_place(tensors[name])]] = layer
@@ -109,7 +117,9 @@ def read_source(path: Path) -> Source:
             )
     stacked = f"{num_stacked} tensors of several matrices stay as they are"
     lines = (stacked,) if num_stacked else ()
-    return Source(checkpoint, config, stored, tuple(sorted(matrices, key=lambda m: m.layer)), layer_of, lines)
+    return Source(
+        checkpoint, config, stored, tuple(sorted(matrices, key=lambda m: m.layer)), layer_of, takes, lines
+    )
 
 
 def _place(tensor: StoredTensor) -> tuple[Path, int]:
