@@ -55,9 +55,10 @@ LATE_IMPORTS: dict[str, str] = {
     "quire_gateway/redis_store.py": "redis is the extra `redis`",
     "quire_gateway/ledger_database.py": "psycopg is the extra `postgres`",
     "quire/models/checkpoint.py": "the readers of GGUF and of tokenizers are loaded for such a file",
-    "quire/families/quantization.py": "the table of formats that are not read is loaded for an error",
+    "quire/families/quantization.py": "rare formats are loaded for such a file, those that are not read for an error",
     "quire/models/fingerprint.py": "the names of a split file's parts are known where there is one",
-    "quire/models/stored_weights.py": "the decoders of GGUF's blocks are loaded for such a file",
+    "quire/models/stored_weights.py": "the decoders of GGUF's blocks and of rare formats are loaded for such a file",
+    "quire/models/weight_sources.py": "the layouts of rare formats are loaded for such a file",
     "quire/text/load.py": "the reader of sentencepiece files is loaded for one",
     "quire/models/hub.py": "huggingface_hub brings an HTTP client, which a local model need not wait for",
 }

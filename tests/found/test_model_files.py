@@ -158,11 +158,10 @@ def test_keys_that_set_nothing_load(changes: dict[str, Any], tmp_path: Path) -> 
     assert found.dtype == "float32"
 
 
-def test_a_file_that_is_really_quantized_by_bitsandbytes_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="bitsandbytes"):
-        spec_from_config(
-            {**CONFIG, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-        )
+def test_bytes_of_bitsandbytes_that_are_hidden_in_floats_are_refused() -> None:
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
+    with pytest.raises(UnsupportedModelError, match="bnb_4bit_quant_storage"):
+        spec_from_config({**CONFIG, "quantization_config": config})
 
 
 @pytest.mark.parametrize(

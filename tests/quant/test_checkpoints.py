@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "frozen": (ct_config("pack-quantized", 4, 32) | {"quantization_status": "frozen"}, "'frozen'"),
     "fp8 KV": (ct_config("pack-quantized", 4, 32) | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     "a transform": (ct_config("pack-quantized", 4, 32) | {"transform_config": {"a": 1}}, "transform_config"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'.*gptq"),
+    "EXL2": ({"quant_method": "exl2", "bits": 4.0}, "'exl2'.*gptq"),
 }
 
 

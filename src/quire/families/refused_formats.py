@@ -22,6 +22,7 @@ _CODE_BOOK = "weights are entries of learned tables, which are no integers with 
 _GPU_ORDER = "its order of weights belongs to kernels for GPUs"
 _PLAIN = "the plain checkpoint with --quantize int4 or int8"
 _GGUF = "a GGUF file of the same size"
+_DENSE = "the dense checkpoint with --quantize int4 or int8"
 _PLAIN_MODEL = "a model of another family with --quantize int4"
 # By quantization_config.quant_method.
 REFUSED: Mapping[str, Refused] = {
@@ -34,16 +35,14 @@ REFUSED: Mapping[str, Refused] = {
     "exl2": Refused("EXL2", "ExLlamaV2's 2 to 8 bits, mixed within a matrix", _GPU_ORDER, _GGUF),
     "exl3": Refused("EXL3", "ExLlamaV3's trellis codes after a rotation", _CODE_BOOK, _GGUF),
     "marlin": Refused("Marlin", "GPTQ in the order of one kernel", _GPU_ORDER, "the GPTQ checkpoint it was made from"),
-    "hqq": Refused("HQQ", "integers with zero points in fp16", "its layout is its own", _PLAIN),
-    "bitsandbytes": Refused("bitsandbytes", "nf4, fp4, or int8 with outliers", "nf4's levels are no integers", _PLAIN),
     "quanto": Refused("Quanto", "int8, int4 or fp8 of Optimum", "its tensors are classes of Optimum", _PLAIN),
     "torchao": Refused("torchao", "int4, int8 or fp8 of PyTorch", "its tensors are classes of torchao", _PLAIN),
     "eetq": Refused("EETQ", "int8 per row in the order of one kernel", _GPU_ORDER, _PLAIN),
-    "modelopt": Refused("ModelOpt", "fp8 or nvfp4 of NVIDIA", "its scales of activations are fixed", _PLAIN),
     "quark": Refused("Quark", "fp8, int8 or MX formats of AMD", "its scales of activations are fixed", _PLAIN),
     "fbgemm_fp8": Refused("FBGEMM fp8", "fp8 per row", "its activations have an upper bound", _PLAIN),
     "auto-round": Refused("AutoRound", "its own int2 to int8", "its layout is its own", "its GPTQ, AWQ or GGUF export"),
     "bitnet": Refused("BitNet", "ternary weights, trained so", "its layers have norms of their own", _PLAIN_MODEL),
+    "sparse24": Refused("2:4 sparsity", "two weights of four, and where they are", "zeros are not left out", _DENSE),
     "mxfp4": Refused("MXFP4", "fp4 in blocks of 32", "safetensors of it are read for gpt-oss alone", "GGUF in MXFP4"),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families.gguf_types import BLOCK_TYPES
-from quire.families.quantization import Scheme
+from quire.families.quantization import RARE, Scheme
 from quire.families.weights import Take
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor
@@ -122,7 +122,11 @@ def _open_parts(
         tensors = {part: tensor for part, tensor in tensors.items() if part != "zero"}
     first = take.start
     last = out if take.stop is None else take.stop
-    if source.reordered:
+    if scheme.encoding in RARE:
+        from quire.models.rare_weights import open_rare
+
+        return open_rare(take, weight_format, scheme, tensors, names, columns, expanded=source.expanded)
+    if source.expanded:
         _check_index(tensors, scheme, names["index"])
         columns = columns or range(in_features)
         plain = partial(_plain_rows, tensors, scheme, in_features, columns)

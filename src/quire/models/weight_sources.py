@@ -10,10 +10,11 @@ import re
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import Take, WeightMap
-from quire.families.quantization import Quantization, Scheme
+from quire.families.quantization import RARE, Quantization, Scheme
 from quire.families.tensor_keys import keys_of
 from quire.families.weights import UNUSED, Shape, stored_shapes
 from quire.models.safetensors_file import StoredTensor
@@ -44,13 +45,13 @@ _UNUSED = re.compile("|".join(f"(?:{pattern})" for pattern in UNUSED))
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one canonical weight comes from. ``held``: the format that holds it without loss."""
+    """Where one canonical weight comes from. ``held``: the format that holds it, without loss unless ``expanded``."""
 
     take: Take
     held: WeightFormat = PLAIN
     scheme: Scheme | None = None  # from quantization_config
     parts: tuple[Parts, ...] = ()  # for each of ``take.names``, with a scheme
-    reordered: bool = False  # act order: expanded and rounded again
+    expanded: bool = False  # no kernel has its groups or levels
 
 
 def find_sources(
@@ -110,9 +111,12 @@ def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> S
         parts = tuple(_parts(name, scheme, stored) for name in take.names)
         if not all(parts):
             return None
+        if scheme.encoding in RARE:
+            held, expanded = _rare().held_as_rare(take, scheme)
+            return Source(take, held, scheme, parts, expanded)
         if any("index" in each and not _is_in_order(stored[each["index"]], scheme) for each in parts):
             held = WeightFormat("int8", None if take.shape[1] % 32 else 32)
-            return Source(take, held, scheme, parts, reordered=True)
+            return Source(take, held, scheme, parts, expanded=True)
         return Source(take, _held(take, scheme), scheme, parts)
     if any(name not in stored for name in take.names):
         return None
@@ -127,14 +131,18 @@ def _scheme(take: Take, stored: Tensors, quantization: Quantization | None) -> S
         return None
     module = name.removesuffix(".weight")
     scheme = quantization.scheme_of(module)
-    if scheme is None or f"{module}.{_PARTS[scheme.encoding]['q']}" not in stored:
+    if scheme is None:
         return None
-    dtype = _TYPES.get(scheme.encoding, "int32")
-    if dtype != "int32" and f"{module}.{_PARTS[scheme.encoding]['scale']}" not in stored:
+    suffixes = _suffixes(scheme)
+    q = stored.get(f"{module}.{suffixes['q']}")
+    if q is None:
         return None
-    if dtype != "int32" and stored[name].dtype != dtype:
+    dtype = _rare().TYPES.get(scheme.encoding) if scheme.encoding in RARE else _TYPES.get(scheme.encoding)
+    if dtype is not None and f"{module}.{suffixes['scale']}" not in stored:
+        return None
+    if dtype is not None and q.dtype != dtype:
         raise ModelLoadError(
-            f"{stored[name].file}: {name} is of type {stored[name].dtype}, and quantization_config says {dtype}; "
+            f"{q.file}: {module}.{suffixes['q']} is of type {q.dtype}, and quantization_config says {dtype}; "
             "config.json and weights do not belong together."
         )
     if take.transpose or take.step != 1 or take.dim != 0:
@@ -144,12 +152,27 @@ def _scheme(take: Take, stored: Tensors, quantization: Quantization | None) -> S
     return scheme
 
 
+def _rare() -> Any:
+    """Return the module of formats that Quire reads and does not hold as they are."""
+    from quire.models import rare_formats
+
+    return rare_formats
+
+
+def _suffixes(scheme: Scheme) -> Parts:
+    """Return part → suffix after the module's name."""
+    found: Parts = _rare().PARTS[scheme.encoding] if scheme.encoding in RARE else _PARTS[scheme.encoding]
+    return found
+
+
 def _parts(name: str, scheme: Scheme, stored: Tensors) -> Parts:
     """Return part → stored name; empty where one is missing."""
     module = name.removesuffix(".weight")
-    parts = {part: f"{module}.{suffix}" for part, suffix in _PARTS[scheme.encoding].items()}
+    parts = {part: f"{module}.{suffix}" for part, suffix in _suffixes(scheme).items()}
     needed = ["q", "scale"]
-    if scheme.encoding in ("gptq", "awq") or not scheme.symmetric:
+    if scheme.encoding in RARE:
+        needed = _rare().NEEDED[scheme.encoding]
+    elif scheme.encoding in ("gptq", "awq") or not scheme.symmetric:
         needed.append("zero")
     if any(parts[part] not in stored for part in needed):
         return {}
@@ -164,14 +187,15 @@ def _is_in_order(index: StoredTensor, scheme: Scheme) -> bool:
 
 
 def rounded_again(sources: Mapping[str, Source]) -> tuple[str, ...]:
-    """Return a line about the matrices whose groups no kernel has, where there are any."""
-    count = sum(source.reordered for source in sources.values())
+    """Return lines about the matrices that are not held as they are stored, where there are any."""
+    found = [source for source in sources.values() if source.scheme is not None]
+    rare = [source for source in found if source.scheme is not None and source.scheme.encoding in RARE]
+    count = sum(source.expanded for source in found) - sum(source.expanded for source in rare)
+    lines: tuple[str, ...] = _rare().remarks_of(rare) if rare else ()
     again = "expanded, and rounded again to int8 in groups of 32"
-    return (
-        (f"matrices with act order, groups of inputs in an order of their own: {count}, {again}",)
-        if count
-        else ()
-    )
+    if count:
+        lines += (f"matrices with act order, groups of inputs in an order of their own: {count}, {again}",)
+    return lines
 
 
 def _held(take: Take, scheme: Scheme) -> WeightFormat:
@@ -205,6 +229,9 @@ def _types_of(source: Source, stored: StoredTensor) -> tuple[str, ...]:
 
 def _check_parts(take: Take, scheme: Scheme, parts: Parts, stored: Tensors) -> None:
     """Check the shape and the type of every part of one matrix ``take.shape``."""
+    if scheme.encoding in RARE:
+        _rare().check_rare(take, scheme, parts, stored)
+        return
     (out, in_), per_word = take.shape, 32 // scheme.bits
     groups = 1 if scheme.group is None else in_ // scheme.group
     shapes: dict[str, Shape]
