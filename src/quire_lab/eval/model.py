@@ -119,8 +119,10 @@ class LoadedModel:
         self._seq_id = -1
         self.num_tokens, self.seconds = 0, 0.0  # computed so far, hidden states and logits together
 
-    def hidden(self, token_ids: Sequence[int]) -> Tensor:
+    def hidden(self, token_ids: Sequence[int], chunk: int | None = None) -> Tensor:
         """Return the hidden states of all tokens but the last: ``[len(token_ids) - 1, hidden_size]``.
+
+        ``chunk``: tokens of a step, by default as many as a server's.
 
         Raises:
             StepError: the engine failed.
@@ -130,7 +132,7 @@ class LoadedModel:
         gone = (self._seq_id,) if self._seq_id >= 0 else ()
         self._seq_id += 1
         new = NewSeq(self._seq_id, 0, tuple(token_ids), (), _NO_SAMPLING, 0, prompt_logprobs=0, state_slot=0)
-        most = self.config.scheduler.max_num_batched_tokens
+        most = chunk or self.config.scheduler.max_num_batched_tokens
         for start in range(0, len(token_ids), most):
             plan = self._plan(start, min(most, len(token_ids) - start))
             self._run(StepPlan(start, () if start else (new,), (plan,), () if start else gone))

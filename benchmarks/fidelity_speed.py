@@ -1,0 +1,110 @@
+"""Prompts and decode steps per second of the forms of a model, and of its peers, in turns: `benchmarks.fidelity speed`.
+
+One thread, and its processor time. A prompt is 512 tokens of the text in one step, with the logits of its last token;
+decode is 64 given tokens in steps of one, with the logits of each. The forms take turns, round by round, after a round
+that does not count; the figures are medians.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from quire_lab.eval.model import LoadedModel
+
+PROMPT, STEPS = 512, 64  # tokens
+PEERS = Path(__file__).parent / "peers"
+
+
+class Timed(Protocol):
+    """Something whose prompts and decode steps take seconds of processor time."""
+
+    def prompt_s(self, ids: Sequence[int]) -> float:
+        """Compute a prompt."""
+
+    def steps_s(self, ids: Sequence[int]) -> float:
+        """Compute tokens one by one."""
+
+
+class TimedModel:
+    """A form of Quire's."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+
+    def prompt_s(self, ids: Sequence[int]) -> float:
+        """Compute a prompt."""
+        before = self._model.seconds
+        self._model.logits(self._model.hidden(ids)[-1:])
+        return self._model.seconds - before
+
+    def steps_s(self, ids: Sequence[int]) -> float:
+        """Compute tokens one by one."""
+        before = self._model.seconds
+        rows = self._model.hidden([*ids, ids[0]], chunk=1)
+        for place in range(len(ids)):
+            self._model.logits(rows[place : place + 1])
+        return (self._model.seconds - before) * len(ids) / (len(ids) + 1)
+
+
+class Child:
+    """A peer in a process of its own (benchmarks/peers/child.py)."""
+
+    def __init__(self, python: str, script: str, model: Path, context: int) -> None:
+        command = [python, str(PEERS / script), str(model), str(context)]
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+
+    def ask(self, want: str, ids: Sequence[int]) -> tuple[dict[str, Any], bytes]:
+        """Return the head of the answer, and the bytes of logits.
+
+        Raises:
+            RuntimeError: the process has ended.
+        """
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(json.dumps({"want": want, "ids": list(ids)}).encode() + b"\n")
+        self._child.stdin.flush()
+        line = self._child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._child.args!r} ended with status {self._child.wait()}")
+        head = json.loads(line)
+        return head, self._child.stdout.read(4 * head.get("rows", 0) * head.get("vocab_size", 0))
+
+    def prompt_s(self, ids: Sequence[int]) -> float:
+        """Compute a prompt."""
+        return float(self.ask("prompt", ids)[0]["seconds"])
+
+    def steps_s(self, ids: Sequence[int]) -> float:
+        """Compute tokens one by one."""
+        return float(self.ask("steps", ids)[0]["seconds"])
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait()
+
+
+def speeds(timed: Mapping[str, Timed], ids: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
+    """Return name → tokens/s of prompts and of decode, medians of ``rounds`` after one that does not count."""
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in timed}
+    for number in range(rounds + 1):
+        for name, one in timed.items():
+            prompt_s, steps_s = one.prompt_s(ids[:PROMPT]), one.steps_s(ids[:STEPS])
+            if number:
+                found[name][0].append(PROMPT / prompt_s)
+                found[name][1].append(STEPS / steps_s)
+    return {
+        name: {
+            "prompt_tokens_per_s": statistics.median(prompts),
+            "decode_tokens_per_s": statistics.median(decodes),
+            "rounds": rounds,
+        }
+        for name, (prompts, decodes) in found.items()
+    }
