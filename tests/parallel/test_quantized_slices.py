@@ -11,7 +11,7 @@ import torch
 
 from quire.families import Take
 from quire.families.gguf_types import BLOCK_TYPES
-from quire.families.quantization import Scheme
+from quire.families.quantization_scheme import Scheme
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor
 from quire.models.stored_weights import open_quantized

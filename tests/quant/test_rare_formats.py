@@ -23,7 +23,8 @@ from tests.quant.perplexity import Text, nats
 from quire.args import EngineArgs
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import Take
-from quire.families.quantization import Scheme, read_quantization
+from quire.families.quantization import read_quantization
+from quire.families.quantization_scheme import Scheme
 from quire.families.shape import Fields
 from quire.models.checkpoint import describe
 from quire.models.loader import iter_weights

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.families.quantization import Quantization, read_quantization
+from quire.families.quantization import read_quantization
+from quire.families.quantization_scheme import Quantization
 from quire.families.shape import Fields
 from quire.families.weights import Family, Take, WeightMap
 from quire.modelspec import ModelSpec

@@ -7,7 +7,14 @@ alone. Torch-free.
 from __future__ import annotations
 
 from quire.errors import UnsupportedModelError
-from quire.families.quantization import BLOCK, Quantization, Scheme, read_bits, read_group, refuse_unknown
+from quire.families.quantization_scheme import (
+    BLOCK,
+    Quantization,
+    Scheme,
+    read_bits,
+    read_group,
+    refuse_unknown,
+)
 from quire.families.rare_quantization import nvfp4_scheme
 from quire.families.shape import Fields
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.errors import UnsupportedModelError
-from quire.families.quantization import Quantization, Scheme, refuse_unknown
+from quire.families.quantization_scheme import Quantization, Scheme, refuse_unknown
 from quire.families.shape import Fields
 
 _NVFP4 = Scheme("nvfp4", 4, 16, symmetric=True)

@@ -15,13 +15,12 @@ expanded and rounded to int8 in groups of 32. Torch-free; loaded for such a file
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from quire.errors import ModelLoadError
 from quire.families import Take
-from quire.families.quantization import Scheme
+from quire.families.quantization_scheme import Scheme
 from quire.models.safetensors_file import StoredTensor
-from quire.models.weight_sources import Source
 from quire.weight_format import WeightFormat
 
 _HQQ_META = (
@@ -113,12 +112,9 @@ def check_rare(
             )
 
 
-def remarks_of(sources: Sequence[Source]) -> tuple[str, ...]:
-    """Return a line per format about how its matrices are held, and what that costs."""
-    counts = Counter(
-        (source.scheme.encoding, source.expanded) for source in sources if source.scheme is not None
-    )
+def remarks_of(matrices: Iterable[tuple[str, bool]]) -> tuple[str, ...]:
+    """Return a line per format about how its ``matrices``, (encoding, expanded), are held, and what that costs."""
     return tuple(
         f"matrices in {WHAT[encoding]}: {count}, " + (EXPANDED if expanded else HELD[encoding])
-        for (encoding, expanded), count in counts.items()
+        for (encoding, expanded), count in Counter(matrices).items()
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import Take
-from quire.families.quantization import Scheme
+from quire.families.quantization_scheme import Scheme
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.weight_sources import Parts
 from quire.quant.rtn import quantize

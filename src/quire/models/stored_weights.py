@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families.gguf_types import BLOCK_TYPES
-from quire.families.quantization import RARE, Scheme
+from quire.families.quantization_scheme import RARE, Scheme
 from quire.families.weights import Take
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.models.safetensors_file import StoredTensor

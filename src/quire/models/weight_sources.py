@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import Take, WeightMap
-from quire.families.quantization import RARE, Quantization, Scheme
+from quire.families.quantization_scheme import RARE, Quantization, Scheme
 from quire.families.tensor_keys import keys_of
 from quire.families.weights import UNUSED, Shape, stored_shapes
 from quire.models.safetensors_file import StoredTensor
@@ -188,9 +188,9 @@ def _is_in_order(index: StoredTensor, scheme: Scheme) -> bool:
 
 def rounded_again(sources: Mapping[str, Source]) -> tuple[str, ...]:
     """Return lines about the matrices that are not held as they are stored, where there are any."""
-    found = [source for source in sources.values() if source.scheme is not None]
-    rare = [source for source in found if source.scheme is not None and source.scheme.encoding in RARE]
-    count = sum(source.expanded for source in found) - sum(source.expanded for source in rare)
+    found = [(each.scheme.encoding, each.expanded) for each in sources.values() if each.scheme is not None]
+    rare = [each for each in found if each[0] in RARE]
+    count = sum(expanded for _, expanded in found) - sum(expanded for _, expanded in rare)
     lines: tuple[str, ...] = _rare().remarks_of(rare) if rare else ()
     again = "expanded, and rounded again to int8 in groups of 32"
     if count:
