@@ -64,6 +64,8 @@ Written by `python tools/cli_docs.py` from the tables of settings and `src/quire
     quire learn [NAME]             simulations for learning how serving works, each with its controls (docs/learn.md)
     quire keys create NAME         add an API key to a file and print it (docs/tenants.md)
     quire keys list                names, tenants and rights of the keys
+    quire kv ls DIR                what a folder of --kv-disk holds, by model
+    quire kv clear DIR             remove it
     quire keys rotate NAME         replace a key by a new one
     quire keys revoke NAME         remove a key
     quire ledger report            requests, tokens and price by tenant, model, day …

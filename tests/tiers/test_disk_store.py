@@ -12,6 +12,7 @@ from tests.tiers.blocks import BLOCK_BYTES, MIB, OTHER_ROOT, ROOT, keys_of, read
 from quire.clock import VirtualClock
 from quire.errors import ConfigError
 from quire.tiers import folder as tier_folder
+from quire.tiers.contents import clear
 from quire.tiers.disk import DiskStore
 from quire.tiers.segment import SUFFIX
 from quire.tiers.spans import SPAN_BYTES
@@ -183,9 +184,9 @@ def test_clear_removes_segments_and_leaves_other_files(open_store: OpenStore, tm
         store.close()
     note = tmp_path / "kv" / "note.txt"
     note.write_text("not of the tier")
-    assert tier_folder.clear(tmp_path / "kv", ROOT)[0] == 1
+    assert clear(tmp_path / "kv", ROOT)[0] == 1
     assert [path.parent.name for path in segments(tmp_path)] == [OTHER_ROOT]
-    assert tier_folder.clear(tmp_path / "kv")[0] == 1
+    assert clear(tmp_path / "kv")[0] == 1
     assert not segments(tmp_path)
     assert note.exists()
 
@@ -193,7 +194,7 @@ def test_clear_removes_segments_and_leaves_other_files(open_store: OpenStore, tm
 def test_a_store_goes_on_after_clear(open_store: OpenStore, tmp_path: Path) -> None:
     store, keys = open_store(), keys_of(3)
     write(store, keys)
-    tier_folder.clear(tmp_path / "kv")
+    clear(tmp_path / "kv")
     store.refresh()
     assert store.contains(keys) == 0
     assert write(store, keys) == read(store, keys) == 3

@@ -19,12 +19,12 @@ PANELS = {
     "Start here": ("serve", "run", "chat", "doctor"),
     "Models": ("pull", "list", "rm", "quantize"),
     "Before you rent or change something": ("plan", "profile", "simulate", "eval", "learn"),
-    "A running server": ("launch", "cockpit", "bench", "diagnose", "replay"),
+    "A running server": ("launch", "cockpit", "bench", "diagnose", "replay", "kv"),
     "Many servers": ("gateway", "autoscale", "keys", "ledger"),
     "This program": ("version",),
 }
 # Groups of commands, which are imported when they are typed or listed.
-LATE = ("bench", "profile", "eval", "quantize", "simulate", "keys", "ledger")
+LATE = ("bench", "profile", "eval", "quantize", "simulate", "keys", "kv", "ledger")
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 MODEL_ARGUMENTS = ("model", "models")
 

@@ -1,7 +1,6 @@
 """What `quire` runs from the gateway's tree and the lab's: a name → "module:function", imported when it is used.
 
-The package `quire` imports neither tree, so a server and `quire.LLM` never load them. These are no entry points of the
-distribution, because a tree is also run from a path without being installed.
+A server and `quire.LLM` load neither. A tree is also run from a path, without entry points of a distribution.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ TABLE = {
     "eval": "quire_lab.cli.measure:eval_app",
     "gateway": "quire_gateway.cli.gateway:gateway",
     "keys": "quire.cli.keys:keys_app",
+    "kv": "quire.cli.kv:kv_app",
     "learn": "quire_lab.cli.learn:learn",
     "ledger": "quire_gateway.cli.ledger:ledger_app",
     "plan": "quire_lab.cli.plan:plan",

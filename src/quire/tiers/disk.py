@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -63,7 +63,7 @@ class DiskStore:
         self._folder = tier.root(root)
         self._tier = tier
         self._root = short_root(root)
-        self._writer = SegmentWriter(tier, self._folder, self._root, self._forget)
+        self._writer = SegmentWriter(tier, self._folder, self._root, self._index)
         self._executor = ThreadPoolExecutor(2, "quire-kv-read")
         self._adopt()
         self.refresh()
@@ -118,7 +118,11 @@ class DiskStore:
         files = list(self._index.files.values())
         size = sum(file.size() for file in files)
         return replace(
-            self._counts, wear_bytes=self._writer.wear_bytes, num_blocks=len(self._index), size_bytes=size
+            self._counts,
+            blocks_evicted=self._index.num_evicted,
+            wear_bytes=self._writer.wear_bytes,
+            num_blocks=len(self._index),
+            size_bytes=size,
         )
 
     def refresh(self) -> None:
@@ -135,7 +139,7 @@ class DiskStore:
                 self._count(read_errors=1)
                 return
             listed = {info.path for info in infos}
-            self._forget(self._index.files.keys() - listed)
+            self._index.forget(self._index.files.keys() - listed)
             for path in listed - self._index.files.keys():
                 with suppress(OSError):
                     self._index.add(SegmentFile.open(path, self._root), ())
@@ -185,13 +189,6 @@ class DiskStore:
             assert self._writer.file is not None
             self._index.add(self._writer.file, ())
         return True
-
-    def _forget(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            file = self._index.files.get(path)
-            if file is not None:
-                self._count(blocks_evicted=self._index.forget(file))
-                file.is_removed = True
 
     def _failed(self, error: OSError) -> None:
         """Give the segment up as it is, and pause: the disk is full, cannot be written, or is gone.

@@ -24,6 +24,7 @@ from quire.private import private_folder, written_anew
 from quire.tiers.segment import SUFFIX, SegmentFile
 
 _ROOT_NAME = re.compile(r"[0-9a-f]{8,128}")
+_SEGMENT_NAME = re.compile(rf"[0-9a-f]+-[0-9]+{re.escape(SUFFIX)}")
 # Longest wait for the folder's lock.
 LOCK_WAIT_S = 0.1
 # Locks and atomic appends are not to be relied on there, and a read may hang for minutes.
@@ -79,7 +80,7 @@ class TierFolder:
         found = []
         with os.scandir(root) as entries:
             for each in entries:
-                if each.name.endswith(SUFFIX) and each.is_file(follow_symlinks=False):
+                if _SEGMENT_NAME.fullmatch(each.name) and each.is_file(follow_symlinks=False):
                     with _may_be_gone():
                         stat = each.stat(follow_symlinks=False)
                         found.append(SegmentInfo(Path(each.path), stat.st_size, stat.st_mtime_ns))
@@ -123,7 +124,7 @@ class TierFolder:
             return None
         for path in chosen:
             path.unlink(missing_ok=True)
-            _remove_if_empty(path.parent)
+            remove_if_empty(path.parent)
         return chosen
 
     def add_wear(self, num_bytes: int) -> None:
@@ -140,18 +141,6 @@ class TierFolder:
             return int((self.path / "written").read_text()[:20])
         except (OSError, ValueError):
             return 0
-
-
-def clear(folder: Path, root: str | None = None) -> tuple[int, int]:
-    """Remove all segments of one root or of all; return their number and bytes. Other files stay. Raises `OSError`."""
-    tier = TierFolder(folder, 0, allows_network=True)
-    count = size = 0
-    for path in [tier.root(root)] if root is not None else tier.roots():
-        for info in tier.segments(path):
-            info.path.unlink(missing_ok=True)
-            count, size = count + 1, size + info.size
-        _remove_if_empty(path)
-    return count, size
 
 
 def file_system_of(path: Path) -> str:
@@ -190,7 +179,7 @@ def _is_being_written(path: Path) -> bool:
         return False
 
 
-def _remove_if_empty(root: Path) -> None:
+def remove_if_empty(root: Path) -> None:
     with _may_be_gone():
         if not any(root.iterdir()):
             root.rmdir()

@@ -15,6 +15,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self.files: dict[Path, SegmentFile] = {}
+        self.num_evicted = 0
         self._places: dict[bytes, Place] = {}
         self._lock = threading.Lock()
 
@@ -56,21 +57,28 @@ class BlockIndex:
             if self._places.get(place.entry.key) == place:
                 del self._places[place.entry.key]
 
-    def forget(self, file: SegmentFile) -> int:
-        """Remove a segment; return how many blocks are lost with it."""
+    def forget(self, paths: Iterable[Path]) -> None:
+        """Remove segments that are no longer in the folder."""
+        for path in list(paths):
+            file = self.files.get(path)
+            if file is not None:
+                file.is_removed = True
+                self._forget(file)
+
+    def clear(self) -> None:
+        """Remove all segments; nothing counts as evicted."""
+        num_evicted = self.num_evicted
+        for file in list(self.files.values()):
+            self._forget(file)
+        self.num_evicted = num_evicted
+
+    def _forget(self, file: SegmentFile) -> None:
         with self._lock:
             if self.files.get(file.path) is file:
                 del self.files[file.path]
-            lost = 0
             for key in file.keys:
                 place = self._places.get(key)
                 if place is not None and place.file is file:
                     del self._places[key]
-                    lost += 1
+                    self.num_evicted += 1
             file.keys.clear()
-            return lost
-
-    def clear(self) -> None:
-        """Forget all segments."""
-        for file in list(self.files.values()):
-            self.forget(file)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from quire.tiers.folder import TierFolder
+from quire.tiers.index import BlockIndex
 from quire.tiers.segment import SUFFIX, Entry, SegmentFile, bytes_for
 from quire.tiers.spans import SPAN_BYTES
 
@@ -20,16 +21,14 @@ SEGMENTS_PER_FOLDER = 64
 class SegmentWriter:
     """At most one segment at a time. Calls come from one thread at a time; all raise `OSError`."""
 
-    def __init__(
-        self, tier: TierFolder, folder: Path, root: bytes, forget: Callable[[Iterable[Path]], None]
-    ) -> None:
-        """``forget``: told which segments were removed to make room."""
+    def __init__(self, tier: TierFolder, folder: Path, root: bytes, index: BlockIndex) -> None:
+        """``index`` forgets the segments that are removed to make room."""
         self.file: SegmentFile | None = None
         self.wear_bytes = 0
         self._tier = tier
         self._folder = folder
         self._root = root
-        self._forget = forget
+        self._index = index
         self._name = secrets.token_hex(6)
         self._num_begun = 0
         self._capacity = 0
@@ -88,7 +87,7 @@ class SegmentWriter:
 
     def _make_room(self, num_bytes: int, spared: Container[Path], *, evicts_one: bool = False) -> bool:
         removed = self._tier.make_room(num_bytes, spared, evicts_one=evicts_one)
-        self._forget(removed or ())  # an open file would keep its room on the disk
+        self._index.forget(removed or ())  # an open file would keep its room on the disk
         return removed is not None
 
     def _create(self, capacity: int) -> SegmentFile:
