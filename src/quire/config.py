@@ -69,6 +69,7 @@ class CacheConfig:
     num_states: int = 0  # recurrent states of running sequences at most
     num_checkpoints: int = 0  # slots beyond them; 0: prefixes are not reused
     state_bytes: int = 0  # per slot
+    disk: tuple[str, int] | None = None  # folder and bytes of the tier on disk
 
 
 @dataclass(frozen=True, slots=True)

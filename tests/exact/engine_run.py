@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from tests.exact.models import MAX_MODEL_LEN, head_spec
 from tests.exact.traffic import STEP_S, Job
@@ -26,6 +26,7 @@ from quire.config import (
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequest
 from quire.executor.base import Executor
+from quire.executor.moving import MovingExecutor
 from quire.modelspec import ModelSpec
 from quire.request import FinishReason, TokenEvent
 from quire.scheduler.scheduler import Scheduler
@@ -70,6 +71,8 @@ class Tally:
     num_rejected: int = 0
     max_step_seqs: int = 0  # the most sequences that one step computed
     num_full_steps: int = 0  # steps that computed as many
+    num_loaded: int = 0  # blocks, from a tier
+    num_stored: int = 0
 
     def __iadd__(self, other: Tally) -> Tally:
         for name in self.__slots__:
@@ -242,8 +245,10 @@ class EngineRun:
     """Serves ``jobs`` to their end on a virtual clock: one step takes `STEP_S`."""
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, policy: Policy, fail_every: int | None = None
-    ) -> None:
+        self, config: EngineConfig, executor: Executor, policy: Policy, fail_every: int | None = None,
+        mover: Any = None,
+    ) -> None:  # fmt: skip
+        """``mover``: moves blocks from and to a tier (`quire.executor.moving`); None: there is none."""
         self.tally = Tally(policies={policy})
         self.ended: dict[tuple[str, int], Ended] = {}
         self.num_computed_tokens = 0
@@ -251,9 +256,11 @@ class EngineRun:
         self._scheduler = Scheduler(
             config.scheduler, config.cache, chains_steps=executor.chains_steps, num_stages=config.topology.pp
         )
-        self._core = EngineCore(
-            self._scheduler, WatchedExecutor(executor, self.tally, fail_every), self._clock
-        )
+        watched: Executor = WatchedExecutor(executor, self.tally, fail_every)
+        if mover is not None:
+            watched = MovingExecutor(watched, mover)
+            self._scheduler.state.policies.turn_on("tiers").connect(mover)
+        self._core = EngineCore(self._scheduler, watched, self._clock)
 
     def serve(self, jobs: Iterable[Job]) -> None:
         arrivals = sorted(jobs, key=lambda job: job.request.arrival_s, reverse=True)
@@ -279,6 +286,8 @@ class EngineRun:
         self.tally.num_cached_tokens += stats.num_cached_tokens
         self.tally.num_preemptions += stats.num_preemptions
         self.tally.num_forks += stats.num_forks
+        self.tally.num_loaded += stats.num_loaded_blocks
+        self.tally.num_stored += stats.num_stored_blocks
         self.num_computed_tokens = stats.num_computed_tokens
         assert stats.num_free_blocks + stats.num_idle_blocks == stats.num_blocks, "blocks leaked"
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tests.exact.alone import AloneDriver
 from tests.exact.engine_run import INJECTED, Drafting, Ended, EngineRun, Policy, engine_config
@@ -185,12 +186,17 @@ def _crowded(job: Job, max_tokens: int) -> Job:
 
 
 def serve_and_check(
-    case: Case, policy: Policy, *, num_threads: int = 1, fail_every: int | None = None
+    case: Case,
+    policy: Policy,
+    *,
+    num_threads: int = 1,
+    fail_every: int | None = None,
+    mover_of: Callable[[Executor], Any] | None = None,
 ) -> EngineRun:
     """Serve the case's traffic in one engine, all together, and compare with each sequence alone.
 
     ``fail_every``: every so many steps one fails, at times before and at times after it took effect; sequences may
-    then end with an error, and everything else must be as before.
+    then end with an error, and everything else must be as before. ``mover_of``: makes the way to a tier.
     """
     longest = -(-(case.max_prompt + case.max_output) // case.block_size)
     num_blocks = max(NUM_TOKENS.get(case.model, 0) // case.block_size, 2 * longest)
@@ -206,7 +212,9 @@ def serve_and_check(
         assert isinstance(executor, LocalExecutor)
         executor.worker.draft_with(OracleProposer(truth, case.seed))
     with recording(device=case.on_device) as recorder:
-        run = EngineRun(config, executor, policy, fail_every)
+        run = EngineRun(
+            config, executor, policy, fail_every, None if mover_of is None else mover_of(executor)
+        )
         run.serve(truth.jobs)
     assert not recorder.conflicts, f"{here}: drawn twice and differently: {recorder.conflicts[:5]}"
     draws = recorder.draws

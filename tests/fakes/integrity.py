@@ -26,8 +26,8 @@ def check_integrity(scheduler: Scheduler) -> None:
     assert len(state.running) + len(state.waiting) <= len(state.sequences)
     loading = [seq for seq in state.sequences.values() if seq.state is SequenceState.LOADING_KV]
     transfers = state.policies.transfers
-    assert set(loading) == set(() if transfers is None else transfers.loading.values())
-    assert transfers is None or set(transfers.loading) <= set(scheduler.cache.references.transfers)
+    assert set(loading) == set(() if transfers is None else transfers.loading)
+    assert transfers is None or set(transfers.loading.values()) <= set(scheduler.cache.references.transfers)
     for seq in state.sequences.values():
         # Else a token would be planned without a block, or a full block not published.
         if seq.next_event_at:

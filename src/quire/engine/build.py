@@ -45,7 +45,11 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     ranks: tuple[RankLoaded, ...] = tuple(getattr(chosen, "loaded", ()))
     rank_stats: Callable[[], RankStats] | None = getattr(chosen, "rank_stats", None)
     profiler = _profiler(chosen, config, clock)
-    recorder = None
+    recorder, mover = None, None
+    if config.cache.disk is not None:
+        from quire.engine import kv_tier
+
+        chosen, mover = kv_tier.connected(chosen, config, clock)
     if config.recorder is not None:
         from quire.executor.recorder import Recorder, RecordingExecutor
 
@@ -67,6 +71,8 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=num_stages,
         stage_rows=rows,
     )  # fmt: skip
+    if mover is not None:
+        kv_tier.decide(scheduler, mover)
     core = EngineCore(scheduler, chosen, clock)
     if config.slo is not None:
         _hold_slo(core, config.slo)

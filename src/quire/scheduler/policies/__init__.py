@@ -27,6 +27,7 @@ NAMES = (
     "forecast",  # predicts first tokens by a model of step times
     "beams",  # beam search
     "transfers",  # blocks from or to other tiers and peers
+    "tiers",  # blocks on disk
     "states",  # recurrent states and their checkpoints
 )
 ORDERED = ("priority", "shortest-first", "longest-prefix")

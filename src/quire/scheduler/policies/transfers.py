@@ -25,7 +25,8 @@ class Rule(Policy):
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self.loading: dict[int, Sequence] = {}  # transfer id → sequence in state LOADING_KV
+        # Sequence in state LOADING_KV → the transfer that it waits for.
+        self.loading: dict[Sequence, int] = {}
         self._new: list[KvTransfer] = []  # begin with the next plan
         self._next_id = 0
 
@@ -36,7 +37,7 @@ class Rule(Policy):
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended while it waited for a load, which goes on."""
-        self.loading = {key: other for key, other in self.loading.items() if other is not seq}
+        self.loading.pop(seq, None)
 
     def load(self, request_id: str, remote: str, num_blocks: int, handle: str = "") -> int | None:
         """Let a waiting request wait for up to the first ``num_blocks`` blocks of its prompt, which ``remote`` has.
@@ -47,16 +48,30 @@ class Rule(Policy):
         group = self._state.requests.get(request_id)
         sequences = group.sequences if group is not None else []
         seq = next((s for s in sequences if s.state is SequenceState.WAITING), None)
-        if seq is None or not (seq.group.reads_prefix and self._state.cache.config.enable_prefix_caching):
+        return None if seq is None else self.load_for(seq, remote, num_blocks, handle)
+
+    def load_for(self, seq: Sequence, remote: str, num_blocks: int, handle: str = "") -> int | None:
+        """As `load`, for a sequence that waits."""
+        if not (seq.group.reads_prefix and self._state.cache.config.enable_prefix_caching):
             return None
         transfer_id = self._next_id
         blocks = begin_load(self._state.cache, transfer_id, seq.table, seq.token_ids, num_blocks)
         if not blocks:
             return None
+        self.join(seq, transfer_id)
+        return self._begin("load", blocks, remote, handle, seq)
+
+    def join(self, seq: Sequence, transfer_id: int) -> None:
+        """Let a sequence that waits wait for a transfer."""
         self._state.waiting.remove(seq)
         seq.state = SequenceState.LOADING_KV
-        self.loading[transfer_id] = seq
-        return self._begin("load", blocks, remote, handle, seq)
+        self.loading[seq] = transfer_id
+
+    def leave(self, transfer_id: int) -> None:
+        """Let the sequences that wait for a transfer wait for it no longer."""
+        for seq in [seq for seq, waited_for in self.loading.items() if waited_for == transfer_id]:
+            del self.loading[seq]
+            self._state.enqueue(seq)
 
     def store(self, block_hash: bytes, remote: str, num_blocks: int = 1, handle: str = "") -> int | None:
         """Copy the published block ``block_hash``, and up to ``num_blocks`` − 1 before it, to ``remote``.
@@ -79,9 +94,7 @@ class Rule(Policy):
                 counters.num_stored_blocks += done.num_blocks
             counters.num_failed_transfers += done.error is not None
             end_transfer(self._state.cache, done.transfer_id, done.num_blocks)
-            seq = self.loading.pop(done.transfer_id, None)
-            if seq is not None:
-                self._state.enqueue(seq)
+            self.leave(done.transfer_id)
 
     def fail(self, error: str) -> None:
         """The executor died: the transfers that it was told of have ended; others begin with the next plan."""

@@ -1,0 +1,72 @@
+"""The tier on disk of an engine in this process: its store, what moves blocks, and the policy that decides.
+
+Loaded where `CacheConfig.disk` says so. A tier is never needed: where its folder cannot be used, the start fails; what
+happens to it later costs a computation and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from quire.clock import Clock
+from quire.config import EngineConfig
+from quire.engine.kv_root import kv_root
+from quire.errors import ConfigError, ModelLoadError
+from quire.executor.base import Executor
+from quire.executor.local import LocalExecutor
+from quire.executor.moving import BlockMover, MovingExecutor
+from quire.models.checkpoint import describe
+from quire.models.content import content_digest
+from quire.scheduler.scheduler import Scheduler
+from quire.tiers.disk import DiskStore
+from quire.tiers.store import BlockStore
+
+
+def open_disk(config: EngineConfig) -> DiskStore:
+    """Return the store of ``config.cache.disk``.
+
+    Raises:
+        ConfigError: its folder cannot be used.
+        ModelLoadError: the model's files are not those that the root names.
+    """
+    assert config.cache.disk is not None
+    folder, size_bytes = config.cache.disk
+    model = config.model
+    files = () if model.load_format == "random" else describe(Path(model.path), model.load_format).files
+    if kv_root(config, content_digest(files)) != config.cache.model_key:
+        raise ModelLoadError(f"{model.path} has changed while it was loaded: start again.")
+    return DiskStore(Path(folder), size_bytes, config.cache.model_key)
+
+
+def mover_of(executor: Executor, store: BlockStore, clock: Clock) -> BlockMover:
+    """Return what moves blocks between ``store`` and the memory of ``executor``.
+
+    Raises:
+        ConfigError: the blocks do not lie in this process.
+    """
+    if not isinstance(executor, LocalExecutor):
+        raise ConfigError("kv_disk is for an engine on a CPU, in one process.", param="kv_disk")
+    worker = executor.worker
+    rows = worker.runner.kv.storage.view(torch.uint8).numpy()
+
+    def forget(block_ids: Sequence[int]) -> None:
+        # A draft model keeps something of each block, which does not travel.
+        if worker.drafting is not None:
+            worker.drafting.forget(block_ids)
+
+    is_direct = not worker.runner.kv.needs_clear
+    return BlockMover(store, [memoryview(row) for row in rows], forget, clock, is_direct=is_direct)
+
+
+def connected(executor: Executor, config: EngineConfig, clock: Clock) -> tuple[MovingExecutor, BlockMover]:
+    """Return ``executor`` with the tier of ``config``, and what moves its blocks. Raises as the two functions above."""
+    mover = mover_of(executor, open_disk(config), clock)
+    return MovingExecutor(executor, mover), mover
+
+
+def decide(scheduler: Scheduler, mover: BlockMover) -> None:
+    """Let ``scheduler`` decide on transfers."""
+    scheduler.state.policies.turn_on("tiers").connect(mover)

@@ -1,0 +1,68 @@
+"""Planted faults in what leaves memory and comes back: roots, transfers, and the policy of a tier."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+EXACT = "tests/exact/test_tiers.py::"
+ROOTS = "tests/tiers/test_roots.py::"
+POLICY = "tests/scheduler/test_tiers.py::"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "lost-blocks-published",
+        "all blocks of a load are published, those that did not come whole as well",
+        "src/quire/cache/transfers.py",
+        "        num_rows = transfer.num_hit_rows + num_blocks // cache.windows.num_groups\n",
+        "        num_rows = table.num_rows\n",
+        (f"{EXACT}test_blocks_of_a_tier_are_the_same_bits[llama-float32-reference-seed61-0.1]",),
+    ),
+    Mutant(
+        "root-without-content",
+        "another model of the same shape finds the blocks of the first one",
+        "src/quire/engine/kv_root.py",
+        '"quire.kv.v1", ARITHMETIC, content,',
+        '"quire.kv.v1", ARITHMETIC, "",',
+        (f"{ROOTS}test_what_changes_no_bits_does_not_change_the_root",),
+    ),
+    Mutant(
+        "root-without-level",
+        "blocks of one level of the kernels are read by another",
+        "src/quire/engine/kv_root.py",
+        "runner.backend, runner.kernels,",
+        "runner.backend,",
+        (f"{ROOTS}test_what_changes_bits_changes_the_root[level]",),
+    ),
+    Mutant(
+        "digest-by-time-alone",
+        "a file that changed, with its old time set again, has the digest that was kept",
+        "src/quire/models/content.py",
+        "stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]",
+        "stat.st_size, stat.st_mtime_ns]",
+        (f"{ROOTS}test_each_byte_of_each_file_counts[0]",),
+    ),
+    Mutant(
+        "transfer-of-a-failed-step",
+        "a load goes on into blocks that the scheduler gave to others when its step failed",
+        "src/quire/executor/moving.py",
+        "        if result.error is not None:\n            self._cancel(plan)\n",
+        "",
+        (f"{EXACT}test_steps_that_fail_take_their_transfers_along",),
+    ),
+    Mutant(
+        "slow-load-awaited",
+        "a request waits for a load however long it takes",
+        "src/quire/scheduler/policies/tiers.py",
+        "if not load.is_late and now >= load.limit_s:",
+        "if False:",
+        (f"{POLICY}test_a_load_that_does_not_end_is_given_up",),
+    ),
+    Mutant(
+        "losing-tier-asked",
+        "blocks are loaded though computing them is quicker",
+        "src/quire/scheduler/policies/tiers.py",
+        "if 0.0 < compute_s <= load_s:",
+        "if False:",
+        (f"{POLICY}test_a_tier_that_loses_is_not_asked_but_for_a_try",),
+    ),
+)
