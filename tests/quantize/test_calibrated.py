@@ -113,6 +113,16 @@ def test_gptq_sees_what_the_first_layer_reads(quill: Path, tmp_path: Path) -> No
     assert (made != wanted.expand()).float().mean() < 0.15
 
 
+@pytest.mark.parametrize("method", ["rtn", "fp8"])
+def test_eight_bits_lose_little(quill: Path, tmp_path: Path, text: Path, method: str) -> None:
+    report = run(quill, tmp_path / "out", method=method, bits=8, text=str(text))
+    assert 0.0 < report["fidelity"]["kl_mean"] < 0.02
+    source, matrices = stored(quill), decoded(tmp_path / "out")
+    weight = source["model.layers.0.mlp.down_proj.weight"].float()
+    error = (matrices["layers.0.mlp.down.weight"] - weight).norm() / weight.norm()
+    assert error < (0.03 if method == "fp8" else 0.01)
+
+
 def test_kl_is_measured_and_may_refuse(quill: Path, tmp_path: Path, text: Path) -> None:
     flags = {"method": "smoothquant", "text": str(text)}
     with pytest.raises(ConfigError, match=r"the mean KL is .* nothing is written"):
@@ -150,7 +160,7 @@ def test_chats_are_calibration_text(quill: Path, tmp_path: Path) -> None:
         ({"format": "awq", "bits": 8}, "awq has 4 bits"),
         ({"format": "awq", "symmetric": True}, "awq has a zero point per group"),
         ({"method": "smoothquant", "bits": 4}, "smoothquant' has 8 bits"),
-        ({"method": "smoothquant", "format": "gptq"}, "no int8 activations"),
+        ({"method": "smoothquant", "format": "gptq"}, "no activations"),
         ({"max_kl": 0.1}, "max_kl needs text"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Method = Literal["rtn", "gptq", "awq", "smoothquant"]
+Method = Literal["rtn", "gptq", "awq", "smoothquant", "fp8"]
 Target = Literal["compressed-tensors", "gptq", "awq"]
 CALIBRATED = ("gptq", "awq", "smoothquant")
 

@@ -1,7 +1,8 @@
 """How a rounded matrix lies in a file, and the ``quantization_config`` that says so, by the name of the format.
 
     compressed-tensors   pack-quantized: words along the inputs ``[out, in / 8]``, zero points along the outputs
-                         ``[out / 8, groups]``; int-quantized: int8 as it is, activations of int8 with a scale per token
+                         ``[out / 8, groups]``; int-quantized and float-quantized: int8 or e4m3 as it is, activations
+                         of the same with a scale per token
     gptq                 words along the inputs ``[in / 8, out]``, zero points minus 1 along the outputs
                          ``[groups, out / 8]``
     awq                  words along the outputs ``[in, out / 8]`` in an order of their own, zero points the same
@@ -62,7 +63,7 @@ def _unsigned(rounded: Rounded) -> tuple[Tensor, Tensor]:
 def _compressed_tensors(rounded: Rounded) -> dict[str, Tensor]:
     scheme, scale = rounded.scheme, rounded.grid.scale.half()
     if scheme.activations:
-        return {"weight": rounded.q, "weight_scale": scale}
+        return {"weight": rounded.q, "weight_scale": rounded.grid.scale if scheme.floats else scale}
     q, zero = _unsigned(rounded)
     parts = {
         "weight_packed": pack(q, scheme.bits),
@@ -81,21 +82,27 @@ def _compressed_tensors_config(schemes: Schemes, plain: Sequence[str]) -> dict[s
     for index, (scheme, _) in enumerate(counts.most_common()):
         names = ["Linear"] if index == 0 else [name for name, each in schemes.items() if each == scheme]
         weights = {
-            "num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric,
+            "num_bits": scheme.bits, "type": "float" if scheme.floats else "int", "symmetric": scheme.symmetric,
             "strategy": "channel" if scheme.group is None else "group", "group_size": scheme.group,
             "dynamic": False,
         }  # fmt: skip
         activations = {
-            "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
+            "num_bits": 8, "type": weights["type"], "symmetric": True, "strategy": "token", "dynamic": True,
         }  # fmt: skip
         groups[f"group_{index}"] = {
             "targets": names, "weights": weights, "input_activations": activations if scheme.activations else None,
-            "output_activations": None, "format": "int-quantized" if scheme.activations else "pack-quantized",
+            "output_activations": None, "format": _form(scheme),
         }  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": groups["group_0"]["format"],
         "quantization_status": "compressed", "config_groups": groups, "ignore": list(plain),
     }  # fmt: skip
+
+
+def _form(scheme: Scheme) -> str:
+    if scheme.floats:
+        return "float-quantized"
+    return "int-quantized" if scheme.activations else "pack-quantized"
 
 
 def _gptq(rounded: Rounded) -> dict[str, Tensor]:

@@ -15,8 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.quant.rtn import DIVISORS, SMALLEST
+from quire.device import detect_device
+from quire.kernels.linear.reference import scaled_to_fp8
+from quire.kernels.registry import NATIVE_LEVELS, Backend, native
+from quire.quant.rtn import DIVISORS, SMALLEST, quantize
 from quire.quant.stored import row_ranges
+from quire.weight_format import BITS, GROUPS, WeightFormat
 from quire_lab.quantize.scheme import Scheme
 
 
@@ -36,7 +40,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """One matrix: ``q [out, in]`` int8 on ``grid``."""
+    """One matrix: ``q [out, in]`` int8, or e4m3, on ``grid``."""
 
     scheme: Scheme
     q: Tensor
@@ -53,12 +57,24 @@ class Rounded:
 
 def round_to_nearest(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Rounded:
     """``weight [out, in]`` → its integers; ``importance [in]`` weights the square errors of inputs."""
+    if scheme.floats:
+        q, largest = scaled_to_fp8(weight.float())
+        return Rounded(scheme, q, Grid(largest.view(-1, 1)))
     grid = fit_grid(weight, scheme, importance)
     return Rounded(scheme, on_grid(weight, scheme, grid), grid)
 
 
 def fit_grid(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Grid:
     """Return the grid of every group of ``weight [out, in]``."""
+    if (
+        importance is None
+        and scheme.symmetric
+        and scheme.bits == BITS["int4"]
+        and scheme.group in GROUPS["int4"]
+    ):
+        # The search of the engine's own rounding, which is native.
+        found = quantize(weight, WeightFormat("int4", scheme.group), backend=_backend())
+        return Grid(_stored(found.scale, zero_points=False))
     fit = _symmetric if scheme.symmetric else _with_zeros
     groups = scheme.num_groups(weight.shape[1])
     weights = torch.ones(weight.shape[1]) if importance is None else importance.float()
@@ -97,6 +113,12 @@ def on_grid(weight: Tensor, scheme: Scheme, grid: Grid) -> Tensor:
     return q
 
 
+def _backend() -> Backend:
+    isa = detect_device().isa
+    level = next((level for level in NATIVE_LEVELS if level == isa), None)
+    return "reference" if level is None or native is None else level
+
+
 def _levels(values: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
     """``values [rows, groups, group]`` → fp32 integers of that shape."""
     inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0).unsqueeze(-1)
@@ -111,21 +133,20 @@ def _symmetric(values: Tensor, scheme: Scheme, weights: Tensor) -> tuple[Tensor,
     # With its sign: at share 1 it becomes the lowest level, the one without a twin.
     extreme = torch.where(-low >= high, low, high)
     used = extreme.abs() > SMALLEST
-    best = torch.full_like(extreme, torch.inf)
-    chosen = torch.zeros_like(extreme)
+    best, chosen = torch.zeros_like(extreme), torch.zeros_like(extreme)
     # Levels that the extreme becomes, as a share of the lowest: above 1 it is cut off.
     shares = [divisor / DIVISORS[0] for divisor in DIVISORS]
     for share in shares if scheme.bits < 8 else (-scheme.highest / scheme.lowest,):
-        scale = _stored(extreme / (scheme.lowest * share), zero_points=False)
-        for _ in range(2 if scheme.bits < 8 else 1):
-            q = _levels(values, scale, None, scheme)
-            error = ((values - q * scale.unsqueeze(-1)).square() * weights).sum(-1)
-            better = used & (error < best)
-            best, chosen = torch.where(better, error, best), torch.where(better, scale, chosen)
-            size = (q.square() * weights).sum(-1)
-            # The best scale for these integers.
-            along = (values * q * weights).sum(-1)
-            scale = _stored(torch.where(size > 0.0, along / size, scale), zero_points=False)
+        scale = extreme / (scheme.lowest * share)
+        q = _levels(values, scale, None, scheme)
+        weighted = q * weights
+        along, size = (values * weighted).sum(-1), (q * weighted).sum(-1)
+        # What the best scale for these integers takes from the square error.
+        gain = torch.where(size > 0.0, along.square() / size, 0.0)
+        better = used & (gain > best)
+        best = torch.where(better, gain, best)
+        chosen = torch.where(better, along / size if scheme.bits < 8 else scale, chosen)
+    chosen = _stored(chosen, zero_points=False)
     return chosen, torch.zeros_like(chosen)
 
 

@@ -18,13 +18,14 @@ KINDS: Mapping[int, Kind] = {4: "int4", 8: "int8"}
 class Scheme:
     """Integers of ``bits`` with a scale, and maybe a zero point, per ``group`` inputs; None: per output feature.
 
-    ``activations``: they multiply rows that are rounded to int8, with a scale per row.
+    ``activations``: they multiply rows that are rounded to 8 bits, with a scale per row. ``floats``: 8 bits are e4m3.
     """
 
     bits: int
     group: int | None
     symmetric: bool = True
     activations: bool = False
+    floats: bool = False
 
     @property
     def lowest(self) -> int:
@@ -39,8 +40,8 @@ class Scheme:
 
     def __str__(self) -> str:
         group = "a scale per row" if self.group is None else f"groups of {self.group}"
-        rest = ("" if self.symmetric else ", zero points") + (", rows int8" if self.activations else "")
-        return f"int{self.bits}, {group}{rest}"
+        rest = ("" if self.symmetric else ", zero points") + (", rows too" if self.activations else "")
+        return f"{'fp' if self.floats else 'int'}{self.bits}, {group}{rest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def default_group(hidden_size: int) -> int:
 
 def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
     """Return the scheme that the flags ask for. Raises `ConfigError` for one that the format cannot hold."""
-    both = args.method == "smoothquant"
+    both = args.method in ("smoothquant", "fp8")
     bits = args.bits if args.bits is not None else max(KINDS) if both else min(KINDS)
     awq = args.format == "awq"
     symmetric = not awq if args.symmetric is None else args.symmetric
@@ -135,12 +136,12 @@ def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
         not in KINDS,
         f"bits = {bits}: awq has 4 bits": awq and bits != min(KINDS),
         "symmetric: awq has a zero point per group": awq and symmetric,
-        "method = 'smoothquant' has 8 bits, a scale per output feature and no zero points": both
+        f"method = {args.method!r} has 8 bits, a scale per output feature and no zero points": both
         and (bits != max(KINDS) or group is not None or not symmetric),
-        f"method = 'smoothquant' is written as compressed-tensors, and {args.format} has no int8 activations": both
+        f"method = {args.method!r} is written as compressed-tensors, and {args.format} has no activations": both
         and args.format != "compressed-tensors",
     }
     for text, wrong in problems.items():
         if wrong:
             raise ConfigError(text)
-    return Scheme(bits, group, symmetric, activations=both)
+    return Scheme(bits, group, symmetric, activations=both, floats=args.method == "fp8")
