@@ -32,6 +32,7 @@ from quire.recurrent_spec import RecurrentSpec
 from quire.weight_format import PLAIN, WeightFormat
 
 DTYPE_BYTES = KV_DTYPE_BYTES
+UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,29 +113,49 @@ class MoeSpec:
     expert_bias: bool = False
     shared_intermediate_size: int = 0  # 0: no shared expert
     shared_gate: bool = False  # Qwen2-MoE: sigmoid gate on the shared expert
+    latent_size: int = 0  # columns of the projection that experts read
 
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """Gated MLP ``down(act(gate(x)) * up(x))``, dense or (``moe`` set) a mixture of such experts."""
+    """Gated MLP ``down(act(gate(x)) * up(x))``, dense or (``moe`` set) a mixture of such experts.
+
+    relu2 and xielu have no gate, ``down(act(up(x)))``. An ``intermediate_size`` of 0: the layer has no MLP.
+    """
 
     intermediate_size: int
-    activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai", "relu2", "xielu"] = "silu"
     bias: bool = False
     moe: MoeSpec | None = None
+    scales: tuple[float, float] | None = None  # gate before act, output (Falcon-H1)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer: it attends or keeps a state, then its MLP.
 
-    ``norms``: before each block (pre), after it (post, OLMo-2), or both (Gemma 2).
+    ``norms``: before each block (pre), after it (post, OLMo-2), or both (Gemma 2). With ``attn`` and ``recurrent`` both
+    read the same rows, and the sum of their outputs, times ``scales``, goes on (Falcon-H1).
     """
 
     attn: AttentionSpec | None
     mlp: MlpSpec
     norms: Literal["pre", "post", "sandwich"] = "pre"
     recurrent: RecurrentSpec | None = None
+    scales: tuple[float, float] | None = None
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether it has an MLP or experts."""
+        return self.mlp.intermediate_size > 0 or self.mlp.moe is not None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it is other than one mixer and one gated MLP (`quire.models.mixed_layer`)."""
+        one_mixer = (self.attn is None) != (self.recurrent is None)
+        return (
+            not (one_mixer and self.has_mlp) or self.mlp.activation in UNGATED or self.mlp.scales is not None
+        )
 
     @property
     def attention(self) -> AttentionSpec:
@@ -270,18 +291,19 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden)}
     for index, layer in enumerate(spec.layers):
         prefix = f"layers.{index}."
+        parts = ("attn",) * bool(layer.attn or layer.recurrent) + ("mlp",) * layer.has_mlp
         if layer.norms != "post":
-            shapes[prefix + "attn_norm.weight"] = (hidden,)
-            shapes[prefix + "mlp_norm.weight"] = (hidden,)
+            shapes |= {f"{prefix}{part}_norm.weight": (hidden,) for part in parts}
         if layer.norms != "pre":
-            shapes[prefix + "attn_post_norm.weight"] = (hidden,)
-            shapes[prefix + "mlp_post_norm.weight"] = (hidden,)
+            shapes |= {f"{prefix}{part}_post_norm.weight": (hidden,) for part in parts}
         blocks = {} if layer.attn is None else _attention_shapes(layer.attn, hidden)
         if (recurrent := layer.recurrent) is not None:
             blocks |= import_module("quire.recurrent_weights").shapes_of(recurrent, hidden)
         blocks |= _mlp_shapes(layer.mlp, hidden)
         if spec.per_layer is not None:
-            blocks |= _per_layer_shapes(spec.per_layer.embedding_size, hidden)
+            blocks |= import_module("quire.weight_shapes").per_layer_shapes(
+                spec.per_layer.embedding_size, hidden
+            )
         shapes.update({prefix + name: shape for name, shape in blocks.items()})
     shapes["norm.weight"] = (hidden,)
     if spec.per_layer is not None and (size := spec.per_layer.embedding_size):
@@ -297,19 +319,7 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     if a.is_mla:
-        rope_dim = a.head_dim - a.qk_nope_head_dim
-        if a.q_lora_rank:
-            shapes["attn.q_a.weight"] = (a.q_lora_rank, hidden)
-            shapes["attn.q_a_norm.weight"] = (a.q_lora_rank,)
-            shapes["attn.q_b.weight"] = (a.num_heads * a.head_dim, a.q_lora_rank)
-        else:
-            shapes["attn.q.weight"] = (a.num_heads * a.head_dim, hidden)
-        shapes["attn.kv_a.weight"] = (a.kv_lora_rank + rope_dim, hidden)
-        shapes["attn.kv_a_norm.weight"] = (a.kv_lora_rank,)
-        shapes["attn.kv_b.weight"] = (a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
-        if a.qkv_bias:
-            shapes["attn.q_a.bias"] = (a.q_lora_rank,)
-            shapes["attn.kv_a.bias"] = (a.kv_lora_rank + rope_dim,)
+        shapes = import_module("quire.weight_shapes").latent_shapes(a, hidden)
     else:
         widths = {
             "q": a.num_heads * a.head_dim,
@@ -339,37 +349,16 @@ def _attention_shapes(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...
     return shapes
 
 
-def _per_layer_shapes(size: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"per_layer.scale": (1,)}
-    if size:
-        shapes["per_layer.gate.weight"] = (size, hidden)
-        shapes["per_layer.out.weight"] = (hidden, size)
-        shapes["per_layer.norm.weight"] = (hidden,)
-    return shapes
-
-
 def _mlp_shapes(mlp: MlpSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    def gated(
-        prefix: str, inter: int, lead: tuple[int, ...] = (), bias: bool = False
-    ) -> dict[str, tuple[int, ...]]:
-        shapes = {f"{prefix}.{n}.weight": (*lead, inter, hidden) for n in ("gate", "up")}
-        shapes[f"{prefix}.down.weight"] = (*lead, hidden, inter)
-        if bias:
-            shapes.update({f"{prefix}.{n}.bias": (*lead, inter) for n in ("gate", "up")})
-            shapes[f"{prefix}.down.bias"] = (*lead, hidden)
+    if mlp.moe is not None or mlp.activation in UNGATED or not mlp.intermediate_size:
+        shapes: dict[str, tuple[int, ...]] = import_module("quire.weight_shapes").mlp_shapes(mlp, hidden)
         return shapes
-
-    moe = mlp.moe
-    if moe is None:
-        return gated("mlp", mlp.intermediate_size, bias=mlp.bias)
-    shapes: dict[str, tuple[int, ...]] = {"moe.router.weight": (moe.num_experts, hidden)}
-    if moe.router_bias:
-        shapes["moe.router.bias"] = (moe.num_experts,)
-    if moe.correction_bias:
-        shapes["moe.correction_bias"] = (moe.num_experts,)
-    shapes.update(gated("moe", moe.intermediate_size, (moe.num_experts,), moe.expert_bias))
-    if moe.shared_intermediate_size:
-        shapes.update(gated("moe.shared", moe.shared_intermediate_size))
-    if moe.shared_gate:
-        shapes["moe.shared_gate.weight"] = (1, hidden)
+    inter = mlp.intermediate_size
+    shapes = {
+        "mlp.gate.weight": (inter, hidden),
+        "mlp.up.weight": (inter, hidden),
+        "mlp.down.weight": (hidden, inter),
+    }
+    if mlp.bias:
+        shapes |= {"mlp.gate.bias": (inter,), "mlp.up.bias": (inter,), "mlp.down.bias": (hidden,)}
     return shapes

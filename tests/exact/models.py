@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from math import sqrt
+from typing import Literal
 
 from quire.families.head_spec import HeadMethod, HeadSpec
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, PerLayerSpec, RopeSpec
-from quire.recurrent_spec import RecurrentSpec
+from quire.recurrent_spec import MambaSpec, RecurrentSpec
 
 VOCAB = 131
 MAX_MODEL_LEN = 320
@@ -167,6 +169,46 @@ def convolutions() -> ModelSpec:
     return _model("lfm3", "Lfm3ForCausalLM", (LayerSpec(None, MlpSpec(50), "sandwich", conv), full))
 
 
+def _scan(norm: Literal["none", "gate_first"], **changes: object) -> RecurrentSpec:
+    scales = (0.9, 1.2, 0.8, 1.1, 0.6)
+    base = RecurrentSpec(
+        "mamba2", 2, 4, 8, 6, 4, 56, conv_bias=True, mamba=MambaSpec(norm, (0.01, math.inf), scales)
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def mamba() -> ModelSpec:
+    """Mamba-2's scan on both sides of attention without positions, and experts (Granite 4)."""
+    experts = MoeSpec(6, 2, 22, scoring="softmax_after_topk", shared_intermediate_size=30)
+    full = LayerSpec(_attention(rope=None), MlpSpec(22, moe=experts))
+    state = LayerSpec(None, MlpSpec(50), recurrent=_scan("gate_first", bias=True))
+    return replace(_model("granitemoehybrid", "G", (state, full, state)), residual_scale=0.4)
+
+
+def parallel() -> ModelSpec:
+    """Attention with a window and Mamba-2 in parallel in each layer, with factors (Falcon-H1)."""
+    mlp = MlpSpec(50, scales=(0.7, 1.4))
+    layers = (
+        LayerSpec(attn, mlp, recurrent=_scan("none"), scales=(1.5, 0.6))
+        for attn in (_attention(window=20), _attention())
+    )
+    return _model("falcon_h1", "F", tuple(layers))
+
+
+def blocks() -> ModelSpec:
+    """Each block is one of Mamba-2, experts with a latent projection, attention, and an MLP without a gate."""
+    experts = MoeSpec(
+        6, 2, 22, scoring="sigmoid", correction_bias=True, shared_intermediate_size=30, latent_size=26
+    )
+    kinds = (
+        LayerSpec(None, MlpSpec(0), recurrent=_scan("gate_first")),
+        LayerSpec(None, MlpSpec(22, "relu2", moe=experts)),
+        LayerSpec(_attention(rope=None), MlpSpec(0)),
+        LayerSpec(None, MlpSpec(50, "relu2")),
+    )
+    return _model("nemotron_h", "N", kinds)
+
+
 MODELS = {"llama": llama, "sliding": sliding, "moe": moe, "latent": latent, "post_norm": post_norm}
 # Some are for tests of their own alone.
 KNOWN_MODELS = MODELS | {
@@ -175,4 +217,7 @@ KNOWN_MODELS = MODELS | {
     "per_layer": per_layer,
     "hybrid": hybrid,
     "convolutions": convolutions,
+    "mamba": mamba,
+    "parallel": parallel,
+    "blocks": blocks,
 }

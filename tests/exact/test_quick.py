@@ -21,7 +21,7 @@ CASES += [
         Case(model, "float32" if level == "reference" else "bfloat16", 49, 24, level),
         Policy("continuous", "fcfs", 48),
     )
-    for model in ("per_layer", "hybrid", "convolutions")
+    for model in ("per_layer", "hybrid", "convolutions", "mamba", "parallel", "blocks")
     for level in backends("attention")
 ]
 

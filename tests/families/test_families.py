@@ -59,6 +59,31 @@ def test_a_family_is_imported_when_a_model_of_it_is_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("LFM2-1.2B", {"layer_types": ["conv", "linear_attention"] * 8}, "layer_types"),
+        ("LFM2-1.2B", {"conv_L_cache": 1}, "conv_L_cache"),
+        ("LFM2-8B-A1B", {"layer_types": "absent"}, "layer_types"),
+        ("granite-4.0-h-tiny", {"layer_types": ["mamba"] * 40}, "layer_types"),
+        ("granite-4.0-h-tiny", {"mamba_d_head": 48}, "mamba_d_head"),
+        ("granite-4.0-h-tiny", {"mamba_d_state": 126}, "mamba_d_state"),
+        ("granite-4.0-h-tiny", {"mamba_n_groups": 7}, "mamba_n_groups"),
+        ("granite-4.0-h-tiny", {"hidden_act": "gelu"}, "hidden_act"),
+        ("granite-4.0-h-tiny", {"time_step_limit": [0.1]}, "time_step_limit"),
+        ("Nemotron-H-8B", {"hybrid_override_pattern": "M-M-X*"}, "hybrid_override_pattern"),
+        ("Nemotron-H-8B", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ("Nemotron-3-Nano-30B-A3B", {"mlp_bias": True}, "mlp_bias"),
+        ("Nemotron-3-Nano-30B-A3B", {"n_group": 96}, "n_group"),
+        ("Falcon-H1-0.5B", {"projectors_bias": True}, "projectors_bias"),
+        ("Falcon-H1-0.5B", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers"),
+    ],
+)
+def test_hybrids_name_the_key_that_is_wrong(name: str, changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ModelLoadError, match=key):
+        spec_of(name, **changes)
+
+
+@pytest.mark.parametrize(
     ("name", "model_type"),
     [
         ("gemma-4-31B", "gemma4_text"),
@@ -216,6 +241,10 @@ def test_granite_multipliers() -> None:
         ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit"),
         ("Llama-3.1-8B", {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ("granite-4.0-h-tiny", {"normalization_function": "layernorm"}, "normalization_function"),
+        ("Falcon-H1-0.5B", {"attention_bias": True}, "attention_bias"),
+        ("Nemotron-H-8B", {"sliding_window": 512}, "sliding_window"),
+        ("LFM3-1.7B", {"rope_local_base_freq": 500.0}, "rope_local_base_freq"),
     ],
 )  # fmt: skip
 def test_unsupported_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:

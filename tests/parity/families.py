@@ -62,6 +62,22 @@ _HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_expand": 1,
+}
+_NEMOTRON: dict[str, Any] = {
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
 _ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 # case → (transformers' configuration class, what differs from _SIZES)
@@ -217,6 +233,74 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_L_cache": 5,
         },
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA,
+            "num_local_experts": 6,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 40,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "granitemoehybrid_dense": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+            "attention_multiplier": 0.3,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "nemotron_h_latent": (
+        "NemotronHConfig",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["linear_attention", "full_attention", "moe"],
+            "n_groups": 1,
+            "use_bias": True,
+            "moe_latent_size": 32,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 40,
+            "mamba_d_head": 10,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mlp_multipliers": [0.7, 1.4],
+            "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.6],
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 1.5,
+            "key_multiplier": 0.7,
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+        },
+    ),
+    "falcon_h1_plain": ("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 48, "mlp_bias": True}),
     "gpt_oss": (
         "GptOssConfig",
         {

@@ -73,4 +73,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "view.past[target] = rows[: kernel - 1]",
         ("tests/kernels/test_recurrent.py",),
     ),
+    Mutant(
+        "mamba-checkpoint-one-token-late",
+        "a checkpoint of Mamba-2's state is that of one token later",
+        "src/quire/kernels/recurrent/mamba.py",
+        "for _, target in [each for each in targets if each[0] == token + 1 - begin]:",
+        "for _, target in [each for each in targets if min(each[0] + 1, end - begin) == token + 1 - begin]:",
+        ("tests/kernels/test_mamba.py",),
+    ),
+    Mutant(
+        "parallel-mixers-share-a-state",
+        "layers that attend and keep a state all read and write the state of the first of them",
+        "src/quire/layers/sources.py",
+        "views[of_state]) for of_cache, of_state in self.of_views",
+        "views[self.of_views[0][1]]) for of_cache, _ in self.of_views",
+        ("tests/parity/test_family_parity.py::test_family[falcon_h1]",),
+    ),
 )

@@ -35,6 +35,8 @@ def activated(x: Tensor, kind: ActivationKind, scale: float = 1.0, alphas: Alpha
     first (Falcon-H1).
     """
     if kind not in UNGATED:
+        if scale == 1.0:
+            return gated(x, kind)
         size = x.shape[1] // 2
         return gated(torch.cat((x[:, :size].float() * scale, x[:, size:].float()), dim=1), kind).to(x.dtype)
     wide = x.float()

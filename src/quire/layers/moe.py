@@ -13,10 +13,11 @@ from quire.kernels.lora import AdapterRows
 from quire.kernels.moe import ExpertPlaces, ExpertStack, experts, route
 from quire.kernels.pointwise import add_gated_rows, add_rows, widen_rows
 from quire.kernels.quantized_rows import QuantizedRows
+from quire.layers.activated_mlp import ActivatedMlp
 from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
 from quire.layers.weights import NO_FORMATS, Build, MatrixLoader, WeightLoader, copy_into, prefixed
-from quire.modelspec import MlpSpec
+from quire.modelspec import UNGATED, MlpSpec
 from quire.quant.stored import Weight
 from quire.weight_format import PLAIN, WeightFormat
 
@@ -50,13 +51,24 @@ class MoeBlock:
                 backend=build.matrix_backend(held), format=held,
             )  # fmt: skip
 
-        self._gate_up = pack("gate", 2 * inter, hidden_size)
-        self._down = pack("down", hidden_size, inter)
+        self._up_parts = ("up",) if spec.activation in UNGATED else ("gate", "up")
+        size = moe.latent_size or hidden_size
+        self._gate_up = pack(self._up_parts[0], len(self._up_parts) * inter, size)
+        self._down = pack("down", size, inter)
+        self._latent: tuple[Linear, Linear] | None = None
+        if moe.latent_size:
+            self._latent = (
+                Linear({"latent_in": size}, hidden_size, build),
+                Linear({"latent_out": hidden_size}, size, build),
+            )
         self._correction = torch.zeros(moe.num_experts) if moe.correction_bias else None
-        self._shared: Mlp | None = None
-        if moe.shared_intermediate_size:
-            size = moe.shared_intermediate_size
-            self._shared = Mlp(hidden_size, size, spec.activation, build.under("shared."))
+        self._shared: Mlp | ActivatedMlp | None = None
+        if size := moe.shared_intermediate_size:
+            of_shared = build.under("shared.")
+            if spec.activation in UNGATED:
+                self._shared = ActivatedMlp(hidden_size, size, spec, of_shared)
+            else:
+                self._shared = Mlp(hidden_size, size, spec.activation, of_shared)
         self._shared_gate = Linear({"shared_gate": 1}, hidden_size, plain) if moe.shared_gate else None
         self._stack = ExpertStack(self._gate_up, self._down, spec.activation, self.places)
         self._route, self._experts = build.of(route), build.of(experts)
@@ -80,7 +92,8 @@ class MoeBlock:
     def weight_loaders(self) -> dict[str, WeightLoader]:
         inter = self._moe.intermediate_size
         found = self._router.weight_loaders()
-        places = (("gate", self._gate_up, 0), ("up", self._gate_up, inter), ("down", self._down, 0))
+        places = [(name, self._gate_up, i * inter) for i, name in enumerate(self._up_parts)]
+        places.append(("down", self._down, 0))
         for name, packed, start in places:
             found[f"{name}.weight"] = MatrixLoader(packed, start, is_stack=True)
             if self._moe.expert_bias:
@@ -89,8 +102,8 @@ class MoeBlock:
             found["correction_bias"] = copy_into(self._correction)
         if self._shared is not None:
             found.update(prefixed("shared.", self._shared.weight_loaders()))
-        if self._shared_gate is not None:
-            found.update(self._shared_gate.weight_loaders())
+        for linear in (*(self._latent or ()), *([self._shared_gate] if self._shared_gate else ())):
+            found.update(linear.weight_loaders())
         return found
 
     @property
@@ -106,9 +119,12 @@ class MoeBlock:
         assert isinstance(x, Tensor)
         wide = x if x.dtype == torch.float32 else self._widen(x)
         weights, ids = self._route(self._router(wide), self._moe, self._correction)
-        y = self._experts(x, weights, ids, self._stack)
+        into = x if self._latent is None else self._latent[0](x)
+        y = self._experts(into, weights, ids, self._stack)
         if self._tp is not None:
             y = self._tp.all_reduce(y, y.dtype)
+        if self._latent is not None:
+            y = self._latent[1](y)
         if self._shared is None:
             return y
         if self._shared_gate is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -82,13 +82,15 @@ class Decoder:
         ends_of, layer_of = Ends, DecoderLayer
         if spec.per_layer is not None:
             ends_of, layer_of = import_module("quire.models.per_layer").kinds(spec.per_layer)
+        elif any(layer.is_mixed for layer in spec.layers):
+            layer_of = import_module("quire.models.mixed_layer").layer_of
         self.ends = ends_of(spec, build, stage, adapted=lora is not None)
         self._layers = [
             layer_of(layer, spec, build.under(f"layers.{index}."), lora, self.ends, index)
             for index, layer in enumerate(spec.layers)
         ]
         self._norm = RmsNorm(spec.hidden_size, build, plus_one=spec.norm_plus_one)
-        self._sources = sources_of(spec, kv_layout)
+        self._sources, self._pairs = sources_of(spec, kv_layout)
         ropes = [None if layer.attn is None else layer.attn.rope for layer in spec.layers]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._ropes = [RopeTable(rope, max_model_len, on_demand=rope_on_demand) for rope in kinds]
@@ -174,15 +176,15 @@ class Decoder:
             batch, entering = cp_rows.own_rows(cp, batch, entering)
         delta, residual, *seen = entering or (None, self.ends.embed(batch.input_ids, batch.end_tokens))
         last = len(self._layers) - 1 if self.stage.is_last else -1
-        watcher, groups = self.watcher, (*batch.groups, batch.states)
+        watcher, groups = self.watcher, cast("Sequence[Any]", (*batch.groups, batch.states))
         views: Sequence[object] = kv if batch.states is None else (*kv, *batch.states.views)
+        groups, views = (groups, views) if self._pairs is None else self._pairs.extend(groups, views)
         for index, (layer, (group, view)) in enumerate(zip(self._layers, self._sources, strict=True)):
             if watcher is not None and index in watcher.taps:
                 seen.append(residual if delta is None else self._add_rows(residual, delta))
             rope = self._rope_of[index]
             angles = None if rope is None else cos_sin[rope]
-            narrow = index == last and (watcher is None or bool(watcher.taps))
-            rows = batch.logits_indices if narrow else None
+            rows = batch.logits_indices if index == last and (watcher is None or watcher.taps) else None
             delta, residual = layer(delta, residual, angles, groups[group], views[view], rows, batch.adapters)
         assert delta is not None
         if watcher is not None and watcher.taps and self.stage.is_last:
@@ -193,8 +195,7 @@ class Decoder:
 
     def expert_blocks(self) -> dict[int, MoeBlock]:
         """Return the mixtures of experts of this stage, by the number of their layer in it."""
-        mlps = enumerate(layer.mlp for layer in self._layers)
-        return {index: mlp for index, mlp in mlps if not isinstance(mlp, Mlp)}
+        return {i: layer.mlp for i, layer in enumerate(self._layers) if layer.spec.mlp.moe}  # type: ignore[misc]
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """As `Ends.logits`."""

@@ -219,8 +219,10 @@ class _Cutter:
         if recurrent is not None:
             recurrent, of_state = self._recurrent(recurrent, prefix)
             cuts.update(of_state)
-        mlp, more = self._mlp(layer.mlp, prefix)
-        cuts.update(more)
+        mlp = layer.mlp
+        if layer.has_mlp:
+            mlp, more = self._mlp(mlp, prefix)
+            cuts.update(more)
         one = replace(self._spec, layers=(layer,))
         for name in weight_shapes(one):
             part = name.removeprefix("layers.0.")

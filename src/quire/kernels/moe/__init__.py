@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quire.kernels.activation import ALL_KINDS, activated
 from quire.kernels.collective import Group
 from quire.kernels.collective.native import SharedMemoryGroup
 from quire.kernels.linear import PackedLinear, linear
 from quire.kernels.linear.native import STEP, TYPES, format_words
-from quire.kernels.pointwise import GATES, ActivationKind, gated, sigmoid
+from quire.kernels.pointwise import ActivationKind, sigmoid
 from quire.kernels.quantized_rows import row_stride
 from quire.kernels.registry import NATIVE_LEVELS, native, op
 from quire.kernels.threads import num_native_threads
@@ -146,7 +147,7 @@ def experts(x: Tensor, weights: Tensor, expert_ids: Tensor, stack: ExpertStack) 
         start, stop = starts[first + index], starts[first + index + 1]
         if start < stop:
             rows = linear(x.index_select(0, order[start:stop] // top_k), matrix)
-            out[start:stop] = linear(gated(rows, stack.activation), stack.down[index])
+            out[start:stop] = linear(activated(rows, stack.activation), stack.down[index])
     if places is not None:
         places.group.gather_parts(out, starts[:: places.per_rank])
     taken = torch.empty_like(out)
@@ -198,7 +199,7 @@ def native_experts(isa: str, x: Tensor, weights: Tensor, expert_ids: Tensor, sta
     native.experts(
         num_native_threads(), isa, TYPES[x.dtype], x.data_ptr(), x.stride(0), weights.data_ptr(),
         expert_ids.data_ptr(), stack.addresses[0].buffer_info()[0], stack.addresses[1].buffer_info()[0],
-        GATES[stack.activation], y.data_ptr(), scratch.data_ptr(), *shape,
+        ALL_KINDS[stack.activation], y.data_ptr(), scratch.data_ptr(), *shape,
     )  # fmt: skip
     return y
 
