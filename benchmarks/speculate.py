@@ -30,6 +30,11 @@ EDIT = (
     "Copy the text. Text: The quick brown fox jumps over the lazy dog near the river bank, and then the fox sleeps. "
     "Copy: The quick brown fox jumps over the lazy dog near the river bank, and then the fox sleeps. Copy:"
 )
+CODE = (Path(__file__).parents[1] / "src" / "quire" / "speculate" / "ngram.py").read_text()
+RENAME = (
+    "<|im_start|>user\nRename the variable `seen` to `automaton` in this file. Answer with the whole file only.\n"
+    f"```python\n{CODE}\n```<|im_end|>\n<|im_start|>assistant\n```python\n"
+)
 
 
 def main() -> None:
@@ -49,15 +54,19 @@ def main() -> None:
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
-        "--text", default="prose", help="prose, edit, or a file (.gz) whose paragraphs are continued"
+        "--text",
+        default="prose",
+        help="prose, edit, code (a chat of Qwen's), or a file (.gz) whose paragraphs are continued",
     )
     parser.add_argument("--passages", type=int, default=4, help="of a file, at even distances")
     args = parser.parse_args()
-    texts = {"prose": PROSE, "edit": (EDIT,)}.get(args.text) or passages(Path(args.text), args.passages)
+    texts = {"prose": PROSE, "edit": (EDIT,), "code": (RENAME,)}.get(args.text) or passages(
+        Path(args.text), args.passages
+    )
     prompts = [f"{texts[i % len(texts)]}" for i in range(max(args.batch, len(texts)))]
     params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True)
     names = ["plain", *args.settings.split(",")]
-    shared = {"max_model_len": 1024, "kv_memory": "256MiB", "threads": args.threads}
+    shared = {"max_model_len": 2048, "kv_memory": "256MiB", "threads": args.threads}
     engines = {name: LLM(args.model, **shared, **keywords(name)) for name in names}
     clock = time.perf_counter if args.clock == "wall" else time.process_time
     times: dict[str, list[float]] = {name: [] for name in names}

@@ -28,8 +28,14 @@ def in_tiles(rows: int) -> float:
     return {1: 10e-3, 2: 10e-3, 3: 10e-3, 4: 9.5e-3, 5: 8.9e-3}.get(rows, 10e-3 + 0.4e-3 * rows)
 
 
+def edits_code(rows: int) -> float:
+    """A model of 0.5B on two cores: eight more rows take as long as one."""
+    return (25e-3 + 6e-3 * rows) if rows < 5 else 35e-3 + 3.5e-3 * rows
+
+
 @dataclass
 class Seq:
+    alpha: float = 0.0
     acceptance: float | None = None
     num_drafts: int = 0
     num_undrafted: int = 0  # tokens that the draft model has not computed
@@ -47,31 +53,38 @@ class Machine:
         round_s: float = 0.0,
         behind_s: float = 0.0,
         noise: float = 0.05,
+        busy: tuple[float, float] = (0.0, 1.0),
         seed: int = 33,
     ) -> None:
-        """Proposing takes ``draft_s`` per draft and ``round_s`` per step; ``behind_s`` per token not drafted before."""
+        """Proposing takes ``draft_s`` per draft and ``round_s`` per step; ``behind_s`` per token not drafted before.
+
+        ``busy``: the share of steps that other processes hold up, and how many times as long those take.
+        """
         self.control = control
         self.fixed = fixed
         self.draft_s = draft_s
         self.round_s, self.behind_s, self.noise = round_s, behind_s, noise
+        self.busy = busy
         self.random = random.Random(seed)
         self.num_tokens = 0
         self.now_s = 0.0
 
     def run(self, num_seqs: int, alpha: float, seconds: StepSeconds, num_steps: int = 1500) -> float:
         """Return tokens per second."""
-        seqs = [Seq() for _ in range(num_seqs)]
+        return self.run_seqs([Seq(alpha) for _ in range(num_seqs)], seconds, num_steps)
+
+    def run_seqs(self, seqs: list[Seq], seconds: StepSeconds, num_steps: int) -> float:
         before, start_s = self.num_tokens, self.now_s
         for _ in range(num_steps):
-            self._step(seqs, alpha, seconds)
+            self.step(seqs, seconds)
         return (self.num_tokens - before) / (self.now_s - start_s)
 
-    def _step(self, seqs: list[Seq], alpha: float, seconds: StepSeconds) -> None:
+    def step(self, seqs: list[Seq], seconds: StepSeconds) -> None:
         num_drafts = sum(seq.num_drafts for seq in seqs)
         asked, behind = 0, 0
         for seq in seqs:
             drafts, accepted = seq.num_drafts, 0
-            while accepted < drafts and self.random.random() < alpha:
+            while accepted < drafts and self.random.random() < seq.alpha:
                 accepted += 1
             self.num_tokens += 1 + accepted
             limit = self.fixed
@@ -85,6 +98,9 @@ class Machine:
             if limit:
                 behind, seq.num_undrafted = behind + seq.num_undrafted, 0
         took_s = seconds(len(seqs) + num_drafts) * self.random.uniform(1.0 - self.noise, 1.0 + self.noise)
+        share, times_as_long = self.busy
+        if share and self.random.random() < share:
+            took_s *= times_as_long
         drafted_s = asked * self.draft_s + (asked > 0) * self.round_s + behind * self.behind_s
         self.now_s += took_s + drafted_s
         if self.control is not None:
@@ -95,6 +111,18 @@ def control(adaptive: bool = True) -> DraftControl:
     return DraftControl(SchedulerConfig(max_num_drafts=MOST, adaptive_drafts=adaptive))
 
 
+def fixed_rates(
+    num_seqs: int, alpha: float, seconds: StepSeconds, *, draft_s: float = 0.0, round_s: float = 0.0
+) -> list[float]:
+    """Return the expected tokens per second of 0 … `MOST` fixed drafts."""
+    rates = []
+    for count in range(MOST + 1):
+        proposing_s = num_seqs * count * draft_s + (round_s if count else 0.0)
+        tokens = num_seqs * sum(alpha**place for place in range(count + 1))
+        rates.append(tokens / (seconds(num_seqs * (1 + count)) + proposing_s))
+    return rates
+
+
 @pytest.mark.parametrize("draft_s", [0.0, 1e-3])
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("num_seqs", [1, 8, 48])
@@ -102,21 +130,41 @@ def control(adaptive: bool = True) -> DraftControl:
 def test_auto_is_near_the_best_fixed_number(
     seconds: StepSeconds, num_seqs: int, alpha: float, draft_s: float
 ) -> None:
-    num_steps = 400 if num_seqs < 48 else 150  # the mean over many sequences needs few
-    fixed = [
-        Machine(None, count, draft_s=draft_s).run(num_seqs, alpha, seconds, num_steps)
-        for count in range(MOST + 1)
-    ]
+    fixed = fixed_rates(num_seqs, alpha, seconds, draft_s=draft_s)
     machine = Machine(control(), draft_s=draft_s)
     machine.run(num_seqs, alpha, seconds, 300)
-    found = machine.run(num_seqs, alpha, seconds)
-    assert found >= 0.98 * fixed[0], f"{found / fixed[0]:.3f} of plain"
-    assert found >= 0.95 * max(fixed), f"{found / max(fixed):.3f} of the best"
+    rate = machine.run(num_seqs, alpha, seconds, 3_000 if num_seqs == 1 else 800)
+    assert rate >= 0.98 * fixed[0], f"{rate / fixed[0]:.3f} of plain"
+    assert rate >= 0.95 * max(fixed), f"{rate / max(fixed):.3f} of the best"
+
+
+@pytest.mark.parametrize("busy", [(0.1, 2.5), (0.3, 1.5), (0.3, 5.0)])
+def test_busy_machine_hides_no_number_for_long(busy: tuple[float, float]) -> None:
+    """Nearly all drafts of edited code are accepted, while other processes hold up some steps."""
+    shares = []
+    for seed in range(10):
+        fixed = Machine(None, MOST, busy=busy, seed=seed).run(1, 0.99, edits_code, 300)
+        shares.append(Machine(control(), busy=busy, seed=seed).run(1, 0.99, edits_code, 300) / fixed)
+    print(f"{busy}: {min(shares):.2f} … {max(shares):.2f} of {MOST} drafts")
+    assert sum(shares) / len(shares) >= 0.88
+    assert min(shares) >= 0.7
+
+
+def test_sequences_that_accept_more_have_more_drafts() -> None:
+    """Of eight sequences, half repeat what they have seen: one number of drafts for all would waste rows."""
+    machine = Machine(control())
+    seqs = [Seq(alpha) for alpha in (0.95, 0.2) * 4]
+    machine.run_seqs(seqs, memory_bound, 200)
+    rate = machine.run_seqs(seqs, memory_bound, 600)
+    fixed = max(
+        (a + b) / 2 for a, b in zip(*(fixed_rates(8, a, memory_bound) for a in (0.95, 0.2)), strict=True)
+    )
+    assert rate >= 1.2 * fixed
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8])
 def test_a_number_that_suits_the_kernels_is_found(alpha: float) -> None:
-    fixed = [Machine(None, count, draft_s=1e-3).run(1, alpha, in_tiles, 2_000) for count in range(MOST + 1)]
+    fixed = fixed_rates(1, alpha, in_tiles, draft_s=1e-3)
     machine = Machine(control(), draft_s=1e-3)
     machine.run(1, alpha, in_tiles, 500)
     found = machine.run(1, alpha, in_tiles, 3_000)
@@ -129,14 +177,12 @@ def test_few_rounds_find_a_number_that_is_near_the_best(alpha: float) -> None:
     """With rows that cost little, the first 48 tokens lose the steps that measure, and the next 48 hardly any."""
     shares = []
     for seed in range(20):
-        fixed = max(
-            Machine(None, count, draft_s=0.1e-3).run(1, alpha, memory_bound, 400) for count in range(MOST + 1)
-        )
-        machine, seq, taken = Machine(control(), draft_s=0.1e-3, seed=seed), Seq(), []
+        fixed = max(fixed_rates(1, alpha, memory_bound, draft_s=0.1e-3))
+        machine, seq, taken = Machine(control(), draft_s=0.1e-3, seed=seed), Seq(alpha), []
         for end in (48, 96):
             before, start_s = machine.num_tokens, machine.now_s
             while machine.num_tokens < end:
-                machine._step([seq], alpha, memory_bound)
+                machine.step([seq], memory_bound)
             taken.append((machine.num_tokens - before) / (machine.now_s - start_s) / fixed)
         shares.append(taken)
     first, second = (sum(column) / len(column) for column in zip(*shares, strict=True))
@@ -188,10 +234,7 @@ def test_probes_take_a_small_share_of_the_time() -> None:
 
 def test_an_expensive_first_draft_is_reckoned_with() -> None:
     """Proposing costs something per step, whatever the number of drafts: two or more pay, one does not."""
-    fixed = [
-        Machine(None, count, round_s=5e-3, draft_s=0.2e-3).run(1, 0.7, memory_bound, 2_000)
-        for count in range(MOST + 1)
-    ]
+    fixed = fixed_rates(1, 0.7, memory_bound, draft_s=0.2e-3, round_s=5e-3)
     machine = Machine(control(), round_s=5e-3, draft_s=0.2e-3)
     machine.run(1, 0.7, memory_bound, 300)
     assert machine.run(1, 0.7, memory_bound, 2_000) >= 0.95 * max(fixed)
@@ -207,4 +250,4 @@ def test_a_slower_machine_does_not_change_the_choice() -> None:
 
 def test_a_fixed_number_is_always_asked_for() -> None:
     fixed = control(adaptive=False)
-    assert {fixed.ask(Seq(rate)) for rate in (None, 0.0, 0.5, 1.0)} == {MOST}
+    assert {fixed.ask(Seq(acceptance=rate)) for rate in (None, 0.0, 0.5, 1.0)} == {MOST}

@@ -1,7 +1,7 @@
 """What `DraftControl` learns: seconds of steps and of proposing, and how many drafts are accepted.
 
-Seconds are kept in units of the machine's pace, a mean that follows the steps that run. What is measured rarely, as a
-step with another number of drafts, is so compared with the steps beside it, and not with those of a minute ago.
+Seconds are kept in units of the machine's pace, which follows the steps that run. What is measured rarely, as a step
+with another number of drafts, is so compared with the steps next to it, and not with those of a minute ago.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from dataclasses import dataclass
 
 from quire.config import MAX_DRAFTS
 
-FEW, OUTLIER = 3, 2.0  # first measurements; ratio to the mean that is cut
-# Of the newest observation. The pace follows faster: the times of one number of drafts must not run away from others.
-TIME_WEIGHT, PACE_WEIGHT = 0.02, 0.1
+FEW = 3  # measurements
+OUTLIER = 1.1  # ratio to the mean at which a time is cut
+RECENT = 100  # measurements that a mean remembers
+SETTLED = 8  # steps in which the pace follows a change
+PRIOR = 0.6  # acceptance before the first draft
 # Before it was measured, the share of a plain step that one draft per sequence adds: so much per sequence, until a row
 # costs what a row of a plain step does.
-SLOPE = 0.12
-PRIOR = 0.6  # acceptance before the first draft
-PRIOR_COUNT = 4.0  # observations that a prior counts for
-POSITION_WEIGHT = 0.01  # least weight of the newest verification
+ROW = 0.12
 
 
 @dataclass(slots=True)
@@ -33,64 +32,79 @@ class _Time:
 class StepTimes:
     """Seconds by (sequences, drafts per sequence), learned.
 
-    ``slope``: what an unmeasured draft adds, as a share of a step without; None: drafts alone take time.
+    ``row``: what an unmeasured draft adds, as a share of a step without; None: drafts alone take time.
     """
 
-    def __init__(self, slope: float | None = SLOPE) -> None:
-        self._slope = slope
-        self._of: dict[
-            int, dict[int, _Time]
-        ] = {}  # bucket of sequences → twice the drafts per sequence → time
+    def __init__(self, row: float | None = ROW) -> None:
+        self._row = row
+        # Bucket of sequences → twice the drafts per sequence → time.
+        self._times: dict[int, dict[int, _Time]] = {}
 
     def note(self, num_seqs: int, num_drafts: int, seconds: float) -> float:
         """A step of ``num_seqs`` with ``num_drafts`` in all took ``seconds``; return the seconds known before, or 0."""
         ratio, seconds = num_drafts / num_seqs, max(seconds, 1e-9)
-        times = self._of.setdefault(bucket_of(num_seqs), {})
-        known = times.get(round(2 * ratio))
+        times, key = self._times.setdefault(bucket_of(num_seqs), {}), _key(ratio)
+        known = times.get(key)
         if known is None:
-            known = times[round(2 * ratio)] = _Time(ratio, seconds)
+            known = times[key] = _Time(ratio, seconds)
         before = known.seconds if known.count >= FEW else 0.0
-        known.drafts += (ratio - known.drafts) * TIME_WEIGHT
         known.count += 1
+        known.drafts += (ratio - known.drafts) / min(known.count, RECENT)
         if known.count <= FEW:  # one step that other processes held up must not decide
             known.seconds = min(known.seconds, seconds)
         else:
-            weight = max(TIME_WEIGHT, 1.0 / known.count)
-            known.seconds += (min(seconds, OUTLIER * known.seconds) - known.seconds) * weight
+            cut = min(max(seconds, known.seconds / OUTLIER), known.seconds * OUTLIER)
+            known.seconds += (cut - known.seconds) / min(known.count, RECENT)
         return before
 
     def count(self, num_seqs: int, ratio: float) -> int:
         """Return how often a step with ``ratio`` drafts per sequence was measured."""
-        known = self._of.get(bucket_of(num_seqs), {}).get(round(2 * ratio))
+        known = self._times.get(bucket_of(num_seqs), {}).get(_key(ratio))
         return 0 if known is None else known.count
 
     def seconds(self, num_seqs: int, ratio: float) -> float:
         """Return the seconds with ``ratio`` drafts per sequence, as far as they are known."""
-        if self._slope is None and not ratio:
+        if self._row is None and not ratio:
             return 0.0
         own = self._points(bucket_of(num_seqs))
         if len(own) > 1:
             return _line(own, ratio)
-        others = [bucket for bucket in self._of if len(self._of[bucket]) > 1]
-        if not own and self._slope is None:
-            known = [point for bucket in self._of for point in self._points(bucket)]
+        others = [bucket for bucket, times in self._times.items() if len(times) > 1]
+        if not own and self._row is None:
+            known = [point for bucket in self._times for point in self._points(bucket)]
             return known[0].seconds * ratio / known[0].drafts if known else 0.0
         base = own[0] if own else _Time(0.0, 1.0)
         if others:
             shape = self._points(min(others, key=lambda bucket: abs(bucket - bucket_of(num_seqs))))
             return base.seconds * _line(shape, ratio) / _line(shape, base.drafts)
-        if self._slope is None:
+        if self._row is None:
             return base.seconds * ratio / base.drafts
-        slope = min(self._slope * num_seqs, 1.0)
+        slope = min(self._row * num_seqs, 1.0)
         return base.seconds * (1 + slope * ratio) / (1 + slope * base.drafts)
 
     def _points(self, bucket: int) -> list[_Time]:
-        return sorted(self._of.get(bucket, {}).values(), key=lambda t: t.drafts)
+        return sorted(self._times.get(bucket, {}).values(), key=lambda t: t.drafts)
+
+
+class Pace:
+    """By what ratio steps take longer now than `StepTimes` knows them."""
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+
+    def note(self, ratio: float) -> None:
+        """A step took ``ratio`` times what is known of it."""
+        cut = min(max(ratio, self.ratio / OUTLIER), self.ratio * OUTLIER)
+        self.ratio += (cut - self.ratio) / SETTLED
 
 
 def bucket_of(num_seqs: int) -> int:
     """Numbers of sequences in one bucket share their times."""
     return round(2 * math.log2(num_seqs))
+
+
+def _key(ratio: float) -> int:
+    return max(1, round(2 * ratio)) if ratio else 0
 
 
 def _line(points: Sequence[_Time], drafts: float) -> float:
@@ -113,25 +127,26 @@ class Acceptance:
     def __init__(self) -> None:
         self.mean = PRIOR
         self._at = [0.0] * MAX_DRAFTS
-        self._counts = [0.0] * MAX_DRAFTS
+        self._counts = [0] * MAX_DRAFTS
 
-    def note(self, num_drafts: int, num_accepted: int, weight: float) -> None:
-        """Some of ``num_drafts`` were accepted, then one was rejected if any is left. ``weight``: least of each."""
-        self.mean = followed(self.mean, num_drafts, num_accepted, weight)
+    def note(self, num_drafts: int, num_accepted: int, memory: int) -> None:
+        """Some of ``num_drafts`` were accepted, then one was rejected if any is left. Remember ``memory`` of them."""
+        self.mean = followed(self.mean, num_drafts, num_accepted, memory)
         for place in range(min(num_accepted + 1, num_drafts, MAX_DRAFTS)):
-            self._counts[place] = min(self._counts[place] + 1.0, 1.0 / max(weight, POSITION_WEIGHT))
+            self._counts[place] = min(self._counts[place] + 1, memory)
             self._at[place] += ((place < num_accepted) - self._at[place]) / self._counts[place]
 
     def by_position(self, most: int) -> list[float]:
         """Return the probability that a draft is accepted whose predecessors are, for ``most`` positions."""
         before, rates = PRIOR, []
         for right, count in zip(self._at[:most], self._counts, strict=False):
-            before = (right * count + before * PRIOR_COUNT) / (count + PRIOR_COUNT)
+            before = (right * count + before * FEW) / (count + FEW)
             rates.append(before)
         return rates
 
 
-def followed(rate: float, num_drafts: int, num_accepted: int, weight: float) -> float:
+def followed(rate: float, num_drafts: int, num_accepted: int, memory: int) -> float:
     """Return the mean acceptance ``rate`` after a verification: some accepted, then one rejected if any is left."""
-    rate = 1.0 - (1.0 - rate) * (1.0 - weight) ** num_accepted
-    return rate * (1.0 - weight) if num_accepted < num_drafts else rate
+    kept = 1.0 - 1.0 / memory
+    rate = 1.0 - (1.0 - rate) * kept**num_accepted
+    return rate * kept if num_accepted < num_drafts else rate
