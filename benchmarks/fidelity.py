@@ -286,7 +286,11 @@ llama.cpp is llama-cpp-python 0.3.16, built here for AVX-512 with VNNI, on the s
 original; its own kernels for AMX give a perplexity of 211 for SmolLM2's Q4_1 in batches of 512 tokens, and 15.5 in
 batches of 8.
 {openvino}"""
-OPENVINO_NOTE = """\
+OPENVINO_NOTE = """
+OpenVINO is 2026.4.1, with its CPU plugin's defaults for one thread. Its own reading of a GGUF file (GenAI 2026.4.1)
+knows the types of SmolLM2's alone. The others are the file expanded by transformers (`benchmarks/peers/expand_gguf.py`)
+and converted by optimum-intel 2.2 and nncf 3.4: int8 and int4 (groups of 64 where 128 does not divide the inputs).
+optimum-intel does not convert Gemma 3 with the transformers (5.5.4) that it was installed with.
 """
 
 

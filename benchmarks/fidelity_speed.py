@@ -7,6 +7,7 @@ that does not count; the figures are medians.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
@@ -68,8 +69,9 @@ class Child:
         """
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        self._child.stdin.write(json.dumps({"want": want, "ids": list(ids)}).encode() + b"\n")
-        self._child.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the empty answer says
+            self._child.stdin.write(json.dumps({"want": want, "ids": list(ids)}).encode() + b"\n")
+            self._child.stdin.flush()
         line = self._child.stdout.readline()
         if not line:
             raise RuntimeError(f"{self._child.args!r} ended with status {self._child.wait()}")
@@ -87,7 +89,8 @@ class Child:
     def close(self) -> None:
         """End the process."""
         assert self._child.stdin is not None
-        self._child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
         self._child.wait()
 
 

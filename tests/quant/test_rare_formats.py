@@ -246,6 +246,12 @@ def test_damage_names_the_tensor(tmp_path: Path) -> None:
     for name, changes, says in (
         ("bitsandbytes nf4", {"state_nf4": state}, "bitsandbytes__nf4 is not readable"),
         ("bitsandbytes nf4", {"scale": torch.ones(3)}, "absmax has 3 numbers, and blocks of 64 need 4"),
+        ("bitsandbytes fp4", {"scale": torch.full((4,), torch.nan)}, "absmax holds NaN"),
+        (
+            "nvfp4 compressed-tensors",
+            {"scale": torch.full((4, 4), torch.nan).to(torch.float8_e4m3fn)},
+            "holds NaN",
+        ),
         ("bitsandbytes int8", {"layout": torch.tensor(2)}, "weight_format says that the rows"),
         ("hqq 4 bits, axis 1", {"nbits": torch.tensor(3)}, "nbits is 3, and quantization_config says 4"),
         ("hqq 4 bits, axis 1", {"quant_zero": torch.tensor(1)}, "quant_zero is set"),

@@ -7,6 +7,7 @@ from mutant import Mutant
 FILES = "tests/found/test_model_files.py::"
 BLOCKS = "tests/quant/test_gguf_blocks.py::"
 FAMILY = "tests/parity/test_family_parity.py::test_family[gemma4]"
+RARE = "tests/quant/test_rare_formats.py::"
 GGUF = "tests/found/test_gguf_files.py::"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -113,6 +114,38 @@ MUTANTS: tuple[Mutant, ...] = (
         "(words >> 28 & 15).flatten(1) + 0.5) * 0.5",
         "(words >> 28 & 14).flatten(1) + 0.5) * 0.5",
         (f"{BLOCKS}test_a_block_decodes_as_llama_cpp_decodes_it[iq3_xxs]",),
+    ),
+    Mutant(
+        "halves-of-a-byte-swapped",
+        "the first number of a byte of NVFP4 is read from its high half",
+        "src/quire/models/rare_weights.py",
+        "torch.stack((packed & 15, packed >> 4), dim=2)",
+        "torch.stack((packed >> 4, packed & 15), dim=2)",
+        (f"{RARE}test_numbers_are_those_of_the_formats_own_library[nvfp4 compressed-tensors]",),
+    ),
+    Mutant(
+        "offset-of-nested-scales-lost",
+        "bitsandbytes' double quantization is read without its offset",
+        "src/quire/models/rare_weights.py",
+        'absmax = absmax + float(state["nested_offset"])',
+        "absmax = absmax + 0.0",
+        (f"{RARE}test_numbers_are_those_of_the_formats_own_library[bitsandbytes nf4 nested]",),
+    ),
+    Mutant(
+        "groups-along-the-other-axis",
+        "HQQ's groups of inputs that lie apart get the scales of their neighbours",
+        "src/quire/models/rare_weights.py",
+        "groups = columns if scheme.strided else rows",
+        "groups = rows",
+        (f"{RARE}test_numbers_are_those_of_the_formats_own_library[hqq 4 bits, axis 0]",),
+    ),
+    Mutant(
+        "advice-of-a-flag-that-is-rejected",
+        "a plan advises to round weights that the file holds rounded",
+        "src/quire_lab/plan/advice.py",
+        'return any(form.flag == f"--quantize {kind}" for form in q.forms)',
+        "return True",
+        ("tests/plan/test_weight_forms.py::test_the_engine_takes_each_flag_that_is_advised[gptq-8-bits]",),
     ),
     Mutant(
         "infinite-scales-are-packed",

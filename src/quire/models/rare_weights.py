@@ -37,6 +37,7 @@ def open_rare(
     Raises:
         ModelLoadError, UnsupportedModelError: the tensors contradict each other or quantization_config.
     """
+    _check_finite(tensors, names)
     out, in_features = take.shape
     inputs = columns or range(in_features)
     if expanded:
@@ -50,6 +51,14 @@ def open_rare(
             held, (out, len(inputs)), lambda start, stop: take_columns(rows(start, stop), inputs)
         )
     return matrix.rows(range(take.start, out if take.stop is None else take.stop))
+
+
+def _check_finite(tensors: Tensors, names: Parts) -> None:
+    for part in ("scale", "zero", "levels", "scale_scale", "scale_levels"):
+        if part in tensors and not bool(tensors[part].float().isfinite().all()):
+            raise ModelLoadError(
+                f"{names[part]} holds NaN or infinity: the file is damaged; download it again, or ask the publisher."
+            )
 
 
 def _columns(rows: Callable[[int, int], Tensor], inputs: range, start: int, stop: int) -> Tensor:

@@ -89,10 +89,14 @@ def _changes(q: Question, now: Option | None) -> Iterator[tuple[str, str, Questi
     eight = "fp8" if "fp8" in q.hardware.flops else "int8"
     if _rounds(q, eight) and wide:
         lost = f", {MEASURED['int8']} nats from fp32" if is_cpu else ""
-        yield f"weights in 8 bits ({eight}){lost}", f"--quantize {eight}", replace(q, precision=eight)
+        yield (
+            f"weights in 8 bits ({eight}){lost}",
+            f"--quantize {eight}",
+            replace(q, precision=eight, stored=None),
+        )
     if _rounds(q, "int4") and (wide or q.precision in ("fp8", "int8")):
         lost = f", {MEASURED['int4']} nats from fp32" if is_cpu else ""
-        yield f"weights in 4 bits (int4){lost}", "--quantize int4", replace(q, precision="int4")
+        yield f"weights in 4 bits (int4){lost}", "--quantize int4", replace(q, precision="int4", stored=None)
     if q.kv_dtype == "bf16" and _caches_in_8_bits(q.spec):
         added = KV_INT8[any(a.qkv_bias for a in q.spec.attentions)]
         more = f", {added} nats more from fp32" if eight == "int8" else ""
