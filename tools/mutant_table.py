@@ -704,9 +704,9 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "torn-line-read",
         "the journal takes the line in the middle of which the server died for a whole one",
-        "src/quire/api/journal_file.py",
-        'complete = lines[: lines.rfind(b"\\n") + 1]',
-        "complete = lines",
+        "src/quire/durable.py",
+        'num_bytes = end.rfind(b"\\n") + 1',
+        "num_bytes = len(end)",
         ("tests/api/test_api_journal.py",),
     ),
     Mutant(

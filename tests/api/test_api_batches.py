@@ -19,8 +19,9 @@ import quire.jobs.files
 from quire.errors import RequestError
 from quire.http.edge import new_id
 from quire.http.refusals import HttpError
-from quire.jobs.files import FileStore, read_form
-from quire.jobs.runner import check_lines, done_ids, output_line, unanswered_line
+from quire.jobs.files import FileStore
+from quire.jobs.form import read_form
+from quire.jobs.lines import check_lines, done_ids, output_line, unanswered_line
 
 CHAT = "/v1/chat/completions"
 

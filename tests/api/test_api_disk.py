@@ -27,8 +27,9 @@ import quire.jobs.disk
 import quire.jobs.files
 from quire.http.call import Call
 from quire.http.edge import new_id
+from quire.jobs.disk import OPEN
 from quire.jobs.files import FileStore
-from quire.jobs.runner import OPEN, BatchRunner
+from quire.jobs.runner import BatchRunner
 
 
 class Disk:

@@ -28,7 +28,7 @@ from quire.errors import QuireError
 from quire.http.body import decode
 from quire.http.refusals import HttpError
 from quire.http.wire import parse
-from quire.jobs.files import read_form
+from quire.jobs.form import read_form
 from quire.lora.adapter import read_adapter
 from quire.models.checkpoint import describe, read_tokenizer
 from quire.models.hub import locate

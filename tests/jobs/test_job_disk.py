@@ -1,42 +1,24 @@
-"""What jobs keep on disk: whole or not at all, and what happens while the disk is full."""
+"""The files of batches, and what happens while the disk is full."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 from pathlib import Path
 
 import pytest
 
+from quire import durable
 from quire.http.refusals import HttpError
 from quire.jobs import disk
-from quire.jobs.disk import BatchFolder, removed_on_failure, within_disk, write_json
+from quire.jobs.disk import BatchFolder, within_disk
 
 ID = "batch_" + "0" * 32
 
 
 def full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_write_that_fails_leaves_the_old_value(tmp_path: Path) -> None:
-    path = tmp_path / "value.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [path], "no half of a file"
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_files_of_a_failed_block_go(tmp_path: Path) -> None:
-    made = [tmp_path / "a", tmp_path / "b"]
-    made[0].touch()
-    with pytest.raises(KeyboardInterrupt), removed_on_failure(*made):
-        raise KeyboardInterrupt
-    assert not made[0].exists()
 
 
 def test_a_full_disk_is_507_and_other_faults_are_not() -> None:
@@ -59,7 +41,7 @@ def test_batches_are_read_back_and_strangers_left_alone(tmp_path: Path) -> None:
 def test_a_state_that_is_not_saved_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = BatchFolder(tmp_path, lambda: 5.0)
     batch = {"id": ID, "status": "validating"}
-    monkeypatch.setattr(disk, "write_json", lambda path, value: full())
+    monkeypatch.setattr(durable, "write_json", lambda path, value: full())
     with pytest.raises(OSError, match="No space"):
         folder.set_status(batch, "in_progress")
     assert batch == {"id": ID, "status": "validating"}

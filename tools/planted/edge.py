@@ -147,6 +147,14 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{RIGHTS}::test_only_a_gateway_with_the_key_says_for_whom_it_runs",),
     ),
     Mutant(
+        "one-bad-record-hides-all",
+        "a record that cannot be read keeps the server from the records next to it",
+        "src/quire/durable.py",
+        "        except msgspec.DecodeError as error:\n",
+        "        except KeyError as error:\n",
+        ("tests/test_durable.py",),
+    ),
+    Mutant(
         "unsaved-state-holds",
         "a batch goes on in a state that a full disk did not take",
         "src/quire/jobs/disk.py",

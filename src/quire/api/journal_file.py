@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from quire.api.relayed import Delivered
+from quire.durable import complete_lines
 from quire.metrics.log import Log
 
 encode = msgspec.json.Encoder().encode
@@ -106,13 +107,10 @@ class StreamFile:
         try:
             first, _, rest = raw.partition(b"\n")
             head = msgspec.json.decode(first, type=Head)
-            body, lines = rest[: head.num_bytes], rest[head.num_bytes + 1 :]
-            complete = lines[: lines.rfind(b"\n") + 1]
-            if len(complete) < len(lines):
-                os.ftruncate(self._fd, len(raw) - len(lines) + len(complete))
+            body, end_bytes = rest[: head.num_bytes], rest[head.num_bytes + 1 :]
             delivered: list[Delivered] = []
             num_events, end = 0, None
-            for line in complete.splitlines():
+            for line in complete_lines(self._fd, end_bytes):
                 if line[:1] == b"[":
                     num_events, chunk = _chunk(line)
                     delivered.append(chunk)

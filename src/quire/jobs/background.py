@@ -10,6 +10,7 @@ the same id and seed, so that it becomes the same response.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,16 +20,17 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.durable import Records
 from quire.errors import CapacityError, clip
 from quire.http.body import send_json
 from quire.http.call import AnswerName, Call, call_of, put_call
 from quire.http.client import post_local
 from quire.http.events import first_data
 from quire.http.json_page import json_response
-from quire.jobs.disk import within_disk, write_json
+from quire.jobs.disk import within_disk
 from quire.metrics.log import Log
-from quire.private import private_folder
 
+_ID = re.compile(r"[^.]+")
 _SEED_BITS = 53
 log = Log("background")
 ROOT = "/v1/responses"
@@ -73,13 +75,11 @@ class BackgroundResponses:
         self._max_body_bytes = max_body_bytes
         self._new_id = new_id
         self._unix_time = unix_time
-        self._folder = folder
+        self._disk = None if folder is None else Records(folder, _Record, _ID)
         self._running: dict[tuple[str, str], _Run] = {}  # (tenant, id) → run
         self._records: dict[str, _Record] = {}  # answer id → record, of a running answer
         self._adopted: dict[str, _Record] = {}  # will run once there is an application
         self._starting: set[asyncio.Task[None]] = set()
-        if folder is not None:
-            private_folder(folder, files="*")
 
     def adopt(self, records: list[Any]) -> None:
         """Take what `stop` returned in another server."""
@@ -88,12 +88,8 @@ class BackgroundResponses:
 
     def start(self, app: ASGIApp) -> None:
         """Run what was adopted, and what a server that ended has left in the folder."""
-        for path in self._folder.glob("*.json") if self._folder is not None else ():
-            if path.stem not in self._records:
-                try:
-                    self._adopted[path.stem] = msgspec.json.decode(path.read_bytes(), type=_Record)
-                except msgspec.DecodeError as error:
-                    log.error("background_unreadable", path=str(path), error=str(error))
+        left = () if self._disk is None else self._disk.all()
+        self._adopted |= {answer_id: record for answer_id, record in left if answer_id not in self._records}
         for answer_id, record in self._adopted.items():
             task = asyncio.create_task(self._run_again(app, answer_id, record))
             self._starting.add(task)
@@ -126,14 +122,14 @@ class BackgroundResponses:
 
     def _keep(self, record: _Record) -> None:
         """Have the request run again after a restart."""
-        if self._folder is not None:
+        if self._disk is not None:
             with within_disk():
-                write_json(self._folder / f"{record.answer_id}.json", record)
+                self._disk.put(record.answer_id, record)
         self._records[record.answer_id] = record
 
     def _forget(self, answer_id: str) -> None:
-        if self._records.pop(answer_id, None) is not None and self._folder is not None:
-            (self._folder / f"{answer_id}.json").unlink(missing_ok=True)
+        if self._records.pop(answer_id, None) is not None and self._disk is not None:
+            self._disk.delete(answer_id)
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """Return ``app``, the application of a route, with background responses."""

@@ -1,4 +1,4 @@
-"""What jobs keep on disk: whole or not at all, and what happens while the disk is full."""
+"""The files of batches, and what happens while the disk is full."""
 
 from __future__ import annotations
 
@@ -11,42 +11,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from quire.durable import Records
 from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
-from quire.private import appended, private_folder, written_anew
+from quire.private import appended
 
+# States of a batch that has not ended.
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+MAX_STORE_BYTES = 10 * 2**30  # all files together
 FULL_S = 1.0  # before a write to a full disk is tried again
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 log = Log("batch")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace the contents of ``path`` with ``value`` atomically, also if the power fails."""
-    made = path.with_suffix(".tmp")
-    with removed_on_failure(made):
-        with written_anew(made) as file:
-            file.write(msgspec.json.encode(value))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, path)
-
-
 def is_full(error: OSError) -> bool:
     """Tell whether a write failed because the disk or the user's share of it is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@contextmanager
-def removed_on_failure(*paths: Path) -> Iterator[None]:
-    """Leave no half of a file behind where the block fails."""
-    try:
-        yield
-    except BaseException:
-        for path in paths:
-            path.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
@@ -76,13 +56,12 @@ class BatchFolder:
 
     def __init__(self, root: Path, unix_time: Callable[[], float]) -> None:
         self._folder = root / "batches"
-        private_folder(self._folder, files="*")
+        self._states = Records(self._folder, dict[str, Any], _ID)
         self._unix_time = unix_time
 
     def load(self) -> dict[str, dict[str, Any]]:
         """Return all batches by id."""
-        paths = [path for path in self._folder.glob("*.json") if _ID.fullmatch(path.stem)]
-        return {path.stem: msgspec.json.decode(path.read_bytes()) for path in paths}
+        return dict(self._states.all())
 
     def lines(self, batch: dict[str, Any], kind: str) -> Path:
         """Return the path of the lines of a batch; ``kind``: output or errors."""
@@ -106,7 +85,7 @@ class BatchFolder:
         batch.update(changed)
 
     def save(self, batch: dict[str, Any]) -> None:
-        write_json(self._folder / f"{batch['id']}.json", batch)
+        self._states.put(batch["id"], batch)
 
     async def when_room(self, batch: dict[str, Any], write: Callable[[], None]) -> None:
         """Call ``write`` until the disk has room for it. The batch is paused meanwhile."""

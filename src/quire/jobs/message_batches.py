@@ -9,7 +9,7 @@ import asyncio
 import io
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from pydantic import Field
@@ -22,9 +22,12 @@ from quire.http.body import read_bytes
 from quire.http.call import call_of
 from quire.http.json_page import json_response
 from quire.http.wire import Ignored, Wire, not_allowed, parse
-from quire.jobs.disk import within_disk
-from quire.jobs.runner import MESSAGES, OPEN, BatchRunner, check_lines
+from quire.jobs.disk import OPEN, within_disk
 
+if TYPE_CHECKING:  # loaded with `--batch-dir` alone
+    from quire.jobs.runner import BatchRunner
+
+MESSAGES = "/v1/messages"  # path of Anthropic's batches
 _WINDOW_S = 24 * 3600
 _PAGE = (20, 1000)  # batches in a list: by default, at most
 _ENDS = {"batch_cancelled": "canceled", "batch_expired": "expired"}
@@ -127,7 +130,7 @@ class MessageBatches:
         source = await asyncio.to_thread(
             runner.files.add, io.BytesIO(lines), "requests.jsonl", "batch", call.tenant
         )
-        num_lines, errors = await asyncio.to_thread(check_lines, runner.files.path(source["id"]), MESSAGES)
+        num_lines, errors = await asyncio.to_thread(runner.check, source["id"], MESSAGES)
         if errors:
             runner.files.delete(source["id"], call.tenant)
             where = f"requests[{(errors[0].line or 1) - 1}]"

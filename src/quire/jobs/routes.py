@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from pydantic import Field
@@ -26,13 +26,16 @@ from quire.http.extension import Extension, Work
 from quire.http.json_page import json_response, page_of
 from quire.http.wire import Body, Ignored, Integer, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
-from quire.jobs.disk import within_disk
-from quire.jobs.files import MAX_STORE_BYTES, FileStore, read_form
+from quire.jobs.disk import MAX_STORE_BYTES, OPEN, within_disk
+from quire.jobs.form import read_form
 from quire.jobs.message_batches import HELD as MESSAGES_HELD
 from quire.jobs.message_batches import MessageBatches, MessageBatchRequest, is_messages
-from quire.jobs.runner import ENDPOINTS, OPEN, BatchRunner
 from quire.private import private_folder
 
+if TYPE_CHECKING:  # loaded with `--batch-dir` alone
+    from quire.jobs.runner import BatchRunner
+
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _STAMPS = (
@@ -291,13 +294,7 @@ def jobs_of(
     try:
         if root is not None:
             private_folder(root, is_ours=False)
-            files, most = (
-                FileStore(root, new_id, unix_time, settings.max_store_bytes),
-                settings.batch_concurrency,
-            )
-            runner = BatchRunner(
-                root, files, new_id=new_id, unix_time=unix_time, is_busy=is_busy, concurrency=most
-            )
+            runner = _open_runner(root, settings, is_busy, unix_time)
         folder = None if root is None else root / "background"
         background = BackgroundResponses(settings.max_body_bytes, new_id, unix_time, is_ready, folder)
     except (OSError, msgspec.DecodeError) as error:
@@ -330,3 +327,14 @@ def jobs_of(
         _BODIES,
         Work(start, stop, background.adopt, is_on_disk=root is not None),
     )
+
+
+def _open_runner(
+    root: Path, settings: JobSettings, is_busy: Callable[[], bool], unix_time: Callable[[], float]
+) -> BatchRunner:
+    """Load the wing of files and batches, which a server without `--batch-dir` does not."""
+    from quire.jobs.files import FileStore
+    from quire.jobs.runner import BatchRunner
+
+    files, most = FileStore(root, new_id, unix_time, settings.max_store_bytes), settings.batch_concurrency
+    return BatchRunner(root, files, new_id=new_id, unix_time=unix_time, is_busy=is_busy, concurrency=most)

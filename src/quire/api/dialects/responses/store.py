@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from quire.durable import Records
 from quire.errors import ConfigError
-from quire.jobs.disk import write_json
 from quire.metrics.log import Log
-from quire.private import private_folder
 
+_ID = re.compile(r"resp_[^.]+")
 log = Log("api")
 # What a stored answer takes next to its texts. It bounds their number, too.
 _STORED_BYTES = 1024
@@ -52,27 +53,21 @@ class ResponseStore:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._items: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # (tenant, id) → answer
-        self._folder = folder
         try:
-            if folder is not None:
-                private_folder(folder, files="*")
-                self._read(folder)
-        except (OSError, msgspec.DecodeError) as error:
+            self._disk = None if folder is None else Records(folder, tuple[str, Stored], _ID)
+            for response_id, (tenant, stored) in () if self._disk is None else self._disk.all():
+                self._add((tenant, response_id), stored)
+        except OSError as error:
             raise ConfigError(f"The folder {folder} of responses cannot be used: {error}.") from error
-
-    def _read(self, folder: Path) -> None:
-        for path in sorted(folder.glob("resp_*.json"), key=lambda path: path.stat().st_mtime_ns):
-            tenant, stored = msgspec.json.decode(path.read_bytes(), type=tuple[str, Stored])
-            self._add((tenant, path.stem), stored)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, tenant: str, response_id: str, stored: Stored, *, durable: bool = False) -> None:
         """Keep an answer under its id. ``durable``: on disk, too, as long as there is room on it."""
-        if durable and self._folder is not None:
+        if durable and self._disk is not None:
             try:
-                write_json(self._folder / f"{response_id}.json", (tenant, stored))
+                self._disk.put(response_id, (tenant, stored))
             except OSError as error:
                 log.error("response_not_written", id=response_id, error=str(error))
         self._add((tenant, response_id), stored)
@@ -88,8 +83,8 @@ class ResponseStore:
             self._unlink(oldest_id)
 
     def _unlink(self, response_id: str) -> None:
-        if self._folder is not None:
-            (self._folder / f"{response_id}.json").unlink(missing_ok=True)
+        if self._disk is not None:
+            self._disk.delete(response_id)
 
     def entries(self) -> list[tuple[str, str, Stored]]:
         """Return tenant, id and answer of each, for `restore` in another server."""
