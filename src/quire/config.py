@@ -68,8 +68,14 @@ class CacheConfig:
     has_events: bool = False  # gateways are told which blocks there are
     num_states: int = 0  # recurrent states of running sequences at most
     num_checkpoints: int = 0  # slots beyond them; 0: prefixes are not reused
+    num_draft_states: int = 0  # slots beyond those: drafts per step at most
     state_bytes: int = 0  # per slot
     disk: tuple[str, int] | None = None  # folder and bytes of the tier on disk
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots for recurrent states in all."""
+        return self.num_states + self.num_checkpoints + self.num_draft_states
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.fakes.executor import FakeDrafts
 from tests.scheduler.harness import MODEL, Engine, oracle, request
 
+from quire.cache.blocks import BlockTable
 from quire.cache.checkpoint_places import Kind, places_of, score
+from quire.cache.draft_slots import DraftSlots
 from quire.config import CacheConfig, SchedulerConfig
 from quire.request import Request
 from quire.scheduler.scheduler import Scheduler, audit
@@ -24,14 +27,24 @@ def make_engine(
     in_flight: int = 1,
     max_num_batched_tokens: int = 256,
     max_model_len: int = 4096,
+    num_drafts: int = 0,
 ) -> Engine:
-    cache = CacheConfig(num_blocks, SIZE, num_states=max_num_seqs, num_checkpoints=num_checkpoints)
+    """An engine of a model with states. Of its drafts, up to ``num_drafts`` per step, a fifth are wrong."""
+    cache = CacheConfig(
+        num_blocks,
+        SIZE,
+        num_states=max_num_seqs,
+        num_checkpoints=num_checkpoints,
+        num_draft_states=num_drafts * max_num_seqs,
+    )
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        max_num_drafts=num_drafts,
     )
-    return Engine(Scheduler(config, cache), in_flight=in_flight)
+    drafts = FakeDrafts(num_drafts, 0.2, seed=7)
+    return Engine(Scheduler(config, cache), in_flight=in_flight, drafts=drafts)
 
 
 def run(engine: Engine, *requests: Request) -> list[int]:
@@ -144,11 +157,14 @@ def test_audit_forgets_checkpoints_with_the_tree() -> None:
     assert run(engine, request("s", 200)) == [0]
 
 
+@pytest.mark.parametrize("num_drafts", [0, 5])
 @pytest.mark.parametrize(("num_checkpoints", "num_blocks"), [(64, 2000), (4, 2000), (4, 300)])
-def test_an_agents_turn_computes_little_again(num_checkpoints: int, num_blocks: int) -> None:
+def test_an_agents_turn_computes_little_again(num_checkpoints: int, num_blocks: int, num_drafts: int) -> None:
     """Twenty turns with another conversation in between: at most two blocks beyond what is new."""
     rng = random.Random(45)
-    engine = make_engine(num_checkpoints, max_num_seqs=2, num_blocks=num_blocks, in_flight=2)
+    engine = make_engine(
+        num_checkpoints, max_num_seqs=2, num_blocks=num_blocks, in_flight=2, num_drafts=num_drafts
+    )
     histories = {"agent": [*range(2000, 2700)], "other": [*range(9000, 9300)]}
     for turn in range(20):
         for name, history in histories.items():
@@ -158,4 +174,22 @@ def test_an_agents_turn_computes_little_again(num_checkpoints: int, num_blocks: 
             (cached,) = run(engine, one)
             assert num_seen - cached <= 2 * SIZE, (name, turn)
             history += oracle(one)
-    assert engine.scheduler.stats().num_checkpoints <= num_checkpoints + 2
+    stats = engine.scheduler.stats()
+    assert stats.num_checkpoints <= num_checkpoints + 2
+    assert (stats.num_accepted_tokens > 100) == (num_drafts > 0)
+
+
+def test_no_more_drafts_are_verified_than_there_are_slots_for() -> None:
+    slots = DraftSlots(range(20, 25))
+    first, second, third = (BlockTable(1, b"root", SIZE) for _ in range(3))
+    assert [slots.reserve(table, 3) for table in (first, second, third)] == [3, 2, 0]
+    assert [count for count, _ in slots.place(1, first, 1, 3)] == [1, 2, 3]
+    slots.planned()  # the second is in no plan
+    assert slots.reserve(third, 3) == 2
+    slots.place(2, third, 1, 2)
+    slots.close(1, {first: 1})
+    assert slots.source(first, 7) == 21
+    slots.close(2, {third: 2})
+    assert slots.source(third, 7) == 7
+    assert slots.take(first) == 21
+    assert sorted(slots.free) == [20, 21, 22, 23, 24]

@@ -60,11 +60,27 @@ def test_checkpoints_are_as_many_as_asked_for_or_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "text"), [({"speculate": "ngram"}, "speculate"), ({"context_parallel_size": 2}, "context")]
+    ("settings", "text"),
+    [
+        ({"speculate": "lookahead"}, "speculate"),
+        ({"speculate": "ngram", "spec_tree": 3}, "spec_tree"),
+        ({"context_parallel_size": 2}, "context"),
+    ],
 )
 def test_what_recurrent_layers_do_not_run_with_is_refused(settings: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=f"{text}.* recurrent layers"):
         config_of(spec_of(), **settings)
+
+
+def test_drafts_have_states_to_go_back_to() -> None:
+    cache = config_of(spec_of(), max_num_seqs=4, speculate="ngram", spec_tokens=5).cache
+    assert (cache.num_states, cache.num_draft_states) == (4, 20)
+    assert cache.num_state_slots == 4 + cache.num_checkpoints + 20
+    small = replace(DEVICE, memory_available_bytes=2 * GIB)
+    few = config_of(spec_of(128), small, speculate="ngram").cache
+    most = config_of(spec_of(128), small).cache
+    assert 1 <= few.num_states < most.num_states
+    assert few.num_state_slots <= most.num_state_slots
 
 
 def test_plain_models_have_no_states() -> None:

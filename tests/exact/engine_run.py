@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tests.exact.models import MAX_MODEL_LEN, head_spec
+from tests.exact.models import MAX_MODEL_LEN, head_spec, llama
 from tests.exact.traffic import STEP_S, Job
 from tests.fakes.integrity import check_integrity
 from tests.kernels.checks import runner_config
@@ -111,6 +111,7 @@ def _slots(spec: ModelSpec, max_num_seqs: int) -> dict[str, int]:
     return {
         "num_states": max_num_seqs,
         "num_checkpoints": 12,
+        "num_draft_states": 12,
         "state_bytes": spec.state_bytes_per_sequence,
     }
 
@@ -148,14 +149,16 @@ def engine_config(
     if policy.drafts in ("self", "other"):
         other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
         own = other if policy.drafts == "other" else dtype
-        speculate = SpeculateConfig("draft", replace(model, dtype=own, kv_dtype=own))
+        drafting = llama() if spec.state_layers else spec
+        speculate = SpeculateConfig("draft", replace(model, spec=drafting, dtype=own, kv_dtype=own))
     elif policy.drafts in ("medusa", "eagle", "eagle3", "mtp"):
         heads = HeadsConfig("", "tiny", head_spec(spec, policy.drafts), dtype, "random", seed=2)
         method = policy.drafts.removesuffix("3")
         speculate = SpeculateConfig(method, heads=heads)  # type: ignore[arg-type]
     elif policy.drafts != "none":
         speculate = SpeculateConfig("lookahead" if policy.drafts == "lookahead" else "ngram")
-    paths = 1 if policy.drafts in ("none", "self") else 5 if policy.drafts == "lookahead" else 3
+    is_chain = policy.drafts in ("none", "self") or bool(spec.state_layers)
+    paths = 1 if is_chain else 5 if policy.drafts == "lookahead" else 3
     if speculate is not None:
         speculate = replace(speculate, num_branch_blocks=8 * (paths - 1) * len(windows))
     return EngineConfig(

@@ -75,6 +75,23 @@ def test_quick_with_drafts(drafts: Drafting, accepted: int, monkeypatch: pytest.
     assert tally.num_rejected > 50
 
 
+# A recurrent state has no place for a tree, and is no draft model's: another model drafts for it.
+STATES = [Case("hybrid", "float32", 49, num_requests=24)]
+STATES += [Case("hybrid", "bfloat16", 49, 24, level) for level in backends("attention")[-1:]]
+
+
+@pytest.mark.parametrize("drafts", ["oracle", "other"])
+@pytest.mark.parametrize("case", STATES, ids=str)
+def test_quick_with_states_that_go_back(
+    case: Case, drafts: Drafting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "STD", 0.3)
+    tally = serve_and_check(case, Policy("continuous", "fcfs", 48, drafts)).tally
+    assert tally.num_rejected > 50
+    assert tally.num_accepted > (50 if drafts == "oracle" else -1)
+    assert tally.num_cached_tokens > 0
+
+
 def test_quick_with_medusa_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """EAGLE and MTP are in tests/speculate/test_heads_state.py."""
     monkeypatch.setattr(loader, "STD", 0.3)

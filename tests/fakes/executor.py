@@ -84,7 +84,7 @@ class FakeExecutor:
         self.transfers = FakeTransfers(self._pages, transfers or FakeTransferRates(), self.violations)
         self._seqs: dict[int, WorkerSeq] = {}
         self._adapters = FakeAdapters()
-        self._states = FakeStates(cache_config.num_states + cache_config.num_checkpoints)
+        self._states = FakeStates(cache_config.num_state_slots)
         self._out: deque[_Outstanding] = deque()
 
     @property

@@ -79,11 +79,20 @@ def widened(scenario: Scenario) -> Scenario:
 
 
 def with_states(scenario: Scenario) -> Scenario:
-    """The same for a model with recurrent states: with few checkpoints, many, or none."""
+    """The same for a model with recurrent states: with few checkpoints, many, or none; every other with drafts."""
     rng = random.Random(f"states-{scenario.seed}")
     most = scenario.scheduler.max_num_seqs
     num_checkpoints = rng.choice((0, most, most, 2 * most, 40))
     cache = replace(scenario.cache, num_states=most, num_checkpoints=num_checkpoints)
+    if scenario.seed % 2:
+        num_drafts = rng.choice((1, 2, 5))
+        cache = replace(cache, num_draft_states=num_drafts * rng.choice((1, 2, most)))
+        scenario = replace(
+            scenario,
+            chains_steps=rng.random() < 0.3,
+            scheduler=replace(scenario.scheduler, max_num_drafts=num_drafts),
+            drafts=FakeDrafts(num_drafts, rng.choice((0.0, 0.3, 0.7)), scenario.seed),
+        )
     return replace(scenario, cache=cache)
 
 

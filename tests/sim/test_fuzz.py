@@ -82,6 +82,8 @@ STATE_COVERAGE = {
     "restarted_readers": 50,
     "preemptions": 100,
     "forks": 100,
+    "accepted drafts": 100,
+    "rejected drafts": 100,
 }
 _seen_states: Counter[str] = Counter()
 _seen: Counter[str] = Counter()

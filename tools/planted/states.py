@@ -5,7 +5,9 @@ from __future__ import annotations
 from mutant import Mutant
 
 SLOTS = "src/quire/cache/states.py"
+DRAFTS = "src/quire/cache/draft_slots.py"
 CACHE = ("tests/cache/test_states.py",)
+GOES_BACK = "tests/exact/test_quick.py::test_quick_with_states_that_go_back"
 FUZZ = tuple(f"tests/sim/test_fuzz.py::test_fuzz_with_recurrent_states[{first}]" for first in (0, 12, 24))
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -45,7 +47,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "fork-without-the-state",
         "a fork begins with whatever its slot holds",
         SLOTS,
-        "        self._move(target, self.live[source].slot, self._begin(target, num_tokens + 1).slot)\n",
+        "        self._move(target, slot, self._begin(target, num_tokens + 1).slot)\n",
         "        self._begin(target, num_tokens + 1)\n",
         CACHE,
     ),
@@ -56,6 +58,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "            if save.place.kind in LAST_KINDS:\n                self._supersede(save.live)\n",
         "",
         CACHE,
+    ),
+    Mutant(
+        "rejected-draft-stays-in-the-state",
+        "after rejected drafts the state goes on from one draft too early",
+        DRAFTS,
+        "self._behind[table] = slots.pop(count)",
+        "self._behind[table] = slots.pop(max(0, count - 1))",
+        (*FUZZ, GOES_BACK),
+    ),
+    Mutant(
+        "state-never-goes-back",
+        "the state keeps the drafts that were rejected",
+        SLOTS,
+        "            self._move(table, slot, self.live[table].slot)\n        if not num_drafts:",
+        "            pass\n        if not num_drafts:",
+        (*FUZZ, GOES_BACK),
     ),
     Mutant(
         "scan-begins-with-what-lay-there",

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from quire.cache.blocks import BlockTable, Node
 from quire.cache.checkpoint_places import LAST_KINDS, Kind, Place, places_of, score
+from quire.cache.draft_slots import DraftSlots
 from quire.cache.prefix_cache import Hit, PrefixCache
 from quire.cache.references import References
 from quire.config import CacheConfig
@@ -81,6 +82,7 @@ class StateSlots:
         self, config: CacheConfig, prefix: PrefixCache, references: References, block_size: int
     ) -> None:
         self.config, self.num_slots = config, config.num_states + config.num_checkpoints
+        self.drafts = DraftSlots(range(self.num_slots, self.num_slots + config.num_draft_states))
         self.live: dict[BlockTable, LiveState] = {}
         self.checkpoints: dict[Node, Checkpoint] = {}  # some of nodes that left the tree since
         self.steps: dict[int, StepSlots] = {}  # in flight or being planned
@@ -126,7 +128,8 @@ class StateSlots:
         """Copy the state of ``source`` after ``num_tokens`` tokens for ``target``; False: there is no slot."""
         if not self.has_room:
             return False
-        self._move(target, self.live[source].slot, self._begin(target, num_tokens + 1).slot)
+        slot = self.drafts.source(source, self.live[source].slot)
+        self._move(target, slot, self._begin(target, num_tokens + 1).slot)
         return True
 
     def end(self, table: BlockTable) -> None:
@@ -135,17 +138,35 @@ class StateSlots:
         if live is None:
             return
         live.is_running = False
+        self.drafts.end(table)
         if self._references.in_flight(table):
             self._step(table.last_step).given_up.append(live.slot)
         else:
             self.free.append(live.slot)
 
+    def plan_drafts(self, table: BlockTable, num_known: int, num_drafts: int) -> list[tuple[int, int]]:
+        """Let the state of ``table`` go on from what was accepted of its last drafts.
+
+        Returns where the chunk that is planned, of ``num_known`` tokens and then drafts, keeps states to go back to.
+        """
+        slot = self.drafts.take(table)
+        if slot is not None:
+            self._move(table, slot, self.live[table].slot)
+        if not num_drafts:
+            return []
+        return self.drafts.place(self._references.planning.step, table, num_known, num_drafts)
+
     def plan_saves(
-        self, table: BlockTable, start: int, end: int, *, rolls: bool
+        self, table: BlockTable, start: int, end: int, num_drafts: int = 0, *, rolls: bool
     ) -> tuple[tuple[int, int], ...]:
-        """Return `SeqPlan.checkpoints` of a chunk of ``table`` that is planned. ``rolls``: its answer has one, too."""
+        """Return the checkpoints of a chunk of ``table`` that is planned, as of `SeqPlan.checkpoints`.
+
+        The last ``num_drafts`` tokens up to ``end`` are drafts. ``rolls``: its answer has a checkpoint, too.
+        """
         size, live = self._block_size, self.live[table]
-        edge = end // size * size
+        edge = (end - num_drafts) // size * size
+        if edge <= start:
+            edge = end // size * size
         if edge <= start:
             return ()
         places = [place for place in live.places if place.num_tokens <= end]
@@ -170,7 +191,10 @@ class StateSlots:
         return tuple(sorted((save.place.num_tokens - start, save.slot) for save in saves))
 
     def close(self, step: int) -> None:
-        """``step`` was applied: what it saved can be hit from now on."""
+        """``step`` was applied: what it saved can be hit from now on.
+
+        A state behind a draft that was rejected has no node, since its block is not full of known tokens.
+        """
         record = self.steps.pop(step, None)
         if record is None:
             return
@@ -207,6 +231,7 @@ class StateSlots:
         for save in record.saves:
             save.is_valid = False
         self.close(step)
+        self.drafts.close(step, {})
 
     def forget(self, prefix: PrefixCache, references: References) -> None:
         """Nothing runs, and the prefix tree and the references begin anew: all slots are free."""
@@ -214,6 +239,7 @@ class StateSlots:
         self._prefix, self._references = prefix, references
         self.checkpoints.clear()
         self.steps.clear()
+        self.drafts.clear()
         self.free = list(range(self.num_slots))[::-1]
 
     def sweep(self) -> bool:

@@ -65,6 +65,10 @@ def draft_config(
         )
     if isinstance(draft, HeadCheckpoint):
         return HeadsConfig(draft.path, draft.name, draft.spec, dtype, draft.load_format, args.seed)
+    if draft.spec.state_layers:
+        raise ConfigError(
+            f"draft_model = {draft.name!r} has recurrent layers, whose states no drafts are made with: choose another"
+        )
     plan = plan_weights(draft.spec, draft.formats, draft.quantize, None)
     return ModelConfig(
         draft.path,

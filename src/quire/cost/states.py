@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 from quire.args import EngineArgs
 from quire.config import DeviceInfo
+from quire.cost.speculation import TREES, spec_tokens
 from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
 
@@ -29,8 +30,9 @@ def fit_states(
     _refuse_unmet(args, device)
     size, wanted = spec.state_bytes_per_sequence, args.max_num_seqs
     per_sequence = 1 if args.state_checkpoints == "off" or not args.enable_prefix_caching else 2
+    num_drafts = spec_tokens(args)
     share = int(left * STATE_SHARE)
-    most = share // (per_sequence * size)
+    most = _most(share // size, per_sequence, num_drafts)
     remarks: tuple[str, ...] = ()
     if args.state_checkpoints in ("auto", "off") and wanted > most:
         default = next(field.default for field in fields(EngineArgs) if field.name == "max_num_seqs")
@@ -46,9 +48,18 @@ def fit_states(
             f"{most} sequences run at once, not {wanted}: each has a recurrent state of {size / 2**20:.1f} MiB and "
             "room for a checkpoint",
         )
-    num_checkpoints = _num_checkpoints(args, size, left, share)
-    slots = {"num_states": args.max_num_seqs, "num_checkpoints": num_checkpoints, "state_bytes": size}
-    return args, slots, (args.max_num_seqs + num_checkpoints) * size, remarks
+    # The scheduler verifies no more drafts in a step than there are slots for.
+    num_draft_states = num_drafts * min(args.max_num_seqs, TREES)
+    num_checkpoints = _num_checkpoints(args, size, left, share - num_draft_states * size)
+    counts = {"num_states": args.max_num_seqs, "num_checkpoints": num_checkpoints}
+    counts |= {"num_draft_states": num_draft_states}
+    return args, counts | {"state_bytes": size}, sum(counts.values()) * size, remarks
+
+
+def _most(num_slots: int, per_sequence: int, num_drafts: int) -> int:
+    """Return how many sequences ``num_slots`` slots are for."""
+    few = num_slots // (per_sequence + num_drafts)
+    return few if few < TREES else (num_slots - TREES * num_drafts) // per_sequence
 
 
 def _num_checkpoints(args: EngineArgs, size: int, left: int, share: int) -> int:
@@ -75,9 +86,15 @@ def _num_checkpoints(args: EngineArgs, size: int, left: int, share: int) -> int:
 
 def _refuse_unmet(args: EngineArgs, device: DeviceInfo) -> None:
     """Refuse what a model with recurrent layers does not run with."""
-    if args.speculate is not None or args.draft_model is not None:
+    if args.speculate not in (None, "ngram", "draft"):
         raise ConfigError(
-            "speculate: this model has recurrent layers, whose states cannot take rejected drafts back: leave it out"
+            f"speculate = {args.speculate!r}: with recurrent layers drafts are of 'ngram' or 'draft': set one "
+            "of them"
+        )
+    if args.spec_tree != 1:
+        raise ConfigError(
+            f"spec_tree = {args.spec_tree}: this model has recurrent layers, whose states follow one path of drafts: "
+            "leave it at 1"
         )
     if args.context_parallel_size > 1:
         raise ConfigError(

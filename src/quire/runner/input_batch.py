@@ -205,7 +205,7 @@ class InputBatch:
             block_table[:num_seqs, :width] = blocks[rows, :width]
         if drafts is not None:
             drafts.branch_out(to, cu_seqlens_q, self._block_size)
-        elif to.states is not None:
+        if to.states is not None:
             to.states.fill(plans, table.state_slots[rows])
         _keep_own(to, self._stripe, places)
         ends = cu_seqlens_q[1:][sampling]

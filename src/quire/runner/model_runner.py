@@ -84,8 +84,7 @@ class ModelRunner:
         )
         self.states: StatePool | None = None
         if model.spec.state_layers:
-            num_slots = cache.num_states + cache.num_checkpoints
-            self.states = import_module("quire.runner.states").StatePool(model.spec, num_slots)
+            self.states = import_module("quire.runner.states").StatePool(model.spec, cache.num_state_slots)
         accept = "exact" if speculate is None else speculate.accept
         self._sampler = Sampler(model.spec.vocab_size, kernels, accept)
         self._token_logprobs = kernels.of(token_logprobs)

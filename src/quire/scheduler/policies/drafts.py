@@ -100,6 +100,7 @@ class Rule(Policy):
         All together take at most ``budget`` tokens. No sequence is preempted for a draft.
         """
         chosen: dict[Sequence, int] = {}
+        states = self._state.cache.states
         for seq in decodes:
             start, table = seq.num_planned + 1, seq.table
             num_drafts = min(seq.num_drafts, budget, seq.max_planned - start)
@@ -107,6 +108,8 @@ class Rule(Policy):
                 continue
             if not self._state.cache.allocate(table, start + num_drafts):
                 num_drafts = min(num_drafts, table.capacity - start)
+            if states is not None and num_drafts > 0:
+                num_drafts = states.drafts.reserve(table, num_drafts)
             if num_drafts > 0:
                 chosen[seq] = num_drafts
                 budget -= num_drafts

@@ -20,11 +20,14 @@ class Rule(Policy):
     """The states of one scheduler."""
 
     def __init__(self, state: SchedulerState) -> None:
-        assert state.config.max_num_drafts == 0, "rejected drafts cannot be taken out of a state"
         cache = state.cache
+        assert not state.config.max_num_drafts or cache.config.num_draft_states, (
+            "drafts need slots for states"
+        )
         self._state = state
         self.slots = StateSlots(cache.config, cache.prefix, cache.references, cache.block_size)
         cache.states = self.slots
+        self._has_drafts = len(self.slots.drafts) > 0
 
     def complete(self, sequences: list[Sequence], plans: list[SeqPlan], new_seqs: list[NewSeq]) -> None:
         """Add to the plans of a step, and to its new sequences, what concerns their states."""
@@ -35,12 +38,26 @@ class Rule(Policy):
         for index, (seq, plan) in enumerate(zip(sequences, plans, strict=True)):
             start = plan.num_computed_tokens
             end = start + plan.num_scheduled_tokens
-            checkpoints = slots.plan_saves(seq.table, start, end, rolls=not seq.is_beam)
+            checkpoints = slots.plan_saves(
+                seq.table, start, end, plan.num_draft_tokens, rolls=not seq.is_beam
+            )
+            if self._has_drafts:
+                kept = slots.plan_drafts(seq.table, plan.num_known_tokens, plan.num_draft_tokens)
+                checkpoints = tuple(sorted((*checkpoints, *kept)))
             if checkpoints:
                 plans[index] = plan._replace(checkpoints=checkpoints)
+        slots.drafts.planned()
 
     def on_step(self, record: StepRecord, result: StepResult, took_s: float) -> None:
         self.slots.close(record.step)
+        if record.num_drafts:
+            rows = zip(record.sequences, record.seqs, result.seqs, strict=True)
+            num_accepted = {
+                seq.table: max(0, len(answer.token_ids) - 1)
+                for seq, plan, answer in rows
+                if seq.epoch == plan.epoch and seq.table in self.slots.live
+            }
+            self.slots.drafts.close(record.step, num_accepted)
 
     def distrust(self, sequences: Iterable[Sequence]) -> None:
         """These sequences failed, or read what one that failed wrote."""
@@ -56,7 +73,7 @@ class Rule(Policy):
         slots = self.slots
         slots.sweep()
         return {
-            "num_state_slots": slots.num_slots,
+            "num_state_slots": slots.num_slots + len(slots.drafts),
             "num_live_states": len(slots.live),
             "num_checkpoints": len(slots.checkpoints),
             "state_slot_bytes": slots.config.state_bytes,
