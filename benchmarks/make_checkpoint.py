@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -47,6 +47,17 @@ ARCHITECTURES = {
         vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         head_dim=64, intermediate_size=1536, max_position_embeddings=8192, tie_word_embeddings=True,
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    ),
+    # Three recurrent layers before each that attends, as in Qwen3.5; a state has the bytes of the KV of 880 tokens.
+    "qwen3.5-tiny": Qwen3_5TextConfig(
+        vocab_size=16384, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=64, intermediate_size=512, max_position_embeddings=40960, tie_word_embeddings=True,
+        linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
+    ),
+    "qwen3.5-0.8b": Qwen3_5TextConfig(
+        vocab_size=248320, hidden_size=1024, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=256, intermediate_size=3584, max_position_embeddings=40960, tie_word_embeddings=True,
+        linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
     ),
 }  # fmt: skip
 
