@@ -369,11 +369,11 @@ class SampleTiming(NamedTuple):
     queued_s: float = 0.0  # arrival to first admission
     ttft_s: float = 0.0  # arrival to first token
     num_steps: int = 0  # steps that gave the sequence something
-    # Of these, steps that computed tokens of the prompt, or of a preempted sequence again.
-    num_chunks: int = 0
+    num_chunks: int = 0  # steps with tokens known before
     cache_miss: str = ""  # why prompt tokens missed the cache; empty: none did
     engine_s: float = 0.0  # its share of the time of each step, by scheduled tokens
     kv_block_s: float = 0.0  # blocks × seconds; shared blocks count per sequence
+    num_disk_tokens: int = 0  # cached ones that were loaded for it
 
 
 class TokenEvent(NamedTuple):

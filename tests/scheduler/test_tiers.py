@@ -9,7 +9,7 @@ from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import answer, make_scheduler, request
 
 from quire.executor.moving import Ended
-from quire.request import FinishReason
+from quire.request import FinishReason, SampleTiming
 from quire.scheduler.scheduler import Scheduler, Sleep
 from quire.step import KvTransfer, StepPlan, StepResult, TransferDone
 
@@ -56,6 +56,7 @@ class Bench:
         self.scheduler.state.policies.turn_on("tiers").connect(self.tier)
         self.now = 0.0
         self.ends: dict[str, FinishReason] = {}
+        self.timing: dict[str, SampleTiming] = {}
 
     def step(self, seconds: float = 0.1) -> StepPlan | None:
         """Plan and apply one step that takes ``seconds``."""
@@ -67,6 +68,8 @@ class Bench:
             for event in self.scheduler.apply(answer(self.scheduler, plan), self.now):
                 if event.finish_reason is not None:
                     self.ends[event.request_id] = event.finish_reason
+                    assert event.timing is not None
+                    self.timing[event.request_id] = event.timing
         check_integrity(self.scheduler)
         return plan
 
@@ -105,6 +108,7 @@ def test_a_prompt_is_stored_and_loaded_after_a_restart(windows: tuple[int | None
     bench.step()
     assert bench.loads == [4 * len(windows)]
     bench.run()
+    assert bench.timing["b"].num_disk_tokens == 16
     stats = bench.scheduler.stats()
     assert (stats.num_loaded_blocks, stats.num_cached_tokens) == (4 * len(windows), 16)
     assert stats.num_stored_blocks == 0, "the tier has them"

@@ -156,6 +156,7 @@ class Rule(Policy):
             transfer_id, num_blocks, _ = ended.done
             load = self.loads.pop(transfer_id, None)
             if load is not None and num_blocks:
+                self._tell(transfer_id, num_blocks // self._num_groups * self._state.cache.block_size)
                 self.cost.note(now - load.begun_s, ended.seconds, num_blocks * self._tier.block_bytes)
             store = self._store
             if store is not None and transfer_id == store.transfer_id:
@@ -168,6 +169,12 @@ class Rule(Policy):
             self.loads = {key: load for key, load in self.loads.items() if key in held}
         if self._store is not None and self._store.transfer_id not in held:
             self._store = None
+
+    def _tell(self, transfer_id: int, num_tokens: int) -> None:
+        """Note with the requests that wait for a load how many tokens it brought."""
+        for seq, waited_for in self._transfers.loading.items():
+            if waited_for == transfer_id and not seq.group.admitted:
+                seq.group.num_disk_tokens += num_tokens
 
     def _candidates(self) -> Iterable[Sequence]:
         """Return the sequences that enter next and were not looked at, as far as all have room in half of the pool.
