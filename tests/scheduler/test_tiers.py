@@ -142,6 +142,18 @@ def test_salts_are_kept_apart() -> None:
     assert bench.loads == []
 
 
+def test_a_prompt_that_is_to_be_computed_is_neither_stored_nor_loaded() -> None:
+    """That of the golden prompt: a life of the server before this one had the same id and salt."""
+    bench = Bench()
+    bench.add("golden/1", salt="golden/1")
+    bench.run()
+    assert not bench.tier.keys
+    bench.tier.contains = len  # type: ignore[assignment, method-assign]
+    bench.add("golden/2", salt="golden/2")
+    bench.step()
+    assert bench.loads == []
+
+
 def test_a_load_that_does_not_end_is_given_up() -> None:
     bench = warm()
     bench.add("b")

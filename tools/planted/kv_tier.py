@@ -65,4 +65,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "if False:",
         (f"{POLICY}test_a_tier_that_loses_is_not_asked_but_for_a_try",),
     ),
+    Mutant(
+        "golden-prompt-from-the-disk",
+        "the golden prompt's blocks come from a life of the server before this one",
+        "src/quire/scheduler/policies/tiers.py",
+        "    return seq.group.request.terms.cache_salt == seq.request_id\n",
+        "    return False\n",
+        (f"{POLICY}test_a_prompt_that_is_to_be_computed_is_neither_stored_nor_loaded",),
+    ),
 )

@@ -132,7 +132,7 @@ class Rule(Policy):
         for seq, plan in zip(record.sequences, record.seqs, strict=True):
             start, end = plan.num_computed_tokens, plan.num_computed_tokens + plan.num_scheduled_tokens
             num_rows = seq.num_prompt // self._state.cache.block_size
-            if start < seq.num_prompt <= end and num_rows and seq.table.publishes:
+            if start < seq.num_prompt <= end and num_rows and seq.table.publishes and not _is_private(seq):
                 self._computed.append((seq.table.chain[:num_rows], 0))
 
     def on_end(self, seq: Sequence) -> None:
@@ -198,7 +198,7 @@ class Rule(Policy):
         """Load what the tier has of the prompt of ``seq`` behind what the prefix tree has, if that pays."""
         state, cache = self._state, self._state.cache
         self._looked_at[seq] = seq.epoch
-        if not seq.group.reads_prefix:
+        if not seq.group.reads_prefix or _is_private(seq):
             return
         seq.table.reads_prefix = True
         num_hit, chain = len(cache.match(seq.table, seq.token_ids).nodes), seq.table.chain
@@ -243,3 +243,8 @@ class Rule(Policy):
         groups = range(self._num_groups)
         names = [group_block_hash(row, group) for row in chain for group in groups]
         return self._tier.contains(names) // self._num_groups
+
+
+def _is_private(seq: Sequence) -> bool:
+    """Whether a request's salt is its own id: it is to be computed, and nothing of it is of use to another."""
+    return seq.group.request.terms.cache_salt == seq.request_id
