@@ -110,6 +110,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                 use_sliding_window=False, sliding_window=None),
         3_075_098_624,
     ),
+    "Apertus-8B": (
+        _config("ApertusForCausalLM", 32, 4096, 21504, 32, 8, 131072, rms_norm_eps=1e-5, rope_theta=12000000,
+                max_position_embeddings=65536, rope_scaling={**LLAMA3_ROPE, "original_max_position_embeddings": 8192},
+                hidden_act="xielu", attention_bias=False, mlp_bias=False, post_norm=False, qk_norm=True,
+                tie_word_embeddings=False),
+        8_053_338_176,
+    ),
     "Mixtral-8x7B": (
         _config("MixtralForCausalLM", 32, 4096, 14336, 32, 8, 32000, rms_norm_eps=1e-5, rope_theta=1000000.0,
                 max_position_embeddings=32768, sliding_window=None, num_local_experts=8, num_experts_per_tok=2),

@@ -192,6 +192,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
+    "apertus": (
+        "ApertusConfig",
+        {
+            "attention_bias": True,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e5,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW, "head_dim": 12}),
     "qwen2_moe": (
         "Qwen2MoeConfig",

@@ -36,6 +36,7 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "smollm3": ("SmolLM3ForCausalLM", "llama"),
     "ernie4_5": ("Ernie4_5ForCausalLM", "llama"),
     "seed_oss": ("SeedOssForCausalLM", "llama"),
+    "apertus": ("ApertusForCausalLM", "apertus"),
     "mixtral": ("MixtralForCausalLM", "llama"),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "qwen"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen"),
