@@ -286,6 +286,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "nemotron_h_dense": (
+        "NemotronHConfig",
+        {**_NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    ),
     "nemotron_h_latent": (
         "NemotronHConfig",
         {

@@ -12,7 +12,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from tests.parity.gguf_hybrid_writer import hybrid_metadata, recurrent_tensors
 
+from quire.families.gguf_hybrids import HYBRIDS
 from quire.modelspec import ModelSpec
 
 _TOP = {"embed.weight": "token_embd", "norm.weight": "output_norm", "lm_head.weight": "output"}
@@ -36,12 +38,14 @@ _LAYER = {
     "attn.kv_a": "attn_kv_a_mqa",
     "attn.kv_a_norm": "attn_kv_a_norm",
     "moe.router": "ffn_gate_inp",
+    "moe.latent_in": "ffn_latent_down",
+    "moe.latent_out": "ffn_latent_up",
     "moe.shared_gate": "ffn_gate_inp_shexp",
     **{f"moe.{name}": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
     **{f"moe.shared.{name}": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
 }
 _WHOLE = {"moe.correction_bias": "exp_probs_b.bias", "attn.sinks": "attn_sinks.weight"}
-_PAIRWISE = ("llama", "granite", "smollm3")
+_PAIRWISE = ("llama", "granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 
 
 Encode = Callable[[np.ndarray, gguf.GGMLQuantizationType], np.ndarray]
@@ -76,8 +80,7 @@ def write_gguf(
 
 
 def _metadata(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
-    attention = spec.layers[-1].attention
-    assert attention.rope is not None
+    attention = spec.attentions[-1]
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)
     writer.add_block_count(spec.num_layers)
@@ -89,14 +92,14 @@ def _metadata(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_value_length(attention.head_dim)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
     # The global layers' base frequency: Gemma 3 has its other one fixed in the code of every reader.
-    writer.add_rope_freq_base(
-        max(x.attention.rope.theta for x in spec.layers if x.attention.rope is not None)
-    )
-    writer.add_rope_dimension_count(attention.rope.dim)
+    ropes = [each.rope for each in spec.attentions if each.rope is not None]
+    if ropes:
+        writer.add_rope_freq_base(max(rope.theta for rope in ropes))
+        writer.add_rope_dimension_count(ropes[-1].dim)
     writer.add_vocab_size(spec.vocab_size)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"t{i}" for i in range(spec.vocab_size)])
-    windows = [layer.attention.window for layer in spec.layers if layer.attention.window is not None]
+    windows = [each.window for each in spec.attentions if each.window is not None]
     if windows:
         writer.add_sliding_window(windows[0])
     if attention.soft_cap is not None:
@@ -107,7 +110,10 @@ def _metadata(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
 
 def _metadata_of_some(writer: gguf.GGUFWriter, arch: str, spec: ModelSpec) -> None:
     """Keys of experts, of Granite's multipliers, of latent attention and of YaRN."""
-    attention, layer = spec.layers[-1].attention, spec.layers[-1]
+    attention, layer = spec.attentions[-1], spec.layers[-1]
+    if arch in HYBRIDS:
+        hybrid_metadata(writer, arch, spec)
+        return
     if arch == "granite":
         writer.add_attention_scale(attention.scale)
         writer.add_embedding_scale(spec.embedding_scale)
@@ -159,9 +165,12 @@ def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> di
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         if name in _TOP:
-            found[f"{_TOP[name]}.weight"] = tensor + spec.norm_plus_one if name == "norm.weight" else tensor
+            top = "token_embd_norm" if arch in ("lfm2", "lfm2moe") and name == "norm.weight" else _TOP[name]
+            found[f"{top}.weight"] = tensor + spec.norm_plus_one if name == "norm.weight" else tensor
             continue
         _, index, rest = name.split(".", 2)
+        if rest.startswith(("mamba.", "conv.")):
+            continue
         if rest in _WHOLE:
             found[f"blk.{index}.{_WHOLE[rest]}"] = tensor
             continue
@@ -175,7 +184,10 @@ def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> di
             a = spec.layers[int(index)].attention
             tensor = _pairwise(tensor, a.num_heads if part == "attn.q" else a.num_kv_heads)
         target = "post_attention_norm" if arch == "gpt-oss" and part == "mlp_norm" else _LAYER[part]
+        target = "attn_norm" if arch.startswith("nemotron") and part == "mlp_norm" else target
         found[f"blk.{index}.{target}.{kind}"] = tensor
+    if arch in HYBRIDS:
+        found |= recurrent_tensors(spec, weights)
     if arch == "phi3":
         for i in range(spec.num_layers):
             fused = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}

@@ -41,6 +41,13 @@ CHANGES: dict[str, tuple[str, dict[str, object]]] = {
     "deepseek_v2": ("deepseek2", {"rope_parameters": _EQUAL_MSCALE}),
     "deepseek_v2_lite": ("deepseek2", {}),
     "deepseek_v3": ("deepseek2", {}),
+    "lfm2": ("lfm2", {"conv_bias": False}),
+    "lfm2_moe": ("lfm2moe", {}),
+    "granitemoehybrid": ("granitehybrid", {}),
+    "granitemoehybrid_dense": ("granitehybrid", {"mamba_proj_bias": False}),
+    "nemotron_h": ("nemotron_h_moe", {}),
+    "nemotron_h_dense": ("nemotron_h", {}),
+    "nemotron_h_latent": ("nemotron_h_moe", {"use_bias": False}),
 }
 READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 

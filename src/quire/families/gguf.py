@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.errors import UnsupportedModelError
 from quire.families import spec_from_config
+from quire.families.gguf_hybrids import HYBRIDS, hybrid_config, one_value_each
 from quire.families.rope import yarn_mscale
 from quire.families.shape import Fields
 from quire.modelspec import ModelSpec
@@ -32,8 +33,11 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",
+    **HYBRIDS,
 }
-_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe", "gpt-oss", "deepseek2")
+_WITH_EXPERTS = (
+    "llama", "qwen2moe", "qwen3moe", "gpt-oss", "deepseek2", "lfm2moe", "granitehybrid", "nemotron_h_moe",
+)  # fmt: skip
 _SIGMOID = 2  # expert_gating_func of DeepSeek-V3
 _DTYPES = {0: "float32", 1: "float16", 7: "bfloat16", 32: "bfloat16"}  # general.file_type; 7 is Q8_0
 
@@ -68,15 +72,14 @@ def config_from_gguf(
         )
     prefix = arch + "."
     f = Fields({k.removeprefix(prefix): v for k, v in metadata.items()}, f"{where}, {arch}")
-    f = _one_value_each(f)
+    f = one_value_each(f) if arch in HYBRIDS else _one_value_each(f)
     num_experts = f.integer("expert_count", 0, minimum=0)
     if num_experts and arch not in _WITH_EXPERTS:
         raise UnsupportedModelError(
             f"{where}: GGUF architecture {arch!r} with experts is not supported; with experts are "
             f"{', '.join(_WITH_EXPERTS)}."
         )
-    heads = f.integer("attention.head_count")
-    hidden = f.integer("embedding_length")
+    heads, hidden = f.integer("attention.head_count"), f.integer("embedding_length")
     head_dim = f.integer("attention.key_length", hidden // heads)
     config: dict[str, Any] = {
         "architectures": [_architecture(f, arch)],
@@ -99,12 +102,14 @@ def config_from_gguf(
     if arch == "deepseek2":
         return config | _deepseek(f)
     config |= _rope(f, head_dim, floats)
+    if arch in ("granite", "granitehybrid"):
+        config |= _granite(f, head_dim)
+    if arch in HYBRIDS:
+        return config | hybrid_config(f, arch, config, tensors)
     if arch in ("gemma2", "gemma3"):
         config |= _gemma(f, arch, head_dim)
     elif arch == "phi3":
         config["sliding_window"] = f.optional_integer("attention.sliding_window", minimum=1)
-    elif arch == "granite":
-        config |= _granite(f, head_dim)
     elif arch == "olmo2":
         f.refuse("attention.sliding_window", unless=(), why="it is OLMo 3, which is another architecture")
     elif num_experts:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from quire.families.gguf_hybrids import HYBRIDS, hybrid_rules
+from quire.families.gguf_hybrids import NAMES as HYBRID_NAMES
 from quire.families.llama import fused_takes
 from quire.families.weights import Take, WeightMap, build_map
 from quire.modelspec import ModelSpec
@@ -51,9 +53,11 @@ _ROPE_TENSORS = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"
 def gguf_weight_map(spec: ModelSpec, metadata: Mapping[str, Any]) -> WeightMap:
     """Return where the GGUF file with this ``metadata`` keeps each canonical weight."""
     arch = str(metadata.get("general.architecture"))
-    names = {**_NAMES, "mlp_norm.weight": "post_attention_norm.weight"} if arch == "gpt-oss" else _NAMES
+    names, top = {**_NAMES, **_NAMES_OF.get(arch, {})}, _TOP
+    if arch in ("lfm2", "lfm2moe"):
+        top = {**_TOP, "norm.weight": "token_embd_norm.weight"}  # the last norm, in spite of its name
     ignore = (*_ROPE_TENSORS, *drafting_tensors(spec, metadata))
-    weight_map = build_map(spec, names, _RULES.get(arch), ignore, top=_TOP, layer_prefix="blk.{}.")
+    weight_map = build_map(spec, names, _RULES.get(arch), ignore, top=top, layer_prefix="blk.{}.")
     sources = {
         name: (*takes, Take((), takes[0].shape)) if name.endswith(".bias") else takes  # each may be left out
         for name, takes in weight_map.sources.items()
@@ -96,10 +100,19 @@ def _latent_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
     }
 
 
+_NEMOTRON_NAMES = {**HYBRID_NAMES, "mlp_norm.weight": "attn_norm.weight"}
+# Names of an architecture that differ.
+_NAMES_OF: Mapping[str, Mapping[str, str]] = {
+    "gpt-oss": {"mlp_norm.weight": "post_attention_norm.weight"},
+    **dict.fromkeys(HYBRIDS, HYBRID_NAMES),
+    "nemotron_h": _NEMOTRON_NAMES,
+    "nemotron_h_moe": _NEMOTRON_NAMES,
+}
 _RULES: Mapping[str, Callable[[ModelSpec, int, str], Takes]] = {
     "llama": _pairwise_rules,
     "granite": _pairwise_rules,
     "smollm3": _pairwise_rules,
     "phi3": _phi3_rules,
     "deepseek2": _latent_rules,
+    **dict.fromkeys(HYBRIDS, hybrid_rules),
 }

@@ -31,6 +31,7 @@ class Take:
     (heads, rows of a head's keys, of its values, in).
     ``encoding`` "mxfp4": ``names`` are the blocks and the scales of one tensor of ``shape``; its rows may be cut.
     ``encoding`` "rate": −exp of what is stored. ``encoding`` "taps": a convolution that is stored ``[rows, 1, taps]``.
+    ``encoding`` "flat": a vector that is stored with more dimensions.
     """
 
     names: tuple[str, ...]
@@ -42,13 +43,13 @@ class Take:
     stop: int | None = None
     step: int = 1
     unpermute_heads: int = 0
-    encoding: Literal["plain", "mxfp4", "halves", "rate", "taps"] = "plain"
+    encoding: Literal["plain", "mxfp4", "halves", "rate", "taps", "flat"] = "plain"
     pieces: tuple[range, ...] = ()
 
 
 def stored_shapes(take: Take) -> tuple[Shape, ...]:
     """Return the shape that each of ``take.names`` has in the checkpoint."""
-    if take.encoding in ("plain", "rate", "taps"):
+    if take.encoding in ("plain", "rate", "taps", "flat"):
         return (take.shape,) * len(take.names)
     if take.encoding == "halves":
         heads, of_keys, of_values, in_features = take.shape

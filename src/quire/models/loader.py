@@ -115,6 +115,8 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
         tensor = tensor.transpose(-1, -2)
     if take.encoding == "taps":
         tensor = tensor.squeeze(1)
+    if take.encoding == "flat":
+        tensor = tensor.flatten()
     if take.encoding == "rate":
         tensor = -torch.exp(tensor.float())
     if take.stop is not None or take.start or take.step != 1:
