@@ -15,8 +15,8 @@ from tests.api.fake_frontend import FailingFrontend, FakeFrontend
 
 from quire.api.server import run
 from quire.errors import ConfigError
-from quire.http.handover import Takeover
 from quire.http.listen import bind, tls_of
+from quire.http.takeover import Takeover
 from quire.metrics.log import configure
 
 
@@ -25,7 +25,7 @@ def main(port: str, how: str, step_ms: str, batch_dir: str, *pem: str) -> int:
     takeover = None
     if how != "binds":
         try:
-            takeover = Takeover.of(("127.0.0.1", int(port)))
+            takeover = Takeover.from_address(("127.0.0.1", int(port)))
         except ConfigError as error:
             print(error, file=sys.stderr)
             return 2

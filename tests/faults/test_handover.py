@@ -26,8 +26,9 @@ from tests.faults.processes import wait_for
 from quire.args import EngineArgs
 from quire.cli.serve import configured
 from quire.errors import ConfigError
-from quire.http import handover
-from quire.http.handover import Takeover, handover_path
+from quire.http import takeover as takeover_side
+from quire.http.handover import handover_path
+from quire.http.takeover import Takeover
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
@@ -171,7 +172,7 @@ def test_old_server_accepts_again_where_the_new_one_dies(tmp_path: Path, port: i
     with server(tmp_path, port, "binds", "5", str(tmp_path / "batches")) as old:
         with httpx.Client(base_url=old.url) as kept:
             assert kept.get("/version").status_code == 200
-            takeover = Takeover.of(("127.0.0.1", port))
+            takeover = Takeover.from_address(("127.0.0.1", port))
             takeover.take()
             takeover.sockets["api"].close()
             with socket.create_connection(("127.0.0.1", port)) as waiting:  # in the kernel's queue
@@ -229,20 +230,20 @@ def test_background_response_outlives_its_server(tmp_path: Path, port: int) -> N
 def test_nothing_to_take_over_is_one_clear_line(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     address = ("127.0.0.1", port)
     with pytest.raises(ConfigError, match=f"no server listens on 127.0.0.1:{port}"):
-        Takeover.of(address)
+        Takeover.from_address(address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
         dead.bind(str(handover_path(address)))
     with pytest.raises(ConfigError, match=r"its last server is dead.*Start without --handover"):
-        Takeover.of(address)
+        Takeover.from_address(address)
     with socket.create_server(address):
         with pytest.raises(ConfigError, match="no running `quire serve`"):
-            Takeover.of(address)
-        monkeypatch.setattr(handover, "_listener_user", lambda port: 65534)
+            Takeover.from_address(address)
+        monkeypatch.setattr(takeover_side, "_listener_user", lambda port: 65534)
         with pytest.raises(ConfigError, match="process of the user nobody; only a server of the same user"):
-            Takeover.of(address)
+            Takeover.from_address(address)
     handover_path(address).parent.chmod(0o755)
     with pytest.raises(ConfigError, match="this user's alone"):
-        Takeover.of(address)
+        Takeover.from_address(address)
 
 
 def test_memory_for_one_engine_is_one_clear_line(port: int) -> None:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvloop
@@ -30,9 +30,12 @@ from quire.engine.messages import SaveRecording
 from quire.errors import ConfigError, QuireError
 from quire.http.drain import DrainingServer, SideApp, served_beside
 from quire.http.extension import Work
-from quire.http.handover import HandoverPoint, Sides, Takeover
+from quire.http.handover import HandoverPoint, Sides
 from quire.http.listen import Tls, bind, url_of
 from quire.metrics.log import Log
+
+if TYPE_CHECKING:  # loaded with `--handover` alone
+    from quire.http.takeover import Takeover
 
 _LOOK_S = 0.02
 log = Log("server")

@@ -25,7 +25,7 @@ from quire.metrics.log import Log
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.http.handover import Takeover
+    from quire.http.takeover import Takeover
     from quire.models.checkpoint import Checkpoint
 
 GIB = 2**30
@@ -68,9 +68,9 @@ def takeover_of(args: ServerArgs) -> Takeover | None:
         return None
     if not args.port:
         raise ConfigError("--handover needs the --port of the running server.", param="handover")
-    from quire.http.handover import Takeover
+    from quire.http.takeover import Takeover
 
-    return Takeover.of(resolved(args.host, args.port))
+    return Takeover.from_address(resolved(args.host, args.port))
 
 
 def configured(args: EngineArgs, takeover: Takeover | None) -> tuple[EngineConfig, Checkpoint]:

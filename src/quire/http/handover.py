@@ -1,4 +1,4 @@
-"""Handing the listening sockets of a server over to a new one on this machine, without a refused connection.
+"""Handing the listening sockets of a server over to a new one (`quire.http.takeover`), with no connection refused.
 
     new                                     old, which serves
     connects to ADDRESS.sock  ────────────> checks that the user is the same
@@ -20,25 +20,22 @@ import asyncio
 import contextlib
 import json
 import os
-import pwd
 import socket
 import stat
 import struct
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.http.listen import take_connections
 from quire.metrics.log import Log
 
 PATIENCE_S = 30.0  # for the answer of the other side
-_MAX_MESSAGE = 65_536
-_MAX_FDS = 64
+MAX_MESSAGE = 65_536
+MAX_FDS = 64
 _PEER = struct.Struct("3i")  # pid, user, group
-_HELP = "Start without --handover."
 log = Log("handover")
 
 
@@ -105,7 +102,7 @@ class HandoverPoint:
         try:
             sockets = self._sides.sockets()
             hello = {**self._sides.about(), "pid": os.getpid(), "sockets": list(sockets)}
-            socket.send_fds(sock, [_packed(hello)], [listening.fileno() for listening in sockets.values()])
+            socket.send_fds(sock, [packed(hello)], [listening.fileno() for listening in sockets.values()])
             if await self._next(sock) == "take" and not self._left:
                 await self._hand_over(sock)
         except OSError as error:
@@ -122,7 +119,7 @@ class HandoverPoint:
             with tempfile.TemporaryFile() as file:
                 file.write(state)
                 file.flush()
-                socket.send_fds(sock, [_packed("yours")], [file.fileno()])
+                socket.send_fds(sock, [packed("yours")], [file.fileno()])
             serving = await asyncio.wait_for(self._next(sock), PATIENCE_S) == "serving"
         except (OSError, TimeoutError):
             serving = False
@@ -140,90 +137,10 @@ class HandoverPoint:
         self._loop.add_reader(sock, _wake, ready)
         try:
             await ready
-            data = sock.recv(_MAX_MESSAGE)
+            data = sock.recv(MAX_MESSAGE)
             return json.loads(data) if data else None
         finally:
             self._loop.remove_reader(sock)
-
-
-@dataclass(slots=True, eq=False)
-class Takeover:
-    """The new server's side, from `Takeover.of` on. ``sockets``: the listening sockets by name."""
-
-    about: Mapping[str, Any]
-    sockets: dict[str, socket.socket]
-    _sock: socket.socket
-    _serve: Callable[[socket.socket], None] = field(default=lambda connection: connection.close())
-
-    @classmethod
-    def of(cls, address: tuple[str, int]) -> Takeover:
-        """Connect to the server that serves ``address``.
-
-        Raises:
-            ConfigError: there is none, it is dead, of another user, or does not answer.
-        """
-        host, port = address
-        path = handover_path(address)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            sock.settimeout(PATIENCE_S)
-            sock.connect(str(path))
-            data, fds, _, _ = socket.recv_fds(sock, _MAX_MESSAGE, _MAX_FDS)
-            about = json.loads(data) if data else {}
-        except (FileNotFoundError, ConnectionRefusedError):
-            sock.close()
-            raise ConfigError(_nobody(host, port, path), param="handover") from None
-        except OSError as error:
-            sock.close()
-            raise ConfigError(f"--handover: the server of {host}:{port} does not answer: {error}.") from None
-        if len(about.get("sockets", ())) != len(fds) or not fds:
-            sock.close()
-            raise ConfigError(f"--handover: the server of {host}:{port} is handing over already, or ends.")
-        sockets = {name: socket.socket(fileno=fd) for name, fd in zip(about["sockets"], fds, strict=True)}
-        return cls(about, sockets, sock)
-
-    @property
-    def unclaimed_bytes(self) -> int:
-        """Memory that the running server may still take: what it has planned, less what its processes hold now."""
-        return max(0, int(self.about["engine_bytes"]) - _held_bytes(int(self.about["pid"])))
-
-    def take(self) -> bytes:
-        """Have the old server accept no more; return what it kept in memory for clients.
-
-        Raises:
-            ConfigError: it has ended meanwhile.
-        """
-        try:
-            self._sock.send(_packed("take"))
-            data, fds, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, 1)
-            if data and fds:
-                with os.fdopen(fds[0], "rb") as file:
-                    file.seek(0)
-                    return file.read()
-            reason = "it has ended"
-        except OSError as error:
-            reason = str(error)
-        raise ConfigError(f"--handover: the running server did not hand over: {reason}.")
-
-    def serving(self, serve: Callable[[socket.socket], None]) -> None:
-        """Tell that this server accepts. From now on ``serve`` gets the connections of the old one."""
-        self._serve = serve
-        with contextlib.suppress(OSError):  # it has ended: what it had is gone with it
-            self._sock.send(_packed("serving"))
-        self._sock.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._sock, self._read)
-
-    def _read(self) -> None:
-        if not take_connections(self._sock, 16, _MAX_FDS, self._serve):
-            self.close()
-            log.info("old_server_ended")
-
-    def close(self) -> None:
-        """Close the connection to the old server: one that has not handed over goes on. No effect once closed."""
-        if self._sock.fileno() >= 0:
-            with contextlib.suppress(RuntimeError):  # no loop runs
-                asyncio.get_running_loop().remove_reader(self._sock)
-            self._sock.close()
 
 
 def handover_path(address: tuple[str, int]) -> Path:
@@ -245,56 +162,6 @@ def handover_path(address: tuple[str, int]) -> Path:
     return folder / f"{host.replace(':', '_')}-{port}.sock"
 
 
-def _held_bytes(pid: int) -> int:
-    """Return the resident memory of a process's children."""
-    total = 0
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                with contextlib.suppress(OSError):
-                    pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
-                    total += pages * os.sysconf("SC_PAGESIZE")
-    return total
-
-
-def _nobody(host: str, port: int, path: Path) -> str:
-    """Say why no server of this user can be reached for ``host:port``."""
-    user = _listener_user(port)
-    if user is None:
-        stale = " (its last server is dead)" if path.exists() else ""
-        return f"--handover: no server listens on {host}:{port}{stale}. {_HELP}"
-    if user != os.getuid():
-        return (
-            f"--handover: {host}:{port} is served by a process of the user {_name(user)}; only a server of the same "
-            f"user, {_name(os.getuid())} here, can take it over."
-        )
-    others = sorted(
-        other.stem.removesuffix(f"-{port}").replace("_", ":")
-        for other in path.parent.glob(f"*-{port}.sock")
-        if other != path
-    )
-    known = f" A server of this user has --host {', '.join(others)}: give the same." if others else ""
-    return f"--handover: what listens on port {port} is no running `quire serve` of {host}:{port}.{known}"
-
-
-def _listener_user(port: int) -> int | None:
-    """Return the user whose process listens on a TCP port of this machine, None if there is none."""
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                words = line.split()
-                if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
-                    return int(words[7])
-    return None
-
-
-def _name(user: int) -> str:
-    try:
-        return pwd.getpwuid(user).pw_name
-    except KeyError:
-        return str(user)
-
-
 def _user_of(sock: socket.socket) -> int:
     return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
 
@@ -308,7 +175,8 @@ def _wake(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-def _packed(message: Any) -> bytes:
+def packed(message: Any) -> bytes:
+    """Return the packet of a message."""
     return json.dumps(message).encode()
 
 
