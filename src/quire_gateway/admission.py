@@ -10,7 +10,7 @@ from quire_gateway.catalog import Catalog, Target
 from quire_gateway.client_request import ClientRequest
 from quire_gateway.config import GatewayConfig
 from quire_gateway.exchange import Exchange
-from quire_gateway.prices import price_of
+from quire_gateway.prices import find_price
 from quire_gateway.quotas import Usage
 from quire_gateway.stage import Pipeline
 
@@ -80,7 +80,7 @@ class Admission:
         assert request is not None
         prompt = self._num_tokens(request, model)
         output = 0 if exchange.path.endswith(_NO_OUTPUT) else request.num_output_tokens
-        return Usage(prompt, output, price_of(self._config.prices, model).nano(prompt, 0, output))
+        return Usage(prompt, output, find_price(self._config.prices, model).nano(prompt, 0, output))
 
 
 def _check_key(exchange: Exchange, model: str) -> None:

@@ -45,7 +45,7 @@ class AutoConfig:
     rules: tuple[RuleArgs, ...]
 
 
-def auto_of(table: Mapping[str, Any], origin: str) -> AutoConfig | None:
+def read_auto(table: Mapping[str, Any], origin: str) -> AutoConfig | None:
     """Return the configuration of ``[auto]``; None without the table.
 
     Raises:

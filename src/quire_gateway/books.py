@@ -24,10 +24,10 @@ from quire_gateway.ledger import Ledger
 from quire_gateway.ledger_database import open_database
 from quire_gateway.ledger_row import UNSETTLED, Row
 from quire_gateway.metrics import counter
-from quire_gateway.prices import price_of
+from quire_gateway.prices import find_price
 from quire_gateway.quotas import Usage
 from quire_gateway.stage import Stage
-from quire_gateway.used import meets, output_so_far, used_of
+from quire_gateway.used import billed_usage, meets, output_so_far
 
 SPOOL_SUFFIX = ".spool"
 JOURNAL_SUFFIX = ".journal"
@@ -84,7 +84,7 @@ class Bookkeeping(Stage):
         slot = self._slots.pop(exchange, None)
         if exchange.request is None:
             return
-        used, slo = used_of(exchange, self._config.prices), self._config.slo
+        used, slo = billed_usage(exchange, self._config.prices), self._config.slo
         met_slo = slo is not None and meets(slo, exchange, now)
         row = Row.from_exchange(exchange, now, exchange.outcome, used or Usage(), met_slo=met_slo)
         self.books.end(slot, row, _limited(exchange), is_answer=used is not None)
@@ -186,7 +186,7 @@ class Books:
 
     def book_row(self, row: Row, slot: int | None = None) -> None:
         """Write a row at its model's price."""
-        price = price_of(self._prices, row.model).nano(
+        price = find_price(self._prices, row.model).nano(
             row.prompt_tokens, row.cached_tokens, row.output_tokens
         )
         self.ledger.record(replace(row, price_nano=price), slot)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from quire.args import make_args
 from quire.errors import ConfigError, nearest
 from quire.slo import Slo
-from quire_gateway.auto_config import auto_of
+from quire_gateway.auto_config import read_auto
 from quire_gateway.config import (
     CAUSES,
     BackendArgs,
@@ -84,7 +84,7 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
         backends=tuple(_backend(table, where) for table, where in _list(data, "backends", origin)),
         models=_models(_list(data, "models", origin)),
         hedging=_args(HedgeArgs, data, "hedging", origin),
-        auto=auto_of(_table(data, "auto", origin), origin),
+        auto=read_auto(_table(data, "auto", origin), origin),
         regions=regions_of(_table(data, "regions", origin), origin),
         filters=tuple(_filter(table, where) for table, where in _list(data, "filters", origin)),
         limits=make_args(Limit, limits, origin=f"{origin}: [limits]"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.metrics.log import Log
-from quire_gateway.ledger_database import COLUMNS, Database, Sqlite, identity_of
+from quire_gateway.ledger_database import COLUMNS, Database, Sqlite, ledger_identity
 from quire_gateway.ledger_row import Row
 
 FLUSH_S = 0.1
@@ -40,7 +40,7 @@ class Ledger:
         self._database = database
         try:
             self._spool = Spool(spool)
-            self.id = identity_of(database) if isinstance(database, Sqlite) else ""
+            self.id = ledger_identity(database) if isinstance(database, Sqlite) else ""
         except sqlite3.Error as error:
             database.close()
             raise ConfigError(f"The ledger cannot be used: {error}.", param="ledger") from None
@@ -107,7 +107,7 @@ class Ledger:
         """
         if try_database:
             try:
-                self.id = self.id or identity_of(self._database)
+                self.id = self.id or ledger_identity(self._database)
                 self._spool.empty(self._database)
                 if batch:
                     self._database.insert(batch)

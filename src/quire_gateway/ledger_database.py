@@ -159,7 +159,7 @@ def open_database(url: str) -> Database:
         raise ConfigError(f"The ledger {path} cannot be opened: {error}.", param="ledger") from None
 
 
-def identity_of(database: Database) -> str:
+def ledger_identity(database: Database) -> str:
     """Return the ledger's id, which its first gateway has drawn."""
     insert = "INSERT INTO quire_ledger_identity (number, id) VALUES (1, ?) ON CONFLICT (number) DO NOTHING"
     database.query(insert, [secrets.token_hex(16)])

@@ -27,5 +27,5 @@ Prices = Mapping[str, Price]  # by model
 _FREE = Price()
 
 
-def price_of(prices: Prices, model: str) -> Price:
+def find_price(prices: Prices, model: str) -> Price:
     return prices.get(model, _FREE)

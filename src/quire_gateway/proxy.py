@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from quire.errors import QuireError
 from quire.http.account import COST_HEADER, cost_of
 from quire.http.body import Disconnected
-from quire.http.refusals import HttpError, Refusal, busy, refusal_of
+from quire.http.refusals import HttpError, Refusal, as_refusal, busy
 from quire.metrics.log import Log
 from quire_gateway.admission import Admission
 from quire_gateway.answer import Answer
@@ -88,7 +88,7 @@ class Proxy:
         except Exception as error:
             if not isinstance(error, QuireError):
                 log.exception("request_crashed", request_id=exchange.request_id, path=self._path)
-            await self._refuse(exchange, refusal_of(error))
+            await self._refuse(exchange, as_refusal(error))
         finally:
             state.num_open -= 1
             await asyncio.shield(self._settle(exchange))

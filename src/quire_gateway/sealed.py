@@ -116,7 +116,7 @@ class Sealed(Stage):
         assert before is not None
         exchange.request = opened_request(before, owner)
         if owner.seals:
-            exchange.answer.through(sealing_of(owner, exchange.request, before))
+            exchange.answer.through(make_sealing(owner, exchange.request, before))
 
     def step(self, owner: Owner, shown_ids: dict[str, str], hint: str) -> Sealing:
         """Return what seals the answer to a question about a stored response."""
@@ -165,7 +165,7 @@ class Sealing(AnswerStep):
         return b"\n".join(lines)
 
 
-def sealing_of(owner: Owner, request: ClientRequest, before: ClientRequest) -> Sealing:
+def make_sealing(owner: Owner, request: ClientRequest, before: ClientRequest) -> Sealing:
     """Return what seals the answer to a request, which was ``before`` until it was opened."""
     own_id, shown_id = request.body.get("previous_response_id"), before.body.get("previous_response_id")
     is_named = isinstance(own_id, str) and isinstance(shown_id, str) and bool(own_id)

@@ -19,10 +19,10 @@ from quire_gateway.limits import (
     Reservation,
     limit_headers,
 )
-from quire_gateway.prices import price_of
+from quire_gateway.prices import find_price
 from quire_gateway.quotas import Unit, Usage
 from quire_gateway.stage import Stage
-from quire_gateway.used import used_of
+from quire_gateway.used import billed_usage
 
 if TYPE_CHECKING:
     from quire_gateway.ledger_row import Row
@@ -76,14 +76,14 @@ class Tenants(Stage):
         """Replace what the request reserved by what it used."""
         reservation = self._reservations.pop(exchange, None)
         if reservation is not None:
-            used = used_of(exchange, self._config.prices)
+            used = billed_usage(exchange, self._config.prices)
             # A refused request has used no tokens, and has been a request.
             most = Usage() if used is None and exchange.outcome == "refused" else used
             await self.limits.settle(reservation, most)
 
     async def charge(self, row: Row, limited: str, *, if_held: bool = False) -> None:
         """Charge the budgets for a request of an earlier process (see `Limits.recover`)."""
-        price = price_of(self._config.prices, row.model).nano(
+        price = find_price(self._config.prices, row.model).nano(
             row.prompt_tokens, row.cached_tokens, row.output_tokens
         )
         used, owner = Usage(row.prompt_tokens, row.output_tokens, price), (row.key, row.tenant, limited)

@@ -6,11 +6,11 @@ import math
 
 from quire.slo import Slo
 from quire_gateway.exchange import Exchange
-from quire_gateway.prices import Prices, price_of
+from quire_gateway.prices import Prices, find_price
 from quire_gateway.quotas import Usage
 
 
-def used_of(exchange: Exchange, prices: Prices) -> Usage | None:
+def billed_usage(exchange: Exchange, prices: Prices) -> Usage | None:
     """Return what a request used; None for what is no answer: nothing was touched, or the client got an error alone.
 
     What an answer does not say of itself is counted: the prompt by what was reserved for it, the output by its text.
@@ -23,7 +23,7 @@ def used_of(exchange: Exchange, prices: Prices) -> Usage | None:
     if exchange.outcome == "broken" and not output:
         return None
     assert exchange.target is not None
-    price = price_of(prices, exchange.target.model)
+    price = find_price(prices, exchange.target.model)
     return Usage(prompt, output, price.nano(prompt, min(usage.cached_tokens or 0, prompt), output))
 
 

@@ -39,7 +39,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import grammar_source
-from quire.text.token_text import BYTE_OF_CHAR, token_text_of
+from quire.text.token_text import BYTE_OF_CHAR, make_token_text
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 END = 256
@@ -59,7 +59,7 @@ def byte_tokenizer(*, thinks: bool = False) -> Tokenizer:
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
     if thinks:
         backend.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
-    return Tokenizer(backend, token_text_of(backend), SpecialTokens({"eos_token": "<|end|>"}))
+    return Tokenizer(backend, make_token_text(backend), SpecialTokens({"eos_token": "<|end|>"}))
 
 
 def say(text: str) -> list[int]:

@@ -13,7 +13,7 @@ from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend, default_script, say
 
 from quire.api.server import run
-from quire.http.listen import tls_of
+from quire.http.listen import load_tls
 from quire.metrics.log import configure
 
 
@@ -22,7 +22,7 @@ def main(step_ms: str, drain_s: str, answer: str = "", batch_dir: str = "", *pem
     script = default_script if not answer else lambda prompt, index, seed: say(answer)
     frontend = FakeFrontend(script, max_model_len=1024, step_s=float(step_ms) / 1000, thinks=bool(answer))
     app = app_with_jobs(frontend, tool_format="hermes", batch_dir=batch_dir or None)
-    tls = tls_of(*pem) if pem else None
+    tls = load_tls(*pem) if pem else None
     return run(
         app, port=0, drain_timeout_s=float(drain_s), on_ready=lambda url, _: print(url, flush=True), tls=tls
     )

@@ -19,7 +19,7 @@ from quire.api.job import Usage
 from quire.api.journal import KEPT_S, Entry, Journal, event_of
 from quire.api.journal_file import End, Head
 from quire.api.passage import delivered_chunks
-from quire.api.relayed import Delivered, Relayed, tag_of
+from quire.api.relayed import Delivered, Relayed, write_tag
 from quire.engine.output import OutputChunk
 from quire.errors import ConfigError, NotFoundError, RequestError
 from quire.http.call import AnswerName
@@ -58,7 +58,7 @@ async def begin(made: Journal, name: str, tenant: str = "") -> Entry | None:
 
 
 def chunk(token_id: int) -> bytes:
-    return tag_of(0, OutputChunk(0, "a", (token_id,)), 0)
+    return write_tag(0, OutputChunk(0, "a", (token_id,)), 0)
 
 
 async def resume(

@@ -24,7 +24,7 @@ from quire.api.app import create_app
 from quire.api.server import run
 from quire.api.settings import ApiSettings
 from quire.errors import ConfigError
-from quire.http.listen import bind, tls_of, url_of
+from quire.http.listen import bind, load_tls, url_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = "/v1/chat/completions"
@@ -175,10 +175,10 @@ def test_a_server_with_a_certificate_speaks_https(pem: tuple[str, str]) -> None:
 
 
 def test_a_wrong_certificate_is_one_clear_error(pem: tuple[str, str], tmp_path: Path) -> None:
-    assert tls_of(None, None) is None
+    assert load_tls(None, None) is None
     for cert, key in ((pem[0], None), (None, pem[1]), (pem[1], pem[0]), (pem[0], str(tmp_path / "missing"))):
         with pytest.raises(ConfigError, match="--tls-"):
-            tls_of(cert, key)
+            load_tls(cert, key)
 
 
 def test_a_websocket_has_the_events_of_http() -> None:

@@ -18,7 +18,7 @@ from tests.api.asgi_client import Api, error_of
 
 import quire
 from quire.args import ServerArgs
-from quire.cli.clients import Place, guide, known_tools, model_names, tool_of
+from quire.cli.clients import Place, find_tool, guide, known_tools, model_names
 from quire.errors import ConfigError, NotFoundError
 from quire_gateway.catalog import Catalog
 from quire_gateway.cli.replicas import gateway_args
@@ -29,7 +29,7 @@ TURN = [{"role": "user", "content": "hi"}]
 
 @pytest.mark.parametrize("name", known_tools())
 def test_every_tool_is_pointed_at_the_server(name: str) -> None:
-    tool = tool_of(name)
+    tool = find_tool(name)
     lines = tool.lines(PLACE)
     assert lines.startswith(f"{tool.title}:\n")
     assert "http://127.0.0.1:8000" in lines
@@ -40,11 +40,11 @@ def test_every_tool_is_pointed_at_the_server(name: str) -> None:
 
 
 def test_an_unknown_tool_is_refused_with_the_nearest() -> None:
-    assert tool_of("claude") is tool_of("claude-code")
+    assert find_tool("claude") is find_tool("claude-code")
     with pytest.raises(
         ConfigError, match=r"--for 'claud-code' must be one of claude-code, codex.*claude-code"
     ):
-        tool_of("claud-code")
+        find_tool("claud-code")
 
 
 def test_keys_are_not_printed() -> None:

@@ -13,7 +13,7 @@ from quire.engine.prompts import ModelInfo
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from quire.request import FinishReason, TokenEvent
 from quire.resolve import resolve
-from quire.text.token_text import BYTE_OF_CHAR, token_text_of
+from quire.text.token_text import BYTE_OF_CHAR, make_token_text
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 EOS = 256
@@ -29,7 +29,7 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<bos>", special=True)])
     special = SpecialTokens(roles={"bos_token": "<bos>", "eos_token": "<eos>"})
-    return Tokenizer(backend, token_text_of(backend), special, {"default": CHAT_TEMPLATE})
+    return Tokenizer(backend, make_token_text(backend), special, {"default": CHAT_TEMPLATE})
 
 
 CHAT_TEMPLATE = (

@@ -15,7 +15,7 @@ from tests.api.fake_frontend import FailingFrontend, FakeFrontend
 
 from quire.api.server import run
 from quire.errors import ConfigError
-from quire.http.listen import bind, tls_of
+from quire.http.listen import bind, load_tls
 from quire.http.takeover import Takeover
 from quire.metrics.log import configure
 
@@ -34,7 +34,7 @@ def main(port: str, how: str, step_ms: str, batch_dir: str, *pem: str) -> int:
     kept = {"batch_dir": batch_dir, "response_dir": Path(batch_dir, "responses")} if batch_dir else {}
     app = app_with_jobs(frontend, version=str(os.getpid()), **kept)
     sock = bind("127.0.0.1", int(port)) if takeover is None else takeover.sockets["api"]
-    return run(app, sock=sock, drain_timeout_s=20, tls=tls_of(*pem) if pem else None, takeover=takeover)
+    return run(app, sock=sock, drain_timeout_s=20, tls=load_tls(*pem) if pem else None, takeover=takeover)
 
 
 if __name__ == "__main__":

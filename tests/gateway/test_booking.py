@@ -24,7 +24,7 @@ from tests.gateway.test_tenants import rows
 from quire.http.account import USAGE_PATH, Account, Used, UsedPage, ledger_header
 from quire_gateway import booking
 from quire_gateway.journal import FIRST_SLOTS, SLOT_BYTES, Journal
-from quire_gateway.ledger_database import Sqlite, identity_of
+from quire_gateway.ledger_database import Sqlite, ledger_identity
 from quire_gateway.ledger_report import report
 from quire_gateway.ledger_row import RECOVERED, UNSETTLED
 
@@ -170,7 +170,7 @@ def test_a_killed_gateways_requests_are_booked(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(booking, "PASSES_S", (0.0, 0.1))
     monkeypatch.setattr(booking, "_LOOK_S", 0.02)
     since, asked = time.time() - 60.0, []
-    own, other = identity_of(Sqlite(tmp_path / "ledger.sqlite")), "0" * 32
+    own, other = ledger_identity(Sqlite(tmp_path / "ledger.sqlite")), "0" * 32
     foreign = [used(3, "f1", 90, other), used(4, "f2", 90)]
     pages = [
         UsedPage(since, [*foreign, used(5, "r1", 20, own)], True),

@@ -28,7 +28,7 @@ from quire.args import ServerArgs
 from quire.config import DeviceInfo
 from quire.errors import ConfigError, ModelLoadError
 from quire.http.refusals import HttpError
-from quire_gateway.cli.serve_models import named_models, serve_models, shares_of
+from quire_gateway.cli.serve_models import memory_shares, named_models, serve_models
 from quire_gateway.discovery import Registration
 from quire_gateway.model_pool import ModelPool, PooledModel
 
@@ -264,17 +264,17 @@ def test_names_of_models_are_theirs_or_given() -> None:
 
 def test_memory_is_shared_out_by_weights_and_kv_cache() -> None:
     paths = {"a": "quill", "b": "quill"}
-    total, shares = shares_of(paths, {"kv_memory": "1GiB"}, ServerArgs(model_memory="4GiB"), device(8))
+    total, shares = memory_shares(paths, {"kv_memory": "1GiB"}, ServerArgs(model_memory="4GiB"), device(8))
     assert total == 4 * GIB
     assert shares["a"].kv_bytes == GIB
     assert 0 < shares["a"].fixed_bytes < GIB
-    total, shares = shares_of(paths, {}, ServerArgs(model_memory="3GiB"), device(8))
+    total, shares = memory_shares(paths, {}, ServerArgs(model_memory="3GiB"), device(8))
     assert sum(share.num_bytes for share in shares.values()) <= 3 * GIB
     with pytest.raises(ConfigError, match=r"model_memory = 1.00 GiB does not hold 'a'.*1.00 GiB of KV cache"):
-        shares_of(paths, {"kv_memory": "1GiB"}, ServerArgs(model_memory="1GiB"), device(8))
+        memory_shares(paths, {"kv_memory": "1GiB"}, ServerArgs(model_memory="1GiB"), device(8))
     args = ServerArgs(model_memory="2GiB", pin=("a",))
     with pytest.raises(ConfigError, match=r"pinned models take .* pin fewer"):
-        shares_of(paths, {"kv_memory": "1GiB"}, args, device(8))
+        memory_shares(paths, {"kv_memory": "1GiB"}, args, device(8))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from quire.errors import RequestError
-from quire.http.codings import STEP_BYTES, Decoder, decoder_of
+from quire.http.codings import STEP_BYTES, Decoder, find_decoder
 from quire.http.refusals import HttpError
 
 TEXT = b'{"prompt": "' + b"ab" * 5000 + b'"}'
@@ -21,7 +21,7 @@ def raw_deflate(data: bytes) -> bytes:
 
 
 def decoder(coding: str) -> Decoder:
-    found = decoder_of(coding.encode())
+    found = find_decoder(coding.encode())
     assert found is not None
     return found
 
@@ -75,9 +75,9 @@ def test_a_body_of_another_coding_is_refused(coding: str, body: bytes) -> None:
 
 
 def test_an_unknown_coding_is_answered_with_the_known_ones() -> None:
-    assert decoder_of(None) is None
-    assert decoder_of(b" Identity ") is None
+    assert find_decoder(None) is None
+    assert find_decoder(b" Identity ") is None
     with pytest.raises(HttpError) as raised:
-        decoder_of(b"br")
+        find_decoder(b"br")
     assert raised.value.refusal.status == 415
     assert dict(raised.value.refusal.headers)[b"accept-encoding"].startswith(b"gzip, deflate")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from quire.errors import CapacityError, EngineDeadError, NotFoundError, QuireError, RequestError
-from quire.http.refusals import HttpError, Refusal, busy, refusal_of, refusal_of_chunk
+from quire.http.refusals import HttpError, Refusal, as_refusal, busy, refusal_of_chunk
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,13 @@ from quire.http.refusals import HttpError, Refusal, busy, refusal_of, refusal_of
     ],
 )
 def test_an_error_has_its_status_and_code(error: Exception, status: int, code: str) -> None:
-    refusal = refusal_of(error, retry_after_s=7)
+    refusal = as_refusal(error, retry_after_s=7)
     assert (refusal.status, refusal.code) == (status, code)
     assert dict(refusal.headers) == ({b"retry-after": b"7"} if code == "unavailable" else {})
 
 
 def test_an_unexpected_error_tells_no_details() -> None:
-    refusal = refusal_of(KeyError("/home/someone/secret"))
+    refusal = as_refusal(KeyError("/home/someone/secret"))
     assert (refusal.status, refusal.code) == (500, "internal")
     assert "secret" not in refusal.body().decode()
 

@@ -7,8 +7,8 @@ from tests.api.fake_frontend import byte_tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
-from quire.text.infill import infill_of, lead_of
-from quire.text.token_text import token_text_of
+from quire.text.infill import find_infill, infill_lead
+from quire.text.token_text import make_token_text
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 FORMS = [
@@ -26,28 +26,28 @@ def with_tokens(*texts: str, bos: bool = False) -> Tokenizer:
     backend = byte_tokenizer()._backend
     backend.add_special_tokens([AddedToken(text, special=True) for text in texts])
     roles = {"eos_token": "<|end|>", **({"bos_token": texts[0]} if bos else {})}
-    return Tokenizer(backend, token_text_of(backend), SpecialTokens(roles))
+    return Tokenizer(backend, make_token_text(backend), SpecialTokens(roles))
 
 
 @pytest.mark.parametrize(("prefix", "suffix", "middle", "written"), FORMS)
 def test_each_family_has_its_form(prefix: str, suffix: str, middle: str, written: str) -> None:
     tokenizer = with_tokens(prefix, suffix, middle)
-    infill = infill_of(tokenizer)
+    infill = find_infill(tokenizer)
     assert infill is not None
     ids = infill.prompt(tokenizer, tokenizer.encode("ab"), tokenizer.encode("cd"))
     assert tokenizer.decode(ids, skip_special_tokens=False) == written.format(prefix, suffix, middle)
 
 
 def test_a_vocabulary_without_all_marks_has_none() -> None:
-    assert infill_of(byte_tokenizer()) is None
-    assert infill_of(with_tokens("<|fim_prefix|>", "<|fim_suffix|>")) is None
+    assert find_infill(byte_tokenizer()) is None
+    assert find_infill(with_tokens("<|fim_prefix|>", "<|fim_suffix|>")) is None
 
 
 def test_ends_of_a_file_end_the_answer() -> None:
     tokenizer = with_tokens(
         "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|fim_pad|>"
     )
-    infill = infill_of(tokenizer)
+    infill = find_infill(tokenizer)
     assert infill is not None
     assert {tokenizer.id_to_token(token_id) for token_id in infill.end_ids} == {"<|file_sep|>", "<|fim_pad|>"}
 
@@ -61,8 +61,8 @@ def test_sentencepiece_puts_no_space_before_a_suffix() -> None:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    tokenizer = Tokenizer(backend, token_text_of(backend), SpecialTokens())
-    lead = lead_of(tokenizer)
+    tokenizer = Tokenizer(backend, make_token_text(backend), SpecialTokens())
+    lead = infill_lead(tokenizer)
     assert lead
     ids = tokenizer.encode(lead + "ab")[len(tokenizer.encode(lead)) :]
     assert [tokenizer.id_to_token(i) for i in ids] == ["a", "b"]

@@ -23,7 +23,7 @@ from quire.text.grammar_matcher import (
     compile_matcher,
     first_error,
     ll_tokenizer,
-    watch_of,
+    watch_grammar,
 )
 from quire.text.json_schema import written_out
 from quire.text.json_watch import Vocabulary
@@ -81,7 +81,7 @@ def grammar_of(schema: Any, levels: Sequence[int] = range(NUM_LEVELS)) -> str | 
 
 def walk(grammar: str, rng: random.Random) -> str | None:
     """Return a random text of the grammar, with short strings and numbers; None if it does not end."""
-    watch = watch_of(LLTOKENIZER, grammar, VOCABULARY)
+    watch = watch_grammar(LLTOKENIZER, grammar, VOCABULARY)
     matcher = compile_matcher(LLTOKENIZER, grammar)
     constraint = GrammarConstraint(matcher, VOCAB, watch=watch, eos_ids=frozenset([EOS]))
     ids: list[int] = []
@@ -214,7 +214,7 @@ def test_watch_rolls_back_and_is_a_function_of_the_output() -> None:
     assert grammar is not None
 
     def start(ids: list[int]) -> GrammarConstraint:
-        watch = watch_of(LLTOKENIZER, grammar, VOCABULARY)
+        watch = watch_grammar(LLTOKENIZER, grammar, VOCABULARY)
         return GrammarConstraint(compile_matcher(LLTOKENIZER, grammar), VOCAB, ids, watch, frozenset([EOS]))
 
     def allowed(constraint: GrammarConstraint) -> list[int]:
@@ -304,7 +304,10 @@ def test_mask_of_the_watch_is_that_of_trying_every_token() -> None:
         grammar = grammar_of(schema)
         assert grammar is not None
         for _ in range(2):
-            matcher, watch = compile_matcher(tokenizer, grammar), watch_of(tokenizer, grammar, vocabulary)
+            matcher, watch = (
+                compile_matcher(tokenizer, grammar),
+                watch_grammar(tokenizer, grammar, vocabulary),
+            )
             if watch is None:
                 continue
             constraint = GrammarConstraint(matcher, size, watch=watch, eos_ids=frozenset([EOS]))

@@ -33,7 +33,7 @@ from quire.http.extension import Extension
 from quire.http.router_errors import error_handlers
 from quire.metrics.server import ServerMetrics
 from quire.metrics.trace import RequestTracer
-from quire.text.infill import infill_of
+from quire.text.infill import find_infill
 
 
 def create_app(
@@ -101,7 +101,7 @@ def _served(state: ApiState) -> tuple[Any, ...]:
         model.vocab_size,
         model.max_model_len,
         None if config is None else config.spec.hidden_size,
-        infill_of(state.frontend.tokenizer) is not None,
+        find_infill(state.frontend.tokenizer) is not None,
     )
 
 

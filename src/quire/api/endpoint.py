@@ -17,7 +17,7 @@ from quire.api.state import ApiState
 from quire.errors import NotFoundError, QuireError, RequestError
 from quire.http.body import HELD_BODY, Disconnected, decode_body, read_pieces, send_json
 from quire.http.call import adopt_request_id, call_of
-from quire.http.refusals import refusal_of
+from quire.http.refusals import as_refusal
 from quire.http.wire import Ignored
 from quire.metrics.log import Log
 from quire.metrics.trace import trace_headers
@@ -121,7 +121,7 @@ class PostEndpoint:
         return ignored.header()
 
     async def _refuse(self, error: Exception, scope: Scope, send: Send) -> int:
-        refusal = refusal_of(error, retry_after_s=self.state.settings.retry_after_s)
+        refusal = as_refusal(error, retry_after_s=self.state.settings.retry_after_s)
         request_id = call_of(scope).request_id
         if not isinstance(error, QuireError):
             log.exception("request_crashed", request_id=request_id, path=self.path)

@@ -141,7 +141,7 @@ class DeadlineMs(Wire):
     total: Number | None = None
 
 
-def deadline_of(value_ms: Any, ignored: list[str] | None) -> Deadline | None:
+def read_deadline(value_ms: Any, ignored: list[str] | None) -> Deadline | None:
     """Return the limits of ``deadline_ms``: a number (the total) or an object.
 
     Raises:
@@ -170,7 +170,7 @@ def deadline_of(value_ms: Any, ignored: list[str] | None) -> Deadline | None:
     return Deadline(None if first is None else first / 1e3, None if total is None else total / 1e3)
 
 
-def logit_bias_of(bias: Mapping[str, float]) -> dict[int, float]:
+def read_logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key.lstrip("0")) <= len(str(TOKEN_ID_MAX))):
             raise RequestError(

@@ -19,7 +19,7 @@ from quire.api.forecast import Ticket
 from quire.api.job import Job, Usage
 from quire.api.prompt_lists import merged, text_of, truncated, wait_for_turn
 from quire.api.state import ApiState
-from quire.api.timing import spans_of, timing_of
+from quire.api.timing import describe_timing, spans_of
 from quire.api.whole_answer import GOOD_ENDS, whole_choices
 from quire.engine.output import OutputChunk
 from quire.engine.prompts import NOT_BEGUN, Begun
@@ -28,7 +28,7 @@ from quire.errors import QuireError, RequestError
 from quire.http.body import Headers, send_json
 from quire.http.call import AnswerName, Call
 from quire.http.events import STREAM_HEADERS
-from quire.http.refusals import HttpError, Refusal, refusal_of, refusal_of_chunk
+from quire.http.refusals import HttpError, Refusal, as_refusal, refusal_of_chunk
 from quire.metrics.log import Log
 from quire.metrics.server import RequestMetrics
 from quire.request import FinishReason
@@ -226,7 +226,7 @@ class Generation:
         """End a stream that had begun with an event that has the error."""
         if not isinstance(error, QuireError):
             log.exception("stream_crashed", id=self.job.answer.head.id)
-        refusal = refusal_of(error)
+        refusal = as_refusal(error)
         await self.send_last(send, self.job.answer.error(refusal), refusal.status)
 
     async def send_last(self, send: Send, body: bytes, status: int = 0) -> None:
@@ -355,7 +355,7 @@ class PromptStreams:
         total_s = self._state.now() - self._arrival_s
         stats = self._state.frontend.stats()
         self.usage.notes = self._job.notes
-        self.usage.timing = timing_of(streams, self._job.answer.head.determinism, total_s, stats)
+        self.usage.timing = describe_timing(streams, self._job.answer.head.determinism, total_s, stats)
 
     def cost(self) -> tuple[float, float]:
         """Return the engine-seconds and KV-block-seconds of what has been computed."""

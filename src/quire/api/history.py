@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from quire.api.fields import TextContent
-from quire.api.history_parts import newest_of, part_text
+from quire.api.history_parts import newest_index, part_text
 from quire.api.template_input import arguments_of, call_message
 from quire.errors import RequestError, clip
 from quire.http.wire import AnyObject, Past, Text, parse
@@ -115,7 +115,7 @@ class History:
         """
         where, ignored = f"messages[{i}]", self._ignored
         if self._newest is None and isinstance(message.content, list):
-            self._newest = newest_of(self._messages)
+            self._newest = newest_index(self._messages)
         if message.content is None and message.role != "assistant":
             raise RequestError(
                 f"{where}.content is required: only an assistant message may leave it out.",

@@ -143,7 +143,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= _MAX_NAME_CHARS else text[: _MAX_NAME_CHARS - 1] + "…"
 
 
-def newest_of(messages: Sequence[Any], *, kinds: tuple[Any, ...] = (None,)) -> int:
+def newest_index(messages: Sequence[Any], *, kinds: tuple[Any, ...] = (None,)) -> int:
     """Return the index of the last message of the user, -1 without one. ``kinds``: the types that messages have."""
     for i in range(len(messages) - 1, -1, -1):
         one = messages[i]

@@ -16,8 +16,8 @@ from quire.api.fields import (
     RequestFields,
     SampledFields,
     StreamOptions,
-    deadline_of,
-    logit_bias_of,
+    read_deadline,
+    read_logit_bias,
 )
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
@@ -196,7 +196,7 @@ def common_fields(request: RequestFields, call: Call, ignored: list[str] | None)
             user=getattr(request, "user", ""),
             priority=request.priority,
             salt=request.cache_salt,
-            deadline=None if limit is None else deadline_of(limit, ignored),
+            deadline=None if limit is None else read_deadline(limit, ignored),
         ),
         "owner": call.tenant,
         "client_request_id": request.request_id or getattr(request, "rid", None),
@@ -255,7 +255,7 @@ def given_sampling(request: SampledFields) -> dict[str, Any]:
             param="best_of",
         )
     if isinstance(request, GenerationFields) and request.logit_bias is not None:
-        params["logit_bias"] = logit_bias_of(request.logit_bias)
+        params["logit_bias"] = read_logit_bias(request.logit_bias)
     return params
 
 

@@ -96,12 +96,12 @@ class Description:
         """The description of this API."""
         served = Served(*self._served())
         if self._made is None or self._made[0] != served:  # adapters come and go
-            described = openapi_of(self._routes, self._bodies, self._version, served)
+            described = describe_api(self._routes, self._bodies, self._version, served)
             self._made = served, msgspec.json.encode(described)
         return Response(self._made[1], media_type="application/json")
 
 
-def openapi_of(
+def describe_api(
     routes: Iterable[Route], bodies: Mapping[str, Body], version: str, served: Served
 ) -> dict[str, Any]:
     """Return the OpenAPI 3.1 description of ``routes``; routes that are not in ``bodies`` by their handlers."""

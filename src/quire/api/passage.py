@@ -11,7 +11,7 @@ from quire.api.generation import CONTINUES, Generation, Tap
 from quire.api.job import Job
 from quire.api.journal import Entry, Journal
 from quire.api.journal_file import Head
-from quire.api.relayed import Relayed, Tags, tag_of
+from quire.api.relayed import Relayed, Tags, write_tag
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.http.body import Headers
@@ -131,7 +131,7 @@ class Written:
         """Return the events with their ids; None: the rest is for the client that comes back."""
         if self._generation is not None and self._generation.disconnected:
             return None
-        return await self._entry.chunk(tag_of(index, chunk, cached_tokens), events)
+        return await self._entry.chunk(write_tag(index, chunk, cached_tokens), events)
 
     async def end(self, status: int, events: bytes) -> bytes:
         return events if status == CONTINUES else await self._entry.finish(status, events)

@@ -128,7 +128,7 @@ def read_relayed(call: Call, scope: Scope, body: Any, key: str | None) -> tuple[
     return Relayed(answer, form.delivered, form.fingerprint, max(0.0, form.elapsed_s)), form.request
 
 
-def tag_of(choice: int, chunk: OutputChunk, cached_tokens: int) -> bytes:
+def write_tag(choice: int, chunk: OutputChunk, cached_tokens: int) -> bytes:
     """Return the `Delivered` of a chunk as JSON."""
     logprobs = chunk.logprobs
     if logprobs is not None:
@@ -145,7 +145,7 @@ class Tags:
         self.headers = ((TAGGED, fingerprint.encode()),)
 
     def chunk(self, choice: int, chunk: OutputChunk, cached_tokens: int, events: bytes) -> bytes:
-        return b":%d %b\n%b" % (len(events), tag_of(choice, chunk, cached_tokens), events)
+        return b":%d %b\n%b" % (len(events), write_tag(choice, chunk, cached_tokens), events)
 
     def end(self, status: int, events: bytes) -> bytes:
         """``status``: of the error that ends the stream, or 0."""

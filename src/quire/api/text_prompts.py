@@ -11,7 +11,7 @@ from quire.api.state import ApiState
 from quire.errors import RequestError
 from quire.http.wire import not_allowed
 from quire.request import SamplingParams
-from quire.text.infill import infill_of, lead_of
+from quire.text.infill import find_infill, infill_lead
 
 
 async def filled_in(
@@ -23,7 +23,7 @@ async def filled_in(
         RequestError: the model was not trained for it.
     """
     tokenizer, tokenize = state.frontend.tokenizer, state.frontend.prompts.tokenize
-    infill = infill_of(tokenizer)
+    infill = find_infill(tokenizer)
     if infill is None:
         raise RequestError(
             "suffix is not supported by this model: its vocabulary has no tokens for filling in the middle. Leave it "
@@ -31,7 +31,7 @@ async def filled_in(
             param="suffix",
             code="unsupported_parameter",
         )
-    most, lead = state.model.max_model_len, lead_of(tokenizer)
+    most, lead = state.model.max_model_len, infill_lead(tokenizer)
     behind = await tokenize(lead + suffix, add_special_tokens=False, most_tokens=most)
     behind = behind[len(tokenizer.encode(lead, add_special_tokens=False)) :]
     made: list[str | Sequence[int]] = []

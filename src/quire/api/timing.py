@@ -12,7 +12,9 @@ from quire.metrics.engine_stats import EngineStats
 from quire.metrics.trace import RequestPhases, RequestTracer
 
 
-def timing_of(streams: Sequence[RequestStream], determinism: str, total_s: float, stats: EngineStats) -> Any:
+def describe_timing(
+    streams: Sequence[RequestStream], determinism: str, total_s: float, stats: EngineStats
+) -> Any:
     """Return the ``timing`` block of an answer that has ended: one object, or a list of one per prompt."""
     blocks = [_timing(stream, determinism, total_s) | _speculation(stats) for stream in streams]
     return blocks[0] if len(blocks) == 1 else blocks

@@ -83,7 +83,7 @@ def _tool(name: str, table: dict[str, Any]) -> Tool:
     return Tool(name, **table | lists | {"environment": tuple(table.get("environment", {}).items())})
 
 
-def tool_of(name: str, param: str = "--for") -> Tool:
+def find_tool(name: str, param: str = "--for") -> Tool:
     """Return the tool of a name or alias.
 
     Raises:
@@ -98,13 +98,13 @@ def tool_of(name: str, param: str = "--for") -> Tool:
 
 def model_names(clients: Iterable[str]) -> tuple[str, ...]:
     """Return the names of models that ``clients`` send for whatever is served."""
-    return tuple(name for client in clients for name in tool_of(client).names)
+    return tuple(name for client in clients for name in find_tool(client).names)
 
 
 def guide(args: ServerArgs, url: str, model: str) -> str:
     """Return the lines that point the tools of ``--for`` at ``url``. A key is not printed: logs would keep it."""
     place = Place(url, model, "YOUR_KEY" if args.api_key or args.api_key_file else NO_KEY)
-    return "\n".join(tool_of(client).lines(place) for client in args.clients)
+    return "\n".join(find_tool(client).lines(place) for client in args.clients)
 
 
 def launch(name: str, arguments: Sequence[str], url: str, model: str | None, key: str | None) -> None:
@@ -113,7 +113,7 @@ def launch(name: str, arguments: Sequence[str], url: str, model: str | None, key
     Raises:
         ConfigError: the tool is not known, has no program, or is not installed; or no server answers.
     """
-    tool = tool_of(name, "launch")
+    tool = find_tool(name, "launch")
     url = url.rstrip("/")
     if tool.program is None:
         raise ConfigError(

@@ -46,7 +46,7 @@ def serve(settings: dict[str, Any]) -> int:
     few = raise_file_limit(most * (1 if server_args.journal is None else 2) + LEAST_FILES)
     if few is not None:
         print(f"quire: {few}", file=sys.stderr)
-    takeover = takeover_of(server_args)
+    takeover = connect_takeover(server_args)
     process = EngineProcess(executor_of(engine_args))
     if server_args.log_format == "human":
         print(f"loading  {engine_args.model} …", file=sys.stderr, flush=True)
@@ -58,7 +58,7 @@ def serve(settings: dict[str, Any]) -> int:
             takeover.close()
 
 
-def takeover_of(args: ServerArgs) -> Takeover | None:
+def connect_takeover(args: ServerArgs) -> Takeover | None:
     """Connect to the running server of the same address, None without ``--handover``.
 
     Raises:
@@ -131,7 +131,7 @@ def _serve(
     from quire.api.server import run
     from quire.clock import WallClock
     from quire.engine.frontend import Frontend
-    from quire.http.listen import bind, tls_of
+    from quire.http.listen import bind, load_tls
 
     names = parts_of(server_args.served_model_name)
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
@@ -143,7 +143,7 @@ def _serve(
 
     seen = Announcement(server_args, api, frontend, weights_report(config.model), begin)
     seen.note = slow_kernels(config.device, config.runner.kernels)
-    tls = tls_of(server_args.tls_cert, server_args.tls_key)
+    tls = load_tls(server_args.tls_cert, server_args.tls_key)
     sock = bind(server_args.host, server_args.port) if takeover is None else takeover.sockets["api"]
     tracer = make_tracer(server_args.otlp_traces_endpoint, clock, __version__)
     jobs, forecast = jobs_of_server(server_args, frontend), _forecast(config, frontend)
@@ -201,7 +201,7 @@ class Announcement:
         print(f"\n{report}", file=sys.stderr, flush=True)
         self._heartbeat = None
         if self._args.gateway is not None:
-            self._heartbeat = heartbeat_of(self._args, self._api, self._frontend, url)
+            self._heartbeat = make_heartbeat(self._args, self._api, self._frontend, url)
             self._heartbeat.start()
 
     def _tools(self) -> str:
@@ -290,7 +290,7 @@ def golden_prompt(config: Any, interval_s: float, clock: Any) -> Any:
     return GoldenPrompt(config, golden_folder(), clock, interval_s)
 
 
-def heartbeat_of(args: ServerArgs, api: Any, frontend: Any, url: str) -> Any:
+def make_heartbeat(args: ServerArgs, api: Any, frontend: Any, url: str) -> Any:
     """Return what registers this server at ``args.gateway``; a server that drains is taken off there."""
     from quire.http.heartbeat import Heartbeat
 

@@ -106,7 +106,7 @@ class Zstandard:
             raise _damaged("zstd", "it ends too early")
 
 
-def decoder_of(coding: bytes | None) -> Decoder | None:
+def find_decoder(coding: bytes | None) -> Decoder | None:
     """Return the decoder of a ``Content-Encoding``, None where nothing is to be decoded.
 
     Raises:

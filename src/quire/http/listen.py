@@ -80,7 +80,7 @@ class Tls:
     key: str
 
 
-def tls_of(cert: str | None, key: str | None) -> Tls | None:
+def load_tls(cert: str | None, key: str | None) -> Tls | None:
     """Return the TLS settings of ``--tls-cert`` and ``--tls-key``; None without both.
 
     Raises:

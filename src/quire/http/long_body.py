@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from starlette.types import Message, Receive, Scope
 
 from quire.http.body import HELD_BODY, Disconnected, header
-from quire.http.codings import decoder_of
+from quire.http.codings import find_decoder
 from quire.http.refusals import HttpError, Refusal
 
 
@@ -29,7 +29,7 @@ async def body_pieces(
     coding = header(scope, b"content-encoding")
     decoder = None
     if coding is not None:
-        decoder = decoder_of(coding)
+        decoder = find_decoder(coding)
     length = header(scope, b"content-length")
     if length is not None and length.isdigit() and int(length) > max_bytes:
         raise _too_large(length.decode(), max_bytes, flag)

@@ -88,7 +88,7 @@ class HttpError(QuireError):
         self.refusal = refusal
 
 
-def refusal_of(error: Exception, *, retry_after_s: int = 1) -> Refusal:
+def as_refusal(error: Exception, *, retry_after_s: int = 1) -> Refusal:
     """Return the answer for ``error``; an unexpected exception is a 500 without details."""
     match error:
         case HttpError():

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire.errors import QuireError
 from quire.http.call import call_of
-from quire.http.refusals import Refusal, refusal_of
+from quire.http.refusals import Refusal, as_refusal
 from quire.metrics.log import Log
 
 log = Log("api")
@@ -42,12 +42,12 @@ def error_handlers(count: Callable[[int], None]) -> dict[Any, Any]:
 
 
 async def _quire_error(request: Request, error: Exception) -> Response:
-    return _response(request, refusal_of(error), {})
+    return _response(request, as_refusal(error), {})
 
 
 async def _crash(request: Request, error: Exception) -> Response:
     log.error("request_crashed", request_id=call_of(request.scope).request_id, error=repr(error))
-    return _response(request, refusal_of(error), {})
+    return _response(request, as_refusal(error), {})
 
 
 def _response(request: Request, refusal: Refusal, headers: dict[str, str]) -> Response:

@@ -23,7 +23,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import QuireError, RequestError
-from quire.http.refusals import HttpError, Refusal, refusal_of
+from quire.http.refusals import HttpError, Refusal, as_refusal
 from quire.metrics.log import Log
 
 PATH = "/v1/ws"
@@ -116,7 +116,7 @@ class _Connection:
                     Refusal(429, text, code="too_many_requests", headers=((b"retry-after", b"1"),))
                 )
         except QuireError as error:
-            refusal = refusal_of(error)
+            refusal = as_refusal(error)
             await self._say(ask.id, status=refusal.status)
             await self._say(ask.id, data=msgspec.Raw(refusal.body(ask.path)))
             await self._say(ask.id, done=True)
@@ -143,7 +143,7 @@ class _Connection:
             if left.is_set():
                 return  # the client has left: nothing more can be sent
             log.error("websocket_request_crashed", path=ask.path, error=repr(error))
-            await self._say(ask.id, data=msgspec.Raw(refusal_of(error).body(ask.path)))
+            await self._say(ask.id, data=msgspec.Raw(as_refusal(error).body(ask.path)))
         with suppress(OSError):  # the client has left
             await self._say(ask.id, **({"cancelled": True} if left.is_set() else {}), done=True)
 

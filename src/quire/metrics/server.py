@@ -21,7 +21,7 @@ TABLE: dict[str, Any] = tomllib.loads((files("quire.metrics") / "metrics.toml").
 MeetsSlo = Callable[[float | None, float | None, float | None], bool]
 
 
-def bounds_of(name: str) -> Sequence[float]:
+def histogram_bounds(name: str) -> Sequence[float]:
     """Return the bounds of a histogram's buckets."""
     bounds: Sequence[float] = TABLE["bounds"][TABLE["histograms"][name][1]]
     return bounds
@@ -39,7 +39,7 @@ class ServerMetrics:
         self.model_name = model_name
         self.engine = engine
         self.cache_config = cache_config
-        self.histograms = {name: Histogram(bounds_of(name)) for name in TABLE["histograms"]}
+        self.histograms = {name: Histogram(histogram_bounds(name)) for name in TABLE["histograms"]}
         self.counters: Counter[str] = Counter(dict.fromkeys(TABLE["counters"], 0))
         self.meets_slo: MeetsSlo | None = None  # with --slo
         self.finished: Counter[str] = Counter(

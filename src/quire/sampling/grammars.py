@@ -38,7 +38,7 @@ from quire.text.grammar_matcher import (
     ll_tokenizer,
     mask_threads,
     unpack,
-    watch_of,
+    watch_grammar,
 )
 from quire.text.json_watch import Vocabulary
 from quire.text.token_table import TokenTable, token_table
@@ -292,7 +292,7 @@ class Grammars:
         else:
             self._compiled.move_to_end(key)
         state.compiled = compiled
-        watch = watch_of(*self._watched(new.grammar, key[1])) if "\n" in new.grammar else None
+        watch = watch_grammar(*self._watched(new.grammar, key[1])) if "\n" in new.grammar else None
         state.constraint = GrammarConstraint(
             compiled.matcher.deep_copy(), self._vocab_size, new.output_token_ids, watch, state.eos_token_ids
         )

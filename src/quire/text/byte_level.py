@@ -25,7 +25,7 @@ from tokenizers.processors import TemplateProcessing
 
 from quire.errors import ModelLoadError
 from quire.text.folder_config import FolderConfig
-from quire.text.token_text import byte_level_token, token_text_of
+from quire.text.token_text import byte_level_token, make_token_text
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 
@@ -193,4 +193,4 @@ def load_tiktoken(path: Path, config: FolderConfig) -> Tokenizer:
     )
     ends = config.special.end_of_text or encoding.eos
     special = SpecialTokens(roles=roles, additional=config.special.additional, end_of_text=ends)
-    return Tokenizer(backend, token_text_of(backend), special, config.chat_templates)
+    return Tokenizer(backend, make_token_text(backend), special, config.chat_templates)

@@ -12,7 +12,7 @@ from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families.gguf import special_id
 from quire.text.byte_level import GGUF_SPLITTINGS, Splitting, add_bos_eos, byte_level_backend
 from quire.text.sentencepiece import Piece, PieceKind, PieceModel, pieces_backend
-from quire.text.token_text import token_text_of
+from quire.text.token_text import make_token_text
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 _PREFIX = "tokenizer.ggml."
@@ -86,7 +86,7 @@ def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     add_eos = bool(metadata.get(_PREFIX + "add_eos_token", False))
     bos, eos = special.roles.get("bos_token"), special.roles.get("eos_token")
     add_bos_eos(backend, bos if add_bos else None, eos if add_eos else None)
-    return Tokenizer(backend, token_text_of(backend), special, _chat_templates(metadata))
+    return Tokenizer(backend, make_token_text(backend), special, _chat_templates(metadata))
 
 
 def _get(metadata: Mapping[str, Any], key: str) -> Any:

@@ -66,7 +66,7 @@ def build_grammar(source: str, level: int = 0) -> str:
     """Return the grammar of a `grammar_source`, in the text form of llguidance.
 
     ``level``: of `NUM_LEVELS`, for a JSON schema. Behind the grammar of a relaxed schema, on a line of its own, stands
-    the schema (`quire.text.grammar_matcher.watch_of`).
+    the schema (`quire.text.grammar_matcher.watch_grammar`).
 
     Raises:
         RequestError: the source cannot be a grammar. Many errors show only when the result is compiled.

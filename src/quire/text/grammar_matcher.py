@@ -121,12 +121,12 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    # A second line is for `watch_of`.
+    # A second line is for `watch_grammar`.
     limits = LLParserLimits(**LIMITS, verbose_errors=False)
     return LLMatcher(tokenizer, grammar.partition("\n")[0], log_level=0, limits=limits)
 
 
-def watch_of(tokenizer: Any, grammar: str, vocabulary: Vocabulary) -> JsonWatch | None:
+def watch_grammar(tokenizer: Any, grammar: str, vocabulary: Vocabulary) -> JsonWatch | None:
     """Return the watch that a grammar needs, at its start; None if it needs none."""
     schema = grammar.partition("\n")[2]
     return JsonWatch(SchemaCheck(json.loads(schema), _Patterns(tokenizer)), vocabulary) if schema else None
@@ -134,7 +134,7 @@ def watch_of(tokenizer: Any, grammar: str, vocabulary: Vocabulary) -> JsonWatch 
 
 def accepts(tokenizer: Any, grammar: str, vocabulary: Vocabulary, token_ids: Sequence[int]) -> bool:
     """Return whether these tokens are a whole answer of the grammar."""
-    matcher, watch = compile_matcher(tokenizer, grammar), watch_of(tokenizer, grammar, vocabulary)
+    matcher, watch = compile_matcher(tokenizer, grammar), watch_grammar(tokenizer, grammar, vocabulary)
     if matcher.try_consume_tokens(list(token_ids)) < len(token_ids) or not matcher.is_accepting():
         return False
     if watch is not None:

@@ -1,7 +1,7 @@
 """Filling in the middle: the prompt that asks a model for the text between a prefix and a suffix.
 
 Models that were trained for it (Bavarian et al. 2022, arXiv:2207.14255) have tokens of their own for it, by which
-`infill_of` knows them. Model cards name the order of the two parts.
+`find_infill` knows them. Model cards name the order of the two parts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Infill:
         return [*begin, *parts, *self.middle]
 
 
-def infill_of(tokenizer: Tokenizer) -> Infill | None:
+def find_infill(tokenizer: Tokenizer) -> Infill | None:
     """Return how the model fills in the middle; None if its vocabulary has no tokens for it."""
     for *marks, suffix_first in _FORMS:
         ids = [tokenizer.token_to_id(mark) for mark in marks if mark]
@@ -63,7 +63,7 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
     return None
 
 
-def lead_of(tokenizer: Tokenizer) -> str:
+def infill_lead(tokenizer: Tokenizer) -> str:
     """Return the text to encode a suffix behind, and to take off: it keeps off sentencepiece's space before a text.
 
     CodeLlama's authors do so with the same character.

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.text.byte_level import SPLITTINGS, add_bos_eos, add_tokens, byte_level_backend, load_tiktoken
 from quire.text.folder_config import FolderConfig, read_folder_config, read_json, read_text
-from quire.text.token_text import token_text_of
+from quire.text.token_text import make_token_text
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
@@ -93,7 +93,7 @@ def load_tokenizer_json(path: Path, config: FolderConfig) -> Tokenizer:
     _apply_flags(backend, config)
     # transformers ignores the clean-up for BPE, where it would remove real spaces.
     is_bpe = type(backend.model).__name__ == "BPE"
-    rule = token_text_of(backend, clean_up=config.clean_up_spaces and not is_bpe)
+    rule = make_token_text(backend, clean_up=config.clean_up_spaces and not is_bpe)
     return Tokenizer(backend, rule, config.special, config.chat_templates)
 
 
@@ -199,7 +199,7 @@ def load_vocab_and_merges(folder: Path, config: FolderConfig) -> Tokenizer:
     backend = byte_level_backend(vocab, _read_merges(merges_path), splitting, added, str(merges_path))
     bos = special.roles.get("bos_token") if config.add_bos else None
     add_bos_eos(backend, bos, special.roles.get("eos_token") if config.add_eos else None)
-    return Tokenizer(backend, token_text_of(backend), special, config.chat_templates)
+    return Tokenizer(backend, make_token_text(backend), special, config.chat_templates)
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:

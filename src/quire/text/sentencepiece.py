@@ -19,7 +19,7 @@ from tokenizers.models import BPE, Unigram
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.text.byte_level import add_bos_eos, add_tokens, merges_by_rank
 from quire.text.folder_config import FolderConfig
-from quire.text.token_text import token_text_of
+from quire.text.token_text import make_token_text
 from quire.text.tokenizer import SpecialTokens, Tokenizer
 
 _UNIGRAM, _BPE = 1, 2
@@ -50,7 +50,7 @@ def load_sentencepiece(path: Path, config: FolderConfig) -> Tokenizer:
         backend, roles.get("bos_token") if add_bos else None, roles.get("eos_token") if add_eos else None
     )
     special = SpecialTokens(roles=roles, additional=config.special.additional)
-    rule = token_text_of(backend, clean_up=config.clean_up_spaces and model.is_unigram)
+    rule = make_token_text(backend, clean_up=config.clean_up_spaces and model.is_unigram)
     return Tokenizer(backend, rule, special, config.chat_templates)
 
 

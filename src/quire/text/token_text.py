@@ -67,7 +67,7 @@ class TokenText:
         return token.encode()
 
 
-def token_text_of(backend: Backend, *, clean_up: bool = False) -> TokenText:
+def make_token_text(backend: Backend, *, clean_up: bool = False) -> TokenText:
     """Read the rule from the decoder of ``backend``.
 
     Raises `UnsupportedModelError` for a decoder that is not a map of single tokens (WordPiece, CTC, BPE suffixes):

@@ -91,7 +91,7 @@ def serve_models(settings: dict[str, Any], models: list[str], args: ServerArgs) 
             )
     style: Any = args.log_format
     configure_log(args.log_level, style=style)
-    memory, shares = shares_of(paths, settings, args)
+    memory, shares = memory_shares(paths, settings, args)
     shared = {k: v for k, v in settings.items() if k not in (*OWN, *MEMORY, *_POOL) and v is not None}
     key = args.admin_key or secrets.token_hex(16)
     shared |= {"host": "127.0.0.1", "port": 0, "api_key": secrets.token_hex(16), "gateway_key": key}
@@ -134,7 +134,7 @@ def named_models(models: list[str]) -> dict[str, str]:
     return paths
 
 
-def shares_of(
+def memory_shares(
     paths: Mapping[str, str], settings: Mapping[str, Any], args: ServerArgs, device: DeviceInfo | None = None
 ) -> tuple[int, dict[str, Share]]:
     """Return the memory of all models together, and each one's share.

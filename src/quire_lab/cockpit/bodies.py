@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.errors import RequestError
 from quire.http.body import Disconnected, header, send_json
 from quire.http.long_body import body_pieces
-from quire.http.refusals import HttpError, refusal_of
+from quire.http.refusals import HttpError, as_refusal
 
 MAX_BODY_BYTES = 1 << 20
 CODING = b"content-encoding"
@@ -23,7 +23,7 @@ async def read_body(scope: Scope, receive: Receive, send: Send) -> bytes | None:
     except Disconnected:
         return None
     except (HttpError, RequestError) as error:
-        refusal = refusal_of(error)
+        refusal = as_refusal(error)
         await send_json(send, refusal.status, refusal.body(scope["path"]), refusal.headers)
         return None
     return b"".join(pieces)

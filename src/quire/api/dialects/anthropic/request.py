@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, Strict
 from quire.api.answer_form import ToolUse, tool_use
 from quire.api.conversation import Conversation
 from quire.api.fields import EFFORTS, SampledFields, Tools
-from quire.api.history_parts import newest_of, part_text
+from quire.api.history_parts import newest_index, part_text
 from quire.api.template_input import call_message, template_variables
 from quire.api.thinking import Thinking
 from quire.errors import RequestError, clip
@@ -242,7 +242,7 @@ def _messages(request: AnthropicFields, ignored: list[str] | None) -> list[dict[
         text = _text(request.system, "system", ignored)
         if text:
             messages.append({"role": "system", "content": text})
-    newest = newest_of(request.messages)
+    newest = newest_index(request.messages)
     for i, raw in enumerate(request.messages):
         where = f"messages[{i}]"
         turn = parse(Turn, raw, prefix=where + ".", ignored=ignored)

@@ -19,7 +19,7 @@ from quire.api.dialects.ollama.request import (
     OllamaFields,
     OllamaGenerateRequest,
     chat_conversation,
-    sampling_of,
+    read_sampling,
     text_conversation,
 )
 from quire.api.job import Answer, Head, Job, Usage, common_fields, new_head, served_name
@@ -47,7 +47,7 @@ async def ollama_chat_job(state: ApiState, call: Call, body: Any, ignored: list[
     """
     request = parse(OllamaChatRequest, body, ignored=ignored)
     served_name(state, request.model)
-    sampling = sampling_of(request, state.model.generation_defaults, ignored)
+    sampling = read_sampling(request, state.model.generation_defaults, ignored)
     conversation = await off_loop(len(request.messages or ()), chat_conversation, request, ignored)
     answer = partial(_answer, state, request)
     fields = _fields(request, ignored)
@@ -64,7 +64,7 @@ async def ollama_generate_job(state: ApiState, call: Call, body: Any, ignored: l
     """
     request = parse(OllamaGenerateRequest, body, ignored=ignored)
     served_name(state, request.model)
-    sampling = sampling_of(request, state.model.generation_defaults, ignored)
+    sampling = read_sampling(request, state.model.generation_defaults, ignored)
     fields = _fields(request, ignored)
     if not (request.raw or request.suffix) and state.frontend.chat_template.names:
         answer = partial(_answer, state, request)

@@ -17,7 +17,7 @@ from quire.http.call import Call
 from quire.http.json_page import json_response
 from quire.http.refusals import LATEST, OLLAMA_VERSION, HttpError, Refusal
 from quire.http.wire import Text, Wire, parse
-from quire.text.infill import infill_of
+from quire.text.infill import find_infill
 
 _NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -106,7 +106,7 @@ class OllamaModels:
         with_tools, plain = self._state.output_format(True), self._state.output_format(False)
         has_by_name = {
             "completion": True,
-            "insert": infill_of(self._state.frontend.tokenizer) is not None,
+            "insert": find_infill(self._state.frontend.tokenizer) is not None,
             "tools": with_tools.calls_tools,
             "thinking": plain.reasons,
         }

@@ -10,7 +10,7 @@ from pydantic import Field
 from quire.api.answer_form import chat_tools, tool_use
 from quire.api.conversation import Conversation, template_messages
 from quire.api.fields import EFFORTS, DeadlineField, RequestFields, Tools
-from quire.api.history_parts import newest_of, part_text
+from quire.api.history_parts import newest_index, part_text
 from quire.api.job import sampling_params
 from quire.api.template_input import template_variables
 from quire.api.thinking import Thinking
@@ -97,7 +97,7 @@ class OllamaMessage(Past):
     tool_call_id: Text | None = None
 
 
-def sampling_of(
+def read_sampling(
     request: OllamaFields, defaults: Mapping[str, Any], ignored: list[str] | None
 ) -> SamplingParams:
     """Return how to sample. ``defaults``: the model's.
@@ -185,7 +185,7 @@ def _messages(raws: list[Any], ignored: list[str] | None) -> list[dict[str, Any]
     """
     messages: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # calls without a result: id, name
-    newest = newest_of(raws)
+    newest = newest_index(raws)
     for i, raw in enumerate(raws):
         message = parse(OllamaMessage, raw, prefix=f"messages[{i}].", ignored=ignored)
         lines = [

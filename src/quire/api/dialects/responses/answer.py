@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from quire.api.assembler import Assembler, Event, Kind, Part
-from quire.api.dialects.responses.tools import ResponseTools, input_of
+from quire.api.dialects.responses.tools import ResponseTools, custom_tool_input
 from quire.api.generation import CANCELLED_BY_CLIENT
 from quire.api.job import Answer, Head, Usage
 from quire.api.output_plan import OutputPlan
@@ -171,7 +171,7 @@ class ResponseAnswer(Answer):
         if self._is_custom(part):  # its text is known when its arguments are whole
             if event.verb == "more":
                 return b""
-            name, text_field, text = "custom_tool_call_input", "input", input_of(text)
+            name, text_field, text = "custom_tool_call_input", "input", custom_tool_input(text)
         index = {"output_index": part.index}
         place: dict[str, Any] = {"item_id": self._ids[part.index], **index}
         if content_type:

@@ -12,7 +12,7 @@ from quire.api.conversation import Conversation
 from quire.api.dialects.responses.tools import as_arguments, response_tool_use, visible
 from quire.api.fields import EFFORTS, SampledFields, TextContent, Tools
 from quire.api.history import text_of
-from quire.api.history_parts import newest_of, part_text
+from quire.api.history_parts import newest_index, part_text
 from quire.api.template_input import arguments_of, call_message, template_variables
 from quire.api.thinking import Thinking
 from quire.errors import RequestError, clip
@@ -190,7 +190,7 @@ def add_input(
         return
     # The tool of each call so far, by the call's id.
     names = {c["id"]: c["function"]["name"] for message in messages for c in message.get("tool_calls", ())}
-    newest = newest_of(items, kinds=(None, "message"))
+    newest = newest_index(items, kinds=(None, "message"))
     for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None

@@ -108,7 +108,11 @@ class ResponseTools:
             beside["namespace"] = namespace
         begun = status == "in_progress"
         if part.name in self.custom:
-            return {"type": "custom_tool_call", **beside, "input": "" if begun else input_of(part.text)}
+            return {
+                "type": "custom_tool_call",
+                **beside,
+                "input": "" if begun else custom_tool_input(part.text),
+            }
         return {"type": "function_call", **beside, "arguments": "" if begun else part.text}
 
 
@@ -122,7 +126,7 @@ def as_arguments(text: str) -> dict[str, Any]:
     return {_INPUT: text}
 
 
-def input_of(arguments: str) -> str:
+def custom_tool_input(arguments: str) -> str:
     """Return the text that the model gives to a custom tool; arguments in another form stand in it as they are."""
     value = arguments_of(arguments).get(_INPUT)
     return value if isinstance(value, str) else arguments
