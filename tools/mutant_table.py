@@ -15,6 +15,7 @@ from planted import (
     install,
     kv_tier,
     model_files,
+    quantizing,
     replicas,
     requests,
     rounding,
@@ -1422,4 +1423,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *books.MUTANTS,
     *model_files.MUTANTS,
     *evaluating.MUTANTS,
+    *quantizing.MUTANTS,
 )

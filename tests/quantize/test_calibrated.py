@@ -159,7 +159,8 @@ def test_chats_are_calibration_text(quill: Path, tmp_path: Path) -> None:
     [
         ({"format": "awq", "bits": 8}, "awq has 4 bits"),
         ({"format": "awq", "symmetric": True}, "awq has a zero point per group"),
-        ({"method": "smoothquant", "bits": 4}, "smoothquant' has 8 bits"),
+        ({"method": "smoothquant", "bits": 4}, "smoothquant' with activations has 8 bits"),
+        ({"method": "gptq", "activations": True, "group_size": 32}, "with activations has 8 bits"),
         ({"method": "smoothquant", "format": "gptq"}, "no activations"),
         ({"max_kl": 0.1}, "max_kl needs text"),
     ],

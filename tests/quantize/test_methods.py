@@ -37,14 +37,17 @@ def correlated(rows: int, columns: int, seed: int) -> Tensor:
 
 def test_gptq_is_the_closed_form_on_two_inputs() -> None:
     weight, gram = random(50, 2, seed=1), torch.tensor([[3.0, 1.2], [1.2, 1.0]])
-    scheme = Scheme(4, None)
+    # Few levels: the scale of a row of two weights would find both of them among 16.
+    scheme = Scheme(2, None)
     found = gptq(weight, gram, scheme, damping=1e-9)
     scale = fit_grid(weight, scheme, gram.diagonal()).scale[:, 0]
     # Input 0 is used most, so it is rounded first; input 1 then has its own optimum.
-    first = (weight[:, 0] / scale).round().clamp(-8, 7)
+    first = (weight[:, 0] / scale).round().clamp(-2, 1)
     error = weight[:, 0] - first * scale
-    second = ((weight[:, 1] + error * gram[0, 1] / gram[1, 1]) / scale).round().clamp(-8, 7)
+    second = ((weight[:, 1] + error * gram[0, 1] / gram[1, 1]) / scale).round().clamp(-2, 1)
     assert torch.equal(found.q, torch.stack((first, second), 1).to(torch.int8))
+    alone = (weight[:, 1] / scale).round().clamp(-2, 1)
+    assert (alone != second).any(), "making up for the error matters here"
 
 
 def test_gptq_halves_the_error_where_inputs_are_correlated() -> None:

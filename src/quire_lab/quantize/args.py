@@ -18,6 +18,7 @@ class QuantizeArgs:
     bits: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
+    activations: bool = False
     keep: tuple[str, ...] = ()
     calib: str | None = None
     calib_samples: int | None = None

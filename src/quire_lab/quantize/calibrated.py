@@ -64,12 +64,15 @@ class Calibration:
     def hand_on(self, folder: OutFolder, layer: int, work: LayerWork, results: Results) -> None:
         """Run the layer with its rounded matrices, and keep what it returns."""
         assert self._layer is not None
-        for matrix in work.matrices:
-            if matrix.name in results:
-                expanded = results[matrix.name].expand()
-                for part in matrix.parts:
-                    taken = _taken(expanded, self._source.takes[part][1])
-                    self._layer.loaders[part](taken.to(self._layer.dtype))
+        rounded = {m.tensor: results[m.name].expand() for m in work.matrices if m.name in results}
+        for part in {part for m in work.matrices for part in m.parts if m.name in results}:
+            if part in self._source.experts:
+                names = self._source.experts[part]
+                taken = torch.stack([rounded.get(n, work.weights[n.removesuffix(".weight")]) for n in names])
+            else:
+                name, take = self._source.takes[part]
+                taken = _taken(rounded[name], take)
+            self._layer.loaders[part](taken.to(self._layer.dtype))
         for name in work.changed:
             self._layer.loaders[f"layers.{layer}.{name}"](work.plain[name])
         self._hidden = self._layer.run(self._hidden)

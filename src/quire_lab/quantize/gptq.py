@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.threads import one_torch_thread
 from quire_lab.quantize.rounding import Rounded, fit_grid, round_to_nearest
 from quire_lab.quantize.scheme import Scheme
 
@@ -36,12 +37,14 @@ def gptq(
     for start in range(0, len(open_), block):
         stop = min(start + block, len(open_))
         errors = torch.empty(stop - start, open_.shape[1])
-        for i in range(start, stop):
-            scale, zero = scales[i], 0.0 if zeros is None else zeros[i]
-            inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0)
-            q[i] = ((open_[i] * inverse).round_() + zero).clamp_(scheme.lowest, scheme.highest)
-            errors[i - start] = (open_[i] - (q[i] - zero) * scale) / factor[i, i]
-            open_[i + 1 : stop].addr_(factor[i, i + 1 : stop], errors[i - start], alpha=-1.0)
+        # One thread: threads that wait for each other cost more than so small steps.
+        with one_torch_thread():
+            for i in range(start, stop):
+                scale, zero = scales[i], 0.0 if zeros is None else zeros[i]
+                inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0)
+                q[i] = ((open_[i] * inverse).round_() + zero).clamp_(scheme.lowest, scheme.highest)
+                errors[i - start] = (open_[i] - (q[i] - zero) * scale) / factor[i, i]
+                open_[i + 1 : stop].addr_(factor[i, i + 1 : stop], errors[i - start], alpha=-1.0)
         open_[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1.0)
     integers = torch.empty(weight.shape, dtype=torch.int8)
     integers[:, order] = q.t().to(torch.int8)

@@ -22,7 +22,7 @@ from quire_lab.quantize.source import Matrix
 from quire_lab.quantize.work import LayerWork
 
 Error = Callable[[LayerWork, Matrix, Tensor], float]
-NUM_ALPHAS = range(21)
+ALPHAS = range(11)
 
 
 def move_factors(work: LayerWork, *, smooth: bool) -> None:
@@ -65,8 +65,8 @@ def _best(
     sizes = stats.largest if smooth else stats.gram.diagonal().sqrt()
     of_weights = torch.stack([work.weights[m.name].abs().amax(0) for m in readers]).amax(0)
     best, chosen = sum(error(work, m, torch.ones_like(sizes)) for m in readers), None
-    for step in NUM_ALPHAS:
-        alpha = step / NUM_ALPHAS[-1]
+    for step in ALPHAS:
+        alpha = step / ALPHAS[-1]
         scale = sizes.clamp_min(1e-5) ** alpha
         if smooth:
             scale = scale / of_weights.clamp_min(1e-5) ** (1.0 - alpha)

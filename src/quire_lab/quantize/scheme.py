@@ -124,7 +124,7 @@ def default_group(hidden_size: int) -> int:
 
 def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
     """Return the scheme that the flags ask for. Raises `ConfigError` for one that the format cannot hold."""
-    both = args.method in ("smoothquant", "fp8")
+    both = args.activations or args.method in ("smoothquant", "fp8")
     bits = args.bits if args.bits is not None else max(KINDS) if both else min(KINDS)
     awq = args.format == "awq"
     symmetric = not awq if args.symmetric is None else args.symmetric
@@ -136,7 +136,7 @@ def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
         not in KINDS,
         f"bits = {bits}: awq has 4 bits": awq and bits != min(KINDS),
         "symmetric: awq has a zero point per group": awq and symmetric,
-        f"method = {args.method!r} has 8 bits, a scale per output feature and no zero points": both
+        f"method = {args.method!r} with activations has 8 bits, a scale per output feature and no zero points": both
         and (bits != max(KINDS) or group is not None or not symmetric),
         f"method = {args.method!r} is written as compressed-tensors, and {args.format} has no activations": both
         and args.format != "compressed-tensors",

@@ -37,6 +37,7 @@ class Source:
     """A checkpoint in 16 or 32 bits. ``tensors``: stored name → where it lies; ``layer_of``: of those in layers.
 
     ``takes``: canonical name → stored name and what is taken of it, for weights that lie in one tensor.
+    ``experts``: canonical name → stored names, where each expert's matrix is a tensor.
     """
 
     checkpoint: Checkpoint
@@ -45,6 +46,7 @@ class Source:
     matrices: tuple[Matrix, ...]
     layer_of: Mapping[str, int]
     takes: Mapping[str, tuple[str, Take]]
+    experts: Mapping[str, tuple[str, ...]]
     remarks: tuple[str, ...] = ()
 
     @property
@@ -67,28 +69,20 @@ def read_source(path: Path) -> Source:
         ConfigError: it is quantized already, or no folder of safetensors.
         ModelLoadError: it cannot be read.
     """
-    checkpoint = describe(path)
-    if checkpoint.kind != "safetensors":
-        raise ConfigError(
-            f"{path} is not a folder of safetensors: its weights are quantized already, or their source is lost; "
-            "quantize the checkpoint in 16 bits that it was made from"
-        )
-    config = read_json(path / "config.json")
-    if config.get("quantization_config"):
-        raise ConfigError(
-            f"{path / 'config.json'} has a quantization_config: the checkpoint is quantized already; quantize the one "
-            "in 16 bits that it was made from"
-        )
+    checkpoint, config = _plain_checkpoint(path)
     spec = checkpoint.spec
     tensors, sources = stored_sources(path, spec)
     raw = _stored_names(path)
     parts: dict[str, list[str]] = {}
     layer_of: dict[str, int] = {}
     takes: dict[str, tuple[str, Take]] = {}
+    experts: dict[str, tuple[str, ...]] = {}
     num_stacked = 0
     for canonical, source in sources.items():
         layer = int(canonical.split(".", 2)[1]) if canonical.startswith("layers.") else None
-        if len(source.take.names) == 1:
+        if source.take.stacked:
+            experts[canonical] = tuple(raw[_place(tensors[name])] for name in source.take.names)
+        elif len(source.take.names) == 1:
             takes[canonical] = raw[_place(tensors[source.take.names[0]])], source.take
         for name in source.take.names:
             if layer is not None:
@@ -118,8 +112,32 @@ def read_source(path: Path) -> Source:
     stacked = f"{num_stacked} tensors of several matrices stay as they are"
     lines = (stacked,) if num_stacked else ()
     return Source(
-        checkpoint, config, stored, tuple(sorted(matrices, key=lambda m: m.layer)), layer_of, takes, lines
+        checkpoint,
+        config,
+        stored,
+        tuple(sorted(matrices, key=lambda m: m.layer)),
+        layer_of,
+        takes,
+        experts,
+        lines,
     )
+
+
+def _plain_checkpoint(path: Path) -> tuple[Checkpoint, Mapping[str, object]]:
+    """Return what is at ``path``, and its config. Raises `ConfigError` where it is quantized, or no safetensors."""
+    checkpoint = describe(path)
+    if checkpoint.kind != "safetensors":
+        raise ConfigError(
+            f"{path} is not a folder of safetensors: its weights are quantized already, or their source is lost; "
+            "quantize the checkpoint in 16 bits that it was made from"
+        )
+    config = read_json(path / "config.json")
+    if config.get("quantization_config"):
+        raise ConfigError(
+            f"{path / 'config.json'} has a quantization_config: the checkpoint is quantized already; quantize the one "
+            "in 16 bits that it was made from"
+        )
+    return checkpoint, config
 
 
 def _place(tensor: StoredTensor) -> tuple[Path, int]:

@@ -1,0 +1,56 @@
+"""Planted faults in what `quire quantize` writes."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "gptq-adds-errors",
+        "inputs that follow add to the error of a rounded one instead of making up for it",
+        "src/quire_lab/quantize/gptq.py",
+        "errors[i - start], alpha=-1.0)",
+        "errors[i - start], alpha=1.0)",
+        ("tests/quantize/test_methods.py::test_gptq_is_the_closed_form_on_two_inputs",),
+    ),
+    Mutant(
+        "norm-without-one",
+        "factors are moved into a norm of Gemma as if it had no 1 added",
+        "src/quire_lab/quantize/work.py",
+        "one = 1.0 if self.norm_plus_one else 0.0",
+        "one = 0.0",
+        ("tests/quantize/test_families.py::test_eight_bits_change_little_in_any_family[gemma3-awq]",),
+    ),
+    Mutant(
+        "zero-point-as-it-is",
+        "gptq's zero points are written without the 1 that its readers add",
+        "src/quire_lab/quantize/layouts.py",
+        "pack(zero.t() - 1, bits)",
+        "pack(zero.t(), bits)",
+        ("tests/quantize/test_calibrated.py::test_other_formats_hold_the_same_numbers",),
+    ),
+    Mutant(
+        "half-under-its-name",
+        "the folder has its final name while it is written",
+        "src/quire_lab/quantize/folder.py",
+        'final.with_name(f"{final.name}.partial")',
+        "final",
+        ("tests/quantize/test_run.py::test_full_disk_leaves_nothing_under_the_name",),
+    ),
+    Mutant(
+        "hidden-states-of-the-start",
+        "a run that goes on calibrates its first layer on embeddings",
+        "src/quire_lab/quantize/run.py",
+        "calibration.go_on(folder, layer)",
+        "pass",
+        ("tests/quantize/test_calibrated.py::test_run_that_was_ended_writes_the_same_bytes",),
+    ),
+    Mutant(
+        "kl-is-not-refused",
+        "a KL above --max-kl does not stop the folder from getting its name",
+        "src/quire_lab/quantize/report.py",
+        'not found["kl_mean"] <= args.max_kl',
+        'found["kl_mean"] <= -args.max_kl',
+        ("tests/quantize/test_calibrated.py::test_kl_is_measured_and_may_refuse",),
+    ),
+)
