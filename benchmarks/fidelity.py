@@ -243,31 +243,25 @@ def table(lines: Iterable[dict[str, Any]]) -> list[str]:
     return rows
 
 
+def readme_cell(line: dict[str, Any]) -> str:
+    """Return tokens/s of prompts, of decode, and the mean KL; the KL alone where no speed was measured."""
+    speeds = [f"{line[key]:,.0f}" for key in ("prompt_tokens_per_s", "decode_tokens_per_s") if key in line]
+    return "/".join([*speeds, f"{line['kl_mean']:.4f}"])
+
+
 def readme_table() -> list[str]:
-    """Return README's table: each file as it is stored, Quire and its peers, on the machine of the last line."""
+    """Return README's table: each file as it is stored, and its peers, on the machine of the last line."""
     lines = read()
     machine = lines[-1]["machine"]
-    rows = [
-        "| file | engine | prompt of 512, tokens/s | decode, tokens/s | mean KL from fp32 |",
-        "|---|---|---|---|---|",
-    ]
-    for model in dict.fromkeys(real.name for real in MODELS.values()):
-        for form in ("as stored", *PEERS):
-            found = [
-                each
-                for each in lines
-                if (each["model"], each["form"], each["machine"]) == (model, form, machine)
-            ]
-            for line in (each for each in found if "prompt_tokens_per_s" in each):
-                engine = (
-                    "Quire"
-                    if form == "as stored"
-                    else form.removesuffix(", as stored").replace(OPENVINO, "OpenVINO")
-                )
-                rows.append(
-                    f"| {model} | {engine} | {line['prompt_tokens_per_s']:,.0f} | {line['decode_tokens_per_s']:,.0f} | "
-                    f"{line['kl_mean']:.4f} |"
-                )
+    columns = {"Quire": "as stored", "llama.cpp": LLAMA_CPP, "OpenVINO, int8": "OpenVINO, int8"}
+    rows = [f"| file | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)]
+    for real in MODELS.values():
+        found = {
+            line["form"]: readme_cell(line)
+            for line in lines
+            if (line["model"], line["machine"]) == (real.name, machine)
+        }
+        rows.append(f"| {real.name} | {' | '.join(found.get(form, '–') for form in columns.values())} |")
     return rows
 
 

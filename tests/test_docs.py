@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -255,6 +256,18 @@ def test_readme_speeds_are_in_the_results() -> None:
         for ratio, spread, rounds in found:
             assert re.search(rf"\*\*{ratio}\*\* [a-z.]+ \({spread}\)", results), (machine, ratio, spread)
             assert int(rounds) >= 2
+
+
+def test_readme_has_the_fidelity_and_the_speeds_of_the_results() -> None:
+    results = (ROOT / "benchmarks/results/fidelity.jsonl").read_text().splitlines()
+    readme, forms = (ROOT / "README.md").read_text(), ("as stored", "llama.cpp, as stored", "OpenVINO, int8")
+    lines = [line for line in map(json.loads, results) if line["form"] in forms and "rounds" in line]
+    assert len(lines) >= 5
+    for line in lines:
+        speeds = (
+            f"{line['prompt_tokens_per_s']:,.0f}/{line['decode_tokens_per_s']:,.0f}/{line['kl_mean']:.4f}"
+        )
+        assert speeds in readme, (line["model"], line["form"])
 
 
 def test_readme_is_short() -> None:
