@@ -79,7 +79,7 @@ class ScriptedClient:
     def health(self) -> EngineHealth:
         return self.now_health
 
-    def dump(self) -> str:
+    def dump(self, *, is_last: bool = False) -> str:
         return ""
 
     def close(self) -> None:

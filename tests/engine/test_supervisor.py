@@ -331,8 +331,12 @@ class Silent(ScriptedClient):
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
         return [] if self.now_health.status == "hung" else super().receive(timeout_s)
 
-    def dump(self) -> str:
-        return "plans and stacks"
+    answers = True  # under the GIL
+
+    def dump(self, *, is_last: bool = False) -> str:
+        if is_last:
+            return "stacks by the signal"
+        return "plans and stacks" if self.answers else ""
 
 
 def test_an_engine_that_is_not_watched_may_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,6 +348,25 @@ def test_an_engine_that_is_not_watched_may_hang(tmp_path: Path, monkeypatch: pyt
     assert supervisor.receive(0.0) == []
     assert not first.closed
     assert not default_folder().exists()
+
+
+def test_an_engine_that_may_go_on_is_never_sent_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal reads stacks that change, which may crash a process that was only late."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    first = Silent()
+    first.answers = False
+    policy = RestartPolicy(backoff_s=0.0, hang_timeout_s=10.0)
+    supervisor = Supervisor(first, clients(ScriptedClient()), VirtualClock(), policy)
+    first.now_health = hung(9.9)
+    assert supervisor.receive(0.0) == []
+    assert not default_folder().exists()
+    first.now_health = hung(10.0)
+    assert supervisor.receive(0.0) == []
+    (dump,) = default_folder().iterdir()
+    assert dump.read_text() == "stacks by the signal"
+    assert first.closed
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 10.0])

@@ -144,14 +144,15 @@ def test_a_busy_loop_leaves_its_stacks_and_its_plan(tmp_path: Path) -> None:
     """Also one that holds the GIL, which no thread of Python's could report."""
     command = ["-m", "tests.faults.serve_stuck", "30"]
     with (
-        LiveServer(command, tmp_path / "log", env={"TMPDIR": str(tmp_path)}) as live,
+        LiveServer(
+            command, tmp_path / "log", env={"TMPDIR": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+        ) as live,
         ThreadPoolExecutor(1) as pool,
     ):
         asked = pool.submit(ask, live, 1, model="toy", max_tokens=8, logprobs=None)
         wait_for(lambda: ready(live).status_code == 503)
-        wait_for(lambda: any(tmp_path.glob("quire-hang-*.txt")))
-        (dump,) = tmp_path.glob("quire-hang-*.txt")
         wait_for(lambda: "engine_restarted" in live.log.read_text())
+        (dump,) = tmp_path.rglob("quire-*-hang.txt")
         text = dump.read_text()
         assert "in stuck" in text, text
         assert "step 3: 1 sequences" in text, text

@@ -167,7 +167,11 @@ def _drain(inbox: zmq.Socket[bytes]) -> list[Any]:
 
 
 class _Dump:
-    """Answers the parent, which believes that the loop hangs: stacks and plans, in a file of the private directory."""
+    """Answers the parent, which believes that the loop hangs: plans and stacks, in files of the private directory.
+
+    Late is not hung: on a busy machine the loop may go on a moment later. So the threads' stacks are taken under the
+    GIL, and the signal, which reads them while they change and may crash the process, comes only before it is killed.
+    """
 
     def __init__(self, directory: str) -> None:
         self.core: EngineCore | None = None
@@ -192,7 +196,17 @@ class _Dump:
             plans = [
                 describe_plan(core.scheduler, out) for out in tuple(core.out) if isinstance(out, StepPlan)
             ]
-            self._plans.write_text("\n".join(plans) or "no step is out")
+            text = "\n".join(plans) or "no step is out"
+            self._plans.write_text(f"{text}\n\n{_stacks()}")
+
+
+def _stacks() -> str:
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames.items()
+    )
 
 
 def _follow_parent(life_fd: int, directory: str, dump: _Dump) -> None:

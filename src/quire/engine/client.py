@@ -84,10 +84,11 @@ class EngineClient(Protocol):
         """Return what the engine does now. Does not block."""
         ...
 
-    def dump(self) -> str:
+    def dump(self, *, is_last: bool = False) -> str:
         """Return the plans that are out and the stacks of the engine's threads, as far as it can still write them.
 
-        Blocks for up to half a second. Empty where the engine is in this process, or cannot write.
+        Blocks for up to half a second. Empty where the engine is in this process, or cannot write. ``is_last``: the
+        engine is killed next, so its stacks may be taken in a way that can crash it.
         """
         ...
 

@@ -182,7 +182,7 @@ class EngineGuard:
     def __init__(self, timeout_s: float, golden: GoldenPrompt | None = None) -> None:
         self._timeout_s = timeout_s
         self._golden = golden
-        self._is_hung = False
+        self._is_hung = self._has_dump = False
 
     @property
     def problem(self) -> str | None:
@@ -223,11 +223,20 @@ class EngineGuard:
         if not self._is_hung:
             self._is_hung = True
             log.error("engine_hangs", reason=health.reason)
-            log.error("engine_dump", file=keep_dump(client.dump()))
+            self._has_dump = _dump(client, is_last=False)
         if self._timeout_s and health.overdue_s >= self._timeout_s and not events:
             self._is_hung = False
+            if not self._has_dump:
+                _dump(client, is_last=True)
             raise EngineDeadError(f"The engine hung and was killed: {health.reason}.")
         return events
+
+
+def _dump(client: EngineClient, *, is_last: bool) -> bool:
+    """Keep what a hung engine says of itself; return whether it said anything."""
+    dump = client.dump(is_last=is_last)
+    log.error("engine_dump", file=keep_dump(dump))
+    return bool(dump)
 
 
 def keep_dump(dump: str) -> str:

@@ -81,7 +81,7 @@ class InProcessClient:
         """As `EngineClient.health`; it cannot hang without its caller."""
         return EngineHealth() if self._core is not None else EngineHealth("loading", LOADING)
 
-    def dump(self) -> str:
+    def dump(self, *, is_last: bool = False) -> str:
         """As `EngineClient.dump`."""
         return ""
 

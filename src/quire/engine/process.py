@@ -135,8 +135,8 @@ class ProcessClient:
         )
         return EngineHealth("hung", reason, pulse.overdue_s)
 
-    def dump(self) -> str:
-        return self._process.dump()
+    def dump(self, *, is_last: bool = False) -> str:
+        return self._process.dump(is_last=is_last)
 
     def close(self) -> None:
         grace_s = 0.0 if self.health().status == "hung" else 5.0

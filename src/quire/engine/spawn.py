@@ -76,9 +76,15 @@ class EngineProcess:
         except OSError:
             return "?"
 
-    def dump(self, wait_s: float = 0.5) -> str:
-        """Ask the child, which is loaded, for its plans and its stacks; return what it has written by then."""
-        self._popen.send_signal(signal.SIGUSR1)
+    def dump(self, *, is_last: bool = False, wait_s: float = 0.5) -> str:
+        """Ask the child, which is loaded, for its plans and its stacks; return what it has written by then.
+
+        ``is_last``: it is killed next, so its stacks are read by a signal that works whatever the child does, and
+        that may crash it.
+        """
+        (self.directory / PLANS).unlink(missing_ok=True)
+        if is_last:
+            self._popen.send_signal(signal.SIGUSR1)
         with contextlib.suppress(OSError):  # it is dead already
             self.life.send(b"d", socket.MSG_DONTWAIT)
         time.sleep(wait_s)

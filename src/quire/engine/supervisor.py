@@ -151,9 +151,9 @@ class Supervisor:
             health = EngineHealth("unsound", problem)
         return replace(health, num_restarts=self.num_restarts)
 
-    def dump(self) -> str:
+    def dump(self, *, is_last: bool = False) -> str:
         """As `EngineClient.dump`."""
-        return self.client.dump()
+        return self.client.dump(is_last=is_last)
 
     def close(self) -> None:
         """As `EngineClient.close`; also ends a restart in progress."""
