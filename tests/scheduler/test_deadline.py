@@ -37,7 +37,7 @@ def test_steps_that_overlap_are_not_counted_twice() -> None:
     pace = Predictor()
     pace.note((), 0.0, 1.0, num_prompt_tokens=0)
     pace.note((), 0.1, 1.5, num_prompt_tokens=0)  # planned while the first was out
-    assert pace._steps_s == pytest.approx(0.95 + 0.5)
+    assert pace.step_s == pytest.approx((1.0 + 0.5) / 2)
 
 
 def busy(num_waiting: int = 4) -> Engine:

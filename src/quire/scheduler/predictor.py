@@ -1,8 +1,7 @@
 """`Predictor`: how long steps take, by the steps that were applied.
 
-It learns by the times that `plan` and `apply` are given, so a simulated run learns from its simulated steps. Sums decay
-by a twentieth per step: the last twenty steps or so count. With ``--slo``, `policies.forecast` corrects a model of step
-times by it.
+It learns by the times that `plan` and `apply` are given, so a simulated run learns from its simulated steps. With
+``--slo``, `policies.forecast` corrects a model of step times by it. What the scheduler smooths is a `Mean`.
 """
 
 from __future__ import annotations
@@ -13,21 +12,26 @@ from dataclasses import dataclass
 from quire.metrics.engine_stats import TtftStats
 from quire.step import SeqPlan
 
-_KEPT = 0.95  # share of the decaying sums that stays at each step
 FIRST_STEP_S = 30.0  # expected of a step before any was measured
-_WEIGHT = 0.1  # the newest step in a `Mean`
 
 
 @dataclass(slots=True)
 class Mean:
-    """An exponential mean that begins at its first value."""
+    """A running mean: of all values at first, later the newest one weighs ``1 / memory``."""
 
-    value: float
-    seen: bool = False
+    value: float = 0.0
+    memory: int = 20
+    count: int = 0  # values, up to ``memory``
 
     def add(self, value: float) -> None:
-        self.value += (value - self.value) * (_WEIGHT if self.seen else 1.0)
-        self.seen = True
+        self.count = min(self.count + 1, self.memory)
+        self.value += (value - self.value) / self.count
+
+    def add_cut(self, value: float, outlier: float) -> None:
+        """Take in a value of which what is more than ``outlier`` times the mean, or less than its inverse, is cut."""
+        if self.count:
+            value = min(max(value, self.value / outlier), self.value * outlier)
+        self.add(value)
 
 
 class Predictor:
@@ -35,10 +39,10 @@ class Predictor:
 
     def __init__(self) -> None:
         self._applied_s = 0.0
-        self._num_steps = self._steps_s = 0.0
-        # Of steps with prompt tokens, the decodes beside them included.
-        self._num_prompt_tokens = self._prompts_s = 0.0
-        self._output = Mean(0.0)  # tokens of a sequence that ended
+        self._step_s = Mean()
+        # Per step with prompt tokens; the seconds are also those of the decodes in it.
+        self._num_prompt_tokens, self._prompts_s = Mean(), Mean()
+        self._output = Mean()  # tokens of a sequence that ended
 
     def note(
         self,
@@ -50,15 +54,14 @@ class Predictor:
     ) -> float:
         """A step that was planned at ``planned_s`` was applied; return how long it took."""
         took_s = self.spent_s(planned_s, applied_s)
-        if self._num_steps and (self._num_prompt_tokens or not num_prompt_tokens):
+        if self._step_s.count and (self._num_prompt_tokens.count or not num_prompt_tokens):
             # A process that was stopped for an hour says nothing of the next step.
             took_s = min(took_s, 2 * self.expected_s(num_prompt_tokens) + 1.0)
         self._applied_s = applied_s
-        self._num_steps = self._num_steps * _KEPT + 1
-        self._steps_s = self._steps_s * _KEPT + took_s
+        self._step_s.add(took_s)
         if num_prompt_tokens:
-            self._num_prompt_tokens = self._num_prompt_tokens * _KEPT + num_prompt_tokens
-            self._prompts_s = self._prompts_s * _KEPT + took_s
+            self._num_prompt_tokens.add(num_prompt_tokens)
+            self._prompts_s.add(took_s)
         return took_s
 
     def spent_s(self, planned_s: float, applied_s: float) -> float:
@@ -79,21 +82,21 @@ class Predictor:
     @property
     def step_s(self) -> float:
         """Seconds per step; 0 before the first."""
-        return self._steps_s / self._num_steps if self._num_steps else 0.0
+        return self._step_s.value
 
     def expected_s(self, num_prompt_tokens: int) -> float:
         """Return how long a step with so many prompt tokens may well take: generous, to tell a slow step from a hang.
 
         A mean step, and its prompt tokens on top. A first step may compile kernels and touch every weight.
         """
-        if not self._num_steps:
+        if not self._step_s.count:
             return FIRST_STEP_S
         return self.step_s + num_prompt_tokens * self.prompt_token_s
 
     @property
     def prompt_token_s(self) -> float:
         """Seconds per prompt token; 0 before the first."""
-        return self._prompts_s / self._num_prompt_tokens if self._num_prompt_tokens else 0.0
+        return self._prompts_s.value / (self._num_prompt_tokens.value or 1.0)
 
     @property
     def mean_output(self) -> float:

@@ -29,11 +29,11 @@ from quire.scheduler.policies.draft_times import (
     RECENT,
     SETTLED,
     Acceptance,
-    Pace,
     StepTimes,
     bucket_of,
     followed,
 )
+from quire.scheduler.predictor import Mean
 
 SEQ_RECENT = RECENT // 4  # a sequence remembers fewer drafts than the engine
 REFRESH = 2 * SETTLED  # decode steps between two choices; fewer at first
@@ -78,7 +78,9 @@ class DraftControl:
         self.configure(config)
         self.predicted_gain = 1.0  # tokens per second, over those without drafts
         self.any_held = False  # whether a worker may hold drafts that no step has verified
-        self._times, self._draft_times, self._pace = StepTimes(), StepTimes(row=None), Pace()
+        self._times, self._draft_times = StepTimes(), StepTimes(row=None)
+        # By what ratio steps take longer now than the table says.
+        self._pace = Mean(1.0, SETTLED, SETTLED)
         self._accepted = Acceptance()
         self._choice = _Choice()
         self._step = 0  # decode steps
@@ -144,8 +146,8 @@ class DraftControl:
         self._step += 1
         took_s = draft_s + self._note_times(num_seqs, num_drafts, took_s - draft_s)
         if num_proposed and (was_warm or not self._draft_times.seconds(num_seqs, 1.0)):
-            self._draft_times.note(num_seqs, num_proposed, draft_s / self._pace.ratio)
-        plain_s = self._times.seconds(num_seqs, 0.0) * self._pace.ratio
+            self._draft_times.note(num_seqs, num_proposed, draft_s / self._pace.value)
+        plain_s = self._times.seconds(num_seqs, 0.0) * self._pace.value
         if self._step == FEW - 1:
             self._saved_s = FEW * plain_s
         self._saved_s += SHARE * took_s
@@ -168,9 +170,9 @@ class DraftControl:
         if is_first:
             return verify_s
         verify_s, ratio = max(1e-6, verify_s), num_drafts / num_seqs
-        expected_s = self._times.seconds(num_seqs, ratio) * self._pace.ratio
-        if known_s := self._times.note(num_seqs, num_drafts, verify_s / self._pace.ratio):
-            self._pace.note(verify_s / known_s)
+        expected_s = self._times.seconds(num_seqs, ratio) * self._pace.value
+        if known_s := self._times.note(num_seqs, num_drafts, verify_s / self._pace.value):
+            self._pace.add_cut(verify_s / known_s, OUTLIER)
         self._measured[bucket_of(num_seqs), round(ratio)] = self._step
         return min(verify_s, OUTLIER * expected_s)
 
@@ -196,7 +198,7 @@ class DraftControl:
             cap = max(rates, key=lambda cap: rates[cap] * self._age(num_seqs, cap))
             num_rounds = 1 if cap else FEW - 1
             loss_s = self._rated(num_seqs, groups, _Choice(cap))[1] * (1.0 - rates[cap] / self._rate)
-            if self._saved_s < num_rounds * loss_s * self._pace.ratio:
+            if self._saved_s < num_rounds * loss_s * self._pace.value:
                 return
             self._probe = _Probe(cap, 1 + num_rounds, None)
         self._num_probes += 1
@@ -208,7 +210,7 @@ class DraftControl:
         self, probe: _Probe, seqs: Sequence[Drafted], num_proposed: int, took_s: float, num_tokens: int
     ) -> None:
         """A step of ``probe`` is over: it took ``took_s`` seconds, for so many tokens."""
-        self._saved_s -= took_s - num_tokens / self._rate * self._pace.ratio
+        self._saved_s -= took_s - num_tokens / self._rate * self._pace.value
         if probe.cap and not num_proposed and probe.left > 1 and probe.patience:
             probe.patience -= 1  # a proposer that found nothing
             return

@@ -6,9 +6,8 @@ Under a fixed number of drafts there are no steps without, and the gain is not k
 
 from __future__ import annotations
 
-from quire.scheduler.policies.draft_times import FEW, OUTLIER, StepTimes
-
-WEIGHT = 0.01  # the newest step with drafts
+from quire.scheduler.policies.draft_times import FEW, OUTLIER, RECENT, StepTimes
+from quire.scheduler.predictor import Mean
 
 
 class DraftGain:
@@ -16,9 +15,8 @@ class DraftGain:
 
     def __init__(self) -> None:
         self._plain = StepTimes()
-        self._count = 0
         # Means of the steps with drafts: seconds that plain steps take for as many tokens, and their own.
-        self._earned_s = self._spent_s = 0.0
+        self._earned_s, self._spent_s = Mean(memory=RECENT), Mean(memory=RECENT)
 
     def note(self, num_seqs: int, num_tokens: int, took_s: float, *, drafted: bool) -> None:
         """A step gave ``num_tokens`` to ``num_seqs`` sequences in ``took_s``."""
@@ -26,14 +24,12 @@ class DraftGain:
             self._plain.note(num_seqs, 0, took_s)
         elif self._plain.count(num_seqs, 0.0) >= FEW:
             earned_s = self._plain.seconds(num_seqs, 0.0) * num_tokens / num_seqs
-            if self._count > FEW:  # one step that other processes held up must not decide
-                took_s = min(took_s, OUTLIER * max(self._spent_s, earned_s))
-            self._count += 1
-            weight = max(WEIGHT, 1.0 / self._count)
-            self._earned_s += (earned_s - self._earned_s) * weight
-            self._spent_s += (took_s - self._spent_s) * weight
+            if self._spent_s.count > FEW:  # one step that other processes held up must not decide
+                took_s = min(took_s, OUTLIER * max(self._spent_s.value, earned_s))
+            self._earned_s.add(earned_s)
+            self._spent_s.add(took_s)
 
     @property
     def measured(self) -> float:
         """The gain; 0: it is not known."""
-        return self._earned_s / self._spent_s if self._spent_s else 0.0
+        return self._earned_s.value / self._spent_s.value if self._spent_s.count else 0.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from quire.config import MAX_DRAFTS
+from quire.scheduler.predictor import Mean
 
 FEW = 3  # measurements
 OUTLIER = 1.1  # ratio to the mean at which a time is cut
@@ -22,11 +22,33 @@ PRIOR = 0.6  # acceptance before the first draft
 ROW = 0.12
 
 
-@dataclass(slots=True)
 class _Time:
-    drafts: float  # per sequence
-    seconds: float
-    count: int = 0  # measured
+    """A cell of the table, which begins with ``drafts`` per sequence that took ``seconds``."""
+
+    def __init__(self, drafts: float, seconds: float) -> None:
+        self._drafts, self._seconds = Mean(drafts, RECENT), Mean(seconds, RECENT)
+
+    @property
+    def drafts(self) -> float:
+        """Drafts per sequence."""
+        return self._drafts.value
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds.value
+
+    @property
+    def count(self) -> int:
+        """How often it was measured."""
+        return self._seconds.count
+
+    def note(self, drafts: float, seconds: float) -> None:
+        self._drafts.add(drafts)
+        if self.count < FEW:  # one step that other processes held up must not decide
+            seconds = min(seconds, self.seconds)
+            self._seconds = Mean(seconds, RECENT, self.count + 1)
+        else:
+            self._seconds.add_cut(seconds, OUTLIER)
 
 
 class StepTimes:
@@ -48,13 +70,7 @@ class StepTimes:
         if known is None:
             known = times[key] = _Time(ratio, seconds)
         before = known.seconds if known.count >= FEW else 0.0
-        known.count += 1
-        known.drafts += (ratio - known.drafts) / min(known.count, RECENT)
-        if known.count <= FEW:  # one step that other processes held up must not decide
-            known.seconds = min(known.seconds, seconds)
-        else:
-            cut = min(max(seconds, known.seconds / OUTLIER), known.seconds * OUTLIER)
-            known.seconds += (cut - known.seconds) / min(known.count, RECENT)
+        known.note(ratio, seconds)
         return before
 
     def count(self, num_seqs: int, ratio: float) -> int:
@@ -86,18 +102,6 @@ class StepTimes:
         return sorted(self._times.get(bucket, {}).values(), key=lambda t: t.drafts)
 
 
-class Pace:
-    """By what ratio steps take longer now than `StepTimes` knows them."""
-
-    def __init__(self) -> None:
-        self.ratio = 1.0
-
-    def note(self, ratio: float) -> None:
-        """A step took ``ratio`` times what is known of it."""
-        cut = min(max(ratio, self.ratio / OUTLIER), self.ratio * OUTLIER)
-        self.ratio += (cut - self.ratio) / SETTLED
-
-
 def bucket_of(num_seqs: int) -> int:
     """Numbers of sequences in one bucket share their times."""
     return round(2 * math.log2(num_seqs))
@@ -126,21 +130,20 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.mean = PRIOR
-        self._at = [0.0] * MAX_DRAFTS
-        self._counts = [0] * MAX_DRAFTS
+        self._at = [Mean() for _ in range(MAX_DRAFTS)]
 
     def note(self, num_drafts: int, num_accepted: int, memory: int) -> None:
         """Some of ``num_drafts`` were accepted, then one was rejected if any is left. Remember ``memory`` of them."""
         self.mean = followed(self.mean, num_drafts, num_accepted, memory)
         for place in range(min(num_accepted + 1, num_drafts, MAX_DRAFTS)):
-            self._counts[place] = min(self._counts[place] + 1, memory)
-            self._at[place] += ((place < num_accepted) - self._at[place]) / self._counts[place]
+            self._at[place].memory = memory
+            self._at[place].add(float(place < num_accepted))
 
     def by_position(self, most: int) -> list[float]:
         """Return the probability that a draft is accepted whose predecessors are, for ``most`` positions."""
         before, rates = PRIOR, []
-        for right, count in zip(self._at[:most], self._counts, strict=False):
-            before = (right * count + before * FEW) / (count + FEW)
+        for right in self._at[:most]:
+            before = (right.value * right.count + before * FEW) / (right.count + FEW)
             rates.append(before)
         return rates
 

@@ -28,7 +28,7 @@ class ModelledPredictor(Predictor):
         self._chunk_keys = Mean(config.max_model_len / 4)  # keys that a token of a chunk sees
         self._decode_ratio = Mean(1.0)  # seconds measured / modelled, steps of decodes alone
         self._mixed_ratio = Mean(1.0)
-        self._ttft_ratio = Mean(1.0, seen=True)  # seconds measured / predicted
+        self._ttft_ratio = Mean(1.0, count=10)  # seconds measured / predicted
 
     def note(
         self, seqs: Sequence[SeqPlan], planned_s: float, applied_s: float, *, num_prompt_tokens: int
@@ -47,7 +47,7 @@ class ModelledPredictor(Predictor):
 
     def expected_s(self, num_prompt_tokens: int) -> float:
         learned_s = super().expected_s(num_prompt_tokens)
-        if not self._num_steps:
+        if not self._step_s.count:
             return learned_s
         num_decodes = self.num_decodes
         modelled_s = (
@@ -85,11 +85,11 @@ class ModelledPredictor(Predictor):
         if num_chunk_tokens > 0:
             self._chunk_keys.add(step.chunk_pairs / num_chunk_tokens)
             self._mixed_ratio.add(ratio)
-            if not self._decode_ratio.seen:
+            if not self._decode_ratio.count:
                 self._decode_ratio.value = self._mixed_ratio.value
         else:
             self._decode_ratio.add(ratio)
-            if not self._mixed_ratio.seen:
+            if not self._mixed_ratio.count:
                 self._mixed_ratio.value = self._decode_ratio.value
         if self.num_decodes:
             self._context.add(step.decode_kv_tokens / self.num_decodes)

@@ -76,8 +76,8 @@ class LoadCost:
     """Predicts how long a load takes, by those that have ended."""
 
     def __init__(self) -> None:
-        self._delay_s = Mean(0.0)  # from the decision to the end, without the reading
-        self._byte_s = Mean(0.0)
+        self._delay_s = Mean()  # from the decision to the end, without the reading
+        self._byte_s = Mean()
 
     def note(self, took_s: float, read_s: float, num_bytes: int) -> None:
         """A load of ``num_bytes`` has ended."""
