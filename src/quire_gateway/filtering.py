@@ -184,7 +184,7 @@ class Filtering(AnswerStep):
             raise self._refusal
 
     async def _take(self, raw: bytes) -> None:
-        value = _value_of(raw, is_line=self._is_lines)
+        value = _parse_event(raw, is_line=self._is_lines)
         if value is None:
             if b"data:" in raw:  # [DONE]
                 await self._flush(list(self._texts), have_ended=True)
@@ -198,7 +198,7 @@ class Filtering(AnswerStep):
                 text.pending += piece.text
                 text.num_chars += len(piece.text)
             texts.append((piece, start, text.num_chars))
-        self._waiting.append(_Event(raw, value, texts, _choice_of(value), _without_ids(value)))
+        self._waiting.append(_Event(raw, value, texts, _choice_index(value), _without_ids(value)))
         ended = _ended(value, list(self._texts))
         repeated = [piece.channel for piece, _, _ in texts if piece.repeats]
         await self._flush(repeated)
@@ -289,7 +289,7 @@ def _without_ids(value: dict[str, Any]) -> bool:
     return "done" in value and value.pop("context", None) is not None
 
 
-def _value_of(raw: bytes, *, is_line: bool) -> dict[str, Any] | None:
+def _parse_event(raw: bytes, *, is_line: bool) -> dict[str, Any] | None:
     """Return the JSON of an event. Raises `ValueError` for data that is none: it cannot be filtered."""
     lines = [line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:")]
     data = raw.strip() if is_line else b"\n".join(lines)
@@ -299,7 +299,7 @@ def _value_of(raw: bytes, *, is_line: bool) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _choice_of(value: dict[str, Any]) -> int | None:
+def _choice_index(value: dict[str, Any]) -> int | None:
     choices = value.get("choices")
     if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0].get("index"), int):
         return int(choices[0]["index"])

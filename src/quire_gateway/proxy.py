@@ -218,7 +218,7 @@ class Proxy:
         response, answer, stages = opened.response, exchange.answer, self._stages
         is_lines = response.headers["content-type"].startswith(LINES)
         read = exchange.usage.read_lines if is_lines else exchange.usage.read_frames
-        now, timeouts, frames = self._state.now, self._timeouts, _frames_of(exchange, response)
+        now, timeouts, frames = self._state.now, self._timeouts, _make_cutter(exchange, response)
         total_s = timeouts.stream_total_s
         end_s = exchange.arrival_s + total_s if total_s is not None else float("inf")
         assert exchange.request is not None
@@ -318,7 +318,7 @@ async def _send(answer: Answer, response: ClientResponse, frames: bytes) -> None
     await answer.write(frames)
 
 
-def _frames_of(exchange: Exchange, response: ClientResponse) -> Cutter:
+def _make_cutter(exchange: Exchange, response: ClientResponse) -> Cutter:
     """Return what cuts a stream into whole frames, by whether it is tagged."""
     fingerprint, continuation = response.headers.get(TAGGED.decode()), exchange.continuation
     if continuation is None or fingerprint is None:

@@ -44,7 +44,7 @@ class StoredProxy:
         silent = set(likely)  # those that should hold it and have not answered
         for backend in (b for b in (*likely, *others) if b.is_ready):
             try:
-                reply = await _ask(state, scope, backend, _path_of(scope, response_id))
+                reply = await _ask(state, scope, backend, _backend_path(scope, response_id))
             except BackendFailed:
                 continue
             silent.discard(backend)
@@ -131,7 +131,7 @@ def _path_at(response_id: str) -> str:
     return f"{RESPONSES}/{quote(response_id, safe='')}"
 
 
-def _path_of(scope: Scope, response_id: str) -> str:
+def _backend_path(scope: Scope, response_id: str) -> str:
     """Return the path at a backend: the client's, with the backend's id."""
     shown_id, raw = scope["path_params"]["response_id"], scope["raw_path"].decode("latin-1")
     if response_id == shown_id:

@@ -19,7 +19,7 @@ from tests.lora.peft_files import make_adapters
 from tests.models.tiny import CONFIG
 
 from quire.api.conversation import template_messages
-from quire.api.dialects.anthropic.request import MessagesRequest, conversation_of
+from quire.api.dialects.anthropic.request import MessagesRequest, read_conversation
 from quire.api.dialects.openai.fields import ChatRequest, CompletionRequest
 from quire.api.dialects.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.api.dialects.responses.request import ResponsesRequest, add_input
@@ -59,7 +59,7 @@ def request(data: bytes) -> None:
     if isinstance(asked, ChatRequest):
         template_messages(asked.messages, [])
     elif isinstance(asked, MessagesRequest):
-        conversation_of(asked, [])
+        read_conversation(asked, [])
     elif isinstance(asked, ResponsesRequest):
         add_input([], asked.input, [])
 

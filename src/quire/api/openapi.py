@@ -188,8 +188,8 @@ def _add(model: type[Wire], schemas: dict[str, Any]) -> dict[str, Any]:
     branches = _resolved(ONE_OF.get(model, []), schemas)
     if branches:
         own["anyOf"] = branches
-    refused = [_resolved(each, schemas) for base in model.__mro__ for each in REFUSED.get(base, ())]
-    refused = [each for each in refused if set(each["properties"]) <= set(properties)]
+    refused = [_resolved(schema, schemas) for base in model.__mro__ for schema in REFUSED.get(base, ())]
+    refused = [schema for schema in refused if set(schema["properties"]) <= set(properties)]
     if refused:
         own["not"] = {"anyOf": refused}
     return reference

@@ -247,7 +247,7 @@ class ConnectionWatch:
         """End the connections that took too long."""
         seen: dict[WatchedProtocol, _Seen] = {}
         for connection in connections:
-            phase = _phase_of(connection)
+            phase = _find_phase(connection)
             if phase is None:
                 continue
             waiting = connection.transport.get_write_buffer_size()
@@ -266,7 +266,7 @@ class ConnectionWatch:
     def end_half_sent(self, connections: Iterable[WatchedProtocol]) -> None:
         """The server ends: do not wait for the rest of requests."""
         for connection in connections:
-            if _phase_of(connection) in ("head", "body"):
+            if _find_phase(connection) in ("head", "body"):
                 _answer(connection, b"503 Service Unavailable")
 
     def _limit_s(self, seen: _Seen, connection: WatchedProtocol) -> float:
@@ -294,7 +294,7 @@ def watched(connections: Iterable[object]) -> list[WatchedProtocol]:
     return [connection for connection in connections if isinstance(connection, WatchedProtocol)]
 
 
-def _phase_of(connection: WatchedProtocol) -> Phase | None:
+def _find_phase(connection: WatchedProtocol) -> Phase | None:
     """Return what the server waits for, if it is the client's turn."""
     cycle = connection.cycle
     if connection.transport.is_closing():

@@ -90,7 +90,7 @@ class HandoverPoint:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listen.accept()
-            if _user_of(sock) not in (os.getuid(), 0) or self._left:
+            if _peer_user(sock) not in (os.getuid(), 0) or self._left:
                 sock.close()
                 return
             task = self._loop.create_task(self._serve(sock))
@@ -113,7 +113,7 @@ class HandoverPoint:
 
     async def _hand_over(self, sock: socket.socket) -> None:
         self._left = True
-        log.info("handing_over", to=_pid_of(sock))
+        log.info("handing_over", to=_peer_pid(sock))
         state = await self._sides.stop()
         try:
             with tempfile.TemporaryFile() as file:
@@ -128,7 +128,7 @@ class HandoverPoint:
             log.error("handover_failed", error="the new server has ended; this one goes on")
             self._sides.go_on()
             return
-        log.info("handed_over", to=_pid_of(sock))
+        log.info("handed_over", to=_peer_pid(sock))
         self._sides.leave(lambda connection: _give(sock, connection))
 
     async def _next(self, sock: socket.socket) -> Any:
@@ -162,11 +162,11 @@ def handover_path(address: tuple[str, int]) -> Path:
     return folder / f"{host.replace(':', '_')}-{port}.sock"
 
 
-def _user_of(sock: socket.socket) -> int:
+def _peer_user(sock: socket.socket) -> int:
     return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
 
 
-def _pid_of(sock: socket.socket) -> int:
+def _peer_pid(sock: socket.socket) -> int:
     return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0])
 
 

@@ -118,7 +118,8 @@ class MessageBatches:
         batch = self._batch(request)
         if batch["status"] in OPEN:
             raise NotFoundError(
-                f"{_id_of(batch)} has no results yet: its processing_status is not ended.", param="batch_id"
+                f"{_shown_id(batch)} has no results yet: its processing_status is not ended.",
+                param="batch_id",
             )
         lines = (_result(line) + b"\n" for line in self._lines(batch))
         return StreamingResponse(lines, media_type="application/x-jsonl")
@@ -126,7 +127,7 @@ class MessageBatches:
     async def _create(self, request: Request) -> Response:
         runner, call = self._runner(), call_of(request.scope)
         raw = await read_bytes(request.scope, request.receive, self._max_bytes, "--max-body-mib")
-        lines = await asyncio.to_thread(_lines_of, raw, self._ignored())
+        lines = await asyncio.to_thread(_to_lines, raw, self._ignored())
         source = await asyncio.to_thread(
             runner.files.add, io.BytesIO(lines), "requests.jsonl", "batch", call.tenant
         )
@@ -171,9 +172,9 @@ class MessageBatches:
         else:
             counts["processing"] = done["total"]
         ended = batch.get(f"{status}_at") if has_ended else None
-        url = f"{request.base_url}{MESSAGES[1:]}/batches/{_id_of(batch)}/results"
+        url = f"{request.base_url}{MESSAGES[1:]}/batches/{_shown_id(batch)}/results"
         return {
-            "id": _id_of(batch),
+            "id": _shown_id(batch),
             "type": "message_batch",
             "processing_status": "ended"
             if has_ended
@@ -194,7 +195,7 @@ def is_messages(batch: dict[str, Any]) -> bool:
     return bool(batch["endpoint"] == MESSAGES)
 
 
-def _id_of(batch: dict[str, Any]) -> str:
+def _shown_id(batch: dict[str, Any]) -> str:
     return f"msg{batch['id']}"
 
 
@@ -202,7 +203,7 @@ def _time(seconds: int | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _lines_of(raw: bytes, ignored: Ignored) -> bytes:
+def _to_lines(raw: bytes, ignored: Ignored) -> bytes:
     """Return the requests of a body as lines of a batch. The parameters of each stay as they are written.
 
     Raises:

@@ -136,10 +136,10 @@ class Tokenizer:
             return b""
         known = self._bytes[token_id]
         if known is None:
-            known = self._bytes[token_id] = self._bytes_of(token_id)
+            known = self._bytes[token_id] = self._token_bytes(token_id)
         return known
 
-    def _bytes_of(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
         content = self._added.get(token_id)
         if content is not None and self.text_rule.byte_level:
             return content.encode()  # added tokens are not spelled in the byte alphabet

@@ -34,7 +34,7 @@ def python_calls(calls: Calls, tools: Tools) -> Wait[None]:
         elif char.isidentifier():
             if count:
                 reader.mark()
-            name, arguments = _call_of((yield from _source(reader)), tools)
+            name, arguments = _parse_call((yield from _source(reader)), tools)
             calls.begin(name)
             calls.arguments(_json(arguments))
             count += 1
@@ -68,7 +68,7 @@ def _source(reader: Reader) -> Wait[str]:
     raise NotCalls
 
 
-def _call_of(source: str, tools: Tools) -> tuple[str, dict[str, Any]]:
+def _parse_call(source: str, tools: Tools) -> tuple[str, dict[str, Any]]:
     name, _, inside = source.partition("(")
     try:
         # JSON's escaped slash, which Python does not know

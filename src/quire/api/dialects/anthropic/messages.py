@@ -19,8 +19,8 @@ from quire.api.dialects.anthropic.request import (
     MessagesRequest,
     Metadata,
     check_thread,
-    conversation_of,
     form_of,
+    read_conversation,
 )
 from quire.api.job import Answer, Head, Job, Usage, given_sampling, sampling_params, served_name
 from quire.api.output_plan import OutputPlan
@@ -52,7 +52,7 @@ async def messages_job(state: ApiState, call: Call, body: Any, ignored: list[str
     served_name(state, request.model)
     check_thread(request.thread, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
-    conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
+    conversation = await off_loop(len(request.messages), read_conversation, request, ignored)
     metadata = parse(Metadata, request.metadata or {}, prefix="metadata.", ignored=ignored)
     params = given_sampling(request)
     if request.stop_sequences:
@@ -86,7 +86,7 @@ async def count_tokens(state: ApiState, call: Call, body: Any, ignored: list[str
     check_thread(request.thread, ignored)
     form_of(request, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
-    conversation = await off_loop(len(request.messages), conversation_of, request, ignored)
+    conversation = await off_loop(len(request.messages), read_conversation, request, ignored)
     _, prompt = await conversation.prompt(state)
     return {"input_tokens": len(prompt)}
 

@@ -161,7 +161,7 @@ class Tool(Wire):
     strict: Boolean | None = None
 
 
-def conversation_of(request: AnthropicFields, ignored: list[str] | None) -> Conversation:
+def read_conversation(request: AnthropicFields, ignored: list[str] | None) -> Conversation:
     """Return the conversation that a message or a token count asks about.
 
     Raises:

@@ -198,7 +198,9 @@ def _messages(raws: list[Any], ignored: list[str] | None) -> list[dict[str, Any]
         if message.tool_calls:
             one["tool_calls"] = [_with_id(call, i, j) for j, call in enumerate(message.tool_calls)]
             one["content"] = one["content"] or None
-            waiting += [(call["id"], _name_of(call)) for call in one["tool_calls"] if isinstance(call, dict)]
+            waiting += [
+                (call["id"], _tool_name(call)) for call in one["tool_calls"] if isinstance(call, dict)
+            ]
         if message.role == "tool":
             name = message.tool_name
             answered = next((call for call in waiting if name in (None, call[1])), ("call00000", ""))
@@ -214,7 +216,7 @@ def _with_id(call: Any, i: int, j: int) -> Any:
     return {**call, "id": call.get("id") or f"c{i:04}{j:04}"} if isinstance(call, dict) else call
 
 
-def _name_of(call: dict[str, Any]) -> str:
+def _tool_name(call: dict[str, Any]) -> str:
     function = call.get("function")
     return str(function.get("name")) if isinstance(function, dict) else ""
 

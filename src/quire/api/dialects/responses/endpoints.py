@@ -13,9 +13,9 @@ from quire.api.dialects.responses.request import (
     INCLUDED,
     ResponsesRequest,
     add_input,
-    conversation_of,
     form_of,
     input_items,
+    read_conversation,
 )
 from quire.api.dialects.responses.store import Stored
 from quire.api.dialects.responses.stored import pending_response
@@ -113,7 +113,7 @@ async def _conversation(
     check_compaction(request.context_management, state.model.max_model_len, ignored)
     size = 0 if isinstance(request.input, str) else len(request.input)
     messages = await off_loop(size, _messages, state, call, request, ignored)
-    return messages, conversation_of(request, messages, ignored)
+    return messages, read_conversation(request, messages, ignored)
 
 
 def _without_references(state: ApiState, call: Call, request: ResponsesRequest) -> ResponsesRequest:

@@ -132,7 +132,7 @@ class ReasoningItem(Past):
     content: TextContent = ""
 
 
-def conversation_of(
+def read_conversation(
     request: ResponsesRequest, messages: list[dict[str, Any]], ignored: list[str] | None
 ) -> Conversation:
     """Return the conversation of a response. ``messages``: those before its instructions, its input included.
