@@ -105,7 +105,7 @@ def _changes(q: Question, now: Option | None) -> Iterator[tuple[str, str, Questi
         shared = q.load.isl // 2
         what = f"a prefix cache, if half of each prompt ({shared:,} tokens) is in it"
         yield what, f"--prefix {shared}", replace(q, load=replace(q.load, prefix=shared))
-    if q.draft is None and not q.spec.state_layers:  # the engine runs no drafts on recurrent layers
+    if q.draft is None and not q.spec.state_layers:  # the model of times has no states of drafts
         yield _drafted(q)
     yield from _sizes(q, now)
 
