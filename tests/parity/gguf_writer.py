@@ -183,7 +183,9 @@ def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> di
         if arch in _PAIRWISE and part in ("attn.q", "attn.k"):
             a = spec.layers[int(index)].attention
             tensor = _pairwise(tensor, a.num_heads if part == "attn.q" else a.num_kv_heads)
-        target = "post_attention_norm" if arch == "gpt-oss" and part == "mlp_norm" else _LAYER[part]
+        target = (
+            "post_attention_norm" if arch in ("gpt-oss", "seed_oss") and part == "mlp_norm" else _LAYER[part]
+        )
         target = "attn_norm" if arch.startswith("nemotron") and part == "mlp_norm" else target
         found[f"blk.{index}.{target}.{kind}"] = tensor
     if arch in HYBRIDS:

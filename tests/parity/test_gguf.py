@@ -41,6 +41,7 @@ CHANGES: dict[str, tuple[str, dict[str, object]]] = {
     "deepseek_v2": ("deepseek2", {"rope_parameters": _EQUAL_MSCALE}),
     "deepseek_v2_lite": ("deepseek2", {}),
     "deepseek_v3": ("deepseek2", {}),
+    "seed_oss": ("seed_oss", {}),
     "lfm2": ("lfm2", {"conv_bias": False}),
     "lfm2_moe": ("lfm2moe", {}),
     "granitemoehybrid": ("granitehybrid", {}),

@@ -29,6 +29,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
@@ -70,8 +71,7 @@ def config_from_gguf(
             f"{where}: GGUF architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)} "
             "(more families load from safetensors)."
         )
-    prefix = arch + "."
-    f = Fields({k.removeprefix(prefix): v for k, v in metadata.items()}, f"{where}, {arch}")
+    f = Fields({k.removeprefix(f"{arch}."): v for k, v in metadata.items()}, f"{where}, {arch}")
     f = one_value_each(f) if arch in HYBRIDS else _one_value_each(f)
     num_experts = f.integer("expert_count", 0, minimum=0)
     if num_experts and arch not in _WITH_EXPERTS:
@@ -95,6 +95,7 @@ def config_from_gguf(
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v|output)\.bias", name) for name in tensors),
         "mlp_bias": any(re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.bias", name) for name in tensors),
+        "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "dtype": _DTYPES.get(int(metadata.get("general.file_type", 1)), "bfloat16"),
         "bos_token_id": special_id(metadata, "bos_token_id"),
         "eos_token_id": special_id(metadata, "eos_token_id"),

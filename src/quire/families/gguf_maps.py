@@ -101,9 +101,10 @@ def _latent_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
 
 
 _NEMOTRON_NAMES = {**HYBRID_NAMES, "mlp_norm.weight": "attn_norm.weight"}
+_NORM_BEFORE_MLP = {"mlp_norm.weight": "post_attention_norm.weight"}
 # Names of an architecture that differ.
 _NAMES_OF: Mapping[str, Mapping[str, str]] = {
-    "gpt-oss": {"mlp_norm.weight": "post_attention_norm.weight"},
+    **dict.fromkeys(("gpt-oss", "seed_oss"), _NORM_BEFORE_MLP),
     **dict.fromkeys(HYBRIDS, HYBRID_NAMES),
     "nemotron_h": _NEMOTRON_NAMES,
     "nemotron_h_moe": _NEMOTRON_NAMES,
