@@ -274,7 +274,8 @@ the full vocabulary, at every token but the first of windows of {context} tokens
 ([fidelity](../../docs/benchmarking.md#fidelity)), of Gemma in the second halves of llama.cpp's chunks, which begin with
 BOS. Perplexity in brackets: against fp32's. Tokens per second are medians of rounds in which all forms and peers take
 turns, on one thread, by its processor time, since the machine is shared: a prompt of 512 tokens with the logits of its
-last one, and 64 decode steps of one token.
+last one, and 64 decode steps of one token. Five rounds (two of Qwen2.5-Coder), with five other users on two cores, so
+only ratios compare. KL was measured on the days before.
 
 llama.cpp is llama-cpp-python 0.3.16, built here for AVX-512 with VNNI, on the same windows and beside the same
 original; its own kernels for AMX give a perplexity of 211 for SmolLM2's Q4_1 in batches of 512 tokens, and 15.5 in

@@ -262,7 +262,7 @@ def test_readme_has_the_fidelity_and_the_speeds_of_the_results() -> None:
     results = (ROOT / "benchmarks/results/fidelity.jsonl").read_text().splitlines()
     readme, forms = (ROOT / "README.md").read_text(), ("as stored", "llama.cpp, as stored", "OpenVINO, int8")
     lines = [line for line in map(json.loads, results) if line["form"] in forms and "rounds" in line]
-    assert len(lines) >= 5
+    assert len(lines) >= 8
     for line in lines:
         speeds = (
             f"{line['prompt_tokens_per_s']:,.0f}/{line['decode_tokens_per_s']:,.0f}/{line['kl_mean']:.4f}"
