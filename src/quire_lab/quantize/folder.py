@@ -118,7 +118,8 @@ class OutFolder:
     def complete(self, source: Path, config: Mapping[str, Any]) -> None:
         """Make the folder one that can be served: the index, ``config`` and copies of the files of ``source``."""
         self.drop_states(self._num_shards)
-        known = {INDEX_NAME, "config.json", RUN, REPORT}
+        # The tokens that a source's golden prompt has are not those of the rounded weights.
+        known = {INDEX_NAME, "config.json", "golden.json", RUN, REPORT}
         for path in sorted({path for pattern in COPIED for path in source.glob(pattern)}):
             if path.name not in known and path.is_file():
                 shutil.copyfile(path, self.path / path.name)
