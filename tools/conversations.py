@@ -276,7 +276,7 @@ HEAD = """\
 For those who want to see answers before they run anything. Written by `python -m tools.conversations` from a run of
 `quire serve` on files of `make real-models ARGS=--all`, greedy. The line below each title says what to look at, and
 `tests/real/test_conversations.py` checks it. Small models say wrong things: what is shown is that templates, ends,
-schemas, tool calls and long prompts work, and that long prompts are answered as `transformers` answers them.
+schemas, tool calls and long prompts work; what `transformers` answers to the long prompts is next to them.
 """
 
 
