@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install dev serve gateway-demo services test test-plain test-unit lock test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu agent exact fuzz fuzz-sim fuzz-real fuzz-files faults soak mutants real-models parity lint docs bench bench-peers bench-gpu clean
+.PHONY: help install dev serve gateway-demo services test test-plain test-unit lock test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu agent exact fuzz fuzz-sim fuzz-real fuzz-files faults faults-kv soak mutants real-models parity lint docs bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -105,6 +105,9 @@ fuzz-files: dev  ## coverage-guided fuzzing of request, form and model file read
 
 faults: dev  ## inject every fault into a live server under 32 streams; prints a table (about 40 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --report $(ARGS)
+
+faults-kv: dev  ## inject 10,000 faults into the tier on disk under real engines (in process, an hour on one core); prints a table
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kv_tier --report $(ARGS)
 
 soak: dev  ## mixed load for 20 minutes (ARGS="--minutes N"); prints how memory, handles and threads grow
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak --report $(ARGS)

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.tiers.blocks import BLOCK_BYTES, MIB, OTHER_ROOT, ROOT, keys_of, read, write
+from tests.tiers.blocks import BLOCK_BYTES, MIB, OTHER_ROOT, ROOT, keys_of, parts_of, read, write
 
 from quire.clock import VirtualClock
 from quire.errors import ConfigError
 from quire.tiers import folder as tier_folder
 from quire.tiers.contents import clear
 from quire.tiers.disk import DiskStore
-from quire.tiers.segment import SUFFIX
+from quire.tiers.record import HEADER_BYTES, header_of, short_root
+from quire.tiers.segment import HEAD_BYTES, SUFFIX
 from quire.tiers.spans import SPAN_BYTES
 
 OpenStore = Callable[..., DiskStore]
@@ -125,6 +126,24 @@ def test_a_block_larger_than_the_bound_evicts_nothing(open_store: OpenStore) -> 
     assert write(store, keys_of(1, "large"), 2 * MIB) == 0
     assert store.contains(keys) == 5
     assert store.counts().blocks_refused == 1
+
+
+def test_a_block_that_is_being_written_is_not_seen(open_store: OpenStore, tmp_path: Path) -> None:
+    """The header of a block and half of its bytes lie behind what the segment's head says is whole."""
+    writer, keys = open_store(), keys_of(3)
+    write(writer, keys[:2])
+    (path,) = segments(tmp_path)
+    parts = parts_of(keys[2])
+    with path.open("r+b") as file:
+        file.seek(HEAD_BYTES + 2 * (HEADER_BYTES + BLOCK_BYTES))
+        file.write(header_of(short_root(ROOT), keys[2], parts) + bytes(parts[0]))
+    reader = open_store()
+    assert reader.contains(keys) == 2
+    assert read(reader, keys) == 2
+    assert write(writer, keys) == 3
+    reader.refresh()
+    assert read(reader, keys) == 3
+    assert reader.counts().blocks_damaged == 0
 
 
 def test_only_this_user_may_read(open_store: OpenStore, tmp_path: Path) -> None:

@@ -116,6 +116,15 @@ def test_a_failing_disk_loses_blocks_and_raises_nothing(
     assert store.counts().write_errors == 1
 
 
+def test_a_read_that_gives_nothing_is_no_block(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, keys = open_store(), keys_of(4)
+    write(store, keys, NUM_BYTES)
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: 0)
+    assert read(store, keys, NUM_BYTES) == 0
+
+
 def test_a_short_write_is_no_block(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store, keys = open_store(), keys_of(4)
     write(store, keys[:2], NUM_BYTES)
