@@ -53,6 +53,7 @@ LATE_IMPORTS: dict[str, str] = {
     "quire_gateway/routing.py": "the prefix index is a wing: not loaded for a policy that does not score",
     "quire/executor/ray.py": "ray is optional",
     "quire/metrics/trace.py": "opentelemetry is the extra `otel`",
+    "quire/tiers/remote.py": "redis is the extra `redis`",
     "quire_gateway/redis_store.py": "redis is the extra `redis`",
     "quire_gateway/ledger_database.py": "psycopg is the extra `postgres`",
     "quire/models/checkpoint.py": "the readers of GGUF and of tokenizers are loaded for such a file",
