@@ -49,6 +49,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     state_checkpoints: str | int = "auto"
     kv_disk: str | None = None
+    kv_remote: str | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_queue: int = 1024

@@ -70,7 +70,7 @@ class CacheConfig:
     num_checkpoints: int = 0  # slots beyond them; 0: prefixes are not reused
     num_draft_states: int = 0  # slots beyond those: drafts per step at most
     state_bytes: int = 0  # per slot
-    disk: tuple[str, int] | None = None  # folder and bytes of the tier on disk
+    tier: tuple[str, int] | None = None  # folder and bytes, or a Redis server's URL and 0
 
     @property
     def num_state_slots(self) -> int:

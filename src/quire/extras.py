@@ -25,7 +25,10 @@ class Extra:
 
 
 EXTRAS = {
-    "redis": Extra(("redis",), "limits that several gateways share (redis of the gateway)"),
+    "redis": Extra(
+        ("redis",),
+        "limits that several gateways share (redis of the gateway), KV blocks that engines share (--kv-remote)",
+    ),
     "postgres": Extra(("psycopg",), "a ledger that several gateways share (ledger = 'postgresql://…')"),
     "ray": Extra(("ray",), "ranks and replicas on a Ray cluster (--executor ray)"),
     "zstd": Extra(("zstandard",), "bodies of requests that are coded by zstd"),

@@ -373,7 +373,7 @@ class SampleTiming(NamedTuple):
     cache_miss: str = ""  # why prompt tokens missed the cache; empty: none did
     engine_s: float = 0.0  # its share of the time of each step, by scheduled tokens
     kv_block_s: float = 0.0  # blocks × seconds; shared blocks count per sequence
-    num_disk_tokens: int = 0  # cached ones that were loaded for it
+    num_loaded_tokens: int = 0  # cached ones that were loaded for it
 
 
 class TokenEvent(NamedTuple):

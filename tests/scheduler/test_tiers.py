@@ -108,7 +108,7 @@ def test_a_prompt_is_stored_and_loaded_after_a_restart(windows: tuple[int | None
     bench.step()
     assert bench.loads == [4 * len(windows)]
     bench.run()
-    assert bench.timing["b"].num_disk_tokens == 16
+    assert bench.timing["b"].num_loaded_tokens == 16
     stats = bench.scheduler.stats()
     assert (stats.num_loaded_blocks, stats.num_cached_tokens) == (4 * len(windows), 16)
     assert stats.num_stored_blocks == 0, "the tier has them"

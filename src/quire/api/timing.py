@@ -30,7 +30,7 @@ def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str
         "total_ms": _ms(total_s),
         "prompt_tokens": len(stream.prompt_token_ids),
         "cached_tokens": timing.num_cached_tokens,
-        "disk_tokens": min(timing.num_disk_tokens, timing.num_cached_tokens),
+        "loaded_tokens": min(timing.num_loaded_tokens, timing.num_cached_tokens),
         "cache_miss": timing.cache_miss or None,
         "completion_tokens": output.num_output_tokens,
         "preemptions": output.num_preemptions,

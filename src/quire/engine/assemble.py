@@ -64,8 +64,8 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
         adapters=adapters,
         draft=find_draft(args, checkpoint),
     )
-    if args.kv_disk is not None:
-        config = import_module("quire.engine.kv_root").with_disk(config, args.kv_disk, checkpoint.files)
+    if args.kv_disk is not None or args.kv_remote is not None:
+        config = import_module("quire.engine.kv_root").with_tier(config, args, checkpoint.files)
     return config, checkpoint
 
 

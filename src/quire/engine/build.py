@@ -46,7 +46,7 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     rank_stats: Callable[[], RankStats] | None = getattr(chosen, "rank_stats", None)
     profiler = _profiler(chosen, config, clock)
     recorder, mover = None, None
-    if config.cache.disk is not None:
+    if config.cache.tier is not None:
         from quire.engine import kv_tier
 
         chosen, mover = kv_tier.connected(chosen, config, clock)

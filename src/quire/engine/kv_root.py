@@ -1,7 +1,7 @@
 """`kv_root`: the name of everything that the bits of a KV block depend on, apart from its tokens.
 
 Blocks that outlive the process are found again by other processes: the name holds the content of the model, not its
-path, and whatever decides how that content is computed. Two engines with one name compute the same bits. `with_disk` is
+path, and whatever decides how that content is computed. Two engines with one name compute the same bits. `with_tier` is
 the configuration of an engine that keeps such blocks.
 """
 
@@ -13,7 +13,9 @@ from dataclasses import replace
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from quire.args import EngineArgs
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.models.content import content_digest
@@ -40,17 +42,16 @@ def kv_root(config: EngineConfig, content: str) -> str:
     return hashlib.blake2b(repr(scope).encode(), digest_size=16).hexdigest()
 
 
-def with_disk(config: EngineConfig, setting: str, files: Iterable[Path]) -> EngineConfig:
-    """Return ``config`` with the tier of ``setting``, DIR:SIZE. ``files``: the weights of the model.
+def with_tier(config: EngineConfig, args: EngineArgs, files: Iterable[Path]) -> EngineConfig:
+    """Return ``config`` with the tier of ``args``. ``files``: the weights of the model.
 
     Raises:
         ConfigError: the setting is of another form, or this engine cannot have a tier.
     """
-    folder, _, size = setting.rpartition(":")
-    if not folder:
-        raise ConfigError(
-            f"kv_disk = {setting!r} must be DIR:SIZE, as /var/cache/quire-kv:20GiB", param="kv_disk"
-        )
+    if args.kv_disk is not None and args.kv_remote is not None:
+        raise ConfigError("kv_disk and kv_remote are both set: an engine has one tier", param="kv_remote")
+    param = "kv_disk" if args.kv_disk is not None else "kv_remote"
+    tier = _folder(args.kv_disk) if args.kv_disk is not None else (_server(args.kv_remote or ""), 0)
     unmet = (
         "prefix caching" if not config.cache.enable_prefix_caching
         else "a model on a CPU" if config.device.kind != "cpu"
@@ -59,7 +60,31 @@ def with_disk(config: EngineConfig, setting: str, files: Iterable[Path]) -> Engi
         else None
     )  # fmt: skip
     if unmet is not None:
-        raise ConfigError(f"kv_disk needs {unmet}: leave it out", param="kv_disk")
+        raise ConfigError(f"{param} needs {unmet}: leave it out", param=param)
     root = kv_root(config, content_digest(files))
-    disk = str(Path(folder).expanduser().absolute()), parse_bytes(size, name="kv_disk")
-    return replace(config, cache=replace(config.cache, model_key=root, disk=disk))
+    return replace(config, cache=replace(config.cache, model_key=root, tier=tier))
+
+
+def _folder(setting: str) -> tuple[str, int]:
+    """Read DIR:SIZE."""
+    folder, _, size = setting.rpartition(":")
+    if not folder:
+        raise ConfigError(
+            f"kv_disk = {setting!r} must be DIR:SIZE, as /var/cache/quire-kv:20GiB", param="kv_disk"
+        )
+    return str(Path(folder).expanduser().absolute()), parse_bytes(size, name="kv_disk")
+
+
+def _server(url: str) -> str:
+    """Check the URL of a server. A password in it is refused: settings are shown, logged and recorded."""
+    parts = urlsplit(url)
+    if parts.password is not None:
+        raise ConfigError(
+            "kv_remote has a password: put it into the environment as QUIRE_KV_REMOTE_PASSWORD",
+            param="kv_remote",
+        )
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(
+            f"kv_remote = {url!r} must be redis://HOST:PORT/DB, rediss://… or unix://PATH", param="kv_remote"
+        )
+    return url

@@ -1,11 +1,12 @@
-"""The tier on disk of an engine in this process: its store, what moves blocks, and the policy that decides.
+"""The tier of an engine in this process: its store, what moves blocks, and the policy that decides.
 
-Loaded where `CacheConfig.disk` says so. A tier is never needed: where its folder cannot be used, the start fails; what
-happens to it later costs a computation and nothing else.
+Loaded where `CacheConfig.tier` says so. A tier is never needed: where its folder cannot be used, the start fails; what
+happens to it later, or to a server, costs a computation and nothing else.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,20 +26,24 @@ from quire.tiers.disk import DiskStore
 from quire.tiers.store import BlockStore
 
 
-def open_disk(config: EngineConfig) -> DiskStore:
-    """Return the store of ``config.cache.disk``.
+def open_store(config: EngineConfig) -> BlockStore:
+    """Return the store of ``config.cache.tier``.
 
     Raises:
-        ConfigError: its folder cannot be used.
+        ConfigError: its folder cannot be used, or the extra `redis` is missing.
         ModelLoadError: the model's files are not those that the root names.
     """
-    assert config.cache.disk is not None
-    folder, size_bytes = config.cache.disk
+    assert config.cache.tier is not None
+    place, size_bytes = config.cache.tier
     model = config.model
     files = () if model.load_format == "random" else describe(Path(model.path), model.load_format).files
     if kv_root(config, content_digest(files)) != config.cache.model_key:
         raise ModelLoadError(f"{model.path} has changed while it was loaded: start again.")
-    return DiskStore(Path(folder), size_bytes, config.cache.model_key)
+    if "://" in place:
+        from quire.tiers.remote import RedisStore
+
+        return RedisStore(place, config.cache.model_key, password=os.environ.get("QUIRE_KV_REMOTE_PASSWORD"))
+    return DiskStore(Path(place), size_bytes, config.cache.model_key)
 
 
 def mover_of(executor: Executor, store: BlockStore, clock: Clock) -> BlockMover:
@@ -48,7 +53,7 @@ def mover_of(executor: Executor, store: BlockStore, clock: Clock) -> BlockMover:
         ConfigError: the blocks do not lie in this process.
     """
     if not isinstance(executor, LocalExecutor):
-        raise ConfigError("kv_disk is for an engine on a CPU, in one process.", param="kv_disk")
+        raise ConfigError("A tier of KV blocks is for an engine on a CPU, in one process.", param="kv_disk")
     worker = executor.worker
     rows = worker.runner.kv.storage.view(torch.uint8).numpy()
 
@@ -63,7 +68,7 @@ def mover_of(executor: Executor, store: BlockStore, clock: Clock) -> BlockMover:
 
 def connected(executor: Executor, config: EngineConfig, clock: Clock) -> tuple[MovingExecutor, BlockMover]:
     """Return ``executor`` with the tier of ``config``, and what moves its blocks. Raises as the two functions above."""
-    mover = mover_of(executor, open_disk(config), clock)
+    mover = mover_of(executor, open_store(config), clock)
     return MovingExecutor(executor, mover), mover
 
 

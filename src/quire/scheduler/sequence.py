@@ -157,7 +157,7 @@ class Sequence:
         return SampleTiming(
             group.num_cached_tokens, self.num_preemptions, group.queued_s, self.ttft_s or 0.0, self.num_steps,
             self.num_chunks, group.cache_miss, self.engine_s,
-            self.kv_block_s + self._num_blocks * (now - self._blocks_since_s), group.num_disk_tokens,
+            self.kv_block_s + self._num_blocks * (now - self._blocks_since_s), group.num_loaded_tokens,
         )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ class RequestState:
     admitted: bool = False
     beams: BeamSearch[Sequence] | None = None
     num_cached_tokens: int = 0
-    num_disk_tokens: int = 0  # loaded for its first admission
+    num_loaded_tokens: int = 0  # loaded for its first admission
     cache_miss: str = ""  # see `CacheManager.miss_of`
     queued_s: float = 0.0
     predicted_s: float = 0.0  # arrival to first token; 0: not predicted

@@ -36,6 +36,7 @@ class RedisStore:
         url: str,
         root: str,
         *,
+        password: str | None = None,
         ttl_s: int = 86_400,
         timeout_s: float = 0.5,
         pause_s: float = 5.0,
@@ -53,6 +54,7 @@ class RedisStore:
             import redis
         self._redis: Any = redis.Redis.from_url(
             url,
+            **({} if password is None else {"password": password}),
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=None,

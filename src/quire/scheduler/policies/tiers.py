@@ -174,7 +174,7 @@ class Rule(Policy):
         """Note with the requests that wait for a load how many tokens it brought."""
         for seq, waited_for in self._transfers.loading.items():
             if waited_for == transfer_id and not seq.group.admitted:
-                seq.group.num_disk_tokens += num_tokens
+                seq.group.num_loaded_tokens += num_tokens
 
     def _candidates(self) -> Iterable[Sequence]:
         """Return the sequences that enter next and were not looked at, as far as all have room in half of the pool.

@@ -1,4 +1,4 @@
-"""A server with a tier on disk that is killed: the next one has its prompts warm, and says the same."""
+"""Prompts are warm after a server with a tier on disk was killed, and in a second server with the same Redis."""
 
 from __future__ import annotations
 
@@ -12,25 +12,14 @@ from typing import Any
 import httpx
 import pytest
 from tests.e2e.live import LiveServer
+from tests.gateway.services import redis_server, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 PROMPT = "It was a dark and stormy night, and the rain fell in torrents. " * 30
 
 
-def serve(folder: Path, log: Path) -> LiveServer:
-    command = [
-        "-m",
-        "quire.cli",
-        "serve",
-        "quill",
-        "--port",
-        "0",
-        "--threads",
-        "1",
-        "--kv-disk",
-        f"{folder}:64MiB",
-    ]
-    return LiveServer(command, log)
+def serve(log: Path, *tier: str) -> LiveServer:
+    return LiveServer(["-m", "quire.cli", "serve", "quill", "--port", "0", "--threads", "1", *tier], log)
 
 
 def ask(server: LiveServer) -> tuple[str, dict[str, Any]]:
@@ -58,17 +47,38 @@ def wait_until_stored(folder: Path) -> None:
 
 def test_a_prompt_is_warm_after_kill_9(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
-    with serve(folder, tmp_path / "first") as server:
+    tier = "--kv-disk", f"{folder}:64MiB"
+    with serve(tmp_path / "first", *tier) as server:
         text, timing = ask(server)
         assert timing["cached_tokens"] == 0
         wait_until_stored(folder)
         for pid in tree(server.process.pid):
             os.kill(pid, signal.SIGKILL)
     assert all(path.stat().st_mode & 0o077 == 0 for path in (folder, *folder.rglob("*")))
-    with serve(folder, tmp_path / "second") as server:
+    with serve(tmp_path / "second", *tier) as server:
         again, timing = ask(server)
         assert again == text
-        assert timing["cached_tokens"] == timing["disk_tokens"] > 200
+        assert timing["cached_tokens"] == timing["loaded_tokens"] > 200
         _, timing = ask(server)
         assert timing["cached_tokens"] > 200
-        assert timing["disk_tokens"] == 0, "it is in memory now"
+        assert timing["loaded_tokens"] == 0, "it is in memory now"
+
+
+def test_a_second_server_finds_what_the_first_put_into_redis(tmp_path: Path) -> None:
+    redis = pytest.importorskip("redis")
+    with redis_server() as started, redis.Redis.from_url(started.url) as client:
+        tier = "--kv-remote", started.url
+        with serve(tmp_path / "first", *tier) as first, serve(tmp_path / "second", *tier) as second:
+            text, timing = ask(first)
+            assert timing["loaded_tokens"] == 0
+            full = timing["prompt_tokens"] // 16  # blocks
+            wait_until(lambda: client.dbsize() > full, "storing in Redis")  # and the index
+            time.sleep(2.5)  # engines look for new blocks once per second
+            again, timing = ask(second)
+            assert again == text
+            assert timing["cached_tokens"] == timing["loaded_tokens"] > 200
+            started.kill()
+            other = httpx.post(
+                second.url + "/v1/completions", json={"prompt": PROMPT[1:], "max_tokens": 3}, timeout=60.0
+            )
+            assert other.status_code == 200, "a server that is gone costs a computation"
