@@ -544,6 +544,14 @@ TOKENS: tuple[Mutant, ...] = (
         ("tests/engine/test_supervisor.py",),
     ),
     Mutant(
+        "late-engine-is-sent-the-signal",
+        "an engine that is only late is sent the signal that may crash it",
+        "src/quire/engine/guard.py",
+        "_dump(client, is_last=False)",
+        "_dump(client, is_last=True)",
+        ("tests/engine/test_supervisor.py",),
+    ),
+    Mutant(
         "suspect-is-forgiven",
         "a request that kills the engine alone is tried again",
         "src/quire/engine/quarantine.py",
