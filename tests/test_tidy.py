@@ -42,7 +42,7 @@ LATE_IMPORTS: dict[str, str] = {
     "quire/engine/helper.py": "each kind imports what it needs: a bare container compiles grammars without msgspec",
     "quire/engine/adapters.py": "the reader of adapters is loaded with the first",
     "quire/engine/build.py": "the choice of an executor, and a step log that is asked for",
-    "quire/engine/kv_tier.py": "the store of a tier in Redis, an extra",
+    "quire/engine/kv_tier.py": "torch, and the store of a tier in Redis, an extra",
     "quire/runner/worker.py": "drafting and adapters are wings: not loaded without them",
     "quire/text/grammar_matcher.py": "llguidance is optional for quire.LLM, and wanted with the first grammar only",
     "quire_lab/learn/decode_loop.py": "torch and Quill are loaded when this simulation is drawn, not when it is listed",

@@ -10,14 +10,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.kv_root import kv_root
 from quire.errors import ConfigError, ModelLoadError
 from quire.executor.base import Executor
-from quire.executor.local import LocalExecutor
 from quire.executor.moving import BlockMover, MovingExecutor
 from quire.models.checkpoint import describe
 from quire.models.content import content_digest
@@ -52,8 +49,12 @@ def mover_of(executor: Executor, store: BlockStore, clock: Clock) -> BlockMover:
     Raises:
         ConfigError: the blocks do not lie in this process.
     """
+    from quire.executor.local import LocalExecutor
+
     if not isinstance(executor, LocalExecutor):
         raise ConfigError("A tier of KV blocks is for an engine on a CPU, in one process.", param="kv_disk")
+    import torch
+
     worker = executor.worker
     rows = worker.runner.kv.storage.view(torch.uint8).numpy()
 

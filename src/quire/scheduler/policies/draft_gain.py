@@ -32,4 +32,4 @@ class DraftGain:
     @property
     def measured(self) -> float:
         """The gain; 0: it is not known."""
-        return self._earned_s.value / self._spent_s.value if self._spent_s.count else 0.0
+        return self._earned_s.value / self._spent_s.value if self._spent_s.value else 0.0
