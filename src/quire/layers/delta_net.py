@@ -10,40 +10,27 @@ from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.recurrent import causal_conv, delta_inputs, gated_delta_rule, gated_norm
 from quire.kernels.state_pool import StateBatch, StateView
 from quire.layers.attention import CosSin
-from quire.layers.linear import Linear, completing
-from quire.layers.taps import Taps
+from quire.layers.recurrent_mixer import RecurrentMixer
 from quire.layers.weights import Build, WeightLoader, copy_into
 from quire.recurrent_spec import RecurrentSpec
-from quire.recurrent_weights import widths_of
-from quire.weight_format import WeightFormat
 
 
-class DeltaNet:
+class DeltaNet(RecurrentMixer):
     """The recurrent mixer of one layer (arXiv:2412.06464, §3.4)."""
 
     def __init__(self, spec: RecurrentSpec, hidden_size: int, build: Build) -> None:
+        super().__init__(spec, hidden_size, build, spec.v_width)
         self._spec, self._eps = spec, build.eps
-        self._in = Linear(widths_of(spec), hidden_size, build)
-        self._o = completing("o", hidden_size, spec.v_width, build)
-        self._taps = Taps(spec)
         self._rate, self._dt_bias = torch.zeros(spec.num_v_heads), torch.zeros(spec.num_v_heads)
         self._norm = torch.zeros(spec.v_head_dim)
         self._causal_conv, self._inputs = build.of(causal_conv), build.of(delta_inputs)
         self._rule, self._gated_norm = build.of(gated_delta_rule), build.of(gated_norm)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        found = {**self._in.weight_loaders(), **self._o.weight_loaders(), **self._taps.weight_loaders()}
+        found = super().weight_loaders()
         found |= {"rate": copy_into(self._rate), "dt_bias": copy_into(self._dt_bias)}
         found["norm.weight"] = copy_into(self._norm)
         return found
-
-    @property
-    def reads(self) -> WeightFormat:
-        return self._in.reads
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Return the linears that an adapter may change."""
-        return self._in, self._o
 
     def __call__(
         self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, batch: StateBatch, view: StateView,

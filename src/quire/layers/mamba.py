@@ -11,23 +11,18 @@ from quire.kernels.recurrent import causal_conv
 from quire.kernels.recurrent.mamba import group_norm, mamba_inputs, mamba_scan
 from quire.kernels.state_pool import StateBatch, StateView
 from quire.layers.attention import CosSin
-from quire.layers.linear import Linear, completing
-from quire.layers.taps import Taps
+from quire.layers.recurrent_mixer import RecurrentMixer
 from quire.layers.weights import Build, WeightLoader, copy_into
 from quire.recurrent_spec import RecurrentSpec
-from quire.recurrent_weights import widths_of
-from quire.weight_format import WeightFormat
 
 
-class Mamba:
+class Mamba(RecurrentMixer):
     """The recurrent mixer of one layer (arXiv:2405.21060, §7). Over the tp axis each rank has all of it."""
 
     def __init__(self, spec: RecurrentSpec, hidden_size: int, build: Build) -> None:
+        super().__init__(spec, hidden_size, build, spec.v_width, whole=True)
         assert spec.mamba is not None
         self._spec, self._mamba, self._eps = spec, spec.mamba, build.eps
-        self._in = Linear(widths_of(spec), hidden_size, build, bias=spec.bias)
-        self._o = completing("o", hidden_size, spec.v_width, build, bias=spec.bias, whole=True)
-        self._taps = Taps(spec)
         self._rate, self._dt_bias, self._skip = torch.zeros(3, spec.num_v_heads).unbind()
         self._norm = torch.zeros(spec.v_width) if spec.mamba.norm != "none" else None
         self._causal_conv, self._inputs = build.of(causal_conv), build.of(mamba_inputs)
@@ -36,7 +31,7 @@ class Mamba:
     def weight_loaders(self) -> dict[str, WeightLoader]:
         # The convolution is linear in each channel, so factors on its input are factors on its taps, which are fp32.
         scales = dict(zip(("conv_x", "conv_b", "conv_c"), self._mamba.scales[1:4], strict=True))
-        found = {**self._in.weight_loaders(), **self._o.weight_loaders(), **self._taps.weight_loaders(scales)}
+        found = super().weight_loaders() | self._taps.weight_loaders(scales)
         found |= {
             "rate": copy_into(self._rate),
             "dt_bias": copy_into(self._dt_bias),
@@ -45,14 +40,6 @@ class Mamba:
         if self._norm is not None:
             found["norm.weight"] = copy_into(self._norm)
         return found
-
-    @property
-    def reads(self) -> WeightFormat:
-        return self._in.reads
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Return the linears that an adapter may change."""
-        return self._in, self._o
 
     def __call__(
         self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, batch: StateBatch, view: StateView,

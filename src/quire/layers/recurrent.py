@@ -14,33 +14,19 @@ from quire.kernels.recurrent import gated_conv
 from quire.kernels.state_pool import StateBatch, StateView
 from quire.layers.attention import CosSin
 from quire.layers.delta_net import DeltaNet
-from quire.layers.linear import Linear, completing
 from quire.layers.mamba import Mamba
-from quire.layers.taps import Taps
-from quire.layers.weights import Build, WeightLoader
+from quire.layers.recurrent_mixer import RecurrentMixer
+from quire.layers.weights import Build
 from quire.recurrent_spec import Kind, RecurrentSpec
-from quire.recurrent_weights import prefix_of, widths_of
-from quire.weight_format import WeightFormat
+from quire.recurrent_weights import prefix_of
 
 
-class ShortConv:
+class ShortConv(RecurrentMixer):
     """The mixer of LFM2's other layers: ``o(c · conv(b · x))``."""
 
     def __init__(self, spec: RecurrentSpec, hidden_size: int, build: Build) -> None:
-        self._in = Linear(widths_of(spec), hidden_size, build, bias=spec.bias)
-        self._o = completing("o", hidden_size, spec.conv_channels, build, bias=spec.bias)
-        self._taps, self._convolve = Taps(spec), build.of(gated_conv)
-
-    def weight_loaders(self) -> dict[str, WeightLoader]:
-        return {**self._in.weight_loaders(), **self._o.weight_loaders(), **self._taps.weight_loaders()}
-
-    @property
-    def reads(self) -> WeightFormat:
-        return self._in.reads
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Return the linears that an adapter may change."""
-        return self._in, self._o
+        super().__init__(spec, hidden_size, build, spec.conv_channels)
+        self._convolve = build.of(gated_conv)
 
     def __call__(
         self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, batch: StateBatch, view: StateView,
