@@ -171,3 +171,14 @@ def test_a_really_full_disk_ends_nothing(small_disk: Path) -> None:
         assert process.stderr is not None
         assert "batch_paused" in (told := process.stderr.read())
         assert "Traceback" not in told
+
+
+def test_what_a_dying_server_left_goes_and_what_another_writes_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    old, new = folder / "file-a.tmp", folder / "file-b.tmp"
+    for path, age_s in ((old, 120.0), (new, 0.5)):
+        path.write_bytes(b"{")
+        os.utime(path, times=(time.time() - age_s,) * 2)
+    FileStore(tmp_path, new_id, time.time)
+    assert [path.name for path in folder.iterdir()] == [new.name]

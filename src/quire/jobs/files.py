@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,8 +40,11 @@ class FileStore:
         self._objects = Records(self._folder, dict[str, Any], _ID)  # with the tenant of each
         self._new_id = new_id
         self._unix_time = unix_time
-        for left in self._folder.glob("*.tmp"):  # a server died while it wrote
-            left.unlink()
+        # A server died while it wrote these. One that hands over to this server writes each in a moment.
+        for left in self._folder.glob("*.tmp"):
+            with suppress(FileNotFoundError):
+                if unix_time() - left.stat().st_mtime > 60.0:
+                    left.unlink()
 
     def add(
         self, source: BinaryIO, filename: str, purpose: str, tenant: str, expires_after_s: int | None = None
