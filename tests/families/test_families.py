@@ -245,6 +245,7 @@ def test_granite_multipliers() -> None:
         ("Falcon-H1-0.5B", {"attention_bias": True}, "attention_bias"),
         ("Nemotron-H-8B", {"sliding_window": 512}, "sliding_window"),
         ("LFM3-1.7B", {"rope_local_base_freq": 500.0}, "rope_local_base_freq"),
+        ("OLMo-3-7B", {"rope_local_base_freq": 500.0}, "rope_local_base_freq"),
     ],
 )  # fmt: skip
 def test_unsupported_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:

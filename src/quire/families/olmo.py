@@ -40,6 +40,8 @@ def read_olmo3(f: Fields) -> ModelSpec:
         kind: rope_from_config(fields, head_dim, default_theta=5e5, layer_type=kind)
         for kind, fields in (("full_attention", f), ("sliding_attention", plain))
     }
+    own = ropes["sliding_attention"].theta
+    f.refuse("rope_local_base_freq", unless=(own,), why="rope_theta or rope_parameters says it here")
     mlp, more = dense(f), biases(f)
     attentions = [
         attention(f, rope=ropes[kind], window=window_of(f, kind, 4096), qk_norm="full", **more)
