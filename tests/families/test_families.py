@@ -291,3 +291,17 @@ def test_wrong_values_name_the_key(changes: dict[str, Any], key: str) -> None:
 def test_configs_survive_json() -> None:
     for name, (config, _) in PUBLISHED.items():
         assert spec_from_config(json.loads(json.dumps(config))) == spec_of(name)
+
+
+def test_flags_that_are_null_are_off() -> None:
+    """As in transformers, where a null that is not absent is false."""
+    assert spec_of("Falcon-H1-0.5B").layers[0].recurrent.conv_bias
+    assert not spec_of("Falcon-H1-0.5B", mamba_conv_bias=None).layers[0].recurrent.conv_bias
+    assert (
+        spec_of("Falcon-H1-0.5B", mamba_rms_norm=True, mamba_norm_before_gate="absent")
+        .layers[0]
+        .recurrent.mamba.norm
+        == "norm_first"
+    )
+    null = spec_of("Falcon-H1-0.5B", mamba_rms_norm=True, mamba_norm_before_gate=None)
+    assert null.layers[0].recurrent.mamba.norm == "gate_first"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.families.mamba import KEYS, Norm, mamba_names, mamba_of, mamba_takes, with_length
+from quire.families.mamba import KEYS, Norm, is_on, mamba_names, mamba_of, mamba_takes, with_length
 from quire.families.rope import rope_from_config
 from quire.families.shape import Fields, activation, assemble, attention, head_dim_of
 from quire.families.weights import LLAMA_NAMES, TOP_NAMES, Family, Take, WeightMap, build_map
@@ -62,7 +62,7 @@ def _factor(f: Fields, key: str) -> float:
 def _mamba(f: Fields) -> RecurrentSpec:
     norm: Norm = "none"
     if f.flag("mamba_rms_norm", False):
-        norm = "norm_first" if f.flag("mamba_norm_before_gate", True) else "gate_first"
+        norm = "norm_first" if is_on(f, "mamba_norm_before_gate") else "gate_first"
     width = f.optional_integer("mamba_d_ssm", minimum=1) if "mamba_d_ssm" in f.values else 1024
     into = _factor(f, "ssm_in_multiplier")
     rows = f.numbers("ssm_multipliers", 5) if f.has("ssm_multipliers") else (1.0,) * 5

@@ -44,7 +44,8 @@ def read_gemma4(f: Fields) -> ModelSpec:
     count, shared = len(kinds), f.integer("num_kv_shared_layers", 0, minimum=0)
     if shared >= count or set(kinds[: count - shared]) != set(kinds):
         raise f.wrong(
-            "num_kv_shared_layers", "so few that a layer of each type before them has K and V of its own"
+            "num_kv_shared_layers",
+            "so few that a layer of each of layer_types before them has its own K and V",
         )
     wide = f.flag("use_double_wide_mlp", False)
     sizes, layers = _sizes(f, kinds), []

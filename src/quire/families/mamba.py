@@ -62,9 +62,14 @@ def mamba_of(
     return scan_of(
         f, heads, head_dim, ("mamba_n_groups", f.integer("mamba_n_groups", 1)),
         ("mamba_d_state", f.integer("mamba_d_state", 256)), f.integer("mamba_d_conv", 4, minimum=2),
-        conv_bias=f.flag("mamba_conv_bias", True), bias=f.flag("mamba_proj_bias", False), norm=norm, limits=_limits(f),
+        conv_bias=is_on(f, "mamba_conv_bias"), bias=f.flag("mamba_proj_bias", False), norm=norm, limits=_limits(f),
         scales=scales,
     )  # fmt: skip
+
+
+def is_on(f: Fields, key: str) -> bool:
+    """Read a flag that is on where it is absent, and off where it is null, as transformers has it."""
+    return f.flag(key, key not in f.values)
 
 
 def scan_of(
