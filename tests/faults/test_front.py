@@ -228,6 +228,36 @@ def test_link_takes_what_the_front_hands_over() -> None:
     assert sorted(got) == sorted(b"hello %d" % i for i in range(40))
 
 
+def test_probes_hear_of_a_new_state_at_once() -> None:
+    """A server that logs that it is ready is not called "starting" until the next tick."""
+
+    async def go() -> None:
+        state = ["starting"]
+
+        async def ask() -> dict[str, JSONResponse]:
+            return {path.decode(): JSONResponse({"status": state[0]}) for path in front.PATHS}
+
+        async def probed(port: int) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(PROBE)
+            answer = await reader.readuntil(b"}")
+            writer.close()
+            return answer
+
+        with socket.create_server(("127.0.0.1", 0)) as listen:
+            link = FrontLink(listen, ask, Connector(asyncio.Protocol), lambda: None)
+            try:
+                link.write(await ask())
+                assert b"starting" in await probed(listen.getsockname()[1])
+                state[0] = "ready"
+                link.write(await ask())
+                assert b"ready" in await probed(listen.getsockname()[1])
+            finally:
+                link.close()
+
+    asyncio.run(go())
+
+
 def front_pid(server: LiveServer) -> int:
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     return next(int(pid) for pid in children if b"front" in Path(f"/proc/{pid}/cmdline").read_bytes())

@@ -155,6 +155,7 @@ class _Service:
             return 1
         if announces:
             await self._open.wait()
+            await self._server.refresh_probes()
             self._announce()
         prepare = getattr(self._frontend, "prepare_grammars", None)
         if prepare is not None:

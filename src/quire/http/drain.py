@@ -113,6 +113,11 @@ class DrainingServer(uvicorn.Server):
         else:
             self._front = FrontLink(self._listen, self._ask, self.connect, self._accept_here)
 
+    async def refresh_probes(self) -> None:
+        """Have the process in front answer probes with the state of this moment, not with that of its last tick."""
+        if self._front is not None and self._ask is not None:
+            self._front.write(await self._ask())
+
     async def accept_no_more(self) -> list[socket.socket]:
         """Leave new connections in the kernel's queue, and return those that no request has come from yet."""
         untouched: list[socket.socket] = []
@@ -177,11 +182,7 @@ class DrainingServer(uvicorn.Server):
 
     def _begin_drain(self, is_at_terminal: bool) -> None:
         if is_at_terminal:
-            print(
-                "stopping when running requests have ended; Ctrl-C again stops at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            print("stopping when running requests have ended; Ctrl-C again stops at once", file=sys.stderr)
         self._draining = self._loop.create_task(self._drain())
 
     async def _drain(self) -> None:

@@ -45,9 +45,8 @@ class FrontLink:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._closed = False
-        self._retired: asyncio.Future[None] | None = (
-            None  # set while the process hands over the last connections
-        )
+        # Set while the process hands over the last connections.
+        self._retired: asyncio.Future[None] | None = None
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
         with theirs, tempfile.TemporaryFile() as file:
