@@ -15,7 +15,7 @@ import torch
 from tests.parity.gguf_hybrid_writer import hybrid_metadata, recurrent_tensors
 
 from quire.families.gguf_hybrids import HYBRIDS
-from quire.modelspec import ModelSpec
+from quire.modelspec import ModelSpec, MoeSpec
 
 _TOP = {"embed.weight": "token_embd", "norm.weight": "output_norm", "lm_head.weight": "output"}
 _LAYER = {
@@ -45,6 +45,7 @@ _LAYER = {
     **{f"moe.shared.{name}": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
 }
 _WHOLE = {"moe.correction_bias": "exp_probs_b.bias", "attn.sinks": "attn_sinks.weight"}
+_NORM_BEFORE_MLP = ("gpt-oss", "seed_oss", "glm4moe")
 _PAIRWISE = ("llama", "granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 
 
@@ -102,6 +103,8 @@ def _metadata(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     windows = [each.window for each in spec.attentions if each.window is not None]
     if windows:
         writer.add_sliding_window(windows[0])
+    if windows and writer.arch == "exaone4":
+        writer.add_sliding_window_pattern([each.window is not None for each in spec.attentions])
     if attention.soft_cap is not None:
         writer.add_attn_logit_softcapping(attention.soft_cap)
     if spec.logits_soft_cap is not None:
@@ -131,14 +134,21 @@ def _metadata_of_some(writer: gguf.GGUFWriter, arch: str, spec: ModelSpec) -> No
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope.factor)
         writer.add_rope_scaling_orig_ctx_len(rope.original_max_position)
-    if not attention.is_mla or moe is None or rope is None:
+    if moe is None or (moe.scoring != "sigmoid" and not attention.is_mla):
         return
+    if attention.is_mla:
+        if attention.q_lora_rank:
+            writer.add_q_lora_rank(attention.q_lora_rank)
+        writer.add_kv_lora_rank(attention.kv_lora_rank)
+        writer.add_key_length_mla(attention.head_dim)
+        writer.add_value_length_mla(attention.v_head_dim)
+    _routing_of(writer, spec, moe)
+
+
+def _routing_of(writer: gguf.GGUFWriter, spec: ModelSpec, moe: MoeSpec) -> None:
+    """Keys of DeepSeek's, GLM's and MiniMax's experts."""
+    rope = spec.attentions[-1].rope
     writer.add_leading_dense_block_count(sum(each.mlp.moe is None for each in spec.layers))
-    if attention.q_lora_rank:
-        writer.add_q_lora_rank(attention.q_lora_rank)
-    writer.add_kv_lora_rank(attention.kv_lora_rank)
-    writer.add_key_length_mla(attention.head_dim)
-    writer.add_value_length_mla(attention.v_head_dim)
     writer.add_expert_shared_count(moe.shared_intermediate_size // moe.intermediate_size)
     writer.add_expert_weights_scale(moe.routed_scale)
     writer.add_expert_weights_norm(moe.normalize_topk)
@@ -148,7 +158,7 @@ def _metadata_of_some(writer: gguf.GGUFWriter, arch: str, spec: ModelSpec) -> No
     if moe.num_groups > 1:
         writer.add_expert_group_count(moe.num_groups)
         writer.add_expert_group_used_count(moe.topk_groups)
-    if rope.kind == "yarn":
+    if rope is not None and rope.kind == "yarn":
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope.mscale_all_dim)
 
 
@@ -183,16 +193,15 @@ def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> di
         if arch in _PAIRWISE and part in ("attn.q", "attn.k"):
             a = spec.layers[int(index)].attention
             tensor = _pairwise(tensor, a.num_heads if part == "attn.q" else a.num_kv_heads)
-        target = (
-            "post_attention_norm" if arch in ("gpt-oss", "seed_oss") and part == "mlp_norm" else _LAYER[part]
-        )
+        target = "post_attention_norm" if arch in _NORM_BEFORE_MLP and part == "mlp_norm" else _LAYER[part]
         target = "attn_norm" if arch.startswith("nemotron") and part == "mlp_norm" else target
         found[f"blk.{index}.{target}.{kind}"] = tensor
     if arch in HYBRIDS:
         found |= recurrent_tensors(spec, weights)
-    if arch == "phi3":
+    if arch in ("phi3", "glm4"):
         for i in range(spec.num_layers):
-            fused = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}
+            fused = {"attn_qkv": ("attn_q", "attn_k", "attn_v")} if arch == "phi3" else {}
+            fused["ffn_up"] = ("ffn_gate", "ffn_up")
             for target, parts in fused.items():
                 joined = torch.cat([found.pop(f"blk.{i}.{part}.weight") for part in parts])
                 found[f"blk.{i}.{target}.weight"] = joined

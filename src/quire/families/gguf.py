@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.errors import UnsupportedModelError
 from quire.families import spec_from_config
+from quire.families.gguf_experts import SIGMOID, decimal, deepseek_routing, experts
 from quire.families.gguf_hybrids import HYBRIDS, hybrid_config, one_value_each
 from quire.families.rope import yarn_mscale
 from quire.families.shape import Fields
@@ -30,6 +31,11 @@ ARCHITECTURES: Mapping[str, str] = {
     "olmo2": "Olmo2ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
@@ -37,9 +43,9 @@ ARCHITECTURES: Mapping[str, str] = {
     **HYBRIDS,
 }
 _WITH_EXPERTS = (
-    "llama", "qwen2moe", "qwen3moe", "gpt-oss", "deepseek2", "lfm2moe", "granitehybrid", "nemotron_h_moe",
+    "llama", "qwen2moe", "qwen3moe", "gpt-oss", "deepseek2", "lfm2moe", "granitehybrid", "nemotron_h_moe", "glm4moe",
+    "minimax-m2",
 )  # fmt: skip
-_SIGMOID = 2  # expert_gating_func of DeepSeek-V3
 _DTYPES = {0: "float32", 1: "float16", 7: "bfloat16", 32: "bfloat16"}  # general.file_type; 7 is Q8_0
 
 
@@ -90,7 +96,7 @@ def config_from_gguf(
         "num_attention_heads": heads,
         "num_key_value_heads": f.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": _decimal(f.number("attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": decimal(f.number("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": f.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v|output)\.bias", name) for name in tensors),
@@ -113,8 +119,15 @@ def config_from_gguf(
         config["sliding_window"] = f.optional_integer("attention.sliding_window", minimum=1)
     elif arch == "olmo2":
         f.refuse("attention.sliding_window", unless=(), why="it is OLMo 3, which is another architecture")
+    elif arch == "exaone4":
+        config |= _exaone4(f)
+    elif arch == "ernie4_5":
+        config["use_bias"] = config["attention_bias"]
+    elif arch == "glm4":
+        why = "it is GLM-4V, whose rows of q and k are in another order"
+        f.refuse("rope.dimension_sections", unless=(), why=why)
     elif num_experts:
-        config |= _experts(f, arch, config, tensors)
+        config |= experts(f, arch, config, tensors)
     return config
 
 
@@ -129,7 +142,7 @@ def num_layers(f: Fields) -> int:
 def _architecture(f: Fields, arch: str) -> str:
     if arch == "llama" and f.integer("expert_count", 0, minimum=0):
         return "MixtralForCausalLM"
-    if arch == "deepseek2" and f.integer("expert_gating_func", 1, minimum=0) == _SIGMOID:
+    if arch == "deepseek2" and f.integer("expert_gating_func", 1, minimum=0) == SIGMOID:
         return "DeepseekV3ForCausalLM"
     return ARCHITECTURES[arch]
 
@@ -137,11 +150,6 @@ def _architecture(f: Fields, arch: str) -> str:
 def _width(f: Fields) -> int:
     """Return the width of a dense block; a file of experts alone may leave it out."""
     return f.integer("feed_forward_length", f.optional_integer("expert_feed_forward_length", minimum=1))
-
-
-def _decimal(value: float) -> float:
-    """Return the decimal number that a float32 was made from: rounding to seven digits restores it."""
-    return float(f"{value:.7g}")
 
 
 # What llama.cpp assumes of a sentencepiece vocabulary whose file does not say it.
@@ -240,47 +248,39 @@ def _gemma(f: Fields, arch: str, head_dim: int) -> dict[str, Any]:
     }
 
 
+def _exaone4(f: Fields) -> dict[str, Any]:
+    """Return the window of the layers that have one: of three in four where the file does not say which."""
+    key = "attention.sliding_window_pattern"
+    is_32b = f.integer("block_count") == 64  # llama.cpp knows the one published size with windows by this
+    config: dict[str, Any] = {
+        "sliding_window": f.integer("attention.sliding_window", 4096) if is_32b else None
+    }
+    if f.has("attention.sliding_window"):
+        config["sliding_window"] = f.integer("attention.sliding_window")
+    if isinstance(f.values.get(key), list):
+        slides = f.items(key)
+        config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
+    else:
+        config["sliding_window_pattern"] = f.integer(key, 4)
+    return config
+
+
 def _granite(f: Fields, head_dim: int) -> dict[str, Any]:
     scale = f.number("attention.scale", 0.0, positive=False)
     return {
-        "attention_multiplier": _decimal(scale or head_dim**-0.5),
-        "embedding_multiplier": _decimal(f.number("embedding_scale", 1.0)),
-        "residual_multiplier": _decimal(f.number("residual_scale", 1.0)),
-        "logits_scaling": _decimal(f.number("logit_scale", 1.0)),
+        "attention_multiplier": decimal(scale or head_dim**-0.5),
+        "embedding_multiplier": decimal(f.number("embedding_scale", 1.0)),
+        "residual_multiplier": decimal(f.number("residual_scale", 1.0)),
+        "logits_scaling": decimal(f.number("logit_scale", 1.0)),
     }
-
-
-def _experts(f: Fields, arch: str, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a mixture of experts, but DeepSeek's."""
-    used = f.integer("expert_used_count")
-    counts: dict[str, Any] = {
-        "num_local_experts": f.integer("expert_count"),
-        "num_experts_per_tok": used,
-    }
-    width = f.integer("expert_feed_forward_length", max(1, config["intermediate_size"] // used))
-    if arch == "llama":
-        return counts
-    if arch == "gpt-oss":
-        # llama.cpp rounds the ends of YaRN's ramp to whole dimensions; the model was trained without that.
-        scaling = {**config.get("rope_scaling", {}), "truncate": False}
-        window = f.integer("attention.sliding_window", 128)
-        return counts | {"intermediate_size": width, "sliding_window": window, "rope_scaling": scaling}
-    dense = [i for i in range(config["num_hidden_layers"]) if f"blk.{i}.ffn_gate_inp.weight" not in tensors]
-    counts |= {"moe_intermediate_size": width, "mlp_only_layers": dense, "norm_topk_prob": arch == "qwen3moe"}
-    if arch == "qwen2moe":
-        shared = f.integer("expert_shared_feed_forward_length", config["intermediate_size"])
-        biased = any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v)\.bias", name) for name in tensors)
-        counts |= {"shared_expert_intermediate_size": shared, "qkv_bias": biased}
-    return counts
 
 
 def _deepseek(f: Fields) -> dict[str, Any]:
-    """Return latent attention and routing. Files that name no groups of experts have one group, as in llama.cpp."""
+    """Return latent attention and routing."""
     rotated = f.integer("rope.dimension_count")
     key = f.integer("attention.key_length_mla", f.optional_integer("attention.key_length", minimum=1))
     if key <= rotated:
         raise f.wrong("attention.key_length_mla", f"greater than rope.dimension_count = {rotated}")
-    groups = f.integer("expert_group_count", 1)
     config: dict[str, Any] = {
         "q_lora_rank": f.optional_integer("attention.q_lora_rank"),
         "kv_lora_rank": f.integer("attention.kv_lora_rank"),
@@ -289,24 +289,16 @@ def _deepseek(f: Fields) -> dict[str, Any]:
         "v_head_dim": f.integer(
             "attention.value_length_mla", f.optional_integer("attention.value_length", minimum=1)
         ),
-        "first_k_dense_replace": f.integer("leading_dense_block_count", 0, minimum=0),
-        "moe_intermediate_size": f.integer("expert_feed_forward_length"),
-        "n_routed_experts": f.integer("expert_count"),
-        "n_shared_experts": f.integer("expert_shared_count", 0, minimum=0),
-        "num_experts_per_tok": f.integer("expert_used_count"),
-        "norm_topk_prob": f.flag("expert_weights_norm", False),
-        "routed_scaling_factor": _decimal(f.number("expert_weights_scale", 1.0)),
-        "n_group": groups,
-        "topk_group": f.integer("expert_group_used_count", groups),
+        **deepseek_routing(f),
     }
     if _architecture(f, "deepseek2") == "DeepseekV2ForCausalLM":
-        config["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
+        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
     if f.has("rope.freq_base"):
         config["rope_theta"] = f.number("rope.freq_base")
     scaling = _scaling(f, log_multiplier=True)
     if scaling:
         # A tenth of mscale_all_dim, which is mscale in every published model: both factors on cos and sin cancel.
-        all_dim = _decimal(10 * f.number("rope.scaling.yarn_log_multiplier", 0.0, positive=False))
+        all_dim = decimal(10 * f.number("rope.scaling.yarn_log_multiplier", 0.0, positive=False))
         config["rope_scaling"] = scaling | {
             "mscale": all_dim,
             "mscale_all_dim": all_dim,

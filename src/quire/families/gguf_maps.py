@@ -13,7 +13,7 @@ from typing import Any
 from quire.families.gguf_hybrids import HYBRIDS, hybrid_rules
 from quire.families.gguf_hybrids import NAMES as HYBRID_NAMES
 from quire.families.llama import fused_takes
-from quire.families.weights import Take, WeightMap, build_map
+from quire.families.weights import Take, WeightMap, build_map, fused_gate_up
 from quire.modelspec import ModelSpec
 
 Takes = dict[str, tuple[Take, ...]]
@@ -87,6 +87,10 @@ def _phi3_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
     return fused_takes(spec, index, f"{prefix}attn_qkv.weight", f"{prefix}ffn_up.weight")
 
 
+def _glm4_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
+    return fused_gate_up(spec, index, f"{prefix}ffn_up.weight")
+
+
 def _latent_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
     """``kv_b`` is stored whole (older files), or as its two halves per head, that of the keys transposed."""
     a = spec.layers[index].attention
@@ -104,7 +108,7 @@ _NEMOTRON_NAMES = {**HYBRID_NAMES, "mlp_norm.weight": "attn_norm.weight"}
 _NORM_BEFORE_MLP = {"mlp_norm.weight": "post_attention_norm.weight"}
 # Names of an architecture that differ.
 _NAMES_OF: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("gpt-oss", "seed_oss"), _NORM_BEFORE_MLP),
+    **dict.fromkeys(("gpt-oss", "seed_oss", "glm4moe"), _NORM_BEFORE_MLP),
     **dict.fromkeys(HYBRIDS, HYBRID_NAMES),
     "nemotron_h": _NEMOTRON_NAMES,
     "nemotron_h_moe": _NEMOTRON_NAMES,
@@ -114,6 +118,7 @@ _RULES: Mapping[str, Callable[[ModelSpec, int, str], Takes]] = {
     "granite": _pairwise_rules,
     "smollm3": _pairwise_rules,
     "phi3": _phi3_rules,
+    "glm4": _glm4_rules,
     "deepseek2": _latent_rules,
     **dict.fromkeys(HYBRIDS, hybrid_rules),
 }
