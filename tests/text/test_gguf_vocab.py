@@ -64,6 +64,25 @@ def test_deepseek_splits_digits_and_letters_of_case_apart() -> None:
     ]  # fmt: skip
 
 
+# Where the splittings of newer vocabularies differ from those of Qwen 2 and GPT-4o: combining marks (Devanagari), line
+# breaks after signs, Han characters next to letters, digits.
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("qwen2", "नमस्ते x", ["नमस", "्त", "े", " x"]),
+        ("qwen35", "नमस्ते x!\n 12", ["नमस्ते", " x", "!\n", " ", "1", "2"]),
+        ("seed-coder", "it's !\n\n12", ["it", "'s", " !", "\n\n", "1", "2"]),
+        ("qwen2", "it's !\n\n12", ["it", "'s", " !\n\n", "1", "2"]),
+        ("kimi-k2", "abc中文Def's 1234", ["abc", "中文", "Def's", " ", "123", "4"]),
+        ("minimax-m2", "abc中文Def's 1234", ["abc中文", "Def's", " ", "123", "4"]),
+        ("exaone4", "abc 1234's", ["abc", " 1234", "'s"]),
+    ],
+)
+def test_newer_vocabularies_split(pre: str, text: str, pieces: list[str]) -> None:
+    splitter = pre_tokenizer(GGUF_SPLITTINGS[pre].patterns)
+    assert [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)] == pieces
+
+
 @pytest.mark.parametrize(
     ("name", "path", "pre"), [("llama-bpe", "llama3", "llama-bpe"), ("qwen2", "qwen2", "qwen2")]
 )
