@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import torch
 
@@ -56,6 +58,43 @@ def hybrid_metadata(writer: gguf.GGUFWriter, arch: str, spec: ModelSpec) -> None
             writer.add_moe_latent_size(moe.latent_size)
 
 
+def without_factors(
+    spec: ModelSpec, weights: dict[str, torch.Tensor]
+) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
+    """Multiply Falcon-H1's factors into its weights, as the converter does; return the model that has none."""
+    layer = spec.layers[0]
+    attn, mamba, mlp = layer.attention, layer.recurrent, layer.mlp
+    assert mamba is not None
+    assert mamba.mamba is not None
+    assert layer.scales is not None
+    gate, down = mlp.scales or (1.0, 1.0)
+    factors = {
+        "attn.k.weight": attn.scale * attn.head_dim**0.5,
+        "attn.o.weight": layer.scales[0],
+        "mamba.o.weight": layer.scales[1],
+        "mlp.gate.weight": gate,
+        "mlp.down.weight": down,
+        **{
+            f"mamba.{n}.weight": x
+            for n, x in zip(("z", "x", "b", "c", "dt"), mamba.mamba.scales, strict=True)
+        },
+    }
+    top = {"embed.weight": spec.embedding_scale, "lm_head.weight": spec.logits_scale}
+    folded = {
+        name: tensor * (top[name] if name in top else factors.get(name.split(".", 2)[-1], 1.0))
+        for name, tensor in weights.items()
+    }
+    plain = replace(
+        layer,
+        attn=replace(attn, scale=attn.head_dim**-0.5),
+        mlp=replace(mlp, scales=(1.0, 1.0)),
+        recurrent=replace(mamba, mamba=replace(mamba.mamba, scales=(1.0,) * 5)),
+        scales=(1.0, 1.0),
+    )
+    layers = (plain,) * spec.num_layers
+    return replace(spec, layers=layers, embedding_scale=1.0, logits_scale=1.0), folded
+
+
 def recurrent_tensors(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(spec.layers):
@@ -79,6 +118,7 @@ def recurrent_tensors(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> dict
         found[f"{to}ssm_dt.bias"] = weights[f"{own}mamba.dt_bias"]
         found[f"{to}ssm_a"] = weights[f"{own}mamba.rate"].unsqueeze(1)
         found[f"{to}ssm_d"] = weights[f"{own}mamba.skip"].unsqueeze(1)
-        found[f"{to}ssm_norm.weight"] = weights[f"{own}mamba.norm.weight"].view(r.num_k_heads, -1)
+        if f"{own}mamba.norm.weight" in weights:
+            found[f"{to}ssm_norm.weight"] = weights[f"{own}mamba.norm.weight"].view(r.num_k_heads, -1)
         found[f"{to}ssm_out.weight"] = weights[f"{own}mamba.o.weight"]
     return found

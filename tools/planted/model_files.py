@@ -70,7 +70,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "router-of-qwen2-normalizes",
         "a GGUF file of Qwen2-MoE is routed with weights that sum to 1",
-        "src/quire/families/gguf.py",
+        "src/quire/families/gguf_experts.py",
         '"norm_topk_prob": arch == "qwen3moe"',
         '"norm_topk_prob": arch != "gpt-oss"',
         ("tests/parity/test_gguf.py::test_architecture[qwen2_moe]",),

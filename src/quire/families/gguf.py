@@ -109,26 +109,32 @@ def config_from_gguf(
     if arch == "deepseek2":
         return config | _deepseek(f)
     config |= _rope(f, head_dim, floats)
-    if arch in ("granite", "granitehybrid"):
-        config |= _granite(f, head_dim)
+    return config | _of_architecture(f, arch, config, tensors)
+
+
+def _of_architecture(
+    f: Fields, arch: str, config: dict[str, Any], tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keys that only some architectures have."""
+    if arch == "granite":
+        return _granite(f, config["head_dim"])
     if arch in HYBRIDS:
-        return config | hybrid_config(f, arch, config, tensors)
+        own = _granite(f, config["head_dim"]) if arch == "granitehybrid" else {}
+        return own | hybrid_config(f, arch, config, tensors)
     if arch in ("gemma2", "gemma3"):
-        config |= _gemma(f, arch, head_dim)
-    elif arch == "phi3":
-        config["sliding_window"] = f.optional_integer("attention.sliding_window", minimum=1)
-    elif arch == "olmo2":
+        return _gemma(f, arch, config["head_dim"])
+    if arch == "phi3":
+        return {"sliding_window": f.optional_integer("attention.sliding_window", minimum=1)}
+    if arch == "olmo2":
         f.refuse("attention.sliding_window", unless=(), why="it is OLMo 3, which is another architecture")
-    elif arch == "exaone4":
-        config |= _exaone4(f)
-    elif arch == "ernie4_5":
-        config["use_bias"] = config["attention_bias"]
-    elif arch == "glm4":
+    if arch == "exaone4":
+        return _exaone4(f)
+    if arch == "ernie4_5":
+        return {"use_bias": config["attention_bias"]}
+    if arch == "glm4":
         why = "it is GLM-4V, whose rows of q and k are in another order"
         f.refuse("rope.dimension_sections", unless=(), why=why)
-    elif num_experts:
-        config |= experts(f, arch, config, tensors)
-    return config
+    return experts(f, arch, config, tensors) if f.integer("expert_count", 0, minimum=0) else {}
 
 
 def num_layers(f: Fields) -> int:

@@ -1,7 +1,8 @@
-"""GGUF of models with recurrent layers: LFM2, Granite 4 and Nemotron, in the form that llama.cpp's converter writes.
+"""GGUF of models with recurrent layers: LFM2, Granite 4, Nemotron and Falcon-H1, as llama.cpp's converter writes them.
 
 What a layer is shows in which tensors it has; keys that are lists have 0 for layers without the thing. The converter
-stores −exp(A_log), convolutions as matrices, and vectors of heads and norms with a second dimension.
+stores −exp(A_log), convolutions as matrices, and vectors of heads and norms with a second dimension, and multiplies
+Falcon-H1's factors into its weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ HYBRIDS: Mapping[str, str] = {
     "granitehybrid": "GraniteMoeHybridForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "nemotron_h_moe": "NemotronHForCausalLM",
+    "falcon-h1": "FalconH1ForCausalLM",
 }
 NAMES: Mapping[str, str] = {
     "conv.o.weight": "shortconv.out_proj.weight",
@@ -73,6 +75,14 @@ def hybrid_config(
         types = kinds({"ssm_in": "linear_attention"}, "full_attention")
         return {"layer_types": types, "mamba_conv_bias": conv_bias, **_granite(f, config)}
     heads, head_dim = _heads(f)
+    if arch == "falcon-h1":
+        return {
+            **_scan(f),
+            "mamba_d_ssm": heads * head_dim,
+            "mamba_conv_bias": conv_bias,
+            "mamba_rms_norm": has(".ssm_norm.weight"),
+            "mamba_norm_before_gate": False,  # llama.cpp multiplies by the gate first
+        }
     names = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_up_exps": "moe"}
     nemotron = {
         "layers_block_type": kinds(names, "mlp"),
@@ -106,12 +116,19 @@ def _granite(f: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
         "shared_intermediate_size": f.integer(
             "expert_shared_feed_forward_length", config["intermediate_size"]
         ),
+        **_scan(f),
+        "mamba_expand": heads * head_dim // hidden,
+    }
+
+
+def _scan(f: Fields) -> dict[str, Any]:
+    heads, head_dim = _heads(f)
+    return {
         "mamba_n_heads": heads,
         "mamba_d_head": head_dim,
         "mamba_n_groups": f.integer("ssm.group_count"),
         "mamba_d_state": f.integer("ssm.state_size"),
         "mamba_d_conv": f.integer("ssm.conv_kernel"),
-        "mamba_expand": heads * head_dim // hidden,
     }
 
 
@@ -142,10 +159,10 @@ def _nemotron_experts(f: Fields) -> dict[str, Any]:
 
 
 def hybrid_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
-    """`LayerRules`; rows of q and k are in llama.cpp's pairwise order, even of layers that do not rotate."""
+    """`LayerRules`. Granite's and Nemotron's rows of q and k are in llama.cpp's pairwise order, rotated or not."""
     layer, hidden = spec.layers[index], spec.hidden_size
     takes: Takes = {}
-    if (a := layer.attn) is not None and not spec.family.startswith("lfm2"):
+    if (a := layer.attn) is not None and not spec.family.startswith(("lfm2", "falcon")):
         for name, heads in (("q", a.num_heads), ("k", a.num_kv_heads)):
             take = Take((f"{prefix}attn_{name}.weight",), (heads * a.head_dim, hidden), unpermute_heads=heads)
             takes[f"attn.{name}.weight"] = (take,)
