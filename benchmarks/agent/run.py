@@ -205,7 +205,7 @@ def _row(run: Run, plain: Run) -> str:
     late = sorted(_beyond(run, plain, new))
     tails = changed_tails(plain.turns)
     worst = max((a / tail for a, tail in zip(again, tails, strict=True) if tail), default=0.0)
-    slots, size = run.metrics.get("checkpoints", 0), run.metrics.get("state_slot_bytes", 0)
+    slots, size = run.metrics.get("state_checkpoints", 0), run.metrics.get("state_slot_bytes", 0)
     held = f"{slots:.0f} × {size / 2**20:.2f} MiB" if size else "–"
     end = max(len(turn.prompt) for turn in run.turns)
     return (

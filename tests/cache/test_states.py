@@ -72,7 +72,8 @@ def test_places_double_their_distance_from_the_end() -> None:
 
 
 def test_a_prompt_that_leaves_the_tree_is_learned_at_its_second_use() -> None:
-    assert [p for p in places_of(320, 0, 192, SIZE) if p.kind is Kind.BRANCH] == [(192, Kind.BRANCH)]
+    branches = [p for p in places_of(320, 0, 192, SIZE) if p.kind is Kind.BRANCH]
+    assert branches == [(192, Kind.BRANCH, 192 - 64)]
     assert not [p for p in places_of(320, 160, 192, SIZE) if p.kind is Kind.BRANCH]
     engine = make_engine()
     system = list(range(3000, 3000 + 20 * SIZE))
@@ -116,8 +117,9 @@ def test_forks_copy_the_state(num_prompt: int) -> None:
 
 
 def test_least_likely_checkpoint_goes_first() -> None:
-    assert score(Kind.BACKWARD, 0, 0) < score(Kind.BRANCH, 0, 3) < score(Kind.PROMPT, 0, 10)
-    assert score(Kind.BRANCH, 3, 3) > score(Kind.BRANCH, 0, 3) > score(Kind.BRANCH, 0, 9)
+    assert score(Kind.BACKWARD, 0, 0, 512) < score(Kind.BRANCH, 0, 3, 512) < score(Kind.PROMPT, 0, 10, 16)
+    assert score(Kind.BRANCH, 3, 3, 99) > score(Kind.BRANCH, 0, 3, 99) > score(Kind.BRANCH, 0, 9, 99)
+    assert score(Kind.BACKWARD, 0, 7, 2000) > score(Kind.BACKWARD, 0, 0, SIZE)
     engine = make_engine(num_checkpoints=20, max_num_seqs=1, num_blocks=2000)
     live = request("live", 300, max_tokens=2 * SIZE)
     run(engine, live)
@@ -155,6 +157,29 @@ def test_audit_forgets_checkpoints_with_the_tree() -> None:
     assert audit(engine.scheduler) == 1
     assert engine.scheduler.stats().num_checkpoints == 0
     assert run(engine, request("s", 200)) == [0]
+
+
+def test_answer_that_is_written_otherwise_has_checkpoints() -> None:
+    for num_same in (15, 20, 33, 70, 100, 150):
+        engine = make_engine(num_checkpoints=32)
+        first = request("first", 300, max_tokens=200)
+        run(engine, first)
+        turn = [*first.prompt_token_ids, *oracle(first)[:num_same], *range(4000, 4060)]
+        (cached,) = run(engine, request("next", turn))
+        assert 300 + num_same - cached <= SIZE + num_same // 2, num_same
+
+
+def test_a_conversation_whose_end_was_evicted_goes_on_near_it() -> None:
+    engine = make_engine(num_checkpoints=8, max_num_seqs=2, num_blocks=400, max_model_len=8192)
+    history = list(range(2000, 2700))
+    for turn in range(8):
+        one = request(f"agent {turn}", tuple(history), max_tokens=40)
+        run(engine, one)
+        history += [*oracle(one), *range(9000 + 1000 * turn, 9500 + 1000 * turn)]
+    num_evicted = 1500
+    run(engine, request("other", 400 * SIZE - (len(history) - 500) + num_evicted))
+    (cached,) = run(engine, request("next", tuple(history)))
+    assert len(history) - 500 - cached <= 2 * num_evicted
 
 
 @pytest.mark.parametrize("num_drafts", [0, 5])

@@ -21,36 +21,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.cache.blocks import BlockTable, Node
-from quire.cache.checkpoint_places import LAST_KINDS, Kind, Place, places_of, score
+from quire.cache.checkpoint_places import LAST_KINDS, Kind, Place, is_kept, places_of, score
+from quire.cache.checkpoints import Checkpoint, Checkpoints, LiveState
 from quire.cache.draft_slots import DraftSlots
 from quire.cache.prefix_cache import Hit, PrefixCache
 from quire.cache.references import References
 from quire.config import CacheConfig
 from quire.step import StateMove
-
-
-@dataclass(slots=True, eq=False)
-class LiveState:
-    """The state of one running sequence."""
-
-    slot: int
-    num_known: int  # tokens at its admission; those behind them are its answer
-    places: list[Place] = field(default_factory=list)  # for checkpoints, not computed yet
-    tail: Node | None = None  # where its last checkpoint of kind ANSWER is
-    # The checkpoint from which it began, until it has one of its own.
-    source: Checkpoint | None = None
-    is_running: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class Checkpoint:
-    """A state that a node of the prefix tree has."""
-
-    slot: int
-    kind: Kind
-    used_at: int  # `StateSlots.num_admitted` at its last use
-    owner: LiveState
-    num_hits: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +61,7 @@ class StateSlots:
         self.config, self.num_slots = config, config.num_states + config.num_checkpoints
         self.drafts = DraftSlots(range(self.num_slots, self.num_slots + config.num_draft_states))
         self.live: dict[BlockTable, LiveState] = {}
-        self.checkpoints: dict[Node, Checkpoint] = {}  # some of nodes that left the tree since
+        self.checkpoints = Checkpoints()
         self.steps: dict[int, StepSlots] = {}  # in flight or being planned
         self.free: list[int] = list(range(self.num_slots))[::-1]
         self.num_admitted = self.num_loads = self.num_saves = self.num_evicted = 0
@@ -183,7 +160,7 @@ class StateSlots:
             known = None if node is None else self.checkpoints.get(node)
             if known is not None:
                 self._use_again(known, place.kind)
-            elif self.free or self._evict(score(place.kind, 0, 0)):
+            elif self.free or self._evict(score(place.kind, 0, 0, place.num_saved)):
                 slot = self.free.pop()
                 saves.append(Save(table, live, place, slot, block_hash[0] if block_hash else None))
         if saves:
@@ -208,7 +185,7 @@ class StateSlots:
                 self.free.append(save.slot)
                 continue
             self.num_saves += 1
-            self.checkpoints[node] = Checkpoint(save.slot, save.place.kind, self.num_admitted, save.live)
+            self.checkpoints.add(node, Checkpoint(save.slot, *save.place[:2], self.num_admitted, save.live))
             if save.place.kind in LAST_KINDS:
                 self._supersede(save.live)
             if save.place.kind is Kind.ANSWER:
@@ -268,20 +245,12 @@ class StateSlots:
         """Free the checkpoint that is least likely used again, if that is no more than ``worth``."""
         if self.sweep():
             return True
-        if not self.checkpoints:
+        least = self.checkpoints.least_likely(self.num_admitted)
+        if least is None or least[1] > worth:
             return False
-        node = min(self.checkpoints, key=self._score)
-        if self._score(node) > worth:
-            return False
-        self.free.append(self.checkpoints.pop(node).slot)
+        self.free.append(self.checkpoints.remove(least[0]))
         self.num_evicted += 1
         return True
-
-    def _score(self, node: Node) -> float:
-        checkpoint = self.checkpoints[node]
-        if checkpoint.owner.is_running and checkpoint.owner.tail is node:
-            return math.inf
-        return score(checkpoint.kind, checkpoint.num_hits, self.num_admitted - checkpoint.used_at)
 
     def _use_again(self, checkpoint: Checkpoint, kind: Kind) -> None:
         """Another sequence would have saved the same."""
@@ -289,10 +258,13 @@ class StateSlots:
         checkpoint.kind = max(checkpoint.kind, kind, key=lambda kind: kind.value)
 
     def _roll(self, live: LiveState, node: Node) -> None:
-        """The answer of a sequence has a checkpoint further on: the one before it goes unless it was hit."""
+        """The answer of a sequence has a checkpoint further on: few of those before it are kept."""
         before = None if live.tail is None else self.checkpoints.get(live.tail)
         if live.tail is not None and before is not None and not before.num_hits and before.owner is live:
-            self.free.append(self.checkpoints.pop(live.tail).slot)
+            if is_kept(before.num_tokens, live.num_known, self._block_size):
+                before.kind = Kind.INSIDE
+            else:
+                self.free.append(self.checkpoints.remove(live.tail))
         live.tail = node
 
     def _supersede(self, live: LiveState) -> None:

@@ -12,7 +12,8 @@ from quire.modelspec import ModelSpec
 
 # Of the memory that the weights leave: states may have a quarter, as much as keys and values have at least.
 STATE_SHARE = 0.25
-# Checkpoints per sequence where memory allows: the ends of a few conversations, and a few places of each prompt.
+# Checkpoints per sequence where memory allows: the ends of a few conversations, and a few places of each prompt. A
+# server of fewer than eight has long conversations, which need as many.
 PER_SEQUENCE = 4
 
 
@@ -69,7 +70,7 @@ def _num_checkpoints(args: EngineArgs, size: int, left: int, share: int) -> int:
     if asked == "off" or not args.enable_prefix_caching:
         return 0
     if asked == "auto":
-        return min(PER_SEQUENCE * live, share // size - live)
+        return min(PER_SEQUENCE * max(live, 8), share // size - live)
     if not isinstance(asked, int) or asked < live:
         raise ConfigError(
             f"state_checkpoints = {asked!r} must be auto, off, or an integer of at least max_num_seqs = {live}, one "
