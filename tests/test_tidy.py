@@ -36,6 +36,7 @@ LATE_IMPORTS: dict[str, str] = {
     "quire_lab/cli/cockpit.py": "nicegui is the extra `cockpit`, loaded by the page's process alone",
     "quire/cli/serve.py": "the engine process is started before this process imports the web server",
     "quire/api/call_stages.py": "the one list of the stages of a call",
+    "quire/api/generation.py": "the timing of an answer and its spans are loaded with the first that has one",
     "quire/jobs/routes.py": "files and batches are a wing: not loaded without --batch-dir",
     "quire/http/call.py": "the keys of a key file are loaded with the first one",
     "quire/http/edge.py": "the one list of the wrappers of an application, loaded when a request needs one",

@@ -107,3 +107,34 @@ def test_timing_on_every_endpoint(server: LiveServer) -> None:
             assert said.status_code == 200
             assert said.text.count('"timing":') == 1, (path, stream)
         assert '"timing":' not in httpx.post(server.url + path, json={"model": "tiny", **body}).text
+
+
+def test_timing_says_where_a_prompt_leaves_the_cache(server: LiveServer) -> None:
+    """A chat whose third message changes, and a text that goes on; other salts are not compared."""
+
+    def cache_of(second: str, *more: str, salt: str = "m") -> dict[str, object] | None:
+        contents = [PROMPT * 2, "I see.", second, *more]
+        messages = [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 4, "timing": True, "cache_salt": salt}
+        timing = httpx.post(server.url + "/v1/chat/completions", json=body).json()["timing"]
+        reason: dict[str, object] | None = timing["cache"]["miss_reason"]
+        assert reason is None or timing["cached_tokens"] <= reason["token"] < timing["prompt_tokens"]
+        return reason
+
+    long = "Once there was a hare that had a house. " * 3
+    first = cache_of(long + "A" + long)
+    assert first is not None
+    assert (first["reason"], first["token"], first["message"]) == ("unseen", 0, 0)
+    changed = cache_of(long + "B" + long)
+    assert changed is not None
+    assert (changed["reason"], changed["message"]) == ("changed", 2)
+    assert str(changed["text"]).strip().startswith("B")
+    assert cache_of(long + "B" + long) is None
+    other = cache_of(long + "C" + long, salt="n")
+    assert other is not None
+    assert other["reason"] == "unseen"
+    texts = {"model": "tiny", "max_tokens": 1, "timing": True, "cache_salt": "t"}
+    for text, reason in ((long.strip(), "unseen"), ((long * 2).strip(), "appended")):
+        block = httpx.post(server.url + "/v1/completions", json={**texts, "prompt": text}).json()["timing"]
+        assert block["cache"]["miss_reason"]["reason"] == reason
+        assert block["cache"]["miss_reason"]["message"] is None

@@ -220,4 +220,12 @@ MUTANTS: tuple[Mutant, ...] = (
         'replace(call, weight=rights["weight"])',
         _BATCH,
     ),
+    Mutant(
+        "tenants-misses-of-all-callers",
+        "a prompt is compared with those of other tenants, token by token",
+        "src/quire/api/cache_miss.py",
+        "            if owner == caller and (",
+        "            if (",
+        ("tests/api/test_api_cache_miss.py", "-k", "another_caller"),
+    ),
 )

@@ -131,6 +131,7 @@ async def conversation_job(
         sampling,
         make_answer(head, plan, sampling),
         prompt_text=text,
+        messages=conversation.messages,
         continues=bool(conversation.variables.get("continue_final_message")),
         **fields,
     )

@@ -19,7 +19,6 @@ from quire.api.forecast import Ticket
 from quire.api.job import Job, Usage
 from quire.api.prompt_lists import merged, text_of, truncated, wait_for_turn
 from quire.api.state import ApiState
-from quire.api.timing import describe_timing, spans_of
 from quire.api.whole_answer import GOOD_ENDS, whole_choices
 from quire.engine.output import OutputChunk
 from quire.engine.prompts import NOT_BEGUN, Begun
@@ -320,14 +319,17 @@ class PromptStreams:
 
     def _start(self, stream: RequestStream) -> None:
         state, sampling, num_tokens = self._state, self._job.sampling, len(stream.prompt_token_ids)
+        on_end = None
+        if state.tracer is not None:
+            from quire.api.timing import spans_of
+
+            on_end = spans_of(state.tracer, self._trace, self._job, self._call, stream)
         metrics = state.metrics.request(
             self._arrival_s,
             n=sampling.num_samples,
             max_tokens=sampling.max_tokens,
             prompt_tokens=num_tokens,
-            on_end=None
-            if state.tracer is None
-            else spans_of(state.tracer, self._trace, self._job, self._call, stream),
+            on_end=on_end,
         )
         ticket = None if state.forecast is None else state.forecast.enter(num_tokens)
         self.prompts.append(_Started(stream, metrics, ticket))
@@ -351,11 +353,11 @@ class PromptStreams:
 
     def note_timing(self) -> None:
         """Put the timing block of the answer into the usage."""
-        streams = [prompt.stream for prompt in self.prompts]
-        total_s = self._state.now() - self._arrival_s
-        stats = self._state.frontend.stats()
+        from quire.api.timing import describe_timing
+
+        streams, total_s = [prompt.stream for prompt in self.prompts], self._state.now() - self._arrival_s
         self.usage.notes = self._job.notes
-        self.usage.timing = describe_timing(streams, self._job.answer.head.determinism, total_s, stats)
+        self.usage.timing = describe_timing(self._state, self._job, streams, total_s)
 
     def cost(self) -> tuple[float, float]:
         """Return the engine-seconds and KV-block-seconds of what has been computed."""

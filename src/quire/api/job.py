@@ -169,6 +169,7 @@ class Job:
     continues: bool = False  # the output continues the prompt's text
     client_request_id: str | None = None  # the body's request_id or rid
     prompt_text: str | None = None  # a chat's text, made by its template
+    messages: Sequence[Mapping[str, Any]] = ()  # those of a chat
     truncate_to: int | None = None  # last tokens of each prompt that are kept; -1: as many as fit
     timing: bool = False  # the answer has a timing block
     in_background: bool = False  # a response that runs without its client

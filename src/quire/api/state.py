@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire.api.busy import Busy
@@ -42,6 +42,7 @@ class ApiState:
     busy: Busy
     tracer: RequestTracer | None = None
     forecast: TtftForecast | None = None  # with --slo
+    on_demand: dict[str, Any] = field(default_factory=dict)  # made for the first request that asks for it
 
     def output_format(self, has_tools: bool) -> OutputFormat:
         """Return how the model writes reasoning and calls."""

@@ -5,19 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from quire.api.cache_miss import RecentPrompts, located, miss_reason
 from quire.api.job import Job
+from quire.api.state import ApiState
 from quire.engine.stream import RequestStream
 from quire.http.call import Call
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.trace import RequestPhases, RequestTracer
 
 
-def describe_timing(
-    streams: Sequence[RequestStream], determinism: str, total_s: float, stats: EngineStats
-) -> Any:
+def describe_timing(state: ApiState, job: Job, streams: Sequence[RequestStream], total_s: float) -> Any:
     """Return the ``timing`` block of an answer that has ended: one object, or a list of one per prompt."""
-    blocks = [_timing(stream, determinism, total_s) | _speculation(stats) for stream in streams]
+    speculation = _speculation(state.frontend.stats())
+    blocks = [
+        _timing(stream, job.answer.head.determinism, total_s)
+        | {"cache": _cache(state, job, stream)}
+        | speculation
+        for stream in streams
+    ]
     return blocks[0] if len(blocks) == 1 else blocks
+
+
+def _cache(state: ApiState, job: Job, stream: RequestStream) -> dict[str, Any]:
+    """Return where the prompt left what the cache had of it."""
+    recent = state.on_demand.setdefault("recent_prompts", RecentPrompts())
+    adapter, timing, token_ids = stream.adapter, stream.output.timing, stream.prompt_token_ids
+    caller = (job.owner, job.terms.cache_salt, None if adapter is None else adapter.key)
+    block_size = int(str(state.settings.cache_config.get("block_size", 16)))
+    reason = miss_reason(recent, caller, token_ids, timing.num_cached_tokens, timing.cache_miss, block_size)
+    if reason is not None:
+        reason |= located(reason["token"], token_ids, job.messages, state.frontend.tokenizer)
+    return {"miss_reason": reason}
 
 
 def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str, Any]:
