@@ -80,6 +80,10 @@ UNMARKED: list[tuple[str, str, list[Any]]] = [
     ("hermes", f"<think>so</think>\n\n{CALL}", [MEANT]),
     ("hermes", '{"arguments": "{\\"n\\": 1}", "name": "look"}', [("look", {"n": 1})]),
     ("qwen3-coder", CALL, [MEANT]),
+    ("hermes", f"```json\n{CALL}\n```", [MEANT]),
+    ("hermes", f"```\n{CALL}\n```\n", [MEANT]),
+    ("hermes", f"```json\n{CALL}\n{CALL}\n```", [MEANT, MEANT]),
+    ("hermes", f"```json\n{CALL}\n```\n\n```json\n{CALL}\n```", [MEANT, MEANT]),
 ]
 # Texts that only look like it are content, as they stand.
 CONTENT = [
@@ -89,7 +93,13 @@ CONTENT = [
     '{"name": "look", "arguments": [1]}',
     f"{CALL} is what I would call.",
     f"I call {CALL}",
-    f"```json\n{CALL}\n```",
+    f"```json\n{CALL}\n```\nis what I would call.",
+    f"So:\n```json\n{CALL}\n```",
+    f"```json\n{CALL}",
+    f"{CALL}\n```",
+    f"```python\n{CALL}\n```",
+    "```json\n```",
+    '```json\n{"name": "other", "arguments": {}}\n```',
     '{"name": "look", "arguments": {"city": "x"',
     '{"look": 1}',
     "{",
@@ -128,6 +138,8 @@ def test_text_is_held_only_while_it_can_be_a_call() -> None:
         ('{"name": "look", "arguments": {city', 30),
         ('{"name": "look", "arguments": {"city": oops', 38),
         (f"{CALL} and", len(CALL)),
+        ('```json\n{"a": 1}\n```', 10),
+        ("```python", 3),
     ):
         deltas, _ = _deltas(text, 1)
         first = next(i for i, some in enumerate(deltas) if some)

@@ -76,6 +76,14 @@ MUTANTS: tuple[Mutant, ...] = (
         _CALLS,
     ),
     Mutant(
+        "requests-open-block-is-a-call",
+        "calls in a code block that never ends count as the whole answer",
+        "src/quire/text/output/unmarked.py",
+        " and calls and not is_fenced:",
+        " and calls:",
+        _CALLS,
+    ),
+    Mutant(
         "requests-value-ends-at-any-key",
         "a value ends at text that looks like the key of a parameter that the tool has not",
         "src/quire/text/output/tagged.py",

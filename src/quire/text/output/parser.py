@@ -27,7 +27,7 @@ from quire.text.output.messages import read_messages
 from quire.text.output.reader import Reader, Trimmed, Wait, partial_mark
 from quire.text.output.sections import Calls, NotCalls, json_calls, named_calls
 from quire.text.output.tagged import nested_calls, tagged_calls
-from quire.text.output.unmarked import unmarked_calls
+from quire.text.output.unmarked import OPENINGS, unmarked_calls
 
 MIN_PIECE = 2  # characters of a mark; one alone is more often text
 
@@ -139,7 +139,7 @@ class OutputParser:
         if f.bare and (yield from reader.peek()) == f.bare:
             reader.mark()
             yield from self._calls(f.bare, frozenset(self._tools))
-        elif self._may_be_unmarked and not self.num_calls and (yield from reader.peek()) == "{":
+        elif self._may_be_unmarked and not self.num_calls and (yield from reader.starts(OPENINGS)):
             yield from self._unmarked()
 
     def _unmarked(self) -> Wait[None]:

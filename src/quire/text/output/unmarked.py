@@ -1,6 +1,7 @@
 """Calls without their format's marks: an answer that is, as a whole, one JSON object or lines of them.
 
-Some models (Qwen2.5-Coder) write ``{"name": …, "arguments": {…}}`` where their template has ``<tool_call>`` around it.
+Some models (Qwen2.5-Coder) write ``{"name": …, "arguments": {…}}`` where their template has ``<tool_call>`` around it,
+or a code block of Markdown, ```` ```json ````. A block of another language is no call.
 Whether the answer is such a call is known at its end alone, so its text is held back while it can still be one: each
 key, the name of an offered tool and the form of JSON are checked as they come. Text that was shown is never taken back.
 """
@@ -18,6 +19,9 @@ _ARGUMENTS = ("arguments", "parameters")
 _KEYS = tuple(f'"{key}"' for key in ("name", *_ARGUMENTS, "id", "type"))
 _PRIMITIVE = frozenset("-0123456789tfn")
 _MAX_DEPTH = 64
+_FENCE = "```"
+_FENCE_OPENS = (f"{_FENCE}json\n", f"{_FENCE}\n")
+OPENINGS = ("{", *_FENCE_OPENS)
 
 
 class UnmarkedCall(NamedTuple):
@@ -37,15 +41,18 @@ def unmarked_calls(
         NotCalls: the text is anything else.
     """
     calls: list[UnmarkedCall] = []
+    quoted, is_fenced = tuple(map(json.dumps, names)), False
     while True:
         yield from reader.space()
-        mark = yield from reader.starts(drops)
-        if mark is not None:
-            reader.take(len(mark))
+        mark = yield from reader.starts((*drops, *((_FENCE,) if is_fenced else _FENCE_OPENS)))
+        if mark is None:
+            if (yield from reader.peek()) == "" and calls and not is_fenced:
+                return calls
+            calls.append((yield from _call(reader, quoted)))
             continue
-        if (yield from reader.peek()) == "" and calls:
-            return calls
-        calls.append((yield from _call(reader, tuple(map(json.dumps, names)))))
+        reader.take(len(mark))
+        if mark not in drops:
+            is_fenced = not is_fenced
 
 
 def _call(reader: Reader, names: tuple[str, ...]) -> Wait[UnmarkedCall]:
@@ -107,24 +114,19 @@ def _value(reader: Reader, parts: list[str], depth: int) -> Wait[None]:
     if depth > _MAX_DEPTH:
         raise NotCalls
     parts.append(reader.take(1))
-    end = "}" if char == "{" else "]"
+    num_before, end = len(parts), "}" if char == "{" else "]"
     yield from reader.space()
-    if (yield from reader.peek()) == end:
-        parts.append(reader.take(1))
-        return
-    while True:
+    while (yield from reader.peek()) != end:
+        if len(parts) > num_before:
+            yield from _expect(reader, ",")
+            parts.append(", ")
         if char == "{":
-            yield from reader.space()
             parts.append(json.dumps((yield from _text(reader)), ensure_ascii=False))
             yield from _expect(reader, ":")
             parts.append(": ")
         yield from _value(reader, parts, depth + 1)
         yield from reader.space()
-        if (yield from reader.peek()) == end:
-            parts.append(reader.take(1))
-            return
-        yield from _expect(reader, ",")
-        parts.append(", ")
+    parts.append(reader.take(1))
 
 
 def _text(reader: Reader) -> Wait[str]:
