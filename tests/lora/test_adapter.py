@@ -35,13 +35,15 @@ def test_every_linear_is_found_with_its_scale(tmp_path: Path) -> None:
     assert adapter_bytes(tiny.SPEC, 4, "float32") == adapter_bytes(tiny.SPEC, 16, "float32")
 
 
-def test_rows_that_a_family_puts_in_order_are_refused(tmp_path: Path) -> None:
-    """Qwen3.5's q_proj has each head's gate between its queries: an adapter of it is not applied as if it had none."""
+def test_rows_are_of_the_matrix_that_a_family_makes_of_them(tmp_path: Path) -> None:
+    """Qwen3.5's q_proj has each head's gate between its queries."""
     spec = spec_from_config(PUBLISHED["Qwen3.5-9B"][0])
     name = "model.layers.3.self_attn.q_proj"
     stored = tensors({name: torch.Size((2 * 16 * 256, 4096))}, 4)
-    with pytest.raises(UnsupportedModelError, match=f"an adapter of {name} is not supported"):
-        read_adapter("a", write_adapter(tmp_path, stored), spec)
+    parts = read_adapter("a", write_adapter(tmp_path, stored, target_modules=[name]), spec).parts
+    for matrix, first in (("q", 0), ("gate", 256)):
+        rows = parts[f"layers.3.attn.{matrix}"].rows
+        assert rows == tuple(range(start, start + 256) for start in range(first, 8192, 512))
 
 
 def test_rank_and_alpha_patterns_and_rslora(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_fused_projections_share_an_a(tmp_path: Path) -> None:
     assert set(parts) == set(adaptable(spec))
     q, k, v = (parts[f"layers.0.attn.{name}"] for name in "qkv")
     assert q.a is k.a is v.a
-    assert [(p.rows.start, p.rows.stop) for p in (q, k, v)] == [(0, 16), (16, 24), (24, 32)]
+    assert [p.rows for p in (q, k, v)] == [(range(16),), (range(16, 24),), (range(24, 32),)]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

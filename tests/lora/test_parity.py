@@ -29,6 +29,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "mixtral": ("q_proj", "v_proj"),
     "deepseek_v2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    # Rows of q and of its gate alternate in q_proj, head by head.
+    "qwen3_5": (*DENSE, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"),
+    "qwen3_next": ("q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
 }
 NEW_TOKENS = 12
 

@@ -48,4 +48,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "elif copy.shape != own.shape:",
         (f"{LLM}test_a_copy_of_another_model_is_rejected",),
     ),
+    Mutant(
+        "gates-adapted-as-queries",
+        "an adapter of queries that alternate with their gates changes the first rows of both",
+        "src/quire/lora/adapter.py",
+        "    return take.pieces or (range",
+        "    return (range",
+        ("tests/lora/test_adapter.py", "tests/lora/test_parity.py::test_against_merged_weights[qwen3_5]"),
+    ),
 )

@@ -48,7 +48,7 @@ class AdapterPart:
 
     a: StoredTensor  # [rank, in_features]
     b: StoredTensor  # [out_features of the stored linear, rank]
-    rows: slice  # of b and of the magnitude, that belong to this matrix
+    rows: tuple[range, ...]  # of b and of the magnitude, that belong to this matrix
     scale: float
     magnitude: StoredTensor | None = None  # [out_features of the stored linear]
 
@@ -230,9 +230,14 @@ class _Reader:
             _check(path, *magnitude, (out,), f"{out} outputs of {module}")
         scale, stored = self._config.scale_of(module), None if magnitude is None else magnitude[1]
         return {
-            canonical: AdapterPart(a, b, slice(take.start, take.stop, take.step), scale, stored)
+            canonical: AdapterPart(a, b, _rows(take), scale, stored)
             for canonical, take in self._modules.takes[module]
         }
+
+
+def _rows(take: Take) -> tuple[range, ...]:
+    """Return the rows of the stored linear that ``take`` reads, in its order."""
+    return take.pieces or (range(take.shape[0])[take.start : take.stop : take.step],)
 
 
 def _check(path: Path, name: str, stored: StoredTensor, shape: tuple[int, ...], meaning: str) -> None:
@@ -263,21 +268,25 @@ class _Modules:
         allowed = adaptable(spec)
         for canonical, takes in weight_map(spec).sources.items():
             matrix, take = canonical.removesuffix(".weight"), takes[0]
-            if (
-                matrix in allowed
-                and len(take.names) == 1
-                and take.dim == 0
-                and not take.transpose
-                and not take.pieces
-            ):
+            if matrix in allowed and len(take.names) == 1 and take.dim == 0 and not take.transpose:
                 module = take.names[0].removesuffix(".weight")
                 self.takes.setdefault(module, []).append((matrix, take))
                 self.shapes[module] = take.shape
             else:
                 self._others.update(name.removesuffix(".weight") for each in takes for name in each.names)
+        for module in [module for module in self.takes if not self._are_whole(module)]:
+            self._others.add(module)
+            del self.takes[module]
         for module, canonical in _CANONICAL.items():
             self.shapes[module] = end_matrices(spec)[canonical]
             self.takes[module] = [(canonical, Take((), self.shapes[module]))]
+
+    def _are_whole(self, module: str) -> bool:
+        """Whether an adapter of ``module`` changes nothing but matrices that have adapters here."""
+        is_read = bytearray(self.shapes[module][0])
+        for rows in (rows for _, take in self.takes[module] for rows in _rows(take)):
+            is_read[rows.start : rows.stop : rows.step] = b"\1" * len(rows)
+        return all(is_read)
 
     def find(self, path: Path, tensor: str, module: str) -> str:
         """Return the module that a tensor's ``module`` names; of a bare decoder it has no "model." prefix."""

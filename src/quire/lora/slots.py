@@ -151,7 +151,7 @@ def _read_again(adapter: Adapter, spec: ModelSpec) -> AdapterFile:
 
 def _low_rank(part: AdapterPart, cut: Cut, dtype: torch.dtype) -> LowRank:
     """Return the part of this rank: A's columns are the matrix's, B's rows its rows."""
-    a, b = view(part.a), view(part.b)[part.rows]
+    a, b = view(part.a), _rows_of(part, view(part.b))
     if cut.columns is not None:
         a = a[:, cut.columns.start : cut.columns.stop]
     if cut.rows is not None:
@@ -159,9 +159,17 @@ def _low_rank(part: AdapterPart, cut: Cut, dtype: torch.dtype) -> LowRank:
     return LowRank(a.to(dtype), b.to(dtype), part.scale)
 
 
+def _rows_of(part: AdapterPart, whole: Tensor) -> Tensor:
+    """Return the rows of ``whole`` that are of the part's matrix, in its order."""
+    first = part.rows[0]
+    if len(part.rows) == 1:
+        return whole[first.start : first.stop : first.step]
+    return torch.cat([whole[rows.start : rows.stop : rows.step] for rows in part.rows])
+
+
 def _magnitude(part: AdapterPart, rows: range | None) -> Tensor:
     assert part.magnitude is not None
-    magnitude = view(part.magnitude)[part.rows].float()
+    magnitude = _rows_of(part, view(part.magnitude)).float()
     return magnitude if rows is None else magnitude[rows.start : rows.stop]
 
 
