@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from tests.families.published import PUBLISHED
 
 from quire.cost.cost_model import StepFeatures, chunk_pairs
 from quire.cost.efficiency import ENGINES, IDEAL, Efficiency, efficiency_of
@@ -14,6 +15,7 @@ from quire.cost.presets import preset_spec
 from quire.cost.roofline import Roofline, work_of
 from quire.cost.split import Split
 from quire.errors import ConfigError
+from quire.families import spec_from_config
 from quire.slo import Slo
 from quire_lab.plan.estimate import Load, Replica
 
@@ -32,6 +34,15 @@ def test_a_decode_step_reads_the_weights_and_the_cache() -> None:
     assert Roofline(work_of(LLAMA8), H100, IDEAL).seconds(step) == pytest.approx(
         (weights + 4000 * 131_072) / 3.35e12
     )
+
+
+def test_recurrent_states_are_read_and_written() -> None:
+    spec = spec_from_config(PUBLISHED["Qwen3.5-9B"][0])
+    work = work_of(spec)
+    step = StepFeatures(4, 4, 4, 0, 0, 0)
+    without = Roofline(replace(work, state_bytes=0), H100, IDEAL).seconds(step)
+    seconds = Roofline(work, H100, IDEAL).seconds(step)
+    assert seconds - without == pytest.approx(4 * 2 * spec.state_bytes_per_sequence / 3.35e12)
 
 
 def test_a_prompt_multiplies() -> None:

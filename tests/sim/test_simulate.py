@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.families.published import PUBLISHED
 from typer.testing import CliRunner
 
 from quire.cli import app
@@ -18,7 +19,9 @@ from quire.cost.kept_profiles import place_of
 from quire.cost.profile import HostCost, Profile, Spread
 from quire.errors import ConfigError
 from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
+from quire_lab.bench.runs import make_workload
 from quire_lab.bench.summary import summarize
+from quire_lab.sim.run import simulate
 from quire_lab.sim.scenario import SCENARIOS, load_scenario, run_one, value_of
 from quire_lab.sim.setup import set_up
 
@@ -200,3 +203,24 @@ def test_it_runs_without_torch(profile: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "3 of 3 requests completed" in done.stdout
+
+
+def test_recurrent_states_have_slots(tmp_path: Path) -> None:
+    """Of hardware they take their share of the memory; with a profile there are as many as it was measured with."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3.5-9B"][0]))
+    args = SimulateArgs(hardware="xeon-8592", model=str(tmp_path))
+    flags = ServeBenchArgs(limit=20, rate=5.0, input_len="900", output_len="30")
+    setup = set_up(args, flags, {"max_num_seqs": 4})
+    cache = setup.config.cache
+    assert (cache.num_states, cache.num_checkpoints) == (4, 32)
+    with pytest.raises(ConfigError, match=r"max_num_seqs = 60000 .* at most \d+ sequences fit"):
+        set_up(args, flags, {"max_num_seqs": 60_000})
+    states = {"num_states": 2, "num_checkpoints": 4, "num_draft_states": 0, "state_bytes": 1 << 20}
+    replace(MADE, settings={**MADE.settings, **states}).save(tmp_path / "profile.json")
+    setup = set_up(SimulateArgs(profile=str(tmp_path / "profile.json")), flags, {})
+    assert setup.config.cache.num_checkpoints == 4
+    result = simulate(setup.config, setup.step_time, make_workload(flags))
+    (report,) = result.replicas
+    assert report.stats.num_state_slots == 6
+    assert 0 < report.stats.num_checkpoints <= 6
+    assert not any(record.error for record in result.records)

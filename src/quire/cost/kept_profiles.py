@@ -42,6 +42,10 @@ def machine_of(config: EngineConfig) -> dict[str, Any]:
     }
 
 
+# Of `CacheConfig`, where a model has recurrent layers.
+STATES = ("num_states", "num_checkpoints", "num_draft_states", "state_bytes")
+
+
 def settings_of(config: EngineConfig) -> dict[str, Any]:
     """Return the settings that the times depend on and that a simulation takes over, by the names of the flags."""
     return {
@@ -59,7 +63,9 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "long_prefill_token_threshold": config.scheduler.long_prefill_token_threshold,
         "max_in_flight": 1,
-    } | ({"speculate": config.speculate.method} if config.speculate else {})
+        **({"speculate": config.speculate.method} if config.speculate else {}),
+        **({name: getattr(config.cache, name) for name in STATES} if config.cache.num_states else {}),
+    }
 
 
 def place_of(model: str, machine: Mapping[str, Any], settings: Mapping[str, Any]) -> Path:

@@ -4,7 +4,8 @@
 
     linears     max(2 · weights · rows / (rate · compute), bytes / (bandwidth · memory)); output matrix: sampled rows
     experts     the same for the experts that ``rows`` rows touch: E · (1 − (1 − k/E)^rows)
-    attention   K and V read / (bandwidth · kv_memory) + 4 · head_dim · heads · pairs / (bf16 rate · attention)
+    attention   K and V read, and recurrent states read and written / (bandwidth · kv_memory)
+                + 4 · head_dim · heads · pairs / (bf16 rate · attention)
     links       the collectives of `parallel.traffic`, by measured times or by the bandwidth of the table; between
                 machines with CPUs, over Gloo
     launches    a constant per layer, one per sequence, and one per step
@@ -69,6 +70,7 @@ class Work:
     num_moe_layers: int = 0
     num_experts: int = 0
     top_k: int = 0
+    state_bytes: int = 0  # per sequence, in recurrent layers
     spec: ModelSpec | None = None  # None: one device
 
 
@@ -108,6 +110,7 @@ def work_of(
         num_moe_layers=len(moe),
         num_experts=moe[0].num_experts if moe else 0,
         top_k=moe[0].top_k if moe else 0,
+        state_bytes=spec.state_bytes_per_sequence,
         spec=spec,
     )
 
@@ -206,7 +209,7 @@ class Roofline:
         return max(compute_s, shard.expert_bytes * touched / (bandwidth * e.expert_memory))
 
     def _attention(self, step: StepFeatures) -> float:
-        """Return the seconds of reading K and V, and of the chunks' products. Windows cut the mean context."""
+        """Return the seconds of reading K, V and states, and of the chunks' products. Windows cut the mean context."""
         work, split = self.work, self.work.split
         rate = (self.hardware.rate("bf16") or 0.0) * self.efficiency.attention
         bandwidth = self.hardware.bandwidth * self.efficiency.kv_memory
@@ -217,6 +220,7 @@ class Roofline:
         read += sum(
             size * (min(mean, w) * num_decodes + min(step.chunk_kv_tokens, w)) for w, size in work.windows
         )
+        read += 2 * work.state_bytes * step.num_seqs
         read_s = read / (work.kv_ways * split.attention_dp * split.cp) / bandwidth
         if not rate:
             return read_s

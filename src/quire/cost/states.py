@@ -18,9 +18,11 @@ PER_SEQUENCE = 4
 
 
 def fit_states(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, left: int
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo | None, left: int
 ) -> tuple[EngineArgs, dict[str, int], int, tuple[str, ...]]:
     """Return the slots of a model with recurrent layers, where the weights leave ``left`` bytes.
+
+    ``device``: where it runs; None: nowhere, since it is simulated.
 
     The results: ``args``, with fewer sequences at once if the default is more than there are states for; the fields of
     `CacheConfig` that are about states; bytes of the pool; remarks.
@@ -28,7 +30,8 @@ def fit_states(
     Raises:
         ConfigError: a setting that such a model does not run with, or states that do not fit.
     """
-    _refuse_unmet(args, device)
+    if device is not None:
+        _refuse_unmet(args, device)
     size, wanted = spec.state_bytes_per_sequence, args.max_num_seqs
     per_sequence = 1 if args.state_checkpoints == "off" or not args.enable_prefix_caching else 2
     num_drafts = spec_tokens(args)

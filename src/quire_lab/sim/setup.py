@@ -8,7 +8,7 @@ hardware that is not at hand.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,18 @@ from quire.cost.cost_model import StepTime
 from quire.cost.draft_cost import DraftCost
 from quire.cost.efficiency import efficiency_of
 from quire.cost.hardware import find_hardware
+from quire.cost.kept_profiles import STATES
 from quire.cost.links import RankedSteps
 from quire.cost.profile import HostCost, Profile, Spread, load_profile
 from quire.cost.ranks import cuts_rows
 from quire.cost.roofline import Roofline, work_of
 from quire.cost.split import PRECISIONS, Split, plan_memory
+from quire.cost.states import fit_states
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.models.checkpoint import spec_of
 from quire.models.precision import precision_of
+from quire.modelspec import ModelSpec
 from quire.parallel.topology import Topology
 from quire.resolve import parse_bytes, scheduler_config
 from quire.scheduler.policies.stages import StageRows, stage_rows
@@ -96,6 +99,9 @@ class _Engine:
     defaults: Mapping[str, Any]  # engine settings for those that are not given
     spread: Spread | None = None  # from the profile
     draft_cost: DraftCost | None = None  # from the profile
+    # Where a model has recurrent layers: the slots that were profiled; None: a share of the memory is for them.
+    states: Mapping[str, Any] | None = None
+    spec: ModelSpec | None = None  # not of a profile
 
 
 class ModelDoesNotFit(ConfigError):
@@ -158,6 +164,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
             f"max_model_len = {max_model_len} is more than the model's {engine.max_model_len} positions"
         )
     block_size = engine_args.block_size if "block_size" in chosen else engine.block_size
+    engine, engine_args = _with_states(engine, engine_args)
     pools = _pools(args, engine, engine_args, block_size)
     config = ClusterConfig(
         scheduler=scheduler_config(engine_args, max_model_len),
@@ -167,6 +174,7 @@ def set_up(args: SimulateArgs, flags: ServeBenchArgs, settings: Mapping[str, Any
             windows=engine.windows,
             enable_prefix_caching=engine_args.enable_prefix_caching,
             model_key="simulated",
+            **(engine.states or {}),
         ),
         num_replicas=args.replicas if pools is None else pools.num_prefill + pools.num_decode,
         pools=pools,
@@ -228,6 +236,7 @@ def _profiled(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
                 **_cut(_topology(args, profile.model)),
             },
             defaults={k: measured[k] for k in _DEFAULTS if k in measured},
+            states={k: measured[k] for k in STATES if k in measured},
         )
     except KeyError as error:
         raise ConfigError(f"profile {args.profile}: settings lack {error}") from error
@@ -315,7 +324,18 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             "step times": "the planner's roofline",
         },
         defaults={},
+        spec=spec,
     )
+
+
+def _with_states(engine: _Engine, args: EngineArgs) -> tuple[_Engine, EngineArgs]:
+    """Give recurrent states their share of the memory, and ``args`` as many sequences as there are states for."""
+    if engine.spec is None or not engine.spec.state_layers:
+        return engine, args
+    pool = int(engine.num_kv_blocks * engine.kv_block_bytes)
+    args, states, size, _ = fit_states(args, engine.spec, None, pool)
+    num_blocks = max(2, int((pool - size) / engine.kv_block_bytes))
+    return replace(engine, states=states, num_kv_blocks=num_blocks), args
 
 
 def _num_blocks(engine: _Engine, args: EngineArgs, block_size: int) -> int:
