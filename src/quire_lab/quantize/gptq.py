@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.threads import one_torch_thread
-from quire_lab.quantize.rounding import Rounded, fit_grid, round_to_nearest
+from quire_lab.quantize.grid import Columns, Rounded
+from quire_lab.quantize.rounding import fit_grid, round_to_nearest
 from quire_lab.quantize.scheme import Scheme
 
 
@@ -29,9 +30,7 @@ def gptq(
     grid = fit_grid(weight, scheme, importance)
     order = torch.argsort(importance, descending=True) if act_order else torch.arange(len(importance))
     factor = inverse_factor(gram[order][:, order], damping)
-    group = weight.shape[1] if scheme.group is None else scheme.group
-    scales = grid.scale.repeat_interleave(group, 1)[:, order].t().contiguous()
-    zeros = None if grid.zero is None else grid.zero.repeat_interleave(group, 1)[:, order].t().contiguous()
+    columns = Columns(grid, scheme, order)
     open_ = weight[:, order].t().contiguous()  # [in, out]
     q = torch.empty_like(open_)
     for start in range(0, len(open_), block):
@@ -40,10 +39,8 @@ def gptq(
         # One thread: threads that wait for each other cost more than so small steps.
         with one_torch_thread():
             for i in range(start, stop):
-                scale, zero = scales[i], 0.0 if zeros is None else zeros[i]
-                inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0)
-                q[i] = ((open_[i] * inverse).round_() + zero).clamp_(scheme.lowest, scheme.highest)
-                errors[i - start] = (open_[i] - (q[i] - zero) * scale) / factor[i, i]
+                q[i], decoded = columns.round(i, open_[i])
+                errors[i - start] = (open_[i] - decoded) / factor[i, i]
                 open_[i + 1 : stop].addr_(factor[i, i + 1 : stop], errors[i - start], alpha=-1.0)
         open_[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1.0)
     integers = torch.empty(weight.shape, dtype=torch.int8)

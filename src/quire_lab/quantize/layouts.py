@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quire.quant.stored import AWQ_ORDER
-from quire_lab.quantize.rounding import Rounded
+from quire_lab.quantize.grid import Rounded
 from quire_lab.quantize.scheme import Scheme
 
 WORD = torch.iinfo(torch.int32).bits

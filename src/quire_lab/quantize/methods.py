@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire_lab.quantize.gptq import gptq
-from quire_lab.quantize.rounding import Rounded, round_to_nearest
+from quire_lab.quantize.grid import Rounded
+from quire_lab.quantize.rounding import round_to_nearest
 from quire_lab.quantize.scaling import move_factors
 from quire_lab.quantize.work import LayerWork, Results
 

@@ -1,6 +1,4 @@
-"""Integers of a matrix with scales and zero points per group: the grid of a group, and rounding to the nearest.
-
-    w[n, k] ≈ scale[n, k // group] · (q[n, k] − zero[n, k // group])        q, zero signed, of `Scheme.bits`
+"""The grid of each group of a matrix, searched for, and rounding to the nearest of its levels.
 
 A grid is searched among clipping points, since few levels do not pay for reaching a group's largest weight. What a
 search compares is the square error, each input's weighted where ``importance`` is given. Scales are rounded to
@@ -9,8 +7,6 @@ exact in fp16. All readers then decode the same numbers, and to read scales as b
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,38 +17,9 @@ from quire.kernels.registry import NATIVE_LEVELS, Backend, native
 from quire.quant.rtn import DIVISORS, SMALLEST, quantize
 from quire.quant.stored import row_ranges
 from quire.weight_format import BITS, GROUPS, WeightFormat
+from quire_lab.quantize.gguf.grids import fit_blocks
+from quire_lab.quantize.grid import Grid, Rounded, levels, on_grid
 from quire_lab.quantize.scheme import Scheme
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Levels of groups: ``scale`` fp32 and ``zero`` ``[rows, groups]``; None: the middle."""
-
-    scale: Tensor
-    zero: Tensor | None = None
-
-    def columns(self, group: int) -> tuple[Tensor, Tensor]:
-        """Return scale and zero of the group ``group``, each ``[rows, 1]``."""
-        scale = self.scale[:, group : group + 1]
-        zero = torch.zeros_like(scale) if self.zero is None else self.zero[:, group : group + 1]
-        return scale, zero
-
-
-@dataclass(frozen=True, slots=True)
-class Rounded:
-    """One matrix: ``q [out, in]`` int8, or e4m3, on ``grid``."""
-
-    scheme: Scheme
-    q: Tensor
-    grid: Grid
-
-    def expand(self) -> Tensor:
-        """Return the fp32 matrix ``[out, in]`` that a reader decodes."""
-        groups = self.grid.scale.shape[1]
-        numbers = torch.unflatten(self.q.float(), 1, (groups, -1))
-        if self.grid.zero is not None:
-            numbers = numbers - self.grid.zero.unsqueeze(-1)
-        return (numbers * self.grid.scale.unsqueeze(-1)).flatten(1)
 
 
 def round_to_nearest(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Rounded:
@@ -66,6 +33,8 @@ def round_to_nearest(weight: Tensor, scheme: Scheme, importance: Tensor | None =
 
 def fit_grid(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Grid:
     """Return the grid of every group of ``weight [out, in]``."""
+    if scheme.block is not None:
+        return fit_blocks(weight, scheme, importance)
     if (
         importance is None
         and scheme.symmetric
@@ -89,7 +58,9 @@ def fit_grid(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -
 
 
 def plain_grid(weight: Tensor, scheme: Scheme) -> Grid:
-    """Return the grid whose levels reach the largest weights of each group, which takes no search."""
+    """Return the grid whose levels reach the largest weights of each group, which takes no search but of GGUF's blocks."""
+    if scheme.block is not None:
+        return fit_blocks(weight, scheme)
     groups = scheme.num_groups(weight.shape[1])
     values = torch.unflatten(weight, 1, (groups, -1))
     low, high = values.amin(-1), values.amax(-1)
@@ -102,30 +73,10 @@ def plain_grid(weight: Tensor, scheme: Scheme) -> Grid:
     return Grid(scale, (scheme.lowest - low * inverse).round_().clamp_(scheme.lowest, scheme.highest))
 
 
-def on_grid(weight: Tensor, scheme: Scheme, grid: Grid) -> Tensor:
-    """Return the nearest integers of ``weight [out, in]``, int8."""
-    q = torch.empty(weight.shape, dtype=torch.int8)
-    groups = grid.scale.shape[1]
-    for start, stop in row_ranges(*weight.shape):
-        values = torch.unflatten(weight[start:stop].float(), 1, (groups, -1))
-        zero = None if grid.zero is None else grid.zero[start:stop]
-        q[start:stop] = _levels(values, grid.scale[start:stop], zero, scheme).flatten(1)
-    return q
-
-
 def _backend() -> Backend:
     isa = detect_device().isa
     level = next((level for level in NATIVE_LEVELS if level == isa), None)
     return "reference" if level is None or native is None else level
-
-
-def _levels(values: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """``values [rows, groups, group]`` → fp32 integers of that shape."""
-    inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0).unsqueeze(-1)
-    numbers = (values * inverse).round_()
-    if zero is not None:
-        numbers += zero.unsqueeze(-1)
-    return numbers.clamp_(scheme.lowest, scheme.highest)
 
 
 def _symmetric(values: Tensor, scheme: Scheme, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +89,7 @@ def _symmetric(values: Tensor, scheme: Scheme, weights: Tensor) -> tuple[Tensor,
     shares = [divisor / DIVISORS[0] for divisor in DIVISORS]
     for share in shares if scheme.bits < 8 else (-scheme.highest / scheme.lowest,):
         scale = extreme / (scheme.lowest * share)
-        q = _levels(values, scale, None, scheme)
+        q = levels(values, scale, None, scheme)
         weighted = q * weights
         along, size = (values * weighted).sum(-1), (q * weighted).sum(-1)
         # What the best scale for these integers takes from the square error.
@@ -163,7 +114,7 @@ def _with_zeros(values: Tensor, scheme: Scheme, weights: Tensor) -> tuple[Tensor
         scale = _stored((high - low) * (share / steps), zero_points=True)
         inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0)
         zero = (scheme.lowest - low * share * inverse).round_().clamp_(scheme.lowest, scheme.highest)
-        q = _levels(values, scale, zero, scheme)
+        q = levels(values, scale, zero, scheme)
         error = ((values - (q - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).square() * weights).sum(-1)
         better = used & (error < best)
         best, chosen = torch.where(better, error, best), torch.where(better, scale, chosen)

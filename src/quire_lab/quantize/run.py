@@ -23,10 +23,10 @@ from quire_lab.quantize.args import CALIBRATED, QuantizeArgs
 from quire_lab.quantize.calibrated import Calibration
 from quire_lab.quantize.folder import OutFolder
 from quire_lab.quantize.gptq import output_error
+from quire_lab.quantize.grid import Rounded
 from quire_lab.quantize.layouts import LAYOUTS, Layout
 from quire_lab.quantize.methods import round_layer
 from quire_lab.quantize.report import fidelity, print_report, summary
-from quire_lab.quantize.rounding import Rounded
 from quire_lab.quantize.scheme import Plan, plan, wanted_scheme
 from quire_lab.quantize.source import Matrix, Source, read_source
 from quire_lab.quantize.work import LayerWork

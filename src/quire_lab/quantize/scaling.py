@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quire_lab.quantize.rounding import Rounded, on_grid, plain_grid
+from quire_lab.quantize.grid import Rounded, on_grid
+from quire_lab.quantize.rounding import plain_grid
 from quire_lab.quantize.scheme import Scheme
 from quire_lab.quantize.source import Matrix
 from quire_lab.quantize.work import LayerWork

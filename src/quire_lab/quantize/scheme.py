@@ -19,6 +19,7 @@ class Scheme:
     """Integers of ``bits`` with a scale, and maybe a zero point, per ``group`` inputs; None: per output feature.
 
     ``activations``: they multiply rows that are rounded to 8 bits, with a scale per row. ``floats``: 8 bits are e4m3.
+    ``block``: the type of GGUF that they are stored in. Its offsets are no whole zero points, and count from 0.
     """
 
     bits: int
@@ -26,19 +27,23 @@ class Scheme:
     symmetric: bool = True
     activations: bool = False
     floats: bool = False
+    block: str | None = None
 
     @property
     def lowest(self) -> int:
-        return -(1 << self.bits - 1)
+        from_zero = self.block is not None and (not self.symmetric or self.block.startswith("iq4"))
+        return 0 if from_zero else -(1 << self.bits - 1)
 
     @property
     def highest(self) -> int:
-        return (1 << self.bits - 1) - 1
+        return self.lowest + (1 << self.bits) - 1
 
     def num_groups(self, in_features: int) -> int:
         return 1 if self.group is None else in_features // self.group
 
     def __str__(self) -> str:
+        if self.block is not None:
+            return self.block.upper()
         group = "a scale per row" if self.group is None else f"groups of {self.group}"
         rest = ("" if self.symmetric else ", zero points") + (", rows too" if self.activations else "")
         return f"{'fp' if self.floats else 'int'}{self.bits}, {group}{rest}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.modelspec import LayerSpec
 from quire_lab.quantize.forward import InputStats
-from quire_lab.quantize.rounding import Rounded
+from quire_lab.quantize.grid import Rounded
 from quire_lab.quantize.scheme import Scheme
 from quire_lab.quantize.source import Matrix
 

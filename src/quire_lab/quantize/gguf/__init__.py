@@ -1,0 +1,1 @@
+"""GGUF as a target of `quire quantize`: types of blocks, the file, its metadata and vocabulary."""
