@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Method = Literal["rtn", "gptq", "awq", "smoothquant", "fp8"]
-Target = Literal["compressed-tensors", "gptq", "awq"]
-CALIBRATED = ("gptq", "awq", "smoothquant")
+Method = Literal["rtn", "imatrix", "gptq", "awq", "smoothquant", "fp8"]
+Target = Literal["compressed-tensors", "gptq", "awq", "gguf"]
+GgufType = Literal["q8_0", "q6_k", "q5_k_m", "q5_k", "q4_k_m", "q4_k", "q4_0", "iq4_xs"]
+CALIBRATED = ("imatrix", "gptq", "awq", "smoothquant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class QuantizeArgs:
     calib_samples: int | None = None
     calib_tokens: int | None = None
     format: Target = "compressed-tensors"
+    gguf_type: GgufType | None = None
     out: str | None = None
     revision: str | None = None
     text: str | None = None

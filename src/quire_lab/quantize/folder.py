@@ -3,6 +3,7 @@
     OUT.partial/run.json                          what is being made, so that another run goes on only with the same
     OUT.partial/model-00003-of-00032.safetensors  written under a name with .tmp, synced, renamed
     OUT.partial/model-00003-of-00032.json         what the report says of it
+    OUT.partial/whole                             the folder with a GGUF file, which is made from the shards
 
 A process that is killed leaves whole shards; the next one with the same arguments makes the rest.
 """
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.models.safetensors_file import INDEX_NAME
+from quire.models.safetensors_file import INDEX_NAME, StoredTensor, read_safetensors
 
 _NAMES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8", torch.int32: "I32",
@@ -33,13 +34,16 @@ COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "RE
 class OutFolder:
     """The result while it is made."""
 
-    def __init__(self, final: Path, run: Mapping[str, Any], num_shards: int) -> None:
+    def __init__(self, final: Path, run: Mapping[str, Any], num_shards: int, *, apart: bool = False) -> None:
         """Begin, or go on where a run of the same ``run`` was ended.
+
+        ``apart``: the result is made from the shards, in a folder of its own.
 
         Raises:
             ConfigError: ``final`` exists, or what is under the other name is of another run.
         """
         self.final, self.path = final, final.with_name(f"{final.name}.partial")
+        self.result = self.path / "whole" if apart else self.path
         self._num_shards = num_shards
         if final.exists():
             raise ConfigError(f"out = {str(final)!r} exists; give a folder that does not")
@@ -84,6 +88,11 @@ class OutFolder:
                 "from there"
             ) from None
 
+    def stored(self) -> dict[str, StoredTensor]:
+        """Return the tensors of all shards."""
+        shards = (read_safetensors(self.shard(index)) for index in range(self._num_shards))
+        return {name: tensor for shard in shards for name, tensor in shard.items()}
+
     def state(self, layer: int) -> Path:
         """Return where the hidden states lie that enter ``layer``."""
         return self.path / f"hidden-{layer:05}.safetensors"
@@ -106,7 +115,12 @@ class OutFolder:
     def finish(self, report: Mapping[str, Any]) -> None:
         """Write ``report``, and give the complete folder its name."""
         try:
-            self._write(self.path / REPORT, json.dumps(report, indent=1).encode())
+            self._write(self.result / REPORT, json.dumps(report, indent=1).encode())
+            if self.result != self.path:
+                self.result.rename(self.final)
+                _sync(self.final.parent)
+                self.discard()
+                return
             for index in range(self._num_shards):
                 self.shard(index).with_suffix(".json").unlink(missing_ok=True)
             (self.path / RUN).unlink()

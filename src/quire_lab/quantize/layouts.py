@@ -5,6 +5,7 @@
                          of the same with a scale per token
     gptq                 words along the inputs ``[in / 8, out]``, zero points minus 1 along the outputs
                          ``[groups, out / 8]``
+    gguf                 blocks, which are put into one file at the end
     awq                  words along the outputs ``[in, out / 8]`` in an order of their own, zero points the same
 
 The number in a word is q + 2^(bits − 1), the lowest bits first. Sources: compressed-tensors' ``pack_to_int32``,
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.quant.stored import AWQ_ORDER
+from quire_lab.quantize.gguf.blocks import block_bytes
 from quire_lab.quantize.grid import Rounded
 from quire_lab.quantize.scheme import Scheme
 
@@ -141,6 +143,15 @@ def _awq_config(schemes: Schemes, plain: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _gguf(rounded: Rounded) -> dict[str, Tensor]:
+    assert rounded.scheme.block is not None
+    return {rounded.scheme.block: block_bytes(rounded)}
+
+
+def _no_config(schemes: Schemes, plain: Sequence[str]) -> dict[str, Any]:
+    return {}
+
+
 def _only(schemes: Schemes) -> Scheme:
     (scheme,) = {scheme for scheme in schemes.values() if scheme is not None}
     return scheme
@@ -150,4 +161,5 @@ LAYOUTS: Mapping[str, Layout] = {
     "compressed-tensors": Layout(_compressed_tensors, _compressed_tensors_config, mixes=True),
     "gptq": Layout(_gptq, _gptq_config, mixes=False),
     "awq": Layout(_awq, _awq_config, mixes=False),
+    "gguf": Layout(_gguf, _no_config, mixes=True),
 }

@@ -22,16 +22,20 @@ from quire_lab.quantize.source import Source
 
 
 def summary(
-    model: str, args: QuantizeArgs, source: Source, made: Plan, entries: Sequence[Mapping[str, Any]], seconds: float
+    model: str, args: QuantizeArgs, source: Source, made: Plan, entries: Sequence[Mapping[str, Any]], seconds: float,
+    num_bytes: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the report: what ``--json`` prints and the folder keeps."""
+    """Return the report: what ``--json`` prints and the folder keeps.
+
+    ``num_bytes``: of the file, where it is one; None: what the matrices and all other tensors have.
+    """
     matrices = {matrix.tensor for matrix in source.matrices if made.schemes[matrix.name] is not None}
     plain = {name: tensor for name, tensor in source.tensors.items() if name not in matrices}
     quantized = sum(entry["bytes"] for entry in entries)
     num_weights = sum(entry["num_weights"] for entry in entries)
     kept = [m.name for m in source.matrices if made.schemes[m.name] is None]
     num_params = source.checkpoint.spec.num_params
-    total = quantized + sum(tensor.num_bytes for tensor in plain.values())
+    total = quantized + sum(tensor.num_bytes for tensor in plain.values()) if num_bytes is None else num_bytes
     return {
         "model": model, "args": {**asdict(args), "keep": list(args.keep)}, "out": args.out,
         "seconds": seconds, "bytes": total, "bytes_source": sum(t.num_bytes for t in source.tensors.values()),

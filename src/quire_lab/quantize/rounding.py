@@ -58,7 +58,7 @@ def fit_grid(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -
 
 
 def plain_grid(weight: Tensor, scheme: Scheme) -> Grid:
-    """Return the grid whose levels reach the largest weights of each group, which takes no search but of GGUF's blocks."""
+    """Return the grid whose levels reach the largest weights of each group, with no search but GGUF's blocks."""
     if scheme.block is not None:
         return fit_blocks(weight, scheme)
     groups = scheme.num_groups(weight.shape[1])

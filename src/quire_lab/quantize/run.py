@@ -22,12 +22,14 @@ from quire_lab.bench.progress import ticking
 from quire_lab.quantize.args import CALIBRATED, QuantizeArgs
 from quire_lab.quantize.calibrated import Calibration
 from quire_lab.quantize.folder import OutFolder
+from quire_lab.quantize.gguf.output import prepare
 from quire_lab.quantize.gptq import output_error
 from quire_lab.quantize.grid import Rounded
 from quire_lab.quantize.layouts import LAYOUTS, Layout
 from quire_lab.quantize.methods import round_layer
 from quire_lab.quantize.report import fidelity, print_report, summary
-from quire_lab.quantize.scheme import Plan, plan, wanted_scheme
+from quire_lab.quantize.rounding import round_to_nearest
+from quire_lab.quantize.scheme import Plan, Scheme, plan, wanted_scheme
 from quire_lab.quantize.source import Matrix, Source, read_source
 from quire_lab.quantize.work import LayerWork
 
@@ -67,26 +69,55 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
         raise ConfigError("out is missing: give --out DIR, a folder that does not exist yet")
     if args.max_kl is not None and args.text is None:
         raise ConfigError("max_kl needs text: give --text FILE, on which the KL is measured")
+    if args.calib is not None and args.method not in CALIBRATED:
+        raise ConfigError(
+            f"calib: the method {args.method} runs the model on no text; those that do are {', '.join(CALIBRATED)}"
+        )
     begin_s = clock.now()
     source = read_source(locate(model, revision=args.revision))
     layout = LAYOUTS[args.format]
-    wanted = wanted_scheme(args, source.checkpoint.spec.hidden_size)
-    made = plan(source.matrices, wanted, args.keep, mixes=layout.mixes)
-    folder = OutFolder(Path(args.out).expanduser(), _identity(args, source), source.num_layers + 1)
-    entries = _write_layers(source, args, made, layout, folder)
-    folder.complete(source.folder, {**source.config, "quantization_config": _config_of(source, made, layout)})
+    gguf = prepare(source, args) if args.format == "gguf" else None
+    if gguf is not None:
+        made = gguf.plan
+    else:
+        made = plan(
+            source.matrices,
+            wanted_scheme(args, source.checkpoint.spec.hidden_size),
+            args.keep,
+            mixes=layout.mixes,
+        )
+    final, identity = Path(args.out).expanduser(), _identity(args, source)
+    folder = OutFolder(final, identity, source.num_layers + 1, apart=gguf is not None)
+    entries = _write_layers(source, args, made, layout, folder, {} if gguf is None else gguf.tables)
+    num_bytes = None
+    if gguf is not None:
+        num_bytes = gguf.write(folder)
+    else:
+        folder.complete(
+            source.folder, {**source.config, "quantization_config": _config_of(source, made, layout)}
+        )
     seconds = clock.now() - begin_s
-    report = summary(model, args, source, made, entries, seconds)
+    report = summary(model, args, source, made, entries, seconds, num_bytes)
     if args.text is not None:
-        report["fidelity"] = fidelity(folder.path, source.folder, args, clock)
+        report["fidelity"] = fidelity(folder.result, source.folder, args, clock)
     folder.finish(finite(report))
     return report
 
 
+def _plan(source: Source, args: QuantizeArgs, layout: Layout) -> Plan:
+    if args.gguf_type is not None:
+        raise ConfigError(f"gguf_type = {args.gguf_type!r} needs format = 'gguf', which is {args.format!r}")
+    wanted = wanted_scheme(args, source.checkpoint.spec.hidden_size)
+    return plan(source.matrices, wanted, args.keep, mixes=layout.mixes)
+
+
 def _write_layers(
-    source: Source, args: QuantizeArgs, made: Plan, layout: Layout, folder: OutFolder
-) -> list[dict[str, Any]]:
-    """Write every shard that is missing; return what the report says of all matrices."""
+    source: Source, args: QuantizeArgs, made: Plan, layout: Layout, folder: OutFolder, tables: Mapping[str, Scheme]
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Write every shard that is missing; return what the report says of all matrices.
+
+    ``tables``: schemes of tensors that belong to no layer, which are rounded without text.
+    """
     entries: list[dict[str, Any]] = []
     progress = Progress(source.num_layers)
     calibration: Calibration | None = None
@@ -105,8 +136,18 @@ def _write_layers(
             progress.done += 1
     last = source.num_layers
     if folder.entries(last) is None:
-        folder.add(last, {name: view(source.tensors[name]) for name in source.layer_tensors(None)}, [])
+        folder.add(last, _outside_layers(source, layout, tables), [])
     return entries
+
+
+def _outside_layers(source: Source, layout: Layout, tables: Mapping[str, Scheme]) -> dict[str, Tensor]:
+    """Return what the last shard has: embeddings, the output matrix and the last norm."""
+    tensors = {name: view(source.tensors[name]) for name in source.layer_tensors(None)}
+    for name, scheme in tables.items():
+        parts = layout.parts(round_to_nearest(_finite(source, name), scheme))
+        tensors |= {f"{name.removesuffix('.weight')}.{suffix}": part for suffix, part in parts.items()}
+        del tensors[name]
+    return tensors
 
 
 def _write_layer(
@@ -154,10 +195,14 @@ def _work_of(source: Source, layer: int, made: Plan, calibration: Calibration | 
 
 def read_weight(source: Source, matrix: Matrix) -> Tensor:
     """Return a matrix as fp32. Raises `ModelLoadError` for a number that is not finite."""
-    weight = view(source.tensors[matrix.tensor]).float()
+    return _finite(source, matrix.tensor)
+
+
+def _finite(source: Source, name: str) -> Tensor:
+    weight = view(source.tensors[name]).float()
     if not torch.isfinite(weight).all():
         raise ModelLoadError(
-            f"{source.tensors[matrix.tensor].file}: {matrix.tensor} has a number that is not finite; download the file "
+            f"{source.tensors[name].file}: {name} has a number that is not finite; download the file "
             "again, or take another model"
         )
     return weight

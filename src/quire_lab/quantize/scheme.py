@@ -68,10 +68,7 @@ def plan(matrices: Sequence[Matrix], wanted: Scheme, keep: Sequence[str], *, mix
     Raises:
         ConfigError: a pattern is wrong or matches nothing, or the group divides no matrix.
     """
-    patterns = [_pattern(text) for text in keep]
-    for text, pattern in zip(keep, patterns, strict=True):
-        if not any(pattern.search(matrix.name) for matrix in matrices):
-            raise ConfigError(f"keep = {text!r} matches no matrix; the first of them is {matrices[0].name}")
+    patterns = kept(matrices, keep)
     if wanted.group is not None and all(m.in_features % wanted.group for m in matrices):
         sizes = ", ".join(map(str, sorted({matrix.in_features for matrix in matrices})))
         raise ConfigError(
@@ -79,11 +76,20 @@ def plan(matrices: Sequence[Matrix], wanted: Scheme, keep: Sequence[str], *, mix
         )
     schemes: dict[str, Scheme | None] = {}
     for matrix in matrices:
-        kept = any(pattern.search(matrix.name) for pattern in patterns)
-        schemes[matrix.name] = None if kept else fitting(wanted, matrix.in_features)
+        is_kept = any(pattern.search(matrix.name) for pattern in patterns)
+        schemes[matrix.name] = None if is_kept else fitting(wanted, matrix.in_features)
         if not mixes and schemes[matrix.name] != wanted:
             schemes[matrix.name] = None
     return Plan(schemes, tuple(_remarks(matrices, wanted, schemes)))
+
+
+def kept(matrices: Sequence[Matrix], keep: Sequence[str]) -> list[re.Pattern[str]]:
+    """Return the patterns of what stays in 16 bits. Raises `ConfigError` for one that is wrong or matches nothing."""
+    patterns = [_pattern(text) for text in keep]
+    for text, pattern in zip(keep, patterns, strict=True):
+        if not any(pattern.search(matrix.name) for matrix in matrices):
+            raise ConfigError(f"keep = {text!r} matches no matrix; the first of them is {matrices[0].name}")
+    return patterns
 
 
 def _pattern(text: str) -> re.Pattern[str]:
