@@ -32,7 +32,7 @@ from quire_lab.eval.args import EvalArgs
 from quire_lab.eval.inputs import read_inputs
 from quire_lab.eval.model import LoadedModel, find_model
 from quire_lab.eval.run import Pair, Work, figures, work_of
-from quire_lab.quantize.args import QuantizeArgs
+from quire_lab.quantize.args import CALIBRATED, QuantizeArgs
 from quire_lab.quantize.run import quantize
 
 RESULTS = Path(__file__).resolve().parent / "results" / "quantize.jsonl"
@@ -101,8 +101,9 @@ def run(given: argparse.Namespace) -> None:
     base, work = original(given.source, args)
     for form in given.forms:
         folder = Path(tempfile.mkdtemp(prefix="quire-quantize-"))
+        calib = str(given.calib) if FORMS[form]["method"] in CALIBRATED else None
         asked = replace(
-            QuantizeArgs(calib=str(given.calib), calib_samples=given.samples, out=str(folder / "made")), **FORMS[form]
+            QuantizeArgs(calib=calib, calib_samples=given.samples, out=str(folder / "made")), **FORMS[form]
         )  # fmt: skip
         start_s = time.process_time()
         report = quantize(str(given.source), asked, WallClock())

@@ -33,8 +33,9 @@ def run(folder: Path, family: str, method: str) -> dict[str, object]:
     write_tokenizer(model)
     text = folder / "text.txt"
     text.write_text(TEXT)
+    calib = None if method == "rtn" else str(text)
     args = QuantizeArgs(
-        method=method, bits=8, calib_samples=4, calib_tokens=32, calib=str(text), text=str(text),  # type: ignore[arg-type]
+        method=method, bits=8, calib_samples=4, calib_tokens=32, calib=calib, text=str(text),  # type: ignore[arg-type]
         out=str(folder / "out"),
     )  # fmt: skip
     return quantize(str(model), args, WallClock())

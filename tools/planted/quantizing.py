@@ -53,4 +53,28 @@ MUTANTS: tuple[Mutant, ...] = (
         'found["kl_mean"] <= -args.max_kl',
         ("tests/quantize/test_calibrated.py::test_kl_is_measured_and_may_refuse",),
     ),
+    Mutant(
+        "blocks-in-file-order",
+        "the rows of q and k lie in a GGUF file as in the checkpoint, not in the pairs that llama.cpp rotates",
+        "src/quire_lab/quantize/gguf/output.py",
+        "if target.pairwise_heads:",
+        "if False:",
+        ("tests/quantize/test_gguf.py::test_every_family_computes_as_its_source[llama]",),
+    ),
+    Mutant(
+        "window-is-dropped",
+        "a model whose sliding window GGUF cannot say is written without it",
+        "src/quire_lab/quantize/gguf/metadata.py",
+        "same = ours == theirs",
+        "same = ours == theirs or theirs is None",
+        ("tests/quantize/test_gguf.py::test_what_gguf_cannot_say_is_refused",),
+    ),
+    Mutant(
+        "high-bits-of-mins",
+        "the two upper bits of the last four mins of Q4_K and Q5_K are lost",
+        "src/quire_lab/quantize/gguf/blocks.py",
+        "mins[:, 4:] >> 4 << 6",
+        "mins[:, 4:] >> 6 << 6",
+        ("tests/quantize/test_gguf.py::test_gguf_package_decodes_the_numbers_that_were_rounded",),
+    ),
 )

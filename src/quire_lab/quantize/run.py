@@ -77,25 +77,14 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
     source = read_source(locate(model, revision=args.revision))
     layout = LAYOUTS[args.format]
     gguf = prepare(source, args) if args.format == "gguf" else None
-    if gguf is not None:
-        made = gguf.plan
-    else:
-        made = plan(
-            source.matrices,
-            wanted_scheme(args, source.checkpoint.spec.hidden_size),
-            args.keep,
-            mixes=layout.mixes,
-        )
+    made = _plan(source, args, layout) if gguf is None else gguf.plan
     final, identity = Path(args.out).expanduser(), _identity(args, source)
     folder = OutFolder(final, identity, source.num_layers + 1, apart=gguf is not None)
     entries = _write_layers(source, args, made, layout, folder, {} if gguf is None else gguf.tables)
-    num_bytes = None
-    if gguf is not None:
-        num_bytes = gguf.write(folder)
-    else:
-        folder.complete(
-            source.folder, {**source.config, "quantization_config": _config_of(source, made, layout)}
-        )
+    if gguf is None:
+        config = {**source.config, "quantization_config": _config_of(source, made, layout)}
+        folder.complete(source.folder, config)
+    num_bytes = None if gguf is None else gguf.write(folder)
     seconds = clock.now() - begin_s
     report = summary(model, args, source, made, entries, seconds, num_bytes)
     if args.text is not None:

@@ -6,16 +6,25 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from quire.families.gguf_types import TENSOR_TYPES
 
-_ALIGNMENT = 32
 _NUMBER_OF = {kind.name: number for number, kind in TENSOR_TYPES.items()}
-# Types of values. Whole numbers are uint32, as llama.cpp's reader expects of its own keys; those in lists are int32.
-_FLAG, _UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 7, 4, 5, 6, 8, 9
+
+
+class _Kind(IntEnum):
+    """Types of values. Whole numbers are uint32, as llama.cpp's reader expects of its own keys, in lists int32."""
+
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    FLAG = 7
+    STRING = 8
+    ARRAY = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,7 @@ def write_file(
     """Write the file, synced; ``parts``: pieces of the tensors, in their order. Raises `OSError`."""
     with path.open("wb") as file:
         file.write(_header(metadata, infos))
-        file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+        file.write(b"\0" * _padding(file.tell()))
         for info in infos:
             _write_tensor(file, info, parts)
         file.flush()
@@ -57,7 +66,12 @@ def _write_tensor(file: BinaryIO, info: TensorInfo, parts: Iterator[tuple[str, b
         file.write(data)
         left -= len(data)
         assert left >= 0, info
-    file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+    file.write(b"\0" * _padding(file.tell()))
+
+
+def _padding(at: int) -> int:
+    """Return the bytes from ``at`` to the next tensor, which begins at a multiple of 32."""
+    return -at % 32
 
 
 def _header(metadata: Mapping[str, Any], infos: Sequence[TensorInfo]) -> bytes:
@@ -70,7 +84,7 @@ def _header(metadata: Mapping[str, Any], infos: Sequence[TensorInfo]) -> bytes:
         parts += [_string(info.name), struct.pack("<I", len(info.shape))]
         parts += [struct.pack("<Q", extent) for extent in reversed(info.shape)]
         parts.append(struct.pack("<IQ", _NUMBER_OF[info.dtype], offset))
-        offset += info.num_bytes + -info.num_bytes % _ALIGNMENT
+        offset += info.num_bytes + _padding(info.num_bytes)
     return b"".join(parts)
 
 
@@ -82,20 +96,24 @@ def _string(text: str) -> bytes:
 def _value(value: Any) -> tuple[int, bytes]:
     """Return the number of a value's type, and its bytes."""
     if isinstance(value, bool):
-        return _FLAG, struct.pack("<?", value)
+        return _Kind.FLAG, struct.pack("<?", value)
     if isinstance(value, int):
-        return (_UINT32, struct.pack("<I", value)) if value >= 0 else (_INT32, struct.pack("<i", value))
+        return (
+            (_Kind.UINT32, struct.pack("<I", value))
+            if value >= 0
+            else (_Kind.INT32, struct.pack("<i", value))
+        )
     if isinstance(value, float):
-        return _FLOAT32, struct.pack("<f", value)
+        return _Kind.FLOAT32, struct.pack("<f", value)
     if isinstance(value, str):
-        return _STRING, _string(value)
+        return _Kind.STRING, _string(value)
     assert isinstance(value, list), value
-    return _ARRAY, _array(value)
+    return _Kind.ARRAY, _array(value)
 
 
 def _array(values: list[Any]) -> bytes:
     if values and isinstance(values[0], str):
-        return struct.pack("<IQ", _STRING, len(values)) + b"".join(map(_string, values))
+        return struct.pack("<IQ", _Kind.STRING, len(values)) + b"".join(map(_string, values))
     if values and isinstance(values[0], float):
-        return struct.pack("<IQ", _FLOAT32, len(values)) + struct.pack(f"<{len(values)}f", *values)
-    return struct.pack("<IQ", _INT32, len(values)) + struct.pack(f"<{len(values)}i", *values)
+        return struct.pack("<IQ", _Kind.FLOAT32, len(values)) + struct.pack(f"<{len(values)}f", *values)
+    return struct.pack("<IQ", _Kind.INT32, len(values)) + struct.pack(f"<{len(values)}i", *values)

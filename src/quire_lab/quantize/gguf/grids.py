@@ -43,7 +43,7 @@ _LARGEST_CODE = {"q5_k": 63, "q4_k": 63, "q6_k": 127, "iq4_xs": 31}
 # Places of a group's largest weight, as a share of the outermost level.
 _SHARES = tuple(divisor / DIVISORS[0] for divisor in DIVISORS)
 # Of a group's range, what the levels span.
-_SPANS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 1.05)
+_SPANS = tuple(twentieths / 20 for twentieths in (20, 19, 18, 17, 16, 15, 21))
 
 
 @dataclass(frozen=True, slots=True)
