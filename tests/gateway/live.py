@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import uvicorn
+from tests.http.serving import served
 
-from quire.http.drain import UVICORN
 from quire_gateway.app import create_gateway
 from quire_gateway.build import make_state
 from quire_gateway.config_file import config_of
@@ -208,17 +206,8 @@ async def gateway_of(
     """Run the gateway of a configuration. ``ready``: wait until all backends are; ``stages``: more of them."""
     state = make_state(config_of(config), time.monotonic, 0, pool)
     state.stages.on += stages
-    sock = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_gateway(state), **UVICORN, lifespan="on"))
-    serving = asyncio.create_task(server._serve([sock]))
-    try:
-        async with aiohttp.ClientSession() as session:
-            live = Live(state, f"http://127.0.0.1:{sock.getsockname()[1]}", session)
-            await live.until(lambda: server.started)
-            if ready:
-                await live.until(lambda: all(b.is_ready for b in state.fleet) and len(list(state.fleet)) > 0)
-            yield live
-    finally:
-        server.should_exit = True
-        with suppress(asyncio.CancelledError):
-            await serving
+    async with served(create_gateway(state)) as url, aiohttp.ClientSession() as session:
+        live = Live(state, url, session)
+        if ready:
+            await live.until(lambda: all(b.is_ready for b in state.fleet) and len(list(state.fleet)) > 0)
+        yield live

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,19 +17,18 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp
 from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend
 from tests.e2e.live import LiveServer
+from tests.http.serving import served
 
 from quire.engine.prompts import NOT_BEGUN, Begun
 from quire.engine.stream import RequestStream
 from quire.errors import ModelLoadError
 from quire.http.call import Call
-from quire.http.drain import UVICORN
 from quire.http.keys import ApiKey, KeyFile, create_key
 from quire.models.hub import quill_path
 from quire_gateway.admin import admin_app
@@ -148,21 +146,6 @@ class World:
         stream = await self.ask(who, "POST", "/v1/chat/completions", json=chat)
         made["stream"] = json.loads(stream.body.partition(b"data: ")[2].partition(b"\n")[0])["id"]
         return made
-
-
-@asynccontextmanager
-async def served(app: ASGIApp) -> AsyncGenerator[str, None]:
-    sock = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, **UVICORN, lifespan="on"))
-    serving = asyncio.create_task(server._serve([sock]))
-    try:
-        while not server.started:
-            await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        with suppress(asyncio.CancelledError):
-            await serving
 
 
 def make_keys(path: Path) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import socket
 import zlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -17,6 +16,7 @@ import uvicorn
 from tests.api.asgi_client import app_with_jobs
 from tests.api.fake_frontend import FakeFrontend
 from tests.gateway.live import Scripted, gateway, says
+from tests.http.serving import served
 
 from quire.engine.large_body import LargeBodies
 from quire.http import connections, held_bytes
@@ -35,18 +35,8 @@ async def server(max_body_mib: int = 1) -> AsyncGenerator[Port, None]:
     frontend.model = type(frontend.model)(
         **{**{f: getattr(frontend.model, f) for f in frontend.model.__slots__}, "names": ("m",)}
     )
-    sock = socket.create_server(("127.0.0.1", 0))
-    app = app_with_jobs(frontend, max_body_bytes=max_body_mib << 20)
-    running = uvicorn.Server(uvicorn.Config(app, **UVICORN, lifespan="on"))
-    serving = asyncio.create_task(running._serve([sock]))
-    try:
-        while not running.started:
-            await asyncio.sleep(0.005)
-        yield sock.getsockname()[1]
-    finally:
-        running.should_exit = True
-        with suppress(asyncio.CancelledError):
-            await serving
+    async with served(app_with_jobs(frontend, max_body_bytes=max_body_mib << 20)) as url:
+        yield int(url.rpartition(":")[2])
 
 
 @asynccontextmanager
