@@ -10,6 +10,8 @@ PART ?= decode-attention
 GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Compiled modules are kept whatever the environment says: tests start hundreds of processes that load the same ones.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install dev serve gateway-demo services test test-plain test-unit lock test-clients test-browser test-arm test-amx test-asan test-quick test-slow test-gpu agent exact fuzz fuzz-sim fuzz-real fuzz-files faults faults-kv soak mutants real-models parity lint docs bench bench-peers bench-gpu clean
 .DEFAULT_GOAL := help

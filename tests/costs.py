@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _MARK = r"^pytestmark = \[?[^\]=]*\bpytest\.mark\.(unit|component|system)\b"
 _STARTS = {"subprocess", "multiprocessing"}
 _SERVES = {"aiohttp", "httpx", "starlette", "uvicorn", "zmq"}
+_OWN = {"quire", "quire_gateway", "quire_lab", "tests", "benchmarks", "tools"}
 _COMPUTES = {"torch", "transformers", "triton"}
 
 
@@ -69,15 +70,25 @@ def imported(file: Path, within: Path) -> frozenset[str]:
         if path not in seen:
             seen.add(path)
             names |= _imports(path)
-            paths = {
-                _file_of(".".join(name.split(".")[:end])) for name in _imports(path) for end in range(1, 9)
-            }
-            waiting += [found for found in paths - {None} if found is not None and within in found.parents]
+            waiting += [own for own in _own_files(path) - seen if own.is_relative_to(within)]
     return frozenset(names)
 
 
 @cache
+def _own_files(file: Path) -> frozenset[Path]:
+    """Return our own files that a file imports, among them the packages around them."""
+    modules = {
+        ".".join(parts[:end])
+        for parts in (name.split(".") for name in _imports(file))
+        for end in range(1, len(parts) + 1)
+    }
+    return frozenset(path for path in map(_file_of, modules) if path is not None)
+
+
+@cache
 def _file_of(module: str) -> Path | None:
+    if module.partition(".")[0] not in _OWN:
+        return None
     for root in (ROOT / "src", ROOT):
         path = root.joinpath(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
