@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from tests.kernels.arm.recorder import write
+from tests.kernels.arm.recurrent_cases import recurrent_cases
 from tests.kernels.arm.write_cases import all_cases
 
 from quire import _native
@@ -48,7 +49,7 @@ def main() -> int:
         print("The expected values need an x86 machine with AVX2.", file=sys.stderr)
         return 2
     program = build(ROOT / "build" / "arm")
-    cases = all_cases()
+    cases = all_cases() + recurrent_cases()
     write(cases, program.parent)
     failed = 0
     for cpu, best in CPUS.items():
