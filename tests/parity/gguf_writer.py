@@ -66,6 +66,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, arch)
     _metadata(writer, spec)
     _metadata_of_some(writer, arch, spec)
+    if arch == "apertus":
+        _xielu(writer, spec, weights)
     for name, tensor in _renamed(arch, spec, weights).items():
         array = np.ascontiguousarray(tensor.numpy())
         kind = type_of(name, array.shape)
@@ -162,6 +164,14 @@ def _routing_of(writer: gguf.GGUFWriter, spec: ModelSpec, moe: MoeSpec) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope.mscale_all_dim)
 
 
+def _xielu(writer: gguf.GGUFWriter, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> None:
+    """What each layer's activation has learned, and its constants as bfloat16 rounds them."""
+    for sign, add in (("p", writer.add_xielu_alpha_p), ("n", writer.add_xielu_alpha_n)):
+        add([float(weights[f"layers.{i}.mlp.alpha_{sign}"]) for i in range(spec.num_layers)])
+    writer.add_xielu_beta([0.5] * spec.num_layers)
+    writer.add_xielu_eps([-9.98e-7] * spec.num_layers)
+
+
 def _halves(prefix: str, tensor: torch.Tensor, spec: ModelSpec) -> dict[str, torch.Tensor]:
     """The rows of each head's keys, transposed, and those of its values."""
     a = spec.layers[0].attention
@@ -179,7 +189,7 @@ def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> di
             found[f"{top}.weight"] = tensor + spec.norm_plus_one if name == "norm.weight" else tensor
             continue
         _, index, rest = name.split(".", 2)
-        if rest.startswith(("mamba.", "conv.")):
+        if rest.startswith(("mamba.", "conv.", "mlp.alpha_")):
             continue
         if rest in _WHOLE:
             found[f"blk.{index}.{_WHOLE[rest]}"] = tensor
@@ -196,6 +206,9 @@ def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> di
         target = "post_attention_norm" if arch in _NORM_BEFORE_MLP and part == "mlp_norm" else _LAYER[part]
         target = "attn_norm" if arch.startswith("nemotron") and part == "mlp_norm" else target
         found[f"blk.{index}.{target}.{kind}"] = tensor
+    if arch == "falcon-h1":
+        for i in range(spec.num_layers):
+            found[f"blk.{i}.ffn_norm"] = found.pop(f"blk.{i}.ffn_norm.weight")
     if arch in HYBRIDS:
         found |= recurrent_tensors(spec, weights)
     if arch in ("phi3", "glm4"):

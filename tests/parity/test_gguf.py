@@ -47,6 +47,7 @@ CHANGES: dict[str, tuple[str, dict[str, object]]] = {
     "exaone4_full": ("exaone4", {}),
     "ernie4_5": ("ernie4_5", {}),
     "glm4": ("glm4", {}),
+    "apertus": ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
     "glm4_moe": ("glm4moe", {}),
     "minimax_m2": ("minimax-m2", {}),
     "lfm2": ("lfm2", {"conv_bias": False}),

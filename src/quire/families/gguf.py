@@ -34,6 +34,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "exaone4": "Exaone4ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "apertus": "ApertusForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
@@ -129,6 +130,8 @@ def _of_architecture(
         f.refuse("attention.sliding_window", unless=(), why="it is OLMo 3, which is another architecture")
     if arch == "exaone4":
         return _exaone4(f)
+    if arch == "apertus":
+        return _apertus(f, config)
     if arch == "ernie4_5":
         return {"use_bias": config["attention_bias"]}
     if arch == "glm4":
@@ -269,6 +272,18 @@ def _exaone4(f: Fields) -> dict[str, Any]:
     else:
         config["sliding_window_pattern"] = f.integer(key, 4)
     return config
+
+
+def _apertus(f: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the constants of the activation, and say that rotation is plain where the file has no factors for it."""
+    for key, allowed in (("xielu.beta", 0.5), ("xielu.eps", -1e-6)):
+        for value in f.numbers(key, config["num_hidden_layers"]) if f.has(key) else ():
+            # A bfloat16 checkpoint has them rounded.
+            if abs(value - allowed) > 0.01 * abs(allowed):
+                raise f.wrong(key, f"{allowed} for each layer")
+    if "rope_scaling" in config:
+        return {}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": config.get("rope_theta", 10_000.0)}}
 
 
 def _granite(f: Fields, head_dim: int) -> dict[str, Any]:

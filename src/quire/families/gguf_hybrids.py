@@ -162,6 +162,9 @@ def hybrid_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
     """`LayerRules`. Granite's and Nemotron's rows of q and k are in llama.cpp's pairwise order, rotated or not."""
     layer, hidden = spec.layers[index], spec.hidden_size
     takes: Takes = {}
+    if spec.family == "falcon_h1":  # the converter leaves the ending out
+        names = (f"{prefix}ffn_norm", f"{prefix}ffn_norm.weight")
+        takes["mlp_norm.weight"] = tuple(Take((name,), (hidden,)) for name in names)
     if (a := layer.attn) is not None and not spec.family.startswith(("lfm2", "falcon")):
         for name, heads in (("q", a.num_heads), ("k", a.num_kv_heads)):
             take = Take((f"{prefix}attn_{name}.weight",), (heads * a.head_dim, hidden), unpermute_heads=heads)

@@ -23,6 +23,7 @@ _TOP = {
     "lm_head.weight": "output.weight",
 }
 SHARED_GATE = "ffn_gate_inp_shexp.weight"
+XIELU_ALPHAS = ("xielu.alpha_p", "xielu.alpha_n")  # keys
 _PROJECTIONS = ("gate", "up", "down")
 _KINDS = ("weight", "bias")
 _NAMES: Mapping[str, str] = {
@@ -91,6 +92,14 @@ def _glm4_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
     return fused_gate_up(spec, index, f"{prefix}ffn_up.weight")
 
 
+def _xielu_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
+    """The learned numbers of Apertus' activation are lists in the metadata, with one for each layer."""
+    return {
+        f"mlp.{key.removeprefix('xielu.')}": (Take((key,), (spec.num_layers,), start=index, stop=index + 1),)
+        for key in XIELU_ALPHAS
+    }
+
+
 def _latent_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
     """``kv_b`` is stored whole (older files), or as its two halves per head, that of the keys transposed."""
     a = spec.layers[index].attention
@@ -119,6 +128,7 @@ _RULES: Mapping[str, Callable[[ModelSpec, int, str], Takes]] = {
     "smollm3": _pairwise_rules,
     "phi3": _phi3_rules,
     "glm4": _glm4_rules,
+    "apertus": _xielu_rules,
     "deepseek2": _latent_rules,
     **dict.fromkeys(HYBRIDS, hybrid_rules),
 }

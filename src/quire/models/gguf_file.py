@@ -37,6 +37,9 @@ IK_TYPES: Mapping[int, str] = {
 IK_FIRST, IK_REPACKED, IK_END = 96, 200, 400
 
 
+Stored = Mapping[str, StoredTensor]
+
+
 @dataclass(frozen=True, slots=True)
 class GgufFile:
     """Metadata and tensors of a GGUF file, or of all parts of a split one."""
@@ -46,6 +49,8 @@ class GgufFile:
     metadata: Mapping[str, Any]  # strings, numbers, flags and lists of them
     tensors: Mapping[str, StoredTensor]
     files: tuple[Path, ...]
+    # Lists of float32 of the metadata, where they lie.
+    lists: Mapping[str, StoredTensor]
 
     def floats(self, name: str) -> tuple[float, ...] | None:
         """Return a small float32 tensor as numbers (factors of a rotary embedding), None where there is none."""
@@ -63,13 +68,13 @@ def read_gguf(path: Path) -> GgufFile:
     """
     paths = part_paths(path)
     if len(paths) == 1:
-        metadata, tensors = _read_one(path)
+        metadata, tensors, lists = _read_one(path)
         if _count(metadata) > 1:
             raise ModelLoadError(
                 f"{path} is one of {_count(metadata)} parts and its name does not say which: name the parts as "
                 f"llama-gguf-split does, {path.stem}-00001-of-{_count(metadata):05d}.gguf and so on."
             )
-        return GgufFile(path, metadata, tensors, (path,))
+        return GgufFile(path, metadata, tensors, (path,), lists)
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         raise ModelLoadError(
@@ -83,11 +88,11 @@ def _count(metadata: Mapping[str, Any]) -> int:
     return int(metadata.get("split.count", 1))
 
 
-def _joined(parts: Sequence[tuple[Path, Mapping[str, Any], Mapping[str, StoredTensor]]]) -> GgufFile:
+def _joined(parts: Sequence[tuple[Path, Mapping[str, Any], Stored, Stored]]) -> GgufFile:
     """Put the tensors of all parts into one table; the first part has the metadata."""
-    first, metadata, _ = parts[0]
+    first, metadata, _, lists = parts[0]
     tensors: dict[str, StoredTensor] = {}
-    for index, (path, own, held) in enumerate(parts):
+    for index, (path, own, held, _) in enumerate(parts):
         if _count(own) != len(parts) or own.get("split.no", 0) != index:
             raise ModelLoadError(
                 f"{path} is named as part {index + 1} of {len(parts)} and says that it is part "
@@ -102,10 +107,10 @@ def _joined(parts: Sequence[tuple[Path, Mapping[str, Any], Mapping[str, StoredTe
         raise ModelLoadError(
             f"{first} says {total} tensors and its {len(parts)} parts have {len(tensors)}; {AGAIN}."
         )
-    return GgufFile(first, metadata, tensors, tuple(path for path, _, _ in parts))
+    return GgufFile(first, metadata, tensors, tuple(path for path, *_ in parts), lists)
 
 
-def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+def _read_one(path: Path) -> tuple[dict[str, Any], Stored, Stored]:
     reader = _Reader(path, map_file(path))
     if reader.buffer[:4] != b"GGUF":
         raise ModelLoadError(
@@ -117,16 +122,22 @@ def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         if version not in (2, 3):
             raise UnsupportedModelError(f"{path}: GGUF version {version} is not supported; 2 and 3 are.")
         num_tensors, num_keys = reader.scalar("Q"), reader.scalar("Q")
-        metadata = {}
+        metadata, lists = {}, {}
         for _ in range(num_keys):
-            key = reader.string()
-            metadata[key] = reader.value(reader.scalar("I"))
+            key, kind = reader.string(), reader.scalar("I")
+            of, value = reader.scalar_at("I") if kind == _ARRAY else None, reader.value(kind)
+            metadata[key] = value
+            if of is not None and _SCALARS.get(of) == "f":
+                size = 4 * len(value)
+                lists[key] = StoredTensor(
+                    "float32", (len(value),), reader.buffer, reader.at - size, size, path
+                )
         infos = [reader.tensor_info() for _ in range(num_tensors)]
     except (struct.error, UnicodeDecodeError, IndexError, OverflowError, MemoryError) as error:
         raise ModelLoadError(f"{path}: the GGUF header cannot be read ({error}); {AGAIN}.") from None
     alignment = int(metadata.get("general.alignment", 32)) or 32
     base = -(-reader.at // alignment) * alignment
-    return metadata, {info[0]: _stored(path, reader.buffer, base, *info) for info in infos}
+    return metadata, {info[0]: _stored(path, reader.buffer, base, *info) for info in infos}, lists
 
 
 def _stored(
@@ -169,8 +180,12 @@ class _Reader:
         self.buffer = buffer
         self.at = 0
 
+    def scalar_at(self, code: str) -> Any:
+        """Return the next value and leave the cursor before it."""
+        return struct.unpack_from("<" + code, self.buffer, self.at)[0]
+
     def scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self.buffer, self.at)
+        value = self.scalar_at(code)
         self.at += struct.calcsize("<" + code)
         return value
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire.errors import ModelLoadError
 from quire.families.gguf import spec_from_gguf
-from quire.families.gguf_maps import SHARED_GATE, drafting_tensors, gguf_weight_map
+from quire.families.gguf_maps import SHARED_GATE, XIELU_ALPHAS, drafting_tensors, gguf_weight_map
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.models.gguf_file import GgufFile, read_gguf
 from quire.models.gguf_split import models_among
@@ -55,8 +55,12 @@ def gguf_sources(path: Path, spec: ModelSpec) -> tuple[Mapping[str, StoredTensor
 
 
 def _tensors(file: GgufFile) -> dict[str, StoredTensor]:
-    """Return the file's tensors. A matrix of one row, the gate of a shared expert, is a vector in some files."""
-    return {
+    """Return the file's tensors, and the weights in its metadata.
+
+    A matrix of one row, the gate of a shared expert, is a vector in some files.
+    """
+    weights = {key: file.lists[key] for key in XIELU_ALPHAS if key in file.lists}
+    return weights | {
         name: replace(tensor, shape=(1, *tensor.shape))
         if name.endswith(SHARED_GATE) and len(tensor.shape) == 1
         else tensor
