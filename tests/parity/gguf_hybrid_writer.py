@@ -47,6 +47,8 @@ def hybrid_metadata(writer: gguf.GGUFWriter, arch: str, spec: ModelSpec) -> None
     if arch == "granitehybrid":
         writer.kv_data[0].pop(f"{arch}.feed_forward_length")
         writer.add_feed_forward_length(moe.intermediate_size)
+    if arch in ("qwen35moe", "qwen3next"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
     if arch == "lfm2moe":
         writer.add_leading_dense_block_count(sum(layer.mlp.moe is None for layer in spec.layers))
     if arch == "nemotron_h_moe":

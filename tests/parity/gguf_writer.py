@@ -12,8 +12,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from tests.parity.gguf_delta_writer import delta_tensors
 from tests.parity.gguf_hybrid_writer import hybrid_metadata, recurrent_tensors
 
+from quire.families.gguf_delta import DELTA
 from quire.families.gguf_hybrids import HYBRIDS
 from quire.modelspec import ModelSpec, MoeSpec
 
@@ -45,7 +47,7 @@ _LAYER = {
     **{f"moe.shared.{name}": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
 }
 _WHOLE = {"moe.correction_bias": "exp_probs_b.bias", "attn.sinks": "attn_sinks.weight"}
-_NORM_BEFORE_MLP = ("gpt-oss", "seed_oss", "glm4moe")
+_NORM_BEFORE_MLP = ("gpt-oss", "seed_oss", "glm4moe", *DELTA)
 _PAIRWISE = ("llama", "granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 
 
@@ -189,7 +191,7 @@ def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> di
             found[f"{top}.weight"] = tensor + spec.norm_plus_one if name == "norm.weight" else tensor
             continue
         _, index, rest = name.split(".", 2)
-        if rest.startswith(("mamba.", "conv.", "mlp.alpha_")):
+        if rest.startswith(("mamba.", "conv.", "delta.", "mlp.alpha_")) or rest == "attn.gate.weight":
             continue
         if rest in _WHOLE:
             found[f"blk.{index}.{_WHOLE[rest]}"] = tensor
@@ -209,7 +211,9 @@ def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> di
     if arch == "falcon-h1":
         for i in range(spec.num_layers):
             found[f"blk.{i}.ffn_norm"] = found.pop(f"blk.{i}.ffn_norm.weight")
-    if arch in HYBRIDS:
+    if arch in DELTA:
+        found |= delta_tensors(spec, weights)
+    elif arch in HYBRIDS:
         found |= recurrent_tensors(spec, weights)
     if arch in ("phi3", "glm4"):
         for i in range(spec.num_layers):

@@ -57,6 +57,9 @@ CHANGES: dict[str, tuple[str, dict[str, object]]] = {
     "nemotron_h": ("nemotron_h_moe", {}),
     "nemotron_h_dense": ("nemotron_h", {}),
     "nemotron_h_latent": ("nemotron_h_moe", {"use_bias": False}),
+    "qwen3_5": ("qwen35", {}),
+    "qwen3_5_moe": ("qwen35moe", {}),
+    "qwen3_next": ("qwen3next", {}),
     "falcon_h1": ("falcon-h1", {"mamba_norm_before_gate": False}),
     "falcon_h1_plain": ("falcon-h1", {}),
 }

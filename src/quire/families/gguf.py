@@ -45,7 +45,7 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 _WITH_EXPERTS = (
     "llama", "qwen2moe", "qwen3moe", "gpt-oss", "deepseek2", "lfm2moe", "granitehybrid", "nemotron_h_moe", "glm4moe",
-    "minimax-m2",
+    "minimax-m2", "qwen35moe", "qwen3next",
 )  # fmt: skip
 _DTYPES = {0: "float32", 1: "float16", 7: "bfloat16", 32: "bfloat16"}  # general.file_type; 7 is Q8_0
 

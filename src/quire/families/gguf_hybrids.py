@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.families.gguf_delta import DELTA, delta_config, delta_rules
 from quire.families.shape import Fields
 from quire.families.weights import Take
 from quire.modelspec import ModelSpec
@@ -22,6 +23,7 @@ HYBRIDS: Mapping[str, str] = {
     "nemotron_h": "NemotronHForCausalLM",
     "nemotron_h_moe": "NemotronHForCausalLM",
     "falcon-h1": "FalconH1ForCausalLM",
+    **DELTA,
 }
 NAMES: Mapping[str, str] = {
     "conv.o.weight": "shortconv.out_proj.weight",
@@ -70,6 +72,8 @@ def hybrid_config(
             "block_auto_adjust_ff_dim": False,
         }
         return conv | (_lfm2_experts(f, has(".exp_probs_b.bias")) if arch == "lfm2moe" else {})
+    if arch in DELTA:
+        return delta_config(f, config, kinds({"ssm_out": "linear_attention"}, "full_attention"), tensors)
     conv_bias = has(".ssm_conv1d.bias")
     if arch == "granitehybrid":
         types = kinds({"ssm_in": "linear_attention"}, "full_attention")
@@ -160,6 +164,8 @@ def _nemotron_experts(f: Fields) -> dict[str, Any]:
 
 def hybrid_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
     """`LayerRules`. Granite's and Nemotron's rows of q and k are in llama.cpp's pairwise order, rotated or not."""
+    if spec.family.startswith("qwen"):
+        return delta_rules(spec, index, prefix)
     layer, hidden = spec.layers[index], spec.hidden_size
     takes: Takes = {}
     if spec.family == "falcon_h1":  # the converter leaves the ending out

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from quire.families.gguf_delta import DELTA
+from quire.families.gguf_delta import NAMES as DELTA_NAMES
 from quire.families.gguf_hybrids import HYBRIDS, hybrid_rules
 from quire.families.gguf_hybrids import NAMES as HYBRID_NAMES
 from quire.families.llama import fused_takes
@@ -119,6 +121,7 @@ _NORM_BEFORE_MLP = {"mlp_norm.weight": "post_attention_norm.weight"}
 _NAMES_OF: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("gpt-oss", "seed_oss", "glm4moe"), _NORM_BEFORE_MLP),
     **dict.fromkeys(HYBRIDS, HYBRID_NAMES),
+    **dict.fromkeys(DELTA, DELTA_NAMES),
     "nemotron_h": _NEMOTRON_NAMES,
     "nemotron_h_moe": _NEMOTRON_NAMES,
 }

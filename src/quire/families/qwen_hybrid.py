@@ -12,7 +12,7 @@ from dataclasses import replace
 from quire.families.rope import rope_from_config
 from quire.families.shape import Fields, activation, assemble, attention, biases
 from quire.families.weights import LLAMA_NAMES, Family, LayerRules, Take, WeightMap, build_map, expert_rules
-from quire.modelspec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from quire.recurrent_spec import RecurrentSpec
 
 _DELTA = "linear_attn."
@@ -32,6 +32,8 @@ _KEYS = (
       "linear_conv_kernel_dim", *_KINDS)),
     (r"self_attn\..*", _KINDS),
 )  # fmt: skip
+# Of Qwen3-Next, in the order in which they lie.
+INPUT_PARTS, GATE_PARTS = "qkvz", "ba"
 # A layer for multi-token prediction, which the decoder does not use.
 _MTP = (r"mtp\..*",)
 
@@ -127,19 +129,16 @@ def _sparse(f: Fields, num_experts: int, top_k: int) -> MlpSpec:
     return MlpSpec(moe.intermediate_size, activation(f), moe=moe)
 
 
-def _gated_attention(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
-    """Return takes for q and its gate, which are stored head by head: a head's q, then its gate."""
-    attn = spec.layers[index].attention
+def gated_attention(attn: AttentionSpec, hidden: int, stored: str) -> dict[str, tuple[Take, ...]]:
+    """Return takes for q and its gate, which are stored head by head under ``stored``: a head's q, then its gate."""
     takes: dict[str, tuple[Take, ...]] = {}
     size = attn.head_dim
     rows = 2 * attn.num_heads * size
     for part, start in (("q", 0), ("gate", size)):
         pieces = tuple(range(row, row + size) for row in range(start, rows, 2 * size))
-        for kind, shape in (("weight", (rows, spec.hidden_size)), ("bias", (rows,))):
+        for kind, shape in (("weight", (rows, hidden)), ("bias", (rows,))):
             if kind == "weight" or attn.qkv_bias:
-                takes[f"attn.{part}.{kind}"] = (
-                    Take((f"{prefix}self_attn.q_proj.{kind}",), shape, pieces=pieces),
-                )
+                takes[f"attn.{part}.{kind}"] = (Take((stored + kind,), shape, pieces=pieces),)
     return takes
 
 
@@ -167,7 +166,8 @@ def _by_parts(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take,
     """`LayerRules` of Qwen3.5."""
     r = spec.layers[index].recurrent
     if r is None:
-        return _gated_attention(spec, index, prefix) | expert_rules(spec, index, prefix)
+        takes = gated_attention(spec.layers[index].attention, spec.hidden_size, f"{prefix}self_attn.q_proj.")
+        return takes | expert_rules(spec, index, prefix)
     takes, hidden = _state_takes(r, prefix), spec.hidden_size
     name = f"{prefix}{_DELTA}in_proj_"
     for part, rows in _parts(r):
@@ -182,23 +182,27 @@ def _by_heads(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take,
     """`LayerRules` of Qwen3-Next: of each key head q, k, its values and their gates, and b and a of its values."""
     r = spec.layers[index].recurrent
     if r is None:
-        return _gated_attention(spec, index, prefix) | expert_rules(spec, index, prefix)
+        takes = gated_attention(spec.layers[index].attention, spec.hidden_size, f"{prefix}self_attn.q_proj.")
+        return takes | expert_rules(spec, index, prefix)
     takes, hidden = _state_takes(r, prefix), spec.hidden_size
+    takes |= by_key_head(r, hidden, f"{prefix}{_DELTA}in_proj_qkvz.weight", INPUT_PARTS)
+    takes |= by_key_head(r, hidden, f"{prefix}{_DELTA}in_proj_ba.weight", GATE_PARTS)
+    return takes | expert_rules(spec, index, prefix)
+
+
+def by_key_head(r: RecurrentSpec, hidden: int, stored: str, parts: str) -> dict[str, tuple[Take, ...]]:
+    """Return takes of ``stored``, which has for each key head its rows of ``parts``, one part after the other."""
     per_key = r.num_v_heads // r.num_k_heads
     values = per_key * r.v_head_dim
-    for stored, widths in (
-        ("qkvz", {"q": r.k_head_dim, "k": r.k_head_dim, "v": values, "z": values}),
-        ("ba", {"b": per_key, "a": per_key}),
-    ):
-        step, start = sum(widths.values()), 0
-        for part, width in widths.items():
-            pieces = tuple(range(row, row + width) for row in range(start, r.num_k_heads * step, step))
-            take = Take(
-                (f"{prefix}{_DELTA}in_proj_{stored}.weight",), (r.num_k_heads * step, hidden), pieces=pieces
-            )
-            takes[f"delta.{part}.weight"] = (take,)
-            start += width
-    return takes | expert_rules(spec, index, prefix)
+    sizes = {"q": r.k_head_dim, "k": r.k_head_dim, "v": values, "z": values, "b": per_key, "a": per_key}
+    step, start = sum(sizes[part] for part in parts), 0
+    takes: dict[str, tuple[Take, ...]] = {}
+    for part in parts:
+        rows = range(start, r.num_k_heads * step, step)
+        pieces = tuple(range(row, row + sizes[part]) for row in rows)
+        takes[f"delta.{part}.weight"] = (Take((stored,), (r.num_k_heads * step, hidden), pieces=pieces),)
+        start += sizes[part]
+    return takes
 
 
 def _map_with(rules: LayerRules, spec: ModelSpec) -> WeightMap:

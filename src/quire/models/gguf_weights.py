@@ -58,6 +58,34 @@ def _matrix(
     return StoredMatrix(held, (len(raw if order is None else order), len(columns)), read).rows(cut.rows)
 
 
+def open_pieces(
+    name: str, stored: StoredTensor, raw: Tensor, pieces: tuple[range, ...], held: WeightFormat, cut: Cut
+) -> StoredMatrix:
+    """Return the part ``cut`` of the matrix whose inputs are those of ``pieces``, one after the other, in ``held``.
+
+    ``held`` is the `WeightFormat.wide` form of the blocks: a piece is some of their groups, and no whole blocks.
+    """
+    order = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+    columns = cut.columns or range(len(order))
+    order = order[columns.start : columns.stop]
+    group = held.group or len(order)
+    if any(edge % group for piece in pieces for edge in (piece.start, piece.stop)) or columns.start % group:
+        raise UnsupportedModelError(
+            f"{stored.file}: {name} has blocks with a scale for {group} inputs, and its heads begin within them; take "
+            "a file of another type, or fewer tensor-parallel ranks."
+        )
+    groups = order[::group] // group
+
+    def read(start: int, stop: int) -> QuantizedWeight:
+        weight = decode_rows(raw[start:stop], stored.dtype)
+        _check_scales(weight, name, stored.dtype, stored.file, start)
+        wide = weight.widened(held)
+        offset = None if wide.offset is None else wide.offset[:, groups]
+        return QuantizedWeight(held, wide.q[:, order], wide.scale[:, groups], offset)
+
+    return StoredMatrix(held, (len(raw), len(order)), read).rows(cut.rows)
+
+
 def open_mxfp4(
     name: str, stored: StoredTensor, blocks: Tensor, scales: Tensor, held: WeightFormat, cut: Cut
 ) -> StoredStack:

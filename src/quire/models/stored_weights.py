@@ -76,7 +76,7 @@ def open_quantized(
 def _open_gguf(
     take: Take, held: WeightFormat, stored: Mapping[str, StoredTensor], cut: Cut
 ) -> StoredMatrix | StoredStack:
-    from quire.models.gguf_weights import open_blocks, open_mxfp4
+    from quire.models.gguf_weights import open_blocks, open_mxfp4, open_pieces
 
     tensor = stored[take.names[0]]
     raw = view(tensor)
@@ -87,6 +87,8 @@ def _open_gguf(
     rows = raw.dim() - 2
     raw = raw.narrow(rows, take.start, (raw.shape[rows] if take.stop is None else take.stop) - take.start)
     order = unpermute(torch.arange(raw.shape[rows]), take.unpermute_heads) if take.unpermute_heads else None
+    if take.pieces and take.dim == 1:
+        return open_pieces(take.names[0], tensor, raw, take.pieces, held, cut)
     if take.pieces:
         order = torch.cat([torch.arange(piece.start, piece.stop) for piece in take.pieces])
     return open_blocks(take.names[0], tensor, raw, order, held, cut)

@@ -122,7 +122,8 @@ def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> S
         return None
     if take.encoding == "mxfp4":
         return Source(take, MXFP4)
-    return Source(take, stored[take.names[0]].held if take.encoding == "plain" else PLAIN)
+    held = stored[take.names[0]].held if take.encoding == "plain" else PLAIN
+    return Source(take, held.wide if take.pieces and take.dim == 1 else held)
 
 
 def _scheme(take: Take, stored: Tensors, quantization: Quantization | None) -> Scheme | None:
