@@ -229,7 +229,8 @@ def test_choices_and_forms_constrain() -> None:
         assert [name for name in ("get", "now") if f'\\"{name}\\"' in text] == names
     server = api(CALLS)
     ask(server, tools=TOOLS, tool_choice={"type": "none"})
-    assert server.frontend.rendered_tools[-1] is None
+    assert server.frontend.rendered_tools[-1] is not None
+    assert server.frontend.submitted[-1].sampling.bad_words == ("<tool_call>",)
     ask(server, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
     form = server.frontend.submitted[-1].sampling.structured_outputs
     assert form is not None

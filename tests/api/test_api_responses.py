@@ -168,7 +168,8 @@ def test_the_template_sees_the_conversation() -> None:
         messages, kwargs = server.frontend.rendered[-1]
         assert messages == expected
         assert kwargs == {"reasoning_effort": "xhigh", "enable_thinking": True, "thinking": True}
-        assert server.frontend.rendered_tools[-1] is None
+        assert server.frontend.rendered_tools[-1] is not None
+        assert server.frontend.submitted[-1].sampling.bad_words == ("<tool_call>",)
 
 
 def test_tools_and_forms() -> None:

@@ -125,8 +125,25 @@ def test_the_template_sees_the_tools() -> None:
     Api(frontend, tool_format="hermes").chat(tools=TOOLS, reasoning_effort="low")
     assert frontend.rendered_tools[-1] == TOOLS
     assert frontend.rendered[-1][1] == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
-    Api(frontend, tool_format="hermes").chat(tools=TOOLS, tool_choice="none")
-    assert frontend.rendered_tools[-1] is None
+
+
+def test_tools_that_are_not_to_be_called_stay_in_the_prompt() -> None:
+    """An agent's last turn, which forbids calls, finds the turns before it in the cache."""
+    frontend = FakeFrontend()
+    hermes = Api(frontend, tool_format="hermes")
+    hermes.chat(tools=TOOLS)
+    hermes.chat(tools=TOOLS, tool_choice="none", bad_words=["no"])
+    assert frontend.rendered_tools == [TOOLS, TOOLS]
+    assert [each.sampling.bad_words for each in frontend.submitted] == [(), ("no", "<tool_call>")]
+    hermes.chat(tools=TOOLS, tool_choice="none", use_beam_search=True, n=2)
+    assert frontend.submitted[-1].sampling.bad_words == ()
+
+
+def test_tools_are_not_shown_where_calls_have_no_mark() -> None:
+    frontend = FakeFrontend()
+    Api(frontend, tool_format="llama3-json").chat(tools=TOOLS, tool_choice="none")
+    assert frontend.rendered_tools == [None]
+    assert frontend.submitted[-1].sampling.bad_words == ()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from quire.api.answer_form import ToolUse
 from quire.api.fields import RequestFields
 from quire.api.history import History, Message
 from quire.api.job import Answer, Head, Job, common_fields, new_head
-from quire.api.output_plan import OutputPlan
+from quire.api.output_plan import OutputPlan, shown_tools, without_calls
 from quire.api.state import ApiState
 from quire.api.template_input import for_template
 from quire.api.thinking import Thinking, thinking_budget
@@ -51,8 +51,7 @@ class Conversation:
             CapacityError: too many conversations wait to be rendered (503).
         """
         messages: Sequence[dict[str, Any]] = self.messages
-        # With tool_choice "none" the model is not shown the tools, so that it does not call them.
-        tools = list(self.tools.tools) if self.tools.tools and self.tools.choice != "none" else None
+        tools = shown_tools(state, self.tools) if self.tools.tools else None
         is_plain = tools is None
         for message in messages:
             is_plain = is_plain and message["role"] in _PLAIN_ROLES and "tool_calls" not in message
@@ -107,6 +106,8 @@ async def conversation_job(
     text, prompt = await conversation.prompt(state, within_context=fields["truncate_to"] is None)
     use = conversation.tools
     plan = None
+    if use.choice == "none":
+        sampling = without_calls(state, use, sampling)
     if use.tools or state.reasons:
         plan = OutputPlan.of(
             state,

@@ -9,6 +9,7 @@ from typing import Any
 from quire.api.answer_form import ToolUse
 from quire.api.state import ApiState
 from quire.errors import RequestError, clip
+from quire.request import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.output.call_grammar import after_reasoning, calls_in_text, form_of, required_calls
 from quire.text.output.formats import OutputFormat, prompt_opening
@@ -105,3 +106,20 @@ class OutputPlan:
         return OutputParser(
             self.format, self.schemas, opening=self.opening, hidden=self.hidden, unmarked=self.unmarked
         )
+
+
+def shown_tools(state: ApiState, use: ToolUse) -> list[dict[str, Any]] | None:
+    """Return the tools that the template shows.
+
+    They stay in the prompt where they are not to be called, so that it begins as that of the turn before and is found
+    in the cache. Where calls have no mark that could be forbidden, a model that is not shown the tools calls none.
+    """
+    if use.choice == "none" and not state.output_format(True).call_marks:
+        return None
+    return list(use.tools)
+
+
+def without_calls(state: ApiState, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
+    """Return ``sampling`` with which the marks of calls are not written. Beams have no forbidden words."""
+    marks = state.output_format(True).call_marks if use.tools and not sampling.use_beam_search else ()
+    return replace(sampling, bad_words=(*sampling.bad_words, *marks))

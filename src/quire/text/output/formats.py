@@ -146,6 +146,13 @@ class OutputFormat:
         return self.calls is not None or self.messages is not None
 
     @property
+    def call_marks(self) -> tuple[str, ...]:
+        """What calls begin with; empty: some begin without a mark, so that they cannot be forbidden."""
+        if self.bare or self.messages is not None:
+            return ()
+        return self.opens or tuple(filter(None, (getattr(self.calls, "open", ""),)))
+
+    @property
     def reasons(self) -> bool:
         """Whether the format has reasoning."""
         return self.reasoning is not None or self.messages is not None
