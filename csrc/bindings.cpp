@@ -4,6 +4,7 @@
 #include "bind.h"
 #include "cpu/checksum.h"
 #include "cpu/cpuid.h"
+#include "cpu/crc32.h"
 
 namespace nb = nanobind;
 using namespace quire::cpu;
@@ -23,6 +24,8 @@ NB_MODULE(_native, m) {
         d["amx_tile"] = f.amx_tile;
         d["amx_int8"] = f.amx_int8;
         d["amx_bf16"] = f.amx_bf16;
+        d["pclmul"] = crc::has_products();
+        d["vpclmulqdq"] = crc::has_wide_products();
         d["amx_emulated"] = f.amx_emulated;
         d["neon"] = f.neon;
         d["neon_dotprod"] = f.neon_dotprod;
@@ -46,6 +49,21 @@ NB_MODULE(_native, m) {
   m.def(
       "checksum", [](uintptr_t address, uint64_t size) { return checksum(at<uint8_t>(address), size); },
       "XXH64 of memory, with seed 0.", nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "crc32",
+      [](nb::handle data, uint32_t value, int bits) {
+        Py_buffer view;
+        if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) nb::raise_python_error();
+        {
+          nb::gil_scoped_release released;
+          value = crc32(static_cast<const uint8_t*>(view.buf), uint64_t(view.len), value, bits);
+        }
+        PyBuffer_Release(&view);
+        return value;
+      },
+      "CRC-32 of bytes, as zlib's, with registers of up to `bits`: quick with the feature `pclmul`.", nb::arg(),
+      nb::arg() = 0, nb::arg() = 512);
 
   bind_linear(m);
   bind_quantized(m);

@@ -13,8 +13,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from zlib import crc32
 
+from quire.tiers.checksum import crc32
 from quire.tiers.store import MAX_KEY_BYTES
 
 # The last character is the version of the layout.

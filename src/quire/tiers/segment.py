@@ -17,9 +17,9 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
 from quire.private import private_fd
+from quire.tiers.checksum import crc32
 from quire.tiers.record import HEADER_BYTES, read_header
 from quire.tiers.store import MAX_KEY_BYTES
 
