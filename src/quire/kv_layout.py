@@ -48,11 +48,11 @@ class KvLayout:
     @property
     def layers_per_block(self) -> int:
         """Layers in a block of the group that has most of them; other groups may be padded."""
-        return max(1, *(len(group.layers) for group in self.groups))
+        return max((1, *(len(group.layers) for group in self.groups)))
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes of a block: those of the group that needs most."""
-        return block_size * max(group.bytes_per_token(dtype) for group in self.groups)
+        return block_size * max((group.bytes_per_token(dtype) for group in self.groups), default=0)
 
     def group_of_layer(self, layer: int) -> tuple[int, int]:
         """Return (group index, slot in the block) of a layer that stores K and V."""
@@ -73,6 +73,8 @@ class KvLayer(NamedTuple):
 
 def layout_of(layers: Sequence[KvLayer]) -> KvLayout:
     """Divide layers into groups: classes of equal windows and sizes, each in as many groups as its blocks need."""
+    if not layers:
+        return KvLayout(())
     classes: dict[tuple[int | None, int], list[KvLayer]] = {}
     for layer in layers:
         classes.setdefault((layer.window, layer.elements_per_token), []).append(layer)

@@ -27,6 +27,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal
 
+from quire.encoder_spec import EncoderSpec, encoder_shapes
 from quire.kv_layout import KV_DTYPE_BYTES, KvGroup, KvLayer, KvLayout, layout_of
 from quire.recurrent_spec import RecurrentSpec
 from quire.weight_format import PLAIN, WeightFormat
@@ -197,6 +198,7 @@ class ModelSpec:
     per_layer: PerLayerSpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    encoder: EncoderSpec | None = None  # in place of ``layers``
 
     @property
     def num_layers(self) -> int:
@@ -287,6 +289,8 @@ def matrix_bytes(shape: tuple[int, ...], dtype: str, held: WeightFormat) -> int:
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Canonical name → shape of every weight of ``spec`` (see the module's docstring)."""
+    if spec.encoder is not None:
+        return encoder_shapes(spec.encoder, spec.vocab_size, spec.hidden_size)
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden)}
     for index, layer in enumerate(spec.layers):

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import RequestError, clip
+from quire.pooling import Pooling as Pooling
 from quire.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
@@ -275,26 +276,6 @@ class Adapter(NamedTuple):
     key: str  # digest of its content
     rank: int  # the largest of its modules
     saved: tuple[str, ...] = ()  # replaced matrices: "embed_tokens", "lm_head"
-
-
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """What a request wants of its prompt's hidden states (after the last norm) instead of an answer.
-
-    "last", "mean": [hidden_size], not normalised; "logprobs": log-probabilities of ``token_ids`` as the next token.
-    """
-
-    kind: Literal["last", "mean", "logprobs"]
-    token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("last", "mean", "logprobs"):
-            raise _bad("pooling", self.kind, "'last' or 'mean'")
-
-    @property
-    def whole_prompt(self) -> bool:
-        """Whether every row of the prompt is needed, so that none may come from the prefix cache."""
-        return self.kind == "mean"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from quire.config import (
     SchedulerConfig,
     packed_cache_config,
     row_tile,
-)
+)  # fmt: skip
 from quire.cost.ranks import RankBytes, experts_config, ray_config, topology_of
 from quire.cost.speculation import (
     DraftCheckpoint,
@@ -34,7 +34,7 @@ from quire.cost.speculation import (
     probability_bytes,
     spec_tokens,
     speculate_config,
-)
+)  # fmt: skip
 from quire.cost.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row_bytes
 from quire.device import FP8_CAPABILITY
 from quire.device_formats import device_formats
@@ -80,6 +80,12 @@ def resolve(
     Raises:
         ConfigError: a combination that cannot work, with the numbers and what to change.
     """
+    if spec.encoder is not None:
+        files = path, tokenizer, stored or {}, remarks
+        resolved: EngineConfig = import_module("quire.resolve_encoder").resolve_encoder(
+            args, spec, device, *files
+        )
+        return resolved
     topology = topology_of(args, spec, device, has_heads=isinstance(draft, HeadCheckpoint))
     dtype = _dtype(args.dtype, spec)
     plan = device_formats(args, spec, stored or {}, dtype, device, topology)
@@ -97,7 +103,7 @@ def resolve(
         args, slots, size, more = import_module("quire.cost.states").fit_states(args, spec, device, left)
         weights, remarks = weights + size, (*remarks, *more)
     max_model_len, num_blocks = _lengths(args, spec, device, held, weights, drafts)
-    layout, runner = spec.kv_layout(max_model_len), _runner(args, device, topology)
+    layout, runner = spec.kv_layout(max_model_len), runner_of(args, device, topology)
     return EngineConfig(
         model=ModelConfig(
             path=path, name=args.model, spec=spec, dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len,
@@ -204,7 +210,8 @@ def _kv_remarks(kv_dtype: str, spec: ModelSpec) -> tuple[str, ...]:
     return (f"K and V in int8 add to the mean KL from fp32 {cost}",)
 
 
-def _runner(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
+def runner_of(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
+    """Return how workers execute, or raise `ConfigError` where a level or a profile cannot be had."""
     if args.profile_steps is not None and args.profile_dir is None:
         raise ConfigError("profile_steps needs profile_dir, the folder that the trace is written to")
     chosen = _backend(args, device, topology)

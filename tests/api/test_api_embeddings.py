@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.api.asgi_client import Api, error_of
 from tests.api.fake_frontend import TEMPLATE, FakeFrontend
 
 from quire.errors import RequestError
+from quire.pooling import SentenceSpec
 from quire.request import Pooling
 
 
@@ -52,6 +54,49 @@ def test_embedding_options() -> None:
     assert embed(api, input="y" * 256)["usage"]["prompt_tokens"] == 256  # the whole context
 
 
+def encoder_api(**more: Any) -> Api:
+    """An app whose model is an encoder that takes 8 tokens."""
+    frontend = FakeFrontend(max_model_len=8)
+    prompts = (("query", "q: "), ("document", ""))
+    frontend.model = replace(frontend.model, sentence=SentenceSpec("mean", prompts=prompts, **more))
+    return Api(frontend)
+
+
+def test_an_encoder_embeds_as_its_files_say() -> None:
+    api = encoder_api(normalize=False, default_prompt="query")
+    vector = embed(api, input="abc")["data"][0]["embedding"]
+    assert vector == list(api.frontend.pooled(b"q: abc", Pooling("mean")))
+    vector = embed(api, input="abc", prompt_name="document")["data"][0]["embedding"]
+    assert vector == list(api.frontend.pooled(b"abc", Pooling("mean")))
+    error = error_of(
+        api.post("/v1/embeddings", {"model": "tiny", "input": "a", "prompt_name": "answer"}), 400
+    )
+    assert error["param"] == "prompt_name"
+    assert "'query', 'document'" in error["message"]
+    error = error_of(api.post("/v1/embeddings", {"model": "tiny", "input": "a", "pooling": "last"}), 400)
+    assert "trained with 'mean'" in error["message"]
+
+
+def test_a_long_text_is_cut_where_the_request_says_so() -> None:
+    api = encoder_api(normalize=False)
+    error = error_of(api.post("/v1/embeddings", {"model": "tiny", "input": "abcdefghijkl"}), 400)
+    assert "12 tokens" in error["message"]
+    body = embed(api, input="abcdefghijkl", truncate=True)
+    assert body["usage"]["prompt_tokens"] == 8
+    assert body["usage"]["prompt_tokens_details"]["truncated_tokens"] == 5
+
+
+def test_an_encoder_writes_no_text() -> None:
+    for path, fields in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+    ):
+        error = error_of(encoder_api().post(path, {"model": "tiny", **fields}), 400)
+        assert error["param"] == "model"
+        assert "is an encoder, which writes no text" in error["message"]
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
 EMBEDDING_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "required"),
     ({"input": []}, "input", "not empty"),

@@ -33,6 +33,28 @@ def test_published_sizes(name: str) -> None:
     assert spec_from_config(config).num_params == num_params
 
 
+MINILM = {
+    "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 384, "intermediate_size": 1536,
+    "num_hidden_layers": 6, "num_attention_heads": 12, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512, "type_vocab_size": 2, "vocab_size": 30522, "position_embedding_type": "absolute",
+}  # fmt: skip
+
+
+def test_an_encoder_as_published() -> None:
+    """The pooler is not counted: no vector is made of it."""
+    spec = spec_from_config(MINILM)
+    assert spec.num_params == 22_713_216 - 384 * 385
+    assert set(weight_map(spec).sources) == set(weight_shapes(spec))
+    assert spec.kv_layout(512).groups == ()
+    for key, value in (
+        ("position_embedding_type", "relative_key"),
+        ("is_decoder", True),
+        ("hidden_act", "tanh"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=key):
+            spec_from_config({**MINILM, key: value})
+
+
 def test_every_supported_architecture_is_published() -> None:
     assert {spec_of(name).architecture for name in PUBLISHED} == set(SUPPORTED)
 

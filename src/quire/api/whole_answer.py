@@ -7,8 +7,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from quire.api.job import Job
+from quire.engine.best_of import choose_best
 from quire.engine.output import OutputChunk, merge
-from quire.engine.results import choose_best
 from quire.request import FinishReason
 
 # Ends of a choice after which its answer is complete; None: it goes on.

@@ -142,6 +142,10 @@ def make_executor(
 ) -> Executor:
     """Load the model. ``weights``, for "local", replace the checkpoint's. Raises as `build_core`."""
     kind, _, argument = executor.partition("@")
+    if kind == "local" and config.model.spec.encoder is not None:
+        from quire.executor.encoder import EncoderExecutor
+
+        return EncoderExecutor(config, weights=weights)
     if kind == "local" and config.device.kind != "cpu":
         from quire.executor.device import DeviceExecutor
 

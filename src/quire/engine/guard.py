@@ -1,6 +1,7 @@
 """`EngineGuard`: what a supervisor looks at while it receives from an engine: is it late, and are its answers right?
 
-`GoldenPrompt`: a fixed prompt whose greedy continuation has to be the same at every start and while the server runs.
+`GoldenPrompt`: a fixed prompt whose greedy continuation, or whose vector where the model is an encoder, has to be the
+same at every start and while the server runs.
 
 Generation is exact, so another token means that something is broken: memory, a kernel, a file of weights. The ids of
 the first start are kept in a file of the user's cache folder, under a key of all that may change them: model, formats,
@@ -22,10 +23,10 @@ from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
 from quire.engine.recording_file import default_folder, keep
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, clip
 from quire.metrics.log import Log
 from quire.models.fingerprint import code_digest
-from quire.request import FinishReason, Request, SamplingParams, Terms, TokenEvent
+from quire.request import FinishReason, Pooling, Request, SamplingParams, Terms, TokenEvent
 
 NUM_PROMPT, NUM_OUTPUT = 24, 8  # tokens
 FILE = "golden.json"  # in a model folder: {"prompt": […], "ids": {setup: […]}}
@@ -40,10 +41,13 @@ class GoldenPrompt:
     def __init__(self, config: EngineConfig, folder: Path, clock: Clock, interval_s: float) -> None:
         """``folder``: where ids are kept. ``interval_s``: between two checks of an idle engine."""
         self._clock, self._interval_s = clock, interval_s
-        self._prompt = _prompt(config)
+        self._prompt, encoder = _prompt(config), config.model.spec.encoder
+        self._pooling = (
+            None if encoder is None or encoder.sentence is None else Pooling(encoder.sentence.pooling)
+        )
         self._kept = folder / f"{_key(config)}.json"
         shipped = _read(Path(config.model.path) / FILE)
-        self._expected: list[int] | None = shipped.get("ids", {}).get(setup_of(config))
+        self._expected: list[float] | None = shipped.get("ids", {}).get(setup_of(config))
         self._source = "those that the model brings"
         if self._expected is not None:
             self._prompt = shipped["prompt"]
@@ -53,7 +57,7 @@ class GoldenPrompt:
         self._is_exact = config.determinism == "exact"
         self._next_s = 0.0
         self._count = self._num_failures = 0
-        self._ids: list[int] | None = None  # so far, while a check runs
+        self._ids: list[float] | None = None  # so far, or the vector, while a check runs
         self.problem: str | None = None  # why the last check failed
 
     @property
@@ -68,7 +72,14 @@ class GoldenPrompt:
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT).resolve(
             seed=0, max_tokens=NUM_OUTPUT, eos_token_ids=(), bad_words_token_ids=()
         )
-        request = Request(name, tuple(self._prompt), sampling, self._clock.now(), Terms(cache_salt=name))
+        request = Request(
+            name,
+            tuple(self._prompt),
+            sampling,
+            self._clock.now(),
+            Terms(cache_salt=name),
+            pooling=self._pooling,
+        )
         client.send(request)
 
     def look(self, client: EngineClient, events: list[TokenEvent]) -> list[TokenEvent]:
@@ -95,17 +106,17 @@ class GoldenPrompt:
 
     def _take(self, event: TokenEvent, client: EngineClient) -> None:
         assert self._ids is not None
-        self._ids += event.token_ids
+        self._ids += event.pooled or event.token_ids
         if event.finish_reason is None:
             return
         ids, self._ids = self._ids, None
         self._next_s = self._clock.now() + self._interval_s
-        if event.finish_reason is not FinishReason.LENGTH and event.error_kind != "step":
+        if event.finish_reason is not FinishReason.LENGTH and event.error_kind != "step" and not event.pooled:
             # It was refused, because the queue is full for example: that says nothing of the model.
             return
         problem = event.error
         if problem is None and self._expected is not None and ids != self._expected:
-            problem = f"its ids are {ids}, and {self._source} are {self._expected}"
+            problem = f"its ids are {clip(ids)}, and {self._source} are {clip(self._expected)}"
         if problem is None:
             self._pass(ids)
             return
@@ -116,7 +127,7 @@ class GoldenPrompt:
             raise EngineDeadError(f"The engine gives wrong answers: {self.problem}.")
         self.begin(client)
 
-    def _pass(self, ids: list[int]) -> None:
+    def _pass(self, ids: list[float]) -> None:
         self.problem, self._num_failures = None, 0
         if self._expected is not None or not self._is_exact:
             return

@@ -23,8 +23,9 @@ from quire.engine.results import (
     embedded,
     scored,
 )
+from quire.engine.sentences import vectors_of
 from quire.errors import RequestError
-from quire.request import Pooling, SamplingParams
+from quire.request import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -143,21 +144,23 @@ class LLM(OfflineEngine):
         prompts: Prompt | Sequence[Prompt],
         use_tqdm: bool = True,
         *,
-        pooling: Literal["last", "mean"] = "last",
+        pooling: Literal["last", "mean"] | None = None,
         dimensions: int | None = None,
-        normalize: bool = True,
+        normalize: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return one vector per prompt: the last hidden state, or the mean of all, scaled to length one.
 
-        ``dimensions``: keep only that many leading elements.
+        An encoder pools and scales as its own files say. ``dimensions``: keep only that many leading elements.
 
         Raises:
             RequestError: a prompt, ``pooling`` or ``dimensions`` is wrong.
             StepError: the model failed on a prompt.
         """
-        items = _as_list(prompts)
+        items, (wanted, lead, scale) = _as_list(prompts), vectors_of(self.model, pooling)
+        normalize = scale if normalize is None else normalize
+        items = [lead + item if isinstance(item, str) else item for item in items]
         requests = [
-            self._request(_ids_of(item, index, self._tokenizer), NOTHING_SAMPLED, pooling=Pooling(pooling))
+            self._request(_ids_of(item, index, self._tokenizer), NOTHING_SAMPLED, pooling=wanted)
             for index, item in enumerate(items)
         ]
         outputs = self._run(requests, [None] * len(items), use_tqdm, continues=True)

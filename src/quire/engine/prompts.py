@@ -23,6 +23,7 @@ from quire.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from quire.engine.helper_pool import Head, HelperPool
     from quire.engine.large_input import LongTexts
+    from quire.pooling import SentenceSpec
 
 T = TypeVar("T")
 INLINE_CHARS = 8192  # at most about 2 ms of the loop's time
@@ -64,6 +65,8 @@ def prepare_request(
         RequestError: names the field; for a length, the three numbers (prompt, max_tokens, limit).
     """
     assert (grammar is None) == (sampling.structured_outputs is None)
+    if model.sentence is not None and pooling is None:
+        raise import_module("quire.engine.sentences").writes_no_text(model)
     max_tokens = _max_tokens(
         len(prompt_token_ids), sampling, model.max_model_len, prompt_only=pooling is not None
     )
@@ -174,6 +177,8 @@ class ModelInfo:
     # By the names of `SamplingParams`: temperature, top_p …
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     determinism: str = "exact"  # see `EngineConfig`
+    # How an encoder pools a text; None: a decoder.
+    sentence: SentenceSpec | None = None
 
     def sampling(self, **given: Any) -> SamplingParams:
         """Return `SamplingParams` in which what is ``given`` replaces the model's defaults.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from quire.engine.best_of import choose_best
 from quire.engine.output import OutputChunk, RequestOutputState
 from quire.engine.pooling import embedding, likelihood, yes_no
 from quire.errors import StepError
-from quire.request import FinishReason, Sampling, TokenLogprobs
+from quire.request import FinishReason, TokenLogprobs
 from quire.text.tokenizer import Tokenizer
 
 
@@ -173,24 +173,3 @@ def _raise_failure(output: RequestOutput) -> None:
     error = output.outputs[0].error
     if error is not None:
         raise StepError(error)
-
-
-def choose_best(chunks: Sequence[OutputChunk], sampling: Sampling) -> list[OutputChunk]:
-    """Return the samples that the client gets: with best_of, the n with the largest mean log-probability.
-
-    The best comes first; ties are broken by index. Log-probabilities are dropped if the client did not ask for them.
-    """
-    if sampling.best_of is None or sampling.use_beam_search:
-        return list(chunks)
-
-    def mean_logprob(chunk: OutputChunk) -> float:
-        entries = chunk.logprobs or ()
-        if chunk.error is not None or not entries:
-            return -math.inf
-        return math.fsum(entry.logprob for entry in entries) / len(entries)
-
-    best = sorted(chunks, key=lambda chunk: -mean_logprob(chunk))[: sampling.n]
-    return [
-        replace(chunk, index=index, logprobs=None if sampling.logprobs is None else chunk.logprobs)
-        for index, chunk in enumerate(best)
-    ]

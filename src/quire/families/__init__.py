@@ -16,7 +16,16 @@ from quire.families.shape import Fields
 from quire.families.weights import Family, Take, WeightMap
 from quire.modelspec import ModelSpec
 
-__all__ = ["SUPPORTED", "Family", "Take", "WeightMap", "quantization_of", "spec_from_config", "weight_map"]
+__all__ = [
+    "ENCODERS",
+    "SUPPORTED",
+    "Family",
+    "Take",
+    "WeightMap",
+    "quantization_of",
+    "spec_from_config",
+    "weight_map",
+]
 
 # Family → the architecture in config.json, and the module here that has it under its name in capitals. A module is
 # imported when a model of it is read.
@@ -57,6 +66,9 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "glm"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "minimax"),
 }
+# Families whose rows see each other both ways (`quire.encoder_spec`).
+_ENCODERS = {"bert": ("BertModel", "bert")}
+_ALL = _FAMILIES | _ENCODERS
 # model_type in config.json → family, where they differ.
 _MODEL_TYPES = {
     "gemma3_text": "gemma3",
@@ -64,7 +76,7 @@ _MODEL_TYPES = {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
-_BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _FAMILIES.items()}
+_BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _ALL.items()}
 
 # Models that see or hear, of which the text decoder runs: its family has what ``text_config`` says.
 _WITH_TEXT = {
@@ -83,7 +95,8 @@ _OF_ALL_PARTS = (
 )
 
 # Names as in "architectures" of config.json.
-SUPPORTED: tuple[str, ...] = tuple(_BY_ARCHITECTURE)
+SUPPORTED: tuple[str, ...] = tuple(architecture for architecture, _ in _FAMILIES.values())  # decoders
+ENCODERS: tuple[str, ...] = tuple(architecture for architecture, _ in _ENCODERS.values())
 
 # Parts of a configuration that mean more than a text decoder.
 _OTHER_PARTS = ("vision_config", "audio_config", "encoder", "text_config")
@@ -97,7 +110,7 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     """
     config = _decoder_config(config, where)
     name = _name_of(Fields(config, where))
-    family, architecture = _family(name), _FAMILIES[name][0]
+    family, architecture = _family(name), _ALL[name][0]
     f = Fields({**config, "architectures": [architecture]}, where)
     for part in _OTHER_PARTS:
         if f.has(part):
@@ -105,8 +118,11 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
                 f"{where}: {architecture} with {part} is not supported: Quire runs text decoders, "
                 f"as they are in {', '.join(SUPPORTED)}."
             )
-    f.refuse("is_causal", unless=(True,), why="decoders attend to the past only")
-    f.refuse("use_bidirectional_attention", unless=(False, "vision"), why="decoders attend to the past only")
+    if name not in _ENCODERS:
+        f.refuse("is_causal", unless=(True,), why="decoders attend to the past only")
+        f.refuse(
+            "use_bidirectional_attention", unless=(False, "vision"), why="decoders attend to the past only"
+        )
     quantization = f.nested("quantization_config")
     if quantization is not None and quantization.values.get("quant_method") not in family.quantizations:
         read_quantization(f, others=family.quantizations)
@@ -131,7 +147,7 @@ def _decoder_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _family(name: str) -> Family:
-    family = getattr(import_module(f"quire.families.{_FAMILIES[name][1]}"), name.upper())
+    family = getattr(import_module(f"quire.families.{_ALL[name][1]}"), name.upper())
     assert isinstance(family, Family)
     return family
 
@@ -141,7 +157,7 @@ def _name_of(f: Fields) -> str:
     names, model_type = f.items("architectures"), f.values.get("model_type")
     by_name = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
     by_type = _MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else None
-    by_type = by_type if by_type in _FAMILIES and model_type not in _MODEL_TYPES.values() else None
+    by_type = by_type if by_type in _ALL and model_type not in _MODEL_TYPES.values() else None
     if by_name is not None and by_type not in (None, by_name):
         raise ModelLoadError(
             f"{f.where}: architectures = {names!r} and model_type = {model_type!r} are two kinds of model: correct the "
@@ -151,12 +167,12 @@ def _name_of(f: Fields) -> str:
     if family is None and not names and model_type is None:
         raise ModelLoadError(
             f"{f.where}: architectures and model_type are missing, so the kind of model is unknown; supported are "
-            f"{', '.join(SUPPORTED)}."
+            f"{', '.join(_BY_ARCHITECTURE)}."
         )
     if family is None:
         raise UnsupportedModelError(
             f"{f.where}: architectures = {names!r} with model_type = {model_type!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED)}."
+            f"{', '.join(_BY_ARCHITECTURE)}."
         )
     return family
 

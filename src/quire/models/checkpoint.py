@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,6 +105,8 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
         raise ModelLoadError(f"{path} has no config.json: it is no model folder; download the whole model.")
     config = read_json(config_path)
     spec = spec_from_config(config, str(config_path))
+    if spec.encoder is not None:
+        spec = import_module("quire.models.sentence_transformers").with_sentence(path, spec)
     files: tuple[Path, ...] = ()
     formats: Mapping[str, WeightFormat] = {}
     dtype = spec.dtype

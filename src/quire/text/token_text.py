@@ -52,6 +52,8 @@ class TokenText:
     # The encoding adds one space at the very start of a text, which decoding drops.
     drops_leading_space: bool = False
     clean_up: bool = False  # " ." -> "." and so on, see `CLEAN_UPS`
+    # What begins a token that continues a word (WordPiece); the other tokens begin with a space.
+    continues: str = ""
 
     def to_bytes(self, token: str) -> bytes:
         """Return the bytes that ``token`` stands for, which alone may not be UTF-8."""
@@ -64,14 +66,16 @@ class TokenText:
             return bytes([int(match[1], 16)])
         for old, new in self.replacements:
             token = token.replace(old, new)
+        if self.continues:
+            token = token.removeprefix(self.continues) if token.startswith(self.continues) else f" {token}"
         return token.encode()
 
 
 def make_token_text(backend: Backend, *, clean_up: bool = False) -> TokenText:
     """Read the rule from the decoder of ``backend``.
 
-    Raises `UnsupportedModelError` for a decoder that is not a map of single tokens (WordPiece, CTC, BPE suffixes):
-    no generative model that Quire runs has one.
+    Raises `UnsupportedModelError` for a decoder that is not a map of single tokens (CTC, BPE suffixes): no model that
+    Quire runs has one.
     """
     if backend.decoder is None:
         raise UnsupportedModelError(
@@ -103,11 +107,13 @@ def _with_part(rule: TokenText, part: Mapping[str, Any], fused: bool) -> TokenTe
             return replace(rule, replacements=pairs, drops_leading_space=scheme != "never")
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return replace(rule, replacements=(*rule.replacements, (old, new)))
+        case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup}:
+            return replace(rule, continues=prefix, drops_leading_space=True, clean_up=cleanup)
         case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if fused:
             return replace(rule, drops_leading_space=True)
     raise UnsupportedModelError(
         f"The tokenizer's decoder has the part {json.dumps(part)}, which Quire cannot apply token by token. Supported: "
-        "ByteLevel, Metaspace, Replace of a string, ByteFallback, Fuse, and Strip of one leading space after Fuse."
+        "ByteLevel, Metaspace, WordPiece, Replace of a string, ByteFallback, Fuse, Strip of a leading space after Fuse."
     )
 
 

@@ -31,10 +31,11 @@ from quire.api.token_logprobs import TokenNames, chat_logprobs
 from quire.engine.output import OutputChunk
 from quire.engine.pooling import NOTHING_SAMPLED, embedding
 from quire.engine.prompts import off_loop
+from quire.engine.sentences import cut, pooling_of, prompt_before
 from quire.http.call import Call
 from quire.http.refusals import OLLAMA_ROOT, Refusal
 from quire.http.wire import parse
-from quire.request import FinishReason, Pooling, SamplingParams
+from quire.request import FinishReason, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
 
@@ -235,16 +236,19 @@ async def embed_job(state: ApiState, call: Call, body: Any, ignored: list[str] |
     """
     request = parse(EmbedRequest, body, ignored=ignored)
     head = new_head(state, call, "embd-", request.model)
-    texts = [request.input] if isinstance(request.input, str) else request.input
-    prompts = [await state.frontend.prompts.tokenize(text) for text in texts]
+    texts, lead = (
+        [request.input] if isinstance(request.input, str) else request.input,
+        prompt_before(state.model, None),
+    )
+    prompts = [await state.frontend.prompts.tokenize(lead + text) for text in texts]
     if request.truncate:
-        prompts = [ids[: state.model.max_model_len] for ids in prompts]
+        prompts = [cut(ids, state.model.max_model_len, state.frontend.tokenizer) for ids in prompts]
     answer = EmbedAnswer(head, request)
     return Job(
         prompts,
         NOTHING_SAMPLED,
         answer,
-        pooling=Pooling("last"),
+        pooling=pooling_of(state.model, None),
         prompt_param="input",
         **common_fields(request, call, ignored) | {"timing": True},
     )
@@ -258,10 +262,10 @@ async def embeddings_job(state: ApiState, call: Call, body: Any, ignored: list[s
     """
     request = parse(EmbeddingsRequest, body, ignored=ignored)
     head = new_head(state, call, "embd-", request.model)
-    prompt = await state.frontend.prompts.tokenize(request.prompt)
+    prompt = await state.frontend.prompts.tokenize(prompt_before(state.model, None) + request.prompt)
     answer = EmbedAnswer(head, request)
     fields = common_fields(request, call, ignored)
-    return Job([prompt], NOTHING_SAMPLED, answer, pooling=Pooling("last"), **fields)
+    return Job([prompt], NOTHING_SAMPLED, answer, pooling=pooling_of(state.model, None), **fields)
 
 
 class EmbedAnswer(Answer):

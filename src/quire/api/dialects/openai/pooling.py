@@ -25,10 +25,10 @@ from quire.engine.pooling import (
     yes_no,
 )
 from quire.engine.prompts import too_long
+from quire.engine.sentences import cut, pooling_of, prompt_before
 from quire.errors import RequestError
 from quire.http.call import Call
 from quire.http.wire import Boolean, Integer, Text, User, Wire, not_allowed, parse
-from quire.request import Pooling
 
 _encode = msgspec.json.Encoder().encode
 _PAIRS_AT_ONCE = 16
@@ -50,10 +50,12 @@ class EmbeddingRequest(PoolingFields):
     input: Any = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Integer | None = None
-    pooling: Literal["last", "mean"] = "last"
-    normalize: Boolean = True
+    pooling: Literal["last", "mean"] | None = None
+    normalize: Boolean | None = None
+    truncate: Boolean = False
     truncate_prompt_tokens: Integer | None = None
     add_special_tokens: Boolean = True
+    prompt_name: Text | None = None
 
 
 async def embeddings_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
@@ -68,11 +70,17 @@ async def embeddings_job(state: ApiState, call: Call, body: Any, ignored: list[s
     prompts = await parse_prompts(state, request.input, "input", add_special_tokens=special)
     _check_count("input", len(prompts))
     _check_at_least_1("dimensions", request.dimensions)
+    lead, sentence = prompt_before(state.model, request.prompt_name), state.model.sentence
+    prompts = [lead + prompt if isinstance(prompt, str) else prompt for prompt in prompts]
+    num_cut = 0
+    if request.truncate:
+        prompts, num_cut = await _cut_to_context(state, prompts)
+    normalize = request.normalize if request.normalize is not None else sentence is None or sentence.normalize
     return Job(
         prompts,
         NOTHING_SAMPLED,
-        WholeAnswer(head, partial(_write, request)),
-        pooling=Pooling(request.pooling),
+        WholeAnswer(head, partial(_write, request, normalize, num_cut)),
+        pooling=pooling_of(state.model, request.pooling),
         prompt_param="input",
         **common_fields(request, call, ignored),
     )
@@ -91,17 +99,33 @@ def _check_count(param: str, count: int) -> None:
         )
 
 
-def _write(request: EmbeddingRequest, chunks: Sequence[OutputChunk], usage: Usage) -> dict[str, Any]:
+async def _cut_to_context(
+    state: ApiState, prompts: Sequence[str | Sequence[int]]
+) -> tuple[list[str | Sequence[int]], int]:
+    """Return the beginnings of ``prompts`` that the model can read, and how many tokens are cut off."""
+    found: list[str | Sequence[int]] = []
+    num_cut = 0
+    for prompt in prompts:
+        ids = await state.frontend.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt
+        found.append(cut(ids, state.model.max_model_len, state.frontend.tokenizer))
+        num_cut += len(ids) - len(found[-1])
+    return found, num_cut
+
+
+def _write(
+    request: EmbeddingRequest, normalize: bool, num_cut: int, chunks: Sequence[OutputChunk], usage: Usage
+) -> dict[str, Any]:
+    usage.truncated_tokens += num_cut
     data = [
-        {"object": "embedding", "index": index, "embedding": _vector(request, chunk)}
+        {"object": "embedding", "index": index, "embedding": _vector(request, normalize, chunk)}
         for index, chunk in enumerate(chunks)
     ]
     return {"data": data}
 
 
-def _vector(request: EmbeddingRequest, chunk: OutputChunk) -> list[float] | str:
+def _vector(request: EmbeddingRequest, normalize: bool, chunk: OutputChunk) -> list[float] | str:
     assert chunk.pooled is not None
-    vector = embedding(chunk.pooled, dimensions=request.dimensions, normalize=request.normalize)
+    vector = embedding(chunk.pooled, dimensions=request.dimensions, normalize=normalize)
     if request.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return list(vector.tolist())

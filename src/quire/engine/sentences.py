@@ -1,0 +1,82 @@
+"""Texts of an encoder: what a request may ask of it, the prompts of its files, and texts that are cut to its length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.engine.prompts import ModelInfo
+from quire.errors import RequestError
+from quire.request import Pooling
+from quire.text.tokenizer import Tokenizer
+
+
+def writes_no_text(model: ModelInfo) -> RequestError:
+    """Return the error of a request that wants text of an encoder."""
+    return RequestError(
+        f"model {model.names[0]!r} is an encoder, which writes no text: ask it for vectors (/v1/embeddings).",
+        param="model",
+        code="unsupported_model",
+    )
+
+
+def pooling_of(model: ModelInfo, wanted: str | None) -> Pooling:
+    """Return how the rows of a text become its vector: as ``wanted``, else as the model's files say.
+
+    Raises:
+        RequestError: an encoder was not trained for what is ``wanted``.
+    """
+    if model.sentence is None:
+        return Pooling("mean" if wanted == "mean" else "last")
+    own = model.sentence.pooling
+    if wanted is not None and wanted != own:
+        raise RequestError(
+            f"pooling = {wanted!r} is not allowed: this model was trained with {own!r}; leave pooling out.",
+            param="pooling",
+        )
+    return Pooling(own)
+
+
+def vectors_of(model: ModelInfo, wanted: str | None) -> tuple[Pooling, str, bool]:
+    """Return how texts are pooled, what is put before each, and whether their vectors are scaled to length one."""
+    scales = model.sentence is None or model.sentence.normalize
+    return pooling_of(model, wanted), prompt_before(model, None), scales
+
+
+def prompt_before(model: ModelInfo, name: str | None) -> str:
+    """Return what is put before a text: the prompt ``name`` of the model, None: its default one.
+
+    Raises:
+        RequestError: the model has no such prompt.
+    """
+    sentence = model.sentence
+    prompts = {} if sentence is None else dict(sentence.prompts)
+    name = name or (None if sentence is None else sentence.default_prompt)
+    if name is None:
+        return ""
+    if name not in prompts:
+        known = f"it has {', '.join(map(repr, prompts))}" if prompts else "it has none"
+        raise RequestError(
+            f"prompt_name = {name!r} is not a prompt of this model: {known}.", param="prompt_name"
+        )
+    return prompts[name]
+
+
+def cut(ids: Sequence[int], limit: int, tokenizer: Tokenizer) -> list[int]:
+    """Return the first ``limit`` of ``ids``, whose last ones are those that end every text ([SEP])."""
+    if len(ids) <= limit:
+        return list(ids)
+    ends = endings(tokenizer)
+    ends = ends if tuple(ids[len(ids) - len(ends) :]) == ends else ()
+    return [*ids[: max(0, limit - len(ends))], *ends][:limit]
+
+
+def endings(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that are put behind every text."""
+    around, with_text = tokenizer.encode(""), tokenizer.encode("a")
+    num_same = 0
+    while num_same < len(around) and around[-1 - num_same] == with_text[-1 - num_same]:
+        num_same += 1
+    first = 0
+    while first < len(around) and around[first] == with_text[first]:
+        first += 1
+    return tuple(around[max(len(around) - num_same, first) :])

@@ -1,0 +1,100 @@
+"""`EncoderExecutor`: an encoder in this process. Each step computes whole sequences, and keeps nothing of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import isfinite
+
+import torch
+
+from quire.config import EngineConfig
+from quire.executor.base import failed
+from quire.kernels.encoder import whole_sequences
+from quire.kernels.registry import choose
+from quire.kernels.threads import choose_threads
+from quire.layers.weights import Build
+from quire.models.encoder import Encoder
+from quire.models.packed_cache import CheckpointWeights
+from quire.quant.stored import Weight
+from quire.runner.memory import keep_freed_memory, torch_dtype
+from quire.runner.pooled_rows import pooled
+from quire.step import NewSeq, SeqResult, StepPlan, StepResult
+
+
+class EncoderExecutor:
+    """Computes a plan when its result is collected; ``weights`` replace the checkpoint's, for tests."""
+
+    max_in_flight = 1
+    chains_steps = True
+
+    def __init__(self, config: EngineConfig, *, weights: Iterable[tuple[str, Weight]] | None = None) -> None:
+        choose_threads(config.runner.num_threads, torch_is_heavy=True)
+        keep_freed_memory()
+        dtype = torch_dtype(config.model.dtype)
+        build = Build(dtype, choose(config.runner), config.model.spec.norm_eps, formats=config.model.formats)
+        self.model = Encoder(config.model.spec, build)
+        self.model.load(CheckpointWeights(config.model, dtype, config.runner) if weights is None else weights)
+        self._seqs: dict[int, NewSeq] = {}
+        self._pending: StepPlan | None = None
+
+    def submit(self, plan: StepPlan) -> None:
+        """Take a plan; the one before must have been collected."""
+        assert self._pending is None, "one step at a time: collect the last one first"
+        self._pending = plan
+
+    def collect(self) -> StepResult:
+        """Compute the plan that was submitted and return its result."""
+        plan, self._pending = self._pending, None
+        assert plan is not None, "nothing was submitted"
+        try:
+            return self._execute(plan)
+        except Exception as error:
+            return failed(plan, error)
+
+    def close(self) -> None:
+        """Give the weights back. Nothing is submitted any more."""
+        self._pending = None
+        del self.model
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        for seq_id in plan.gone:
+            self._seqs.pop(seq_id, None)
+        self._seqs.update((new.seq_id, new) for new in plan.new_seqs)
+        named = [(each, self._seqs.get(each.seq_id)) for each in plan.seqs]
+        whole = [
+            seq
+            for each, seq in named
+            if seq is not None
+            and seq.pooling is not None
+            and (each.num_computed_tokens, each.num_scheduled_tokens) == (0, len(seq.prompt_token_ids))
+        ]
+        vectors = dict(zip((seq.seq_id for seq in whole), self._vectors(whole), strict=True))
+        return StepResult(
+            plan.step,
+            tuple(_result(each.seq_id, each.epoch, vectors.get(each.seq_id)) for each in plan.seqs),
+        )
+
+    def _vectors(self, seqs: Sequence[NewSeq]) -> list[tuple[float, ...]]:
+        """Return what each of ``seqs`` wants of its text."""
+        if not seqs:
+            return []
+        lengths = [len(seq.prompt_token_ids) for seq in seqs]
+        sequences = whole_sequences(lengths)
+        ids = torch.tensor([token_id for seq in seqs for token_id in seq.prompt_token_ids])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        with torch.inference_mode():
+            rows = self.model(ids, positions, torch.zeros_like(ids), sequences)
+            found = []
+            for seq, start, length in zip(seqs, sequences.starts, lengths, strict=False):
+                assert seq.pooling is not None
+                found.append(tuple(pooled(rows[start : start + length], seq.pooling.kind).tolist()))
+        return found
+
+
+def _result(seq_id: int, epoch: int, vector: tuple[float, ...] | None) -> SeqResult:
+    """Return the result of one sequence; None: it could not be computed."""
+    if vector is None:
+        return SeqResult(seq_id, epoch, (), error="an encoder computes whole texts, and writes none")
+    if not all(map(isfinite, vector)):
+        return SeqResult(seq_id, epoch, (), error="its hidden states are not finite")
+    return SeqResult(seq_id, epoch, (), pooled=vector)

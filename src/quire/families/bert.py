@@ -1,0 +1,95 @@
+"""BERT (Devlin et al. 2018): an encoder with a table of positions, and a norm after each block.
+
+A checkpoint has the names of the bare model, or those of a model with a head, after "bert.".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.encoder_spec import EncoderLayer, EncoderSpec
+from quire.errors import UnsupportedModelError
+from quire.families.shape import Fields, activation, dtype_of
+from quire.families.weights import Family, Take, WeightMap
+from quire.modelspec import ModelSpec, weight_shapes
+
+# After "encoder.layer.{i}.".
+LAYER_NAMES: Mapping[str, str] = {
+    "attn.q": "attention.self.query",
+    "attn.k": "attention.self.key",
+    "attn.v": "attention.self.value",
+    "attn.o": "attention.output.dense",
+    "attn_norm": "attention.output.LayerNorm",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+TOP_NAMES: Mapping[str, str] = {
+    "embed.weight": "embeddings.word_embeddings.weight",
+    "positions.table": "embeddings.position_embeddings.weight",
+    "types.table": "embeddings.token_type_embeddings.weight",
+    "embed_norm.weight": "embeddings.LayerNorm.weight",
+    "embed_norm.bias": "embeddings.LayerNorm.bias",
+}
+# Buffers, and heads of training that no embedding reads.
+IGNORED = (r"(\w+\.)?embeddings\.position_ids", r"(\w+\.)?pooler\..*", r"(cls|lm_head)\..*")
+
+
+def read_bert(f: Fields) -> ModelSpec:
+    """Return the spec of a BERT."""
+    f.refuse("position_embedding_type", unless=("absolute",), why="only positions from a table are computed")
+    f.refuse("is_decoder", unless=(False,), why="encoders see both ways")
+    f.refuse("add_cross_attention", unless=(False,), why="there is no second sequence to attend to")
+    positions = f.integer("max_position_embeddings")
+    encoder = encoder_of(f, num_positions=positions, num_token_types=f.integer("type_vocab_size", 2))
+    return encoder_model(f, "bert", encoder, positions)
+
+
+def encoder_of(f: Fields, **more: Any) -> EncoderSpec:
+    """Return layers that are all alike, of the sizes that configurations of BERT's kind have."""
+    hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
+    if hidden % heads:
+        raise f.wrong("num_attention_heads", f"a divisor of hidden_size = {hidden}")
+    kind = "relu" if f.text("hidden_act", "gelu") == "relu" else activation(f, default="gelu")
+    if kind == "swiglu_oai":
+        raise UnsupportedModelError(f"{f.where}: hidden_act = {kind!r} is not supported in an encoder.")
+    layers = (EncoderLayer(),) * f.integer("num_hidden_layers")
+    return EncoderSpec(
+        layers, heads, hidden // heads, f.integer("intermediate_size"), activation=kind, **more
+    )
+
+
+def encoder_model(f: Fields, family: str, encoder: EncoderSpec, longest: int) -> ModelSpec:
+    """Return the spec of a model of ``encoder`` that takes up to ``longest`` tokens."""
+    return ModelSpec(
+        family=family,
+        architecture=str(f.items("architectures")[0]),
+        vocab_size=f.integer("vocab_size"),
+        hidden_size=f.integer("hidden_size"),
+        layers=(),
+        norm_eps=f.number("layer_norm_eps", 1e-12),
+        max_position_embeddings=longest,
+        dtype="float32" if not (f.has("dtype") or f.has("torch_dtype")) else dtype_of(f),
+        encoder=encoder,
+    )
+
+
+def bert_map(
+    spec: ModelSpec, names: Mapping[str, str] = LAYER_NAMES, top: Mapping[str, str] = TOP_NAMES,
+    prefixes: tuple[str, ...] = ("", "bert."),
+) -> WeightMap:  # fmt: skip
+    """Map the weights of an encoder by the names of its layers, after any of ``prefixes``."""
+    sources: dict[str, tuple[Take, ...]] = {}
+    for canonical, shape in weight_shapes(spec).items():
+        if canonical.startswith("layers."):
+            _, index, rest = canonical.split(".", 2)
+            part, _, kind = rest.rpartition(".")
+            stored = f"encoder.layer.{index}.{names[part]}.{kind}"
+        else:
+            stored = top[canonical]
+        sources[canonical] = tuple(Take((prefix + stored,), shape) for prefix in prefixes)
+    return WeightMap(sources, IGNORED, 0)
+
+
+BERT = Family("bert", read_bert, bert_map)

@@ -1,0 +1,147 @@
+"""Ops of encoders: attention of whole sequences in which rows see each other both ways, and LayerNorm.
+
+A step is cut into groups of sequences with one padded length, a multiple of 16 rows from each sequence's first one, so
+the shapes that a sequence is computed in follow from its own length. The other sequences of a group are further
+matrices of the same batched product, which gives each of them the bits that it has alone (`kernels.attention` says on
+which measurements that rests); the products run on one thread.
+
+LayerNorm (Ba et al. 2016) is computed in fp32: torch sums a row in an order given by its length alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm as torch_layer_norm
+
+from quire.kernels.attention import ALIGN
+from quire.kernels.pointwise import gelu, gelu_tanh, sigmoid
+from quire.kernels.registry import op
+from quire.kernels.threads import one_torch_thread
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences of one padded length.
+
+    ``rows [num_seqs · padded]``: the row of the step at each place, ``num_rows`` at padding. ``places [own rows]``: the
+    places that hold a row. ``lengths [num_seqs]``.
+    """
+
+    padded: int
+    rows: Tensor
+    places: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSequences:
+    """The rows of a step, sequence after sequence: ``starts [num_seqs + 1]``."""
+
+    starts: tuple[int, ...]
+    groups: tuple[Group, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.starts[-1]
+
+
+def whole_sequences(lengths: Sequence[int]) -> WholeSequences:
+    """Return how a step of sequences with these ``lengths`` is cut."""
+    sizes = np.asarray(lengths, np.int64)
+    starts = np.concatenate(([0], np.cumsum(sizes)))
+    padded = -(-sizes // ALIGN) * ALIGN
+    groups = []
+    for size in np.unique(padded):
+        members = np.flatnonzero(padded == size)
+        offsets = np.arange(size)
+        inside = offsets < sizes[members, None]
+        rows = np.where(inside, starts[members, None] + offsets, starts[-1])
+        groups.append(
+            Group(
+                int(size),
+                torch.from_numpy(rows.reshape(-1)),
+                torch.from_numpy(np.flatnonzero(inside)),
+                torch.from_numpy(sizes[members]),
+            )
+        )
+    return WholeSequences(tuple(starts.tolist()), tuple(groups))
+
+
+def _bias(group: Group, window: int | None) -> Tensor:
+    """Return −inf where a row may not look, else 0: fp32 ``[num_seqs, 1, padded or 1, padded]``."""
+    columns = torch.arange(group.padded)
+    hidden = (columns >= group.lengths[:, None])[:, None, None, :]
+    if window is not None:
+        # Rows of padding see all of the sequence, so that no row sees nothing.
+        far = (columns[:, None] - columns).abs() > window
+        far = far & (columns < group.lengths[:, None])[:, None, :, None]
+        hidden = hidden | far
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+
+
+@op("encoder_attention")
+def encoder_attention(
+    qkv: Tensor, sequences: WholeSequences, num_heads: int, scale: float, window: int | None = None,
+    relative: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``qkv [num_rows, 3 · num_heads · head_dim]`` → ``[num_rows, num_heads · head_dim]`` in its dtype.
+
+    A row at p sees the rows of its own sequence, with a ``window`` those at p − window … p + window.
+    ``relative [num_heads, longest, longest]`` fp32 is added to the scores of rows and the columns that they see.
+    """
+    width = qkv.shape[1] // 3
+    with_padding = torch.cat((qkv, qkv.new_zeros(1, 3 * width)))
+    out = qkv.new_empty(qkv.shape[0], width)
+    for group in sequences.groups:
+        padded, count = group.padded, len(group.lengths)
+        parts = with_padding.index_select(0, group.rows).float().view(count, padded, 3, num_heads, -1)
+        q, k, v = (part.reshape(count * num_heads, padded, -1) for part in parts.permute(2, 0, 3, 1, 4))
+        bias = _bias(group, window)
+        if relative is not None:
+            bias = bias + relative[None, :, :padded, :padded]
+        with one_torch_thread():
+            scores = torch.bmm(q * scale, k.transpose(1, 2)).view(count, num_heads, padded, padded)
+        scores += bias
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        total = weights.sum(-1, keepdim=True)
+        with one_torch_thread():
+            mixed = torch.bmm(weights.view(count * num_heads, padded, padded), v)
+        mixed = mixed.view(count, num_heads, padded, -1) / total
+        rows = mixed.transpose(1, 2).reshape(count * padded, width).to(qkv.dtype)
+        out.index_copy_(0, group.rows[group.places], rows.index_select(0, group.places))
+    return out
+
+
+@op("layer_norm")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """``x [num_rows, size]`` → ``(x − mean) / sqrt(variance + eps) · weight + bias`` in x's dtype.
+
+    ``weight``, ``bias``: fp32.
+    """
+    return torch_layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+@op("add_layer_norm")
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return ``(layer_norm(residual + x), residual + x)``; the norm reads the sum before it is rounded."""
+    total = residual.float() + x.float()
+    normed = torch_layer_norm(total, x.shape[-1:], weight, bias, eps)
+    return normed.to(x.dtype), total.to(x.dtype)
+
+
+@op("activate")
+def activate(x: Tensor, kind: str) -> Tensor:
+    """Return the activation of ``x [num_rows, size]`` in its dtype: gelu, gelu_tanh, silu or relu, computed in fp32."""
+    wide = x.float()
+    if kind == "relu":
+        return wide.clamp_(min=0.0).to(x.dtype)
+    if kind == "silu":
+        return sigmoid(wide).mul_(wide).to(x.dtype)
+    return (gelu(wide) if kind == "gelu" else gelu_tanh(wide)).to(x.dtype)

@@ -1,0 +1,45 @@
+"""What a request wants of its prompt's rows in place of text, and how the makers of a model pool them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from quire.errors import RequestError, clip
+
+PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last"]
+PoolingKind = PoolingMode | Literal["logprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What a request wants of its prompt's hidden states (after the last norm) instead of an answer.
+
+    "logprobs": log-probabilities of ``token_ids`` as the next token. The others: [hidden_size], not normalised; of a
+    decoder "last" or "mean", of an encoder those of `quire.runner.pooled_rows`.
+    """
+
+    kind: PoolingKind
+    token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind != "logprobs" and self.kind not in get_args(PoolingMode):
+            raise RequestError(
+                f"pooling = {clip(self.kind)} is not allowed: it must be 'last' or 'mean'.", param="pooling"
+            )
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether every row of the prompt is needed, so that none may come from the prefix cache."""
+        return self.kind == "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceSpec:
+    """How rows become one vector per text, as the files of sentence-transformers say it."""
+
+    pooling: PoolingMode
+    normalize: bool = True
+    max_tokens: int | None = None  # per text, special tokens included
+    prompts: tuple[tuple[str, str], ...] = ()  # name and text put before a text
+    default_prompt: str | None = None

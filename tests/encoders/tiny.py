@@ -1,0 +1,84 @@
+"""A tiny BERT with weights of standard deviation 0.3, made by transformers, and the files of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, PreTrainedModel
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+VOCAB = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS), "cat", "dog", "query", ":"]
+CONTEXT = 80
+SIZES: dict[str, Any] = {
+    "vocab_size": len(VOCAB),
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,
+}
+
+
+def texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
+    """Return texts of words, of one token and more."""
+    rng = random.Random(seed)
+    return [
+        " ".join(rng.choice((*LETTERS, "cat", "dog")) for _ in range(rng.randint(1, longest)))
+        for _ in range(count)
+    ]
+
+
+def save_bert(folder: Path) -> PreTrainedModel:
+    """Write a BERT of odd sizes with its tokenizer and return it."""
+    torch.manual_seed(1)
+    model = BertModel(BertConfig(**SIZES)).eval()
+    for name, weight in model.named_parameters():  # transformers begins norms at 1 and biases at 0
+        if name.endswith("bias") or "LayerNorm" in name:
+            torch.nn.init.normal_(weight, mean=float("LayerNorm.weight" in name), std=0.3)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a WordPiece tokenizer, which cuts and pads as that of MiniLM does until it is told otherwise."""
+    made = Tokenizer(models.WordPiece({token: i for i, token in enumerate(VOCAB)}, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    made.enable_truncation(8)
+    made.enable_padding(length=16)
+    made.add_special_tokens(SPECIAL)
+    made.save(str(folder / "tokenizer.json"))
+    roles = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", **roles}))
+
+
+def save_sentence_files(
+    folder: Path, mode: str = "mean_tokens", *, normalize: bool = True, **more: Any
+) -> None:
+    """Write what sentence-transformers writes; ``more``: of config_sentence_transformers.json."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(zip(kinds, paths, strict=False))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    modes = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens")}
+    modes[f"pooling_mode_{mode}"] = True
+    config = {"word_embedding_dimension": SIZES["hidden_size"], **modes}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": 64, "do_lower_case": False})
+    )
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(more))
