@@ -59,10 +59,11 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) ->
     )
 
 
-def assert_same_rows(actual: QuantizedRows, expected: QuantizedRows) -> None:
+def assert_same_rows(actual: QuantizedRows, expected: QuantizedRows, what: str = "rows") -> None:
     """Equal int8 rows: values, padding, scales and sums."""
     for name in ("q", "scale", "sums"):
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), f"{name} (seed {SEED})"
+        same = torch.equal(getattr(actual, name), getattr(expected, name))
+        assert same, f"{what}: {name} differ (seed {SEED})"
     assert (actual.in_features, actual.format, actual.dtype) == (
         expected.in_features,
         expected.format,

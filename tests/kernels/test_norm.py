@@ -90,7 +90,12 @@ def test_a_weight_for_every_head(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", cases.ROWS, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    # The long one, also elsewhere in this file, takes two seconds per backend here.
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.num_tokens > 100)) for case in cases.ROWS],
+    ids=str,
+)
 def test_to_int8_is_the_norm_quantized(case: cases.RowCase, dtype: torch.dtype, backend: Backend) -> None:
     rng = generator()
     weight = torch.randn(case.size, generator=rng)

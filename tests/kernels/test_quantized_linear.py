@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from tests.kernels import cases
@@ -117,38 +119,32 @@ def rows_of(num_tokens: int, size: int, dtype: torch.dtype, seed: int = 3) -> to
     return torch.randn(num_tokens, size, generator=generator(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 @pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
-@pytest.mark.parametrize("case", SMALL, ids=case_id)
-def test_against_fp64(
-    case: cases.LinearCase, format: WeightFormat, dtype: torch.dtype, backend: Backend
+def test_the_reference_is_near_fp64_and_every_backend_has_its_bits(
+    format: WeightFormat, dtype: torch.dtype
 ) -> None:
-    packed, weight, bias = make(case, format, dtype, backend)
-    x = rows_of(case.num_tokens, case.in_features, dtype)
+    for case in SMALL:
+        packed, weight, bias = make(case, format, dtype, "reference")
+        x = rows_of(case.num_tokens, case.in_features, dtype)
+        expected = linear(x, packed)
+        assert expected.dtype == dtype
+        assert_close("quantized_linear", expected, product(x, weight) + bias.double())
+        for backend in BACKENDS:
+            y = linear(x, make(case, format, dtype, backend)[0])
+            assert_same_bits(y, expected, f"{case} {format} {backend}")
+
+
+def product(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """Return the product of rounded rows and a matrix, in fp64."""
+    format, in_features = weight.format, x.shape[1]
     rows = quantize_rows(x, format.rows)
-    scale = rows.scale.double().repeat_interleave(format.rows.block or case.in_features, 1)
-    oracle = (rows.q.double()[:, : case.in_features]) * scale[:, : case.in_features]
-    offset = None if weight.offset is None else weight.offset.double()
-    repeats = scale_group(format) or case.in_features
-    w = weight.integers.double() * weight.scale.double().repeat_interleave(repeats, 1)[:, : case.in_features]
-    if offset is not None:
-        w = w + offset.repeat_interleave(repeats, 1)[:, : case.in_features]
-    y = linear(x, packed)
-    assert y.dtype == dtype
-    assert_close("quantized_linear", y, oracle @ w.T + bias.double())
-
-
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "reference"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
-@pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
-@pytest.mark.parametrize("case", SMALL, ids=case_id)
-def test_same_bits_as_the_reference(
-    case: cases.LinearCase, format: WeightFormat, dtype: torch.dtype, backend: Backend
-) -> None:
-    x = rows_of(case.num_tokens, case.in_features, dtype)
-    expected = linear(x, make(case, format, dtype, "reference")[0])
-    assert_same_bits(linear(x, make(case, format, dtype, backend)[0]), expected, f"{case} {format}")
+    scale = rows.scale.double().repeat_interleave(format.rows.block or in_features, 1)
+    repeats = scale_group(format) or in_features
+    w = weight.integers.double() * weight.scale.double().repeat_interleave(repeats, 1)[:, :in_features]
+    if weight.offset is not None:
+        w = w + weight.offset.double().repeat_interleave(repeats, 1)[:, :in_features]
+    return rows.q.double()[:, :in_features] * scale[:, :in_features] @ w.T
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -162,20 +158,20 @@ def test_a_row_does_not_depend_on_the_batch(
     assert_rows_independent(lambda ids: linear(pool[ids], packed), 40, f"{size} {format}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
-def test_rows_beyond_one_pass(format: WeightFormat, backend: Backend) -> None:
+def test_rows_beyond_one_pass(format: WeightFormat) -> None:
     """Kernels go over the weights once per 512 rows (at level amx, 256 for bf16)."""
-    packed, _, _ = make(cases.LinearCase(1, 33, 40), format, torch.bfloat16, backend)
     pool, ids = rows_of(37, 33, torch.bfloat16, seed=4), torch.arange(1100) % 37
-    assert_same_bits(linear(pool[ids], packed), linear(pool, packed)[ids], f"1,100 rows {format}")
+    for backend in BACKENDS:
+        packed, _, _ = make(cases.LinearCase(1, 33, 40), format, torch.bfloat16, backend)
+        expected = linear(pool, packed)[ids]
+        assert_same_bits(linear(pool[ids], packed), expected, f"1,100 rows {format} {backend}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", sorted({each.rows for each in cases.FORMATS}, key=str), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 @pytest.mark.parametrize("size", [1, 13, 64, 131, 512, 1100])
-def test_rows_are_quantized_alike(size: int, dtype: torch.dtype, format: RowFormat, backend: Backend) -> None:
+def test_rows_are_quantized_alike(size: int, dtype: torch.dtype, format: RowFormat) -> None:
     x = rows_of(37, size, dtype)
     x[3] = 0
     x[4] *= 1e-35
@@ -184,38 +180,38 @@ def test_rows_are_quantized_alike(size: int, dtype: torch.dtype, format: RowForm
     x[9] = (torch.arange(size) % 509 - 254) / 2
     x = torch.cat([x, x], 1)[:, :size]  # rows apart
     expected = quantize_rows(x, format)
-    for count in (1, 2):
+    for backend, count in itertools.product(BACKENDS, (1, 2)):
         with threads(count):
             rows = quantize_rows(x, format, backend=backend)
-        assert torch.equal(rows.q, expected.q), SEED
-        assert torch.equal(rows.sums, expected.sums), SEED
-        assert torch.equal(rows.scale.view(torch.int32) == 0, expected.scale.view(torch.int32) == 0)
+        assert torch.equal(rows.q, expected.q), (backend, SEED)
+        assert torch.equal(rows.sums, expected.sums), (backend, SEED)
+        assert torch.equal(rows.scale.view(torch.int32) == 0, expected.scale.view(torch.int32) == 0), backend
         torch.testing.assert_close(rows.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
-def test_broken_rows_stay_visible(format: WeightFormat, backend: Backend) -> None:
-    packed, _, _ = make(cases.LinearCase(1, 64, 33, bias=True), format, torch.bfloat16, backend)
+def test_broken_rows_stay_visible(format: WeightFormat) -> None:
     x = rows_of(5, 64, torch.bfloat16)
-    whole = linear(x, packed)
-    x[1, 7], x[3, 0] = torch.nan, -torch.inf
-    y = linear(x, packed)
-    assert torch.isnan(y[[1, 3]]).all()
-    assert_same_bits(y[[0, 2, 4]], whole[[0, 2, 4]], "rows beside broken ones")
+    broken = x.clone()
+    broken[1, 7], broken[3, 0] = torch.nan, -torch.inf
+    for backend in BACKENDS:
+        packed, _, _ = make(cases.LinearCase(1, 64, 33, bias=True), format, torch.bfloat16, backend)
+        y = linear(broken, packed)
+        assert torch.isnan(y[[1, 3]]).all(), backend
+        assert_same_bits(y[[0, 2, 4]], linear(x, packed)[[0, 2, 4]], f"rows next to broken ones, {backend}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
-def test_rows_come_back(format: WeightFormat, backend: Backend) -> None:
-    case = cases.LinearCase(1, 131, 70)
-    packed, weight, _ = make(case, format, torch.bfloat16, backend)
-    expected = read_rows(make(case, format, torch.bfloat16, "reference")[0], torch.arange(70))
-    ids = torch.tensor([69, 0, 5, 5])
-    assert_same_bits(read_rows(packed, ids), expected[ids], "read_rows")
+def test_rows_come_back(format: WeightFormat) -> None:
+    case, ids = cases.LinearCase(1, 131, 70), torch.tensor([69, 0, 5, 5])
+    packed, weight, _ = make(case, format, torch.bfloat16, "reference")
+    expected = read_rows(packed, torch.arange(70))
     plain = dequantize(weight.integers, weight.scale, weight.offset, scale_group(format))
     torch.testing.assert_close(expected.float(), plain, rtol=2**-8, atol=2**-11)
-    assert read_rows(packed, ids[:0]).shape == (0, 131)
+    for backend in BACKENDS:
+        packed, _, _ = make(case, format, torch.bfloat16, backend)
+        assert_same_bits(read_rows(packed, ids), expected[ids], f"read_rows {backend}")
+        assert read_rows(packed, ids[:0]).shape == (0, 131)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
