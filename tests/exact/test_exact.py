@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,10 @@ from quire.runner.model_runner import ModelRunner
 
 # A case serves 64 requests under twelve policies: minutes with reference kernels on a busy machine.
 DTYPES = ("float32", "bfloat16")
-# In float32 the reference's kernels, in bfloat16 those that an engine takes here.
-KERNELS = {
-    "float32": "reference",
-    "bfloat16": next((x for x in NATIVE_LEVELS if x in backends("linear")), "reference"),
-}
+# One model in float32 by the reference's kernels, and the other cases by those that an engine takes here.
+LEVEL = next((x for x in NATIVE_LEVELS if x in backends("linear")), "reference")
 CASES = [
-    Case(model, dtype, seed, cpu_isa=KERNELS[dtype])
+    Case(model, dtype, seed, cpu_isa="reference" if (model, dtype) == ("llama", "float32") else LEVEL)
     for seed, (model, dtype) in enumerate(itertools.product(("llama", "sliding", "moe"), DTYPES), 1)
 ]
 POLICIES_OF: dict[Case, list[Policy]] = defaultdict(list)
@@ -59,6 +57,15 @@ def run_case(case: Case) -> Tally:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_everyone_together_equals_each_one_alone(case: Case) -> None:
     print(f"\n{case}: {run_case(case)}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["sliding", "moe"])
+def test_the_reference_is_exact_under_every_policy(model: str) -> None:
+    """`tests.exact.test_quick` has fewer requests of these under fewer policies."""
+    case = next(case for case in CASES if (case.model, case.dtype) == (model, "float32"))
+    for policy in POLICIES_OF[case]:
+        serve_and_check(replace(case, cpu_isa="reference"), policy)
 
 
 def test_the_traffic_covers_what_it_claims() -> None:

@@ -13,7 +13,12 @@ from quire.models.wheels import real_models_folder
 pytestmark = [pytest.mark.real, pytest.mark.system]
 
 
-@pytest.fixture(scope="module", params=[SMOLLM2, QWEN25_CODER], ids=["smollm2", "qwen2.5-coder"])
+@pytest.fixture(
+    scope="module",
+    # CI has no larger model, and this one takes as long as 200 other tests.
+    params=[SMOLLM2, pytest.param(QWEN25_CODER, marks=pytest.mark.slow)],
+    ids=["smollm2", "qwen2.5-coder"],
+)
 def running(request: pytest.FixtureRequest) -> Iterator[tuple[RealModel, Server]]:
     model: RealModel = request.param
     if not (real_models_folder() / model.file).is_file():
