@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import openai
@@ -17,14 +17,33 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 FAKE_STEP_MS = 3
 
 
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], LiveServer]]:
+    """Start each kind of server once per session, in whichever order the files of tests ask for them."""
+    running: dict[str, LiveServer] = {}
+    with ExitStack() as stack:
+
+        def start_once(kind: str) -> LiveServer:
+            if kind not in running:
+                running[kind] = stack.enter_context(serving(kind, tmp_path_factory.mktemp(kind)))
+            return running[kind]
+
+        yield start_once
+
+
 @pytest.fixture(scope="session", params=["fake", "quill", pytest.param("gateway", marks=pytest.mark.slow)])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(request: pytest.FixtureRequest, start: Callable[[str], LiveServer]) -> LiveServer:
     """A live server with Quill's tokenizer: the fake executor, the real model, or the fake behind a gateway."""
-    folder = tmp_path_factory.mktemp(request.param)
+    return start(request.param)
+
+
+@contextmanager
+def serving(kind: str, folder: Path) -> Iterator[LiveServer]:
+    """Serve while the block runs; at its end SIGTERM ends each process with status 0."""
     template = folder / "chat.jinja"
     template.write_text(TEMPLATE)
     model = str(quill_path("quill"))
-    if request.param in ("fake", "gateway"):
+    if kind in ("fake", "gateway"):
         command = ["-m", "tests.e2e.serve_fake_engine", model, str(template), str(FAKE_STEP_MS),
                    str(folder / "batches")]  # fmt: skip
     else:
@@ -32,7 +51,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                    "--served-model-name", "tiny", "--num-kv-blocks", "512", "--max-model-len", "512", "--threads", "1",
                    "--admin-port", "0", "--batch-dir", str(folder / "batches")]  # fmt: skip
     with LiveServer(command, folder / "log") as live:
-        if request.param == "gateway":
+        if kind == "gateway":
             with behind_gateway(live, folder) as front:
                 yield live
                 assert front.stop() == 0, front.log.read_text()
