@@ -4,10 +4,11 @@
     python -m benchmarks.quantize run SOURCE --calib wiki.train.raw --text wiki.valid.raw [--forms gptq-int4 …]
     python -m benchmarks.quantize write
 
-`run` adds a line per form to the JSONL file, replacing the one of the same source and form; `write` makes the table.
-KL is from the 16-bit source in fp32, over the full vocabulary, in windows of 512 tokens side by side: with the rounded
-weights in fp32, and as the engine serves the file. Minutes are processor time of all threads, since the machine may be
-shared.
+`imatrix` writes importances of the calibration text in llama.cpp's older form, with which llama.cpp itself quantizes
+(benchmarks/peers/llamacpp_quantize.py). `run` adds a line per form to the JSONL file, and `file` that of a file that is
+there already, each in the place of one of the same source and form; `write` makes the table. KL is from the 16-bit
+source in fp32, over the full vocabulary, in windows of 512 tokens side by side: with the rounded weights in fp32, and
+as the engine serves the file. Minutes are processor time of all threads, since the machine may be shared.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import struct
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,12 +30,19 @@ from torch import Tensor
 from quire.args import EngineArgs
 from quire.clock import WallClock
 from quire.device import detect_device
+from quire.models.checkpoint import describe
 from quire_lab.eval.args import EvalArgs
 from quire_lab.eval.inputs import read_inputs
 from quire_lab.eval.model import LoadedModel, find_model
 from quire_lab.eval.run import Pair, Work, figures, work_of
 from quire_lab.quantize.args import CALIBRATED, QuantizeArgs
+from quire_lab.quantize.calibrated import Calibration
+from quire_lab.quantize.folder import OutFolder
+from quire_lab.quantize.gguf.metadata import architecture, model_keys
+from quire_lab.quantize.gguf.tensors import targets
 from quire_lab.quantize.run import quantize
+from quire_lab.quantize.source import read_source
+from quire_lab.quantize.work import LayerWork
 
 RESULTS = Path(__file__).resolve().parent / "results" / "quantize.jsonl"
 CONTEXT = 512
@@ -47,7 +56,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "rtn-w8a8": {"method": "rtn", "activations": True},
     "smoothquant-w8a8": {"method": "smoothquant"},
     "fp8": {"method": "fp8"},
+    "gguf-q4_k_m-rtn": {"method": "rtn", "format": "gguf"},
+    "gguf-q4_k_m-imatrix": {"method": "imatrix", "format": "gguf"},
+    "gguf-q4_k_m-gptq": {"method": "gptq", "format": "gguf"},
 }
+PEER = "llama.cpp Q4_K_M, imatrix"
 HEADER = """# What `quire quantize` loses
 
     python -m benchmarks.noisy_source FILE.gguf SOURCE
@@ -97,8 +110,7 @@ def kl(made: Path, base: Remembered, work: Work, *, expand: bool) -> dict[str, A
 
 
 def run(given: argparse.Namespace) -> None:
-    args = EvalArgs(text=str(given.text), context=CONTEXT, stride=CONTEXT, limit_tokens=given.tokens)
-    base, work = original(given.source, args)
+    base, work = original(given.source, eval_args(given))
     for form in given.forms:
         folder = Path(tempfile.mkdtemp(prefix="quire-quantize-"))
         calib = str(given.calib) if FORMS[form]["method"] in CALIBRATED else None
@@ -107,19 +119,59 @@ def run(given: argparse.Namespace) -> None:
         )  # fmt: skip
         start_s = time.process_time()
         report = quantize(str(given.source), asked, WallClock())
-        line = {
-            "source": given.source.name, "form": form, "date": date.today().isoformat(),
-            "machine": detect_device().name, "calib": given.calib.name, "text": given.text.name,
-            "samples": given.samples, "cpu_minutes": (time.process_time() - start_s) / 60,
-            "bits": report["bits_per_weight"], "bytes": report["bytes"],
-            "weights": kl(folder / "made", base, work, expand=True),
-            "served": kl(folder / "made", base, work, expand=False),
-        }  # fmt: skip
+        minutes = (time.process_time() - start_s) / 60
+        add(given, form, folder / "made", base, work, cpu_minutes=minutes, num_bytes=report["bytes"])
         shutil.rmtree(folder)
-        known = [json.loads(text) for text in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-        known = [each for each in known if (each["source"], each["form"]) != (line["source"], form)]
-        RESULTS.write_text("".join(json.dumps(each) + "\n" for each in [*known, line]))
-        print(json.dumps(line), flush=True)
+
+
+def eval_args(given: argparse.Namespace) -> EvalArgs:
+    return EvalArgs(text=str(given.text), context=CONTEXT, stride=CONTEXT, limit_tokens=given.tokens)
+
+
+def add(
+    given: argparse.Namespace, form: str, made: Path, base: Remembered, work: Work, *, cpu_minutes: float | None,
+    num_bytes: int,
+) -> None:  # fmt: skip
+    """Measure ``made``, and put its line in the place of an older one."""
+    line = {
+        "source": given.source.name, "form": form, "date": date.today().isoformat(),
+        "machine": detect_device().name, "calib": given.calib.name, "text": given.text.name,
+        "samples": given.samples, "cpu_minutes": cpu_minutes,
+        "bits": 8 * num_bytes / describe(given.source).spec.num_params, "bytes": num_bytes,
+        "weights": kl(made, base, work, expand=True), "served": kl(made, base, work, expand=False),
+    }  # fmt: skip
+    known = [json.loads(text) for text in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    known = [each for each in known if (each["source"], each["form"]) != (line["source"], form)]
+    RESULTS.write_text("".join(json.dumps(each) + "\n" for each in [*known, line]))
+    print(json.dumps(line), flush=True)
+
+
+def measure(given: argparse.Namespace) -> None:
+    base, work = original(given.source, eval_args(given))
+    size = given.file.stat().st_size
+    add(given, given.form, given.file, base, work, cpu_minutes=given.cpu_minutes, num_bytes=size)
+
+
+def imatrix(given: argparse.Namespace) -> None:
+    """Write the mean square of the inputs of each matrix, which the text has in the model as it is."""
+    source, device = read_source(given.source), detect_device()
+    args = QuantizeArgs(method="imatrix", calib=str(given.calib), calib_samples=given.samples)
+    spec = source.checkpoint.spec
+    keys = model_keys(spec, architecture(spec, str(given.source)), "")
+    names = {name: target.name for target in targets(source, keys) for name in target.stored}
+    calibration, entries = Calibration(source, args, device), []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = OutFolder(Path(scratch) / "out", {}, source.num_layers + 1)
+        for layer in range(source.num_layers):
+            stats = calibration.stats(layer)
+            for matrix in source.matrices:
+                if matrix.layer == layer:
+                    values = stats[matrix.name].gram.diagonal().tolist()
+                    name = names[matrix.tensor].encode()
+                    head = struct.pack(f"<i{len(name)}sii", len(name), name, 1, len(values))
+                    entries.append(head + struct.pack(f"<{len(values)}f", *values))
+            calibration.hand_on(folder, layer, LayerWork(spec.layers[layer], (), {}, {}, {}, {}), {})
+    given.out.write_bytes(struct.pack("<i", len(entries)) + b"".join(entries) + struct.pack("<i", 1))
 
 
 def write() -> None:
@@ -135,7 +187,7 @@ def write() -> None:
             "| form | bits per weight, all counted | KL of the weights | 99 % | same top token | perplexity "
             "| KL as served | minutes of processor time |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n"
         )
-        order = list(FORMS)
+        order = [*FORMS, PEER]
         for line in sorted(rows, key=lambda line: order.index(line["form"])):
             w, s = line["weights"], line["served"]
             cells = (
@@ -146,7 +198,7 @@ def write() -> None:
                 f"{w['top1_agreement']:.2%}",
                 f"{w['perplexity']:.2f}",
                 f"{s['kl_mean']:.4f}",
-                f"{line['cpu_minutes']:.2f}",
+                "" if line["cpu_minutes"] is None else f"{line['cpu_minutes']:.2f}",
             )
             parts.append(f"| {' | '.join(cells)} |\n")
         parts.append("\n")
@@ -158,19 +210,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("run")
-    runs.add_argument("source", type=Path)
-    runs.add_argument("--calib", type=Path, required=True)
-    runs.add_argument("--text", type=Path, required=True)
-    runs.add_argument("--forms", nargs="*", default=list(FORMS), choices=list(FORMS))
-    runs.add_argument("--tokens", type=int, default=6144)
-    runs.add_argument("--samples", type=int, default=32)
+    for name, task in (("run", run), ("file", measure), ("imatrix", imatrix)):
+        runs = commands.add_parser(name)
+        runs.set_defaults(task=task)
+        runs.add_argument("source", type=Path)
+        runs.add_argument("--calib", type=Path, required=True)
+        runs.add_argument("--samples", type=int, default=32)
+        if name == "imatrix":
+            runs.add_argument("--out", type=Path, required=True)
+            continue
+        runs.add_argument("--text", type=Path, required=True)
+        runs.add_argument("--tokens", type=int, default=6144)
+        if name == "run":
+            runs.add_argument("--forms", nargs="*", default=list(FORMS), choices=list(FORMS))
+        else:
+            runs.add_argument("file", type=Path)
+            runs.add_argument("--form", default=PEER)
+            runs.add_argument("--cpu-minutes", type=float)
     commands.add_parser("write")
     given = parser.parse_args()
     if given.command == "write":
         write()
     else:
-        run(given)
+        given.task(given)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,68 @@ def test_errors_are_weighted_by_what_the_text_multiplies(tmp_path: Path) -> None
     assert errors["gptq"] < 0.8 * errors["imatrix"]
     with pytest.raises(ConfigError, match="the method rtn runs the model on no text"):
         run(model, "rtn", method="rtn", **flags)
+
+
+def imatrix(path: Path, values: dict[str, torch.Tensor], *, older: bool) -> Path:
+    """Write the values as llama.cpp does, in 3 chunks of 2 rows each."""
+    if older:
+        entries = []
+        for name, value in values.items():
+            numbers = (3 * value.flatten()).tolist()
+            head = struct.pack(f"<i{len(name)}sii", len(name), name.encode(), 3, len(numbers))
+            entries.append(head + struct.pack(f"<{len(numbers)}f", *numbers))
+        path.write_bytes(struct.pack("<i", len(entries)) + b"".join(entries) + struct.pack("<i", 3))
+        return path
+    writer = gguf.GGUFWriter(path, "imatrix")
+    for name, value in values.items():
+        writer.add_tensor(f"{name}.in_sum2", (6 * value).numpy())
+        writer.add_tensor(f"{name}.counts", np.full((len(value), 1), 6, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_importance_matrix_of_llama_cpp_weights_errors(tmp_path: Path, older: bool) -> None:
+    model = model_of(tmp_path, "qwen3_moe")
+    generator = torch.Generator().manual_seed(5)
+    values = {
+        "blk.1.attn_q.weight": torch.rand(1, 64, generator=generator) ** 6,
+        "blk.1.ffn_up_exps.weight": torch.rand(6, 64, generator=generator) ** 6,
+    }
+    path = imatrix(tmp_path / "imatrix", values, older=older)
+    file, report = run(model, gguf_type="q4_0", method="imatrix", imatrix=str(path))
+    assert any("are not in imatrix, for example blk.0.attn_q.weight" in line for line in report["remarks"])
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    source = load_file(model / "model.safetensors")
+    for index in (0, 5):
+        weight = source[f"model.layers.1.mlp.experts.{index}.up_proj.weight"]
+        wanted = round_to_nearest(weight, SCHEMES["q4_0"], values["blk.1.ffn_up_exps.weight"][index]).expand()
+        found = tensors["blk.1.ffn_up_exps.weight"]
+        assert np.allclose(gguf.quants.dequantize(found.data, found.tensor_type)[index], wanted.numpy())
+    plain = round_to_nearest(source["model.layers.0.self_attn.q_proj.weight"], SCHEMES["q4_0"]).expand()
+    found = tensors["blk.0.attn_q.weight"]
+    assert np.array_equal(gguf.quants.dequantize(found.data, found.tensor_type), plain.numpy())
+
+
+def test_wrong_importance_matrix_is_named(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    cases = {
+        "it is of another model": {"blk.0.attn_q.weight": torch.ones(1, 32)},
+        "has none of this model's matrices": {"blk.0.other.weight": torch.ones(1, 64)},
+        "negative or no finite number": {"blk.0.attn_q.weight": torch.full((1, 64), float("nan"))},
+    }
+    for index, (words, values) in enumerate(cases.items()):
+        path = imatrix(tmp_path / f"imatrix{index}", values, older=index == 1)
+        with pytest.raises(ConfigError, match=words):
+            run(model, method="imatrix", imatrix=str(path))
+    (tmp_path / "cut").write_bytes((tmp_path / "imatrix1").read_bytes()[:60])
+    with pytest.raises(ConfigError, match="cut is no importance matrix"):
+        run(model, method="imatrix", imatrix=str(tmp_path / "cut"))
+    with pytest.raises(ConfigError, match="imatrix needs method = 'imatrix'"):
+        run(model, method="gptq", imatrix=str(path))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen2", "llama2", "mistral", "phi-3-mini"])

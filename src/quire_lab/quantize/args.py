@@ -22,6 +22,7 @@ class QuantizeArgs:
     activations: bool = False
     keep: tuple[str, ...] = ()
     calib: str | None = None
+    imatrix: str | None = None
     calib_samples: int | None = None
     calib_tokens: int | None = None
     format: Target = "compressed-tensors"

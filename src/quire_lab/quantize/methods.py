@@ -21,7 +21,7 @@ def _round(method: str, work: LayerWork, name: str) -> Rounded:
     assert scheme is not None
     gram = work.gram(next(matrix for matrix in work.matrices if matrix.name == name))
     if gram is None:
-        return round_to_nearest(weight, scheme)
+        return round_to_nearest(weight, scheme, work.importance.get(name))
     if method == "gptq":
         return gptq(weight, gram, scheme)
     return round_to_nearest(weight, scheme, gram.diagonal())

@@ -67,12 +67,7 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
     """
     if args.out is None:
         raise ConfigError("out is missing: give --out DIR, a folder that does not exist yet")
-    if args.max_kl is not None and args.text is None:
-        raise ConfigError("max_kl needs text: give --text FILE, on which the KL is measured")
-    if args.calib is not None and args.method not in CALIBRATED:
-        raise ConfigError(
-            f"calib: the method {args.method} runs the model on no text; those that do are {', '.join(CALIBRATED)}"
-        )
+    _check(args)
     begin_s = clock.now()
     source = read_source(locate(model, revision=args.revision))
     layout = LAYOUTS[args.format]
@@ -80,7 +75,7 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
     made = _plan(source, args, layout) if gguf is None else gguf.plan
     final, identity = Path(args.out).expanduser(), _identity(args, source)
     folder = OutFolder(final, identity, source.num_layers + 1, apart=gguf is not None)
-    entries = _write_layers(source, args, made, layout, folder, {} if gguf is None else gguf.tables)
+    entries = _write_layers(source, args, made, layout, folder)
     if gguf is None:
         config = {**source.config, "quantization_config": _config_of(source, made, layout)}
         folder.complete(source.folder, config)
@@ -93,20 +88,33 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
     return report
 
 
-def _plan(source: Source, args: QuantizeArgs, layout: Layout) -> Plan:
-    if args.gguf_type is not None:
+def _check(args: QuantizeArgs) -> None:
+    """Raise `ConfigError` for flags that do not go together."""
+    if args.max_kl is not None and args.text is None:
+        raise ConfigError("max_kl needs text: give --text FILE, on which the KL is measured")
+    if args.calib is not None and args.method not in CALIBRATED:
+        raise ConfigError(
+            f"calib: the method {args.method} runs the model on no text; those that do are {', '.join(CALIBRATED)}"
+        )
+    if args.imatrix is not None and (
+        args.method != "imatrix" or args.format != "gguf" or args.calib is not None
+    ):
+        raise ConfigError(
+            "imatrix needs method = 'imatrix' and format = 'gguf', and no calib, whose place it takes"
+        )
+    if args.gguf_type is not None and args.format != "gguf":
         raise ConfigError(f"gguf_type = {args.gguf_type!r} needs format = 'gguf', which is {args.format!r}")
+
+
+def _plan(source: Source, args: QuantizeArgs, layout: Layout) -> Plan:
     wanted = wanted_scheme(args, source.checkpoint.spec.hidden_size)
     return plan(source.matrices, wanted, args.keep, mixes=layout.mixes)
 
 
 def _write_layers(
-    source: Source, args: QuantizeArgs, made: Plan, layout: Layout, folder: OutFolder, tables: Mapping[str, Scheme]
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Write every shard that is missing; return what the report says of all matrices.
-
-    ``tables``: schemes of tensors that belong to no layer, which are rounded without text.
-    """
+    source: Source, args: QuantizeArgs, made: Plan, layout: Layout, folder: OutFolder
+) -> list[dict[str, Any]]:
+    """Write every shard that is missing; return what the report says of all matrices."""
     entries: list[dict[str, Any]] = []
     progress = Progress(source.num_layers)
     calibration: Calibration | None = None
@@ -114,7 +122,7 @@ def _write_layers(
         for layer in range(source.num_layers):
             noted = folder.entries(layer)
             if noted is None:
-                if args.method in CALIBRATED and calibration is None:
+                if args.method in CALIBRATED and args.imatrix is None and calibration is None:
                     calibration = Calibration(source, args, detect_device())
                     if layer:
                         calibration.go_on(folder, layer)
@@ -125,12 +133,15 @@ def _write_layers(
             progress.done += 1
     last = source.num_layers
     if folder.entries(last) is None:
-        folder.add(last, _outside_layers(source, layout, tables), [])
+        folder.add(last, _outside_layers(source, layout, made.tables), [])
     return entries
 
 
 def _outside_layers(source: Source, layout: Layout, tables: Mapping[str, Scheme]) -> dict[str, Tensor]:
-    """Return what the last shard has: embeddings, the output matrix and the last norm."""
+    """Return what the last shard has: embeddings, the output matrix and the last norm.
+
+    ``tables``: schemes of its matrices, which are rounded without text.
+    """
     tensors = {name: view(source.tensors[name]) for name in source.layer_tensors(None)}
     for name, scheme in tables.items():
         parts = layout.parts(round_to_nearest(_finite(source, name), scheme))
@@ -179,6 +190,7 @@ def _work_of(source: Source, layer: int, made: Plan, calibration: Calibration | 
     return LayerWork(
         spec.layers[layer], matrices, made.schemes, {m.name: read_weight(source, m) for m in matrices}, plain,
         {} if calibration is None else calibration.stats(layer), spec.norm_plus_one,
+        importance={m.name: torch.tensor(made.importance[m.name]) for m in matrices if m.name in made.importance},
     )  # fmt: skip
 
 
@@ -223,7 +235,8 @@ def _config_of(source: Source, made: Plan, layout: Layout) -> dict[str, Any]:
 
 def _identity(args: QuantizeArgs, source: Source) -> Mapping[str, Any]:
     """Return what a run must have in common with the one that it goes on with."""
-    files = [*source.checkpoint.files, *([] if args.calib is None else [Path(args.calib).expanduser()])]
+    texts = [Path(path).expanduser() for path in (args.calib, args.imatrix) if path is not None]
+    files = [*source.checkpoint.files, *texts]
     stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files if path.exists()}
     same = replace(args, json=False, out=None, text=None, limit_tokens=None, max_kl=None)
     return {"version": __version__, "args": asdict(same) | {"keep": list(args.keep)}, "files": stats}

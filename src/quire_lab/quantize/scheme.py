@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from quire.errors import ConfigError
 from quire.weight_format import GROUPS, Kind
@@ -51,10 +51,16 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``schemes``: for each matrix, None where it stays as it is; ``remarks``: what differs from the request."""
+    """``schemes``: for each matrix, None where it stays as it is; ``remarks``: what differs from the request.
+
+    ``tables``: schemes of stored tensors that belong to no layer. ``importance``: of the inputs of matrices, of a
+    file.
+    """
 
     schemes: dict[str, Scheme | None]
     remarks: tuple[str, ...]
+    tables: Mapping[str, Scheme] = field(default_factory=dict)
+    importance: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def plan(matrices: Sequence[Matrix], wanted: Scheme, keep: Sequence[str], *, mixes: bool = True) -> Plan:

@@ -19,7 +19,7 @@ class LayerWork:
     """One layer: ``weights`` fp32 by the matrices' names, and ``plain`` tensors by canonical names, without prefix.
 
     A method may move factors from one to another as long as their product stays. ``factors``: what the inputs of a
-    matrix were multiplied by since ``stats`` were taken.
+    matrix were multiplied by since ``stats`` were taken. ``importance``: of its inputs, where a file has it.
     """
 
     spec: LayerSpec
@@ -31,6 +31,7 @@ class LayerWork:
     norm_plus_one: bool = False
     changed: set[str] = field(default_factory=set)
     factors: dict[str, Tensor] = field(default_factory=dict)
+    importance: dict[str, Tensor] = field(default_factory=dict)
 
     def matrix_of(self, part: str) -> Matrix | None:
         """Return the matrix that is quantized, and is ``part`` ("attn.v") alone."""

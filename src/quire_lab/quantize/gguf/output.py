@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from quire_lab.quantize.args import QuantizeArgs
 from quire_lab.quantize.folder import OutFolder
 from quire_lab.quantize.gguf.container import TensorInfo, write_file
 from quire_lab.quantize.gguf.grids import SCHEMES
+from quire_lab.quantize.gguf.imatrix import read_imatrix
 from quire_lab.quantize.gguf.metadata import ROPE_FREQS, architecture, check_keys, model_keys, rope_factors
 from quire_lab.quantize.gguf.tensors import (
     FILE_TYPES,
@@ -28,7 +30,7 @@ from quire_lab.quantize.gguf.tensors import (
     targets,
 )
 from quire_lab.quantize.gguf.vocabulary import vocabulary
-from quire_lab.quantize.scheme import Plan, Scheme
+from quire_lab.quantize.scheme import Plan
 from quire_lab.quantize.source import Source
 
 
@@ -36,14 +38,13 @@ from quire_lab.quantize.source import Source
 class GgufOutput:
     """A file that is to be written: its keys and tensors, and the types of the matrices that they are made from.
 
-    ``tables``: schemes of the embedding and the output matrix, by stored names. ``factors``: see `rope_factors`.
+    ``factors``: see `rope_factors`.
     """
 
     name: str
     metadata: Mapping[str, Any]
     targets: tuple[Target, ...]
     plan: Plan
-    tables: Mapping[str, Scheme]
     factors: Tensor | None
 
     def write(self, folder: OutFolder) -> int:
@@ -92,14 +93,40 @@ def prepare(source: Source, args: QuantizeArgs) -> GgufOutput:
         kinds = {plan.schemes.get(name.removesuffix(".weight")) for name in target.stored}
         if len(kinds) > 1:
             raise ConfigError(f"keep: {target.name} holds the matrices of all experts, which have one type")
-    return GgufOutput(
-        f"{source.folder.name}-{gguf_type.upper()}.gguf",
-        keys,
-        found,
-        plan,
-        table_schemes(source, gguf_type),
-        factors,
-    )
+    plan = replace(plan, tables=table_schemes(source, gguf_type))
+    if args.imatrix is not None:
+        plan = _with_importance(plan, source, found, Path(args.imatrix).expanduser())
+    return GgufOutput(f"{source.folder.name}-{gguf_type.upper()}.gguf", keys, found, plan, factors)
+
+
+def _with_importance(plan: Plan, source: Source, found: tuple[Target, ...], path: Path) -> Plan:
+    """Return the plan with what the file at ``path`` says of the inputs of its matrices."""
+    values = read_imatrix(path)
+    inputs = {
+        matrix.name: matrix.in_features for matrix in source.matrices if plan.schemes[matrix.name] is not None
+    }
+    importance: dict[str, list[float]] = {}
+    missing = []
+    for target in found:
+        names = [name.removesuffix(".weight") for name in target.stored]
+        if names[0] not in inputs:
+            continue
+        if target.name not in values:
+            missing.append(target.name)
+            continue
+        rows = values[target.name]
+        if len(rows) != len(names) * inputs[names[0]]:
+            raise ConfigError(
+                f"imatrix: {path}: {target.name} has {len(rows)} values, and the model {len(names)} matrices of "
+                f"{inputs[names[0]]} inputs: it is of another model"
+            )
+        importance |= zip(names, rows.view(len(names), -1).tolist(), strict=True)
+    if not importance:
+        raise ConfigError(
+            f"imatrix: {path} has none of this model's matrices, the first of which is {missing[0]}"
+        )
+    lines = (f"{len(missing)} matrices are not in {path.name}, for example {missing[0]}",) if missing else ()
+    return replace(plan, importance=importance, remarks=(*plan.remarks, *lines))
 
 
 def _type_of(args: QuantizeArgs) -> str:
