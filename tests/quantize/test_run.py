@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from quire.clock import WallClock
 from quire.errors import ConfigError, ModelLoadError
+from quire.kernels.linear.reference import scaled_to_fp8
 from quire.models.checkpoint import describe, stored_sources
 from quire.models.stored_weights import open_quantized
 from quire.parallel.shard import Cut
@@ -111,6 +112,34 @@ def test_group_that_does_not_divide_a_matrix_is_halved(model: Path) -> None:
     assert DOWN in groups["group_1"]["targets"]
     assert "do not divide" in " ".join(report["remarks"])  # type: ignore[arg-type]
     assert decoded(out)["layers.1.mlp.down.weight"].shape == (64, 160)
+
+
+def test_blocks_of_fp8_share_a_scale(tmp_path: Path) -> None:
+    config = {
+        **TINY,
+        **CONFIG,
+        "hidden_size": 256,
+        "intermediate_size": 320,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+    }
+    model = tmp_path / "model"
+    model.mkdir()
+    write_model(model, tensors(torch.bfloat16, config), **{**config, "torch_dtype": "bfloat16"})
+    out, report = run(model, method="fp8", group_size=128)
+    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert [group["weights"]["strategy"] for group in groups.values()] == ["block", "channel"]
+    assert groups["group_0"]["input_activations"]["group_size"] == 128
+    up, written = "model.layers.0.mlp.up_proj", stored(out)
+    assert written[f"{up}.weight_scale"].shape == (3, 2)
+    weight, made = stored(model)[f"{up}.weight"].float(), decoded(out)["layers.0.mlp.up.weight"]
+    for rows, columns in (((0, 128), (0, 128)), ((256, 320), (128, 256))):
+        part = weight[slice(*rows), slice(*columns)]
+        scale = part.abs().max() / 448.0
+        assert written[f"{up}.weight_scale"][rows[0] // 128, columns[0] // 128] == scale
+        wanted = scaled_to_fp8(part.flatten())[0].view(part.shape).float() * scale
+        assert torch.equal(made[slice(*rows), slice(*columns)], wanted)
+    assert "2 matrices of 320 inputs" in " ".join(report["remarks"])  # type: ignore[arg-type]
 
 
 def test_full_disk_leaves_nothing_under_the_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

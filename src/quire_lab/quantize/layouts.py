@@ -65,7 +65,9 @@ def _unsigned(rounded: Rounded) -> tuple[Tensor, Tensor]:
 def _compressed_tensors(rounded: Rounded) -> dict[str, Tensor]:
     scheme, scale = rounded.scheme, rounded.grid.scale.half()
     if scheme.activations:
-        return {"weight": rounded.q, "weight_scale": rounded.grid.scale if scheme.floats else scale}
+        # Of square blocks all rows have the same scales.
+        scales = rounded.grid.scale[:: scheme.group or 1].contiguous() if scheme.floats else scale
+        return {"weight": rounded.q, "weight_scale": scales}
     q, zero = _unsigned(rounded)
     parts = {
         "weight_packed": pack(q, scheme.bits),
@@ -83,14 +85,19 @@ def _compressed_tensors_config(schemes: Schemes, plain: Sequence[str]) -> dict[s
     counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
     for index, (scheme, _) in enumerate(counts.most_common()):
         names = ["Linear"] if index == 0 else [name for name, each in schemes.items() if each == scheme]
-        weights = {
+        weights: dict[str, Any] = {
             "num_bits": scheme.bits, "type": "float" if scheme.floats else "int", "symmetric": scheme.symmetric,
             "strategy": "channel" if scheme.group is None else "group", "group_size": scheme.group,
             "dynamic": False,
         }  # fmt: skip
+        if scheme.floats and scheme.group is not None:
+            size = scheme.group
+            weights |= {"strategy": "block", "group_size": None, "block_structure": [size, size]}
         activations = {
             "num_bits": 8, "type": weights["type"], "symmetric": True, "strategy": "token", "dynamic": True,
         }  # fmt: skip
+        if weights["strategy"] == "block":
+            activations |= {"strategy": "group", "group_size": scheme.group}
         groups[f"group_{index}"] = {
             "targets": names, "weights": weights, "input_activations": activations if scheme.activations else None,
             "output_activations": None, "format": _form(scheme),

@@ -25,10 +25,22 @@ from quire_lab.quantize.scheme import Scheme
 def round_to_nearest(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Rounded:
     """``weight [out, in]`` → its integers; ``importance [in]`` weights the square errors of inputs."""
     if scheme.floats:
-        q, largest = scaled_to_fp8(weight.float())
-        return Rounded(scheme, q, Grid(largest.view(-1, 1)))
+        return _floats(weight.float(), scheme)
     grid = fit_grid(weight, scheme, importance)
     return Rounded(scheme, on_grid(weight, scheme, grid), grid)
+
+
+def _floats(weight: Tensor, scheme: Scheme) -> Rounded:
+    """Return e4m3 with a scale per output feature, or per square block of ``scheme.group`` outputs and inputs."""
+    size, rows = scheme.group, len(weight)
+    if size is None:
+        q, scale = scaled_to_fp8(weight)
+        return Rounded(scheme, q, Grid(scale))
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -rows % size))
+    blocks = torch.unflatten(torch.unflatten(padded, 1, (-1, size)), 0, (-1, size)).transpose(1, 2)
+    q, scale = scaled_to_fp8(blocks.flatten(2))
+    q = torch.unflatten(q, 2, (size, size)).transpose(1, 2).flatten(2).flatten(0, 1)[:rows]
+    return Rounded(scheme, q, Grid(scale.squeeze(-1).repeat_interleave(size, 0)[:rows]))
 
 
 def fit_grid(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Grid:

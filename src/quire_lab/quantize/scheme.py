@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.errors import ConfigError
+from quire.families.quantization_scheme import BLOCK
 from quire.weight_format import GROUPS, Kind
 from quire_lab.quantize.args import QuantizeArgs
 from quire_lab.quantize.source import Matrix
@@ -45,6 +46,8 @@ class Scheme:
         if self.block is not None:
             return self.block.upper()
         group = "a scale per row" if self.group is None else f"groups of {self.group}"
+        if self.floats and self.group is not None:
+            group = f"blocks of {self.group} x {self.group}"
         rest = ("" if self.symmetric else ", zero points") + (", rows too" if self.activations else "")
         return f"{'fp' if self.floats else 'int'}{self.bits}, {group}{rest}"
 
@@ -111,8 +114,13 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def fitting(wanted: Scheme, in_features: int) -> Scheme:
-    """Return ``wanted`` with the largest half of its group that divides ``in_features``, or int8 per row."""
+    """Return ``wanted`` with the largest half of its group that divides ``in_features``, or int8 per row.
+
+    Blocks of fp8 that do not divide them become rows.
+    """
     group = wanted.group
+    if wanted.floats and group is not None:
+        return wanted if in_features % group == 0 else replace(wanted, group=None)
     while group is not None and in_features % group:
         group //= 2
         if group < min(GROUPS["int4"]):
@@ -146,6 +154,8 @@ def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
     awq = args.format == "awq"
     symmetric = not awq if args.symmetric is None else args.symmetric
     group = default_group(hidden_size) if args.group_size is None else args.group_size or None
+    floats = args.method == "fp8"
+    scales = "a scale per output feature" + (f" or per block of {BLOCK} x {BLOCK}" if floats else "")
     if both:
         group = args.group_size or None
     problems = {
@@ -153,12 +163,12 @@ def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
         not in KINDS,
         f"bits = {bits}: awq has 4 bits": awq and bits != min(KINDS),
         "symmetric: awq has a zero point per group": awq and symmetric,
-        f"method = {args.method!r} with activations has 8 bits, a scale per output feature and no zero points": both
-        and (bits != max(KINDS) or group is not None or not symmetric),
+        f"method = {args.method!r} with activations has 8 bits, {scales} and no zero points": both
+        and (bits != max(KINDS) or group not in ((None, BLOCK) if floats else (None,)) or not symmetric),
         f"method = {args.method!r} is written as compressed-tensors, and {args.format} has no activations": both
         and args.format != "compressed-tensors",
     }
     for text, wrong in problems.items():
         if wrong:
             raise ConfigError(text)
-    return Scheme(bits, group, symmetric, activations=both, floats=args.method == "fp8")
+    return Scheme(bits, group, symmetric, activations=both, floats=floats)
