@@ -43,6 +43,8 @@ def test_recurrent_states_are_read_and_written() -> None:
     without = Roofline(replace(work, state_bytes=0), H100, IDEAL).seconds(step)
     seconds = Roofline(work, H100, IDEAL).seconds(step)
     assert seconds - without == pytest.approx(4 * 2 * spec.state_bytes_per_sequence / 3.35e12)
+    kept = Roofline(work, H100, IDEAL).parts(StepFeatures(12, 4, 12, 0, 0, 0)).attention
+    assert kept == pytest.approx((4 + 12) * spec.state_bytes_per_sequence / 3.35e12)
 
 
 def test_a_prompt_multiplies() -> None:

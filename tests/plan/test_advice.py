@@ -78,13 +78,20 @@ def test_what_is_on_is_not_suggested() -> None:
     assert not flags & {"--quantize", "--kv-dtype", "--prefix", "--draft"}
 
 
-def test_recurrent_layers_take_no_drafts_and_a_state_per_request(tmp_path: Path) -> None:
+def test_recurrent_layers_take_a_state_per_request_and_per_draft(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3.5-9B"][0]))
-    found = plan(str(tmp_path / "config.json"), count=1, concurrency=8)
-    assert not [step for step in advice(found) if step.flag.startswith("--draft")]
+    config, asked = str(tmp_path / "config.json"), {"count": 1, "workload": "64/500"}
+    found = plan(config, concurrency=8, **asked)
+    drafted = plan(config, concurrency=8, draft="ngram,0.3,4", **asked)
+    (ngram,) = [step for step in advice(found) if step.flag.startswith("--draft")]
+    assert ngram.flag == "--draft ngram,0.3,4"
+    assert not [step for step in advice(plan(config, concurrency=64, **asked)) if "--draft" in step.flag]
     per_token = 8 * 2 * 4 * 256 * 2  # eight layers attend
     state = 24 * 4 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))
     assert found.memory.kv_bytes_per_request == found.memory.context * per_token + state
+    assert (
+        found.memory.kv_pool - drafted.memory.kv_pool == 8 * 4 * state
+    )  # of eight sequences, as an engine has slots
 
 
 def test_what_makes_a_model_fit_comes_without_a_ratio() -> None:

@@ -220,7 +220,8 @@ class Roofline:
         read += sum(
             size * (min(mean, w) * num_decodes + min(step.chunk_kv_tokens, w)) for w, size in work.windows
         )
-        read += 2 * work.state_bytes * step.num_seqs
+        # Each state is read and written once, and once more behind each draft, to go back to.
+        read += work.state_bytes * (step.num_seqs + max(step.num_seqs, step.num_logits))
         read_s = read / (work.kv_ways * split.attention_dp * split.cp) / bandwidth
         if not rate:
             return read_s

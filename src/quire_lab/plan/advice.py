@@ -105,7 +105,7 @@ def _changes(q: Question, now: Option | None) -> Iterator[tuple[str, str, Questi
         shared = q.load.isl // 2
         what = f"a prefix cache, if half of each prompt ({shared:,} tokens) is in it"
         yield what, f"--prefix {shared}", replace(q, load=replace(q.load, prefix=shared))
-    if q.draft is None and not q.spec.state_layers:  # the model of times has no states of drafts
+    if q.draft is None:
         yield _drafted(q)
     yield from _sizes(q, now)
 
@@ -128,6 +128,7 @@ def _drafted(q: Question) -> tuple[str, str, Question]:
     for name in presets():
         one = preset_spec(name)
         small = one.num_params * SMALLER <= q.spec.num_params and one.vocab_size == q.spec.vocab_size
+        small = small and not one.state_layers
         if small and (spec is None or one.num_params < spec.num_params):
             model, spec = name, one
     rate = LOOKED_UP if spec is None else ACCEPTANCE

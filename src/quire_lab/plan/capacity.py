@@ -255,11 +255,13 @@ class Question:
         return Roofline(work, self.hardware, self.efficiency, self.links)
 
     def _drafting(self, split: Split) -> Drafting | None:
-        if self.draft is None or self.draft.spec is None:
-            return Drafting(self.draft, None) if self.draft else None
+        if self.draft is None:
+            return None
+        if self.draft.spec is None:
+            return Drafting(self.draft, self.spec, None)
         work = work_of(self.draft.spec, "bf16", self.kv_dtype, self.draft.split_under(split))
         efficiency = efficiency_of(self.engine, self.hardware, self.draft.spec, "bf16")
-        return Drafting(self.draft, Roofline(work, self.hardware, efficiency, self.links))
+        return Drafting(self.draft, self.spec, Roofline(work, self.hardware, efficiency, self.links))
 
     def memory(self, split: Split, context: int | None = None) -> MemoryPlan:
         """Return the memory of one device of ``split``, with requests of ``context`` tokens."""
@@ -269,7 +271,7 @@ class Question:
             max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs,
             prefix=self.load.prefix, stored=self.stored,
         )  # fmt: skip
-        return self.draft.beside(memory, split, self.kv_dtype) if self.draft else memory
+        return self.draft.beside(memory, split, self.kv_dtype, self.spec) if self.draft else memory
 
     def max_running(self, split: Split) -> int:
         """Return the requests that run at once: as many as fit halfway through their output, since blocks are

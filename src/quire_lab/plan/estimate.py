@@ -88,7 +88,7 @@ class Replica:
         verify = self.steps.seconds(self._step(seqs, context))
         if self.drafting is None:
             return verify
-        return (self.drafting.propose_s(seqs, context) + verify) / self.drafting.draft.tokens_per_round
+        return (self.drafting.propose_s(seqs, context) + verify) / self.drafting.tokens_per_round(seqs)
 
     def _decodes(self, b: float, load: Load) -> tuple[int, int]:
         """Return the sequences that decode together, and the keys that they read."""
@@ -96,9 +96,11 @@ class Replica:
         return seqs, round(seqs * (load.isl + load.osl / 2))
 
     def _step(self, seqs: int, context: int) -> StepFeatures:
-        drafts = self.drafting.draft.num_drafts if self.drafting else 0
-        rows = seqs * (1 + drafts)
-        return StepFeatures(rows, seqs, rows, context, 0, 0, drafts * context)
+        if self.drafting is None:
+            return StepFeatures(seqs, seqs, seqs, context, 0, 0)
+        drafts, some = self.drafting.draft.num_drafts, self.drafting.num_drafted(seqs)
+        rows = seqs + some * drafts
+        return StepFeatures(rows, seqs, rows, context, 0, 0, drafts * context * some // seqs)
 
     def prefill_s(self, b: float, load: Load) -> float:
         """Return the seconds that one prompt adds to steps with ``b`` decodes."""
