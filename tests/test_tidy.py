@@ -224,7 +224,7 @@ def test_public_functions_have_return_types() -> None:
 
 # Both numbers only shrink.
 MAX_PRIVATE_TOUCHES = 51
-MAX_TUNING_NUMBERS = 836
+MAX_TUNING_NUMBERS = 784
 # What has a leading underscore and is public: named tuples, and the end of a process without clean-up.
 PUBLIC = {"_replace", "_fields", "_asdict", "_make", "_exit"}
 # Defaults that tune nothing: off, on, the neutral element.
@@ -243,6 +243,23 @@ def test_tests_read_few_private_attributes() -> None:
         and ast.unparse(node.value) not in ("self", "cls", "super()")
     ]
     assert len(touches) <= MAX_PRIVATE_TOUCHES, "\n".join(touches)
+
+
+# Modules whose numbers are units, layouts, protocols or published constants: another value would not be that thing.
+FIXED = {
+    "quire/cache/blocks.py",
+    "quire/device.py",
+    "quire/executor/child_process.py",
+    "quire/families/gguf_experts.py",
+    "quire/http/bounded_websocket.py",
+    "quire/kernels/sampling/noise.py",
+    "quire/models/gguf_file.py",
+    "quire/quant/ggml_codebooks.py",
+    "quire/recurrent_spec.py",
+    "quire/text/sentencepiece.py",
+    "quire/units.py",
+    "quire/weight_format.py",
+}
 
 
 def is_number(value: ast.expr | None) -> bool:
@@ -281,5 +298,7 @@ def tuning_numbers(path: Path) -> Iterator[str]:
 
 
 def test_numbers_that_tune_behaviour_do_not_grow() -> None:
-    numbers = [number for path in FILES for number in tuning_numbers(path)]
+    paths = {str(path.relative_to(ROOT / "src")): path for path in FILES}
+    assert all(any(tuning_numbers(paths[name])) for name in FIXED)
+    numbers = [number for name, path in paths.items() if name not in FIXED for number in tuning_numbers(path)]
     assert len(numbers) <= MAX_TUNING_NUMBERS

@@ -16,6 +16,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 SEED_MAX = 2**63 - 1
 TOKEN_ID_MAX = 2**31 - 1  # ids are int32 in the engine
+# A seed of 53 bits in JSON survives clients that read numbers as doubles.
+SEED_BITS = 53
 
 if TYPE_CHECKING:  # users may give lists, of which `SamplingParams` makes tuples
     Strings = Sequence[str]

@@ -130,7 +130,7 @@ def kinds_of(formats: Formats) -> str:
     return "; ".join(sorted({str(form) for form in formats.values()}))
 
 
-RANK_ALIGN = 16  # slots hold a multiple of it
+RANK_ALIGN = 16  # ranks that lie together in the native layout
 _ADAPTABLE = re.compile(
     r"layers\.\d+\.(attn\.(q|k|v|gate|o|q_a|q_b|kv_a)|delta\.(q|k|v|z|b|a|o)|mamba\.(z|x|b|c|dt|o)|conv\.(b|c|x|o)|(mlp|moe\.shared)\.(gate|up|down))\.weight"
 )

@@ -6,13 +6,12 @@ import secrets
 from collections.abc import Callable
 
 from quire.http.account import ledger_header
+from quire.request import SEED_BITS
 from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend
 from quire_gateway.migrate import Continuation
 from quire_gateway.sending import Outgoing
 from quire_gateway.stage import Stage
-
-SEED_BITS = 53
 
 
 class Continuing(Stage):

@@ -21,11 +21,11 @@ from typing import Any, Literal
 from quire.errors import ModelLoadError, NotFoundError, clip, nearest
 from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
+from quire.units import GIB
 from quire_gateway.exchange import Exchange
 from quire_gateway.stage import Proceed, Stage
 
 log = Log("gateway")
-GIB = 2**30
 _RETRY_S = 10.0  # after a load that failed, in which requests get the same error at once
 
 

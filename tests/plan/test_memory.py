@@ -10,7 +10,7 @@ import pytest
 from tests.models.test_gguf_file import write_gguf
 
 from quire.cli.flags import PlanArgs
-from quire.cost.hardware import GIB, find_hardware
+from quire.cost.hardware import find_hardware
 from quire.cost.presets import preset_of, preset_spec, presets
 from quire.cost.split import (
     MemoryPlan,
@@ -25,6 +25,7 @@ from quire.families import spec_from_config
 from quire.models.checkpoint import describe, spec_of
 from quire.models.precision import precision_of
 from quire.modelspec import ModelSpec
+from quire.units import GIB
 from quire.weight_table import weight_table
 from quire_lab.cli.plan import question_of
 

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 from starlette.types import Scope
 
+from quire.api.token_logprobs import FLOOR
 from quire.engine.output import OutputChunk
 from quire.engine.prompts import Begun
 from quire.errors import RequestError, clip
@@ -33,7 +34,6 @@ from quire.request import FinishReason, TokenEvent, TokenLogprobs
 # Bytes of the resume form, next to the client's body.
 MAX_DELIVERED_BYTES = 4 << 20
 TAGGED = b"x-quire-tagged"
-_FLOOR = -9999.0  # JSON has no -Infinity; an answer shows this number as well
 _encode = msgspec.json.Encoder().encode
 
 
@@ -153,5 +153,5 @@ class Tags:
 
 
 def _finite(entry: TokenLogprobs) -> TokenLogprobs:
-    tops = tuple(max(logprob, _FLOOR) for logprob in entry.top_logprobs)
-    return entry._replace(logprob=max(entry.logprob, _FLOOR), top_logprobs=tops)
+    tops = tuple(max(logprob, FLOOR) for logprob in entry.top_logprobs)
+    return entry._replace(logprob=max(entry.logprob, FLOOR), top_logprobs=tops)

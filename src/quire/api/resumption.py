@@ -20,10 +20,10 @@ from quire.api.journal import Entry, Journal, event_of
 from quire.api.passage import Passage
 from quire.api.relayed import MAX_DELIVERED_BYTES, Relayed, read_relayed, resumes
 from quire.api.state import ApiState
-from quire.engine.prompts import SEED_BITS
 from quire.errors import RequestError
 from quire.http.body import decode_body, header
 from quire.http.call import AnswerName, call_of
+from quire.request import SEED_BITS
 
 # Whose streams the journal has: server-sent events.
 JOURNALED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")

@@ -11,7 +11,7 @@ from quire.engine.output import OutputChunk
 from quire.request import TokenLogprobs
 from quire.text.tokenizer import Tokenizer
 
-_FLOOR = -9999.0  # JSON has no -Infinity; OpenAI's servers use this number
+FLOOR = -9999.0  # JSON has no -Infinity; OpenAI's servers use this number
 
 
 class TokenNames(NamedTuple):
@@ -134,4 +134,4 @@ def _entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _FLOOR)
+    return max(logprob, FLOOR)

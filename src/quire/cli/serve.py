@@ -22,13 +22,13 @@ from quire.engine.spawn import EngineProcess  # light: started before the heavy 
 from quire.errors import ConfigError
 from quire.http.listen import LEAST_FILES, raise_file_limit, resolved
 from quire.metrics.log import Log
+from quire.units import GIB
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.http.takeover import Takeover
     from quire.models.checkpoint import Checkpoint
 
-GIB = 2**30
 log = Log("server")
 WORTH_SAYING = ("linears", "output matrix", "embedding table")
 

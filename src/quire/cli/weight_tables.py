@@ -8,10 +8,10 @@ from rich.table import Table
 
 from quire.config import ModelConfig
 from quire.cost.fidelity import MODELS
+from quire.units import MIB
 from quire.weight_forms import Form, Product
 from quire.weight_table import activations_of, weight_table
 
-MIB = 2**20
 MEASURE = (
     f"KL is a class: the mean KL of this arithmetic from the same weights in fp32, of {MODELS} "
     "(benchmarks/results/fidelity.md). Of this model: quire eval MODEL --text FILE --against fp32"

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from quire.config import DeviceInfo
 from quire.errors import ConfigError, nearest
+from quire.units import GIB
 
 try:
     from quire import _native as native
@@ -24,7 +25,6 @@ except ImportError:  # no compiler at install
 
 HERE = "this machine"  # the name of `this_machine`
 UNITS = ("bf16", "fp8", "int8", "fp4")
-GIB = 2**30
 READ_BYTES = 1 << 30  # bytes read by the bandwidth probe
 # Instruction set level → instructions that its kernels may multiply with; the fastest one of this CPU is the bound.
 FLOAT_DOTS: dict[str, tuple[str, ...]] = {

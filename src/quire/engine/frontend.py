@@ -30,12 +30,12 @@ from quire.engine.client import Calls, EngineClient, EngineInfo
 from quire.engine.continued import continued
 from quire.engine.messages import CoreCall, Reply
 from quire.engine.output import RequestOutputState
-from quire.engine.prompts import NOT_BEGUN, SEED_BITS, Begun, ModelInfo, Prompts, prepare_request
+from quire.engine.prompts import NOT_BEGUN, Begun, ModelInfo, Prompts, prepare_request
 from quire.engine.stream import OpenStreams, RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
-from quire.request import NO_TERMS, Adapter, Pooling, Request, SamplingParams, Terms, TokenEvent
+from quire.request import NO_TERMS, SEED_BITS, Adapter, Pooling, Request, SamplingParams, Terms, TokenEvent
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer

@@ -22,10 +22,10 @@ from quire.engine.assemble import configure, llm_args, load_text
 from quire.engine.in_process import InProcessClient
 from quire.engine.messages import AbortRequest, ResetPrefixCache
 from quire.engine.output import OutputChunk, RequestOutputState, merge
-from quire.engine.prompts import SEED_BITS, prepare_request
+from quire.engine.prompts import prepare_request
 from quire.engine.results import RequestOutput, request_output
 from quire.errors import ConfigError
-from quire.request import Adapter, Pooling, Request, SamplingParams
+from quire.request import SEED_BITS, Adapter, Pooling, Request, SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.grammar_checker import GrammarChecker

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 INLINE_CHARS = 8192  # at most about 2 ms of the loop's time
 INLINE_ELEMENTS = 256  # messages or texts; a few times as many tokens
-# A seed of 53 bits in JSON survives clients that read numbers as doubles.
-SEED_BITS = 53
 
 
 class Begun(NamedTuple):

@@ -15,13 +15,13 @@ from starlette.types import Scope
 
 from quire.errors import RequestError, clip
 from quire.http.account import Account
-from quire.request import Deadline, Tenant, Terms
+from quire.request import SEED_BITS, Deadline, Tenant, Terms
 
 if TYPE_CHECKING:
     from quire.http.keys import ApiKey
 
 MAX_REQUEST_ID_CHARS = 128
-_SEED_MASK = (1 << 53) - 1
+_SEED_MASK = (1 << SEED_BITS) - 1
 SCOPE_KEY = "quire.call"  # in the ASGI scope: the call
 
 

@@ -29,9 +29,9 @@ from quire.http.events import first_data
 from quire.http.json_page import json_response
 from quire.jobs.disk import within_disk
 from quire.metrics.log import Log
+from quire.request import SEED_BITS
 
 _ID = re.compile(r"[^.]+")
-_SEED_BITS = 53
 log = Log("background")
 ROOT = "/v1/responses"
 _PAUSE_S = 0.05  # while the application takes no requests
@@ -147,7 +147,7 @@ class BackgroundResponses:
             return
         call = call_of(scope)
         answer = call.answer or AnswerName(
-            self._new_id(), int(self._unix_time()), secrets.randbits(_SEED_BITS)
+            self._new_id(), int(self._unix_time()), secrets.randbits(SEED_BITS)
         )
         put_call(scope, replace(call, runs_in_background=True, answer=answer))
         record = _Record(str(answer), call.tenant, call.weight, body.decode(), call.cache_group)

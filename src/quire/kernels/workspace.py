@@ -129,7 +129,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tenso
     return torch.empty(shape, dtype=dtype) if arena is None else arena.empty(shape, dtype)
 
 
-HUGE = 2 << 20  # bytes
+HUGE = 2 << 20  # bytes of a huge page
 # Smaller allocations share a slab: alone, a matrix wastes up to a huge page.
 SLAB = 32 * HUGE
 LINE = 4096  # bytes; alignment of a matrix in a slab

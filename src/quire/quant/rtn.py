@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.kernels.linear.packed import QuantizedWeight
 from quire.kernels.linear.reference import scaled_to_fp8
-from quire.kernels.quantized_rows import num_groups
+from quire.kernels.quantized_rows import SMALLEST, num_groups
 from quire.kernels.registry import NATIVE_LEVELS, Backend, native, op
 from quire.kernels.rotation import rotate_weights
 from quire.kernels.threads import num_native_threads
@@ -32,7 +32,6 @@ DIVISORS = (8.0, 7.0, 7.4, 7.7, 8.3, 8.6, 9.0)
 TOP = 116.0  # below 120, so the largest weight is cut off a little
 NEIGHBOURS = (-1, 0, 1, 2, 3)  # steps from the multiplier that makes a group's largest 8
 PARTIALS = 4  # partial sums of Σ w·q; weight i belongs to sum i mod 4
-SMALLEST = 2.0**-100  # a group whose largest weight is no larger is all zeros
 
 
 def quantize(weight: Tensor, held: WeightFormat, *, backend: Backend = "reference") -> QuantizedWeight:

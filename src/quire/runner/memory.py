@@ -19,6 +19,7 @@ from quire.errors import ConfigError
 from quire.kernels.kv_blocks import KvView, can_tile, clear_blocks, copy_blocks, view_layer
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
 from quire.kernels.threads import BetweenSteps
+from quire.kernels.workspace import HUGE
 from quire.kv_layout import KvLayout
 from quire.modelspec import DTYPE_BYTES, ModelSpec
 from quire.parallel.stripe import Stripe
@@ -26,7 +27,6 @@ from quire.parallel.stripe import Stripe
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _CPU = torch.device("cpu")
-_HUGE = 2 << 20  # bytes of a huge page
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 # Steps of the largest size whose pages are there before they are used.
 AHEAD_STEPS = 4
@@ -122,7 +122,7 @@ def reserve(num_blocks: int, block_elements: int, dtype: torch.dtype) -> torch.T
             f"The KV cache of {size / 2**30:.2f} GiB ({num_blocks} blocks) cannot be mapped: {error}; ask for a "
             "smaller one with --kv-memory."
         ) from error
-    if size >= 16 * _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if size >= 16 * HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(num_blocks, block_elements)
 
@@ -166,7 +166,7 @@ class PagesAhead:
             begin, end = max(self._ready, self._until(0)), self._until(self._ahead)
             if begin >= end:
                 return
-            size = min(_HUGE, end - begin)
+            size = min(HUGE, end - begin)
             self._ready = begin + size if self._populate(begin, size) else self._kv.storage.nbytes
 
     def _populate(self, begin: int, size: int) -> bool:

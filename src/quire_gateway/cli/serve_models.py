@@ -24,6 +24,7 @@ from quire.engine.assemble import configure
 from quire.errors import ConfigError, ModelLoadError, nearest
 from quire.metrics.log import configure as configure_log
 from quire.resolve import blocks_for_sequence, parse_bytes, step_bytes
+from quire.units import GIB
 from quire_gateway.cli.gateway import batches
 from quire_gateway.cli.replicas import (
     MEMORY,
@@ -38,7 +39,7 @@ from quire_gateway.cli.replicas import (
 )
 from quire_gateway.config import GatewayConfig
 from quire_gateway.fleet import Backend
-from quire_gateway.model_pool import GIB, ModelPool, PooledModel
+from quire_gateway.model_pool import ModelPool, PooledModel
 from quire_gateway.server import run_gateway
 from quire_gateway.state import GatewayState
 

@@ -23,13 +23,12 @@ from quire.scheduler.settings import PolicyChange
 from quire.slo import Slo
 from quire_lab.bench.args import LatencyArgs, ThroughputArgs, with_workload
 from quire_lab.bench.page import console, print_summary, write
+from quire_lab.bench.runs import DEFAULT_REQUESTS
 from quire_lab.bench.summary import ERROR, OK, RequestRecord, Timing, summarize
 from quire_lab.workload.build import Synthetic, from_trace
 from quire_lab.workload.distributions import Fixed, parse_lengths
 from quire_lab.workload.request import PromptMaker, WorkloadRequest
 from quire_lab.workload.traces import read_trace
-
-DEFAULT_REQUESTS = 100
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from quire.cost.hardware import GIB, hardware_table
+from quire.cost.hardware import hardware_table
+from quire.units import GIB
 
 
 def show_hardware(*, as_json: bool) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from quire.cost.hardware import GIB
 from quire.errors import ConfigError
+from quire.units import GIB
 
 # Figure → where it is in a plan's JSON.
 FIGURES = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quire.cost.hardware import GIB
+from quire.units import GIB
 from quire_lab.plan.advice import Step
 from quire_lab.plan.by_engine import Figures, spread
 from quire_lab.sim.search import Found

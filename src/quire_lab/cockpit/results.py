@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from quire.units import GIB
 from quire_lab.learn.picture import Axis, Bars, Fact, Facts, Line, Lines, Part, Picture, Table
 
 Said = Mapping[str, Any]
-_GIB = 1 << 30
 _MEMORY = {
     "weights": "weights", "draft": "draft model", "activations": "activations", "workspace": "workspace",
     "graphs": "recorded steps", "kv": "KV of the running requests", "free": "left for more requests",
@@ -107,11 +107,11 @@ def _memory(said: Said) -> Bars:
     pool, per_request = memory.get("kv_pool") or 0, memory.get("kv_request_share") or 0
     memory["kv"] = max(0.0, min(pool, running * per_request))
     memory["free"] = max(0.0, pool - memory["kv"])
-    bars = {title: (memory[key] / _GIB,) for key, title in _MEMORY.items() if memory.get(key)}
+    bars = {title: (memory[key] / GIB,) for key, title in _MEMORY.items() if memory.get(key)}
     used = sum(value[0] for value in bars.values())
-    if (rest := memory["capacity"] / _GIB - used) > 0:
+    if (rest := memory["capacity"] / GIB - used) > 0:
         bars["not used by the server"] = (rest,)
-    title = f"Memory of one device: {memory['capacity'] / _GIB:.0f} GiB"
+    title = f"Memory of one device: {memory['capacity'] / GIB:.0f} GiB"
     return Bars(title, Axis("memory", "GiB"), (said["hardware"]["name"],), bars, stacked=True)
 
 

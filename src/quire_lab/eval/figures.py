@@ -20,7 +20,6 @@ from torch import Tensor
 from quire.errors import StepError
 from quire.runner.prompt_outputs import PROMPT_NOT_FINITE
 
-LOGITS_AT_ONCE = 1 << 22  # numbers of one model's logits that exist at a time
 # With fewer, less than ten positions lie above the 99.9th percentile.
 MIN_POSITIONS_P999 = 10_000
 Floats = NDArray[np.float64]

@@ -16,11 +16,12 @@ from quire.clock import Clock, WallClock
 from quire.config import DeviceInfo
 from quire.device import detect_device
 from quire.errors import ConfigError
+from quire.runner.prompt_outputs import LOGITS_AT_ONCE
 from quire_lab.bench.page import console, finite
 from quire_lab.bench.progress import ticking
 from quire_lab.eval.args import FP32, EvalArgs
 from quire_lab.eval.choices import Answers, EncodedTask, encode_task
-from quire_lab.eval.figures import LOGITS_AT_ONCE, Positions, compare, log_probabilities, of_tokens
+from quire_lab.eval.figures import Positions, compare, log_probabilities, of_tokens
 from quire_lab.eval.inputs import Inputs, read_inputs
 from quire_lab.eval.model import FoundModel, LoadedModel, find_model, original_args
 from quire_lab.eval.windows import Window, halves, sliding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.cost.hardware import GIB, find_hardware
+from quire.cost.hardware import find_hardware
 from quire.cost.split import (
     Split,
     kv_bytes_per_request,
@@ -12,6 +12,7 @@ from quire.cost.split import (
     with_all_kv_heads,
 )
 from quire.models.checkpoint import spec_of
+from quire.units import GIB
 from quire_lab.learn.engine import DEVICES, MODELS
 from quire_lab.learn.picture import Axis, Fact, Facts, Line, Lines, Picture
 from quire_lab.learn.simulation import Simulation, choice, number

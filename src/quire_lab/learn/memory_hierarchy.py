@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quire.cost.hardware import GIB, find_hardware
+from quire.cost.hardware import find_hardware
+from quire.units import GIB
 from quire_lab.learn.engine import DEVICES, MODELS, roofline
 from quire_lab.learn.picture import Axis, Bars, Fact, Facts, Picture, Table
 from quire_lab.learn.simulation import Simulation, choice, number

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from quire.cost.hardware import GIB
 from quire.cost.split import kv_bytes_per_request
 from quire.models.checkpoint import spec_of
+from quire.units import GIB
 from quire_lab.learn.engine import DEVICES, MODELS, roofline
 from quire_lab.learn.picture import Axis, Fact, Facts, Line, Lines, Picture, Table
 from quire_lab.learn.prefill_decode import decode_step, prefill_step

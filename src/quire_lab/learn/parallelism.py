@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.cost.efficiency import efficiency_of
-from quire.cost.hardware import GIB, find_hardware
+from quire.cost.hardware import find_hardware
 from quire.cost.roofline import Roofline, work_of
 from quire.cost.split import ACTIVATION_BYTES, Split, plan_memory
 from quire.models.checkpoint import spec_of
@@ -11,6 +11,7 @@ from quire.modelspec import ModelSpec
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
 from quire.parallel.traffic import sent
+from quire.units import GIB
 from quire_lab.learn.engine import DEVICES, MODELS
 from quire_lab.learn.picture import Axis, Bars, Cell, Fact, Facts, Grid, Picture, Table
 from quire_lab.learn.prefill_decode import decode_step, prefill_step

@@ -21,13 +21,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from quire.cost.efficiency import Efficiency, efficiency_of
-from quire.cost.hardware import GIB, Hardware
+from quire.cost.hardware import Hardware
 from quire.cost.links import Links
 from quire.cost.roofline import Roofline, work_of
 from quire.cost.split import MemoryPlan, Split, Stored, plan_memory
 from quire.metrics.engine_stats import QUIET_TIMES
 from quire.modelspec import ModelSpec
 from quire.slo import Slo
+from quire.units import GIB
 from quire.weight_forms import Form
 from quire_lab.plan.candidates import candidates, striped
 from quire_lab.plan.draft import Draft, Drafting

@@ -23,6 +23,7 @@ from quire.cost.hardware import Hardware
 from quire.cost.roofline import Roofline
 from quire.slo import Slo
 from quire_lab.plan.draft import Drafting
+from quire_lab.plan.laws import MILLION
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +202,6 @@ class Replica:
         if b <= 0:
             return 0.0
         return b / (load.osl * self.decode_s(b, load) + b * self.prefill_s(b, load))
-
-
-MILLION = 1e6
 
 
 @dataclass(frozen=True, slots=True)

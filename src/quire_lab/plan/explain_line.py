@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.cost.hardware import GIB
+from quire.units import GIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from quire.device import detect_device
 from quire.kernels.linear.reference import scaled_to_fp8
+from quire.kernels.quantized_rows import SMALLEST
 from quire.kernels.registry import NATIVE_LEVELS, Backend, native
-from quire.quant.rtn import DIVISORS, SMALLEST, quantize
+from quire.quant.rtn import DIVISORS, quantize
 from quire.quant.stored import row_ranges
 from quire.weight_format import BITS, GROUPS, WeightFormat
 from quire_lab.quantize.gguf.grids import fit_blocks

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from quire.parallel.topology import Axis
 
+LIMIT_S = 60.0  # for a member to arrive: the longest step of a slow rank
+
 
 class Group(Protocol):
     """The members of one group, seen from one of them."""

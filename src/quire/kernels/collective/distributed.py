@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.errors import EngineDeadError
-from quire.kernels.collective import Group, equal_parts, reference
+from quire.kernels.collective import LIMIT_S, Group, equal_parts, reference
 from quire.kernels.tape import between_segments
 from quire.kernels.workspace import empty, unit_stride
 from quire.parallel.placement import Meeting
 from quire.parallel.topology import Axis, Topology
 
-LIMIT_S = 60.0  # for a member to arrive
 Transfer = Callable[[Tensor, Tensor], None]  # x → y
 
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels.collective import Collectives, Group, equal_parts
+from quire.kernels.collective import LIMIT_S, Collectives, Group, equal_parts
 from quire.kernels.registry import native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty, unit_stride
 from quire.parallel.segment import Lanes, Segment, lanes_of
 from quire.parallel.topology import AXES, Axis
 
-LIMIT_S = 60.0  # for a member to arrive: the longest step of a slow rank
 REDUCE, GATHER, SCATTER, EXCHANGE, SEND, RECEIVE = range(6)  # `Collective` in C++
 _BF16 = {torch.float32: False, torch.bfloat16: True}
 

@@ -28,9 +28,9 @@ from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.linear.reference import linear, pack_empty, write_rows
 from quire.kernels.registry import Backend, find, native, register, register_native
 from quire.kernels.workspace import call_of, empty, huge_zeros, rows_of
+from quire.weight_plan import RANK_ALIGN
 
 TILE_ROWS = 16  # rows per tile of a GPU's kernels
-RANK_ALIGN = 16  # ranks that lie together in the native layout
 
 
 @dataclass(frozen=True, slots=True)

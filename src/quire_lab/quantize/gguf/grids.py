@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from quire.families.gguf_types import BLOCK_TYPES
+from quire.kernels.quantized_rows import SMALLEST
 from quire.quant.ggml_codebooks import IQ4_LEVELS
-from quire.quant.rtn import DIVISORS, SMALLEST
+from quire.quant.rtn import DIVISORS
 from quire.quant.stored import row_ranges
 from quire_lab.quantize.grid import Grid, Nested, nearest
 from quire_lab.quantize.scheme import Scheme
