@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # The module of a distribution, where its name is not the distribution's own in lower case with underscores.
 MODULES = {
+    "pillow": "PIL",
     "pyzmq": "zmq",
     "opentelemetry-sdk": "opentelemetry.sdk",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",

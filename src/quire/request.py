@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import RequestError, clip
 from quire.pooling import Pooling as Pooling
+from quire.spans import Span
 from quire.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
@@ -180,7 +182,7 @@ _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "repeat_last_n
 _INTEGERS = {"n", "top_k", "min_tokens", *_OPTIONAL}
 
 
-def _bad(param: str, value: Any, allowed: str) -> RequestError:
+def wrong(param: str, value: Any, allowed: str) -> RequestError:
     return RequestError(f"{param} = {clip(value)} is not allowed: it must be {allowed}.", param=param)
 
 
@@ -188,7 +190,7 @@ def clip_ids(ids: Sequence[int]) -> Sequence[int | str]:
     return [*ids[:8], "…"] if len(ids) > 8 else list(ids)
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -199,75 +201,42 @@ def _check(params: SamplingParams) -> None:
             continue
         if name == "max_tokens" and params.prompt_logprobs is not None:
             low, allowed = 0, allowed.replace("1", "0", 1)
-        number = _is_int(value) if name in _INTEGERS else (_is_int(value) or isinstance(value, float))
+        number = is_int(value) if name in _INTEGERS else (is_int(value) or isinstance(value, float))
         if not number or not low <= value <= high:
-            raise _bad(name, value, allowed)
+            raise wrong(name, value, allowed)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise _bad("min_tokens", params.min_tokens, f"at most max_tokens = {params.max_tokens}")
+        raise wrong("min_tokens", params.min_tokens, f"at most max_tokens = {params.max_tokens}")
     for token_id, bias in params.logit_bias.items():
-        if not _is_int(token_id) or token_id < 0 or not -100.0 <= bias <= 100.0:
-            raise _bad("logit_bias", {token_id: bias}, "a map of token ids to numbers in -100…100")
+        if not is_int(token_id) or token_id < 0 or not -100.0 <= bias <= 100.0:
+            raise wrong("logit_bias", {token_id: bias}, "a map of token ids to numbers in -100…100")
     for name, text in [("stop", t) for t in params.stop] + [("bad_words", t) for t in params.bad_words]:
         if not isinstance(text, str) or not text:
-            raise _bad(name, text, "non-empty strings")
+            raise wrong(name, text, "non-empty strings")
     for name in ("stop_token_ids", "allowed_token_ids"):
         for token_id in getattr(params, name) or ():
-            if not _is_int(token_id) or token_id < 0:
-                raise _bad(name, token_id, "token ids (integers ≥ 0)")
+            if not is_int(token_id) or token_id < 0:
+                raise wrong(name, token_id, "token ids (integers ≥ 0)")
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
-        raise _bad("allowed_token_ids", [], "a list of at least one token id, or null")
+        raise wrong("allowed_token_ids", [], "a list of at least one token id, or null")
     budget = params.thinking_budget
     for name in ("num_tokens", "begin_id", "end_id") if budget is not None else ():
         value = getattr(budget, name)
-        if not _is_int(value) or not 0 <= value <= SEED_MAX:
-            raise _bad(f"thinking_budget.{name}", value, f"an integer ≥ 0, at most {SEED_MAX}")
+        if not is_int(value) or not 0 <= value <= SEED_MAX:
+            raise wrong(f"thinking_budget.{name}", value, f"an integer ≥ 0, at most {SEED_MAX}")
     if budget is not None and params.allowed_token_ids and budget.end_id not in params.allowed_token_ids:
         allowed = f"a list with the end of reasoning, {budget.end_id}"
-        raise _bad("allowed_token_ids", clip_ids(params.allowed_token_ids), allowed)
-    if any(getattr(params, name) != _DEFAULTS[name] for name in _CHOICE):
-        _check_choice(params)
+        raise wrong("allowed_token_ids", clip_ids(params.allowed_token_ids), allowed)
+    if any(getattr(params, name) != DEFAULTS[name] for name in _CHOICE):
+        import_module("quire.beam_fields").check_choice(params)
     form = params.structured_outputs
     if form is not None and not isinstance(form, StructuredOutputsParams):
-        raise _bad("structured_outputs", form, "a StructuredOutputsParams, or None")
+        raise wrong("structured_outputs", form, "a StructuredOutputsParams, or None")
     if form is not None and params.ignore_eos:
-        raise _bad("ignore_eos", True, f"false with {form.param}: a complete answer ends with an EOS token")
+        raise wrong("ignore_eos", True, f"false with {form.param}: a complete answer ends with an EOS token")
 
 
-# What beam search would have to ignore: accepted as the default alone, and temperature as 0 too.
-_NOT_WITH_BEAMS = (
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "min_tokens", "stop", "bad_words", "allowed_token_ids", "prompt_logprobs",
-    "structured_outputs", "thinking_budget",
-)  # fmt: skip
 _CHOICE = ("best_of", "use_beam_search", "early_stopping", "length_penalty")
-_DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
-# The values that beam search accepts of each.
-BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{name: (_DEFAULTS[name],) for name in _NOT_WITH_BEAMS},
-    "temperature": (0.0, _DEFAULTS["temperature"]),
-    "logit_bias": ({},),
-}
-
-
-def _check_choice(params: SamplingParams) -> None:
-    """Check `_CHOICE`, the fields that choose among several sequences, and what they rule out."""
-    best_of = params.best_of
-    if best_of is not None and not (_is_int(best_of) and params.n <= best_of <= MAX_N):
-        raise _bad("best_of", best_of, f"an integer in n…{MAX_N}, here {params.n}…{MAX_N}, or null")
-    if not isinstance(params.use_beam_search, bool):
-        raise _bad("use_beam_search", params.use_beam_search, "true or false")
-    early = params.early_stopping
-    if not isinstance(early, bool) and early != "never":
-        raise _bad("early_stopping", early, "true, false or 'never'")
-    if not params.use_beam_search:
-        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
-            if getattr(params, name) != neutral:
-                raise _bad(name, getattr(params, name), f"{neutral!r} without use_beam_search")
-        return
-    for name, neutrals in BEAM_NEUTRAL.items():
-        if (value := getattr(params, name)) not in neutrals:
-            allowed = " or ".join(repr(neutral) for neutral in neutrals)
-            raise _bad(name, value, f"{allowed} with use_beam_search")
+DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
 
 
 class Adapter(NamedTuple):
@@ -337,6 +306,7 @@ class Request:
     # After a restart: samples whose terminal event was already delivered; they are not computed again.
     finished_samples: tuple[int, ...] = ()
     pooling: Pooling | None = None
+    spans: tuple[Span, ...] = ()  # in ascending order
 
     @property
     def prompt_only(self) -> bool:

@@ -92,7 +92,7 @@ def resolve(
     lora = _lora(args, tuple(adapters))
     kv_dtype = _kv_dtype(args, spec, dtype, device)
     held = RankBytes(spec, topology, plan.formats, dtype, kv_dtype, args.block_size)
-    weights = held.weights
+    weights = held.weights + _vision_bytes(spec, dtype, device, topology)
     if lora is not None:
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype, lora.saved) * topology.per_stage
     drafts = draft_config(args, spec, draft, dtype)
@@ -126,6 +126,14 @@ def resolve(
         ray=ray_config(args),
         experts=experts_config(args, topology),
     )  # fmt: skip
+
+
+def _vision_bytes(spec: ModelSpec, dtype: str, device: DeviceInfo, topology: Topology) -> int:
+    """Return what the part of a model that sees takes of memory."""
+    if spec.vision is None:
+        return 0
+    needed: int = import_module("quire.cost.vision").vision_bytes(spec.vision, dtype, device, topology)
+    return needed
 
 
 def _cache_config(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from quire.request import Adapter, Pooling, Sampling, TokenLogprobs
+from quire.spans import Span
 
 # Smallest step worth retrying after an out-of-memory error, in tokens.
 MIN_RETRY_TOKENS = 16
@@ -92,6 +93,7 @@ class NewSeq:
     prompt_logprobs: int | None = None  # alternatives per prompt token; None: none, or sent
     pooling: Pooling | None = None
     state_slot: int = -1  # where its recurrent state lies; −1: no layer has one
+    spans: tuple[Span, ...] = ()
 
     @property
     def prompt_only(self) -> bool:

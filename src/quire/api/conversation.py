@@ -26,6 +26,7 @@ from quire.request import SamplingParams
 # Every template knows these roles.
 _PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 _PLAIN_FIELDS = frozenset({"role", "content"})
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,13 @@ class Conversation:
         )
 
 
-def template_messages(messages: list[Any], ignored: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's form as a chat template reads them.
+def template_messages(messages: list[Any], ignored: list[str] | None = None, sees: bool = False) -> Messages:
+    """Return messages in OpenAI's form as a chat template reads them. ``sees``: whether the model takes images.
 
     Raises:
         RequestError: names ``messages[i].…``, the value and what is allowed.
     """
-    result: list[dict[str, Any]] = []
+    result: Messages = []
     history: History | None = None
     for i, raw in enumerate(messages):
         message = parse(Message, raw, prefix=f"messages[{i}].", ignored=ignored)
@@ -80,7 +81,7 @@ def template_messages(messages: list[Any], ignored: list[str] | None = None) -> 
         if is_plain and message.role != "function":
             result.append({"role": message.role, "content": message.content})
             continue
-        history = history or History(messages, ignored)
+        history = history or History(messages, ignored, sees=sees)
         result.append(history.read(message, i))
     return result
 

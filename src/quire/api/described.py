@@ -21,9 +21,9 @@ from quire.api.dialects.openai import pooling, text_tools
 from quire.api.dialects.responses import request as responses
 from quire.api.dialects.responses import tools as tools
 from quire.api.template_input import RESERVED
+from quire.beam_fields import BEAM_NEUTRAL
 from quire.engine.pooling import SCORINGS
 from quire.http.wire import Wire
-from quire.request import BEAM_NEUTRAL
 from quire.structured_outputs import KINDS
 
 Schema = dict[str, Any]

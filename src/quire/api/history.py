@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
 from quire.api.fields import TextContent
-from quire.api.history_parts import newest_index, part_text
 from quire.api.template_input import arguments_of, call_message
 from quire.errors import RequestError, clip
 from quire.http.wire import AnyObject, Past, Text, parse
+
+PARTS = "quire.api.history_parts"  # loaded with the first part that is no plain text
 
 
 class FunctionCall(Past):
@@ -63,10 +66,12 @@ def text_of(
     *,
     newest: bool = False,
     thoughts: list[str] | None = None,
+    first: int = 0,
 ) -> str:
     """Return the text of a string, or of parts, joined by line breaks; parts of ``kinds`` are plain text.
 
     ``newest``: it is the newest message of the user (`quire.api.history_parts`). ``thoughts`` collects reasoning.
+    ``first``: the place of the first part.
 
     Raises:
         RequestError: names the part of ``where``, and what is allowed.
@@ -74,7 +79,7 @@ def text_of(
     if isinstance(content, str):
         return content
     texts = []
-    for i, part in enumerate(content):
+    for i, part in enumerate(content, first):
         place = f"{where}[{i}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
@@ -87,7 +92,7 @@ def text_of(
         if kind in kinds:
             texts.append(parse(TextPart, part, prefix=place + ".", ignored=ignored).text)
             continue
-        text, is_thought = part_text(part, place, newest=newest)
+        text, is_thought = import_module(PARTS).part_text(part, place, newest=newest)
         (thoughts if is_thought and thoughts is not None else texts).append(text)
     return "\n".join(texts)
 
@@ -99,9 +104,11 @@ _PASSED = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 class History:
     """The messages of one request, of which some are not plain text: parts, reasoning, tool calls."""
 
-    def __init__(self, messages: list[Any], ignored: list[str] | None) -> None:
+    def __init__(self, messages: list[Any], ignored: list[str] | None, *, sees: bool = False) -> None:
+        """``sees``: whether the model takes images."""
         self._messages = messages
         self._ignored = ignored
+        self._sees = sees
         # The index of the user's newest message, once it matters.
         self._newest: int | None = None
         # The id of the latest call in the form of before tools, which has none of its own.
@@ -115,7 +122,7 @@ class History:
         """
         where, ignored = f"messages[{i}]", self._ignored
         if self._newest is None and isinstance(message.content, list):
-            self._newest = newest_index(self._messages)
+            self._newest = import_module(PARTS).newest_index(self._messages)
         if message.content is None and message.role != "assistant":
             raise RequestError(
                 f"{where}.content is required: only an assistant message may leave it out.",
@@ -130,10 +137,11 @@ class History:
             result["content"] = message.content
         elif message.content is not None:
             thoughts: list[str] = []
-            newest = i == self._newest
-            result["content"] = text_of(
-                message.content, where + ".content", ignored=ignored, newest=newest, thoughts=thoughts
-            )
+            of_parts = partial(text_of, ignored=ignored, newest=i == self._newest, thoughts=thoughts)
+            seen = None
+            if self._sees:
+                seen = import_module("quire.api.images").seen_parts(message, where, of_parts)
+            result["content"] = of_parts(message.content, where + ".content") if seen is None else seen
             if any(thoughts):
                 result["reasoning_content"] = "\n".join(thoughts)
         for name in _PASSED:

@@ -13,10 +13,12 @@ needed                   ├───┴───┴───┤                
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 
 NO_BLOCK = -1
+# Row of a block that has tokens of spans → what their contents add to its hash (`cache.span_content`).
+Spans = Mapping[int, bytes] | None
 
 
 class BlockPool:
@@ -109,6 +111,7 @@ class BlockTable:
     root: bytes  # hash that the chain starts from
     block_size: int
     publishes: bool = True
+    spans: Spans = None
     # Hashes of the full blocks of the known tokens; they outlive a preemption.
     chain: list[bytes] = field(default_factory=list)
     last_step: int = -1  # the last step that this table took part in

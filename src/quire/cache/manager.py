@@ -58,7 +58,7 @@ class CacheManager:
         """Find what the tree has of ``token_ids``, without taking it. ``step``: see `PrefixCache.find`."""
         if not (self.config.enable_prefix_caching and table.reads_prefix):
             return Hit([], 0, (0,) * self._num_groups, False)
-        extend_chain(table.chain, table.root, token_ids, self.block_size)
+        extend_chain(table.chain, table.root, token_ids, self.block_size, table.spans)
         if self.states is not None:
             return self.states.find(table.chain, len(token_ids), step)
         return self.prefix.find(table.chain, len(token_ids), step)

@@ -14,14 +14,13 @@ used first; an idle block of a sliding group can be taken out of its node at any
 Blocks are named by chain hashes, the same in every process and on every machine:
 
     root     = H("quire.root.v1",  model_key, adapter, cache_salt, block_size)
-    block i  = H("quire.block.v2", hash of block i − 1 (or root), the token ids of block i)
+    block i  = H("quire.block.v2", hash of block i − 1 (or root), the token ids of block i, its part of each span)
     page     = H("quire.page.v1",  hash of block i, index of the cache group)
 
 H is BLAKE2b-256 over typed fields: each is written as a tag, its length and its bytes, so that no two different
 lists of fields ever give the same input. A hash names everything that K and V of a block depend on: what computes
 it (model, dtype, quantization, adapter content), which requests may share it (salt), and every token up to its end. A
-token id is four bytes: with 16 of them a block is one round of BLAKE2b's compression, with eight bytes each it would be
-two.
+token id is four bytes: with 16 of them, a block is one round of BLAKE2b's compression.
 """
 
 from __future__ import annotations
@@ -34,15 +33,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-from quire.cache.blocks import NO_BLOCK, BlockPool, Node, Windows
+from quire.cache.blocks import NO_BLOCK, BlockPool, Node, Spans, Windows
 from quire.cache.events import BlockRemoved, BlockStored, EventBuffer
 
 HASH_BYTES = 32
 SLICE = 500  # nodes taken apart per step: about half a millisecond
 _TOKEN_BYTES = 4
-_ROOT = b"quire.root.v1"  # `person` of BLAKE2b: at most 16 bytes
+_ROOT, _PAGE = b"quire.root.v1", b"quire.page.v1"  # `person` of BLAKE2b: at most 16 bytes
 _BLOCK = blake2b(digest_size=HASH_BYTES, person=b"quire.block.v2")  # copied, which is quicker than begun anew
-_PAGE = b"quire.page.v1"
 
 
 def root_hash(model_key: str, block_size: int, *, adapter: str = "", cache_salt: str = "") -> bytes:
@@ -64,8 +62,10 @@ def group_block_hash(block: bytes, group: int) -> bytes:
     return blake2b(block + _integer(group), digest_size=HASH_BYTES, person=_PAGE).digest()
 
 
-def extend_chain(chain: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
-    """Append to ``chain`` the hashes of the full blocks of ``token_ids`` that it does not have yet."""
+def extend_chain(
+    chain: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, spans: Spans = None
+) -> None:
+    """Append to ``chain`` the hashes of the full blocks of ``token_ids`` that it lacks; ``spans``: of the table."""
     num_blocks = len(token_ids) // block_size
     if num_blocks <= len(chain):
         return
@@ -76,6 +76,8 @@ def extend_chain(chain: list[bytes], root: bytes, token_ids: Sequence[int], bloc
     for start in range(0, len(data), width):
         state = begin()
         state.update(parent + data[start : start + width])
+        if spans:
+            state.update(spans.get(len(chain), b""))
         parent = state.digest()
         add(parent)
 

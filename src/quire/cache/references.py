@@ -156,7 +156,7 @@ class Publisher:
             return
         chain, find = table.chain, self._prefix.nodes.get
         if len(chain) < num_rows:
-            extend_chain(chain, table.root, token_ids, self._block_size)
+            extend_chain(chain, table.root, token_ids, self._block_size, table.spans)
         if table.tip is not None and not self._prefix.has(table.tip):
             # Only a holder of all blocks above may add below, or idle blocks could not be evicted.
             table.publishable = False

@@ -99,6 +99,7 @@ def load_text(
         generation_defaults=defaults,
         determinism=config.determinism,
         sentence=None if config.model.spec.encoder is None else config.model.spec.encoder.sentence,
+        vision=config.model.spec.vision,
     )
     return TextSide(tokenizer, template, model, AdapterRegistry.of(config, model.names))
 

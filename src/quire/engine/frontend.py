@@ -73,6 +73,10 @@ class Frontend:
         self._clock = clock
         self._new_seed = new_seed
         self.prompts = Prompts(tokenizer, chat_template)
+        if model.vision is not None:
+            self.prompts = import_module("quire.engine.images").SeeingPrompts(
+                tokenizer, chat_template, model.vision
+            )
         self._grammars: GrammarChecker | None = None  # with the first form
         self.streams = OpenStreams(client.send)
         self._calls = Calls(client.send)

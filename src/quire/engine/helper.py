@@ -12,6 +12,8 @@ helper is ready; then each task has one answer.
                                                                       UTF-8 ──> its ids, uint32
     body       characters: the longest text allowed                   a body ──> "=" and its value in msgpack, or a
                                                                       refusal in JSON
+    image      vision: the fields of a `VisionSpec`                   a file ──> "=" and a `PreparedImage` in msgpack,
+                                                                      or "!" and the reason of a refusal
 
 The parent kills a helper that takes too long. If a helper dies of a stack or memory overflow, its task has failed.
 """
@@ -59,9 +61,10 @@ def main(kind: str, tasks: BinaryIO, answers: BinaryIO) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     pass_recording_signal_on()
     head = json.loads(_read(tasks))
-    greeting, perform = {"grammar": _grammars, "template": _templates, "text": _texts, "body": _bodies}[kind](
-        head
-    )
+    kinds = {
+        "grammar": _grammars, "template": _templates, "text": _texts, "body": _bodies, "image": _images,
+    }  # fmt: skip
+    greeting, perform = kinds[kind](head)
     _write(answers, json.dumps(greeting).encode())
     while task := _read(tasks):
         is_large = len(task) > _TRIMMED_BYTES
@@ -175,6 +178,14 @@ def _bodies(head: dict[str, Any]) -> tuple[Answer, Perform]:
     # Values of JSON have no cycles, and every collection would walk over all of them.
     gc.disable()
     return {}, partial(parse, max_characters=head["characters"])
+
+
+def _images(head: dict[str, Any]) -> tuple[Answer, Perform]:
+    from quire.images.work import performer
+
+    perform = performer(head["vision"])
+    _limit_memory(head["memory"])
+    return {}, perform
 
 
 def _limit_memory(extra_bytes: int) -> None:

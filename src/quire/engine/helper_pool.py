@@ -26,12 +26,14 @@ from quire.errors import CapacityError
 from quire.executor.child_process import child_environment
 
 T = TypeVar("T")
-Kind = Literal["grammar", "template", "text", "body"]
+Kind = Literal["grammar", "template", "text", "body", "image"]
 Head = dict[str, Any]
 TASK_LIMIT_S = 5.0  # wall clock, on a machine that may be busy
 MEMORY_LIMIT_BYTES = 1 << 30  # beyond what a helper holds when it is ready
 # Limits for a helper to start on a busy machine, for grammars with a vocabulary of 256k tokens.
-_START_LIMIT_S: dict[Kind, float] = {"grammar": 60.0, "template": 20.0, "text": 60.0, "body": 20.0}
+_START_LIMIT_S: dict[Kind, float] = {
+    "grammar": 60.0, "template": 20.0, "text": 60.0, "body": 20.0, "image": 20.0,
+}  # fmt: skip
 # A kind that is not named has `TASK_LIMIT_S` and `MEMORY_LIMIT_BYTES`: tokenizing takes 200 bytes per character.
 _TEXT_LIMIT_S = 60.0
 _TEXT_LIMIT_BYTES = 4 << 30
@@ -44,6 +46,7 @@ _PLURALS: dict[Kind, str] = {
     "template": "templates",
     "text": "long texts",
     "body": "bodies",
+    "image": "images",
 }
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from quire.engine.beams import BeamSearchOutput, BeamSearchParams, beams_of
 from quire.engine.offline import OfflineEngine
 from quire.engine.output import OutputChunk
-from quire.engine.pooling import NOTHING_SAMPLED, Scoring, pairs_of, scoring_prompts
 from quire.engine.results import (
     EmbeddingRequestOutput,
     RequestOutput,
@@ -28,8 +28,12 @@ from quire.errors import RequestError
 from quire.request import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from quire.engine.pooling import Scoring
+
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+_POOLING = "quire.engine.pooling"  # loaded with the first vector or score
 
 
 class LLM(OfflineEngine):
@@ -93,10 +97,13 @@ class LLM(OfflineEngine):
     ) -> list[RequestOutput]:
         """Return the answer to one conversation, or to each of several. ``adapter``: as for `generate`.
 
+        A model that sees takes images as parts of a message, in OpenAI's form with a ``data:`` URL.
+
         Raises:
-            RequestError: the model has no chat template, or the template rejects the messages.
+            RequestError: the model has no chat template, the template rejects the messages, or an image is wrong.
         """
         chats = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        chats, files = self._without_images(chats)
         texts = [
             self.render_chat(
                 chat,  # type: ignore[arg-type]
@@ -110,8 +117,8 @@ class LLM(OfflineEngine):
         params = _params_of(sampling_params or self.get_default_sampling_params(), len(texts))
         adapters = self.adapters.for_each(adapter, len(texts))
         requests = [
-            self._request(self._tokenizer.encode(text, add_special_tokens=False), sampling, adapter=each)
-            for text, sampling, each in zip(texts, params, adapters, strict=True)
+            self._request(self._chat_ids(text, seen), sampling, adapter=each)
+            for text, seen, sampling, each in zip(texts, files, params, adapters, strict=True)
         ]
         return self._run(requests, texts, use_tqdm, continues=continue_final_message)
 
@@ -158,9 +165,10 @@ class LLM(OfflineEngine):
         """
         items, (wanted, lead, scale) = _as_list(prompts), vectors_of(self.model, pooling)
         normalize = scale if normalize is None else normalize
+        nothing_sampled = import_module(_POOLING).NOTHING_SAMPLED
         items = [lead + item if isinstance(item, str) else item for item in items]
         requests = [
-            self._request(_ids_of(item, index, self._tokenizer), NOTHING_SAMPLED, pooling=wanted)
+            self._request(_ids_of(item, index, self._tokenizer), nothing_sampled, pooling=wanted)
             for index, item in enumerate(items)
         ]
         outputs = self._run(requests, [None] * len(items), use_tqdm, continues=True)
@@ -181,9 +189,10 @@ class LLM(OfflineEngine):
             RequestError: a text or ``scoring`` is wrong; ``instruction`` goes with "yes_no".
             StepError: the model failed on a pair.
         """
-        pairs = pairs_of(query, documents)
+        maker = import_module(_POOLING)
+        pairs = maker.pairs_of(query, documents)
         render = self._chat_template.render if self._chat_template.names else None
-        prompts = scoring_prompts(pairs, scoring, instruction, self._tokenizer, render)
+        prompts = maker.scoring_prompts(pairs, scoring, instruction, self._tokenizer, render)
         requests = [self._request(p.token_ids, p.sampling, pooling=p.pooling) for p in prompts]
         outputs = self._run(requests, [None] * len(requests), use_tqdm, continues=True)
         return [scored(output, p.num_query_tokens) for output, p in zip(outputs, prompts, strict=True)]

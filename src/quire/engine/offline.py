@@ -29,6 +29,7 @@ from quire.request import SEED_BITS, Adapter, Pooling, Request, SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.grammar_checker import GrammarChecker
+    from quire.engine.images import ImageFile, ImageReader
 
 
 class Metric(NamedTuple):
@@ -55,6 +56,7 @@ class OfflineEngine:
         self._clock = WallClock()
         self._seeds = random.Random(args.seed)
         self._grammars: GrammarChecker | None = None  # with the first form
+        self._images: ImageReader | None = None  # with the first conversation of a model that sees
         self._num_requests = 0
         # The scheduler's queue, which protects servers, would reject more.
         self._max_in_flight = max(1, args.max_queue)
@@ -122,6 +124,22 @@ class OfflineEngine:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _without_images(self, chats: Sequence[Any]) -> tuple[list[Any], list[list[ImageFile]]]:
+        """Return conversations as a chat template reads them, and the images of each."""
+        if self.model.vision is None:
+            return list(chats), [[] for _ in chats]
+        if self._images is None:
+            reader_of = import_module("quire.engine.images").reader_of
+            self._images = reader_of(self.model.vision, self._tokenizer, in_process=True)
+        read = import_module("quire.engine.image_parts").with_images_read
+        taken = [self._images.take(read(chat)) for chat in chats]
+        return [chat for chat, _ in taken], [files for _, files in taken]
+
+    def _chat_ids(self, text: str, files: Sequence[ImageFile]) -> Sequence[int]:
+        """Return the ids of a conversation's text, with its images in their places."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids if self._images is None else self._images.place_now(ids, files)
 
     def _request(
         self,

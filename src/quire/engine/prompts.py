@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from quire.engine.helper_pool import Head, HelperPool
     from quire.engine.large_input import LongTexts
     from quire.pooling import SentenceSpec
+    from quire.vision_spec import VisionSpec
 
 T = TypeVar("T")
 INLINE_CHARS = 8192  # at most about 2 ms of the loop's time
 INLINE_ELEMENTS = 256  # messages or texts; a few times as many tokens
+_ERRORS = "quire.engine.over_context"
 
 
 class Begun(NamedTuple):
@@ -65,10 +67,8 @@ def prepare_request(
     assert (grammar is None) == (sampling.structured_outputs is None)
     if model.sentence is not None and pooling is None:
         raise import_module("quire.engine.sentences").writes_no_text(model)
-    max_tokens = _max_tokens(
-        len(prompt_token_ids), sampling, model.max_model_len, prompt_only=pooling is not None
-    )
-    ids = tuple(prompt_token_ids)
+    ids, limit = tuple(prompt_token_ids), model.max_model_len
+    max_tokens = _max_tokens(len(ids), sampling, limit, prompt_only=pooling is not None)
     check_token_ids("prompt", ids, model.vocab_size)
     if not ids:
         raise RequestError("prompt is empty: send at least one token.", param="prompt")
@@ -87,7 +87,10 @@ def prepare_request(
         eos_token_ids=model.eos_token_ids,
         bad_words_token_ids=bad_words,
     )
-    return Request(request_id, ids, resolved, arrival_s, terms, adapter, grammar, pooling=pooling)
+    spans = getattr(prompt_token_ids, "spans", ())
+    return Request(
+        request_id, ids, resolved, arrival_s, terms, adapter, grammar, pooling=pooling, spans=spans
+    )
 
 
 def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -119,33 +122,7 @@ def _max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limit: int, *,
             return 1 if prompt_only else 0
     elif room >= 1 and (sampling.min_tokens if wanted is None else wanted) <= room:
         return room if wanted is None else wanted
-    raise _over_context(num_prompt_tokens, sampling, limit, prompt_only=prompt_only)
-
-
-def _over_context(
-    num_prompt_tokens: int, sampling: SamplingParams, limit: int, *, prompt_only: bool
-) -> RequestError:
-    room, wanted = limit - num_prompt_tokens, sampling.max_tokens
-    if prompt_only or wanted == 0:
-        return too_long(str(num_prompt_tokens), limit)
-    has, context = (
-        f"The prompt has {num_prompt_tokens} tokens",
-        f"the context of this model is {limit} tokens",
-    )
-    param = "max_tokens"
-    if room < 1:
-        param, shown = "prompt", "not set" if wanted is None else wanted
-        text = f"{has} and max_tokens is {shown}, but {context}: shorten the prompt to at most {limit - 1}."
-    elif wanted is None:
-        param, least = (
-            "min_tokens",
-            f"min_tokens = {sampling.min_tokens} with a prompt of {num_prompt_tokens} tokens",
-        )
-        text = f"{least} is more than the context of this model, {limit} tokens: ask for at most {room}."
-    else:
-        together = f"max_tokens is {wanted}, together {num_prompt_tokens + wanted}"
-        text = f"{has} and {together}, but {context}: shorten the prompt, or ask for at most {room}."
-    return RequestError(text, param=param, code="context_length_exceeded")
+    raise import_module(_ERRORS).over_context(num_prompt_tokens, sampling, limit, prompt_only=prompt_only)
 
 
 @lru_cache(32)  # a request for many prompts asks for each of them
@@ -177,6 +154,7 @@ class ModelInfo:
     determinism: str = "exact"  # see `EngineConfig`
     # How an encoder pools a text; None: a decoder.
     sentence: SentenceSpec | None = None
+    vision: VisionSpec | None = None  # None: the model takes no images
 
     def sampling(self, **given: Any) -> SamplingParams:
         """Return `SamplingParams` in which what is ``given`` replaces the model's defaults.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 from quire.engine.best_of import choose_best
 from quire.engine.output import OutputChunk, RequestOutputState
-from quire.engine.pooling import embedding, likelihood, yes_no
 from quire.errors import StepError
 from quire.request import FinishReason, TokenLogprobs
 from quire.text.tokenizer import Tokenizer
@@ -138,6 +138,9 @@ def _table(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
     return table
 
 
+_POOLING = "quire.engine.pooling"  # loaded with the first vector or score
+
+
 def embedded(output: RequestOutput, *, dimensions: int | None, normalize: bool) -> EmbeddingRequestOutput:
     """Return the vector of a prompt.
 
@@ -146,7 +149,7 @@ def embedded(output: RequestOutput, *, dimensions: int | None, normalize: bool) 
     """
     _raise_failure(output)
     assert output.pooled is not None
-    vector = embedding(output.pooled, dimensions=dimensions, normalize=normalize)
+    vector = import_module(_POOLING).embedding(output.pooled, dimensions=dimensions, normalize=normalize)
     return EmbeddingRequestOutput(
         output.request_id, EmbeddingOutput(vector.tolist()), output.prompt_token_ids
     )
@@ -159,13 +162,15 @@ def scored(output: RequestOutput, num_query_tokens: int) -> ScoringRequestOutput
         StepError: as `LLM.score`.
     """
     _raise_failure(output)
+    pooling = import_module(_POOLING)
     if output.pooled is not None:
-        score = yes_no(output.pooled)
+        score = pooling.yes_no(output.pooled)
     else:
         assert output.prompt_logprobs is not None
         query_ids = output.prompt_token_ids[-num_query_tokens:]
         tables = output.prompt_logprobs[-num_query_tokens:]
-        score = likelihood([t[i].logprob for t, i in zip(tables, query_ids, strict=True) if t is not None])
+        logprobs = [t[i].logprob for t, i in zip(tables, query_ids, strict=True) if t is not None]
+        score = pooling.likelihood(logprobs)
     return ScoringRequestOutput(output.request_id, ScoringOutput(score), output.prompt_token_ids)
 
 

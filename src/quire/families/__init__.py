@@ -6,6 +6,7 @@ A family is in `SUPPORTED` only with a parity test against transformers (``tests
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -84,7 +85,11 @@ _WITH_TEXT = {
     "Gemma4ForConditionalGeneration": "gemma4",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "Idefics3ForConditionalGeneration": "llama",
+    "SmolVLMForConditionalGeneration": "llama",
 }
+# Those of them whose encoder runs, too.
+_SEEING = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 _OF_ALL_PARTS = (
     "quantization_config",
     "dtype",
@@ -108,7 +113,7 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     Raises `UnsupportedModelError` for an architecture or feature that Quire does not run, with its name and what
     is supported, and `ModelLoadError` for a missing or wrong value, with its key.
     """
-    config = _decoder_config(config, where)
+    whole, config = config, _decoder_config(config, where)
     name = _name_of(Fields(config, where))
     family, architecture = _family(name), _ALL[name][0]
     f = Fields({**config, "architectures": [architecture]}, where)
@@ -126,7 +131,11 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     quantization = f.nested("quantization_config")
     if quantization is not None and quantization.values.get("quant_method") not in family.quantizations:
         read_quantization(f, others=family.quantizations)
-    return family.read(f)
+    spec = family.read(f)
+    if any(each in _SEEING for each in Fields(whole, where).items("architectures")):
+        read = import_module("quire.families.vision").read_vision
+        return replace(spec, vision=read(whole, spec, where))
+    return spec
 
 
 def quantization_of(config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:

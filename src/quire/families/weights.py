@@ -109,7 +109,7 @@ TOP_NAMES: Mapping[str, str] = {
 # What a checkpoint may hold and no answer needs: value heads of trainers, scales of quantized caches, and what sees and
 # hears in a model of which the text decoder runs.
 UNUSED = (
-    r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio|visual)\..*",
+    r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio|visual|vision_model|connector)\..*",
     r"(v_head|value_head|reward_head|score)\..*",
     r".*\.self_attn\.(\w+\.)?(q|k|v|kv|prob_output)_(scale|zero_point)",
     r".*\.[kv]_proj\.output_scale",

@@ -107,6 +107,9 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
     spec = spec_from_config(config, str(config_path))
     if spec.encoder is not None:
         spec = import_module("quire.models.sentence_transformers").with_sentence(path, spec)
+    seen: tuple[str, ...] = ()  # how the names of the encoder's tensors begin
+    if spec.vision is not None:
+        spec, seen = import_module("quire.models.vision_config").with_preprocessing(spec, path)
     files: tuple[Path, ...] = ()
     formats: Mapping[str, WeightFormat] = {}
     dtype = spec.dtype
@@ -116,7 +119,7 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
         stored = read_checkpoint(path)
         dtype = _common_dtype(stored.values())
         spec, of_head = _own_head(spec, stored)
-        remarks = (*unused(stored), *of_head)
+        remarks = (*unused(stored, seen), *of_head)
         quantization = quantization_of(config, str(config_path))
         if quantization is not None or config.get(
             "quantization_config"

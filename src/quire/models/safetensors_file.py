@@ -39,7 +39,8 @@ _DTYPES: dict[str, tuple[str, int]] = {
 }
 _HEADER_MAX = 100_000_000  # bytes, the limit of the reference implementation
 _BARE = ("embed_tokens.", "layers.", "norm.")
-_IN_OTHERS = ("model.language_model", "language_model.model")  # "model" of a decoder that is part of a model
+# "model" of a decoder that is part of a model.
+_IN_OTHERS = ("model.language_model", "language_model.model", "model.text_model")
 _COMPARED = 1 << 22  # bytes at once
 INDEX_NAME = "model.safetensors.index.json"
 AGAIN = "the download is incomplete or the file is damaged: download it again"

@@ -279,9 +279,12 @@ def _look_at(names: WeightMap, *stored: str) -> str:
     return f": look at {', '.join(keys)}" if keys else ""
 
 
-def unused(stored: Tensors) -> tuple[str, ...]:
-    """Return a line that names the tensors that no answer needs, where there are any."""
-    names = [name for name in stored if _UNUSED.fullmatch(name)]
+def unused(stored: Tensors, used: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return a line that names the tensors that no answer needs, where there are any.
+
+    ``used``: how the names of an encoder's tensors begin, which another loader reads.
+    """
+    names = [name for name in stored if _UNUSED.fullmatch(name) and not name.startswith(used)]
     what = "is a tensor" if len(names) == 1 else "are tensors"
     return (f"{len(names)} {what} that no answer needs, {_some(names)}: not read",) if names else ()
 

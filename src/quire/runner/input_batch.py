@@ -24,6 +24,7 @@ from quire.sampling.sampler import Columns, columns_of
 from quire.step import SeqPlan
 
 if TYPE_CHECKING:
+    from quire.models.decoder import Hidden
     from quire.runner.states import StatePool
 
 IntArray = npt.NDArray[np.int64]
@@ -101,6 +102,8 @@ class PreparedStep:
     rows: IntArray  # in `WorkerSeqs`, where a sequence samples
     columns: Columns  # [num_logits], of the sampler
     num_positions: int  # all positions of the step are below it
+    # What the first layer reads in place of the embeddings.
+    entering: Hidden | None = None
 
     @property
     def num_logits(self) -> int:

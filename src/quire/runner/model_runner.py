@@ -164,10 +164,10 @@ class ModelRunner:
     def _compute(self, step: PreparedStep) -> torch.Tensor | None:
         """Compute the step; return its logits, or None where the next stage goes on with it."""
         links, logits, leaving = self._links, None, self._leaving
-        entering = None if links is None else links.receive(step.num_tokens)
+        entering = step.entering if links is None else links.receive(step.num_tokens)
         divided = self._divides(step)
         self.decoder.cover(step.num_positions)
-        if self.tape is not None and step.buffers is self._taped and not divided:
+        if self.tape is not None and step.buffers is self._taped and not divided and step.entering is None:
             step.buffers.set_num_seqs(step.num_seqs)
             self._hidden = self._taped_hidden
             logits = self.tape.run(step.num_tokens, step.num_logits)
@@ -193,7 +193,7 @@ class ModelRunner:
         self.decoder.cover(step.num_positions)
         entering = None if self._links is None else self._links.receive(step.num_tokens)
         batch = with_hidden_of(step.batch_of(divided=self._divides(step)), step, tokens)
-        hidden = self.decoder.forward(batch, self.kv.views, entering)
+        hidden = self.decoder.forward(batch, self.kv.views, entering or step.entering)
         sampling, others = hidden[: step.num_logits], hidden[step.num_logits :]
         logits = self.decoder.logits(sampling, step.batch.end_logits) if step.sampling else None
         self._hidden = sampling

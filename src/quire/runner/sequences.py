@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.sampling.sampler import SeqSample, column_values, new_columns
+from quire.spans import Span
 from quire.step import NewSeq
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class WorkerSeq:
     processors: LogitsProcessors | None = None
     grammar: GrammarState | None = None
     drafting: DraftState | None = None
+    spans: tuple[Span, ...] = ()
     # On a GPU: has the id that the next mask depends on.
     pending: Callable[[], list[SeqSample]] | None = None
 
@@ -106,7 +108,7 @@ class WorkerSeqs:
             self._begin_states(seq, new)
         if seq.refusal is not None:
             return seq
-        row = seq.row
+        row, seq.spans = seq.row, new.spans
         self.token_ids[row, : len(ids)] = ids
         self.num_tokens[row] = self.num_settled[row] = len(ids)
         self.samples[row] = not new.prompt_only

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quire.runner.drafting import Drafting
     from quire.runner.input_batch import PreparedStep
     from quire.runner.prompt_outputs import PromptOutput, PromptScorer
+    from quire.runner.span_rows import SpanRows
     from quire.speculate.proposer import Proposer
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,9 @@ class Worker:
             num_groups=len(config.kv_layout.groups), grammars=lambda: self.runner.grammars, lora=self._lora,
             samples=answers,
         )  # fmt: skip
+        self._vision: SpanRows | None = None
+        if config.model.spec.vision is not None:
+            self._vision = import_module("quire.runner.span_rows").SpanRows(config, self.runner.decoder)
         self._drafting_settings = config, self.seqs, self.runner, shard, clock
         self._answers = answers
         self.drafting = None if config.speculate is None else self._make_drafting()
@@ -246,6 +250,8 @@ class Worker:
     ) -> tuple[Sequence[WorkerSeq], PendingResult]:
         """Launch one forward over ``plans``."""
         prepared = self._inputs.prepare(plans, seqs)
+        if self._vision is not None:
+            prepared = self._vision.place(prepared, plans, seqs)
         if any(seq.prompt for seq in seqs):
             pending = self._launch_scored(plans, seqs, prepared, launched)
         else:

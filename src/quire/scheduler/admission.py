@@ -30,10 +30,8 @@ class Admission:
         refusal = self._refusal(request, now)
         if refusal is not None:
             state.counters.num_refused += 1
-            return [
-                refused(request, index, refusal.kind, refusal.text, now, refusal.retry_after_s)
-                for index in indexes
-            ]
+            kind, text, later_s = refusal.kind, refusal.text, refusal.retry_after_s
+            return [refused(request, index, kind, text, now, later_s) for index in indexes]
         group = RequestState(request)
         for index in range(sampling.beam_width) if sampling.use_beam_search and indexes else indexes:
             self._new_sequence(group, index)
@@ -84,10 +82,8 @@ class Admission:
         if request.output_token_ids:  # it was admitted before the engine was restarted
             return None
         transfers = state.policies.transfers
-        num_loading, num_prompt = (
-            0 if transfers is None else len(transfers.loading),
-            len(request.prompt_token_ids),
-        )
+        num_loading = 0 if transfers is None else len(transfers.loading)
+        num_prompt = len(request.prompt_token_ids)
         num_bytes = 0 if state.config.max_queue_bytes is None else held_bytes(request)
         if state.waiting.is_full(state.config, num_loading, num_prompt, num_bytes):
             state.policies.turn_on("overload")
@@ -121,11 +117,9 @@ class Admission:
     def _too_large(self, request: Request) -> str | None:
         """Tell whether one sequence of the request would need more blocks than the whole pool has."""
         config, cache = self._state.config, self._state.cache
-        num_prompt = len(request.prompt_token_ids)
+        num_prompt, limit = len(request.prompt_token_ids), config.max_model_len
         max_tokens = request.sampling.max_tokens
-        longest = (
-            config.max_model_len if max_tokens is None else min(num_prompt + max_tokens, config.max_model_len)
-        )
+        longest = limit if max_tokens is None else min(num_prompt + max_tokens, limit)
         num_rows = num_prompt if request.prompt_only else longest - 1
         chunk = 1 if config.enable_chunked_prefill else num_rows
         num_blocks = cache.windows.lifetime_blocks(num_rows, chunk)

@@ -274,6 +274,7 @@ def _new_seq(seq: Sequence) -> NewSeq:
         grammar=request.grammar,
         prompt_logprobs=seq.sampling.prompt_logprobs if group.wants_prompt_logprobs else None,
         pooling=request.pooling,
+        spans=request.spans,
     )
 
 

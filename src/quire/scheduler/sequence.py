@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from quire.cache.blocks import BlockTable
 from quire.request import Request, SampleTiming, Sampling
+from quire.spans import num_bytes
 from quire.step import AdapterMove, KvTransfer, SeqPlan
 
 if TYPE_CHECKING:
@@ -218,17 +219,9 @@ class StepRecord:
 def held_bytes(request: Request) -> int:
     """Return about how many bytes a request takes while it waits."""
     sampling, pooling = request.sampling, request.pooling
-    num_ids = sum(
-        map(len, (sampling.stop_token_ids, sampling.allowed_token_ids or (), *request.output_token_ids))
-    )
-    num_ids += sum(map(len, sampling.bad_words_token_ids)) + (
-        0 if pooling is None else len(pooling.token_ids)
-    )
-    num_characters = len(request.grammar or "") + sum(map(len, sampling.stop))
-    return (
-        _REQUEST_BYTES
-        + _PROMPT_TOKEN_BYTES * len(request.prompt_token_ids)
-        + _ID_BYTES * num_ids
-        + _BIAS_BYTES * len(sampling.logit_bias)
-        + num_characters
-    )
+    ids = (sampling.stop_token_ids, sampling.allowed_token_ids or (), *request.output_token_ids)
+    num_ids = sum(map(len, (*ids, *sampling.bad_words_token_ids)))
+    num_ids += 0 if pooling is None else len(pooling.token_ids)
+    held = _REQUEST_BYTES + len(request.grammar or "") + sum(map(len, sampling.stop))
+    held += _PROMPT_TOKEN_BYTES * len(request.prompt_token_ids) + _ID_BYTES * num_ids
+    return held + _BIAS_BYTES * len(sampling.logit_bias) + sum(map(num_bytes, request.spans))

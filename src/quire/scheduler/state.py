@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import import_module
 
 from quire.cache.blocks import BlockTable
 from quire.cache.manager import CacheManager
@@ -43,7 +44,10 @@ class SchedulerState:
     def new_table(self, request: Request) -> BlockTable:
         """Return an empty table for a sequence of ``request``: its blocks are its adapter's and its salt's alone."""
         adapter = "" if request.adapter is None else request.adapter.key
-        return self.cache.new_table(adapter=adapter, cache_salt=request.terms.cache_salt)
+        table = self.cache.new_table(adapter=adapter, cache_salt=request.terms.cache_salt)
+        if request.spans:
+            import_module("quire.cache.span_content").add_spans(table, request.spans)
+        return table
 
     def enqueue(self, seq: Sequence) -> None:
         """Let a sequence wait."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -50,6 +51,8 @@ async def messages_job(state: ApiState, call: Call, body: Any, ignored: list[str
     """
     request = parse(MessagesRequest, body, ignored=ignored)
     served_name(state, request.model)
+    if state.model.vision is not None:
+        import_module("quire.api.images").refuse_images(request.messages, "messages")
     check_thread(request.thread, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
     conversation = await off_loop(len(request.messages), read_conversation, request, ignored)
@@ -83,6 +86,8 @@ async def count_tokens(state: ApiState, call: Call, body: Any, ignored: list[str
     """
     request = parse(CountTokensRequest, body, ignored=ignored)
     served_name(state, request.model)
+    if state.model.vision is not None:
+        import_module("quire.api.images").refuse_images(request.messages, "messages")
     check_thread(request.thread, ignored)
     form_of(request, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)

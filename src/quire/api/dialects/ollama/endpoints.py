@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -49,6 +50,8 @@ async def ollama_chat_job(state: ApiState, call: Call, body: Any, ignored: list[
     request = parse(OllamaChatRequest, body, ignored=ignored)
     served_name(state, request.model)
     sampling = read_sampling(request, state.model.generation_defaults, ignored)
+    if state.model.vision is not None:
+        import_module("quire.api.images").refuse_images(request.messages or [], "messages")
     conversation = await off_loop(len(request.messages or ()), chat_conversation, request, ignored)
     answer = partial(_answer, state, request)
     fields = _fields(request, ignored)

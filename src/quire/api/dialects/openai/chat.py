@@ -60,15 +60,16 @@ async def chat_job(state: ApiState, call: Call, body: Any, ignored: list[str] | 
         )
         return ChoicesAnswer(head, choices, options, sampling.n)
 
+    vision = state.model.vision
     if len(request.messages) <= INLINE_ELEMENTS:
-        conversation = chat_conversation(request, ignored, request)
+        conversation = chat_conversation(request, ignored, request, vision)
     else:
-        conversation = await asyncio.to_thread(chat_conversation, request, ignored, request)
+        conversation = await asyncio.to_thread(chat_conversation, request, ignored, request, vision)
     return await conversation_job(state, call, request, conversation, sampling, "chatcmpl-", answer, ignored)
 
 
 def chat_conversation(
-    request: ChatPrompt, ignored: list[str] | None, chat: ChatRequest | None = None
+    request: ChatPrompt, ignored: list[str] | None, chat: ChatRequest | None = None, vision: object = None
 ) -> Conversation:
     """Return the conversation of a chat prompt. ``chat``: the same, if it is a whole chat completion.
 
@@ -89,7 +90,7 @@ def chat_conversation(
             begins=request.add_generation_prompt,
         )
     return Conversation(
-        template_messages(request.messages, ignored),
+        template_messages(request.messages, ignored, sees=vision is not None),
         use,
         variables,
         Thinking(chat.thinking_token_budget if chat else None, effort),

@@ -54,8 +54,10 @@ async def tokenize(state: ApiState, call: Call, body: Any, ignored: list[str] | 
         special = request.add_special_tokens is not False
         ids = await state.frontend.prompts.tokenize(request.prompt, add_special_tokens=special)
     else:
-        special = request.add_special_tokens is True
-        conversation = await off_loop(len(request.messages or ()), chat_conversation, request, ignored)
+        special, vision = request.add_special_tokens is True, state.model.vision
+        conversation = await off_loop(
+            len(request.messages or ()), chat_conversation, request, ignored, None, vision
+        )
         _, ids = await conversation.prompt(state, add_special_tokens=special)
     tokenizer = state.frontend.tokenizer
     strings: msgspec.Raw | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -144,6 +145,8 @@ def _messages(
 ) -> list[dict[str, Any]]:
     """Return the messages of the earlier turns and of the request's input."""
     messages = _before(state, call, request.previous_response_id)
+    if state.model.vision is not None:
+        import_module("quire.api.images").refuse_images(request.input, "input")
     add_input(messages, request.input, ignored)
     if not messages:
         raise RequestError("input = [] is not allowed without previous_response_id.", param="input")

@@ -1,0 +1,180 @@
+"""`ImageReader`: the images of conversations, from the bytes that a client sent to spans in the prompt's token ids.
+
+    messages ──take──> messages for the template, files ──> text ──> token ids ──place──> ids with spans
+
+A file is decoded and prepared in a helper process; what came of it is kept by its digest, since a conversation sends
+its images again in every turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from quire.engine import helper_pool
+from quire.engine.helper_pool import Head, HelperPool
+from quire.engine.prompts import Prompts, RenderedChat
+from quire.errors import ModelLoadError, RequestError
+from quire.extras import check_installed
+from quire.images.limits import LIMITS
+from quire.images.placing import SpannedIds, with_images
+from quire.images.prepared import PreparedImage
+from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+from quire.vision_spec import VisionSpec
+
+
+class ImageFile(NamedTuple):
+    """An image of a message. ``where``: its path in the request, for errors."""
+
+    data: bytes
+    where: str
+
+
+class ImageReader:
+    """Reads the images of one model's requests."""
+
+    def __init__(self, vision: VisionSpec, tokenizer: Tokenizer, *, in_process: bool = False) -> None:
+        """``in_process``: images are decoded in this process, which is the caller's own.
+
+        Raises:
+            ModelLoadError: the tokenizer does not know the model's placeholder.
+        """
+        self._vision, self._tokenizer = vision, tokenizer
+        self._in_process = in_process
+        self._pool = HelperPool("image", self._head)
+        self._kept: OrderedDict[bytes, PreparedImage] = OrderedDict()
+        self._num_bytes = 0
+        placeholder = tokenizer.id_to_token(vision.image_token_id)
+        if placeholder is None or self._encode(placeholder) != [vision.image_token_id]:
+            raise ModelLoadError(
+                f"The tokenizer has no special token with the id {vision.image_token_id}, the placeholder of images "
+                "that config.json names (image_token_id)."
+            )
+
+    def take(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], list[ImageFile]]:
+        """Return the messages as a template reads them, and their images in order."""
+        files: list[ImageFile] = []
+        taken: list[Mapping[str, Any]] = []
+        for message in messages:
+            content = message.get("content")
+            if not isinstance(content, list):
+                taken.append(message)
+                continue
+            parts = []
+            for part in content:
+                if isinstance(part.get("image"), ImageFile):
+                    files.append(part["image"])
+                    parts.append({"type": "image"})
+                else:
+                    parts.append(part)
+            taken.append({**message, "content": parts})
+        return taken, files
+
+    async def place(self, token_ids: Sequence[int], files: Sequence[ImageFile]) -> Sequence[int]:
+        """Return ``token_ids``, a prompt with one placeholder per file, with the images in their places.
+
+        Raises:
+            RequestError: an image cannot be used (names its path), or the placeholders are not as many as the files.
+            CapacityError: too many images wait for the helpers (retryable).
+        """
+        images = await asyncio.gather(*map(self._read, files))
+        return self._placed(token_ids, images)
+
+    def place_now(self, token_ids: Sequence[int], files: Sequence[ImageFile]) -> Sequence[int]:
+        """As `place`, for a caller that may block; only ``in_process``."""
+        assert self._in_process
+        return self._placed(token_ids, [self._read_here(file) for file in files])
+
+    def close(self) -> None:
+        """End the helpers."""
+        self._pool.close()
+
+    def _placed(self, token_ids: Sequence[int], images: Sequence[PreparedImage]) -> SpannedIds:
+        return with_images(token_ids, images, self._vision, self._encode)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    async def _read(self, file: ImageFile) -> PreparedImage:
+        name = hashlib.blake2b(file.data, digest_size=32).digest()
+        if (kept := self._kept.get(name)) is not None:
+            self._kept.move_to_end(name)
+            return kept
+        work = import_module("quire.images.work")
+
+        def finish(answer: bytearray | None, late: bool) -> PreparedImage:
+            if answer is None:
+                limit_s = helper_pool.TASK_LIMIT_S
+                raise refused(
+                    file, f"it takes more than {limit_s:g} s" if late else "it takes too much memory"
+                )
+            try:
+                prepared: PreparedImage = work.answer_of(answer)
+            except work.ImageError as error:
+                raise refused(file, str(error)) from None
+            return prepared
+
+        prepared = await self._pool.run([file.data], finish)
+        self._keep(name, prepared)
+        return prepared
+
+    def _read_here(self, file: ImageFile) -> PreparedImage:
+        work = import_module("quire.images.work")
+        try:
+            prepared: PreparedImage = work.preparer(self._vision)(file.data)
+        except work.ImageError as error:
+            raise refused(file, str(error)) from None
+        return prepared
+
+    def _keep(self, name: bytes, prepared: PreparedImage) -> None:
+        if name not in self._kept:
+            self._num_bytes += num_bytes_of(prepared)
+        self._kept[name] = prepared
+        while self._num_bytes > LIMITS.prepared_bytes:
+            self._num_bytes -= num_bytes_of(self._kept.popitem(last=False)[1])
+
+    def _head(self) -> Head:
+        return {"vision": asdict(self._vision)}
+
+
+class SeeingPrompts(Prompts):
+    """The prompts of a model that sees: those of conversations may have images."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate, vision: VisionSpec) -> None:
+        super().__init__(tokenizer, chat_template)
+        self._images = reader_of(vision, tokenizer)
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], *args: Any, **options: Any) -> RenderedChat:
+        """As `Prompts.chat`; `ImageFile`s in parts of ``messages`` become spans of the ids."""
+        messages, files = self._images.take(messages)
+        text, token_ids = await super().chat(messages, *args, **options)
+        return RenderedChat(text, await self._images.place(token_ids, files))
+
+    def close(self) -> None:
+        super().close()
+        self._images.close()
+
+
+def reader_of(vision: VisionSpec, tokenizer: Tokenizer, *, in_process: bool = False) -> ImageReader:
+    """Return the reader of a model's images. Raises `ConfigError` without the extra `images`."""
+    check_installed("images", "an image in a conversation")
+    return ImageReader(vision, tokenizer, in_process=in_process)
+
+
+def refused(file: ImageFile, reason: str) -> RequestError:
+    """Return the error for an image that cannot be used."""
+    return RequestError(
+        f"{file.where}: this image cannot be used: {reason}.", param=file.where, code="invalid_image"
+    )
+
+
+def num_bytes_of(prepared: PreparedImage) -> int:
+    return sum(len(piece.data) for piece in prepared.pieces)

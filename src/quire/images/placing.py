@@ -1,0 +1,76 @@
+"""Images in a prompt's token ids: each placeholder becomes the image's text, whose runs of placeholders are spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+from quire.errors import RequestError
+from quire.images.prepared import PreparedImage
+from quire.spans import Span
+from quire.vision_spec import VisionSpec
+
+
+class SpannedIds(tuple[int, ...]):
+    """The token ids of a prompt, and its spans."""
+
+    spans: tuple[Span, ...] = ()
+
+    def __getitem__(self, at: Any) -> Any:
+        """Return the id at ``at``. A slice would lose its spans, so there is none.
+
+        Raises:
+            RequestError: ``at`` is a slice, which `truncate_prompt_tokens` takes.
+        """
+        if isinstance(at, slice):
+            raise RequestError(
+                "truncate_prompt_tokens is not supported for a prompt with images: leave it out, or send less.",
+                param="truncate_prompt_tokens",
+            )
+        return super().__getitem__(at)
+
+
+def with_images(
+    token_ids: Sequence[int],
+    images: Sequence[PreparedImage],
+    vision: VisionSpec,
+    encode: Callable[[str], Sequence[int]],
+) -> SpannedIds:
+    """Return ``token_ids`` with ``images`` in place of the placeholders, in order.
+
+    ``encode`` tokenizes the text of an image.
+
+    Raises:
+        RequestError: there are more or fewer placeholders than images: a text may not hold the placeholder's own text.
+    """
+    image_token_id = vision.image_token_id
+    count = sum(1 for token_id in token_ids if token_id == image_token_id)
+    if count != len(images):
+        raise RequestError(
+            f"The prompt has {count} placeholders of images and {len(images)} images: the text of a message may not "
+            "hold the model's own placeholder, and the model's chat template must write one per image.",
+            param="messages",
+            code="invalid_value",
+        )
+    ids: list[int] = []
+    spans: list[Span] = []
+    left = iter(images)
+    for token_id in token_ids:
+        if token_id != image_token_id:
+            ids.append(token_id)
+            continue
+        image = next(left)
+        shown = encode(image.text)
+        start, pieces = len(ids), iter(image.pieces)
+        for is_image, run in groupby(shown, lambda each: each == image_token_id):
+            length = len(list(run))
+            if is_image:
+                assert length == vision.tokens_per_tile, (length, image.text)
+                spans.append(next(pieces).span(start, length))
+            start += length
+        assert next(pieces, None) is None, image.text
+        ids.extend(shown)
+    placed = SpannedIds(ids)
+    placed.spans = tuple(spans)
+    return placed

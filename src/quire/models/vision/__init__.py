@@ -1,0 +1,1 @@
+"""Encoders of images, one file per kind of `VisionSpec`."""

@@ -1,0 +1,29 @@
+"""`Span`: token positions whose rows are an encoder's output, in place of the embeddings of their token ids."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """The tokens at positions ``start … start + length − 1`` of a prompt; their ids are the model's placeholder.
+
+    ``content`` names what the encoder reads: a digest of ``data`` and ``grid``. It enters the hash of every block that
+    has a token of the span, and names the encoder's output.
+    """
+
+    start: int
+    length: int
+    content: bytes  # 32 bytes
+    grid: tuple[int, ...]  # size of the pixels: (height, width)
+    # What the encoder reads, as the family's preprocessing makes it.
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+def num_bytes(span: Span) -> int:
+    """Return the bytes of what the encoder reads."""
+    return len(span.data)

@@ -1,0 +1,45 @@
+"""`VisionSpec`: the part of a model that sees, as data: sizes of the encoder, and how images become its input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocessing:
+    """How an image becomes the encoder's input (``preprocessor_config.json``, under transformers' names)."""
+
+    size: int  # pixels of the longest edge after the first resize
+    tile: int  # pixels of the edge of a tile
+    splits: bool  # into tiles and one view of the whole; off: the view alone
+    resample: int  # Pillow's number of the filter; 1: Lanczos
+    rescale: float
+    mean: tuple[float, ...]  # one per channel
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """An encoder of images and its projector. ``kind`` is the module of `quire.images` and of `quire.models.vision`."""
+
+    kind: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    activation: str  # transformers' name
+    eps: float  # layer norms' epsilon
+    image_size: int  # pixels of the edge of what the encoder reads
+    patch_size: int  # pixels of the edge of a patch
+    merge: int  # patches along an edge that become one token
+    text_hidden_size: int
+    image_token_id: int
+    preprocessing: Preprocessing | None = None  # read from its own file, after ``config.json``
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def tokens_per_tile(self) -> int:
+        return self.num_patches // self.merge**2

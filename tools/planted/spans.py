@@ -1,0 +1,61 @@
+"""Planted faults in spans: what their contents add to hashes, and which rows of an encoder a token has."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+CONTENT, ROWS = "src/quire/cache/span_content.py", "src/quire/runner/span_rows.py"
+HASHES = ("tests/cache/test_span_content.py",)
+SEEING = "tests/images/test_seeing.py::"
+SAME_BITS = (SEEING + "test_answers_have_the_same_bits_however_computed",)
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "span-missing-in-its-first-block",
+        "the block in which an image begins has the hash of any image",
+        CONTENT,
+        "range(span.start // block_size, ",
+        "range(span.start // block_size + 1, ",
+        HASHES,
+    ),
+    Mutant(
+        "span-missing-in-its-last-block",
+        "the block in which an image ends has the hash of any image",
+        CONTENT,
+        "(span.end - 1) // block_size + 1)",
+        "(span.end - 1) // block_size)",
+        HASHES,
+    ),
+    Mutant(
+        "content-of-a-span-not-hashed",
+        "an image of the same size is taken for another",
+        CONTENT,
+        "part = span.content + ",
+        "part = b'' + ",
+        HASHES,
+    ),
+    Mutant(
+        "rows-of-a-cut-span-from-its-start",
+        "a chunk that begins inside of an image gets the rows of its beginning",
+        ROWS,
+        "rows[first - span.start : stop - span.start]",
+        "rows[: stop - first]",
+        SAME_BITS,
+    ),
+    Mutant(
+        "rows-of-an-image-kept-by-its-size",
+        "the encoder's output for another image of the same size is used",
+        ROWS,
+        "name = span.content, span.grid",
+        "name = b'', span.grid",
+        (SEEING + "test_image_of_same_size_is_not_taken_for_another",),
+    ),
+    Mutant(
+        "placeholders-keep-their-embeddings",
+        "the model sees the placeholder in place of the image",
+        ROWS,
+        "embeddings[at + first : at + stop] = rows",
+        "_ = rows",
+        (SEEING + "test_answer_equals_that_of_transformers",),
+    ),
+)
