@@ -66,6 +66,7 @@ FORMS = (
     Form("expanded, K and V in int8", {"kv_dtype": "int8"}),
     Form("expanded, `--quantize int8`", {"quantize": "int8"}),
     Form("expanded, `--quantize int4`", {"quantize": "int4"}),
+    Form("expanded, `--quantize int4-g16`", {"quantize": "int4-g16"}),
 )
 
 

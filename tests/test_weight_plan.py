@@ -43,6 +43,21 @@ def test_the_output_matrix_keeps_eight_bits_unless_asked() -> None:
     assert list(plan_weights(SPEC, {}, None, "int8").formats) == ["lm_head.weight"]
 
 
+def test_int4_keeps_what_loses_most_in_8_bits() -> None:
+    spec = replace(SPEC, layers=(LayerSpec(ATTENTION, MlpSpec(384)),) * 16)
+    formats = plan_weights(spec, {}, "int4", None).formats
+    wide = {name for name, held in formats.items() if held == WeightFormat("int8")} - {"lm_head.weight"}
+    downs = {0, 1, 4, 7, 10, 13, 14, 15}
+    assert wide == {
+        *(f"layers.{i}.attn.v.weight" for i in range(16)), *(f"layers.{i}.mlp.down.weight" for i in downs),
+    }  # fmt: skip
+    assert {held for name, held in formats.items() if name not in wide} == {
+        WeightFormat("int4", 16), formats["lm_head.weight"],
+    }  # fmt: skip
+    uniform = plan_weights(spec, {}, "int4-g16", None).formats
+    assert [name for name, held in uniform.items() if held.kind == "int8"] == ["lm_head.weight"]
+
+
 def test_inputs_that_no_group_divides_are_said() -> None:
     plan = plan_weights(SPEC, {}, "int4", None)
     assert plan.formats["layers.0.mlp.down.weight"] == WeightFormat("int8")

@@ -1,20 +1,18 @@
 """Decisions per matrix before a weight is read: its format (`plan_weights`), and may LoRA change it. Torch-free.
 
-The matrices of linears are quantized. Norms, biases and sinks are not matrices; routers and gates are small, and an
-error in a choice is never small; MLA's ``kv_b`` is multiplied head by head; of a separate embedding table a token reads
-only one row, and so of the embeddings per layer, whose matrices are small. The gates and the convolution of a
-recurrent layer are small, and what they get wrong stays in its state. A table that the checkpoint stores quantized is
-held quantized.
+The matrices of linears are quantized, and a table that is stored so. Norms, biases and sinks are not matrices; an error
+in the choice of a router or a gate is never small; MLA's ``kv_b`` is multiplied head by head; of a separate embedding
+table a token reads one row, and so of the embeddings per layer, whose matrices are small. What the gates and the
+convolution of a recurrent layer get wrong stays in its state.
 
-An adapter may change the linears of attention, of dense MLPs and of shared experts: not routers and experts, not MLA's
-``kv_b`` (which is multiplied into two other products). It may also change the embedding and the output matrix, or bring
-its own.
+An adapter may change the linears of attention, of dense MLPs and of shared experts, the embedding and the output
+matrix: not routers, experts and MLA's ``kv_b``, which is multiplied into two other products.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
@@ -57,7 +55,7 @@ def plan_weights(
     """Decide from the formats that the checkpoint has ``stored`` and from the user's request.
 
     ``quantize`` None keeps the stored formats; "none" expands them; "int8", "int4", "int4-g64" … quantize a plain
-    checkpoint while it is loaded, its output matrix to 8 bits unless ``quantize_head`` says otherwise.
+    checkpoint while it is loaded. The output matrix gets 8 bits without a ``quantize_head``, as `_wide` ones of "int4".
 
     Raises:
         ConfigError: names the setting, the value and what is allowed.
@@ -69,12 +67,11 @@ def plan_weights(
             f"quantize = {quantize!r}: the checkpoint is quantized already ({kinds_of(stored)}); leave quantize out "
             "to run it as it is, or give 'none' to expand it"
         )
-    if wanted is None:
-        formats = dict(stored)
-    elif not wanted.quantized:
-        formats = {}
-    else:
+    formats = dict(stored) if wanted is None else {}
+    if wanted is not None and wanted.quantized:
         formats = {name: wanted for name in weight_shapes(spec) if role_of(spec, name) == "linear"}
+        wide = formats.keys() & (_wide(spec.num_layers) if quantize == "int4" else ())
+        formats |= dict.fromkeys(wide, WeightFormat("int8"))
         head = head or WeightFormat("int8")
     head_name = "embed.weight" if spec.tie_word_embeddings else "lm_head.weight"
     if head is not None:
@@ -85,6 +82,15 @@ def plan_weights(
             )
         formats[head_name] = head
     return _fit(spec, {name: form for name, form in formats.items() if form.quantized})
+
+
+def _wide(num_layers: int) -> Iterator[str]:
+    """Yield what loses most in 4 bits: v, and down of the layers that have more bits in llama.cpp's Q4_K_M."""
+    eighth = num_layers // 8
+    for i in range(num_layers):
+        yield f"layers.{i}.attn.v.weight"
+        if i < eighth or i >= 7 * num_layers // 8 or (i - eighth) % 3 == 2:
+            yield f"layers.{i}.mlp.down.weight"
 
 
 def parse_format(text: str, *, name: str) -> WeightFormat:
@@ -115,8 +121,7 @@ def _fit(spec: ModelSpec, formats: dict[str, WeightFormat]) -> WeightPlan:
         in_features = shapes[name][-1]
         if wanted.group is not None and in_features % wanted.group:
             formats[name] = WeightFormat("int8")
-            part = name if not name.startswith("layers.") else name.split(".", 2)[2]
-            key = (part.removesuffix(".weight"), in_features, wanted.group)
+            key = re.sub(r"^layers\.\d+\.|\.weight$", "", name), in_features, wanted.group
             lacking[key] = lacking.get(key, 0) + 1
     remarks = [
         f"{count} × {part} as int8 with a scale a row: {in_features} inputs are no multiple of a group of {group}"
@@ -138,11 +143,8 @@ _ADAPTABLE = re.compile(
 
 def adaptable(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return "layers.0.attn.q" … → (out_features, in_features)."""
-    return {
-        name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape in weight_shapes(spec).items()
-        if _ADAPTABLE.fullmatch(name)
-    }
+    found = [(name, shape) for name, shape in weight_shapes(spec).items() if _ADAPTABLE.fullmatch(name)]
+    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in found}
 
 
 END_MODULES = ("embed_tokens", "lm_head")
@@ -162,10 +164,7 @@ def whole_ends(names: Sequence[str], adapters: Sequence[Adapter]) -> tuple[str, 
     """
     for name in names:
         if name not in END_MODULES:
-            raise ConfigError(
-                f"lora_modules_to_save = {name!r} is not a module that an adapter may bring whole; allowed are "
-                f"{' and '.join(END_MODULES)}"
-            )
+            raise ConfigError(f"lora_modules_to_save = {name!r} must be {' or '.join(END_MODULES)}")
     return tuple(sorted({*names, *(name for adapter in adapters for name in adapter.saved)}))
 
 

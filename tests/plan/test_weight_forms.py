@@ -203,7 +203,7 @@ def test_figures_are_those_of_the_results() -> None:
     lines = [json.loads(line) for line in (RESULTS / "fidelity.jsonl").read_text().splitlines()]
     forms = {
         "plain": "expanded to bf16", "stored": "as stored", "int8": "expanded, `--quantize int8`",
-        "int4": "expanded, `--quantize int4`",
+        "int4": "expanded, `--quantize int4-g16`",
     }  # fmt: skip
     for way, form in forms.items():
         kl = [line["kl_mean"] for line in lines if line["form"].startswith(form)]

@@ -32,7 +32,7 @@ LEVELS = [level for level in NATIVE_LEVELS if level in backends("linear")]
 FORMATS = {
     "plain": {},
     "int8": {"quantize": "int8"},
-    "int4": {"quantize": "int4"},
+    "int4": {"quantize": "int4-g16"},
     "kv8": {"kv_dtype": "int8"},
 }
 NUM_TOKENS, BLOCK = 48, 16

@@ -41,6 +41,14 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{KERNELS}test_weights_are_rotated_once_and_rounded_alike",),
     ),
     Mutant(
+        "int4-without-its-wide-matrices",
+        "int4 rounds to 4 bits also what loses most there",
+        "src/quire/weight_plan.py",
+        'if quantize == "int4" else ()',
+        'if quantize == "int4-g16" else ()',
+        ("tests/test_weight_plan.py::test_int4_keeps_what_loses_most_in_8_bits",),
+    ),
+    Mutant(
         "rotation-differences-first",
         "a block's differences come before its sums",
         "src/quire/kernels/rotation.py",

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from quire.weight_format import WeightFormat
 
 # plain: no rounding but bfloat16's. stored: numbers of a file times rows in int8 with a scale per 32 or 64 inputs.
-# token: the same with one scale per row. The others are rounded on load.
+# token: the same with one scale per row. The others are rounded on load; int4: all linears in two levels (int4-g16).
 Way = Literal["plain", "stored", "token", "int8", "int8 in groups", "int4", "int4 in groups"]
 
 
