@@ -274,7 +274,7 @@ def test_mixes_give_v_and_down_of_some_layers_more_bits(tmp_path: Path) -> None:
         ({"bits": 4}, "say the same thing"),
         ({"gguf_type": None, "bits": 3}, "bits = 3: gguf is written with 8, 6, 5, 4 bits"),
         ({"group_size": 64}, "group_size"),
-        ({"method": "smoothquant"}, "no types for activations"),
+        ({"method": "smoothquant"}, "or activations"),
         ({"format": "gptq"}, "needs format = 'gguf'"),
     ],
 )

@@ -77,4 +77,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "mins[:, 4:] >> 6 << 6",
         ("tests/quantize/test_gguf.py::test_gguf_package_decodes_the_numbers_that_were_rounded",),
     ),
+    Mutant(
+        "offset-of-absmax",
+        "nf4's scales are written without the mean that double quantization takes from them",
+        "src/quire_lab/quantize/nf4.py",
+        "numbers, offset = dynamic_map(), absmax.mean()",
+        "numbers, offset = dynamic_map(), absmax.mean() * 0.0",
+        ("tests/quantize/test_nf4.py::test_matrix_gets_the_bytes_that_bitsandbytes_writes",),
+    ),
 )

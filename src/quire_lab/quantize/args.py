@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Method = Literal["rtn", "imatrix", "gptq", "awq", "smoothquant", "fp8"]
-Target = Literal["compressed-tensors", "gptq", "awq", "gguf"]
+Method = Literal["rtn", "imatrix", "gptq", "awq", "smoothquant", "fp8", "nf4"]
+Target = Literal["compressed-tensors", "gptq", "awq", "bnb", "gguf"]
 GgufType = Literal["q8_0", "q6_k", "q5_k_m", "q5_k", "q4_k_m", "q4_k", "q4_0", "iq4_xs"]
 CALIBRATED = ("imatrix", "gptq", "awq", "smoothquant")
 

@@ -5,6 +5,7 @@
                          of the same with a scale per token
     gptq                 words along the inputs ``[in / 8, out]``, zero points minus 1 along the outputs
                          ``[groups, out / 8]``
+    bnb                  nf4 in bytes (see `quire_lab.quantize.nf4`)
     gguf                 blocks, which are put into one file at the end
     awq                  words along the outputs ``[in, out / 8]`` in an order of their own, zero points the same
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from quire.quant.stored import AWQ_ORDER
 from quire_lab.quantize.gguf.blocks import block_bytes
 from quire_lab.quantize.grid import Rounded
+from quire_lab.quantize.nf4 import nf4_config, nf4_parts
 from quire_lab.quantize.scheme import Scheme
 
 WORD = torch.iinfo(torch.int32).bits
@@ -168,5 +170,6 @@ LAYOUTS: Mapping[str, Layout] = {
     "compressed-tensors": Layout(_compressed_tensors, _compressed_tensors_config, mixes=True),
     "gptq": Layout(_gptq, _gptq_config, mixes=False),
     "awq": Layout(_awq, _awq_config, mixes=False),
+    "bnb": Layout(nf4_parts, nf4_config, mixes=False),
     "gguf": Layout(_gguf, _no_config, mixes=True),
 }

@@ -20,13 +20,16 @@ from quire.quant.stored import row_ranges
 from quire.weight_format import BITS, GROUPS, WeightFormat
 from quire_lab.quantize.gguf.grids import fit_blocks
 from quire_lab.quantize.grid import Grid, Rounded, levels, on_grid
-from quire_lab.quantize.scheme import Scheme
+from quire_lab.quantize.nf4 import round_to_nf4
+from quire_lab.quantize.scheme import NF4, Scheme
 
 
 def round_to_nearest(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Rounded:
     """``weight [out, in]`` → its integers; ``importance [in]`` weights the square errors of inputs."""
     if scheme.floats:
         return _floats(weight.float(), scheme)
+    if scheme == NF4:
+        return round_to_nf4(weight)
     grid = fit_grid(weight, scheme, importance)
     return Rounded(scheme, on_grid(weight, scheme, grid), grid)
 

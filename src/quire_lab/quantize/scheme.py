@@ -20,7 +20,7 @@ class Scheme:
     """Integers of ``bits`` with a scale, and maybe a zero point, per ``group`` inputs; None: per output feature.
 
     ``activations``: they multiply rows that are rounded to 8 bits, with a scale per row. ``floats``: 8 bits are e4m3.
-    ``block``: the type of GGUF that they are stored in. Its offsets are no whole zero points, and count from 0.
+    ``block``: the type of GGUF that they are stored in, or nf4. Its offsets are no whole zero points, and count from 0.
     """
 
     bits: int
@@ -32,7 +32,7 @@ class Scheme:
 
     @property
     def lowest(self) -> int:
-        from_zero = self.block is not None and (not self.symmetric or self.block.startswith("iq4"))
+        from_zero = self.block is not None and (not self.symmetric or self.block.startswith(("iq4", "nf4")))
         return 0 if from_zero else -(1 << self.bits - 1)
 
     @property
@@ -50,6 +50,10 @@ class Scheme:
             group = f"blocks of {self.group} x {self.group}"
         rest = ("" if self.symmetric else ", zero points") + (", rows too" if self.activations else "")
         return f"{'fp' if self.floats else 'int'}{self.bits}, {group}{rest}"
+
+
+# 16 levels of a table, a scale for 64 inputs.
+NF4 = Scheme(4, 64, block="nf4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +117,14 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise ConfigError(f"keep = {text!r} is no regular expression: {error}") from None
 
 
-def fitting(wanted: Scheme, in_features: int) -> Scheme:
+def fitting(wanted: Scheme, in_features: int) -> Scheme | None:
     """Return ``wanted`` with the largest half of its group that divides ``in_features``, or int8 per row.
 
-    Blocks of fp8 that do not divide them become rows.
+    Blocks of fp8 that do not divide them become rows, and nf4 becomes None.
     """
     group = wanted.group
+    if wanted == NF4:
+        return wanted if in_features % 64 == 0 else None
     if wanted.floats and group is not None:
         return wanted if in_features % group == 0 else replace(wanted, group=None)
     while group is not None and in_features % group:
@@ -147,8 +153,28 @@ def default_group(hidden_size: int) -> int:
     return small if hidden_size < 1024 else large
 
 
+def _only_nf4(args: QuantizeArgs) -> None:
+    for flag, allowed in (
+        ("bits", (None, 4)),
+        ("group_size", (None, 64)),
+        ("symmetric", (None,)),
+        ("activations", (False,)),
+    ):
+        if getattr(args, flag) not in allowed:
+            raise ConfigError(
+                f"{flag} = {getattr(args, flag)}: nf4 has 4 bits, a scale for 64 inputs, and no more"
+            )
+
+
 def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
     """Return the scheme that the flags ask for. Raises `ConfigError` for one that the format cannot hold."""
+    if (args.method == "nf4") != (args.format == "bnb"):
+        raise ConfigError(
+            f"method = {args.method!r} and format = {args.format!r}: bnb holds nf4, and nothing else does"
+        )
+    if args.method == "nf4":
+        _only_nf4(args)
+        return NF4
     both = args.activations or args.method in ("smoothquant", "fp8")
     bits = args.bits if args.bits is not None else max(KINDS) if both else min(KINDS)
     awq = args.format == "awq"

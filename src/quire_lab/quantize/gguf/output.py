@@ -142,8 +142,8 @@ def _type_of(args: QuantizeArgs) -> str:
             raise ConfigError(
                 f"{flag}: the types of gguf have groups and offsets of their own; take --gguf-type"
             )
-    if args.activations or args.method in ("smoothquant", "fp8"):
-        raise ConfigError("gguf has no types for activations; take --format compressed-tensors")
+    if args.activations or args.method in ("smoothquant", "fp8", "nf4"):
+        raise ConfigError("gguf has no types for nf4, fp8 or activations; take --format compressed-tensors")
     assert args.gguf_type is None or args.gguf_type in MIXES
     return args.gguf_type or OF_BITS[bits]
 
