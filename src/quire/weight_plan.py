@@ -39,10 +39,10 @@ class WeightPlan:
 
 
 def role_of(spec: ModelSpec, name: str) -> Role:
-    """Return the role of a weight: a linear, the output matrix, a separate embedding table, or not quantizable."""
+    """Return the role of a weight: a linear, the output matrix, a table that is only looked up, or not quantizable."""
     if name == "lm_head.weight" or (name == "embed.weight" and spec.tie_word_embeddings):
         return "head"
-    if name == "embed.weight":
+    if name in ("embed.weight", "per_layer.table.weight"):
         return "table"
     if not name.endswith(".weight") or name.endswith(("norm.weight", *_NEVER)) or "per_layer." in name:
         return "other"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.found.small_tokenizer import write_tokenizer
 from tests.models.tiny import CONFIG, SPEC, model_config, tensors, write_model
+from tests.parity.families import make
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import spec_from_config
@@ -98,6 +99,16 @@ def test_a_stored_head_of_a_tied_model_is_used_where_it_differs(changed: bool, t
         head = loaded["lm_head.weight"]
         assert isinstance(head, torch.Tensor)
         assert torch.equal(head, stored["lm_head.weight"])
+
+
+def test_own_head_of_a_tied_model_with_other_names_is_used(tmp_path: Path) -> None:
+    """Nemotron-H's embedding is not called as Llama's, and transformers ties nothing there, whatever the file says."""
+    make("nemotron_h_dense", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    found = describe(tmp_path)
+    assert not found.spec.tie_word_embeddings
+    assert "lm_head.weight differs from the embedding" in found.remarks[-1]
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -13,13 +13,21 @@ import gguf
 import numpy as np
 import torch
 from tests.parity.gguf_delta_writer import delta_tensors
+from tests.parity.gguf_gemma4_writer import gemma4_metadata
 from tests.parity.gguf_hybrid_writer import hybrid_metadata, recurrent_tensors
 
 from quire.families.gguf_delta import DELTA
 from quire.families.gguf_hybrids import HYBRIDS
 from quire.modelspec import ModelSpec, MoeSpec
 
-_TOP = {"embed.weight": "token_embd", "norm.weight": "output_norm", "lm_head.weight": "output"}
+_TOP = {
+    "embed.weight": "token_embd",
+    "norm.weight": "output_norm",
+    "lm_head.weight": "output",
+    "per_layer.table.weight": "per_layer_token_embd",
+    "per_layer.projection.weight": "per_layer_model_proj",
+    "per_layer.norm.weight": "per_layer_proj_norm",
+}
 _LAYER = {
     "attn_norm": "attn_norm",
     "mlp_norm": "ffn_norm",
@@ -39,6 +47,9 @@ _LAYER = {
     "attn.q_b": "attn_q_b",
     "attn.kv_a": "attn_kv_a_mqa",
     "attn.kv_a_norm": "attn_kv_a_norm",
+    "per_layer.gate": "inp_gate",
+    "per_layer.out": "proj",
+    "per_layer.norm": "post_norm",
     "moe.router": "ffn_gate_inp",
     "moe.latent_in": "ffn_latent_down",
     "moe.latent_out": "ffn_latent_up",
@@ -46,7 +57,11 @@ _LAYER = {
     **{f"moe.{name}": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
     **{f"moe.shared.{name}": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
 }
-_WHOLE = {"moe.correction_bias": "exp_probs_b.bias", "attn.sinks": "attn_sinks.weight"}
+_WHOLE = {
+    "per_layer.scale": "layer_output_scale.weight",
+    "moe.correction_bias": "exp_probs_b.bias",
+    "attn.sinks": "attn_sinks.weight",
+}
 _NORM_BEFORE_MLP = ("gpt-oss", "seed_oss", "glm4moe", *DELTA)
 _PAIRWISE = ("llama", "granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 
@@ -70,6 +85,8 @@ def write_gguf(
     _metadata_of_some(writer, arch, spec)
     if arch == "apertus":
         _xielu(writer, spec, weights)
+    if arch == "gemma4":
+        gemma4_metadata(writer, spec)
     for name, tensor in _renamed(arch, spec, weights).items():
         array = np.ascontiguousarray(tensor.numpy())
         kind = type_of(name, array.shape)
@@ -211,6 +228,12 @@ def _renamed(arch: str, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> di
     if arch == "falcon-h1":
         for i in range(spec.num_layers):
             found[f"blk.{i}.ffn_norm"] = found.pop(f"blk.{i}.ffn_norm.weight")
+    if arch == "gemma4":
+        rope = spec.attentions[-1].rope
+        assert rope is not None
+        turning = int(rope.dim // 2 * rope.part)
+        factors = [1.0] * turning + [1e30] * (rope.dim // 2 - turning)
+        found["rope_freqs.weight"] = torch.tensor(factors)
     if arch in DELTA:
         found |= delta_tensors(spec, weights)
     elif arch in HYBRIDS:

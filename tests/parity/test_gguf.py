@@ -31,6 +31,8 @@ CHANGES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3", {"query_pre_attn_scalar": 16, "rope_parameters": None}),
+    "gemma4": ("gemma4", {}),
+    "gemma4_large": ("gemma4", {}),
     "phi3": ("phi3", {"rope_parameters": {"partial_rotary_factor": 1.0}}),
     "granite": ("granite", {}),
     "olmo2": ("olmo2", {}),

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 from tests.text.conftest import Load
+from tokenizers import Tokenizer as Backend
+from tokenizers import normalizers
+from tokenizers.models import BPE
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.gguf_file import read_gguf
@@ -129,6 +132,48 @@ def test_stories260k_equals_its_other_forms(shared_data: Path) -> None:
         assert from_gguf.decode(ids) == line
     golden = json.loads((folder / "golden.json").read_text())
     assert golden
+
+
+def test_gemma_4_joins_pieces_in_the_order_of_its_merges() -> None:
+    """As its tokenizer.json: spaces are ▁, merges have an order, and what has no piece is bytes."""
+    letters = ["▁", "a", "b", "c", "\n"]
+    merges = [("b", "c"), ("a", "b"), ("▁", "a"), ("▁", "▁"), ("▁a", "bc")]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>"]
+    joined = [left + right for left, right in merges]
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = [*special, *byte_pieces, *letters, *joined]
+    kinds = [3, 3, 3, 2, 3] + [6] * 256 + [1] * (len(letters) + len(joined))
+    backend = Backend(
+        BPE(
+            {text: i for i, text in enumerate(tokens)},
+            merges,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.add_special_tokens(special)
+    tokenizer = tokenizer_from_gguf_metadata(
+        {
+            "tokenizer.ggml.model": "gemma4",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+            "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.merges": [f"{left} {right}" for left, right in merges],
+            "tokenizer.ggml.bos_token_id": 2,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.unknown_token_id": 3,
+            "tokenizer.ggml.add_space_prefix": False,
+            "tokenizer.ggml.add_bos_token": True,
+        }
+    )
+    for text in ("abc", " abc  ab", "ac\n\nabc", "é abc<turn|>a", "   a"):
+        expected = backend.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special_tokens=False) == expected, text
+        assert tokenizer.encode(text) == [2, *expected]
+        assert tokenizer.decode(expected) == text.replace("<turn|>", "")
+    assert set(tokenizer.eos_token_ids) == {1, 4}
 
 
 def test_errors(tokenizers_folder: Path) -> None:

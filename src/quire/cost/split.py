@@ -99,7 +99,8 @@ def shard_of(spec: ModelSpec, precision: str, split: Split, stored: Stored | Non
             head += size * split.pp / split.tp
             head_params += params * split.pp / split.tp
         elif role == "table":
-            table += size * split.pp / split.tp if split.pp == 1 else 0.0
+            ways = split.tp if name == "embed.weight" else 1
+            table += size * split.pp / ways if split.pp == 1 else 0.0
         else:
             ways = 1 if role == "other" and not name.endswith("kv_b.weight") else _ways(name, split)
             dense += size / ways

@@ -13,6 +13,7 @@ from typing import Any
 from quire.errors import UnsupportedModelError
 from quire.families import spec_from_config
 from quire.families.gguf_experts import SIGMOID, decimal, deepseek_routing, experts
+from quire.families.gguf_gemma4 import first_values, gemma4_config
 from quire.families.gguf_hybrids import HYBRIDS, hybrid_config, one_value_each
 from quire.families.rope import yarn_mscale
 from quire.families.shape import Fields
@@ -26,6 +27,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -48,6 +50,10 @@ _WITH_EXPERTS = (
     "minimax-m2", "qwen35moe", "qwen3next",
 )  # fmt: skip
 _DTYPES = {0: "float32", 1: "float16", 7: "bfloat16", 32: "bfloat16"}  # general.file_type; 7 is Q8_0
+
+
+# How numbers of each layer become one, where an architecture has layers of several sizes.
+_ONE_EACH = {**dict.fromkeys(HYBRIDS, one_value_each), "gemma4": first_values}
 
 
 def spec_from_gguf(
@@ -78,8 +84,8 @@ def config_from_gguf(
             f"{where}: GGUF architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)} "
             "(more families load from safetensors)."
         )
-    f = Fields({k.removeprefix(f"{arch}."): v for k, v in metadata.items()}, f"{where}, {arch}")
-    f = one_value_each(f) if arch in HYBRIDS else _one_value_each(f)
+    listed = Fields({k.removeprefix(f"{arch}."): v for k, v in metadata.items()}, f"{where}, {arch}")
+    f = _ONE_EACH.get(arch, _one_value_each)(listed)
     num_experts = f.integer("expert_count", 0, minimum=0)
     if num_experts and arch not in _WITH_EXPERTS:
         raise UnsupportedModelError(
@@ -109,6 +115,8 @@ def config_from_gguf(
     }
     if arch == "deepseek2":
         return config | _deepseek(f)
+    if arch == "gemma4":
+        return config | gemma4_config(f, listed, tensors, floats)
     config |= _rope(f, head_dim, floats)
     return config | _of_architecture(f, arch, config, tensors)
 

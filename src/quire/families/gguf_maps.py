@@ -12,6 +12,9 @@ from typing import Any
 
 from quire.families.gguf_delta import DELTA
 from quire.families.gguf_delta import NAMES as DELTA_NAMES
+from quire.families.gguf_gemma4 import NAMES as GEMMA4_NAMES
+from quire.families.gguf_gemma4 import TOP as GEMMA4_TOP
+from quire.families.gguf_gemma4 import shared_tensors
 from quire.families.gguf_hybrids import HYBRIDS, hybrid_rules
 from quire.families.gguf_hybrids import NAMES as HYBRID_NAMES
 from quire.families.llama import fused_takes
@@ -56,10 +59,8 @@ _ROPE_TENSORS = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"
 def gguf_weight_map(spec: ModelSpec, metadata: Mapping[str, Any]) -> WeightMap:
     """Return where the GGUF file with this ``metadata`` keeps each canonical weight."""
     arch = str(metadata.get("general.architecture"))
-    names, top = {**_NAMES, **_NAMES_OF.get(arch, {})}, _TOP
-    if arch in ("lfm2", "lfm2moe"):
-        top = {**_TOP, "norm.weight": "token_embd_norm.weight"}  # the last norm, in spite of its name
-    ignore = (*_ROPE_TENSORS, *drafting_tensors(spec, metadata))
+    names, top = {**_NAMES, **_NAMES_OF.get(arch, {})}, {**_TOP, **_TOP_OF.get(arch, {})}
+    ignore = (*_ROPE_TENSORS, *drafting_tensors(spec, metadata), *shared_tensors(spec))
     weight_map = build_map(spec, names, _RULES.get(arch), ignore, top=top, layer_prefix="blk.{}.")
     sources = {
         name: (*takes, Take((), takes[0].shape)) if name.endswith(".bias") else takes  # each may be left out
@@ -122,8 +123,14 @@ _NAMES_OF: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("gpt-oss", "seed_oss", "glm4moe"), _NORM_BEFORE_MLP),
     **dict.fromkeys(HYBRIDS, HYBRID_NAMES),
     **dict.fromkeys(DELTA, DELTA_NAMES),
+    "gemma4": GEMMA4_NAMES,
     "nemotron_h": _NEMOTRON_NAMES,
     "nemotron_h_moe": _NEMOTRON_NAMES,
+}
+# The last norm of LFM2, in spite of its name.
+_TOP_OF: Mapping[str, Mapping[str, str]] = {
+    **{arch: {"norm.weight": "token_embd_norm.weight"} for arch in ("lfm2", "lfm2moe")},
+    "gemma4": GEMMA4_TOP,
 }
 _RULES: Mapping[str, Callable[[ModelSpec, int, str], Takes]] = {
     "llama": _pairwise_rules,

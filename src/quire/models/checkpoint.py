@@ -121,23 +121,22 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
         spec, of_head = _own_head(spec, stored)
         remarks = (*unused(stored, seen), *of_head)
         quantization = quantization_of(config, str(config_path))
-        if quantization is not None or config.get(
-            "quantization_config"
-        ):  # MXFP4 is in the map of weights itself
+        # MXFP4 is in the map of weights itself.
+        if quantization is not None or config.get("quantization_config"):
             sources = find_sources(str(path), weight_map(spec), stored, quantization)
             formats, remarks = stored_formats(spec, sources), (*remarks, *rounded_again(sources))
     generation, eos, left_out = _generation(path)
-    merged = tuple(dict.fromkeys((*eos, *spec.eos_token_ids)))
-    spec = replace(spec, dtype=dtype, eos_token_ids=merged)
+    spec = replace(spec, dtype=dtype, eos_token_ids=tuple(dict.fromkeys((*eos, *spec.eos_token_ids))))
     kind: Kind = "random" if load_format == "random" else "safetensors"
-    remarks = (*remarks, *left_out)
-    return Checkpoint(path, kind, spec, files, dtype, generation, path, formats, remarks)
+    return Checkpoint(path, kind, spec, files, dtype, generation, path, formats, (*remarks, *left_out))
 
 
 def _own_head(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> tuple[ModelSpec, tuple[str, ...]]:
     """Return ``spec``, untied and with a line where the file has an output matrix that differs from the embedding."""
-    head, table = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
-    if not spec.tie_word_embeddings or head is None or table is None or head.equals(table):
+    head = stored.get("lm_head.weight") if spec.tie_word_embeddings else None
+    tables = weight_map(spec).sources["embed.weight"] if head is not None else ()
+    table = next((stored[take.names[0]] for take in tables if take.names[0] in stored), None)
+    if head is None or table is None or head.equals(table):
         return spec, ()
     line = "lm_head.weight differs from the embedding, so it is used, though tie_word_embeddings says that both are one"
     return replace(spec, tie_word_embeddings=False), (line,)

@@ -4,7 +4,8 @@
     h = residual + delta of the layer
     h = factor · (h + norm(out(gelu(gate(h)) · embeddings[i])))
 
-The table is looked up where it lies: a view of the checkpoint's mapping is kept, and its rows are read from there.
+The table is looked up where it lies: a view of the checkpoint's mapping is kept, and its rows are read from there. A
+quantized table is packed, and its rows are expanded.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from quire.config import LoraConfig
 from quire.kernels.kv_blocks import KvView
+from quire.kernels.linear import PackedLinear, pack_empty, read_rows
 from quire.kernels.lora import AdapterRows
 from quire.kernels.pointwise import add_rows, gated, scale_rows, take_rows
 from quire.layers.attention import AdapterBatch, CosSin, GroupBatch
 from quire.layers.linear import Linear
 from quire.layers.norm import RmsNorm
-from quire.layers.weights import Build, Stage, WeightLoader, prefixed
+from quire.layers.weights import Build, MatrixLoader, Stage, WeightLoader, prefixed
 from quire.models.decoder import DecoderLayer, Ends
 from quire.modelspec import LayerSpec, ModelSpec, PerLayerSpec
 from quire.quant.stored import Weight
@@ -38,12 +40,21 @@ class PerLayerEnds(Ends):
         self._projection = Linear({"projection": self._size * self._count}, spec.hidden_size, of_layers)
         self._norm = RmsNorm(self._size, of_layers)
         self._table = torch.empty(0)
+        self._packed: PackedLinear | None = None
+        held = build.held("per_layer.table.weight")
+        if held.quantized:
+            self._packed = pack_empty(
+                spec.per_layer.vocab_size, self._size * self._count, build.dtype,
+                bias=False, backend=build.matrix_backend(held), format=held,
+            )  # fmt: skip
         self._to_rows = spec.hidden_size**-0.5
         self._add, self._scale_by, self._take = build.of(add_rows), build.of(scale_rows), build.of(take_rows)
         self._embeddings: list[Tensor] = []
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        loaders = {"table.weight": self._keep_table, **self._projection.weight_loaders()}
+        packed = self._packed
+        table = self._keep_table if packed is None else MatrixLoader([packed], 0)
+        loaders: dict[str, WeightLoader] = {"table.weight": table, **self._projection.weight_loaders()}
         loaders.update(prefixed("norm.", self._norm.weight_loaders()))
         return {**super().weight_loaders(), **prefixed("per_layer.", loaders)}
 
@@ -58,7 +69,9 @@ class PerLayerEnds(Ends):
         projected = self._norm(torch.unflatten(projected, -1, (self._count, self._size))).flatten(1)
         # Rounded first, as in training.
         factor = torch.tensor(sqrt(self._size), dtype=self.dtype).item()
-        looked_up = self._scale_by(self._take(self._table, input_ids), factor)
+        packed = self._packed
+        found = self._take(self._table, input_ids) if packed is None else read_rows(packed, input_ids)
+        looked_up = self._scale_by(found, factor)
         together = self._scale_by(self._add(projected, looked_up), 2.0**-0.5)
         self._embeddings = [part.contiguous() for part in torch.split(together, self._size, dim=1)]
         return rows

@@ -69,17 +69,17 @@ def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     """
     kind = _get(metadata, "model")
     tokens = list(_get(metadata, "tokens"))
-    if kind == "llama":
+    if kind in ("llama", "gemma4"):
         add_bos_default = True
-        backend = _pieces(metadata, tokens)
+        backend = _pieces(metadata, tokens, _merges(metadata) if kind == "gemma4" else None)
     elif kind == "gpt2":
         splitting = _splitting(metadata)
         add_bos_default = splitting.add_bos
         backend = _byte_level(metadata, tokens, splitting)
     else:
         raise UnsupportedModelError(
-            f"The GGUF file's tokenizer is of kind {kind!r}. Supported: 'llama' (sentencepiece) and "
-            "'gpt2' (byte-level)."
+            f"The GGUF file's tokenizer is of kind {kind!r}. Supported: 'llama' (sentencepiece), 'gpt2' (byte-level) "
+            "and 'gemma4'."
         )
     special = _special(metadata, tokens)
     add_bos = bool(metadata.get(_PREFIX + "add_bos_token", add_bos_default))
@@ -116,7 +116,10 @@ def _kinds(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[PieceKind
     return kinds
 
 
-def _pieces(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Backend:
+def _pieces(
+    metadata: Mapping[str, Any], tokens: Sequence[str], merges: Sequence[tuple[str, str]] | None
+) -> Backend:
+    """``merges``: Gemma 4's, whose scores say nothing; None: the scores give them."""
     scores = [float(score) for score in _get(metadata, "scores")]
     kinds = _kinds(metadata, tokens)
     if len(scores) != len(tokens):
@@ -127,8 +130,9 @@ def _pieces(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Backend:
         pieces=[Piece(*parts) for parts in zip(tokens, scores, kinds, strict=True)],
         is_unigram=False,
         unk_id=special_id(metadata, "unknown_token_id") or 0,
-        add_dummy_prefix=bool(metadata.get(_PREFIX + "add_space_prefix", True)),
+        add_dummy_prefix=bool(metadata.get(_PREFIX + "add_space_prefix", merges is None)),
         remove_extra_whitespaces=bool(metadata.get(_PREFIX + "remove_extra_whitespaces", False)),
+        merges=merges,
     )
     # llama.cpp adds the space after every special token, too.
     return pieces_backend(model, space_after_special=True)
@@ -146,19 +150,28 @@ def _splitting(metadata: Mapping[str, Any]) -> Splitting:
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], splitting: Splitting) -> Backend:
+    added = _added(metadata, tokens)
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    return byte_level_backend(vocab, _merges(metadata), splitting, added, "The GGUF file")
+
+
+def _added(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[int, AddedToken]:
+    """Return the tokens that are matched before text is split."""
     kinds = _kinds(metadata, tokens)
-    added = {
+    return {
         token_id: AddedToken(token, special=kinds[token_id] == PieceKind.CONTROL, normalized=False)
         for token_id, token in enumerate(tokens)
         if kinds[token_id] in (PieceKind.CONTROL, PieceKind.USER_DEFINED)
     }
+
+
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     merges = []
     for merge in _get(metadata, "merges"):
         # The first character belongs to the left part even if it is a space.
         cut = merge.find(" ", 1)
         merges.append((merge[:cut], merge[cut + 1 :]))
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    return byte_level_backend(vocab, merges, splitting, added, "The GGUF file")
+    return merges
 
 
 def _special(metadata: Mapping[str, Any], tokens: Sequence[str]) -> SpecialTokens:

@@ -194,6 +194,8 @@ class PieceModel:
     add_dummy_prefix: bool = True  # a text gets a space before it
     remove_extra_whitespaces: bool = False
     charsmap: bytes = b""  # sentencepiece's compiled normalization; empty: identity
+    # In the order in which they are applied; None: that of the scores.
+    merges: Sequence[tuple[str, str]] | None = None
 
     def text_of(self, token_id: int) -> str | None:
         """Return the piece at ``token_id``, or None if there is none."""
@@ -253,7 +255,7 @@ def _bpe(model: PieceModel) -> BPE:
     best_first = ((text, -model.pieces[token_id].score) for text, token_id in usable.items())
     return BPE(
         vocab=ids,
-        merges=merges_by_rank(usable, best_first),
+        merges=merges_by_rank(usable, best_first) if model.merges is None else list(model.merges),
         unk_token=model.pieces[model.unk_id].text,
         fuse_unk=True,
         byte_fallback=_has_bytes(model),
