@@ -108,7 +108,7 @@ def test_whole_modules_need_room(tmp_path: Path) -> None:
         pytest.raises(RequestError, match=r"brings embed_tokens and lm_head whole .*--lora-modules-to-save"),
     ):
         llm.adapters.load("whole", whole.path)
-    with pytest.raises(QuireError, match="lora_modules_to_save = 'norm' is not a module"):
+    with pytest.raises(QuireError, match="lora_modules_to_save = 'norm' must be embed_tokens or lm_head"):
         LLM(model, max_loras=1, lora_modules_to_save=("norm",), **settings)
     with LLM(model, max_loras=1, lora_modules_to_save=("embed_tokens", "lm_head"), **settings) as llm:
         llm.adapters.load("whole", whole.path)
