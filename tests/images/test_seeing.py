@@ -202,10 +202,11 @@ def test_prefix_hit_may_end_in_a_span_and_after_it(folder: Path, alone: list[Any
 def test_image_of_same_size_is_not_taken_for_another(folder: Path, llm: LLM) -> None:
     first, second = (chat(make_image(64, 50, seed), "What is this?") for seed in (1, 4))
     llm.reset_prefix_cache()
-    llm.chat(first, GREEDY, use_tqdm=False)
+    (before,) = llm.chat(first, GREEDY, use_tqdm=False)
     (after,) = llm.chat(second, GREEDY, use_tqdm=False)
     llm.reset_prefix_cache()
     (fresh,) = llm.chat(second, GREEDY, use_tqdm=False)
     assert after.prompt_token_ids == llm.chat(first, GREEDY, use_tqdm=False)[0].prompt_token_ids
     assert after.num_cached_tokens < list(after.prompt_token_ids or ()).index(259)
     assert after.outputs[0].logprobs == fresh.outputs[0].logprobs
+    assert after.outputs[0].logprobs != before.outputs[0].logprobs
