@@ -71,9 +71,9 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         config.scheduler, config.cache, events, chains_steps=chosen.chains_steps, num_stages=num_stages,
         stage_rows=rows,
     )  # fmt: skip
-    if mover is not None:
-        kv_tier.decide(scheduler, mover)
     core = EngineCore(scheduler, chosen, clock)
+    if mover is not None:
+        kv_tier.decide(core, mover)
     if config.slo is not None:
         _hold_slo(core, config.slo)
     core.recorder, core.profiler = recorder, profiler

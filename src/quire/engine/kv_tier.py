@@ -7,20 +7,27 @@ happens to it later, or to a server, costs a computation and nothing else.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from quire.clock import Clock
 from quire.config import EngineConfig
+from quire.engine.core import EngineCore
 from quire.engine.kv_root import kv_root
-from quire.errors import ConfigError, ModelLoadError
+from quire.engine.messages import Shutdown
+from quire.errors import ConfigError, EngineDeadError, ModelLoadError
 from quire.executor.base import Executor
 from quire.executor.moving import BlockMover, MovingExecutor
+from quire.metrics.log import Log
 from quire.models.checkpoint import describe
 from quire.models.content import content_digest
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler import Sleep, Wait
 from quire.tiers.disk import DiskStore
 from quire.tiers.store import BlockStore
+
+log = Log("kv_tier")
 
 
 def open_store(config: EngineConfig) -> BlockStore:
@@ -73,6 +80,20 @@ def connected(executor: Executor, config: EngineConfig, clock: Clock) -> tuple[M
     return MovingExecutor(executor, mover), mover
 
 
-def decide(scheduler: Scheduler, mover: BlockMover) -> None:
-    """Let ``scheduler`` decide on transfers."""
-    scheduler.state.policies.turn_on("tiers").connect(mover)
+def decide(core: EngineCore, mover: BlockMover) -> None:
+    """Let the scheduler of ``core`` decide on transfers, and end those that it still wants when the mover is closed."""
+    core.scheduler.state.policies.turn_on("tiers").connect(mover)
+    mover.before_close = partial(settle, core)
+
+
+def settle(core: EngineCore, limit_s: float = 10.0) -> None:
+    """Abort what runs, and let the tier store what it was to store. An engine that has died stores nothing more."""
+    end_s = core.clock.now() + limit_s
+    core.put(Shutdown())
+    try:
+        while not isinstance(core.rest, Wait) and core.clock.now() < end_s:
+            core.step()
+            if isinstance(core.rest, Sleep):
+                time.sleep(0.002)
+    except EngineDeadError as error:
+        log.warning("last_prompts_not_stored", error=error)

@@ -68,6 +68,8 @@ class BlockMover:
         self._open: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._ended: list[Ended] = []
+        # Lets the scheduler store what it has not stored yet.
+        self.before_close: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -83,7 +85,10 @@ class BlockMover:
         pool = self._loads if transfer.direction == "load" else self._stores
         if transfer.direction == "load":
             self._forget([block.block_id for block in transfer.blocks])
-        self._open[transfer.transfer_id] = pool.submit(self._run, transfer)
+        try:
+            self._open[transfer.transfer_id] = pool.submit(self._run, transfer)
+        except RuntimeError:  # threads begin nothing more while the interpreter ends
+            self._run(transfer)
 
     def cancel(self, transfer_id: int, timeout_s: float = 30.0) -> None:
         """End a transfer without a word of its end: nothing is written for it when this returns.
@@ -112,7 +117,9 @@ class BlockMover:
         return ended
 
     def close(self) -> None:
-        """Begin nothing more, and do not wait for what a store does not end."""
+        """Begin nothing more after `before_close`, and do not wait for what a store does not end."""
+        self.before_close()
+        self.before_close = lambda: None
         for pool in (self._loads, self._stores):
             pool.shutdown(wait=False, cancel_futures=True)
         self.store.close()
