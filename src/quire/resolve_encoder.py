@@ -53,7 +53,11 @@ def resolve_encoder(
     max_model_len = args.max_model_len or usual
     dtype = spec.dtype if args.dtype == "auto" else args.dtype
     dtype = "bfloat16" if dtype == "float16" else dtype
-    plan = plan_weights(spec, stored, args.quantize, None)
+    if args.quantize_head is not None:
+        raise ConfigError(
+            f"quantize_head = {args.quantize_head!r} has no use: an encoder has no output matrix"
+        )
+    plan = plan_weights(spec, stored, args.quantize, "none")
     budget = max(args.max_num_batched_tokens, max_model_len)
     scheduler: SchedulerConfig = scheduler_config(
         replace(args, enable_chunked_prefill=False, max_num_batched_tokens=budget), max_model_len

@@ -143,3 +143,15 @@ def test_files_that_say_more_than_is_run_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UnsupportedModelError, match="one way of pooling"):
         LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_linears_in_int8_are_exact_and_near(bert: tuple[Path, PreTrainedModel], level: str) -> None:
+    prompts = texts(12, seed=5)
+    plain = LLM(str(bert[0]), threads=1, cpu_isa=level)
+    rounded = LLM(str(bert[0]), threads=1, cpu_isa=level, quantize="int8")
+    near, exact = torch.tensor(vectors(rounded, prompts)), torch.tensor(vectors(plain, prompts))
+    assert 0.99 < (near * exact).sum(1).min() < 1.0
+    assert [vectors(rounded, [text])[0] for text in prompts] == near.tolist()
+    plain.close()
+    rounded.close()

@@ -28,7 +28,7 @@ class EncoderExecutor:
     chains_steps = True
 
     def __init__(self, config: EngineConfig, *, weights: Iterable[tuple[str, Weight]] | None = None) -> None:
-        choose_threads(config.runner.num_threads, torch_is_heavy=True)
+        choose_threads(config.runner.num_threads, torch_is_heavy=config.runner.backend == "reference")
         keep_freed_memory()
         dtype = torch_dtype(config.model.dtype)
         build = Build(dtype, choose(config.runner), config.model.spec.norm_eps, formats=config.model.formats)
