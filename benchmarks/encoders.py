@@ -1,6 +1,6 @@
 """all-MiniLM-L6-v2 in Quire next to sentence-transformers and onnxruntime's int8: how near its vectors are, how fast.
 
-The texts are the first 1,000 paragraphs of docs/. Each engine is a process of its own that loads, waits for its turn,
+The texts are the first 1,000 sentences of docs/. Each engine is a process of its own that loads, waits for its turn,
 and embeds the same texts in batches of 32; turns alternate, and the table has the medians. Peers run in an
 environment with torch, sentence-transformers, onnx and onnxruntime:
 
@@ -30,11 +30,11 @@ BATCH = 32
 Encode = Callable[[Sequence[str]], Any]
 
 
-def paragraphs() -> list[str]:
-    """Return the first 1,000 paragraphs of the docs."""
+def sentences() -> list[str]:
+    """Return the first 1,000 sentences of the docs."""
     found = []
     for page in sorted((ROOT / "docs").glob("*.md")):
-        found += [" ".join(part.split()) for part in re.split(r"\n\s*\n", page.read_text())]
+        found += [" ".join(part.split()) for part in re.split(r"\n\s*\n|(?<=[.:]) ", page.read_text())]
     return [text for text in found if len(text) > 20][:1000]
 
 
@@ -195,8 +195,8 @@ def main() -> None:
     }  # fmt: skip
     folder = Path(tempfile.mkdtemp(prefix="quire-encoders-"))
     whole, timed = folder / "all.json", folder / "timed.json"
-    whole.write_text(json.dumps(paragraphs()))
-    timed.write_text(json.dumps(paragraphs()[: asked.texts]))
+    whole.write_text(json.dumps(sentences()))
+    timed.write_text(json.dumps(sentences()[: asked.texts]))
     engines = [Engine(name, asked.peer_python, {}, asked.threads) for name in PEERS]
     engines += [Engine(name, sys.executable, options, asked.threads) for name, options in settings.items()]
     vectors = {engine.name: engine.turn(whole)[1] for engine in engines}

@@ -6,6 +6,7 @@ Canonical weight names, with shapes; what ends in ``.table`` is looked up and ne
     embed_norm.{weight,bias}, layers.{i}.{attn_norm,mlp_norm}.{weight,bias}, final_norm.{weight,bias}   [hidden]
     layers.{i}.attn.{q,k,v,o}.{weight,bias}   layers.{i}.mlp.{gate,up,down}.{weight,bias}
     relative.table [buckets, heads]
+    head.dense.{weight,bias} [hidden, hidden]   head.out.{weight,bias} [labels, hidden]
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class EncoderSpec:
     num_positions: int = 0  # rows of the table of positions; 0: there is none
     first_position: int = 0  # row of the first token (RoBERTa: 2)
     num_token_types: int = 0
+    pair_types: bool = True  # False: all tokens have type 0 (RoBERTa)
     relative_buckets: int = 0  # MPNet: a bias per head and bucket of distances
+    # A classifier reads the first row; without labels there is none.
+    labels: tuple[str, ...] = ()
     sentence: SentenceSpec | None = None
 
 
@@ -58,6 +62,9 @@ def encoder_shapes(encoder: EncoderSpec, vocab_size: int, hidden: int) -> dict[s
         shapes["types.table"] = (encoder.num_token_types, hidden)
     if encoder.relative_buckets:
         shapes["relative.table"] = (encoder.relative_buckets, encoder.num_heads)
+    if encoder.labels:
+        for name, size in (("dense", hidden), ("out", len(encoder.labels))):
+            shapes |= {f"head.{name}.weight": (size, hidden), f"head.{name}.bias": (size,)}
     norms = [("embed_norm", hidden)]
     width, inter = encoder.num_heads * encoder.head_dim, encoder.intermediate_size
     for index, layer in enumerate(encoder.layers):

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from quire.errors import RequestError, clip
 
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last"]
-PoolingKind = PoolingMode | Literal["logprobs"]
+PoolingKind = PoolingMode | Literal["logprobs", "classify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +16,16 @@ class Pooling:
     """What a request wants of its prompt's hidden states (after the last norm) instead of an answer.
 
     "logprobs": log-probabilities of ``token_ids`` as the next token. The others: [hidden_size], not normalised; of a
-    decoder "last" or "mean", of an encoder those of `quire.runner.pooled_rows`.
+    decoder "last" or "mean", of an encoder those of `quire.runner.pooled_rows`; "classify": a classifier's logits.
+    ``second_from``: where the second text of a pair begins; 0: there is one text.
     """
 
     kind: PoolingKind
     token_ids: tuple[int, ...] = ()
+    second_from: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind != "logprobs" and self.kind not in get_args(PoolingMode):
+        if self.kind not in ("logprobs", "classify") and self.kind not in get_args(PoolingMode):
             raise RequestError(
                 f"pooling = {clip(self.kind)} is not allowed: it must be 'last' or 'mean'.", param="pooling"
             )
@@ -43,3 +45,5 @@ class SentenceSpec:
     max_tokens: int | None = None  # per text, special tokens included
     prompts: tuple[tuple[str, str], ...] = ()  # name and text put before a text
     default_prompt: str | None = None
+    # A model with labels is a classifier, and gives no vectors.
+    labels: tuple[str, ...] = ()

@@ -241,9 +241,11 @@ class FakeFrontend:
             task.cancel()
 
     def pooled(self, prompt: Sequence[int], pooling: Pooling) -> tuple[float, ...]:
-        """Six numbers that depend on the prompt and the kind; for "logprobs" one for each id."""
+        """Six numbers that depend on the prompt and the kind; for "logprobs" one for each id, for "classify" one."""
         if pooling.kind == "logprobs":
             return tuple(-1.0 - (sum(prompt) + token_id) % 7 for token_id in pooling.token_ids)
+        if pooling.kind == "classify":
+            return ((sum(prompt) % 7 + pooling.second_from) / 10,)
         return tuple(float((sum(prompt) + i) % 5 + 1 + (pooling.kind == "mean")) for i in range(6))
 
     def _give_up(self, record: Submitted) -> None:

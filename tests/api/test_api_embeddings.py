@@ -86,6 +86,23 @@ def test_a_long_text_is_cut_where_the_request_says_so() -> None:
     assert body["usage"]["prompt_tokens_details"]["truncated_tokens"] == 5
 
 
+def test_a_cross_encoder_ranks() -> None:
+    api = encoder_api(labels=("LABEL_0",))
+    body = api.post("/v1/rerank", {"model": "tiny", "query": "a", "documents": ["b", "c", "a"]}).json()
+    scores = {result["index"]: result["relevance_score"] for result in body["results"]}
+    for index, document in enumerate(("b", "c", "a")):
+        ids, second = api.frontend.tokenizer.encode_pair("a", document)
+        logit = api.frontend.pooled(ids, Pooling("classify", second_from=second))[0]
+        assert scores[index] == pytest.approx(1 / (1 + math.exp(-logit)))
+    assert list(scores) == sorted(scores, key=lambda index: -scores[index])
+    wrong = {"model": "tiny", "query": "a", "documents": ["b"], "scoring": "yes_no"}
+    assert error_of(api.post("/v1/rerank", wrong), 400)["param"] == "scoring"
+    error = error_of(api.post("/v1/embeddings", {"model": "tiny", "input": "a"}), 400)
+    assert "is a classifier, which gives no vectors" in error["message"]
+    error = error_of(encoder_api().post("/v1/score", {"model": "tiny", "text_1": "a", "text_2": "b"}), 400)
+    assert "needs a cross-encoder" in error["message"]
+
+
 def test_an_encoder_writes_no_text() -> None:
     for path, fields in (
         ("/v1/completions", {"prompt": "a"}),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedModel
 
@@ -82,3 +83,19 @@ def save_sentence_files(
         json.dumps({"max_seq_length": 64, "do_lower_case": False})
     )
     (folder / "config_sentence_transformers.json").write_text(json.dumps(more))
+
+
+def save_family(kind: str, folder: Path) -> PreTrainedModel:
+    """Write a tiny encoder of another family: "bert_classifier", "xlm_roberta", "xlm_roberta_classifier" or "mpnet"."""
+    torch.manual_seed(2)
+    sizes = {**SIZES, "num_labels": 1} if kind.endswith("classifier") else SIZES
+    name = {"bert": "Bert", "xlm_roberta": "XLMRoberta", "mpnet": "MPNet"}[kind.removesuffix("_classifier")]
+    ending = "ForSequenceClassification" if kind.endswith("classifier") else "Model"
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}{ending}")(config).eval()
+    for key, weight in model.named_parameters():
+        if key.endswith("bias") or "LayerNorm" in key or "relative" in key:
+            torch.nn.init.normal_(weight, mean=float("LayerNorm.weight" in key), std=0.3)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return model

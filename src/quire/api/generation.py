@@ -297,7 +297,7 @@ class PromptStreams:
                     terms=job.terms,
                     continues=job.continues,
                     adapter=adapter,
-                    pooling=job.pooling,
+                    pooling=job.poolings[i] if job.poolings else job.pooling,
                     begun=NOT_BEGUN if self._call.answer is None else self._begun(self._call.answer, i),
                 )
                 stream.merges = self._merges

@@ -175,6 +175,7 @@ class Job:
     in_background: bool = False  # a response that runs without its client
     echo: bool = False  # each choice begins with its prompt's text
     pooling: Pooling | None = None  # for requests that sample nothing
+    poolings: Sequence[Pooling] = ()  # in its place: one per prompt
     prompt_param: str = "prompt"  # the endpoint's name of its prompts
     # What reading the answer adds to ``timing``.
     notes: dict[str, Any] = field(default_factory=dict)

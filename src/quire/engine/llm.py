@@ -23,7 +23,6 @@ from quire.engine.results import (
     embedded,
     scored,
 )
-from quire.engine.sentences import vectors_of
 from quire.errors import RequestError
 from quire.request import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-_POOLING = "quire.engine.pooling"  # loaded with the first vector or score
+# Loaded with the first vector or score.
+_POOLING, _SENTENCES = "quire.engine.pooling", "quire.engine.sentences"
 
 
 class LLM(OfflineEngine):
@@ -163,7 +163,8 @@ class LLM(OfflineEngine):
             RequestError: a prompt, ``pooling`` or ``dimensions`` is wrong.
             StepError: the model failed on a prompt.
         """
-        items, (wanted, lead, scale) = _as_list(prompts), vectors_of(self.model, pooling)
+        items, vectors_of = _as_list(prompts), import_module(_SENTENCES).vectors_of
+        wanted, lead, scale = vectors_of(self.model, pooling)
         normalize = scale if normalize is None else normalize
         nothing_sampled = import_module(_POOLING).NOTHING_SAMPLED
         items = [lead + item if isinstance(item, str) else item for item in items]
@@ -180,7 +181,7 @@ class LLM(OfflineEngine):
         documents: str | Sequence[str],
         use_tqdm: bool = True,
         *,
-        scoring: Scoring = "likelihood",
+        scoring: Scoring | None = None,
         instruction: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well each document answers the query, or its own query (`quire.engine.pooling`).
@@ -192,7 +193,13 @@ class LLM(OfflineEngine):
         maker = import_module(_POOLING)
         pairs = maker.pairs_of(query, documents)
         render = self._chat_template.render if self._chat_template.names else None
-        prompts = maker.scoring_prompts(pairs, scoring, instruction, self._tokenizer, render)
+        if self.model.sentence is not None:
+            of_pairs = import_module(_SENTENCES).pair_prompts
+            prompts = of_pairs(self.model, self._tokenizer, pairs, scoring, instruction)
+        else:
+            prompts = maker.scoring_prompts(
+                pairs, scoring or "likelihood", instruction, self._tokenizer, render
+            )
         requests = [self._request(p.token_ids, p.sampling, pooling=p.pooling) for p in prompts]
         outputs = self._run(requests, [None] * len(requests), use_tqdm, continues=True)
         return [scored(output, p.num_query_tokens) for output, p in zip(outputs, prompts, strict=True)]

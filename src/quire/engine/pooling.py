@@ -138,6 +138,13 @@ def yes_no(pooled: Sequence[float]) -> float:
     return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
 
 
+def pooled_score(pooled: Sequence[float]) -> float:
+    """Return the score of a cross-encoder's logit, else that of `yes_no`."""
+    if len(pooled) == 1:
+        return 1.0 / (1.0 + math.exp(min(-pooled[0], 700.0)))
+    return yes_no(pooled)
+
+
 def _likelihood_prompt(query_ids: list[int], document: str, tokenizer: Tokenizer) -> ScoringPrompt:
     # Tokenized apart from the document, so that the query's tokens are known.
     if not query_ids:

@@ -164,7 +164,7 @@ def scored(output: RequestOutput, num_query_tokens: int) -> ScoringRequestOutput
     _raise_failure(output)
     pooling = import_module(_POOLING)
     if output.pooled is not None:
-        score = pooling.yes_no(output.pooled)
+        score = pooling.pooled_score(output.pooled)
     else:
         assert output.prompt_logprobs is not None
         query_ids = output.prompt_token_ids[-num_query_tokens:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.engine.pooling import NOTHING_SAMPLED, ScoringPrompt
 from quire.engine.prompts import ModelInfo
 from quire.errors import RequestError
 from quire.request import Pooling
@@ -13,7 +14,12 @@ from quire.text.tokenizer import Tokenizer
 def writes_no_text(model: ModelInfo) -> RequestError:
     """Return the error of a request that wants text of an encoder."""
     return RequestError(
-        f"model {model.names[0]!r} is an encoder, which writes no text: ask it for vectors (/v1/embeddings).",
+        f"model {model.names[0]!r} is an encoder, which writes no text: ask it for "
+        + (
+            "scores (/v1/rerank)."
+            if model.sentence and model.sentence.labels
+            else "vectors (/v1/embeddings)."
+        ),
         param="model",
         code="unsupported_model",
     )
@@ -26,7 +32,17 @@ def pooling_of(model: ModelInfo, wanted: str | None) -> Pooling:
         RequestError: an encoder was not trained for what is ``wanted``.
     """
     if model.sentence is None:
+        if wanted not in (None, "last", "mean"):
+            raise RequestError(
+                f"pooling = {wanted!r} is not allowed: it must be 'last' or 'mean'.", param="pooling"
+            )
         return Pooling("mean" if wanted == "mean" else "last")
+    if model.sentence.labels:
+        raise RequestError(
+            f"model {model.names[0]!r} is a classifier, which gives no vectors: ask it for scores (/v1/rerank).",
+            param="model",
+            code="unsupported_model",
+        )
     own = model.sentence.pooling
     if wanted is not None and wanted != own:
         raise RequestError(
@@ -59,6 +75,37 @@ def prompt_before(model: ModelInfo, name: str | None) -> str:
             f"prompt_name = {name!r} is not a prompt of this model: {known}.", param="prompt_name"
         )
     return prompts[name]
+
+
+def pair_prompts(
+    model: ModelInfo,
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    scoring: str | None,
+    instruction: str | None,
+) -> list[ScoringPrompt]:
+    """Return the prompts that a cross-encoder scores.
+
+    Raises:
+        RequestError: the model gives vectors, or more than one score, or there is another way of scoring.
+    """
+    assert model.sentence is not None
+    count = len(model.sentence.labels)
+    if count != 1:
+        what = f"has {count} labels" if count else "gives vectors (/v1/embeddings)"
+        raise RequestError(
+            f"model {model.names[0]!r} {what}, and a score needs a cross-encoder.", param="model"
+        )
+    for name, value in (("scoring", scoring), ("instruction", instruction)):
+        if value is not None:
+            raise RequestError(
+                f"{name} is not for a cross-encoder, which has one way: leave it out.", param=name
+            )
+    found = []
+    for query, document in pairs:
+        ids, second_from = tokenizer.encode_pair(query, document)
+        found.append(ScoringPrompt(ids, NOTHING_SAMPLED, Pooling("classify", second_from=second_from), 0))
+    return found
 
 
 def cut(ids: Sequence[int], limit: int, tokenizer: Tokenizer) -> list[int]:

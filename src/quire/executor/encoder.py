@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 
 import torch
+from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.executor.base import failed
@@ -82,13 +83,26 @@ class EncoderExecutor:
         sequences = whole_sequences(lengths)
         ids = torch.tensor([token_id for seq in seqs for token_id in seq.prompt_token_ids])
         positions = torch.cat([torch.arange(length) for length in lengths])
+        # Which text of a pair a row belongs to.
+        second_from = [
+            length if seq.pooling is None else seq.pooling.second_from or length
+            for seq, length in zip(seqs, lengths, strict=True)
+        ]
+        types = (
+            positions >= torch.repeat_interleave(torch.tensor(second_from), torch.tensor(lengths))
+        ).long()
         with torch.inference_mode():
-            rows = self.model(ids, positions, torch.zeros_like(ids), sequences)
-            found = []
-            for seq, start, length in zip(seqs, sequences.starts, lengths, strict=False):
-                assert seq.pooling is not None
-                found.append(tuple(pooled(rows[start : start + length], seq.pooling.kind).tolist()))
-        return found
+            rows = self.model(ids, positions, types, sequences)
+            return [
+                self._vector(rows[start : start + length], seq)
+                for seq, start, length in zip(seqs, sequences.starts, lengths, strict=False)
+            ]
+
+    def _vector(self, rows: Tensor, seq: NewSeq) -> tuple[float, ...]:
+        assert seq.pooling is not None
+        if seq.pooling.kind == "classify":
+            return tuple(self.model.logits(rows[:1])[0].tolist())
+        return tuple(pooled(rows, seq.pooling.kind).tolist())
 
 
 def _result(seq_id: int, epoch: int, vector: tuple[float, ...] | None) -> SeqResult:

@@ -68,10 +68,17 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "minimax_m2": ("MiniMaxM2ForCausalLM", "minimax"),
 }
 # Families whose rows see each other both ways (`quire.encoder_spec`).
-_ENCODERS = {"bert": ("BertModel", "bert")}
+_ENCODERS = {
+    "bert": ("BertModel", "bert"),
+    "bert_classifier": ("BertForSequenceClassification", "bert"),
+    "xlm_roberta": ("XLMRobertaModel", "roberta"),
+    "xlm_roberta_classifier": ("XLMRobertaForSequenceClassification", "roberta"),
+    "mpnet": ("MPNetModel", "roberta"),
+}
 _ALL = _FAMILIES | _ENCODERS
 # model_type in config.json → family, where they differ.
 _MODEL_TYPES = {
+    "xlm-roberta": "xlm_roberta",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen3_5",
@@ -167,7 +174,7 @@ def _name_of(f: Fields) -> str:
     by_name = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
     by_type = _MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else None
     by_type = by_type if by_type in _ALL and model_type not in _MODEL_TYPES.values() else None
-    if by_name is not None and by_type not in (None, by_name):
+    if by_name is not None and by_type not in (None, by_name.removesuffix("_classifier")):
         raise ModelLoadError(
             f"{f.where}: architectures = {names!r} and model_type = {model_type!r} are two kinds of model: correct the "
             "one that is wrong."

@@ -6,6 +6,7 @@ A checkpoint has the names of the bare model, or those of a model with a head, a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.encoder_spec import EncoderLayer, EncoderSpec
@@ -34,6 +35,7 @@ TOP_NAMES: Mapping[str, str] = {
 }
 # Buffers, and heads of training that no embedding reads.
 IGNORED = (r"(\w+\.)?embeddings\.position_ids", r"(\w+\.)?pooler\..*", r"(cls|lm_head)\..*")
+BERT_HEAD: Mapping[str, str] = {"head.dense": "pooler.dense", "head.out": "classifier"}
 
 
 def read_bert(f: Fields) -> ModelSpec:
@@ -60,6 +62,20 @@ def encoder_of(f: Fields, **more: Any) -> EncoderSpec:
     )
 
 
+def read_bert_classifier(f: Fields) -> ModelSpec:
+    """Return the spec of a BERT that classifies by its first row, such as a cross-encoder."""
+    return with_labels(f, read_bert(f), "bert_classifier")
+
+
+def with_labels(f: Fields, spec: ModelSpec, family: str) -> ModelSpec:
+    """Return ``spec`` with a classifier of the labels in ``id2label``, or of ``num_labels``."""
+    assert spec.encoder is not None
+    names = f.nested("id2label")
+    count = f.integer("num_labels", 2 if names is None else len(names.values))
+    labels = tuple(f"LABEL_{i}" if names is None else names.text(str(i)) for i in range(count))
+    return replace(spec, family=family, encoder=replace(spec.encoder, labels=labels))
+
+
 def encoder_model(f: Fields, family: str, encoder: EncoderSpec, longest: int) -> ModelSpec:
     """Return the spec of a model of ``encoder`` that takes up to ``longest`` tokens."""
     return ModelSpec(
@@ -77,7 +93,7 @@ def encoder_model(f: Fields, family: str, encoder: EncoderSpec, longest: int) ->
 
 def bert_map(
     spec: ModelSpec, names: Mapping[str, str] = LAYER_NAMES, top: Mapping[str, str] = TOP_NAMES,
-    prefixes: tuple[str, ...] = ("", "bert."),
+    prefixes: tuple[str, ...] = ("", "bert."), head: Mapping[str, str] = BERT_HEAD,
 ) -> WeightMap:  # fmt: skip
     """Map the weights of an encoder by the names of its layers, after any of ``prefixes``."""
     sources: dict[str, tuple[Take, ...]] = {}
@@ -86,6 +102,9 @@ def bert_map(
             _, index, rest = canonical.split(".", 2)
             part, _, kind = rest.rpartition(".")
             stored = f"encoder.layer.{index}.{names[part]}.{kind}"
+        elif canonical.startswith("head."):
+            part, _, kind = canonical.rpartition(".")
+            stored = f"{head[part]}.{kind}"
         else:
             stored = top[canonical]
         sources[canonical] = tuple(Take((prefix + stored,), shape) for prefix in prefixes)
@@ -93,3 +112,4 @@ def bert_map(
 
 
 BERT = Family("bert", read_bert, bert_map)
+BERT_CLASSIFIER = Family("bert_classifier", read_bert_classifier, bert_map)

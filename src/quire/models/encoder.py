@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.encoder_spec import EncoderLayer, EncoderSpec
+from quire.kernels.attention import ALIGN
 from quire.kernels.encoder import WholeSequences, activate, add_layer_norm, encoder_attention, layer_norm
 from quire.kernels.pointwise import gated
 from quire.layers.linear import Linear
@@ -102,6 +104,11 @@ class Encoder:
             name: torch.zeros(shapes[name], dtype=build.dtype) for name in tables if name in shapes
         }
         bias = self.encoder.norm_bias
+        self._head: tuple[Linear, Linear] | None = None
+        if labels := len(self.encoder.labels):
+            hidden, of_head = spec.hidden_size, build.under("head.")
+            dense = Linear({"dense": hidden}, hidden, of_head, bias=True)
+            self._head = dense, Linear({"out": labels}, hidden, of_head, bias=True)
         self._embed_norm = LayerNorm(spec.hidden_size, build, bias=bias)
         self._blocks = [
             EncoderBlock(layer, self.encoder, spec.hidden_size, build.under(f"layers.{index}."))
@@ -112,6 +119,8 @@ class Encoder:
     def _loaders(self) -> dict[str, WeightLoader]:
         loaders = {name: copy_into(table) for name, table in self._tables.items()}
         loaders |= prefixed("embed_norm.", self._embed_norm.weight_loaders())
+        for linear in self._head or ():
+            loaders |= prefixed("head.", linear.weight_loaders())
         for index, block in enumerate(self._blocks):
             loaders |= prefixed(f"layers.{index}.", block.weight_loaders())
         return loaders
@@ -139,8 +148,38 @@ class Encoder:
                 .float()
             )
         if "types.table" in self._tables:
+            types = types if self.encoder.pair_types else torch.zeros_like(types)
             x += self._tables["types.table"].index_select(0, types).float()
         rows = self._embed_norm(x).to(self._dtype)
         for block in self._blocks:
-            rows = block(rows, sequences, None)
+            rows = block(rows, sequences, self._relative)
         return rows
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """``rows [num_texts, hidden_size]``, the first of each text → fp32 ``[num_texts, num_labels]``."""
+        assert self._head is not None, "this model is no classifier"
+        dense, out = self._head
+        return out(torch.tanh(dense(rows).float()).to(rows.dtype), out_dtype=torch.float32)
+
+    @cached_property
+    def _relative(self) -> Tensor | None:
+        """What is added to the scores of each distance: fp32 ``[num_heads, longest, longest]``."""
+        table = self._tables.get("relative.table")
+        if table is None:
+            return None
+        positions = torch.arange(-(-self.spec.max_position_embeddings // ALIGN) * ALIGN)
+        buckets = distance_buckets(positions - positions[:, None], len(table))
+        return table.float()[buckets].permute(2, 0, 1).contiguous()
+
+
+def distance_buckets(distances: Tensor, num_buckets: int, longest: int = 128) -> Tensor:
+    """Return T5's bucket of each distance: half of them before the row; of each half, half for short distances.
+
+    The others grow logarithmically up to ``longest``.
+    """
+    half = num_buckets // 2
+    exact = half // 2
+    size = distances.abs()
+    far = torch.log(size.float().clamp_min(1.0) / exact) / math.log(longest / exact) * (half - exact)
+    far_bucket = (exact + far.long()).clamp_max(half - 1)
+    return torch.where(size < exact, size, far_bucket) + half * (distances > 0)

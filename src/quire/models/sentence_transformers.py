@@ -40,7 +40,9 @@ def with_sentence(folder: Path, spec: ModelSpec) -> ModelSpec:
         UnsupportedModelError: a part that Quire does not run.
     """
     assert spec.encoder is not None
-    return replace(spec, encoder=replace(spec.encoder, sentence=read_sentence(folder)))
+    labels = spec.encoder.labels
+    sentence = SentenceSpec("cls", labels=labels) if labels else read_sentence(folder)
+    return replace(spec, encoder=replace(spec.encoder, sentence=sentence))
 
 
 def read_sentence(folder: Path) -> SentenceSpec:

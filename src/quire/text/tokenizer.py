@@ -91,6 +91,16 @@ class Tokenizer:
                 raise _no_unicode() from error
         return ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Return the ids of two texts as a model reads them together, and where type 1 begins; 0: nowhere."""
+        with self._long_lock, self._lock:
+            self._allow_special(True)
+            try:
+                encoding = self._backend.encode(first, second)
+            except TypeError as error:
+                raise _no_unicode() from error
+        return encoding.ids, encoding.type_ids.index(1) if 1 in encoding.type_ids else 0
+
     def encode_long(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the ids of each of ``texts``, without holding the interpreter's lock; other threads encode meanwhile.
 

@@ -21,11 +21,11 @@ from quire.engine.pooling import (
     ScoringPrompt,
     embedding,
     likelihood,
+    pooled_score,
     scoring_prompts,
-    yes_no,
 )
 from quire.engine.prompts import too_long
-from quire.engine.sentences import cut, pooling_of, prompt_before
+from quire.engine.sentences import cut, pair_prompts, pooling_of, prompt_before
 from quire.errors import RequestError
 from quire.http.call import Call
 from quire.http.wire import Boolean, Integer, Text, User, Wire, not_allowed, parse
@@ -145,7 +145,7 @@ class _Scores:
 
     def _score(self, index: int, chunk: OutputChunk) -> float:
         if chunk.pooled is not None:
-            return yes_no(chunk.pooled)
+            return pooled_score(chunk.pooled)
         assert chunk.prompt_logprobs is not None
         of_query = chunk.prompt_logprobs[-self.num_query_tokens[index] :]
         return likelihood([entry.logprob for entry in of_query if entry is not None])
@@ -154,7 +154,7 @@ class _Scores:
 class ScoringFields(PoolingFields):
     """Fields of both scoring endpoints."""
 
-    scoring: Literal["likelihood", "yes_no"] = "likelihood"
+    scoring: Literal["likelihood", "yes_no"] | None = None
     instruction: Text | None = None
     max_tokens_per_doc: Integer | None = None
 
@@ -253,15 +253,19 @@ async def _job(
     render = frontend.prompts.render if frontend.chat_template.names else None
     prompts: list[ScoringPrompt] = []
     for start in range(0, len(pairs), _PAIRS_AT_ONCE):  # a client that left ends the work after each piece
-        arguments = (request.scoring, request.instruction, frontend.tokenizer, render)
-        some = pairs[start : start + _PAIRS_AT_ONCE]
-        prompts += await asyncio.to_thread(scoring_prompts, some, *arguments)
+        some, how = pairs[start : start + _PAIRS_AT_ONCE], (request.scoring, request.instruction)
+        if state.model.sentence is not None:
+            prompts += await asyncio.to_thread(pair_prompts, state.model, frontend.tokenizer, some, *how)
+        else:
+            how = (how[0] or "likelihood", how[1])
+            prompts += await asyncio.to_thread(scoring_prompts, some, *how, frontend.tokenizer, render)
     scores.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
     return Job(
         [prompt.token_ids for prompt in prompts],
         prompts[0].sampling,
         WholeAnswer(head, scores.write),
         pooling=prompts[0].pooling,
+        poolings=[prompt.pooling for prompt in prompts if prompt.pooling is not None],
         prompt_param=param,
         **common_fields(request, call, None),
     )
