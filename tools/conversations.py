@@ -122,6 +122,9 @@ def cases(model: RealModel) -> list[Case]:
             Case("A tool call", "The call is in the model's own form, and is parsed.",
                  {"messages": user("What is the weather in Oslo right now?"), "tools": [WEATHER],
                   "tool_choice": "required", "parallel_tool_calls": False}, calls_weather),
+            Case("A tool call of its own accord",
+                 "Nothing constrains the answer. It is JSON without marks, in a code block or not, and is parsed.",
+                 {"messages": user("What is the weather in Oslo right now?"), "tools": [WEATHER]}, calls_weather),
             Case("A turn after a tool", "The model uses what the tool returned.",
                  {"messages": [*user("What is the weather in Oslo right now?"), {
                      "role": "assistant", "content": None, "tool_calls": [{
