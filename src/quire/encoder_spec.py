@@ -50,6 +50,8 @@ class EncoderSpec:
     relative_buckets: int = 0  # MPNet: a bias per head and bucket of distances
     # A classifier reads the first row; without labels there is none.
     labels: tuple[str, ...] = ()
+    # What makes a classifier's logits its scores.
+    score: Literal["sigmoid", "identity"] = "sigmoid"
     sentence: SentenceSpec | None = None
 
 

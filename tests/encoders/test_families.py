@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.encoders.tiny import save_family, texts
 
 from quire import LLM
+from quire.errors import UnsupportedModelError
 from quire.families import ENCODERS, spec_from_config
 from quire.models.checkpoint import read_json
 
@@ -51,6 +55,28 @@ def test_scores_of_pairs_are_those_of_transformers(kind: str, tmp_path: Path) ->
         assert llm.score(*pair, use_tqdm=False)[0].outputs.score == score
     assert len(set(together)) == len(together)
     llm.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+        {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+    ],
+)
+def test_scores_are_logits_where_the_files_say_so(said: dict[str, Any], tmp_path: Path) -> None:
+    save_family("bert_classifier", tmp_path)
+    config = read_json(tmp_path / "config.json")
+    scores = {}
+    for name, more in (("sigmoid", {}), ("identity", said)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+        llm = LLM(str(tmp_path), threads=1)
+        scores[name] = llm.score("some words", "more words", use_tqdm=False)[0].outputs.score
+        llm.close()
+    assert scores["sigmoid"] == pytest.approx(1 / (1 + math.exp(-scores["identity"])))
+    spec = {**config, "sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Softmax"}}
+    with pytest.raises(UnsupportedModelError, match=r"Softmax.* is not supported"):
+        spec_from_config(spec)
 
 
 def test_every_encoder_has_a_case(tmp_path: Path) -> None:

@@ -139,10 +139,8 @@ def yes_no(pooled: Sequence[float]) -> float:
 
 
 def pooled_score(pooled: Sequence[float]) -> float:
-    """Return the score of a cross-encoder's logit, else that of `yes_no`."""
-    if len(pooled) == 1:
-        return 1.0 / (1.0 + math.exp(min(-pooled[0], 700.0)))
-    return yes_no(pooled)
+    """Return the one score of a cross-encoder, else that of `yes_no`."""
+    return pooled[0] if len(pooled) == 1 else yes_no(pooled)
 
 
 def _likelihood_prompt(query_ids: list[int], document: str, tokenizer: Tokenizer) -> ScoringPrompt:

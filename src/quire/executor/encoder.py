@@ -101,7 +101,7 @@ class EncoderExecutor:
     def _vector(self, rows: Tensor, seq: NewSeq) -> tuple[float, ...]:
         assert seq.pooling is not None
         if seq.pooling.kind == "classify":
-            return tuple(self.model.logits(rows[:1])[0].tolist())
+            return tuple(self.model.scores(rows[:1])[0].tolist())
         return tuple(pooled(rows, seq.pooling.kind).tolist())
 
 

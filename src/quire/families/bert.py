@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from quire.encoder_spec import EncoderLayer, EncoderSpec
 from quire.errors import UnsupportedModelError
@@ -35,6 +35,10 @@ TOP_NAMES: Mapping[str, str] = {
 }
 # Buffers, and heads of training that no embedding reads.
 IGNORED = (r"(\w+\.)?embeddings\.position_ids", r"(\w+\.)?pooler\..*", r"(cls|lm_head)\..*")
+_SCORES: Mapping[str, Literal["sigmoid", "identity"]] = {
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.linear.Identity": "identity",
+}
 BERT_HEAD: Mapping[str, str] = {"head.dense": "pooler.dense", "head.out": "classifier"}
 
 
@@ -73,7 +77,19 @@ def with_labels(f: Fields, spec: ModelSpec, family: str) -> ModelSpec:
     names = f.nested("id2label")
     count = f.integer("num_labels", 2 if names is None else len(names.values))
     labels = tuple(f"LABEL_{i}" if names is None else names.text(str(i)) for i in range(count))
-    return replace(spec, family=family, encoder=replace(spec.encoder, labels=labels))
+    encoder = replace(spec.encoder, labels=labels, score=_score_of(f))
+    return replace(spec, family=family, encoder=encoder)
+
+
+def _score_of(f: Fields) -> Literal["sigmoid", "identity"]:
+    """Return what sentence-transformers applies to the one logit of a cross-encoder: in the file, or the sigmoid."""
+    # The second place is that of files from before its version 4.
+    newer = f.nested("sentence_transformers")
+    for fields, key in ((newer, "activation_fn"), (f, "sbert_ce_default_activation_function")):
+        if fields is not None and fields.has(key):
+            fields.refuse(key, unless=tuple(_SCORES), why="scores are sigmoids of logits, or the logits")
+            return _SCORES[fields.text(key)]
+    return "sigmoid"
 
 
 def encoder_model(f: Fields, family: str, encoder: EncoderSpec, longest: int) -> ModelSpec:

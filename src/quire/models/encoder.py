@@ -155,11 +155,15 @@ class Encoder:
             rows = block(rows, sequences, self._relative)
         return rows
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """``rows [num_texts, hidden_size]``, the first of each text → fp32 ``[num_texts, num_labels]``."""
+    def scores(self, rows: Tensor) -> Tensor:
+        """``rows [num_texts, hidden_size]``, the first of each text → fp32 ``[num_texts, num_labels]``.
+
+        They are logits, or their sigmoids, as the files say.
+        """
         assert self._head is not None, "this model is no classifier"
         dense, out = self._head
-        return out(torch.tanh(dense(rows).float()).to(rows.dtype), out_dtype=torch.float32)
+        logits = out(torch.tanh(dense(rows).float()).to(rows.dtype), out_dtype=torch.float32)
+        return torch.sigmoid(logits) if self.encoder.score == "sigmoid" else logits
 
     @cached_property
     def _relative(self) -> Tensor | None:
