@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,15 @@ def test_vocabulary_encodes_as_the_folder_does(shared_data: Path, name: str) -> 
     assert keys["tokenizer.ggml.add_bos_token"] == (source.encode("")[:1] == [source.bos_token_id])
     assert keys["tokenizer.ggml.eos_token_id"] in source.eos_token_ids
     assert len(keys["tokenizer.ggml.tokens"]) == source.vocab_size
+
+
+def test_a_normalization_that_no_name_stands_for_is_refused(shared_data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    read_tokenizer(shared_data / "tokenizers" / "gpt2").save(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "NFC"}}))
+    tokenizer = read_tokenizer(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="would make other tokens"):
+        vocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, "gpt-neox")
 
 
 def test_chat_template_and_ends_are_in_the_file(tmp_path: Path) -> None:
