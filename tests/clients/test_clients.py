@@ -35,7 +35,9 @@ def sent(**fields: Any) -> Any:
 @pytest.mark.parametrize("request_", REQUESTS, ids=[request["client"] for request in REQUESTS])
 def test_a_client_is_answered_and_told_what_was_ignored(request_: dict[str, Any]) -> None:
     settings = {"tool_format": request_["tool_format"]} if "tool_format" in request_ else {}
-    response = Api(FakeFrontend(thinks=True), **settings).post(request_["path"], request_["body"])
+    response = Api(FakeFrontend(thinks=True, max_model_len=1024), **settings).post(
+        request_["path"], request_["body"]
+    )
     assert response.status_code == 200, response.text
     assert sorted(listed(response).split(", ")) == sorted(request_["ignored"].split(", "))
 

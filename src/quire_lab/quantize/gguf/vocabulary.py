@@ -29,7 +29,8 @@ _SAMPLES = (
     "  def f(x):\n\treturn x**2 + 1234567  # 3.14\n\n\n",
     "Straße, naïve café — 東京へ行きます。 🙂 I'm they'll DON'T",
     "a" * 40 + "  \t \r\n" + "!?" * 9,
-    "cafe\u0301, n\u0303",  # as it is typed on a Mac: NFC composes it
+    # NFC composes these, as it does with text that was typed on a Mac.
+    "cafe\u0301, n\u0303",
 )
 
 
