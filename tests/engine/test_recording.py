@@ -31,6 +31,7 @@ from quire.errors import ConfigError, EngineDeadError, ModelLoadError
 from quire.executor.recorder import Recorder, Recording
 from quire.models.fingerprint import fingerprint
 from quire.request import FinishReason, Request, SamplingParams
+from quire.spans import Span
 from quire.step import NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
 GRAMMAR = json.dumps({"grammars": [{"lark_grammar": 'start: "[" /[0-9]{2}/ ("," /[0-9]{2}/)* "]"'}]})
@@ -218,6 +219,24 @@ def test_the_ring_is_bounded_in_bytes() -> None:
     recording = recorder.take({}, "{}", with_ids=True)
     assert [step.plan.step for step in recording.steps] == [198, 199]
     assert [seq.new.seq_id for seq in recording.live] == [197]
+
+
+def test_pixels_count_and_are_left_out_of_recordings_without_ids() -> None:
+    recorder = Recorder(1000, max_bytes=100_000)
+    sampling = SamplingParams(max_tokens=1)
+    for step in range(20):
+        pixels = bytes([step]) * 40_000
+        new = replace(
+            NewSeq(step, 0, (1, 2, 3), (), sampling, 0), spans=(Span(0, 2, b"d" * 32, (4, 4), pixels),)
+        )
+        recorder.submitted(StepPlan(step, (new,), (SeqPlan(step, 0, 0, 3),), gone=(step - 1,)), 0.0)
+        recorder.collected(StepResult(step, (SeqResult(step, 0, (1,)),)), 0.0)
+    whole = recorder.take({}, "{}", with_ids=True)
+    assert [step.plan.step for step in whole.steps] == [18, 19]
+    assert [step.plan.new_seqs[0].spans[0].data[0] for step in whole.steps] == [18, 19]
+    bare = recorder.take({}, "{}", with_ids=False)
+    news = [seq.new for seq in bare.live] + [new for step in bare.steps for new in step.plan.new_seqs]
+    assert [new.spans for new in news] == [(), (), ()]
 
 
 def test_the_watchdogs_dump_saves_the_ring_and_what_is_out(tmp_path: Path) -> None:

@@ -58,4 +58,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "_ = rows",
         (SEEING + "test_answer_equals_that_of_transformers",),
     ),
+    Mutant(
+        "pixels-in-recordings-without-ids",
+        "a recording that is to hold nothing that clients sent holds their images",
+        "src/quire/executor/recorder.py",
+        "        spans=(),\n",
+        "",
+        ("tests/engine/test_recording.py",),
+    ),
 )

@@ -171,6 +171,7 @@ def _size(plan: StepPlan, result: StepResult) -> int:
     for new in plan.new_seqs:
         size += _SEQ_BYTES + _TOKEN_BYTES * (len(new.prompt_token_ids) + len(new.output_token_ids))
         size += 0 if new.grammar is None else len(new.grammar)
+        size += sum(len(span.data) for span in new.spans)
     for seq in result.seqs:
         for entries in (seq.logprobs, seq.prompt_logprobs):
             if entries:
@@ -188,6 +189,7 @@ def _bare(new: NewSeq) -> NewSeq:
         sampling=hidden,
         grammar=None,
         pooling=None,
+        spans=(),
     )
 
 
