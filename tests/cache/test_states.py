@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 from tests.fakes.executor import FakeDrafts
+from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import MODEL, Engine, oracle, request
 
 from quire.cache.blocks import BlockTable
 from quire.cache.checkpoint_places import Kind, places_of, score
 from quire.cache.draft_slots import DraftSlots
 from quire.config import CacheConfig, SchedulerConfig
-from quire.request import Request
+from quire.request import FinishReason, Request
 from quire.scheduler.scheduler import Scheduler, audit
+from quire.step import SeqResult, StepResult
 
 SIZE = 16
 
@@ -139,6 +141,24 @@ def test_preempted_sequences_begin_at_their_last_checkpoint() -> None:
     stats = engine.scheduler.stats()
     assert stats.num_preemptions > 0
     assert stats.num_checkpoint_loads > 0
+
+
+def test_a_failed_sequence_saves_no_checkpoint() -> None:
+    """Not even of blocks that another sequence computed before, and whose checkpoints are gone."""
+    engine = make_engine()
+    scheduler, prompt = engine.scheduler, range(4000, 4000 + 4 * SIZE)
+    run(engine, request("first", prompt))
+    slots = scheduler.state.policies.states.slots
+    slots.free += [slots.checkpoints.remove(node) for node in list(slots.checkpoints)]
+    scheduler.add(request("fails", prompt), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    assert plan.seqs[0].checkpoints
+    failed = SeqResult(plan.seqs[0].seq_id, plan.seqs[0].epoch, (), error="broken")
+    (event,) = scheduler.apply(StepResult(plan.step, (failed,)), 0.0)
+    assert event.finish_reason is FinishReason.ERROR
+    check_integrity(scheduler)
+    assert scheduler.stats().num_checkpoints == 0
 
 
 def test_cleared_tree_gives_its_checkpoints_back() -> None:

@@ -41,7 +41,7 @@ MUTANTS: tuple[Mutant, ...] = (
         SLOTS,
         "save.is_valid = save.is_valid and save.table not in wrong",
         "pass",
-        FUZZ,
+        CACHE,
     ),
     Mutant(
         "fork-without-the-state",
