@@ -184,6 +184,11 @@ def test_planted_faults_are_where_the_code_is(monkeypatch: pytest.MonkeyPatch) -
     code = {path: (ROOT / path).read_text() for path in {mutant.file for mutant in table}}
     gone = [mutant.name for mutant in table if code[mutant.file].count(mutant.old) != mutant.count]
     assert not gone, f"bring their texts in tools/mutant_table.py and tools/planted up to date: {gone}"
+    functions = {
+        tuple(test.partition("[")[0].split("::")) for mutant in table for test in mutant.tests if "::" in test
+    }
+    lost = [name for name in functions if f"def {name[-1]}(" not in (ROOT / name[0]).read_text()]
+    assert not lost, f"planted faults name tests that are not there: {lost}"
 
 
 def test_the_clock_is_injected_below_the_engine() -> None:
