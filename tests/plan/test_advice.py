@@ -89,9 +89,8 @@ def test_recurrent_layers_take_a_state_per_request_and_per_draft(tmp_path: Path)
     per_token = 8 * 2 * 4 * 256 * 2  # eight layers attend
     state = 24 * 4 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))
     assert found.memory.kv_bytes_per_request == found.memory.context * per_token + state
-    assert (
-        found.memory.kv_pool - drafted.memory.kv_pool == 8 * 4 * state
-    )  # of eight sequences, as an engine has slots
+    num_slots = 8 * 4  # drafts of eight sequences
+    assert found.memory.kv_pool - drafted.memory.kv_pool == num_slots * state
 
 
 def test_what_makes_a_model_fit_comes_without_a_ratio() -> None:

@@ -17,6 +17,7 @@ from setproctitle import setproctitle
 from quire import __version__
 from quire.args import EngineArgs, ServerArgs, executor_of, parts_of
 from quire.cli.flags import pick
+from quire.cli.start_report import start_up_report
 from quire.cli.table import from_table
 from quire.engine.spawn import EngineProcess  # light: started before the heavy imports of this process
 from quire.errors import ConfigError
@@ -197,7 +198,9 @@ class Announcement:
 
             print(guide(self._args, url, name), file=sys.stderr, flush=True)
         log.debug("kernels", kernels=info.kernels)
-        report = start_up_report(url, info, name, seconds, self.note, self._weights + self._tools())
+        report = start_up_report(
+            url, info, self._frontend.model, seconds, self.note, self._weights + self._tools()
+        )
         print(f"\n{report}", file=sys.stderr, flush=True)
         self._heartbeat = None
         if self._args.gateway is not None:
@@ -376,25 +379,3 @@ def weights_report(model: Any) -> str:
         ]
         lines = ["weights  " + "; ".join(f"{row.part} {row.held} ({row.bits:.2f} bits)" for row in rows)]
     return "".join(f"{line}\n" for line in (*lines, *(f"         {remark}" for remark in model.remarks)))
-
-
-def start_up_report(
-    url: str, info: Any, name: str, seconds: float, note: str | None = None, weights: str = ""
-) -> str:
-    """Return the block that ends the start: the page's address, then what is served, and a command to try.
-
-    ``note``: why the kernels are slow. Which kernels run is in `quire doctor`, and in the log from --log-level debug.
-    """
-    slow = f"         {note}\n" if note else ""
-    is_exact = info.determinism == "exact"
-    exact = "yes: the same bits alone and in any batch" if is_exact else "no: see --batch-invariant"
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me a story."}}], "max_tokens": 64}}'
-    return (
-        f"ready    in {seconds:.1f} s on {url}\n"
-        f"model    {name}, {info.weight_bytes / GIB:.2f} GiB of weights\n{weights}"
-        f"exact    {exact}\n"
-        f"{slow}cache    {info.num_kv_tokens:,} tokens in up to {info.kv_bytes / GIB:.2f} GiB\n"
-        f"stop     Ctrl-C\n\n"
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f"    -d '{body}'\n"
-    )

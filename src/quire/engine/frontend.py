@@ -30,7 +30,7 @@ from quire.engine.client import Calls, EngineClient, EngineInfo
 from quire.engine.continued import continued
 from quire.engine.messages import CoreCall, Reply
 from quire.engine.output import RequestOutputState
-from quire.engine.prompts import NOT_BEGUN, Begun, ModelInfo, Prompts, prepare_request
+from quire.engine.prompts import NOT_BEGUN, Begun, ModelInfo, prepare_request, prompts_of
 from quire.engine.stream import OpenStreams, RequestStream
 from quire.errors import CapacityError, EngineDeadError, QuireError
 from quire.metrics.engine_stats import EngineStats
@@ -72,11 +72,7 @@ class Frontend:
         self.health = client.health  # the engine's state
         self._clock = clock
         self._new_seed = new_seed
-        self.prompts = Prompts(tokenizer, chat_template)
-        if model.vision is not None:
-            self.prompts = import_module("quire.engine.images").SeeingPrompts(
-                tokenizer, chat_template, model.vision
-            )
+        self.prompts = prompts_of(model, tokenizer, chat_template)
         self._grammars: GrammarChecker | None = None  # with the first form
         self.streams = OpenStreams(client.send)
         self._calls = Calls(client.send)

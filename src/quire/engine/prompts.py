@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 INLINE_CHARS = 8192  # at most about 2 ms of the loop's time
 INLINE_ELEMENTS = 256  # messages or texts; a few times as many tokens
-_ERRORS = "quire.engine.over_context"
+_ERRORS, _SENTENCES = "quire.engine.over_context", "quire.engine.sentences"
 
 
 class Begun(NamedTuple):
@@ -66,7 +66,7 @@ def prepare_request(
     """
     assert (grammar is None) == (sampling.structured_outputs is None)
     if model.sentence is not None and pooling is None:
-        raise import_module("quire.engine.sentences").writes_no_text(model)
+        raise import_module(_SENTENCES).writes_no_text(model)
     ids, limit = tuple(prompt_token_ids), model.max_model_len
     max_tokens = _max_tokens(len(ids), sampling, limit, prompt_only=pooling is not None)
     check_token_ids("prompt", ids, model.vocab_size)
@@ -303,3 +303,16 @@ def _text_of(answer: Head | None, late: bool) -> str:
 async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
     """Return ``function(*args)``; on a thread if ``size``, the number of elements it walks over, is large."""
     return function(*args) if size <= INLINE_ELEMENTS else await asyncio.to_thread(function, *args)
+
+
+def prompts_of(model: ModelInfo, tokenizer: Tokenizer, chat_template: ChatTemplate) -> Prompts:
+    """Return the `Prompts` of ``model``: those of one that sees take images, and an encoder has no conversations."""
+    if model.vision is not None:
+        seeing: Prompts = import_module("quire.engine.images").SeeingPrompts(
+            tokenizer, chat_template, model.vision
+        )
+        return seeing
+    if model.sentence is not None:
+        silent: Prompts = import_module(_SENTENCES).SilentPrompts(tokenizer, chat_template, model)
+        return silent
+    return Prompts(tokenizer, chat_template)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from quire.engine.pooling import NOTHING_SAMPLED, ScoringPrompt
-from quire.engine.prompts import ModelInfo
+from quire.engine.prompts import ModelInfo, Prompts, RenderedChat
 from quire.errors import RequestError
 from quire.request import Pooling
+from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+
+
+class SilentPrompts(Prompts):
+    """The prompts of an encoder, which answers no conversation."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate, model: ModelInfo) -> None:
+        super().__init__(tokenizer, chat_template)
+        self._model = model
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], *args: Any, **options: Any) -> RenderedChat:
+        """Raise `RequestError`: there is no text to answer with."""
+        raise writes_no_text(self._model)
 
 
 def writes_no_text(model: ModelInfo) -> RequestError:

@@ -48,7 +48,8 @@ class AdapterPart:
 
     a: StoredTensor  # [rank, in_features]
     b: StoredTensor  # [out_features of the stored linear, rank]
-    rows: tuple[range, ...]  # of b and of the magnitude, that belong to this matrix
+    # Rows of b and of the magnitude that belong to this matrix.
+    rows: tuple[range, ...]
     scale: float
     magnitude: StoredTensor | None = None  # [out_features of the stored linear]
 

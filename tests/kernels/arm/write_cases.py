@@ -11,6 +11,7 @@ from tests.kernels.arm.recorder import LEVEL, THREADS, Case, Place
 from torch import Tensor
 
 from quire import _native
+from quire.kernels.activation import ALL_KINDS, UNGATED
 from quire.kernels.quantized_rows import num_blocks, num_parts, padded_size
 from quire.kernels.sampling import COLUMNS, LOGPROBS, MIN_P, RANDOM, TRUNCATED
 from quire.quant.ggml_codebooks import FP4_LEVELS, IQ4_LEVELS
@@ -231,20 +232,16 @@ def norms() -> Iterator[Case]:
 
 
 def gates() -> Iterator[Case]:
-    for dtype, gate, size in product((BF16, F32), range(4), (64, 99)):
-        tokens = 19
+    for dtype, gate, size in product((BF16, F32), ALL_KINDS.values(), (64, 99)):
+        tokens, width = 19, size if gate in UNGATED.values() else 2 * size
         case = Case(f"gate {gate}, {name_of(dtype)} of {size}")
-        x, y = (
-            case.buffer(random(tokens, 2 * size, dtype=dtype, scale=3.0)),
-            case.zeros(tokens, size, dtype=dtype),
-        )
-        alone = case.zeros(tokens, size, dtype=dtype)
-        case.call(
-            "gated", THREADS, LEVEL, dtype is BF16, gate, x, 2 * size, y, tokens, size, 0, 0, 0, 0, 0, 0, 0
-        )
+        x = case.buffer(random(tokens, width, dtype=dtype, scale=3.0))
+        y, alone = (case.zeros(tokens, size, dtype=dtype) for _ in range(2))
+        factors = 0.75, 0.8, 0.3  # scale of the gate, alphas of xielu
+        case.call("gated", THREADS, LEVEL, dtype is BF16, gate, x, width, y, tokens, size, *factors, *[0] * 7)
         for token in range(tokens):
-            case.call("gated", THREADS, LEVEL, dtype is BF16, gate, x.at(token * 2 * size), 2 * size,
-                      alone.at(token * size), 1, size, 0, 0, 0, 0, 0, 0, 0)  # fmt: skip
+            case.call("gated", THREADS, LEVEL, dtype is BF16, gate, x.at(token * width), width,
+                      alone.at(token * size), 1, size, *factors, *[0] * 7)  # fmt: skip
         case.same(y, alone)
         case.close(y, 1e-5, CLOSE[dtype])
         yield case

@@ -2,8 +2,9 @@
 
 A step is cut into groups of sequences with one padded length, a multiple of 16 rows from each sequence's first one, so
 the shapes that a sequence is computed in follow from its own length. The other sequences of a group are further
-matrices of the same batched product, which gives each of them the bits that it has alone (`kernels.attention` says on
-which measurements that rests); the products run on one thread.
+matrices of the same batched product, on one thread. That each of them then has the bits that it has alone is an
+observation and no promise of torch: `kernels.attention` says where it was measured for decoders, and the tests of
+`tests/encoders` compare these shapes on the CPU that runs them.
 
 LayerNorm (Ba et al. 2016) is computed in fp32: torch sums a row in an order given by its length alone.
 """
