@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 
@@ -22,6 +24,16 @@ class Span(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+def salted(spans: Sequence[Span], salt: str) -> tuple[Span, ...]:
+    """Return ``spans`` under names that only callers with the same ``salt`` find again."""
+    if not salt:
+        return tuple(spans)
+    key = blake2b(salt.encode()).digest()
+    return tuple(
+        span._replace(content=blake2b(span.content, digest_size=32, key=key).digest()) for span in spans
+    )
 
 
 def num_bytes(span: Span) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tests.api.fake_frontend import byte_tokenizer
 
+from quire.engine.prompts import ModelInfo, prepare_request
 from quire.errors import RequestError
 from quire.images.placing import with_images
 from quire.images.prepared import Piece, PreparedImage
+from quire.request import SamplingParams, Terms
+from quire.spans import salted
 from quire.vision_spec import VisionSpec
 
 IMAGE, MARK = 9, 8
@@ -46,3 +50,19 @@ def test_ids_with_spans_cannot_be_cut() -> None:
     with pytest.raises(RequestError) as error:
         ids[2:]
     assert error.value.param == "truncate_prompt_tokens"
+
+
+def test_images_have_other_names_for_callers_with_another_salt() -> None:
+    """Or who times first tokens would learn which images others sent."""
+    model = ModelInfo(names=("tiny",), max_model_len=64, vocab_size=259, eos_token_ids=())
+    names = {}
+    for salt in ("", "a", "b"):
+        ids = with_images([1, IMAGE, 2, IMAGE], [image(b"a"), image(b"c")], VISION, encode)
+        request = prepare_request(
+            "r", ids, SamplingParams(max_tokens=1), model, byte_tokenizer(), seed=1, arrival_s=0.0,
+            terms=Terms(cache_salt=salt),
+        )  # fmt: skip
+        assert [span.data for span in request.spans] == [b"a", b"c"]
+        names[salt] = [span.content for span in request.spans]
+        assert names[salt] == [span.content for span in salted(ids.spans, salt)]
+    assert len({name for each in names.values() for name in each}) == 6

@@ -59,6 +59,14 @@ MUTANTS: tuple[Mutant, ...] = (
         (SEEING + "test_answer_equals_that_of_transformers",),
     ),
     Mutant(
+        "images-shared-between-salts",
+        "who times first tokens learns whether another tenant sent an image",
+        "src/quire/engine/prompts.py",
+        "salted(spans, terms.cache_salt) if spans else spans",
+        "spans",
+        ("tests/images/test_placing.py",),
+    ),
+    Mutant(
         "pixels-in-recordings-without-ids",
         "a recording that is to hold nothing that clients sent holds their images",
         "src/quire/executor/recorder.py",

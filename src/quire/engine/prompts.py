@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from quire.errors import ModelLoadError, RequestError, clip
 from quire.http.limits import TEXT_CHARACTERS, too_many
 from quire.request import NO_TERMS, Adapter, Pooling, Request, SamplingParams, Terms, TokenEvent
+from quire.spans import salted
 from quire.text.chat_template import ChatTemplate, over_limit
 from quire.text.tokenizer import Tokenizer
 
@@ -88,6 +89,7 @@ def prepare_request(
         bad_words_token_ids=bad_words,
     )
     spans = getattr(prompt_token_ids, "spans", ())
+    spans = salted(spans, terms.cache_salt) if spans else spans
     return Request(
         request_id, ids, resolved, arrival_s, terms, adapter, grammar, pooling=pooling, spans=spans
     )
