@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tools.house import ROOT, files_of, lines_per_package, parsed
+from tools.house import ROOT, files_of, lines_per_package, nodes, parsed
 
 SRC = ROOT / "src"
 FILES = files_of(ROOT)
@@ -76,9 +76,11 @@ def name_of(path: Path) -> str:
     return path.relative_to(SRC).as_posix()
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
+def all_nodes() -> Iterator[tuple[str, ast.AST]]:
     for path in FILES:
-        yield name_of(path), parsed(path)
+        name = name_of(path)
+        for node in nodes(path):
+            yield name, node
 
 
 def length(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
@@ -91,10 +93,10 @@ def is_triton_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(ast.unparse(each) == "triton.jit" for each in function.decorator_list)
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for file, node in all_nodes():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+            yield file, node
 
 
 def test_files_are_short() -> None:
@@ -103,20 +105,15 @@ def test_files_are_short() -> None:
 
 
 def test_functions_are_short() -> None:
-    long = {
-        f"{f}:{d.name}": length(d) for f, t in trees() for d in functions(t) if length(d) > MAX_FUNCTION_LINES
-    }
+    long = {f"{f}:{d.name}": length(d) for f, d in functions() if length(d) > MAX_FUNCTION_LINES}
     assert set(long) == set(LONG_FUNCTIONS), f"over {MAX_FUNCTION_LINES} lines: {long}"
 
 
 def test_classes_are_small() -> None:
     large = {}
-    for file, tree in trees():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ClassDef):
-                continue
-            if length(node) > MAX_CLASS_LINES:
-                large[f"{file}:{node.name}"] = length(node)
+    for file, node in all_nodes():
+        if isinstance(node, ast.ClassDef) and length(node) > MAX_CLASS_LINES:
+            large[f"{file}:{node.name}"] = length(node)
     assert set(large) == set(LARGE_CLASSES), f"over {MAX_CLASS_LINES} lines: {large}"
 
 
@@ -127,10 +124,9 @@ def test_no_drawer_for_odds_and_ends(name: str) -> None:
 
 def test_no_import_inside_functions() -> None:
     late = set()
-    for file, tree in trees():
-        for function in functions(tree):
-            if any(isinstance(n, ast.Import | ast.ImportFrom) for n in ast.walk(function)):
-                late.add(file)
+    for file, function in functions():
+        if any(isinstance(n, ast.Import | ast.ImportFrom) for n in ast.walk(function)):
+            late.add(file)
     assert late <= set(LATE_IMPORTS), f"imports inside functions: {late - set(LATE_IMPORTS)}"
     assert set(LATE_IMPORTS) <= late | {"__init__.py"}, "an entry of the allow-list is not needed any more"
 
@@ -149,15 +145,12 @@ def test_quick_tests_exist_and_touch_every_package() -> None:
 
 def test_no_bare_or_silent_except() -> None:
     bad = []
-    for file, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ExceptHandler):
-                silent = len(node.body) == 1 and isinstance(node.body[0], ast.Pass)
-                broad = node.type is None or (
-                    isinstance(node.type, ast.Name) and node.type.id == "BaseException"
-                )
-                if node.type is None or (silent and broad):
-                    bad.append(f"{file}:{node.lineno}")
+    for file, node in all_nodes():
+        if isinstance(node, ast.ExceptHandler):
+            silent = len(node.body) == 1 and isinstance(node.body[0], ast.Pass)
+            broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "BaseException")
+            if node.type is None or (silent and broad):
+                bad.append(f"{file}:{node.lineno}")
     assert not bad
 
 
@@ -168,7 +161,7 @@ def test_no_test_takes_any_error_for_the_one_it_means() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         if not re.search(rf"raises\([^)]*\b({'|'.join(bases)})\b", path.read_text()):
             continue  # most files need not be parsed
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] != "raises":
                 continue
             kinds = {ast.unparse(n).rpartition(".")[2] for a in node.args[:1] for n in ast.walk(a)}
@@ -207,23 +200,16 @@ def test_the_clock_is_injected_below_the_engine() -> None:
         "quire_lab/cli/",
     )
     bad = []
-    for file, tree in trees():
-        if file.startswith(allowed):
-            continue
-        for node in ast.walk(tree):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if "time" in names or (isinstance(node, ast.ImportFrom) and node.module == "time"):
-                bad.append(file)
+    for file, node in all_nodes():
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        imports = "time" in names or (isinstance(node, ast.ImportFrom) and node.module == "time")
+        if imports and not file.startswith(allowed):
+            bad.append(file)
     assert not bad
 
 
 def test_public_functions_have_return_types() -> None:
-    bad = [
-        f"{f}:{d.name}"
-        for f, t in trees()
-        for d in functions(t)
-        if d.returns is None and not is_triton_kernel(d)
-    ]
+    bad = [f"{f}:{d.name}" for f, d in functions() if d.returns is None and not is_triton_kernel(d)]
     assert not bad
 
 
@@ -240,7 +226,8 @@ def test_tests_read_few_private_attributes() -> None:
     touches = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        if re.search(r"\._[a-z]", path.read_text())
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
@@ -294,7 +281,7 @@ def tuning_numbers(path: Path) -> Iterator[str]:
             case _:
                 continue
         yield from (f"{path}: {ast.unparse(name)}" for name, value in pairs if is_number(value))
-    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+    for owner in (node for node in nodes(path) if isinstance(node, ast.ClassDef)):
         for node in owner.body:
             if isinstance(node, ast.AnnAssign) and is_number(node.value):
                 assert node.value is not None
