@@ -297,7 +297,10 @@ def test_settings_of_heads_that_contradict_are_refused(target: Path, tmp_path: P
             {"speculate": "eagle", "draft_model": str(tmp_path / "medusa")},
             "has medusa heads, and speculate = 'eagle'",
         ),
-        ({"speculate": "mtp"}, "'mtp' needs the layer for multi-token prediction that DeepSeek-V3 publishes"),
+        (
+            {"speculate": "mtp"},
+            "'mtp' needs a layer for multi-token prediction, which is read of DeepSeek-V3",
+        ),
         ({"speculate": "mtp", "draft_model": "quill-draft"}, "has no use with speculate = 'mtp'"),
     ):
         with pytest.raises(QuireError, match=message):
@@ -321,7 +324,14 @@ def test_the_memory_plan_counts_heads_and_what_they_keep(target: Path, tmp_path:
 
 @pytest.mark.parametrize(
     ("method", "ours"),
-    [("eagle", "eagle"), ("eagle3", "eagle"), ("medusa", "medusa"), ("mtp", "mtp"), ("deepseek_mtp", "mtp")],
+    [
+        ("eagle", "eagle"),
+        ("eagle3", "eagle"),
+        ("medusa", "medusa"),
+        ("mtp", "mtp"),
+        ("deepseek_mtp", "mtp"),
+        ("qwen3_5_mtp", "mtp"),
+    ],
 )
 def test_the_methods_of_vllm_are_understood(method: str, ours: str) -> None:
     given = {"method": method, "model": "somewhere", "num_speculative_tokens": 3}

@@ -76,6 +76,14 @@ MUTANTS: tuple[Mutant, ...] = (
         (*FUZZ, GOES_BACK),
     ),
     Mutant(
+        "mtp-reads-before-its-norm",
+        "a draft behind a draft of Qwen's MTP layer reads the hidden state from before the layer's last norm",
+        "src/quire/models/draft_head.py",
+        "(last if self.spec.feeds_norm else output), logits",
+        "output, logits",
+        ("tests/speculate/test_qwen_mtp.py::test_drafts_of_qwens_mtp_are_those_of_its_equations[qwen3_5]",),
+    ),
+    Mutant(
         "scan-begins-with-what-lay-there",
         "a sequence that begins reads the state that another left in its slot",
         "src/quire/kernels/recurrent/__init__.py",

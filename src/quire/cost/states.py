@@ -90,10 +90,10 @@ def _num_checkpoints(args: EngineArgs, size: int, left: int, share: int) -> int:
 
 def _refuse_unmet(args: EngineArgs, device: DeviceInfo) -> None:
     """Refuse what a model with recurrent layers does not run with."""
-    if args.speculate not in (None, "ngram", "draft"):
+    if args.speculate == "lookahead":
         raise ConfigError(
-            f"speculate = {args.speculate!r}: with recurrent layers drafts are of 'ngram' or 'draft': set one "
-            "of them"
+            "speculate = 'lookahead': this model has recurrent layers, whose states follow one path of drafts: set "
+            "another, such as 'ngram'"
         )
     if args.spec_tree != 1:
         raise ConfigError(

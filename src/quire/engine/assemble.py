@@ -299,6 +299,8 @@ METHODS = {
     "eagle3": "eagle",
     "mtp": "mtp",
     "deepseek_mtp": "mtp",
+    "qwen3_next_mtp": "mtp",
+    "qwen3_5_mtp": "mtp",
 }
 
 

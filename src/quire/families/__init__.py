@@ -23,6 +23,7 @@ __all__ = [
     "Family",
     "Take",
     "WeightMap",
+    "decoder_config",
     "quantization_of",
     "spec_from_config",
     "weight_map",
@@ -120,7 +121,7 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     Raises `UnsupportedModelError` for an architecture or feature that Quire does not run, with its name and what
     is supported, and `ModelLoadError` for a missing or wrong value, with its key.
     """
-    whole, config = config, _decoder_config(config, where)
+    whole, config = config, decoder_config(config, where)
     name = _name_of(Fields(config, where))
     family, architecture = _family(name), _ALL[name][0]
     f = Fields({**config, "architectures": [architecture]}, where)
@@ -147,11 +148,11 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
 
 def quantization_of(config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:
     """Return how the linears of a checkpoint are quantized; None: they are not, or the family's weight map knows."""
-    f = Fields(_decoder_config(config, where), where)
+    f = Fields(decoder_config(config, where), where)
     return read_quantization(f, others=_family(_name_of(f)).quantizations)
 
 
-def _decoder_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def decoder_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return the text decoder's configuration: ``config``, or its ``text_config`` and what is said of all parts."""
     f = Fields(config, where)
     family = next((_WITH_TEXT[name] for name in f.items("architectures") if name in _WITH_TEXT), None)

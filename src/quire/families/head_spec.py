@@ -39,6 +39,8 @@ class HeadSpec:
     num_blocks: int = 0  # medusa: residual blocks per head
     block_bias: bool = False  # medusa
     own_outputs: bool = False  # medusa: heads have output matrices of their own
+    # A draft's row reads what the last norm gave for the token before it, as those of known tokens do.
+    feeds_norm: bool = False
 
     @property
     def max_position_embeddings(self) -> int:

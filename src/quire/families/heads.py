@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.families import deepseek
 from quire.families.head_spec import LAYER, HeadMethod, HeadSpec
 from quire.families.rope import rope_from_config
 from quire.families.shape import Fields, attention, dense, head_dim_of
-from quire.families.weights import COMPUTED, LLAMA_NAMES, Take, WeightMap, expert_rules
+from quire.families.weights import COMPUTED, LLAMA_NAMES, Take, WeightMap
 from quire.modelspec import LayerSpec, ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]  # stored name → shape
@@ -80,7 +78,7 @@ def _eagle(f: Fields, stored: Shapes, target: ModelSpec, method: HeadMethod) -> 
     ignore: tuple[str, ...] = (r"d2t", r"t2d", r"(model\.)?embed_tokens\.weight", *COMPUTED)
     if not taps:
         ignore = (*ignore, r"lm_head\.weight")
-    return heads, _map_of(heads, names, ignore)
+    return heads, map_of(heads, names, ignore)
 
 
 def _taps(f: Fields, target: ModelSpec) -> tuple[int, ...]:
@@ -129,36 +127,14 @@ def _medusa(f: Fields, stored: Shapes, target: ModelSpec) -> tuple[HeadSpec, Wei
     for key, count in (("medusa_num_heads", num_heads), ("num_heads", num_heads)):
         if f.has(key) and f.integer(key) < count:
             raise f.wrong(key, f"at least {count}, the heads that are stored")
-    return heads, _map_of(heads, names, COMPUTED)
+    return heads, map_of(heads, names, COMPUTED)
 
 
-def read_mtp(f: Fields, target: ModelSpec) -> tuple[HeadSpec, WeightMap]:
-    """Return the layer for multi-token prediction of the checkpoint of ``target``: its first, behind the others.
-
-    It shares the embedding and the output matrix with the model (arXiv:2412.19437, §2.2).
-
-    Raises:
-        UnsupportedModelError: the checkpoint has none.
-    """
-    if target.family != "deepseek_v3" or f.integer("num_nextn_predict_layers", 0, minimum=0) < 1:
-        raise UnsupportedModelError(
-            f"{f.where}: speculate = 'mtp' needs the layer for multi-token prediction that DeepSeek-V3 publishes "
-            "(num_nextn_predict_layers); use 'draft', 'ngram', or heads ('eagle', 'medusa')."
-        )
-    model = replace(target, layers=target.layers[-1:])
-    heads = HeadSpec("mtp", target.hidden_size, target.vocab_size, model)
-    layer = f"model.layers.{target.num_layers}."
-    names = {LAYER + rest: layer + name for rest, name in deepseek.NAMES.items()}
-    names |= {"embed_norm.weight": f"{layer}enorm.weight", "hidden_norm.weight": f"{layer}hnorm.weight"}
-    names |= {"fc.weight": f"{layer}eh_proj.weight", "norm.weight": f"{layer}shared_head.norm.weight"}
-    special = {LAYER + name: takes for name, takes in expert_rules(model, 0, layer).items()}
-    return heads, _map_of(heads, names, (".*",), special)
-
-
-def _map_of(
+def map_of(
     heads: HeadSpec, names: Mapping[str, str], ignore: tuple[str, ...],
     special: Mapping[str, tuple[Take, ...]] | None = None,
 ) -> WeightMap:  # fmt: skip
+    """Return where the weights of ``heads`` are stored: ``special`` where it has one, else under ``names``."""
     taken = special or {}
     sources = {
         name: taken[name] if name in taken else (Take((names[name],), shape),)

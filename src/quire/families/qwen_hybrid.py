@@ -16,7 +16,7 @@ from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpe
 from quire.recurrent_spec import RecurrentSpec
 
 _DELTA = "linear_attn."
-_NAMES = {
+NAMES = {
     **LLAMA_NAMES,
     "moe.shared_gate.weight": "mlp.shared_expert_gate.weight",
     **{f"moe.shared.{n}.weight": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
@@ -34,7 +34,7 @@ _KEYS = (
 )  # fmt: skip
 # Of Qwen3-Next, in the order in which they lie.
 INPUT_PARTS, GATE_PARTS = "qkvz", "ba"
-# A layer for multi-token prediction, which the decoder does not use.
+# A layer for multi-token prediction (`quire.families.mtp`), which the decoder does not use.
 _MTP = (r"mtp\..*",)
 
 
@@ -206,7 +206,7 @@ def by_key_head(r: RecurrentSpec, hidden: int, stored: str, parts: str) -> dict[
 
 
 def _map_with(rules: LayerRules, spec: ModelSpec) -> WeightMap:
-    return replace(build_map(spec, _NAMES, rules, ignore=_MTP), keys=_KEYS)
+    return replace(build_map(spec, NAMES, rules, ignore=_MTP), keys=_KEYS)
 
 
 def weights(spec: ModelSpec) -> WeightMap:

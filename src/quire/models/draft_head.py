@@ -23,6 +23,7 @@ from quire.kernels.pointwise import add_rows, copy_heads, gated, take_rows
 from quire.kernels.registry import KernelChoice
 from quire.kernels.workspace import empty
 from quire.layers.attention import Attention, StepBatch
+from quire.layers.gated_attention import GatedAttention
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
@@ -31,6 +32,7 @@ from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
 from quire.layers.weights import Build, WeightLoader, prefixed
 from quire.models.decoder import Ends
+from quire.modelspec import AttentionSpec
 
 
 class SharedEnds(NamedTuple):
@@ -65,11 +67,10 @@ class DraftHead:
         of_attention, of_mlp = build.under(LAYER + "attn."), build.under(LAYER + "mlp.")
         self._wide = bool(spec.taps)  # attention reads embedding and hidden state side by side
         self.fc = Linear({"fc": size}, (len(spec.taps) or 2) * size, build, bias=spec.fc_bias)
-        kind = LatentAttention if attn.is_mla else Attention
         self._attention = (
             Attention(attn, size, of_attention, in_size=2 * size)
             if self._wide
-            else kind(attn, size, of_attention)
+            else _kind_of(attn)(attn, size, of_attention)
         )
         self._mlp: Mlp | MoeBlock
         if mlp.moe is None:
@@ -139,11 +140,17 @@ class DraftHead:
         output = self._add_rows(residual, self._mlp(x))
         last = self._norm("norm", output)
         logits = self._ends.logits(last) if self._head is None else self._head(last, out_dtype=torch.float32)
-        return output, logits
+        return (last if self.spec.feeds_norm else output), logits
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         norm = self._norms.get(name)
         return x if norm is None else norm(x)
+
+
+def _kind_of(attn: AttentionSpec) -> type[Attention] | type[LatentAttention]:
+    if attn.is_mla:
+        return LatentAttention
+    return GatedAttention if attn.output_gate else Attention
 
 
 class MedusaHeads:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quire.errors import ModelLoadError
-from quire.families import quantization_of
+from quire.families import decoder_config, quantization_of
 from quire.families.head_spec import HeadSpec
-from quire.families.heads import method_of, read_heads, read_mtp
+from quire.families.heads import method_of, read_heads
+from quire.families.mtp import read_mtp
 from quire.families.shape import Fields
 from quire.models.checkpoint import read_json
 from quire.models.safetensors_file import StoredTensor, checkpoint_files, read_checkpoint, read_safetensors
@@ -34,12 +35,9 @@ def open_heads(
     fields = Fields(read_json(config), str(config))
     if mtp:
         stored = read_checkpoint(path)
-        spec, names = read_mtp(fields, target)
-        return (
-            spec,
-            stored,
-            find_sources(str(path), names, stored, quantization_of(fields.values, str(config))),
-        )
+        spec, names = read_mtp(_of_decoder(config), target)
+        quantization = quantization_of(fields.values, str(config))
+        return spec, stored, find_sources(str(path), names, stored, quantization)
     stored = {name: t for file in checkpoint_files(path) for name, t in read_safetensors(file).items()}
     spec, names = read_heads(fields, {name: tensor.shape for name, tensor in stored.items()}, target)
     return spec, stored, find_sources(str(path), names, stored)
@@ -48,7 +46,11 @@ def open_heads(
 def mtp_spec(path: Path, target: ModelSpec) -> HeadSpec:
     """Return the MTP layer that the configuration at ``path`` promises, without its weights. Raises as `read_mtp`."""
     config = path / "config.json"
-    return read_mtp(Fields(read_json(config), str(config)), target)[0]
+    return read_mtp(_of_decoder(config), target)[0]
+
+
+def _of_decoder(config: Path) -> Fields:
+    return Fields(decoder_config(read_json(config), str(config)), str(config))
 
 
 def holds_heads(path: Path) -> bool:
