@@ -14,11 +14,22 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from quire.config import GateKind, OrderKind
+from quire.config import CacheConfig, GateKind, OrderKind, SchedulerConfig
 from quire.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+Args = TypeVar("Args", bound="DataclassInstance")
+
+
+def defaults(kind: type[Args]) -> dict[str, Any]:
+    """Return field → default of every field of ``kind`` that has one."""
+    return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+
+
+_SCHEDULER = defaults(SchedulerConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +56,14 @@ class EngineArgs:
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float | None = None
     gpu_memory: str | int | None = None
-    block_size: int = 16
+    block_size: int = defaults(CacheConfig)["block_size"]
     enable_prefix_caching: bool = True
     state_checkpoints: str | int = "auto"
     kv_disk: str | None = None
     kv_remote: str | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_queue: int = 1024
+    max_num_seqs: int = _SCHEDULER["max_num_seqs"]
+    max_num_batched_tokens: int = _SCHEDULER["max_num_batched_tokens"]
+    max_queue: int = _SCHEDULER["max_queue"]
     max_queue_tokens: int = 2**22
     max_queue_mib: int = 256
     max_ttft_ms: float | None = None
@@ -60,7 +71,7 @@ class EngineArgs:
     order: OrderKind = "fcfs"
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int | None = None
-    dynamic_max_wait_ms: float = 50.0
+    dynamic_max_wait_ms: float = 1000 * _SCHEDULER["dynamic_max_wait_s"]
     speculate: str | None = None
     draft_model: str | None = None
     spec_tokens: str | int = "auto"
@@ -176,9 +187,6 @@ class Setting:
     rare: bool = False  # only shown by --help-all
 
 
-Args = TypeVar("Args", bound="DataclassInstance")
-
-
 def flag_name(key: str) -> str:
     return "--for" if key == "clients" else "--" + key.replace("_", "-")
 
@@ -212,12 +220,6 @@ def rare_names() -> frozenset[str]:
     """Return the settings of the engine and the server that only ``--help-all`` shows."""
     known = (*settings_of(EngineArgs).values(), *settings_of(ServerArgs).values())
     return frozenset(setting.name for setting in known if setting.rare)
-
-
-def defaults(kind: type[Args]) -> dict[str, Any]:
-    """Return key → default of every setting of ``kind``."""
-    assert all(f.default is not MISSING for f in fields(kind))
-    return {f.name: f.default for f in fields(kind)}
 
 
 def make_args(kind: type[Args], values: Mapping[str, Any], *, origin: str) -> Args:

@@ -16,6 +16,7 @@ from quire.errors import ConfigError, RequestError
 from quire.http.body import read_json, send_json
 from quire.http.browser_guard import NoBrowsers
 from quire.http.edge import Edge, new_id
+from quire.http.heartbeat import TTL_S
 from quire.http.json_page import json_response
 from quire.http.listen import is_loopback
 from quire.http.refusals import Refusal
@@ -37,7 +38,7 @@ class Heartbeat(Wire):
     name: Text
     url: Text
     models: Texts
-    ttl_s: Number = 10.0
+    ttl_s: Number = TTL_S
     api_key: Text | None = None
     max_requests: Integer | None = None
     region: Text | None = None

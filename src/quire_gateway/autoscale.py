@@ -38,13 +38,13 @@ class Seen:
     num_ready: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     """What limits the number of replicas, and how fast it falls."""
 
     least: int = 1
-    most: int = 8
-    down_after_s: float = 300.0
+    most: int
+    down_after_s: float
 
     def within(self, replicas: int) -> int:
         return min(max(replicas, self.least), self.most)

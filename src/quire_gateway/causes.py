@@ -8,9 +8,8 @@ import msgspec
 
 from quire_gateway.catalog import Target
 from quire_gateway.config import Cause
-from quire_gateway.upstream import BackendFailed, Reply
+from quire_gateway.upstream import READ_BYTES, BackendFailed, Reply
 
-_READ_BYTES = 64 * 1024  # of a refusal
 # What servers say of a prompt that is too long, and of one that a filter refuses: codes, or parts of the message.
 _LENGTH_CODES = ("context_length_exceeded",)
 _LENGTH_TEXTS = ("maximum context length", "context window", "prompt is too long", "max_model_len")
@@ -52,7 +51,7 @@ def may_fall_back(causes: Iterable[Cause], targets: Iterable[Target]) -> bool:
 
 def _of_refusal(body: bytes) -> frozenset[Cause]:
     try:
-        error = msgspec.json.decode(body[:_READ_BYTES], type=_Refused).error
+        error = msgspec.json.decode(body[:READ_BYTES], type=_Refused).error
     except (msgspec.DecodeError, UnicodeError):
         return frozenset()
     names, text = (error.code, error.type), error.message.lower()

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from quire.args import ServerArgs, defaults
 from quire.http.browser_guard import BrowserRules, allowed_hosts
 from quire.http.listen import resolved
 from quire.slo import Slo
@@ -33,6 +34,7 @@ from quire_gateway.routing import Policy
 # no room (429, 503, max_requests); 429 and 5xx: any answer of that status; the last two are refusals of the request.
 Cause = Literal["failure", "saturated", "429", "5xx", "context_length", "content_filter"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+_SERVER = defaults(ServerArgs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,11 @@ class GatewayArgs:
     ledger: str | None = None
     ledger_spool: str | None = None
     slo: str | None = None
-    max_body_mib: int = 32
+    max_body_mib: int = _SERVER["max_body_mib"]
     max_answer_mib: int = 64
     batch_dir: str | None = None
-    max_file_mib: int = 100
-    drain_timeout_s: float = 30.0
+    max_file_mib: int = _SERVER["max_file_mib"]
+    drain_timeout_s: float = _SERVER["drain_timeout_s"]
     access_log: bool = False
     access_log_file: str | None = None
     forwarded_allow_ips: tuple[str, ...] = ()

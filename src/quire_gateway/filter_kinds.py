@@ -8,7 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire.args import defaults
 from quire.errors import ConfigError
+from quire.units import MIB
+from quire_gateway.config import GatewayArgs
 from quire_gateway.filter_config import FilterArgs, FilterConfig
 from quire_gateway.filters import About, Bound, Filters, Refused, load_hook
 from quire_gateway.upstream import Upstream, closing, read_reply
@@ -18,7 +21,7 @@ _TEXT_FIELDS = (
     "system", "instructions", "messages", "input", "prompt", "suffix", "query", "documents", "text_1", "text_2",
 )  # fmt: skip
 _NOT_TEXT = ("role", "type", "id", "tool_call_id", "call_id", "image_url", "source", "signature")
-MAX_ANSWER_BYTES = 64 << 20
+MAX_ANSWER_BYTES = defaults(GatewayArgs)["max_answer_mib"] * MIB
 
 
 class KeywordFilter:

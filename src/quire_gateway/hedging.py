@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from prometheus_client.core import Metric
 
-from quire_gateway.config import HedgeArgs
+from quire.args import defaults
+from quire_gateway.config import HedgeArgs, RetryArgs
 from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend
 from quire_gateway.frames import has_event, is_stream
@@ -27,7 +28,6 @@ from quire_gateway.sending import Opened
 from quire_gateway.stage import Open, Stage
 from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Reply, failures
 
-_RESERVE = 10  # hedges that may be made in a burst
 # Called when an attempt has ended that did not win: it failed, or it was cancelled (None).
 Lost = Callable[[Placed, BackendFailed | None], None]
 
@@ -41,7 +41,7 @@ class Hedging(Stage):
         self._args = args
         self._placing = placing
         self._count_failure = count_failure
-        self.budget = RetryBudget(args.budget, _RESERVE)
+        self.budget = RetryBudget(args.budget, defaults(RetryArgs)["reserve"])
         # (backend, won | lost) of requests with two attempts
         self.counts: Counter[tuple[str, str]] = Counter()
         # (backend,): estimated prompt tokens of attempts that lost

@@ -15,10 +15,10 @@ from quire_gateway.config import Cause
 from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend, Fleet
 from quire_gateway.routing import Demand, Router
+from quire_gateway.ttft import MIN_OBSERVED
 
-_BYTES_PER_TOKEN = 4.0  # of a model whose answers have said nothing yet
 _LEARNING = 0.05  # weight of one answer in a model's ratio
-_MIN_OBSERVED = 10  # first tokens of a backend, before one can be called late
+_BYTES_PER_TOKEN = 4.0  # of a model whose answers have said nothing yet
 _LATE_S = 1.0
 
 
@@ -119,7 +119,7 @@ class Placing:
         observed = self._router.ttft.num_observed(placed.backend.number)
         limit_s = max(_LATE_S, self._fleet.health.slow_factor * placed.predicted_s)
         # Behind others it waits for their outputs too, which no prediction knows: a long queue is no failure.
-        placed.is_late = placed.is_first and observed >= _MIN_OBSERVED and ttft_s > limit_s
+        placed.is_late = placed.is_first and observed >= MIN_OBSERVED and ttft_s > limit_s
         self._router.started(placed.id, ttft_s)
 
     def ended(self, placed: Placed, is_good: bool | None) -> None:

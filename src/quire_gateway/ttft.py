@@ -12,7 +12,7 @@ _PRIOR_WEIGHT = 0.5
 # A replica's own pace counts if it is this many times the common one, or its inverse, over some observations. What is
 # learned of one replica alone scatters by more than that while it is busy, and would take prefixes away from it.
 _BAND = 2.0
-_MIN_OBSERVED = 10.0
+MIN_OBSERVED = 10.0
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class TtftModel:
         self._lines[replica] = sums.line()
         self._common.add(x, ttft_s, 0.0, _COMMON_DECAY)
         self._common_line = self._common.line()
-        factor = sums.y / sums.common if sums.common > 0 and sums.weight >= _MIN_OBSERVED else 1.0
+        factor = sums.y / sums.common if sums.common > 0 and sums.weight >= MIN_OBSERVED else 1.0
         if 1 / _BAND <= factor <= _BAND:
             self._factors.pop(replica, None)
         else:

@@ -149,7 +149,7 @@ def test_pieces_and_steps_change_no_figure(
     model: Path, other: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = figures(model, text, context=96, against=str(other))
-    monkeypatch.setattr("quire_lab.eval.run.LOGITS_AT_ONCE", 5 * 4096)
+    monkeypatch.setattr("quire_lab.eval.run.SCRATCH_ELEMENTS", 5 * 4096)
     pieces = figures(model, text, context=96, against=str(other), step=17)
     assert {k: v for k, v in pieces.items() if k != "tokens_per_s"} == {
         k: v for k, v in whole.items() if k != "tokens_per_s"

@@ -47,7 +47,7 @@ def seen(time_s: float, arrivals: float, ready: int, *, late: float = 0.0, busy_
 
 
 def predicted(**bounds: Any) -> PredictedLoad:
-    return PredictedLoad(REPLICA, Bounds(**{"most": 50, **bounds}), start_up_s=60.0)
+    return PredictedLoad(REPLICA, Bounds(**{"most": 50, "down_after_s": 300.0, **bounds}), start_up_s=60.0)
 
 
 def follow(policy: Callable[[Seen], Decision], rate: Callable[[float], float], end_s: int) -> list[int]:
@@ -250,7 +250,7 @@ async def test_the_gateways_metrics_are_read_and_acted_on() -> None:
                 return None
 
         args = AutoscaleArgs(gateway=live.url, interval_s=0.02, min_replicas=2)
-        policy = PredictedLoad(REPLICA, Bounds(2, 9), start_up_s=1.0)
+        policy = PredictedLoad(REPLICA, Bounds(least=2, most=9, down_after_s=300.0), start_up_s=1.0)
         task = asyncio.create_task(run(args, policy, Recorded(), time.monotonic))
         await live.until(lambda: bool(asked))
         task.cancel()

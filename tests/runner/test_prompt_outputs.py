@@ -116,7 +116,7 @@ def test_a_preempted_prompt_starts_anew() -> None:
 
 
 def test_logits_of_a_long_prompt_exist_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.runner.prompt_outputs.LOGITS_AT_ONCE", 4 * VOCAB)
+    monkeypatch.setattr("quire.runner.prompt_outputs.SCRATCH_ELEMENTS", 4 * VOCAB)
     driver = Prompts(engine_config(SPECS["llama"], "bfloat16"))
     sizes: list[int] = []
     prompts = driver.executor.worker.scorer

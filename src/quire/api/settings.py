@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.config import CacheConfig, EngineConfig, ModelConfig
+from quire.args import ServerArgs, defaults
+from quire.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.http.refusals import PLACEHOLDERS
+from quire.units import MIB
 
 if TYPE_CHECKING:
     from quire.http.keys import KeyFile
+
+_SERVER = defaults(ServerArgs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +32,20 @@ class ApiSettings:
     allowed_hosts: tuple[str, ...] | None = None
     lenient: bool = False  # accept every unknown request field
     strict_fields: bool = False  # refuse every unknown request field
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = _SERVER["max_body_mib"] * MIB
     # A name of `quire.text.output.FORMATS`; auto: what the chat template shows.
     tool_format: str = "auto"
     cache: CacheConfig | None = None  # where gateways are told which blocks there are
     retry_after_s: int = 1  # sent with 503
     # Of a request for many texts, in the engine at once: two steps' worth, so that other requests get their share.
-    tokens_at_once: int = 4096
+    tokens_at_once: int = 2 * defaults(SchedulerConfig)["max_num_batched_tokens"]
     cache_config: Mapping[str, object] = field(default_factory=dict)  # labels of vllm:cache_config_info
-    response_store_bytes: int = 64 * 2**20  # bytes of stored responses; 0 stores none
+    response_store_bytes: int = (
+        _SERVER["response_store_mib"] * MIB
+    )  # bytes of stored responses; 0 stores none
     response_dir: Path | None = None  # for responses made in the background
     journal_dir: Path | None = None  # for streams that can be resumed
-    journal_bytes: int = 256 * 2**20
+    journal_bytes: int = _SERVER["journal_mib"] * MIB
     model: ModelConfig | None = None  # for Ollama's clients, which are told about it
     stand_ins: tuple[str, ...] = PLACEHOLDERS  # names of whatever is served; * stands for anything
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from quire.args import Args, Setting, defaults, flag_name, make_args, settings_of
+from quire.config import SchedulerConfig
 from quire.errors import ConfigError, nearest
 
 ModelArgument = Annotated[
@@ -229,7 +230,7 @@ class PlanArgs:
     context: int | None = None
     engine: str | None = None
     max_num_batched_tokens: int | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int = defaults(SchedulerConfig)["max_num_seqs"]
     long_prefill_token_threshold: int = 0
     draft: str | None = None
     objective: Literal["throughput", "latency", "cost"] = "throughput"

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quire.args import ServerArgs, defaults
 from quire.clock import Clock
 from quire.engine.client import EngineClient, EngineHealth, EngineInfo
 from quire.engine.messages import AbortRequest, FinishSample, Message, Reply
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
     from quire.engine.guard import EngineGuard, GoldenPrompt
 
 log = Log("supervisor")
+_SERVER = defaults(ServerArgs)
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
     """When an engine is replaced, and how often."""
 
-    max_restarts: int = 3  # within any window_s
+    max_restarts: int = _SERVER["max_restarts"]  # within any window_s
     window_s: float = 600.0
     backoff_s: float = 0.25  # before the second restart in a window; doubles with each
     max_backoff_s: float = 30.0
@@ -45,7 +47,7 @@ class RestartPolicy:
     # A request that was in flight in this many deaths has to run alone first.
     suspect_deaths: int = 2
     # An engine that is so far beyond the predicted end of its step is killed; 0: never.
-    hang_timeout_s: float = 10.0
+    hang_timeout_s: float = _SERVER["hang_timeout_s"]
     watches_hangs: bool = True  # False: whether the engine makes progress is not looked at
 
 

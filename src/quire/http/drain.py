@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from quire.http.bounded_websocket import BoundedWebSocket
 from quire.http.connections import ConnectionWatch, Patience, WatchedProtocol, watched
+from quire.http.front import KEEP_ALIVE_S
 from quire.http.front_link import Ask, FrontLink
 from quire.http.listen import Tls
 from quire.http.memory import EVERY_S, MemoryReturn
@@ -38,7 +39,6 @@ UVICORN: dict[str, Any] = {
     "proxy_headers": False,
 }
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 75
 _LOOKING_S = 60.0
 _GIVING_S = 0.05  # between looks for connections that may be given away
 _FORCED_END_S = 1.0
@@ -69,7 +69,7 @@ class DrainingServer(uvicorn.Server):
                 **UVICORN,
                 lifespan="on",
                 backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
                 ssl_certfile=tls.cert if tls is not None else None,
                 ssl_keyfile=tls.key if tls is not None else None,

@@ -42,10 +42,9 @@ _STALLED = (
 _STARTS = tuple(b"GET " + path for path in PATHS)
 _MAX_HEAD = 4096
 _PATIENCE_S = 0.25  # for the first bytes; then the server waits for them
-_KEEP_ALIVE_S = 75.0
+KEEP_ALIVE_S = 75  # in seconds, the server's too
 _RETRY_S = 0.01
-FDS_AT_ONCE = 64
-_ACCEPTS_AT_ONCE = 64
+FDS_AT_ONCE = 64  # connections of one message, and accepted in one turn
 
 
 def head_of(state: mmap.mmap) -> tuple[memoryview[int], memoryview[float]]:
@@ -110,7 +109,7 @@ class Front:
         return goes_on
 
     def _accept(self) -> None:
-        for _ in range(_ACCEPTS_AT_ONCE):
+        for _ in range(FDS_AT_ONCE):
             try:
                 sock, _ = self._listen.accept()
             except BlockingIOError:
@@ -165,7 +164,7 @@ class Front:
         if closes:
             self._drop(sock)
         else:
-            self._wait(sock, _KEEP_ALIVE_S, again=True)
+            self._wait(sock, KEEP_ALIVE_S, again=True)
         return not closes
 
     def probe_answer(self, line: bytes) -> bytes | None:

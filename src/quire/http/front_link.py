@@ -21,8 +21,6 @@ from quire.metrics.log import Log
 log = Log("server")
 Ask = Callable[[], Awaitable[Mapping[str, Response]]]  # the answers to the probes now, by path
 TICK_S = 0.1
-# Taken in one turn of the loop, so that other requests have theirs.
-_CONNECTIONS_AT_ONCE = 16
 _STATUS = {200: b"200 OK", 503: b"503 Service Unavailable"}
 
 

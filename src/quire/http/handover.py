@@ -34,7 +34,6 @@ from quire.metrics.log import Log
 
 PATIENCE_S = 30.0  # for the answer of the other side
 MAX_MESSAGE = 65_536
-MAX_FDS = 64
 _PEER = struct.Struct("3i")  # pid, user, group
 log = Log("handover")
 

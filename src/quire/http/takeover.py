@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.http.handover import MAX_FDS, MAX_MESSAGE, PATIENCE_S, handover_path, packed
+from quire.http.front import FDS_AT_ONCE
+from quire.http.handover import MAX_MESSAGE, PATIENCE_S, handover_path, packed
 from quire.http.listen import take_connections
 from quire.metrics.log import Log
 
@@ -44,7 +45,7 @@ class Takeover:
         try:
             sock.settimeout(PATIENCE_S)
             sock.connect(str(path))
-            data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, MAX_FDS)
+            data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, FDS_AT_ONCE)
             about = json.loads(data) if data else {}
         except (FileNotFoundError, ConnectionRefusedError):
             sock.close()
@@ -90,7 +91,7 @@ class Takeover:
         asyncio.get_running_loop().add_reader(self._sock, self._read)
 
     def _read(self) -> None:
-        if not take_connections(self._sock, 16, MAX_FDS, self._serve):
+        if not take_connections(self._sock, 16, FDS_AT_ONCE, self._serve):
             self.close()
             log.info("old_server_ended")
 

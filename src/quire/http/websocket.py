@@ -23,13 +23,12 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import QuireError, RequestError
+from quire.http.call import MAX_REQUEST_ID_CHARS
 from quire.http.refusals import HttpError, Refusal, as_refusal
 from quire.metrics.log import Log
 
 PATH = "/v1/ws"
 MAX_REQUESTS = 64  # requests of one connection at once
-MAX_ID_CHARS = 128
-_NORMAL = 1000
 _FRAME_END = re.compile(rb"\r?\n\r?\n")
 _HANDSHAKE = (b"upgrade", b"connection", b"origin", b"content-length", b"content-type")
 log = Log("http")
@@ -206,9 +205,9 @@ def _read(message: Message) -> _Ask:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         text = f'The message is not {{"id", "path", "body"}} or {{"id", "cancel"}}: {error}.'
         raise RequestError(text, code="invalid_json") from None
-    if len(ask.id) > MAX_ID_CHARS:
+    if len(ask.id) > MAX_REQUEST_ID_CHARS:
         raise RequestError(
-            f"id has {len(ask.id)} characters; at most {MAX_ID_CHARS} are allowed.", param="id"
+            f"id has {len(ask.id)} characters; at most {MAX_REQUEST_ID_CHARS} are allowed.", param="id"
         )
     if not ask.path.startswith("/v1/") or ask.path == PATH:
         raise RequestError(

@@ -24,7 +24,7 @@ from quire.durable import Records
 from quire.errors import CapacityError, clip
 from quire.http.body import send_json
 from quire.http.call import AnswerName, Call, call_of, put_call
-from quire.http.client import post_local
+from quire.http.client import PAUSE_S, RETRY_S, post_local
 from quire.http.events import first_data
 from quire.http.json_page import json_response
 from quire.jobs.disk import within_disk
@@ -34,8 +34,6 @@ from quire.request import SEED_BITS
 _ID = re.compile(r"[^.]+")
 log = Log("background")
 ROOT = "/v1/responses"
-_PAUSE_S = 0.05  # while the application takes no requests
-_RETRY_S = 1.0
 
 
 class _Record(msgspec.Struct):
@@ -109,11 +107,11 @@ class BackgroundResponses:
         self._records[answer_id] = record
         while True:
             while not self._is_ready():
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
             status, body = await post_local(app, ROOT, record.body.encode(), record.call(self._new_id()))
             if status not in (429, 503):
                 break
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(RETRY_S)
         if status != 200:
             log.error(
                 "background_lost", id=answer_id, status=status, error=body[:500].decode("utf-8", "replace")

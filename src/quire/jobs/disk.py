@@ -11,14 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quire.args import ServerArgs, defaults
 from quire.durable import Records
 from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
 from quire.private import appended
+from quire.units import MIB
 
 # States of a batch that has not ended.
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
-MAX_STORE_BYTES = 10 * 2**30  # all files together
+MAX_STORE_BYTES = defaults(ServerArgs)["file_store_mib"] * MIB  # all files together
 FULL_S = 1.0  # before a write to a full disk is tried again
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 log = Log("batch")

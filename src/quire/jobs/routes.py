@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from quire.args import ServerArgs, defaults
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.http.body import read_json
 from quire.http.call import call_of
@@ -31,6 +32,7 @@ from quire.jobs.form import read_form
 from quire.jobs.message_batches import HELD as MESSAGES_HELD
 from quire.jobs.message_batches import MessageBatches, MessageBatchRequest, is_messages
 from quire.private import private_folder
+from quire.units import MIB
 
 if TYPE_CHECKING:  # loaded with `--batch-dir` alone
     from quire.jobs.runner import BatchRunner
@@ -42,6 +44,7 @@ _STAMPS = (
     "in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at",
 )  # fmt: skip
 _OURS = ("output_expires_after_s", "validating_at", "created_s", "tenant", "cache_group", "key")
+_SERVER = defaults(ServerArgs)
 _EXPIRES_S = (3600, 2_592_000)  # OpenAI's: an hour to thirty days
 
 
@@ -81,10 +84,10 @@ class JobSettings:
     """Settings of jobs. Without ``batch_dir`` there are no files and batches."""
 
     batch_dir: str | None = None
-    batch_concurrency: int = 8
-    max_file_bytes: int = 100 * 2**20
+    batch_concurrency: int = _SERVER["batch_concurrency"]
+    max_file_bytes: int = _SERVER["max_file_mib"] * MIB
     max_store_bytes: int = MAX_STORE_BYTES  # bytes of all files
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = _SERVER["max_body_mib"] * MIB
     lenient: bool = False  # accept every unknown request field
     strict_fields: bool = False  # refuse every unknown request field
 

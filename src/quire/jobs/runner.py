@@ -18,15 +18,13 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from quire.http.call import Call
-from quire.http.client import post_local
+from quire.http.client import PAUSE_S, RETRY_S, post_local
 from quire.jobs.disk import OPEN, BatchFolder
 from quire.jobs.files import FileStore
 from quire.jobs.lines import Line, LineError, check_lines, done_ids, output_line, read_lines, unanswered_line
 from quire.metrics.log import Log
 
 LOWEST_PRIORITY = 2**31 - 1  # smaller runs first
-_PAUSE_S = 0.05  # between checks of the load
-_RETRY_S = 1.0  # before a line that was refused for now is tried again
 _EXPIRED = "The batch expired before this request was run."
 log = Log("batch")
 
@@ -173,7 +171,7 @@ class BatchRunner:
                 await self._slots.acquire()
                 try:
                     while self._is_busy():
-                        await asyncio.sleep(_PAUSE_S)
+                        await asyncio.sleep(PAUSE_S)
                 except asyncio.CancelledError:
                     self._slots.release()
                     raise
@@ -189,7 +187,7 @@ class BatchRunner:
             status, body = await post_local(self._app, batch["endpoint"], line.body, call)
             if status not in (429, 503):
                 break
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(RETRY_S)
         kind = "output" if status == 200 else "errors"
         entry = output_line(request_id, line.custom_id, status, body)
         await self._disk.when_room(batch, lambda: self._disk.append(batch, kind, entry))

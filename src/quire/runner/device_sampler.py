@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.kernels.sampling import EDITED
 from quire.kernels.sampling.logprobs import assemble, logprob_tensors
-from quire.kernels.sampling.triton import edit_rows, facts_of, logprobs_wanted, sample_rows, truncated
+from quire.kernels.sampling.triton import CHUNK, edit_rows, facts_of, logprobs_wanted, sample_rows, truncated
 from quire.request import TokenLogprobs
 from quire.runner.device_batch import StepUpload, recorded_event
 from quire.runner.sequences import WorkerSeq
@@ -32,7 +32,6 @@ from quire.sampling.processors import LogitsProcessors, Penalties
 from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, TOKEN_NOISE, Columns, SeqSample
 from quire.text.grammar_matcher import bitmask_words
 
-CHUNK = 1024  # ids of a program
 LEAST_ROWS = 8  # rows in the table of counts
 
 Ints = NDArray[np.int64]

@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.sampling import SCRATCH_ELEMENTS
 from quire.request import Pooling, TokenLogprobs
 from quire.sampling.seq_state import Means, SeqState
 from quire.step import NewSeq, SeqPlan
 
-LOGITS_AT_ONCE = 1 << 22  # numbers
 PROMPT_NOT_FINITE = (
     "the model's hidden states are not finite (NaN or infinity): the checkpoint or its dtype is at fault."
 )
@@ -102,7 +102,7 @@ class PromptScorer:
     def __init__(self, logits_of: Callable[[Tensor, int], Tensor], score: Score, vocab_size: int) -> None:
         self.logits_of = logits_of
         self._score = score
-        self._rows_at_once = max(1, LOGITS_AT_ONCE // vocab_size)
+        self._rows_at_once = max(1, SCRATCH_ELEMENTS // vocab_size)
 
     @torch.inference_mode()
     def outputs(self, spans: Sequence[Span], hidden: Tensor) -> dict[int, PromptOutput]:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from quire.kernels.sampling import MIN_P, RANDOM, TRUNCATED
+from quire.kernels.sampling import MIN_P, RANDOM, SCRATCH_ELEMENTS, TRUNCATED
 from quire.kernels.sampling.noise import Streams, gumbel_argmax, random_words
 from quire.kernels.sampling.truncate import Truncation, apply_min_p, truncate
 
@@ -34,7 +34,6 @@ AcceptRule = Literal["exact", "rejection", "typical"]
 # Purposes of noise beside that of sampled tokens (0): words of its counter.
 ACCEPT_NOISE, RESIDUAL_NOISE = 1, 2
 EPSILON, DELTA = 0.09, 0.3  # typical acceptance, values of the paper
-_SCRATCH_ELEMENTS = 1 << 21  # rows are taken in slices of this many numbers
 
 
 class Draft(NamedTuple):
@@ -79,7 +78,7 @@ def sample_with_drafts(
     ``scores`` and ``columns`` as in `probabilities`; ``plain [rows]``: what plain decoding samples.
     """
     parts = []
-    step = max(1, _SCRATCH_ELEMENTS // scores.shape[1])
+    step = max(1, SCRATCH_ELEMENTS // 2 // scores.shape[1])
     for start in range(0, columns.size, step):
         part = slice(start, start + step)
         p = probabilities(scores[part], columns[part])

@@ -20,16 +20,22 @@ from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
 from quire.kernels.registry import KernelChoice, choose
-from quire.kernels.sampling import COLUMNS, EDITED, LOGPROBS, MIN_P, RANDOM, TRUNCATED, sample
+from quire.kernels.sampling import (
+    COLUMNS,
+    EDITED,
+    LOGPROBS,
+    MIN_P,
+    RANDOM,
+    SCRATCH_ELEMENTS,
+    TRUNCATED,
+    sample,
+)
 from quire.kernels.sampling.logprobs import token_logprobs
 from quire.request import Sampling, TokenLogprobs
 from quire.sampling.accept import AcceptRule, Draft, probabilities, sample_with_drafts
 from quire.step import NewSeq
 
 Columns = NDArray[np.void]  # an array of `kernels.sampling.COLUMNS`
-
-# Rows that need a copy of their logits are taken in slices of this many numbers.
-_SCRATCH_ELEMENTS = 1 << 22
 
 ALL_FORBIDDEN = (
     "no token may be sampled: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together "
@@ -117,7 +123,7 @@ class Sampler:
             return self._sample(logits, {}, columns, TOKEN_NOISE)
         step = columns.size
         if (columns["features"] & EDITED).any():
-            step = max(1, _SCRATCH_ELEMENTS // self._vocab_size)
+            step = max(1, SCRATCH_ELEMENTS // self._vocab_size)
         parts = []
         for start in range(0, columns.size, step):
             part = columns[start : start + step]
@@ -166,7 +172,7 @@ class Sampler:
     ) -> list[Tensor]:
         """Return the distribution that each row is sampled from, float32 ``[vocab]``; arguments as of `sample`."""
         distributions: list[Tensor] = []
-        step = max(1, _SCRATCH_ELEMENTS // self._vocab_size)
+        step = max(1, SCRATCH_ELEMENTS // self._vocab_size)
         for start in range(0, columns.size, step):
             part, scores = columns[start : start + step], logits[start : start + step].clone()
             for row in np.flatnonzero(part["features"] & EDITED).tolist():

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from quire.args import defaults
+from quire.cli.flags import AutoscaleArgs
 from quire.errors import ConfigError
+from quire_gateway.config import RoutingArgs
 from quire_gateway.routing import Policy
 from quire_lab.workload.distributions import Fixed, parse_workload
 
@@ -109,6 +112,9 @@ class ProfileArgs:
     parallel: bool = False
 
 
+_AUTOSCALE = defaults(AutoscaleArgs)
+
+
 @dataclass(frozen=True, slots=True)
 class SimulateArgs:
     """Step times, replicas, and what happens to them."""
@@ -130,14 +136,14 @@ class SimulateArgs:
     draws: int = 9
     replicas: int = 1
     routing: Policy = "least-loaded"
-    max_load_ratio: float = 1.25
+    max_load_ratio: float = defaults(RoutingArgs)["max_load_ratio"]
     start_up_s: float = 0.0
     autoscale: Literal["off", "predicted", "utilisation"] = "off"
-    max_replicas: int = 8
+    max_replicas: int = _AUTOSCALE["max_replicas"]
     min_replicas: int = 1
-    interval_s: float = 10.0
-    down_after_s: float = 300.0
-    headroom: float = 0.8
+    interval_s: float = _AUTOSCALE["interval_s"]
+    down_after_s: float = _AUTOSCALE["down_after_s"]
+    headroom: float = _AUTOSCALE["headroom"]
     target_busy: float = 0.7
     fault: str | None = None
     preemption: Literal["recompute", "swap"] = "recompute"

@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from quire.args import defaults
 from quire.errors import ConfigError
 from quire.http.client_errors import connection_problem
+from quire_lab.bench.args import ServeBenchArgs
 from quire_lab.bench.summary import CANCELLED, ERROR, OK, RequestRecord, Timing
 from quire_lab.workload.request import WorkloadRequest
 
@@ -40,7 +42,7 @@ class Target:
     endpoint: str = "completions"  # or "chat"
     as_ids: bool = True  # prompts of completions are token ids; otherwise words
     api_key: str | None = None
-    timeout_s: float = 600.0  # for one whole request
+    timeout_s: float = defaults(ServeBenchArgs)["timeout_s"]  # for one whole request
     optional: Mapping[str, Any] = field(default_factory=lambda: dict(OPTIONAL_FIELDS))
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 

@@ -16,7 +16,7 @@ from quire.clock import Clock, WallClock
 from quire.config import DeviceInfo
 from quire.device import detect_device
 from quire.errors import ConfigError
-from quire.runner.prompt_outputs import LOGITS_AT_ONCE
+from quire.kernels.sampling import SCRATCH_ELEMENTS
 from quire_lab.bench.page import console, finite
 from quire_lab.bench.progress import ticking
 from quire_lab.eval.args import FP32, EvalArgs
@@ -63,7 +63,7 @@ class Pair:
     rows_at_once: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows_at_once = max(1, LOGITS_AT_ONCE // self.model.config.model.spec.vocab_size)
+        self.rows_at_once = max(1, SCRATCH_ELEMENTS // self.model.config.model.spec.vocab_size)
 
     def pieces(self, window: Window) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Yield (scored ids ``[rows]``, log-probabilities ``[rows, vocab_size]`` of the model, of the original)."""

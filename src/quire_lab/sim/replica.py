@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.args import defaults
 from quire.cache.events import EventBuffer
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
@@ -31,6 +32,7 @@ from quire.metrics.engine_stats import EngineStats
 from quire.scheduler.policies.slo import SloController
 from quire.scheduler.policies.stages import StageRows
 from quire.scheduler.scheduler import Scheduler
+from quire_gateway.config import RoutingArgs
 from quire_lab.sim.disaggregated import Pools
 from quire_lab.sim.drafts import SimulatedDrafts, Speculation
 from quire_lab.sim.latency import Latency, Swap, sim_executor
@@ -140,7 +142,7 @@ class ClusterConfig:
     num_replicas: int = 1
     start_up_s: float = 0.0  # seconds for a replica that is added or replaces another
     routing: str = "least-loaded"
-    max_load_ratio: float = 1.25
+    max_load_ratio: float = defaults(RoutingArgs)["max_load_ratio"]
     max_in_flight: int = 1
     num_stages: int = 1  # pipeline stages: as many steps in flight, if more than 1
     stage_rows: StageRows | None = None  # decides the chunks of a pipeline

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import sub
 
+from quire.args import defaults
 from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.config import CacheConfig
 from quire.executor.timed import sampled_token
 from quire.request import Request, SamplingParams, TokenEvent
+from quire_lab.bench.args import ServeBenchArgs
 from quire_lab.bench.summary import CANCELLED, ERROR, OK, RequestRecord
 from quire_lab.workload.request import PromptMaker, Workload, WorkloadRequest
 
-VOCAB_SIZE, FIRST_ID = 4096, 256  # made-up prompts, like those of `quire bench serve`
+# Made-up prompts, like those of `quire bench serve`.
+VOCAB_SIZE, FIRST_ID = defaults(ServeBenchArgs)["vocab_size"], 256
 
 
 @dataclass(slots=True)

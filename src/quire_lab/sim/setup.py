@@ -71,7 +71,7 @@ class Setup:
         args, config = self.args, self.config
         if args.autoscale == "off":
             return None
-        bounds = Bounds(args.min_replicas, args.max_replicas, args.down_after_s)
+        bounds = Bounds(least=args.min_replicas, most=args.max_replicas, down_after_s=args.down_after_s)
         if args.autoscale == "utilisation":
             return Utilisation(args.target_busy, bounds), args.interval_s
         assert self.slo is not None

@@ -52,7 +52,7 @@ COLUMNS = np.dtype(
     ],
     align=True,
 )
-_SCRATCH_ELEMENTS = 1 << 22  # rows are copied in slices of this many numbers
+SCRATCH_ELEMENTS = 1 << 22  # rows are copied in slices of this many numbers
 
 
 @op("sample")
@@ -69,7 +69,7 @@ def sample(
     assert logits.shape[0] == rows
     ids, best = np.empty(rows, np.int64), np.empty(rows, np.float32)
     random = (columns["features"] & RANDOM).astype(np.bool_)
-    step = max(1, _SCRATCH_ELEMENTS // logits.shape[1])
+    step = max(1, SCRATCH_ELEMENTS // logits.shape[1])
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         scores = logits[part]
