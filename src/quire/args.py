@@ -61,6 +61,8 @@ class EngineArgs:
     state_checkpoints: str | int = "auto"
     kv_disk: str | None = None
     kv_remote: str | None = None
+    kv_share: str | None = None
+    kv_peers: str | None = None
     max_num_seqs: int = _SCHEDULER["max_num_seqs"]
     max_num_batched_tokens: int = _SCHEDULER["max_num_batched_tokens"]
     max_queue: int = _SCHEDULER["max_queue"]

@@ -70,7 +70,10 @@ class CacheConfig:
     num_checkpoints: int = 0  # slots beyond them; 0: prefixes are not reused
     num_draft_states: int = 0  # slots beyond those: drafts per step at most
     state_bytes: int = 0  # per slot
-    tier: tuple[str, int] | None = None  # folder and bytes, or a Redis server's URL and 0
+    # Folder and bytes; a Redis server's URL and 0; or, with an engine id, the address and bytes that peers share.
+    tier: tuple[str, int] | None = None
+    peers: tuple[str, ...] = ()  # HOST:PORT of each
+    engine_id: str = ""  # its name among peers
 
     @property
     def num_state_slots(self) -> int:

@@ -18,6 +18,7 @@ from quire.weight_plan import plan_weights
 # Settings that speak of a cache, of drafts, of adapters or of several ranks, and the values that ask for nothing.
 _UNUSED = {
     "speculate": None, "draft_model": None, "lora": (), "max_loras": None, "kv_disk": None, "kv_remote": None,
+    "kv_share": None, "kv_peers": None,
     "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "context_parallel_size": 1, "kv_dtype": "auto",
 }  # fmt: skip
 

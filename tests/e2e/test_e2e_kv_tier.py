@@ -1,4 +1,4 @@
-"""Prompts are warm after a server with a tier on disk was killed, and in a second server with the same Redis."""
+"""Prompts are warm after a server with a tier on disk was killed, in one with the same Redis, and with a peer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.e2e.live import LiveServer
-from tests.gateway.services import redis_server, wait_until
+from tests.gateway.services import free_port, redis_server, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 PROMPT = "It was a dark and stormy night, and the rain fell in torrents. " * 30
@@ -82,3 +82,22 @@ def test_a_second_server_finds_what_the_first_put_into_redis(tmp_path: Path) -> 
                 second.url + "/v1/completions", json={"prompt": PROMPT[1:], "max_tokens": 3}, timeout=60.0
             )
             assert other.status_code == 200, "a server that is gone costs a computation"
+
+
+def test_a_peer_gives_its_blocks_until_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_KV_SECRET", "the secret of two servers")
+    port, other_port = free_port(), free_port()
+    peers = "--kv-share", f"127.0.0.1:{other_port}:64MiB", "--kv-peers", f"127.0.0.1:{port}"
+    with serve(tmp_path / "first", "--kv-share", f"127.0.0.1:{port}:64MiB") as first:
+        text, timing = ask(first)
+        assert timing["loaded_tokens"] == 0
+        with serve(tmp_path / "second", *peers) as second:
+            again, timing = ask(second)
+            assert again == text
+            assert timing["cached_tokens"] == timing["loaded_tokens"] > 200
+            for pid in tree(first.process.pid):
+                os.kill(pid, signal.SIGKILL)
+            other = httpx.post(
+                second.url + "/v1/completions", json={"prompt": PROMPT[1:], "max_tokens": 3}, timeout=60.0
+            )
+            assert other.status_code == 200, "a peer that is gone costs a computation"

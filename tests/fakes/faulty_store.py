@@ -105,6 +105,9 @@ class FaultyStore:
                 return 0
         return self._store.contains(keys)
 
+    def kept(self, keys: Sequence[bytes]) -> int:
+        return self.contains(keys)
+
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
         count = 0 if self._is_dead() else self._read(keys, into)
         for buffer in into[count:]:

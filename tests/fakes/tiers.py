@@ -25,6 +25,9 @@ class DictStore:
     def contains(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
 
+    def kept(self, keys: Sequence[bytes]) -> int:
+        return self.contains(keys)
+
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
         for index, (key, buffer) in enumerate(zip(keys, into, strict=True)):
             if self._loses() or key not in self.blocks:
@@ -58,7 +61,8 @@ class SteppedMover:
 
     def __init__(self, executor: Executor, store: DictStore, delay: int = 0, seed: int = 0) -> None:
         self._inner = mover_of(executor, store, VirtualClock())
-        self.block_bytes, self.name, self.contains = self._inner.block_bytes, store.name, store.contains
+        self.block_bytes, self.name = self._inner.block_bytes, store.name
+        self.contains, self.kept = store.contains, store.kept
         self._store, self._delay, self._random = store, delay, random.Random(seed)
         self._open: dict[int, tuple[KvTransfer, int, list[bytes]]] = {}
         self.num_cancelled = 0

@@ -31,6 +31,9 @@ class FakeTier:
     def contains(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.keys), len(keys))
 
+    def kept(self, keys: Sequence[bytes]) -> int:
+        return self.contains(keys)
+
     def take_ended(self) -> list[Ended]:
         ended, self.ended = self.ended, []
         return ended

@@ -64,7 +64,7 @@ def configure(args: EngineArgs, device: DeviceInfo) -> tuple[EngineConfig, Check
         adapters=adapters,
         draft=find_draft(args, checkpoint),
     )
-    if args.kv_disk is not None or args.kv_remote is not None:
+    if (args.kv_disk, args.kv_remote, args.kv_share, args.kv_peers) != (None, None, None, None):
         config = import_module("quire.engine.kv_root").with_tier(config, args, checkpoint.files)
     return config, checkpoint
 

@@ -8,6 +8,7 @@ the configuration of an engine that keeps such blocks.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import version
@@ -15,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from quire.args import EngineArgs
+from quire.args import EngineArgs, parts_of
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.models.content import content_digest
@@ -48,10 +49,7 @@ def with_tier(config: EngineConfig, args: EngineArgs, files: Iterable[Path]) -> 
     Raises:
         ConfigError: the setting is of another form, or this engine cannot have a tier.
     """
-    if args.kv_disk is not None and args.kv_remote is not None:
-        raise ConfigError("kv_disk and kv_remote are both set: an engine has one tier", param="kv_remote")
-    param = "kv_disk" if args.kv_disk is not None else "kv_remote"
-    tier = _folder(args.kv_disk) if args.kv_disk is not None else (_server(args.kv_remote or ""), 0)
+    param, tier = _tier(args)
     unmet = (
         "prefix caching" if not config.cache.enable_prefix_caching
         else "a model on a CPU" if config.device.kind != "cpu"
@@ -62,7 +60,28 @@ def with_tier(config: EngineConfig, args: EngineArgs, files: Iterable[Path]) -> 
     if unmet is not None:
         raise ConfigError(f"{param} needs {unmet}: leave it out", param=param)
     root = kv_root(config, content_digest(files))
-    return replace(config, cache=replace(config.cache, model_key=root, tier=tier))
+    cache = replace(config.cache, model_key=root, tier=tier)
+    if param == "kv_share":
+        cache = replace(cache, peers=parts_of(args.kv_peers), engine_id=secrets.token_hex(16))
+    return replace(config, cache=cache)
+
+
+def _tier(args: EngineArgs) -> tuple[str, tuple[str, int]]:
+    """Return the setting that asks for a tier, and the tier."""
+    if args.kv_peers is not None and args.kv_share is None:
+        raise ConfigError(
+            "kv_peers needs kv_share: an engine that takes blocks gives its own", param="kv_peers"
+        )
+    ways = {
+        "kv_disk": (args.kv_disk, _folder),
+        "kv_remote": (args.kv_remote, _server),
+        "kv_share": (args.kv_share, _shared),
+    }
+    chosen = [name for name, (value, _) in ways.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} are both set: an engine has one tier", param=chosen[1])
+    value, read = ways[chosen[0]]
+    return chosen[0], read(value or "")
 
 
 def _folder(setting: str) -> tuple[str, int]:
@@ -75,7 +94,17 @@ def _folder(setting: str) -> tuple[str, int]:
     return str(Path(folder).expanduser().absolute()), parse_bytes(size, name="kv_disk")
 
 
-def _server(url: str) -> str:
+def _shared(setting: str) -> tuple[str, int]:
+    """Read HOST:PORT:SIZE."""
+    address, _, size = setting.rpartition(":")
+    if ":" not in address:
+        raise ConfigError(
+            f"kv_share = {setting!r} must be HOST:PORT:SIZE, as 10.0.0.7:9500:4GiB", param="kv_share"
+        )
+    return address, parse_bytes(size, name="kv_share")
+
+
+def _server(url: str) -> tuple[str, int]:
     """Check the URL of a server. A password in it is refused: settings are shown, logged and recorded."""
     parts = urlsplit(url)
     if parts.password is not None:
@@ -87,4 +116,4 @@ def _server(url: str) -> str:
         raise ConfigError(
             f"kv_remote = {url!r} must be redis://HOST:PORT/DB, rediss://… or unix://PATH", param="kv_remote"
         )
-    return url
+    return url, 0

@@ -25,6 +25,7 @@ from quire.models.checkpoint import describe
 from quire.models.content import content_digest
 from quire.scheduler.scheduler import Sleep, Wait
 from quire.tiers.disk import DiskStore
+from quire.tiers.peers import open_peers
 from quire.tiers.store import BlockStore
 
 log = Log("kv_tier")
@@ -34,7 +35,7 @@ def open_store(config: EngineConfig) -> BlockStore:
     """Return the store of ``config.cache.tier``.
 
     Raises:
-        ConfigError: its folder cannot be used, or the extra `redis` is missing.
+        ConfigError: its folder or its address cannot be used, or the extra `redis` is missing.
         ModelLoadError: the model's files are not those that the root names.
     """
     assert config.cache.tier is not None
@@ -43,6 +44,10 @@ def open_store(config: EngineConfig) -> BlockStore:
     files = () if model.load_format == "random" else describe(Path(model.path), model.load_format).files
     if kv_root(config, content_digest(files)) != config.cache.model_key:
         raise ModelLoadError(f"{model.path} has changed while it was loaded: start again.")
+    if config.cache.engine_id:
+        return open_peers(
+            place, size_bytes, config.cache.peers, config.cache.model_key, config.cache.engine_id
+        )
     if "://" in place:
         from quire.tiers.remote import RedisStore
 

@@ -80,6 +80,10 @@ class BlockMover:
         """Return how many leading blocks the store has, by the hashes of their content."""
         return self.store.contains(keys)
 
+    def kept(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks need not be stored."""
+        return self.store.kept(keys)
+
     def begin(self, transfer: KvTransfer) -> None:
         """Begin a transfer."""
         pool = self._loads if transfer.direction == "load" else self._stores

@@ -74,6 +74,10 @@ class DiskStore:
         """Return how many leading keys the index has."""
         return self._index.num_leading(keys)
 
+    def kept(self, keys: Sequence[bytes]) -> int:
+        """As `contains`."""
+        return self.contains(keys)
+
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
         """Fill one buffer per key; return how many leading blocks are whole."""
         places = self._index.leading(keys)

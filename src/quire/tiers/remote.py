@@ -81,6 +81,10 @@ class RedisStore:
             return 0
         return next((index for index, key in enumerate(keys) if key not in self._keys), len(keys))
 
+    def kept(self, keys: Sequence[bytes]) -> int:
+        """As `contains`."""
+        return self.contains(keys)
+
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
         """Fill one buffer per key, a few megabytes at a time."""
         num_whole = 0

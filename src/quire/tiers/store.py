@@ -26,6 +26,10 @@ class BlockStore(Protocol):
         """Return how many leading keys the store has, from memory alone. A block may be lost before it is read."""
         ...
 
+    def kept(self, keys: Sequence[bytes]) -> int:
+        """As `contains`, of the blocks that need not be written."""
+        ...
+
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
         """Fill one writable buffer of bytes per key; return how many leading blocks are whole and verified.
 

@@ -12,7 +12,7 @@ ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -47,6 +47,10 @@ class Tier(Protocol):
 
     def contains(self, keys: SequenceABC[bytes]) -> int:
         """Return how many leading blocks it has, by the hashes of their content."""
+        ...
+
+    def kept(self, keys: SequenceABC[bytes]) -> int:
+        """Return how many leading blocks need not be stored."""
         ...
 
     def take_ended(self) -> SequenceABC[Ended]:
@@ -209,7 +213,7 @@ class Rule(Policy):
                 del self._looked_at[seq]  # it may lack more than what comes
                 self._transfers.join(seq, transfer_id)
                 return
-        num_rows = self._num_stored(chain[num_hit:])
+        num_rows = self._num_rows(self._tier.contains, chain[num_hit:])
         num_rows = min(num_rows, cache.references.num_available // self._num_groups)
         num_blocks = num_rows * self._num_groups
         load_s = self.cost.seconds(num_blocks * self._tier.block_bytes)
@@ -230,7 +234,7 @@ class Rule(Policy):
         piece = max(1, self._state.cache.pool.num_blocks // (8 * self._num_groups))
         while self._computed and self._store is None:
             chain, num_seen = self._computed.popleft()
-            first = num_seen + self._num_stored(chain[num_seen:])
+            first = num_seen + self._num_rows(self._tier.kept, chain[num_seen:])
             rows = chain[first : first + piece]
             if not rows:
                 continue
@@ -238,11 +242,11 @@ class Rule(Policy):
             if transfer_id is not None:
                 self._store = Store(transfer_id, (chain, first + len(rows)))
 
-    def _num_stored(self, chain: SequenceABC[bytes]) -> int:
-        """Return how many leading rows the tier has, with the blocks of all groups."""
+    def _num_rows(self, count: Callable[[SequenceABC[bytes]], int], chain: SequenceABC[bytes]) -> int:
+        """Return how many leading rows ``count`` finds with the blocks of all groups."""
         groups = range(self._num_groups)
         names = [group_block_hash(row, group) for row in chain for group in groups]
-        return self._tier.contains(names) // self._num_groups
+        return count(names) // self._num_groups
 
 
 def _is_private(seq: Sequence) -> bool:
