@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 from tests.kernels.tolerances import tolerance
 
@@ -25,6 +29,38 @@ def runner_config(kernels: str = "reference", num_threads: int = 1) -> RunnerCon
     )
 
 
+def each(name: str, values: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Call a test with ``name`` set to each of ``values`` in turn; a failure says which one it was.
+
+    Like `pytest.mark.parametrize` within one test: what pytest does for a test takes longer than a small call of a
+    kernel. Values that skip are left out, and the test skips where all do.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**rest: Any) -> None:
+            skipped = None
+            num_run = 0
+            for value in values:
+                try:
+                    test(**rest, **{name: value})
+                    num_run += 1
+                except pytest.skip.Exception as skip:
+                    skipped = skip
+                except BaseException as error:
+                    error.add_note(f"{name}: {value}")
+                    raise
+            if skipped is not None and num_run == 0:
+                raise skipped
+
+        signature = inspect.signature(test)
+        rest = [parameter for key, parameter in signature.parameters.items() if key != name]
+        run.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
 def generator(seed: int = SEED) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -40,14 +76,14 @@ def threads(count: int) -> Iterator[None]:
         choose_threads(before, torch_is_heavy=True)
 
 
-def assert_close(op: str, actual: torch.Tensor, oracle: torch.Tensor) -> None:
+def assert_close(op: str, actual: torch.Tensor, oracle: torch.Tensor, backend: str = "") -> None:
     """Every element within the op's tolerance of the oracle's largest magnitude."""
     assert actual.shape == oracle.shape
     if oracle.numel() == 0:
         return
     error = (actual.double() - oracle).abs().max().item() / max(oracle.abs().max().item(), 1e-30)
     bound = tolerance(op, actual.dtype)
-    assert error <= bound, f"{op} {actual.dtype}: error {error:.3g} > {bound:.3g} (seed {SEED})"
+    assert error <= bound, f"{op} {backend} {actual.dtype}: error {error:.3g} > {bound:.3g} (seed {SEED})"
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:

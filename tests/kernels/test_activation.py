@@ -13,6 +13,7 @@ from tests.kernels.checks import (
     assert_rows_independent,
     assert_same_bits,
     assert_same_rows,
+    each,
     generator,
 )
 
@@ -36,7 +37,7 @@ def oracle(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
 
 
-@pytest.mark.parametrize("backend", registry.backends("gated"))
+@each("backend", registry.backends("gated"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", cases.ACTIVATIONS)
 def test_against_fp64(kind: ActivationKind, dtype: torch.dtype, backend: Backend) -> None:
@@ -46,7 +47,7 @@ def test_against_fp64(kind: ActivationKind, dtype: torch.dtype, backend: Backend
             assert_close("gated", gated.on(backend)(x, kind), oracle(x, kind))
 
 
-@pytest.mark.parametrize("backend", registry.backends("gated"))
+@each("backend", registry.backends("gated"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", cases.ACTIVATIONS)
 @pytest.mark.parametrize("size", [1, 7, 16, 31, 33, 172, 577])
@@ -57,7 +58,7 @@ def test_a_row_does_not_depend_on_the_batch(
     assert_rows_independent(lambda ids: gated.on(backend)(pool[ids], kind), 37, f"{kind} {size}")
 
 
-@pytest.mark.parametrize("backend", registry.backends("gated"))
+@each("backend", registry.backends("gated"))
 @pytest.mark.parametrize("kind", cases.ACTIVATIONS)
 def test_the_place_of_an_element_does_not_matter(kind: ActivationKind, backend: Backend) -> None:
     """A vectorised loop ends in a scalar tail, and torch's own silu and gelu differ there in the last bit."""
@@ -69,14 +70,14 @@ def test_the_place_of_an_element_does_not_matter(kind: ActivationKind, backend: 
         assert_same_bits(gated.on(backend)(rows, kind).view(-1), expected[:count], f"{kind}, rows of {width}")
 
 
-@pytest.mark.parametrize("backend", registry.backends("gated"))
+@each("backend", registry.backends("gated"))
 def test_extremes_are_finite(backend: Backend) -> None:
     x = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0]])
     for kind in cases.ACTIVATIONS:
         assert torch.isfinite(gated.on(backend)(x, kind)).all(), kind
 
 
-@pytest.mark.parametrize("backend", registry.backends("gated"))
+@each("backend", registry.backends("gated"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
     wide = torch.randn(9, 100, generator=generator()).to(dtype)[:, 7:49]
@@ -84,7 +85,7 @@ def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
     assert_same_bits(gated.on(backend)(wide, "silu"), expected, "strided")
 
 
-@pytest.mark.parametrize("backend", registry.backends("gated"))
+@each("backend", registry.backends("gated"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", cases.ACTIVATIONS)
 def test_to_int8_is_the_activation_quantized(
@@ -98,7 +99,7 @@ def test_to_int8_is_the_activation_quantized(
             assert_same_rows(rows, quantize_rows(y, format), f"{num_tokens} x {size}, {format}")
 
 
-@pytest.mark.parametrize("backend", registry.backends("activated"))
+@each("backend", registry.backends("activated"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", UNGATED)
 @pytest.mark.parametrize(("num_tokens", "size"), [(0, 16), (1, 7), (37, 172), (5, 577)])
@@ -117,7 +118,7 @@ def test_activation_without_a_gate(
         assert_same_rows(rows, quantize_rows(y, format))
 
 
-@pytest.mark.parametrize("backend", registry.backends("activated"))
+@each("backend", registry.backends("activated"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gate_is_scaled_before_its_function(dtype: torch.dtype, backend: Backend) -> None:
     x = (torch.randn(9, 74, generator=generator()) * 4).to(dtype)

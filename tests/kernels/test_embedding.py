@@ -10,6 +10,7 @@ from tests.kernels.checks import (
     assert_close,
     assert_rows_independent,
     assert_same_bits,
+    each,
     generator,
     threads,
 )
@@ -21,7 +22,7 @@ from quire.kernels.registry import Backend
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", registry.backends("take_rows"))
+@each("backend", registry.backends("take_rows"))
 @pytest.mark.parametrize("case", cases.ROWS, ids=str)
 def test_rows(case: cases.RowCase, backend: Backend, dtype: torch.dtype) -> None:
     rng = generator()
@@ -32,7 +33,7 @@ def test_rows(case: cases.RowCase, backend: Backend, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", registry.backends("linear.read_rows"))
+@each("backend", registry.backends("linear.read_rows"))
 @pytest.mark.parametrize("case", cases.ROWS, ids=str)
 def test_rows_of_a_packed_weight(case: cases.RowCase, backend: Backend, dtype: torch.dtype) -> None:
     rng = generator()
@@ -44,7 +45,7 @@ def test_rows_of_a_packed_weight(case: cases.RowCase, backend: Backend, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", registry.backends("add_rows"))
+@each("backend", registry.backends("add_rows"))
 @pytest.mark.parametrize("case", cases.ROWS, ids=str)
 def test_sums_and_scales(case: cases.RowCase, backend: Backend, dtype: torch.dtype) -> None:
     rng = generator()
@@ -57,7 +58,7 @@ def test_sums_and_scales(case: cases.RowCase, backend: Backend, dtype: torch.dty
     assert_same_bits(wide, before, "the arguments")
 
 
-@pytest.mark.parametrize("backend", registry.backends("cap_logits"))
+@each("backend", registry.backends("cap_logits"))
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_caps(cap: float | None, backend: Backend) -> None:
     logits = torch.randn(33, 1031, generator=generator()) * 20

@@ -10,6 +10,7 @@ from tests.kernels.checks import (
     assert_close,
     assert_rows_independent,
     assert_same_bits,
+    each,
     generator,
     threads,
 )
@@ -48,7 +49,7 @@ def make(
     return packed, weight, bias
 
 
-@pytest.mark.parametrize("backend", registry.backends("linear"))
+@each("backend", registry.backends("linear"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_against_fp64(case: cases.LinearCase, dtype: torch.dtype, backend: Backend) -> None:
@@ -57,7 +58,7 @@ def test_against_fp64(case: cases.LinearCase, dtype: torch.dtype, backend: Backe
     assert_close("linear", linear(x, packed), x.double() @ weight.double().T + bias.double())
 
 
-@pytest.mark.parametrize("backend", registry.backends("linear"))
+@each("backend", registry.backends("linear"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("in_features", "out_features"), [(33, 70), (64, 96), (96, 250), (544, 224)])
 def test_rows_come_back_as_written(
@@ -69,7 +70,7 @@ def test_rows_come_back_as_written(
     assert_same_bits(read_rows(packed, ids), weight[ids], "read_rows")
 
 
-@pytest.mark.parametrize("backend", registry.backends("linear"))
+@each("backend", registry.backends("linear"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in SMALL if case.num_tokens], ids=str)
 def test_a_row_does_not_depend_on_the_batch(
@@ -80,7 +81,7 @@ def test_a_row_does_not_depend_on_the_batch(
     assert_rows_independent(lambda ids: linear(pool[ids], packed), 37, str(case))
 
 
-@pytest.mark.parametrize("backend", registry.backends("linear"))
+@each("backend", registry.backends("linear"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_beyond_one_pass(dtype: torch.dtype, backend: Backend) -> None:
     """Kernels go over the weights once per 512 rows (at level amx, 256 for bf16)."""
@@ -110,7 +111,7 @@ def test_many_shapes_any_threads(dtype: torch.dtype) -> None:
                     assert_same_bits(linear(pool[3:4], packed), expected[3:4], what)
 
 
-@pytest.mark.parametrize("backend", registry.backends("linear"))
+@each("backend", registry.backends("linear"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
     packed, _, _ = make(cases.LinearCase(1, 32, 48), dtype, backend)
@@ -118,7 +119,7 @@ def test_strided_rows(dtype: torch.dtype, backend: Backend) -> None:
     assert_same_bits(linear(wide[:, 16:48], packed), linear(wide[:, 16:48].contiguous(), packed), "strided")
 
 
-@pytest.mark.parametrize("backend", registry.backends("head_linear"))
+@each("backend", registry.backends("head_linear"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "in_size", "out_size"), [(5, 16, 32), (3, 7, 33), (16, 128, 512)])
 def test_head_linear(dtype: torch.dtype, heads: int, in_size: int, out_size: int, backend: Backend) -> None:

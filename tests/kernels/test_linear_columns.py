@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.kernels import cases, test_linear, test_quantized_linear
-from tests.kernels.checks import DTYPES, assert_same_bits, generator
+from tests.kernels.checks import DTYPES, assert_same_bits, each, generator
 
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.kernels import registry
@@ -31,7 +31,7 @@ def make(case: cases.LinearCase, format: WeightFormat, dtype: torch.dtype, backe
     return test_linear.make(case, dtype, backend)[0]
 
 
-@pytest.mark.parametrize("backend", registry.backends("linear"))
+@each("backend", registry.backends("linear"))
 @pytest.mark.parametrize("format", FORMATS, ids=test_quantized_linear.case_id)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out_features", "bias"), [(70, True), (96, True), (95, False), (96, False)])

@@ -13,6 +13,7 @@ from tests.kernels.checks import (
     assert_close,
     assert_rows_independent,
     assert_same_bits,
+    each,
     generator,
 )
 
@@ -72,7 +73,7 @@ def oracle_of(case: cases.LoraCase, adapters: Adapters, x: torch.Tensor, y: torc
     return oracle
 
 
-@pytest.mark.parametrize("backend", registry.backends("lora"))
+@each("backend", registry.backends("lora"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_fp64(case: cases.LoraCase, dtype: torch.dtype, backend: Backend) -> None:
@@ -85,7 +86,7 @@ def test_against_fp64(case: cases.LoraCase, dtype: torch.dtype, backend: Backend
     assert_same_bits(got[untouched], y[untouched], "rows of the base model")
 
 
-@pytest.mark.parametrize("backend", registry.backends("lora"))
+@each("backend", registry.backends("lora"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in CASES if case.slots], ids=str)
 def test_a_row_does_not_depend_on_the_batch(
@@ -99,7 +100,7 @@ def test_a_row_does_not_depend_on_the_batch(
     )
 
 
-@pytest.mark.parametrize("backend", registry.backends("lora"))
+@each("backend", registry.backends("lora"))
 def test_a_slot_written_anew_forgets_what_it_held(backend: Backend) -> None:
     case = replace(cases.LORA[4], slots=(1, 2, 3) * 3)
     stack, adapters = make(case, torch.bfloat16, backend)
@@ -113,7 +114,7 @@ def test_a_slot_written_anew_forgets_what_it_held(backend: Backend) -> None:
     assert_same_bits(run(stack, x[:1], y[:1], slots[:1]), y[:1], "an empty slot")
 
 
-@pytest.mark.parametrize("backend", [level for level in registry.backends("lora") if level != "reference"])
+@each("backend", [level for level in registry.backends("lora") if level != "reference"])
 def test_replayed_from_a_tape(backend: Backend) -> None:
     """Grouping, rows and slots are read at each replay, from the memory of the recording."""
     case = cases.LORA[4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator, threads
+from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, each, generator, threads
 from tests.kernels.test_recurrent import KERNEL, LENGTHS, SIZES, Sizes, batch_of, view_of
 
 import quire.kernels.recurrent.native  # noqa: F401  (registers the ops)
@@ -51,7 +51,7 @@ def test_scan_against_fp64(sizes: Sizes, dtype: torch.dtype) -> None:
     assert_close("gated_delta_rule", y, oracle(cb, x, gates, skip, sizes))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_all_backends_give_the_same_bits(sizes: Sizes, dtype: torch.dtype, backend: Backend) -> None:
@@ -66,7 +66,7 @@ def test_all_backends_give_the_same_bits(sizes: Sizes, dtype: torch.dtype, backe
         assert_same_bits(views[0].state, views[1].state, "states")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16])
 def test_chunks_are_the_whole_prompt(chunk: int, dtype: torch.dtype, backend: Backend) -> None:
@@ -102,7 +102,7 @@ def test_chunks_are_the_whole_prompt(chunk: int, dtype: torch.dtype, backend: Ba
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [1, 2, 3, 30])
 def test_convolutions_with_a_bias_against_fp64(length: int, dtype: torch.dtype, backend: Backend) -> None:
@@ -126,7 +126,7 @@ def test_convolutions_with_a_bias_against_fp64(length: int, dtype: torch.dtype, 
     assert_close("gated", y, c.double() * convolved(b.double() * x.double()))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_inputs_against_fp64(sizes: Sizes, dtype: torch.dtype, backend: Backend) -> None:
@@ -143,7 +143,7 @@ def test_inputs_against_fp64(sizes: Sizes, dtype: torch.dtype, backend: Backend)
     assert_close("pointwise", gates, torch.stack(((rate.double() * step).exp(), step), dim=1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["none", "gate_first", "norm_first"])
 @pytest.mark.parametrize("size", [8, 37, 128])
@@ -168,7 +168,7 @@ def test_group_norm_against_fp64(size: int, form: str, dtype: torch.dtype, backe
     assert_close("gated", y, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [8, 37])
 def test_gates_of_heads_against_fp64(size: int, dtype: torch.dtype, backend: Backend) -> None:

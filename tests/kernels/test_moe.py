@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.kernels import cases
-from tests.kernels.checks import DTYPES, assert_close, assert_rows_independent, assert_same_bits, generator
+from tests.kernels.checks import (
+    DTYPES,
+    assert_close,
+    assert_rows_independent,
+    assert_same_bits,
+    each,
+    generator,
+)
 from tests.kernels.test_quantized_linear import random_weight
 
 from quire.families.gguf_types import BLOCK_TYPES
@@ -68,7 +75,7 @@ def make_route(case: cases.MoeCase, tokens: int) -> tuple[torch.Tensor, torch.Te
     return logits, correction
 
 
-@pytest.mark.parametrize("backend", backends("moe.route"))
+@each("backend", backends("moe.route"))
 @pytest.mark.parametrize("case", cases.MOE, ids=lambda case: case.name)
 def test_route_against_a_loop(case: cases.MoeCase, backend: Backend) -> None:
     logits, correction = make_route(case, case.num_tokens)
@@ -115,7 +122,7 @@ def native(op: str) -> list[Backend]:
     return [backend for backend in backends(op) if backend in NATIVE_LEVELS]
 
 
-@pytest.mark.parametrize("backend", backends("moe.experts"))
+@each("backend", backends("moe.experts"))
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", cases.MOE, ids=lambda case: case.name)
@@ -135,7 +142,7 @@ def test_experts_against_a_loop(
     assert_close("experts", experts.on(backend)(x, weights, ids, stack), oracle)
 
 
-@pytest.mark.parametrize("backend", native("moe.experts"))
+@each("backend", native("moe.experts"))
 @pytest.mark.parametrize(
     ("case", "format"), QUANTIZED, ids=lambda each: getattr(each, "name", None) or repr(each)
 )
@@ -150,14 +157,14 @@ def test_quantized_experts_are_linears_one_by_one(
         want = torch.zeros(x.shape)
         activation = "avx512" if backend == "amx" else backend
         for j in range(case.spec.top_k):
-            for row in range(case.num_tokens):
-                e = int(ids[row, j])
-                up = gated.on(activation)(linear(x[row : row + 1], stack.gate_up[e]), "silu")
-                want[row] += linear(up, stack.down[e])[0].float() * weights[row, j]
+            for e in range(case.spec.num_experts):
+                rows = (ids[:, j] == e).nonzero()[:, 0]
+                up = gated.on(activation)(linear(x[rows], stack.gate_up[e]), "silu")
+                want[rows] += linear(up, stack.down[e]).float() * weights[rows, j, None]
         assert_same_bits(experts.on(backend)(x, weights, ids, stack), want.to(dtype), f"{case.name} {dtype}")
 
 
-@pytest.mark.parametrize("backend", backends("moe.experts"))
+@each("backend", backends("moe.experts"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in cases.MOE if case.num_tokens], ids=lambda case: case.name)
 def test_a_token_does_not_depend_on_the_batch(
@@ -177,7 +184,7 @@ def test_a_token_does_not_depend_on_the_batch(
     )
 
 
-@pytest.mark.parametrize("backend", native("add_gated_rows"))
+@each("backend", native("add_gated_rows"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_shared_expert_behind_its_gate(dtype: torch.dtype, backend: Backend) -> None:
     rng = generator(5)
@@ -188,7 +195,7 @@ def test_a_shared_expert_behind_its_gate(dtype: torch.dtype, backend: Backend) -
     assert_close("gated", got, x.double() + other.double() * gate.double().sigmoid())
 
 
-@pytest.mark.parametrize("backend", backends("moe.route"))
+@each("backend", backends("moe.route"))
 def test_equal_scores_choose_alike(backend: Backend) -> None:
     """Ties are broken by the row alone."""
     case = cases.MOE[0]

@@ -13,6 +13,7 @@ from tests.kernels.checks import (
     assert_rows_independent,
     assert_same_bits,
     assert_same_rows,
+    each,
     generator,
     runner_config,
     threads,
@@ -37,7 +38,7 @@ def oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", cases.ROWS, ids=str)
 def test_against_fp64(case: cases.RowCase, dtype: torch.dtype, backend: Backend) -> None:
@@ -51,7 +52,7 @@ def test_against_fp64(case: cases.RowCase, dtype: torch.dtype, backend: Backend)
     assert_close("rms_norm", normed, oracle(residual + x, weight))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", sorted({case.size for case in cases.ROWS} | {4096, 8192}))
 def test_a_row_does_not_depend_on_the_batch(size: int, dtype: torch.dtype, backend: Backend) -> None:
@@ -67,7 +68,7 @@ def test_a_row_does_not_depend_on_the_batch(size: int, dtype: torch.dtype, backe
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 def test_heads_with_strides(backend: Backend) -> None:
     """q and k norms run on slices of a fused projection."""
     rng = generator()
@@ -81,14 +82,14 @@ def test_heads_with_strides(backend: Backend) -> None:
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 def test_a_weight_for_every_head(backend: Backend) -> None:
     rng = generator()
     x, weight = torch.randn(9, 3, 16, generator=rng), torch.randn(3, 16, generator=rng)
     assert_close("rms_norm", rms_norm.on(backend)(x, weight, EPS), oracle(x, weight))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "case",
@@ -110,7 +111,7 @@ def test_to_int8_is_the_norm_quantized(case: cases.RowCase, dtype: torch.dtype, 
             assert_same_bits(same_total, total, "residual")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 def test_a_block_of_quantized_linears_is_its_ops_one_by_one(backend: Backend) -> None:
     """Norm and activation of a model write int8 rows; the bits are those of plain rows quantized by the linears."""
     rng = generator()

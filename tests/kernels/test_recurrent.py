@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, generator, threads
+from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, each, generator, threads
 
 import quire.kernels.recurrent.native  # noqa: F401  (registers the ops)
 from quire.kernels import registry
@@ -94,7 +94,7 @@ def test_rule_against_fp64(sizes: Sizes, dtype: torch.dtype) -> None:
     assert_close("gated_delta_rule", y, oracle(qk, v, gates, sizes))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_all_backends_give_the_same_bits(sizes: Sizes, dtype: torch.dtype, backend: Backend) -> None:
@@ -109,7 +109,7 @@ def test_all_backends_give_the_same_bits(sizes: Sizes, dtype: torch.dtype, backe
         assert_same_bits(views[0].state, views[1].state, "states")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16])
 def test_chunks_are_the_whole_prompt(chunk: int, dtype: torch.dtype, backend: Backend) -> None:
@@ -142,7 +142,7 @@ def test_chunks_are_the_whole_prompt(chunk: int, dtype: torch.dtype, backend: Ba
     assert_same_bits(conv(x[rest], weight, whole, batch), expected[1][rest], "convolution from a checkpoint")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 30])
 def test_convolution_against_fp64(length: int, dtype: torch.dtype, backend: Backend) -> None:
@@ -156,7 +156,7 @@ def test_convolution_against_fp64(length: int, dtype: torch.dtype, backend: Back
     assert_close("gated", y, total * torch.sigmoid(total))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_inputs_against_fp64(sizes: Sizes, dtype: torch.dtype, backend: Backend) -> None:
@@ -175,7 +175,7 @@ def test_inputs_against_fp64(sizes: Sizes, dtype: torch.dtype, backend: Backend)
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [8, 37, 128])
 def test_gated_norm_and_gate_against_fp64(size: int, dtype: torch.dtype, backend: Backend) -> None:

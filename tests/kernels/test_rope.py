@@ -10,6 +10,7 @@ from tests.kernels.checks import (
     assert_close,
     assert_rows_independent,
     assert_same_bits,
+    each,
     generator,
     threads,
 )
@@ -40,7 +41,7 @@ def make(case: cases.RopeCase, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     return x, angles.cos(), angles.sin()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", cases.ROPE, ids=str)
 def test_against_complex_rotation(case: cases.RopeCase, dtype: torch.dtype, backend: Backend) -> None:
@@ -50,7 +51,7 @@ def test_against_complex_rotation(case: cases.RopeCase, dtype: torch.dtype, back
     assert_same_bits(y[..., 2 * case.half :], x[..., 2 * case.half :], "what is not rotated")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in cases.ROPE if case.num_tokens], ids=str)
 def test_a_row_does_not_depend_on_the_batch(
@@ -64,7 +65,7 @@ def test_a_row_does_not_depend_on_the_batch(
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("v_in_k", [False, True])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 def test_store_kv(block_size: int, v_in_k: bool, backend: Backend) -> None:
@@ -93,7 +94,7 @@ def test_store_kv(block_size: int, v_in_k: bool, backend: Backend) -> None:
     assert int((kv.pieces != 0).sum()) == 5 * heads * (k_dim + (0 if v_in_k else v_dim))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("count", [1, 2])
 def test_store_into_tiles(count: int, block_size: int, backend: Backend) -> None:
@@ -128,7 +129,7 @@ def test_store_into_tiles(count: int, block_size: int, backend: Backend) -> None
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
 )
@@ -179,7 +180,7 @@ def qk_norm(kind: str) -> QkNorm | None:
     return QkNorm(*weights, 1e-5, over_all=kind == "full")
 
 
-@pytest.mark.parametrize("backend", registry.backends("rope_store"))
+@each("backend", registry.backends("rope_store"))
 @pytest.mark.parametrize(
     ("dtype", "layout"), [(torch.float32, "rows"), (torch.bfloat16, "rows"), (torch.bfloat16, "tiles")]
 )
@@ -205,7 +206,7 @@ def test_rope_store(
                     assert_same_bits(one, other[part], f"{kind}, from {start}, {count} threads")
 
 
-@pytest.mark.parametrize("backend", registry.backends("rope_store"))
+@each("backend", registry.backends("rope_store"))
 def test_int8_tiles_are_the_references(backend: Backend) -> None:
     """Both ways into the cache write the reference's bytes, a row of zeros among others; errors are half a step."""
     k, v = (torch.randn(37, 2, dim, generator=generator(dim)).bfloat16() for dim in (12, 10))

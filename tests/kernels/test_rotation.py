@@ -13,6 +13,7 @@ from tests.kernels.checks import (
     assert_rows_independent,
     assert_same_bits,
     assert_same_rows,
+    each,
     generator,
     threads,
 )
@@ -122,7 +123,7 @@ def test_linears_have_the_bits_of_the_reference(
         assert_same_bits(y, expected, f"{case} {format} {backend}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_a_row_does_not_depend_on_the_batch(format: WeightFormat, backend: Backend) -> None:
     packed, _, _ = make(cases.LinearCase(1, 320, 70, bias=True), format, torch.bfloat16, backend)
@@ -130,7 +131,7 @@ def test_a_row_does_not_depend_on_the_batch(format: WeightFormat, backend: Backe
     assert_rows_independent(lambda ids: linear(pool[ids], packed), 40, str(format))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_rows_of_a_matrix_come_back_as_they_were(
@@ -142,7 +143,7 @@ def test_rows_of_a_matrix_come_back_as_they_were(
     assert_same_bits(read_rows(make(case, format, dtype, backend)[0], ids), expected, f"rows {format}")
 
 
-@pytest.mark.parametrize("backend", backends("round_to_nearest"))
+@each("backend", backends("round_to_nearest"))
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=case_id)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_weights_are_rotated_once_and_rounded_alike(
