@@ -131,6 +131,14 @@ def test_answer_equals_that_of_transformers(name: str, folder: Path, oracle: Any
         assert max(abs(item.logprob - float(row[token_id])) for token_id, item in entry.items()) <= TOLERANCE
 
 
+def test_text_that_is_no_part_is_not_dropped_by_template(llm: LLM) -> None:
+    """SmolVLM's template writes parts alone."""
+    texts = ("Who?", [{"type": "text", "text": "Who?"}])
+    outputs = llm.chat([[{"role": "user", "content": text}] for text in texts], GREEDY, use_tqdm=False)
+    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+    assert len(outputs[0].prompt_token_ids or ()) > len("User: Who?Assistant:")
+
+
 def test_idefics3_with_a_tied_head_equals_transformers(tmp_path: Path) -> None:
     model = make_model(tmp_path, "Idefics3", tied=True)
     with load(tmp_path) as other:

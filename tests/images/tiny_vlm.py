@@ -14,13 +14,13 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 TILE, LONGEST, CONTEXT = 16, 48, 640
+# That of SmolVLM-Instruct, which drops a text that is no part.
 TEMPLATE = (
-    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}:"
-    "{% if message['content'] is string %} {{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'text' %} {{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}"
-    "{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 _SPECIAL = ["<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"]
 _TILES = [f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)]

@@ -67,8 +67,8 @@ class Conversation:
         )
 
 
-def template_messages(messages: list[Any], ignored: list[str] | None = None, sees: bool = False) -> Messages:
-    """Return messages in OpenAI's form as a chat template reads them. ``sees``: whether the model takes images.
+def template_messages(messages: list[Any], ignored: list[str] | None = None, sight: Any = None) -> Messages:
+    """Return messages in OpenAI's form as a chat template reads them. ``sight``: a `Sight`, if the model takes images.
 
     Raises:
         RequestError: names ``messages[i].…``, the value and what is allowed.
@@ -81,7 +81,7 @@ def template_messages(messages: list[Any], ignored: list[str] | None = None, see
         if is_plain and message.role != "function":
             result.append({"role": message.role, "content": message.content})
             continue
-        history = history or History(messages, ignored, sees=sees)
+        history = history or History(messages, ignored, sight)
         result.append(history.read(message, i))
     return result
 

@@ -176,6 +176,7 @@ HOLDS: dict[tuple[type[Wire], str], Schema] = {
     (llama.OllamaGenerateRequest, "context"): _null_or(_list(TOKEN_ID)),
     (llama.OllamaMessage, "tool_calls"): _null_or(_list(chat.ToolCall)),
     (llama.OllamaMessage, "images"): _null_or(_list({"type": "string"}, maxItems=0)),
+    (llama.OllamaGenerateRequest, "images"): _null_or(_list({"type": "string"}, maxItems=0)),
     (llama.EmbedRequest, "input"): _any(TEXT, _list(TEXT)),
     (llama.EmbeddingsRequest, "prompt"): TEXT,
     (pooling.EmbeddingRequest, "input"): _PROMPT,

@@ -104,11 +104,11 @@ _PASSED = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 class History:
     """The messages of one request, of which some are not plain text: parts, reasoning, tool calls."""
 
-    def __init__(self, messages: list[Any], ignored: list[str] | None, *, sees: bool = False) -> None:
-        """``sees``: whether the model takes images."""
+    def __init__(self, messages: list[Any], ignored: list[str] | None, sight: Any = None) -> None:
+        """``sight``: a `Sight`, if the model takes images."""
         self._messages = messages
         self._ignored = ignored
-        self._sees = sees
+        self._sight = sight
         # The index of the user's newest message, once it matters.
         self._newest: int | None = None
         # The id of the latest call in the form of before tools, which has none of its own.
@@ -139,8 +139,8 @@ class History:
             thoughts: list[str] = []
             of_parts = partial(text_of, ignored=ignored, newest=i == self._newest, thoughts=thoughts)
             seen = None
-            if self._sees:
-                seen = import_module("quire.api.images").seen_parts(message, where, of_parts)
+            if self._sight is not None:
+                seen = self._sight.parts(message.content, f"{where}.content", message.role, of_parts)
             result["content"] = of_parts(message.content, where + ".content") if seen is None else seen
             if any(thoughts):
                 result["reasoning_content"] = "\n".join(thoughts)

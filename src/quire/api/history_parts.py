@@ -11,11 +11,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from quire.errors import RequestError, clip
+
+if TYPE_CHECKING:  # loaded with a model that takes images alone
+    from quire.api.images import Sight
 
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 _NAMES = {
@@ -141,6 +145,34 @@ def _short(value: Any) -> str:
     """Return the value on one line, without its end if it is long."""
     text = " ".join(str(value).split())
     return text if len(text) <= _MAX_NAME_CHARS else text[: _MAX_NAME_CHARS - 1] + "…"
+
+
+def sight_of(vision: object) -> Sight | None:
+    """Return what reads the images of one request to a model; ``vision``: its encoder, None if it takes none."""
+    made: Sight | None = None if vision is None else import_module("quire.api.images").Sight()
+    return made
+
+
+def content_of(
+    content: str | list[Any], where: str, role: str, sight: Sight | None, text_of: Callable[..., str]
+) -> str | list[dict[str, Any]]:
+    """Return a content as a chat template reads it: its text, or its parts if some are images that ``sight`` reads."""
+    seen = None if sight is None else sight.parts(content, where, role, text_of)
+    return text_of(content, where) if seen is None else seen
+
+
+def add_shown(messages: list[dict[str, Any]], shown: str | dict[str, Any]) -> None:
+    """Append a text or the part of an image to the last message, if it is the user's, or as a new one of the user."""
+    part = {"type": "text", "text": shown} if isinstance(shown, str) else shown
+    last = messages[-1] if messages and messages[-1]["role"] == "user" else None
+    if last is None:
+        messages.append({"role": "user", "content": shown if isinstance(shown, str) else [part]})
+    elif isinstance(last["content"], str) and isinstance(shown, str):
+        last["content"] += "\n" + shown
+    elif isinstance(last["content"], str):
+        last["content"] = [{"type": "text", "text": last["content"]}, part]
+    else:
+        last["content"].append(part)
 
 
 def newest_index(messages: Sequence[Any], *, kinds: tuple[Any, ...] = (None,)) -> int:

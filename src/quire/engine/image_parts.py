@@ -49,6 +49,8 @@ def image_of(part: Mapping[str, Any], where: str) -> ImageFile:
     value, place = part.get(kind), f"{where}.{kind}"
     if kind == "input_image":
         value, place = part.get("image_url"), f"{where}.image_url"
+    elif kind == "image" and "source" in part:
+        return _from_source(part["source"], f"{where}.source")
     if isinstance(value, Mapping):
         for key in value:
             if key not in ("url", "detail"):
@@ -59,6 +61,25 @@ def image_of(part: Mapping[str, Any], where: str) -> ImageFile:
     if not isinstance(value, str) or not value:
         raise refused_image(place, "it must be a data: URL, such as data:image/png;base64,…")
     return ImageFile(data_of(value, place), place)
+
+
+def _from_source(source: Any, where: str) -> ImageFile:
+    """Return the image of Anthropic's ``source``."""
+    if not isinstance(source, Mapping):
+        raise refused_image(where, "it must be an object with a type and data")
+    kind = source.get("type")
+    if kind == "url":
+        where = f"{where}.url"
+        return ImageFile(data_of(str(source.get("url")), where), where)
+    if kind != "base64":
+        raise refused_image(f"{where}.type", f"{clip(kind)} is not supported: it must be 'base64'")
+    media_type, data = source.get("media_type"), source.get("data")
+    if not isinstance(media_type, str) or not media_type.startswith("image/"):
+        raise refused_image(f"{where}.media_type", f"{clip(media_type)} is no image, such as image/png")
+    where = f"{where}.data"
+    if not isinstance(data, str):
+        raise refused_image(where, "it must be a string in base64")
+    return ImageFile(decoded_base64(data, where), where)
 
 
 def data_of(url: str, where: str) -> bytes:
@@ -96,6 +117,13 @@ def _checked(data: bytes, where: str) -> bytes:
 def _too_large(where: str, num_bytes: int) -> RequestError:
     return refused_image(
         where, f"it has {num_bytes} bytes, and at most {LIMITS.max_bytes} are allowed: send a smaller one"
+    )
+
+
+def too_many_images(where: str) -> RequestError:
+    most = LIMITS.max_images
+    return refused_image(
+        where, f"a request may hold {most} images at most: leave out those that do not matter"
     )
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.engine import helper_pool
 from quire.engine.helper_pool import Head, HelperPool
@@ -28,8 +28,11 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.vision_spec import VisionSpec
 
+_PROBE = "quire asks"
 
-class ImageFile(NamedTuple):
+
+@dataclass(slots=True)
+class ImageFile:
     """An image of a message. ``where``: its path in the request, for errors."""
 
     data: bytes
@@ -58,13 +61,18 @@ class ImageReader:
             )
 
     def take(
-        self, messages: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Mapping[str, Any]], *, parts_only: bool
     ) -> tuple[Sequence[Mapping[str, Any]], list[ImageFile]]:
-        """Return the messages as a template reads them, and their images in order."""
+        """Return the messages as a template reads them, and their images in order.
+
+        ``parts_only``: the template drops texts that are no parts (`needs_parts`).
+        """
         files: list[ImageFile] = []
         taken: list[Mapping[str, Any]] = []
         for message in messages:
             content = message.get("content")
+            if isinstance(content, str) and parts_only:
+                content = [{"type": "text", "text": content}]
             if not isinstance(content, list):
                 taken.append(message)
                 continue
@@ -151,10 +159,13 @@ class SeeingPrompts(Prompts):
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate, vision: VisionSpec) -> None:
         super().__init__(tokenizer, chat_template)
         self._images = reader_of(vision, tokenizer)
+        self._parts_only: bool | None = None  # after the first conversation
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], *args: Any, **options: Any) -> RenderedChat:
         """As `Prompts.chat`; `ImageFile`s in parts of ``messages`` become spans of the ids."""
-        messages, files = self._images.take(messages)
+        if self._parts_only is None:
+            self._parts_only = await asyncio.to_thread(needs_parts, self.render)
+        messages, files = self._images.take(messages, parts_only=self._parts_only)
         text, token_ids = await super().chat(messages, *args, **options)
         return RenderedChat(text, await self._images.place(token_ids, files))
 
@@ -167,6 +178,18 @@ def reader_of(vision: VisionSpec, tokenizer: Tokenizer, *, in_process: bool = Fa
     """Return the reader of a model's images. Raises `ConfigError` without the extra `images`."""
     check_installed("images", "an image in a conversation")
     return ImageReader(vision, tokenizer, in_process=in_process)
+
+
+def needs_parts(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
+    """Whether a chat template writes a text as a list of parts alone, as that of SmolVLM, and drops a string."""
+
+    def writes(content: Any) -> bool:
+        try:
+            return _PROBE in render([{"role": "user", "content": content}])
+        except RequestError:
+            return False
+
+    return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
 
 
 def refused(file: ImageFile, reason: str) -> RequestError:

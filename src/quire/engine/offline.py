@@ -57,6 +57,7 @@ class OfflineEngine:
         self._seeds = random.Random(args.seed)
         self._grammars: GrammarChecker | None = None  # with the first form
         self._images: ImageReader | None = None  # with the first conversation of a model that sees
+        self._parts_only = False  # see `quire.engine.images.needs_parts`
         self._num_requests = 0
         # The scheduler's queue, which protects servers, would reject more.
         self._max_in_flight = max(1, args.max_queue)
@@ -130,10 +131,11 @@ class OfflineEngine:
         if self.model.vision is None:
             return list(chats), [[] for _ in chats]
         if self._images is None:
-            reader_of = import_module("quire.engine.images").reader_of
-            self._images = reader_of(self.model.vision, self._tokenizer, in_process=True)
+            images = import_module("quire.engine.images")
+            self._images = images.reader_of(self.model.vision, self._tokenizer, in_process=True)
+            self._parts_only = images.needs_parts(self._chat_template.render)
         read = import_module("quire.engine.image_parts").with_images_read
-        taken = [self._images.take(read(chat)) for chat in chats]
+        taken = [self._images.take(read(chat), parts_only=self._parts_only) for chat in chats]
         return [chat for chat, _ in taken], [files for _, files in taken]
 
     def _chat_ids(self, text: str, files: Sequence[ImageFile]) -> Sequence[int]:

@@ -14,6 +14,7 @@ class Limits:
     max_bytes: int
     max_pixels: int
     max_edge: int  # pixels
+    max_images: int  # per request
     max_ratio: int
     prepared_bytes: int
     encoded_bytes: int

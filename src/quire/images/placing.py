@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 from quire.errors import RequestError
@@ -29,6 +29,15 @@ class SpannedIds(tuple[int, ...]):
                 param="truncate_prompt_tokens",
             )
         return super().__getitem__(at)
+
+
+def moved(ids: Sequence[int], before: Sequence[int], skipped: int) -> SpannedIds:
+    """Return ``before`` and all of ``ids`` but the first ``skipped``, which no span has, with the spans of ``ids``."""
+    shift, spans = len(before) - skipped, getattr(ids, "spans", ())
+    assert all(span.start >= skipped for span in spans)
+    placed = SpannedIds((*before, *islice(ids, skipped, None)))
+    placed.spans = tuple(span._replace(start=span.start + shift) for span in spans)
+    return placed
 
 
 def with_images(

@@ -48,8 +48,8 @@ def with_tools_as_text(
     for message in messages:
         turn = _as_text(message)
         joins = turns and turn["role"] == turns[-1]["role"] == "user" and message["role"] == "tool"
-        if joins and isinstance(turns[-1].get("content"), str):
-            turns[-1]["content"] += "\n" + turn["content"]
+        if joins:
+            turns[-1]["content"] = _joined(turns[-1].get("content"), turn["content"])
         else:
             turns.append(turn)
     if tools:
@@ -61,13 +61,28 @@ def with_tools_as_text(
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     turn = dict(message)
     if turn["role"] in ("tool", "function"):
-        return {"role": "user", "content": f"<tool_response>\n{turn.get('content') or ''}\n</tool_response>"}
+        content, begin, end = turn.get("content") or "", "<tool_response>\n", "\n</tool_response>"
+        if isinstance(content, list):
+            return {"role": "user", "content": [_part(begin), *content, _part(end)]}
+        return {"role": "user", "content": f"{begin}{content}{end}"}
     calls = turn.pop("tool_calls", None)
     if calls:
         blocks = [json.dumps(call.get("function", call), ensure_ascii=False) for call in calls]
         texts = [f"<tool_call>\n{block}\n</tool_call>" for block in blocks]
         turn["content"] = "\n".join([turn["content"], *texts] if turn.get("content") else texts)
     return turn
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Return two contents, strings or lists of parts, one after the other."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n{second}"
+    first, second = ([_part(each)] if isinstance(each, str) else each or [] for each in (first, second))
+    return [*first, _part("\n"), *second]
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _add(turns: list[dict[str, Any]], text: str, template: str) -> None:

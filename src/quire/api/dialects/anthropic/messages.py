@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from quire.api.dialects.anthropic.request import (
     form_of,
     read_conversation,
 )
+from quire.api.history_parts import sight_of
 from quire.api.job import Answer, Head, Job, Usage, given_sampling, sampling_params, served_name
 from quire.api.output_plan import OutputPlan
 from quire.api.state import ApiState
@@ -51,11 +51,11 @@ async def messages_job(state: ApiState, call: Call, body: Any, ignored: list[str
     """
     request = parse(MessagesRequest, body, ignored=ignored)
     served_name(state, request.model)
-    if state.model.vision is not None:
-        import_module("quire.api.images").refuse_images(request.messages, "messages")
     check_thread(request.thread, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
-    conversation = await off_loop(len(request.messages), read_conversation, request, ignored)
+    conversation = await off_loop(
+        len(request.messages), read_conversation, request, ignored, sight_of(state.model.vision)
+    )
     metadata = parse(Metadata, request.metadata or {}, prefix="metadata.", ignored=ignored)
     params = given_sampling(request)
     if request.stop_sequences:
@@ -86,12 +86,12 @@ async def count_tokens(state: ApiState, call: Call, body: Any, ignored: list[str
     """
     request = parse(CountTokensRequest, body, ignored=ignored)
     served_name(state, request.model)
-    if state.model.vision is not None:
-        import_module("quire.api.images").refuse_images(request.messages, "messages")
     check_thread(request.thread, ignored)
     form_of(request, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
-    conversation = await off_loop(len(request.messages), read_conversation, request, ignored)
+    conversation = await off_loop(
+        len(request.messages), read_conversation, request, ignored, sight_of(state.model.vision)
+    )
     _, prompt = await conversation.prompt(state)
     return {"input_tokens": len(prompt)}
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
 from quire.api.answer_form import ToolUse, tool_use
 from quire.api.conversation import Conversation
 from quire.api.fields import EFFORTS, SampledFields, Tools
-from quire.api.history_parts import newest_index, part_text
+from quire.api.history_parts import add_shown, content_of, newest_index, part_text
 from quire.api.template_input import call_message, template_variables
 from quire.api.thinking import Thinking
 from quire.errors import RequestError, clip
@@ -30,6 +31,9 @@ from quire.http.wire import (
     parse,
 )
 from quire.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:  # loaded with a model that takes images alone
+    from quire.api.images import Sight
 
 # The blocks that a message of each role may hold.
 ALLOWED = {
@@ -161,13 +165,15 @@ class Tool(Wire):
     strict: Boolean | None = None
 
 
-def read_conversation(request: AnthropicFields, ignored: list[str] | None) -> Conversation:
+def read_conversation(
+    request: AnthropicFields, ignored: list[str] | None, sight: Sight | None = None
+) -> Conversation:
     """Return the conversation that a message or a token count asks about.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    messages = _messages(request, ignored)
+    messages = _messages(request, ignored, sight)
     variables = dict(request.chat_template_kwargs or {})
     thinking = ThinkingSettings(type="adaptive")  # like no setting: the template decides
     if request.thinking is not None:
@@ -235,7 +241,9 @@ def check_thread(thread: dict[str, Any] | None, ignored: list[str] | None) -> No
         ignored.append("thread")
 
 
-def _messages(request: AnthropicFields, ignored: list[str] | None) -> list[dict[str, Any]]:
+def _messages(
+    request: AnthropicFields, ignored: list[str] | None, sight: Sight | None
+) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # the tool of each call so far, by the call's id
     if request.system is not None:
@@ -249,7 +257,7 @@ def _messages(request: AnthropicFields, ignored: list[str] | None) -> list[dict[
         if turn.role == "assistant":
             messages.append(_assistant(turn, where, names, ignored))
         elif turn.role == "user":
-            messages += _user(turn, where, names, ignored, newest=i == newest)
+            messages += _user(turn, where, names, ignored, sight, newest=i == newest)
         else:
             messages.append({"role": "system", "content": _text(turn.content, where + ".content", ignored)})
     if messages[-1].get("tool_calls"):
@@ -273,12 +281,15 @@ def _kind(block: Any, where: str, role: str) -> str:
     )
 
 
-def _text(content: str | list[Any], where: str, ignored: list[str] | None) -> str:
-    """Return the text of a string or of blocks, joined by line breaks like the parts of other endpoints."""
+def _text(content: str | list[Any], where: str, ignored: list[str] | None, *, first: int = 0) -> str:
+    """Return the text of a string or of blocks, joined by line breaks like the parts of other endpoints.
+
+    ``first``: the place of the first block.
+    """
     if isinstance(content, str):
         return content
     texts = []
-    for i, block in enumerate(content):
+    for i, block in enumerate(content, first):
         place = f"{where}[{i}]"
         texts.append(_block_text(block, _kind(block, place, "system"), place, ignored))
     return "\n".join(texts)
@@ -321,7 +332,13 @@ def _assistant(turn: Turn, where: str, names: dict[str, str], ignored: list[str]
 
 
 def _user(
-    turn: Turn, where: str, names: dict[str, str], ignored: list[str] | None, *, newest: bool
+    turn: Turn,
+    where: str,
+    names: dict[str, str],
+    ignored: list[str] | None,
+    sight: Sight | None,
+    *,
+    newest: bool,
 ) -> list[dict[str, Any]]:
     """Return the messages of a user's turn; each tool result becomes a message of its own, in its place."""
     if isinstance(turn.content, str):
@@ -331,11 +348,10 @@ def _user(
         place = f"{where}.content[{i}]"
         kind = _kind(block, place, "user")
         if kind != "tool_result":
-            text = _block_text(block, kind, place, ignored, newest=newest)
-            if messages and messages[-1]["role"] == "user":
-                messages[-1]["content"] += "\n" + text
+            if sight is not None and kind == "image":
+                add_shown(messages, sight.image(block, place, "user"))
             else:
-                messages.append({"role": "user", "content": text})
+                add_shown(messages, _block_text(block, kind, place, ignored, newest=newest))
             continue
         result = parse(ToolResultBlock, block, prefix=place + ".", ignored=ignored)
         if result.tool_use_id not in names:
@@ -343,12 +359,13 @@ def _user(
                 f"{place}.tool_use_id = {clip(result.tool_use_id)} does not match any earlier tool_use block.",
                 param=place + ".tool_use_id",
             )
+        read = partial(_text, ignored=ignored)
         messages.append(
             {
                 "role": "tool",
                 "tool_call_id": result.tool_use_id,
                 "name": names[result.tool_use_id],
-                "content": _text(result.content, place + ".content", ignored),
+                "content": content_of(result.content, place + ".content", "tool", sight, read),
             }
         )
     return messages or [{"role": "user", "content": ""}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -21,8 +21,10 @@ from quire.api.dialects.ollama.request import (
     OllamaGenerateRequest,
     chat_conversation,
     read_sampling,
+    refuse_images,
     text_conversation,
 )
+from quire.api.history_parts import sight_of
 from quire.api.job import Answer, Head, Job, Usage, common_fields, new_head, served_name
 from quire.api.output_plan import OutputPlan
 from quire.api.state import ApiState
@@ -50,9 +52,9 @@ async def ollama_chat_job(state: ApiState, call: Call, body: Any, ignored: list[
     request = parse(OllamaChatRequest, body, ignored=ignored)
     served_name(state, request.model)
     sampling = read_sampling(request, state.model.generation_defaults, ignored)
-    if state.model.vision is not None:
-        import_module("quire.api.images").refuse_images(request.messages or [], "messages")
-    conversation = await off_loop(len(request.messages or ()), chat_conversation, request, ignored)
+    conversation = await off_loop(
+        len(request.messages or ()), chat_conversation, request, ignored, sight_of(state.model.vision)
+    )
     answer = partial(_answer, state, request)
     fields = _fields(request, ignored)
     return await conversation_job(
@@ -72,11 +74,13 @@ async def ollama_generate_job(state: ApiState, call: Call, body: Any, ignored: l
     fields = _fields(request, ignored)
     if not (request.raw or request.suffix) and state.frontend.chat_template.names:
         answer = partial(_answer, state, request)
+        conversation = text_conversation(request, sight_of(state.model.vision))
         job = await conversation_job(
-            state, call, request, text_conversation(request), sampling, "gen-", answer, ignored, **fields
+            state, call, request, conversation, sampling, "gen-", answer, ignored, **fields
         )
         prompts = job.prompts
     else:
+        refuse_images(request, "a prompt without a chat template shows none")
         text = "\n\n".join(filter(None, ("" if request.raw else request.system, request.prompt)))
         if request.suffix:
             prompts, sampling = await filled_in(state, [request.prompt], request.suffix, sampling)
@@ -92,8 +96,13 @@ async def ollama_generate_job(state: ApiState, call: Call, body: Any, ignored: l
 def _behind(state: ApiState, context: Sequence[int], prompt: str | Sequence[int]) -> Sequence[int]:
     """Return ``prompt`` behind the ids of the conversation so far; only the first of all is a BOS."""
     assert not isinstance(prompt, str)
+    if not context:
+        return prompt
     begins = len(prompt) > 0 and prompt[0] == state.frontend.tokenizer.bos_token_id
-    return [*context, *(prompt[1:] if begins else prompt)] if context else prompt
+    if state.model.vision is not None:
+        behind: Callable[..., Sequence[int]] = import_module("quire.api.images").behind
+        return behind(context, prompt, 1 if begins else 0, state.model.vision.image_token_id)
+    return [*context, *(prompt[1:] if begins else prompt)]
 
 
 def _fields(request: OllamaFields, ignored: list[str] | None) -> dict[str, Any]:

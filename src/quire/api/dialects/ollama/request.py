@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,9 @@ from quire.http.wire import (
 )
 from quire.request import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:  # loaded with a model that takes images alone
+    from quire.api.images import Sight
 
 # Ours → the client's, of the options that are called otherwise.
 _OPTION_NAMES = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}
@@ -83,6 +86,7 @@ class OllamaGenerateRequest(OllamaFields):
     system: Text = ""
     raw: Boolean = False
     context: TokenIds | None = None
+    images: Annotated[list[Any] | None, Field(description="a list of images")] = None
 
 
 class OllamaMessage(Past):
@@ -138,26 +142,42 @@ def _form(value: Any) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=value, param="format")
 
 
-def chat_conversation(request: OllamaChatRequest, ignored: list[str] | None) -> Conversation:
+def chat_conversation(
+    request: OllamaChatRequest, ignored: list[str] | None, sight: Sight | None = None
+) -> Conversation:
     """Return the conversation of a chat.
 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
-    messages = _messages(request.messages or [], ignored)
+    messages = _messages(request.messages or [], ignored, sight)
     tools = tool_use(chat_tools(request.tools, ignored), None, None, function=".function")
     last = messages[-1]
     continues = last["role"] == "assistant" and not last.get("tool_calls")
     return Conversation(messages, tools, _variables(request, continues), _thinking(request))
 
 
-def text_conversation(request: OllamaGenerateRequest) -> Conversation:
-    """Return the conversation that a text and its ``system`` are."""
-    messages = [{"role": "user", "content": request.prompt}]
+def text_conversation(request: OllamaGenerateRequest, sight: Sight | None = None) -> Conversation:
+    """Return the conversation that a text, its images and its ``system`` are."""
+    content: Any = request.prompt
+    if sight is None:
+        refuse_images(request, "the model is text only and cannot see them")
+    elif request.images:
+        parts = sight.base64_parts(request.images, "images")
+        content = [*(sight.image(part, "images", "user") for part in parts), text_part(request.prompt)]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     if request.system:
         messages.insert(0, {"role": "system", "content": request.system})
     tools = tool_use([], None, None, function="")
     return Conversation(messages, tools, _variables(request, False), _thinking(request))
+
+
+def refuse_images(request: OllamaGenerateRequest, reason: str) -> None:
+    """Raise `RequestError` for the first image of a request that can have none."""
+    if request.images:
+        raise RequestError(
+            f"images is not supported here: {reason}.", param="images", code="unsupported_content"
+        )
 
 
 def _effort(request: OllamaFields) -> str | None:
@@ -178,7 +198,7 @@ def _thinking(request: OllamaFields) -> Thinking:
     return Thinking(None, effort, effort_param="think")
 
 
-def _messages(raws: list[Any], ignored: list[str] | None) -> list[dict[str, Any]]:
+def _messages(raws: list[Any], ignored: list[str] | None, sight: Sight | None) -> list[dict[str, Any]]:
     """Return the messages as a chat template reads them.
 
     Calls of Ollama need no ids, and results name a tool: a result belongs to the first call of that name without one.
@@ -188,11 +208,16 @@ def _messages(raws: list[Any], ignored: list[str] | None) -> list[dict[str, Any]
     newest = newest_index(raws)
     for i, raw in enumerate(raws):
         message = parse(OllamaMessage, raw, prefix=f"messages[{i}].", ignored=ignored)
-        lines = [
-            part_text({"type": "image"}, f"messages[{i}].images[{j}]", newest=i == newest).text
-            for j in range(len(message.images or ()))
-        ]
-        one: dict[str, Any] = {"role": message.role, "content": "\n".join([message.content, *lines])}
+        one: dict[str, Any] = {"role": message.role}
+        if sight is not None and message.images:
+            images = sight.base64_parts(message.images, f"messages[{i}].images")
+            one["content"] = [*images, text_part(message.content)]
+        else:
+            lines = [
+                part_text({"type": "image"}, f"messages[{i}].images[{j}]", newest=i == newest).text
+                for j in range(len(message.images or ()))
+            ]
+            one["content"] = "\n".join([message.content, *lines])
         if message.thinking:
             one["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -208,7 +233,11 @@ def _messages(raws: list[Any], ignored: list[str] | None) -> list[dict[str, Any]
             one["tool_call_id"] = message.tool_call_id or answered[0]
             one["name"] = name or answered[1] or None
         messages.append(one)
-    return template_messages(messages, ignored)
+    return template_messages(messages, ignored, sight)
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _with_id(call: Any, i: int, j: int) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -13,13 +13,14 @@ from quire.api.conversation import Conversation, conversation_job, template_mess
 from quire.api.dialects.openai.choices import ChatChoices, ChoicesAnswer
 from quire.api.dialects.openai.fields import TEMPLATE_FIELDS, ChatPrompt, ChatRequest
 from quire.api.fields import FORM_FIELDS, REST_OF_CONTEXT
+from quire.api.history import PARTS
 from quire.api.job import Answer, Head, Job, given_sampling, sampling_params, served_name, stream_options
 from quire.api.output_plan import OutputPlan
 from quire.api.state import ApiState
 from quire.api.template_input import template_variables
 from quire.api.thinking import Thinking
 from quire.api.token_logprobs import TokenNames
-from quire.engine.prompts import INLINE_ELEMENTS
+from quire.engine.prompts import off_loop
 from quire.errors import RequestError, clip
 from quire.http.call import Call
 from quire.http.wire import not_allowed, parse
@@ -60,16 +61,13 @@ async def chat_job(state: ApiState, call: Call, body: Any, ignored: list[str] | 
         )
         return ChoicesAnswer(head, choices, options, sampling.n)
 
-    vision = state.model.vision
-    if len(request.messages) <= INLINE_ELEMENTS:
-        conversation = chat_conversation(request, ignored, request, vision)
-    else:
-        conversation = await asyncio.to_thread(chat_conversation, request, ignored, request, vision)
+    sight = None if state.model.vision is None else import_module(PARTS).sight_of(state.model.vision)
+    conversation = await off_loop(len(request.messages), chat_conversation, request, ignored, request, sight)
     return await conversation_job(state, call, request, conversation, sampling, "chatcmpl-", answer, ignored)
 
 
 def chat_conversation(
-    request: ChatPrompt, ignored: list[str] | None, chat: ChatRequest | None = None, vision: object = None
+    request: ChatPrompt, ignored: list[str] | None, chat: ChatRequest | None = None, sight: Any = None
 ) -> Conversation:
     """Return the conversation of a chat prompt. ``chat``: the same, if it is a whole chat completion.
 
@@ -90,7 +88,7 @@ def chat_conversation(
             begins=request.add_generation_prompt,
         )
     return Conversation(
-        template_messages(request.messages, ignored, sees=vision is not None),
+        template_messages(request.messages, ignored, sight),
         use,
         variables,
         Thinking(chat.thinking_token_budget if chat else None, effort),

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from quire.api.dialects.openai.chat import chat_conversation, chat_job
 from quire.api.dialects.openai.fields import ChatPrompt
+from quire.api.history_parts import sight_of
 from quire.api.job import served_name
 from quire.api.state import ApiState
 from quire.engine.large_body import json_in_pieces
@@ -54,11 +55,17 @@ async def tokenize(state: ApiState, call: Call, body: Any, ignored: list[str] | 
         special = request.add_special_tokens is not False
         ids = await state.frontend.prompts.tokenize(request.prompt, add_special_tokens=special)
     else:
-        special, vision = request.add_special_tokens is True, state.model.vision
+        special = request.add_special_tokens is True
         conversation = await off_loop(
-            len(request.messages or ()), chat_conversation, request, ignored, None, vision
+            len(request.messages or ()),
+            chat_conversation,
+            request,
+            ignored,
+            None,
+            sight_of(state.model.vision),
         )
         _, ids = await conversation.prompt(state, add_special_tokens=special)
+        ids = tuple(ids)  # without the images
     tokenizer = state.frontend.tokenizer
     strings: msgspec.Raw | None = None
     if request.return_token_strs:

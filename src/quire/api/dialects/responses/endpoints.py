@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from quire.api.dialects.responses.request import (
 from quire.api.dialects.responses.store import Stored
 from quire.api.dialects.responses.stored import pending_response
 from quire.api.dialects.responses.tools import ResponseTools
+from quire.api.history_parts import sight_of
 from quire.api.job import Answer, Head, Job, given_sampling, sampling_params, served_name
 from quire.api.output_plan import OutputPlan
 from quire.api.state import ApiState
@@ -144,10 +144,10 @@ def _messages(
     state: ApiState, call: Call, request: ResponsesRequest, ignored: list[str] | None
 ) -> list[dict[str, Any]]:
     """Return the messages of the earlier turns and of the request's input."""
-    messages = _before(state, call, request.previous_response_id)
-    if state.model.vision is not None:
-        import_module("quire.api.images").refuse_images(request.input, "input")
-    add_input(messages, request.input, ignored)
+    messages, sight = _before(state, call, request.previous_response_id), sight_of(state.model.vision)
+    if sight is not None:
+        messages = sight.restored(messages)
+    add_input(messages, request.input, ignored, sight)
     if not messages:
         raise RequestError("input = [] is not allowed without previous_response_id.", param="input")
     for message in messages:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,7 +13,7 @@ from quire.api.conversation import Conversation
 from quire.api.dialects.responses.tools import as_arguments, response_tool_use, visible
 from quire.api.fields import EFFORTS, SampledFields, TextContent, Tools
 from quire.api.history import text_of
-from quire.api.history_parts import newest_index, part_text
+from quire.api.history_parts import content_of, newest_index, part_text
 from quire.api.template_input import arguments_of, call_message, template_variables
 from quire.api.thinking import Thinking
 from quire.errors import RequestError, clip
@@ -32,6 +33,9 @@ from quire.http.wire import (
     parse,
 )
 from quire.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:  # loaded with a model that takes images alone
+    from quire.api.images import Sight
 
 # What ``include`` may hold; reasoning is shown in plain text anyway.
 INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -176,9 +180,12 @@ def form_of(request: ResponsesRequest, ignored: list[str] | None) -> StructuredO
 
 
 def add_input(
-    messages: list[dict[str, Any]], items: str | list[Any], ignored: list[str] | None = None
+    messages: list[dict[str, Any]],
+    items: str | list[Any],
+    ignored: list[str] | None = None,
+    sight: Sight | None = None,
 ) -> None:
-    """Append the messages of ``input`` to a conversation.
+    """Append the messages of ``input`` to a conversation. ``sight``: of a model that takes images.
 
     The items of one answer (reasoning, text, calls) become one message of the assistant.
 
@@ -195,11 +202,11 @@ def add_input(
         where = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            _add_message(messages, item, where, ignored, newest=i == newest)
+            _add_message(messages, item, where, ignored, sight, newest=i == newest)
         elif kind in ("function_call", "custom_tool_call"):
             names.update([_add_call(messages, item, where, ignored)])
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            _add_output(messages, item, where, names, ignored)
+            _add_output(messages, item, where, names, ignored, sight)
         elif kind == "reasoning":
             _add_reasoning(messages, item, where, ignored)
         elif isinstance(kind, str):  # a call of a tool of OpenAI's servers
@@ -211,11 +218,18 @@ def add_input(
 
 
 def _add_message(
-    messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None, *, newest: bool
+    messages: list[dict[str, Any]],
+    raw: Any,
+    where: str,
+    ignored: list[str] | None,
+    sight: Sight | None,
+    *,
+    newest: bool,
 ) -> None:
     item = parse(MessageItem, raw, prefix=where + ".", ignored=ignored)
     thoughts: list[str] = []
-    text = text_of(item.content, where + ".content", TEXT_PARTS, ignored, newest=newest, thoughts=thoughts)
+    read = partial(text_of, kinds=TEXT_PARTS, ignored=ignored, newest=newest, thoughts=thoughts)
+    text = content_of(item.content, where + ".content", item.role, sight, read)
     if item.role == "assistant":
         message = _assistant(messages, "content")
         message["content"] = text
@@ -246,7 +260,12 @@ def _add_call(
 
 
 def _add_output(
-    messages: list[dict[str, Any]], raw: Any, where: str, names: dict[str, str], ignored: list[str] | None
+    messages: list[dict[str, Any]],
+    raw: Any,
+    where: str,
+    names: dict[str, str],
+    ignored: list[str] | None,
+    sight: Sight | None,
 ) -> None:
     item = parse(OutputItem, raw, prefix=where + ".", ignored=ignored)
     if item.call_id not in names:
@@ -254,9 +273,10 @@ def _add_output(
             f"{where}.call_id = {clip(item.call_id)} does not match any earlier function_call.",
             param=where + ".call_id",
         )
-    text = text_of(item.output, where + ".output", TEXT_PARTS, ignored)
+    read = partial(text_of, kinds=TEXT_PARTS, ignored=ignored)
+    content = content_of(item.output, where + ".output", "tool", sight, read)
     messages.append(
-        {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": text}
+        {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": content}
     )
 
 
