@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.exact.alone import AloneDriver
 from tests.exact.engine_run import INJECTED, Drafting, Ended, EngineRun, Policy, engine_config
 from tests.exact.models import KNOWN_MODELS, MAX_MODEL_LEN
@@ -19,7 +20,7 @@ from tests.exact.traffic import Job, make_jobs
 from quire.config import GATES, ORDERS, EngineConfig, LoraConfig
 from quire.executor.base import Executor
 from quire.executor.local import LocalExecutor
-from quire.kernels.registry import GPU_KERNELS
+from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, backends
 from quire.models.checkpoint import describe
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.parallel.rotations import rotated
@@ -29,6 +30,10 @@ from quire.speculate.proposer import Wanted
 from quire.weight_format import WeightFormat
 from quire.weight_plan import parse_format, role_of
 
+BEST = next((level for level in NATIVE_LEVELS if level in backends("linear")), "reference")
+# Levels between the one that an engine takes here and AVX2: `tests/kernels` compares the bits of each op of theirs,
+# and whole engines at them run under slow.
+SELDOM = {"scalar", "avx512_bw", "avx512_vnni", "avx512"} - {BEST}
 BUDGETS = (16, 48, 256, 2048)
 DRAFTS: tuple[Drafting, ...] = (
     "none",
@@ -52,6 +57,11 @@ NUM_TOKENS = {
     "latent": 160,
     "post_norm": 160,
 }  # of the cache: two sequences of the longest kind do not fit
+
+
+def at_level(level: str, *values: Any) -> Any:
+    """Return a test's parameters, ``level`` if there are no ``values``, marked slow at a level that is seldom taken."""
+    return pytest.param(*(values or (level,)), marks=[pytest.mark.slow] * (level in SELDOM))
 
 
 @dataclass(frozen=True, slots=True)

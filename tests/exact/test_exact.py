@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tests.exact.engine_run import Policy, Tally
 from tests.exact.models import MODELS, VOCAB
-from tests.exact.suite import POLICIES, Case, deal, serve_and_check, truth_of
+from tests.exact.suite import BEST, POLICIES, Case, at_level, deal, serve_and_check, truth_of
 
 from quire.errors import ModelLoadError
 from quire.kernels.registry import NATIVE_LEVELS, backends
@@ -27,9 +27,8 @@ from quire.runner.model_runner import ModelRunner
 # A case serves 64 requests under twelve policies: minutes with reference kernels on a busy machine.
 DTYPES = ("float32", "bfloat16")
 # One model in float32 by the reference's kernels, and the other cases by those that an engine takes here.
-LEVEL = next((x for x in NATIVE_LEVELS if x in backends("linear")), "reference")
 CASES = [
-    Case(model, dtype, seed, cpu_isa="reference" if (model, dtype) == ("llama", "float32") else LEVEL)
+    Case(model, dtype, seed, cpu_isa="reference" if (model, dtype) == ("llama", "float32") else BEST)
     for seed, (model, dtype) in enumerate(itertools.product(("llama", "sliding", "moe"), DTYPES), 1)
 ]
 POLICIES_OF: dict[Case, list[Policy]] = defaultdict(list)
@@ -119,7 +118,12 @@ def test_two_threads_equal_one() -> None:
 @pytest.mark.parametrize(
     ("level", "dtype"),
     # In float32, amx is avx512 in every op.
-    [(level, dtype) for level in NATIVE_LEVELS for dtype in DTYPES if (level, dtype) != ("amx", "float32")],
+    [
+        at_level(level, level, dtype)
+        for level in NATIVE_LEVELS
+        for dtype in DTYPES
+        if (level, dtype) != ("amx", "float32")
+    ],
 )
 def test_native_kernels_are_exact_too(level: str, dtype: str) -> None:
     if level not in backends("linear"):
@@ -129,7 +133,7 @@ def test_native_kernels_are_exact_too(level: str, dtype: str) -> None:
         serve_and_check(case, Policy("continuous", "fcfs", 48))
 
 
-@pytest.mark.parametrize("level", backends("attention"))
+@pytest.mark.parametrize("level", map(at_level, backends("attention")))
 def test_an_int8_cache_is_exact_too(level: str) -> None:
     for model in ("llama", "sliding"):
         case = Case(model, "bfloat16", 41, num_requests=12, cpu_isa=level, kv_dtype="int8")
@@ -167,7 +171,7 @@ def test_quill() -> None:
 @pytest.mark.parametrize(
     ("level", "dtype", "kv_dtype", "quantize"),
     [
-        (level, *kind)
+        at_level(level, level, *kind)
         for level in backends("linear")
         for kind in (
             ("bfloat16", None, ""),
@@ -191,7 +195,7 @@ def test_drafts_are_exact_in_every_format(
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "int4-g64"])
-@pytest.mark.parametrize("level", ["reference", *NATIVE_LEVELS])
+@pytest.mark.parametrize("level", map(at_level, ("reference", *NATIVE_LEVELS)))
 def test_quantized_weights_are_exact_too(level: str, quantize: str) -> None:
     """Groups of 32 and 64 inputs do not divide 44 and 75: the last one of each row is short.
 

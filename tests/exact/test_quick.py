@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.exact.engine_run import Drafting, Policy
-from tests.exact.suite import Case, serve_and_check
+from tests.exact.suite import Case, at_level, serve_and_check
 
 from quire.kernels.registry import backends
 from quire.models import loader
@@ -15,7 +15,7 @@ CASES = [
 ]
 
 
-# Gemma 4's layers and recurrent ones: with torch, and on every level where the cache lies in tiles.
+# Gemma 4's layers and recurrent ones: with torch, and natively where the cache lies in tiles.
 CASES += [
     (
         Case(model, "float32" if level == "reference" else "bfloat16", 49, 24, level),
@@ -33,7 +33,9 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("case", "policy"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "policy"), [at_level(case.cpu_isa, case, policy) for case, policy in CASES], ids=str
+)
 def test_quick(case: Case, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "STD", 0.3)
     tally = serve_and_check(case, policy).tally
@@ -54,7 +56,7 @@ OWN_DRAFT += [
 ]
 
 
-@pytest.mark.parametrize("case", OWN_DRAFT, ids=str)
+@pytest.mark.parametrize("case", [at_level(case.cpu_isa, case) for case in OWN_DRAFT], ids=str)
 def test_quick_with_the_model_as_its_own_draft(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft is rejected, whatever preemptions, forks and prefix hits do to the blocks."""
     monkeypatch.setattr(loader, "STD", 0.3)

@@ -12,6 +12,7 @@ from tests.exact.engine_run import Policy
 from tests.exact.models import KNOWN_MODELS, MODELS
 from tests.exact.suite import Case, Truth, truth_of
 from tests.lora.peft_files import make_adapters, make_end_adapters
+from tests.parallel.ranks import Helpers, RankedExecutor
 from tests.parallel.serving import FCFS, QUILL, alone_on, config_of, serve
 
 from quire.config import ExpertsConfig
@@ -100,12 +101,12 @@ def test_two_context_parallel_ranks_are_exact(model: str, drafts: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["per_layer", "hybrid", "convolutions", "mamba", "parallel", "blocks"])
-def test_two_ranks_share_layers_of_two_kinds(model: str) -> None:
+def test_two_ranks_share_layers_of_two_kinds(model: str, helpers: Helpers) -> None:
     """Gemma 4: each rank has a head of the local layers, both the one of the global ones and all embeddings. Qwen3.5:
-    each has heads of the attention and of the states."""
+    each has heads of the attention and of the states; its ranks are processes as an engine starts them."""
     case = Case(model, "float32", 52, num_requests=12)
     config = config_of(case, SPLIT, FCFS)
-    executor = RanksExecutor(config)
+    executor = RanksExecutor(config) if model == "hybrid" else RankedExecutor(config, SPLIT, helpers)
     try:
         serve(case, executor, config, FCFS, alone_on(case, executor, config_of(case, SPLIT, ALONE)))
     finally:
