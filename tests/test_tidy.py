@@ -39,7 +39,6 @@ LATE_IMPORTS: dict[str, str] = {
     "quire/api/call_stages.py": "the one list of the stages of a call",
     "quire/api/generation.py": "the timing of an answer and its spans are loaded with the first that has one",
     "quire/jobs/routes.py": "files and batches are a wing: not loaded without --batch-dir",
-    "quire/http/call.py": "the keys of a key file are loaded with the first one",
     "quire/http/edge.py": "the one list of the wrappers of an application, loaded when a request needs one",
     "quire/engine/helper.py": "each kind imports what it needs: a bare container compiles grammars without msgspec",
     "quire/engine/adapters.py": "the reader of adapters is loaded with the first",

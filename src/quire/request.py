@@ -274,6 +274,15 @@ class Tenant(NamedTuple):
 NO_TENANT = Tenant()
 
 
+class KvTerms(NamedTuple):
+    """What a request says of KV blocks that peers compute."""
+
+    gives: bool = False  # its prompt is computed for a peer, and nothing is sampled
+    engine_id: str = ""  # the peer that computes it
+    num_tokens: int = 0  # computed there, from the first on
+    max_load_tokens: int | None = None  # None: as many as pay
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """For whom a request runs and how soon: what the edge knows of its call, and what its body adds."""
@@ -282,6 +291,7 @@ class Terms:
     priority: int = 0  # smaller runs first, as in vLLM
     cache_salt: str = ""  # requests share cached blocks only within one salt
     deadline: Deadline | None = None
+    kv: KvTerms | None = None
 
 
 NO_TERMS = Terms()

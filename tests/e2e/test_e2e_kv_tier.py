@@ -22,10 +22,19 @@ def serve(log: Path, *tier: str) -> LiveServer:
     return LiveServer(["-m", "quire.cli", "serve", "quill", "--port", "0", "--threads", "1", *tier], log)
 
 
-def ask(server: LiveServer) -> tuple[str, dict[str, Any]]:
-    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "timing": True}
+def ask(server: LiveServer, prompt: str = PROMPT, **more: Any) -> tuple[str, dict[str, Any]]:
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "timing": True, **more}
     answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60.0).raise_for_status().json()
     return answer["choices"][0]["text"], answer["timing"]
+
+
+def prefilled(server: LiveServer, prompt: str) -> dict[str, Any]:
+    """Have a server compute a prompt, and return the params of the call that answers it."""
+    body = {"prompt": prompt, "kv_transfer_params": {"do_remote_decode": True}}
+    answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60.0).raise_for_status().json()
+    assert answer["usage"]["completion_tokens"] == 0
+    params: dict[str, Any] = answer["kv_transfer_params"]
+    return params
 
 
 def tree(pid: int) -> list[int]:
@@ -95,8 +104,17 @@ def test_a_peer_gives_its_blocks_until_it_is_killed(tmp_path: Path, monkeypatch:
             again, timing = ask(second)
             assert again == text
             assert timing["cached_tokens"] == timing["loaded_tokens"] > 200
+            params = prefilled(first, "And " + PROMPT)
+            text, timing = ask(second, "And " + PROMPT, kv_transfer_params=params)
+            assert timing["prefill_remote_tokens"] == timing["cached_tokens"] > 200
+            again, timing = ask(first, "And " + PROMPT)
+            assert again == text
+            params = prefilled(first, "Then " + PROMPT)
             for pid in tree(first.process.pid):
                 os.kill(pid, signal.SIGKILL)
+            # What is known of the peer, and told by the request, is wrong now.
+            _, timing = ask(second, "Then " + PROMPT, kv_transfer_params=params)
+            assert timing["prefill_remote_tokens"] == 0
             other = httpx.post(
                 second.url + "/v1/completions", json={"prompt": PROMPT[1:], "max_tokens": 3}, timeout=60.0
             )

@@ -108,7 +108,7 @@ class FaultyStore:
     def kept(self, keys: Sequence[bytes]) -> int:
         return self.contains(keys)
 
-    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview], giver: str = "") -> int:
         count = 0 if self._is_dead() else self._read(keys, into)
         for buffer in into[count:]:
             buffer[:] = self._random.randbytes(min(64, buffer.nbytes)).ljust(buffer.nbytes, b"\xa5")

@@ -28,7 +28,7 @@ class DictStore:
     def kept(self, keys: Sequence[bytes]) -> int:
         return self.contains(keys)
 
-    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview], giver: str = "") -> int:
         for index, (key, buffer) in enumerate(zip(keys, into, strict=True)):
             if self._loses() or key not in self.blocks:
                 self.blocks.pop(key, None)

@@ -30,6 +30,7 @@ from quire.engine.stream import RequestStream
 from quire.errors import ModelLoadError
 from quire.http.call import Call
 from quire.http.keys import ApiKey, KeyFile, create_key
+from quire.jobs.runner import call_for, owner_of
 from quire.models.hub import quill_path
 from quire_gateway.admin import admin_app
 from quire_gateway.app import create_gateway
@@ -401,12 +402,12 @@ def test_a_batch_has_the_rights_of_its_key_and_no_more(tmp_path: Path) -> None:
 
         rights = {"name": "small", "models": ["o*"], "weight": 2.0}
         kept = json.loads(json.dumps({"tenant": "lab", "cache_group": "+pool", "key": rights}))
-        call = Call.from_owner(kept)
-        assert call.owner() == kept
+        call = call_for(kept)
+        assert owner_of(call) == kept
         assert call.key is not None
         assert call.key.models == ("o*",)
         assert (call.tenant, call.salt_group, call.weight, call.is_local) == ("lab", "+pool", 2.0, True)
-        assert Call.from_owner({}) == Call(is_local=True)
+        assert call_for({}) == Call(is_local=True)
 
     asyncio.run(run())
 

@@ -12,7 +12,7 @@ from tests.fakes.model import FakeModel, fake_tokens
 from quire.clock import VirtualClock
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.request import Request, SamplingParams, Terms, TokenEvent
+from quire.request import KvTerms, Request, SamplingParams, Terms, TokenEvent
 from quire.scheduler.scheduler import Scheduler
 from quire.step import SeqResult, StepPlan, StepResult
 
@@ -26,6 +26,7 @@ def request(
     arrival_s: float = 0.0,
     priority: int = 0,
     salt: str = "",
+    kv: KvTerms | None = None,
     outputs: tuple[tuple[int, ...], ...] = (),
     finished: tuple[int, ...] = (),
     **sampling: object,
@@ -40,7 +41,7 @@ def request(
         tuple(prompt),
         params,
         arrival_s,
-        Terms(priority=priority, cache_salt=salt),
+        Terms(priority=priority, cache_salt=salt, kv=kv),
         output_token_ids=outputs,
         finished_samples=finished,
     )

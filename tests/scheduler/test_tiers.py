@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import answer, make_scheduler, request
 
 from quire.executor.moving import Ended
-from quire.request import FinishReason, SampleTiming
+from quire.request import FinishReason, KvTerms, SampleTiming, Sampling
 from quire.scheduler.scheduler import Scheduler, Sleep
 from quire.step import KvTransfer, StepPlan, StepResult, TransferDone
 
@@ -253,3 +254,59 @@ def test_loads_leave_half_of_the_pool() -> None:
     assert 0 < sum(bench.loads) <= 32
     bench.run()
     assert len(bench.ends) == len(prompts)
+
+
+def test_what_a_peer_will_have_is_loaded_from_it() -> None:
+    """Though the tier does not say yet that it is there."""
+    bench = Bench()
+    bench.add("b", kv=KvTerms(engine_id="peer", num_tokens=12))
+    bench.step()
+    assert bench.loads == [3]
+    assert [transfer.handle for transfer in bench.tier.open.values()] == ["peer"]
+    bench.run()
+    assert bench.timing["b"].num_loaded_tokens == 12
+
+
+@pytest.mark.parametrize(
+    "kv", [KvTerms(engine_id="peer", num_tokens=16), KvTerms(engine_id="peer", num_tokens=800)]
+)
+def test_a_peer_that_does_not_keep_its_word_costs_a_computation(kv: KvTerms) -> None:
+    bench = Bench()
+    bench.add("b", kv=kv)
+    bench.step()
+    assert bench.loads == [4]
+    bench.tier.end(0)
+    bench.run()
+    assert bench.ends == {"b": FinishReason.LENGTH}
+    assert bench.timing["b"].num_loaded_tokens == 0
+
+
+@pytest.mark.parametrize(("most", "blocks"), [(0, []), (7, [1]), (8, [2]), (100, [4])])
+def test_a_request_may_bound_what_is_loaded(most: int, blocks: list[int]) -> None:
+    bench = warm()
+    bench.add("b", kv=KvTerms(max_load_tokens=most))
+    bench.step()
+    assert bench.loads == blocks
+    bench.run()
+    assert bench.timing["b"].num_loaded_tokens == 4 * sum(blocks)
+
+
+def test_a_prompt_for_a_peer_is_stored_chunk_by_chunk() -> None:
+    bench, num_stored = Bench(max_num_batched_tokens=8), list[int]()
+    asked = request("a", PROMPT, kv=KvTerms(gives=True))
+    bench.scheduler.add(replace(asked, sampling=Sampling(max_tokens=0, seed=0)), 0.0)
+    for _ in range(8):
+        bench.step()
+        bench.tier.end()
+        num_stored.append(bench.scheduler.stats().num_stored_blocks)
+    assert bench.ends == {"a": FinishReason.LENGTH}
+    assert 0 < num_stored[2] < 4, num_stored
+    assert num_stored[-1] == 4
+
+
+def test_other_prompts_are_stored_once_they_are_whole() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add("a")
+    for _ in range(2):
+        bench.step()
+        assert not bench.tier.open

@@ -108,6 +108,21 @@ def test_a_block_that_is_to_come_is_waited_for(giver: Giver) -> None:
     assert peer.counts.read_errors == 0
 
 
+def test_only_the_peer_that_is_named_is_waited_for(stack: ExitStack, giver: Giver) -> None:
+    other = stack.enter_context(closing(Giver()))
+    taker, keys = stack.enter_context(closing(taker_of(giver, other))), keys_of(4)
+    buffers = [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]
+    write(giver.store, keys)  # since the takers' last look
+    assert taker.contains(keys) == 0
+    start_s = time.monotonic()
+    for stranger in ("", "00" * 16, f"{HOST}:{giver.server.port}"):
+        assert taker.read(keys, buffers, stranger) == 0
+    assert time.monotonic() - start_s < 0.4, "nothing is waited for"
+    assert taker.read(keys, buffers, other.engine_id.hex()) == 0
+    assert taker.read(keys, buffers, giver.engine_id.hex()) == 4
+    assert [bytes(buffer) for buffer in buffers] == [content_of(key) for key in keys]
+
+
 @pytest.mark.parametrize("wrong", ["secret", "root"])
 def test_a_stranger_is_told_nothing(stack: ExitStack, wrong: str) -> None:
     root, secret = (OTHER_ROOT, SECRET) if wrong == "root" else (ROOT, SECRET[::-1])

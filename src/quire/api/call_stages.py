@@ -1,5 +1,6 @@
 """The stages of a call: the one list of those that are on. A stage that is off is not imported.
 
+prompts for peers, or by them    --kv-share                   `quire.api.disaggregation`
 answers that go on elsewhere     --journal, --gateway-key     `quire.api.resumption`
 what a gateway is told           --gateway-key                `quire.api.gateway_reports`
 """
@@ -22,6 +23,7 @@ from quire.http.account import USAGE_PATH, check_gateway_key
 from quire.http.cache_messages import CACHE_PATH
 
 if TYPE_CHECKING:
+    from quire.api.disaggregation import Disaggregation
     from quire.api.gateway_reports import GatewayReports
     from quire.api.journal import Journal
     from quire.api.resumption import Resumption
@@ -35,6 +37,7 @@ class CallStages:
 
     resumption: Resumption | None = None
     reports: GatewayReports | None = None
+    disaggregation: Disaggregation | None = None
 
     @classmethod
     def of(
@@ -50,8 +53,13 @@ class CallStages:
             ConfigError: the journal's folder cannot be used.
         """
         key, folder = settings.gateway_key, settings.journal_dir
+        disaggregation = None
+        if settings.shared_cache is not None:
+            from quire.api.disaggregation import Disaggregation
+
+            disaggregation = Disaggregation(settings.shared_cache)
         if key is None and folder is None:
-            return cls()
+            return cls(disaggregation=disaggregation)
         from quire.api.resumption import Resumption
 
         journal = None
@@ -61,10 +69,10 @@ class CallStages:
             journal = Journal(folder, settings.journal_bytes, now, lambda: frontend.state == "ready")
         resumption = Resumption(journal, key)
         if key is None:
-            return cls(resumption)
+            return cls(resumption, disaggregation=disaggregation)
         from quire.api.gateway_reports import GatewayReports
 
-        return cls(resumption, GatewayReports(frontend, key, unix_time))
+        return cls(resumption, GatewayReports(frontend, key, unix_time), disaggregation)
 
     @property
     def journal(self) -> Journal | None:
@@ -72,7 +80,8 @@ class CallStages:
 
     def listed(self) -> tuple[CallStage, ...]:
         """Return them in the order in which a call passes them."""
-        return tuple(stage for stage in (self.resumption, self.reports) if stage is not None)
+        stages = (self.disaggregation, self.resumption, self.reports)
+        return tuple(stage for stage in stages if stage is not None)
 
     def routes(self, state: ApiState, endpoints: Mapping[str, GenerateEndpoint]) -> list[Route]:
         """Return the routes of the stages; of one that is off, the answer says how it is turned on."""

@@ -35,6 +35,7 @@ class ApiSettings:
     max_body_bytes: int = _SERVER["max_body_mib"] * MIB
     # A name of `quire.text.output.FORMATS`; auto: what the chat template shows.
     tool_format: str = "auto"
+    shared_cache: CacheConfig | None = None  # where peers take blocks
     cache: CacheConfig | None = None  # where gateways are told which blocks there are
     retry_after_s: int = 1  # sent with 503
     # Of a request for many texts, in the engine at once: two steps' worth, so that other requests get their share.

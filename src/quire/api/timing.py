@@ -20,6 +20,7 @@ def describe_timing(state: ApiState, job: Job, streams: Sequence[RequestStream],
     blocks = [
         _timing(stream, job.answer.head.determinism, total_s)
         | {"cache": _cache(state, job, stream)}
+        | _remote(job, stream)
         | speculation
         for stream in streams
     ]
@@ -60,6 +61,14 @@ def _timing(stream: RequestStream, determinism: str, total_s: float) -> dict[str
         "seed": stream.seed,
         "determinism": determinism,
     }
+
+
+def _remote(job: Job, stream: RequestStream) -> dict[str, Any]:
+    """Return how much of the prompt another engine has computed, where the request names one."""
+    if job.terms.kv is None or not job.terms.kv.engine_id:
+        return {}
+    timing = stream.output.timing
+    return {"prefill_remote_tokens": min(timing.num_loaded_tokens, timing.num_cached_tokens)}
 
 
 def _speculation(stats: EngineStats) -> dict[str, Any]:

@@ -267,6 +267,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         model=config.model,
         tokens_at_once=2 * config.scheduler.max_num_batched_tokens,
         cache=config.cache if config.cache.has_events else None,
+        shared_cache=config.cache if config.cache.engine_id else None,
         cache_config={  # vLLM's names
             "block_size": config.cache.block_size,
             "num_gpu_blocks": config.cache.num_blocks,

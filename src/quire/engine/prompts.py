@@ -84,7 +84,7 @@ def prepare_request(
         check_token_ids(name, tuple(named), model.vocab_size)
     resolved = sampling.resolve(
         seed=seed if sampling.seed is None else sampling.seed,
-        max_tokens=max_tokens,
+        max_tokens=0 if terms.kv is not None and terms.kv.gives else max_tokens,
         eos_token_ids=model.eos_token_ids,
         bad_words_token_ids=bad_words,
     )

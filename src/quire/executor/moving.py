@@ -138,9 +138,8 @@ class BlockMover:
         keys, memory = [block.block_hash for block in transfer.blocks], self.memory_of(transfer)
         try:
             if transfer.direction == "load":
-                num_blocks = (
-                    self.store.read(keys, memory) if self.is_direct else self._read_checked(keys, memory)
-                )
+                read = self.store.read if self.is_direct else self._read_checked
+                num_blocks = read(keys, memory, transfer.handle)
             else:
                 num_blocks = self.store.write(keys, [(block,) for block in memory])
         except Exception as failure:  # whatever it is, the blocks are computed
@@ -150,13 +149,15 @@ class BlockMover:
             error = f"{self.name} has {num_blocks} of {len(keys)} blocks"
         return Ended(TransferDone(transfer.transfer_id, num_blocks, error), self._clock.now() - start_s)
 
-    def _read_checked(self, keys: Sequence[bytes], into: Sequence[memoryview], piece_blocks: int = 32) -> int:
+    def _read_checked(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], giver: str, piece_blocks: int = 32
+    ) -> int:
         """Fill blocks with bytes that are checked, a piece at a time."""
         num_whole = 0
         buffers = [memoryview(bytearray(self.block_bytes)) for _ in keys[:piece_blocks]]
         while num_whole < len(keys):
             piece = keys[num_whole : num_whole + piece_blocks]
-            count = self.store.read(piece, buffers[: len(piece)])
+            count = self.store.read(piece, buffers[: len(piece)], giver)
             for target, buffer in zip(into[num_whole : num_whole + count], buffers, strict=False):
                 target[:] = buffer
             num_whole += count

@@ -6,16 +6,14 @@ endpoint on it is an argument. What this process asks itself (`quire.http.client
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.types import Scope
 
 from quire.errors import RequestError, clip
 from quire.http.account import Account
-from quire.request import SEED_BITS, Deadline, Tenant, Terms
+from quire.request import SEED_BITS, Deadline, KvTerms, Tenant, Terms
 
 if TYPE_CHECKING:
     from quire.http.keys import ApiKey
@@ -75,6 +73,7 @@ class Call:
     priority: int | None = None  # replaces the body's
     runs_in_background: bool = False  # a response may go on without its client
     answer: AnswerName | None = None
+    kv: KvTerms | None = None  # see `quire.api.disaggregation`
 
     @property
     def salt_group(self) -> str:
@@ -88,26 +87,8 @@ class Call:
             priority if self.priority is None else self.priority,
             cache_salt(self.salt_group, salt) if salt or self.tenant or self.cache_group else "",
             deadline,
+            self.kv,
         )
-
-    def owner(self) -> dict[str, Any]:
-        """Return for whom it runs as values of JSON, for `from_owner` after a restart."""
-        key = self.key
-        rights = None if key is None else {"name": key.name, "models": list(key.models), "weight": key.weight}
-        return {"tenant": self.tenant, "cache_group": self.cache_group, "key": rights}
-
-    @classmethod
-    def from_owner(cls, owner: Mapping[str, Any]) -> Call:
-        """Return a call of this process for an `owner`, with the models that its key could use then."""
-        tenant, rights = owner.get("tenant", ""), owner.get("key")
-        call = cls(tenant=tenant, cache_group=owner.get("cache_group", ""), is_local=True)
-        if rights is None:
-            return call
-        from quire.http.keys import ApiKey
-
-        models, epoch = tuple(rights["models"]), datetime.fromtimestamp(0, UTC)
-        key = ApiKey(rights["name"], tenant, "", epoch, models=models, weight=rights["weight"])
-        return replace(call, key=key, weight=rights["weight"])
 
 
 _NONE = Call()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp
 
 from quire.http.call import Call
 from quire.http.client import PAUSE_S, RETRY_S, post_local
+from quire.http.keys import ApiKey
 from quire.jobs.disk import OPEN, BatchFolder
 from quire.jobs.files import FileStore
 from quire.jobs.lines import Line, LineError, check_lines, done_ids, output_line, read_lines, unanswered_line
@@ -72,7 +74,7 @@ class BatchRunner:
         """
         batch_id = f"batch_{self._new_id()}"
         batch = {"id": batch_id, "object": "batch", **values, "created_s": self._unix_time()}
-        batch |= call.owner()
+        batch |= owner_of(call)
         batch["created_at"] = int(batch["created_s"])
         batch["expires_at"] = batch["created_at"] + window_s
         batch |= {"status": "validating", "errors": None, "output_file_id": None, "error_file_id": None}
@@ -182,7 +184,7 @@ class BatchRunner:
         """Run a line until it has an answer, and write the answer to disk."""
         assert self._app is not None
         request_id = self._new_id()
-        call = replace(Call.from_owner(batch), request_id=request_id, priority=LOWEST_PRIORITY)
+        call = replace(call_for(batch), request_id=request_id, priority=LOWEST_PRIORITY)
         while True:
             status, body = await post_local(self._app, batch["endpoint"], line.body, call)
             if status not in (429, 503):
@@ -228,3 +230,21 @@ def _publish(files: FileStore, disk: BatchFolder, batch: dict[str, Any]) -> None
             batch["output_expires_after_s"],
         )
         batch[field] = None if made is None else made["id"]
+
+
+def owner_of(call: Call) -> dict[str, Any]:
+    """Return for whom a call runs as values of JSON, for `call_for` after a restart."""
+    key = call.key
+    rights = None if key is None else {"name": key.name, "models": list(key.models), "weight": key.weight}
+    return {"tenant": call.tenant, "cache_group": call.cache_group, "key": rights}
+
+
+def call_for(owner: Mapping[str, Any]) -> Call:
+    """Return a call of this process for an owner, with the models that its key could use then."""
+    tenant, rights = owner.get("tenant", ""), owner.get("key")
+    call = Call(tenant=tenant, cache_group=owner.get("cache_group", ""), is_local=True)
+    if rights is None:
+        return call
+    models, epoch = tuple(rights["models"]), datetime.fromtimestamp(0, UTC)
+    key = ApiKey(rights["name"], tenant, "", epoch, models=models, weight=rights["weight"])
+    return replace(call, key=key, weight=rights["weight"])

@@ -78,7 +78,7 @@ class DiskStore:
         """As `contains`."""
         return self.contains(keys)
 
-    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview], giver: str = "") -> int:
         """Fill one buffer per key; return how many leading blocks are whole."""
         places = self._index.leading(keys)
         for index, (place, buffer) in enumerate(zip(places, into, strict=False)):

@@ -68,7 +68,7 @@ class MemoryStore:
         """As `contains`."""
         return self.contains(keys)
 
-    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview], giver: str = "") -> int:
         """Copy blocks, and renew their leases."""
         for index, (key, buffer) in enumerate(zip(keys, into, strict=True)):
             value = self._touch(key)

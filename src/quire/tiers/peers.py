@@ -24,9 +24,15 @@ class PeerStore:
 
     name = "peers"
 
-    def __init__(self, own: MemoryStore, server: PeerServer | None, peers: Sequence[Peer]) -> None:
-        """``server``: gives the blocks of ``own`` away; closed with this."""
+    def __init__(
+        self, own: MemoryStore, server: PeerServer | None, peers: Sequence[Peer], *, patience_s: float = 0.5
+    ) -> None:
+        """``server``: gives the blocks of ``own`` away; closed with this.
+
+        ``patience_s``: for each block that a peer is to have soon.
+        """
         self._own, self._server, self._peers = own, server, tuple(peers)
+        self._patience_s = patience_s
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """Return how many leading keys are here or with a peer, as far as it is known."""
@@ -36,12 +42,18 @@ class PeerStore:
         """Return how many leading keys are here."""
         return self._own.contains(keys)
 
-    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        """Fill buffers from here and from peers, in runs of blocks that one place has."""
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview], giver: str = "") -> int:
+        """Fill buffers from here and from peers, in runs of blocks that one place has.
+
+        ``giver``: the engine id of a peer that is asked for blocks that are nowhere yet.
+        """
         first = 0
         while first < len(keys):
             place = self._place_of(keys[first])
             if place is None:
+                peer = next((peer for peer in self._peers if giver and peer.engine_id == giver), None)
+                if peer is not None:
+                    first += peer.read(keys[first:], into[first:], self._patience_s)
                 break
             run = self._run_of(place, keys, first)
             count = place.read(keys[first : first + run], into[first : first + run])

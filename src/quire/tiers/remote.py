@@ -85,7 +85,7 @@ class RedisStore:
         """As `contains`."""
         return self.contains(keys)
 
-    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview], giver: str = "") -> int:
         """Fill one buffer per key, a few megabytes at a time."""
         num_whole = 0
         while num_whole < len(keys) and not self._is_off():

@@ -30,9 +30,10 @@ class BlockStore(Protocol):
         """As `contains`, of the blocks that need not be written."""
         ...
 
-    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview], giver: str = "") -> int:
         """Fill one writable buffer of bytes per key; return how many leading blocks are whole and verified.
 
+        ``giver``: the peer that may have blocks soon which are nowhere yet; other stores have no use for it.
         What the buffers after those hold is undefined. A block that is damaged, or that has another size than its
         buffer, is dropped from the store and counted.
         """

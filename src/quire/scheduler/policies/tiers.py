@@ -135,8 +135,16 @@ class Rule(Policy):
             return
         for seq, plan in zip(record.sequences, record.seqs, strict=True):
             start, end = plan.num_computed_tokens, plan.num_computed_tokens + plan.num_scheduled_tokens
-            num_rows = seq.num_prompt // self._state.cache.block_size
-            if start < seq.num_prompt <= end and num_rows and seq.table.publishes and not _is_private(seq):
+            num_rows = min(end, seq.num_prompt) // self._state.cache.block_size
+            kv = seq.group.request.terms.kv
+            is_due = seq.num_prompt <= end or (kv is not None and kv.gives)  # a peer takes each chunk at once
+            if (
+                start < seq.num_prompt
+                and is_due
+                and num_rows
+                and seq.table.publishes
+                and not _is_private(seq)
+            ):
                 self._computed.append((seq.table.chain[:num_rows], 0))
 
     def on_end(self, seq: Sequence) -> None:
@@ -214,6 +222,7 @@ class Rule(Policy):
                 self._transfers.join(seq, transfer_id)
                 return
         num_rows = self._num_rows(self._tier.contains, chain[num_hit:])
+        num_rows, giver = self._as_asked(seq, num_rows, num_hit)
         num_rows = min(num_rows, cache.references.num_available // self._num_groups)
         num_blocks = num_rows * self._num_groups
         load_s = self.cost.seconds(num_blocks * self._tier.block_bytes)
@@ -224,10 +233,22 @@ class Rule(Policy):
             self.num_declined += 1
             self.cost.forgive()
             return
-        transfer_id = self._transfers.load_for(seq, self._tier.name, num_hit + num_rows)
+        transfer_id = self._transfers.load_for(seq, self._tier.name, num_hit + num_rows, giver)
         if transfer_id is not None:
             limit_s = now + max(self._patience_s, 2 * compute_s)
             self.loads[transfer_id] = Load(now, limit_s, num_blocks, chain[num_hit : num_hit + num_rows])
+
+    def _as_asked(self, seq: Sequence, num_rows: int, num_hit: int) -> tuple[int, str]:
+        """Return how many rows a request loads that says what a peer computes of it, and the peer."""
+        kv, block_size = seq.group.request.terms.kv, self._state.cache.block_size
+        if kv is None:
+            return num_rows, ""
+        if kv.engine_id:
+            num_promised = min(kv.num_tokens // block_size, len(seq.table.chain)) - num_hit
+            num_rows = max(num_rows, num_promised)
+        if kv.max_load_tokens is not None:
+            num_rows = min(num_rows, kv.max_load_tokens // block_size)
+        return num_rows, kv.engine_id
 
     def _store_next(self) -> None:
         """Begin to store the first piece that the tier lacks of a prompt; a piece holds few blocks of the pool."""
