@@ -77,10 +77,7 @@ LEVELS = {
     "avx512_bw": ("avx512",),
     "avx2": ("avx2",),
 }
-ARM_LEVELS = {
-    "neon_i8mm": ("neon_dotprod", "neon_i8mm", "neon_bf16"),
-    "neon": ("neon_dotprod",),
-}
+ARM_LEVELS = {"neon_i8mm": ("neon_dotprod", "neon_i8mm", "neon_bf16"), "neon": ("neon_dotprod",)}
 _FLAGS = {"avx512": "avx512bw", "neon_dotprod": "asimddp", "neon_i8mm": "i8mm", "neon_bf16": "bf16"}
 
 

@@ -73,8 +73,7 @@ def install_command(*extras: str) -> str:
 
 def _missing(extra: str, what: str, cause: str, param: str | None) -> ConfigError:
     return ConfigError(
-        f"{what} needs the extra {extra!r} ({cause}): run {install_command(extra)}.",
-        param=param,
+        f"{what} needs the extra {extra!r} ({cause}): run {install_command(extra)}.", param=param
     )
 
 

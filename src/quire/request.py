@@ -218,14 +218,8 @@ def _check(params: SamplingParams) -> None:
                 raise wrong(name, token_id, "token ids (integers ≥ 0)")
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise wrong("allowed_token_ids", [], "a list of at least one token id, or null")
-    budget = params.thinking_budget
-    for name in ("num_tokens", "begin_id", "end_id") if budget is not None else ():
-        value = getattr(budget, name)
-        if not is_int(value) or not 0 <= value <= SEED_MAX:
-            raise wrong(f"thinking_budget.{name}", value, f"an integer ≥ 0, at most {SEED_MAX}")
-    if budget is not None and params.allowed_token_ids and budget.end_id not in params.allowed_token_ids:
-        allowed = f"a list with the end of reasoning, {budget.end_id}"
-        raise wrong("allowed_token_ids", clip_ids(params.allowed_token_ids), allowed)
+    if params.thinking_budget is not None:
+        _check_budget(params.thinking_budget, params.allowed_token_ids)
     if any(getattr(params, name) != DEFAULTS[name] for name in _CHOICE):
         import_module("quire.beam_fields").check_choice(params)
     form = params.structured_outputs
@@ -233,6 +227,16 @@ def _check(params: SamplingParams) -> None:
         raise wrong("structured_outputs", form, "a StructuredOutputsParams, or None")
     if form is not None and params.ignore_eos:
         raise wrong("ignore_eos", True, f"false with {form.param}: a complete answer ends with an EOS token")
+
+
+def _check_budget(budget: ThinkingBudget, allowed_token_ids: TokenIds | None) -> None:
+    for name in ("num_tokens", "begin_id", "end_id"):
+        value = getattr(budget, name)
+        if not is_int(value) or not 0 <= value <= SEED_MAX:
+            raise wrong(f"thinking_budget.{name}", value, f"an integer ≥ 0, at most {SEED_MAX}")
+    if allowed_token_ids and budget.end_id not in allowed_token_ids:
+        allowed = f"a list with the end of reasoning, {budget.end_id}"
+        raise wrong("allowed_token_ids", clip_ids(allowed_token_ids), allowed)
 
 
 _CHOICE = ("best_of", "use_beam_search", "early_stopping", "length_penalty")

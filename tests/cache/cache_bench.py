@@ -54,7 +54,7 @@ class Bench:
     ) -> tuple[BlockTable, int] | None:
         """Admit a prompt in the step being planned and publish what it computes; return table and cached tokens."""
         table = self.cache.new_table(cache_salt=salt)
-        admitted = self.cache.admit(table, tokens, len(tokens), budget, whole=False)
+        admitted = self.cache.admit(table, tokens, len(tokens), budget, uncut=False)
         if admitted is None:
             return None
         table.last_step = self.cache.references.planning.step

@@ -83,8 +83,8 @@ def check_cache(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
 
 def _check_counts(cache: CacheManager, tables: Sequence[BlockTable]) -> None:
     owners = [0] * (cache.pool.num_blocks + 1)  # the last one counts NO_BLOCK
-    held = [b for record in cache.references.steps.values() for b in record.held]
-    held += [b for transfer in cache.references.transfers.values() for b in transfer.held]
+    held = [b for record in cache.references.steps.values() for b in record.block_ids]
+    held += [b for transfer in cache.references.transfers.values() for b in transfer.block_ids]
     rows = [b for table in tables for group in table.rows for b in group]
     tree = [b for node in _all_nodes(cache.prefix) for b in node.block_ids]
     for block_id in (*held, *rows, *tree):

@@ -91,12 +91,7 @@ def piece_blocks(
 
 def piece_ends(body: Mapping[str, Any], piece_bytes: int, rendered: bytes) -> list[int]:
     """Return for each whole piece of the text of ``body`` up to which byte of the prompt it says everything."""
-    starts, places, at, pos = (
-        [0],
-        [(0, 0)],
-        0,
-        0,
-    )  # start in the text → (place, length) in the prompt
+    starts, places, at, pos = [0], [(0, 0)], 0, 0  # start in the text → (place, length) in the prompt
     for text in texts_of(body):
         content = text.partition(ROLE_END)[2] or text
         stripped = content.strip()

@@ -67,7 +67,7 @@ class Checkpoints(dict[Node, Checkpoint]):
 
     def least_likely(self, num_admitted: int) -> tuple[Node, float] | None:
         """Return the node whose checkpoint goes first, and its score, once ``num_admitted`` sequences were admitted."""
-        scores = [(self._score(node, each, num_admitted), node) for node, each in self.items()]
+        scores = [(self._score(node, checkpoint, num_admitted), node) for node, checkpoint in self.items()]
         if not scores:
             return None
         least, node = min(scores, key=lambda pair: pair[0])

@@ -80,12 +80,12 @@ class CacheManager:
         target: int,
         budget: int,
         *,
-        whole: bool,
+        uncut: bool,
         num_held: int = 0,
     ) -> Admitted | None:
         """Give ``table`` its cached blocks and those of its first chunk, or return None and change nothing.
 
-        The chunk ends at ``target`` or after ``budget`` tokens (``whole``: at ``target`` or not at all). Blocks for
+        The chunk ends at ``target`` or after ``budget`` tokens (``uncut``: at ``target`` or not at all). Blocks for
         all of ``token_ids`` must be available beside ``num_held``, so that an admitted sequence is not preempted at
         once.
         """
@@ -93,11 +93,11 @@ class CacheManager:
             return None
         step = self.references.planning.step
         hit = self.match(table, token_ids, step)
-        end = self._admissible_end(hit, len(token_ids), target, budget, num_held, whole=whole)
+        end = self._admissible_end(hit, len(token_ids), target, budget, num_held, uncut=uncut)
         if end is None and hit.copy_tail:
             # No room for the copy beside its source: compute the last block again.
             hit = self.prefix.find(table.chain[: len(hit.nodes) - 1], len(token_ids), step)
-            end = self._admissible_end(hit, len(token_ids), target, budget, num_held, whole=whole)
+            end = self._admissible_end(hit, len(token_ids), target, budget, num_held, uncut=uncut)
         if end is None:
             return None
         self.fill(table, hit, -(-end // self.block_size) - len(hit.nodes))
@@ -186,12 +186,12 @@ class CacheManager:
         table.clear()
 
     def _admissible_end(
-        self, hit: Hit, num_known: int, target: int, budget: int, num_held: int, *, whole: bool
+        self, hit: Hit, num_known: int, target: int, budget: int, num_held: int, *, uncut: bool
     ) -> int | None:
         """Return where the first chunk of a new sequence would end, or None where it cannot be admitted now."""
         todo = target - hit.num_tokens
         assert todo >= 0
-        if whole and todo > budget:
+        if uncut and todo > budget:
             return None
         end = hit.num_tokens + min(todo, budget)
         room = self.references.num_available - num_held - hit.num_idle(self.pool.ref_counts)
@@ -201,7 +201,7 @@ class CacheManager:
             return None
         if self.windows.sliding:
             reachable = (len(hit.nodes) + room // len(self.windows.sliding)) * self.block_size
-            if reachable < end and (whole or reachable <= hit.num_tokens):
+            if reachable < end and (uncut or reachable <= hit.num_tokens):
                 return None
             end = min(end, reachable)
         return end

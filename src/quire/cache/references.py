@@ -26,7 +26,7 @@ class StepBlocks:
     """What one step in flight refers to."""
 
     step: int
-    held: list[int] = field(default_factory=list)  # one reference each
+    block_ids: list[int] = field(default_factory=list)  # one reference each
     moves: list[KvMove] = field(default_factory=list)
     state_moves: list[StateMove] = field(default_factory=list)
     # By this step, before it was computed.
@@ -37,7 +37,7 @@ class StepBlocks:
 class TransferBlocks:
     """What one transfer refers to: a table of its own that a load fills, or the blocks that a store reads."""
 
-    held: list[int]  # one reference each, last rows first
+    block_ids: list[int]  # one reference each, last rows first
     table: BlockTable | None = None
     token_ids: Sequence[int] = ()  # tokens of the rows of ``table``
     num_hit_rows: int = 0  # rows found in the prefix tree
@@ -62,7 +62,7 @@ class References:
     @property
     def num_coming(self) -> int:
         """References that steps in flight will give up; at most that many blocks become available by themselves."""
-        return sum(len(s.held) for s in self.steps.values())
+        return sum(len(s.block_ids) for s in self.steps.values())
 
     @property
     def planning(self) -> StepBlocks:
@@ -81,7 +81,7 @@ class References:
         """The plan is made. An empty step never was."""
         record = self.planning
         if empty:
-            assert not record.held
+            assert not record.block_ids
             assert not record.published
             del self.steps[record.step]
         self._planning = None
@@ -91,7 +91,7 @@ class References:
         record = self.steps.pop(step)
         assert step > self.applied_step
         self.applied_step = step
-        self.drop_all(record.held)
+        self.drop_all(record.block_ids)
 
     def in_flight(self, table: BlockTable) -> bool:
         """Tell whether a step that is not applied yet uses ``table``."""
@@ -120,7 +120,7 @@ class References:
     def give_up(self, table: BlockTable, block_ids: Iterable[int]) -> None:
         """Take over ``table``'s references; they go when the last step in flight that uses the table is applied."""
         if self.in_flight(table):
-            self.steps[table.last_step].held.extend(block_ids)
+            self.steps[table.last_step].block_ids.extend(block_ids)
         else:
             self.drop_all(block_ids)
 
@@ -130,7 +130,7 @@ class References:
         self.share(source)
         target = self.take_many(1)[0]
         self.share(target)
-        step.held += (source, target)
+        step.block_ids += (source, target)
         step.moves.append(KvMove(source, target))
         table.last_step = step.step
         table.reads.add(step.step)

@@ -82,4 +82,4 @@ def end_transfer(cache: CacheManager, transfer_id: int, num_blocks: int) -> None
         references.drop_all(table.truncate(num_rows))
         cache.publisher.publish(table, transfer.token_ids, num_rows * cache.block_size, planned=False)
         cache.release(table)
-    references.drop_all(transfer.held)
+    references.drop_all(transfer.block_ids)

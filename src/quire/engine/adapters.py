@@ -154,7 +154,7 @@ def read_adapters(named: Sequence[str], checkpoint: Checkpoint) -> tuple[list[Ad
         ConfigError: an entry has another form, or a name occurs twice.
         ModelLoadError: an adapter cannot be read.
     """
-    found: dict[str, Adapter] = {}
+    adapters: dict[str, Adapter] = {}
     remarks: list[str] = []
     for text in named:
         name, _, path = text.partition("=")
@@ -162,12 +162,12 @@ def read_adapters(named: Sequence[str], checkpoint: Checkpoint) -> tuple[list[Ad
             raise ConfigError(
                 f"lora = {text!r} must be name=path, with the folder of an adapter or its id on the hub"
             )
-        if name in found:
+        if name in adapters:
             raise ConfigError(f"lora: the name {name!r} is given twice; each adapter needs its own")
         model = None if checkpoint.kind == "random" else checkpoint.path
-        found[name], more = _read(name, path, checkpoint.spec, model)
+        adapters[name], more = _read(name, path, checkpoint.spec, model)
         remarks += more
-    return list(found.values()), remarks
+    return list(adapters.values()), remarks
 
 
 def locate_adapter(path: str) -> Path:

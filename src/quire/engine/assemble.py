@@ -166,7 +166,7 @@ VALUES = {  # name in vLLM → ours
 }
 
 
-def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
+def llm_args(model: str, keywords: Mapping[str, Any]) -> EngineArgs:
     """Return the settings of ``LLM(model, **given)``.
 
     Raises:
@@ -175,7 +175,7 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
     """
     values: dict[str, Any] = {"model": model}
     known = [field.name for field in fields(EngineArgs)]
-    for key, value in given.items():
+    for key, value in keywords.items():
         name = ALIASES.get(key, key)
         if key in NO_EFFECT or (key, value) == ("distributed_executor_backend", None):
             continue
@@ -187,7 +187,7 @@ def llm_args(model: str, given: Mapping[str, Any]) -> EngineArgs:
             everything = [*known, *ALIASES, *NO_EFFECT, *NEUTRAL, "speculative_config"]
             raise ConfigError(f"LLM: unknown keyword {key!r}{nearest(key, everything)}")
         elif name in values:
-            raise ConfigError(f"LLM: {key} and {_other(key, given)} set the same thing; give one of them")
+            raise ConfigError(f"LLM: {key} and {_other(key, keywords)} set the same thing; give one of them")
         elif name == "lora" and isinstance(value, Mapping):
             values[name] = tuple(f"{adapter}={path}" for adapter, path in value.items())
         else:
@@ -207,9 +207,9 @@ def _check_neutral(key: str, value: Any) -> None:
     raise ConfigError(f"LLM: {key} = {value!r} is not supported: it may be {allowed}, or be left out")
 
 
-def _other(key: str, given: Mapping[str, Any]) -> str:
+def _other(key: str, keywords: Mapping[str, Any]) -> str:
     name = ALIASES.get(key, key)
-    return next((k for k in given if k != key and ALIASES.get(k, k) == name), "the first argument")
+    return next((k for k in keywords if k != key and ALIASES.get(k, k) == name), "the first argument")
 
 
 SELF = "self:"  # the model's own weights in another format
@@ -244,10 +244,10 @@ def find_draft(args: EngineArgs, checkpoint: Checkpoint) -> DraftCheckpoint | He
     path, reader = locate(name), import_module(_HEAD_READER)
     if method is None and reader.holds_heads(path):
         return HeadCheckpoint(name, str(path), reader.open_heads(path, checkpoint.spec)[0])
-    found = describe(path, args.load_format)
-    if found.kind != "random":
-        check_vocabulary(name, read_tokenizer(found.tokenizer), read_tokenizer(checkpoint.tokenizer))
-    return DraftCheckpoint(name, str(found.path), found.spec, found.formats, args.load_format)
+    draft = describe(path, args.load_format)
+    if draft.kind != "random":
+        check_vocabulary(name, read_tokenizer(draft.tokenizer), read_tokenizer(checkpoint.tokenizer))
+    return DraftCheckpoint(name, str(draft.path), draft.spec, draft.formats, args.load_format)
 
 
 def _find_heads(args: EngineArgs, checkpoint: Checkpoint, method: str) -> HeadCheckpoint:
@@ -278,11 +278,11 @@ def _find_heads(args: EngineArgs, checkpoint: Checkpoint, method: str) -> HeadCh
 def check_vocabulary(name: str, draft: Tokenizer, target: Tokenizer) -> None:
     """Raise `ConfigError` with the first id that stands for another token in the draft model."""
     for token_id in range(max(draft.vocab_size, target.vocab_size)):
-        theirs, ours = draft.id_to_token(token_id), target.id_to_token(token_id)
-        if theirs != ours:
+        draft_token, target_token = draft.id_to_token(token_id), target.id_to_token(token_id)
+        if draft_token != target_token:
             raise ConfigError(
-                f"draft_model = {name!r} has another vocabulary: id {token_id} is {_said(theirs)} there and "
-                f"{_said(ours)} in the model. Take a draft model of the same family, or self:int4"
+                f"draft_model = {name!r} has another vocabulary: id {token_id} is {_said(draft_token)} there and "
+                f"{_said(target_token)} in the model. Take a draft model of the same family, or self:int4"
             )
 
 
@@ -331,9 +331,9 @@ def speculation_of(config: Any) -> dict[str, Any]:
         raise ConfigError(
             f"speculative_config: num_speculative_tokens = {count!r} must be 'auto' or a number in 1…{MAX_DRAFTS}"
         )
-    found: dict[str, Any] = {} if method is None else {"speculate": METHODS[method]}
-    if model is not None and found.get("speculate") not in ("ngram", "mtp"):
-        found["draft_model"] = model
+    settings: dict[str, Any] = {} if method is None else {"speculate": METHODS[method]}
+    if model is not None and settings.get("speculate") not in ("ngram", "mtp"):
+        settings["draft_model"] = model
     if count is not None:
-        found["spec_tokens"] = count
-    return found
+        settings["spec_tokens"] = count
+    return settings

@@ -176,7 +176,7 @@ def make_executor(
 
 def _kernels(config: EngineConfig, executor: str, ranks: Sequence[RankLoaded]) -> str:
     if ranks:
-        slow = sum(bool(each.call_by_call) for each in ranks)
+        slow = sum(bool(loaded.call_by_call) for loaded in ranks)
         steps = f", {slow} of them call by call" if slow and config.runner.backend == "native" else ""
         return f"{len(ranks)} rank{'s' * (len(ranks) > 1)}: {ranks[0].kernels}{steps}"
     if not executor.startswith("local"):

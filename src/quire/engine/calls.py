@@ -97,4 +97,4 @@ def _cache_events(scheduler: Scheduler, *, snapshot: bool) -> dict[str, Any]:
     events = buffer.drain() if buffer is not None else []
     if snapshot or (events and isinstance(events[0], EventsLost)):
         return {"events": pack(scheduler.cache.prefix.snapshot()), "snapshot": True}
-    return {"events": pack(each for each in events if not isinstance(each, EventsLost)), "snapshot": False}
+    return {"events": pack(event for event in events if not isinstance(event, EventsLost)), "snapshot": False}

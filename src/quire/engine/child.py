@@ -108,11 +108,7 @@ def main(argv: list[str]) -> None:
 
 
 def serve(
-    core: EngineCore,
-    inbox: zmq.Socket[bytes],
-    outbox: zmq.Socket[bytes],
-    clock: Clock,
-    ticker: Ticker | None,
+    core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], clock: Clock, ticker: Ticker | None
 ) -> None:
     """The loop: drain the inbox, step, send the step's events as one message."""
     stats_s = clock.now()

@@ -32,9 +32,7 @@ def continued(request: Request, delivered: Sequence[TokenEvent], vocab_size: int
         if event.finish_reason is not None:
             finished.add(index)
     return replace(
-        request,
-        output_token_ids=tuple(map(tuple, outputs)),
-        finished_samples=tuple(sorted(finished)),
+        request, output_token_ids=tuple(map(tuple, outputs)), finished_samples=tuple(sorted(finished))
     )
 
 

@@ -14,15 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quire.clock import Clock
-from quire.engine.messages import (
-    AbortRequest,
-    ControlPolicy,
-    Drain,
-    FinishSample,
-    Message,
-    Reply,
-    Shutdown,
-)
+from quire.engine.messages import AbortRequest, ControlPolicy, Drain, FinishSample, Message, Reply, Shutdown
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor.base import Executor, RankLoaded
 from quire.metrics.engine_stats import EngineStats, RankStats
@@ -43,11 +35,7 @@ class EngineCore:
     """Scheduler + executor + clock. `put` may be called from any thread, the rest from the one that steps."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: Executor,
-        clock: Clock,
-        controller: SloController | None = None,
+        self, scheduler: Scheduler, executor: Executor, clock: Clock, controller: SloController | None = None
     ) -> None:
         """``controller`` sees every step; the changes that it wants go through the inbox like those of a person."""
         self.scheduler = scheduler

@@ -134,9 +134,9 @@ class GoldenPrompt:
         self._expected = ids
         try:
             self._kept.parent.mkdir(parents=True, exist_ok=True)
-            whole = self._kept.with_suffix(f".{os.getpid()}")
-            whole.write_text(json.dumps({"prompt": list(self._prompt), "ids": ids}))
-            whole.replace(self._kept)
+            unfinished = self._kept.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps({"prompt": list(self._prompt), "ids": ids}))
+            unfinished.replace(self._kept)
         except OSError as error:
             log.warning("golden_prompt_not_kept", error=error)
 
@@ -175,9 +175,9 @@ def _key(config: EngineConfig) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
+        values = json.loads(path.read_text())
+        if isinstance(values, dict):
+            return values
     return {}
 
 

@@ -65,8 +65,8 @@ class Ticker:
 
     def __call__(self, out: Sequence[StepPlan | StepResult]) -> None:
         expected_s = self._scheduler.expected_s()
-        for each in out:
-            if isinstance(each, StepPlan) and (each.new_seqs or each.adapter_moves) and _starts_slowly(each):
+        for step in out:
+            if isinstance(step, StepPlan) and (step.new_seqs or step.adapter_moves) and _starts_slowly(step):
                 expected_s += SLOW_START_S
         self._page.beat(self._clock.now(), expected_s, out[0].step)
 

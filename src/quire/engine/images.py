@@ -113,9 +113,9 @@ class ImageReader:
 
     async def _read(self, file: ImageFile) -> PreparedImage:
         name = hashlib.blake2b(file.data, digest_size=32).digest()
-        if (kept := self._kept.get(name)) is not None:
+        if (image := self._kept.get(name)) is not None:
             self._kept.move_to_end(name)
-            return kept
+            return image
         work = import_module("quire.images.work")
 
         def finish(answer: bytearray | None, late: bool) -> PreparedImage:

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quire.engine.beams import BeamSearchOutput, BeamSearchParams, beams_of
 from quire.engine.offline import OfflineEngine
 from quire.engine.output import OutputChunk
-from quire.engine.results import (
-    EmbeddingRequestOutput,
-    RequestOutput,
-    ScoringRequestOutput,
-    embedded,
-    scored,
-)
+from quire.engine.results import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput, embedded, scored
 from quire.errors import RequestError
 from quire.request import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -132,8 +126,10 @@ class LLM(OfflineEngine):
     ) -> Iterator[OutputChunk]:
         """Yield the chunks of one prompt as they arrive. Leaving the iterator aborts the request."""
         ids = _ids_of(prompt, 0, self._tokenizer, add_special_tokens=add_special_tokens)
-        (found,) = self.adapters.for_each(adapter, 1)
-        request = self._request(ids, sampling_params or self.get_default_sampling_params(), adapter=found)
+        (adapter_name,) = self.adapters.for_each(adapter, 1)
+        request = self._request(
+            ids, sampling_params or self.get_default_sampling_params(), adapter=adapter_name
+        )
         return (chunk for _, chunk in self._chunks(deque([request]), continues=True))
 
     def beam_search(
@@ -225,15 +221,15 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _params_of(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(given, SamplingParams):
-        return [given] * count
-    if len(given) != count:
+def _params_of(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
         raise RequestError(
-            f"sampling_params has {len(given)} entries for {count} prompts: give one, or one for each prompt.",
+            f"sampling_params has {len(params)} entries for {count} prompts: give one, or one for each prompt.",
             param="sampling_params",
         )
-    return list(given)
+    return list(params)
 
 
 def _ids_of(

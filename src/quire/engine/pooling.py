@@ -106,8 +106,8 @@ def likelihood(logprobs: Sequence[float]) -> float:
 
 def _messages(query: str, document: str, instruction: str) -> list[dict[str, str]]:
     """Return the conversation that the chat template turns into a prompt."""
-    asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    return [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked}]
+    question = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    return [{"role": "system", "content": _JUDGE}, {"role": "user", "content": question}]
 
 
 def _plain_text(query: str, document: str, instruction: str) -> str:

@@ -133,14 +133,14 @@ def bad_words_ids(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[i
 
     Inside a text, a word usually follows a space, which most vocabularies include in the word's token.
     """
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.strip() or word
         for spelled in (bare, " " + bare):
             ids = tuple(tokenizer.encode(spelled, add_special_tokens=False))
             if ids:
-                found[ids] = None
-    return tuple(found)
+                sequences[ids] = None
+    return tuple(sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +158,13 @@ class ModelInfo:
     sentence: SentenceSpec | None = None
     vision: VisionSpec | None = None  # None: the model takes no images
 
-    def sampling(self, **given: Any) -> SamplingParams:
+    def sampling(self, **fields: Any) -> SamplingParams:
         """Return `SamplingParams` in which what is ``given`` replaces the model's defaults.
 
         Raises:
             RequestError: a value is not allowed; names the field.
         """
-        return SamplingParams(**{**self.generation_defaults, **given})
+        return SamplingParams(**{**self.generation_defaults, **fields})
 
 
 class RenderedChat(NamedTuple):

@@ -80,8 +80,12 @@ def save(recorder: Recorder, config: EngineConfig, reason: str, text: str = "") 
     settings = config.recorder
     assert settings is not None
     now = datetime.now(UTC)
-    said = about(config) | {"reason": reason, "text": text, "at": now.isoformat(timespec="milliseconds")}
-    taken = recorder.take(said, settings.settings, with_ids=settings.with_ids)
+    description = about(config) | {
+        "reason": reason,
+        "text": text,
+        "at": now.isoformat(timespec="milliseconds"),
+    }
+    taken = recorder.take(description, settings.settings, with_ids=settings.with_ids)
     data = _MAGIC + gzip.compress(msgspec.msgpack.encode(taken), 1)
     path = keep(Path(settings.folder), f"{os.getpid()}-{reason}{SUFFIX}", data, now)
     log.warning("recording_saved", file=path, reason=reason, steps=len(taken.steps))

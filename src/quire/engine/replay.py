@@ -127,8 +127,8 @@ class Replay:
         rebuilt = self._rebuild(plan)
         if rebuilt:  # the state that the plan brings has to be there before
             before = replace(plan, seqs=())
-            for each in (before, *rebuilt):
-                self._execute(each)
+            for earlier in (before, *rebuilt):
+                self._execute(earlier)
             plan = StepPlan(plan.step, seqs=self._with_tables(plan))
         self._give_drafts(plan, result)
         return self._execute(plan)
@@ -165,16 +165,16 @@ class Replay:
         after = dict(self._filled)
         for seq in fresh:
             self._fill(seq, after)
-        found: list[StepPlan] = []
+        plans: list[StepPlan] = []
         for seq in fresh:
             known, end = self._seqs[seq.seq_id], seq.num_computed_tokens
             if not known.is_whole and end and not self._has(known, end, after):
-                found += self._prefill(known, end)
+                plans += self._prefill(known, end)
                 self._num_rebuilt += end
             known.is_whole = True
         for seq in fresh:
             self._fill(seq, self._filled)
-        return found
+        return plans
 
     def _has(self, seq: _Seq, end: int, filled: dict[int, int]) -> bool:
         """Whether all blocks that a query at position ``end`` sees of ``seq`` hold their tokens before ``end``."""
@@ -251,10 +251,10 @@ class Replay:
     def _compare(self, plan: StepPlan, expected: StepResult, got: StepResult) -> Difference | None:
         if (expected.error is None) != (got.error is None):
             return Difference(plan.step, f"expected {_said(expected)}, got {_said(got)}")
-        found = {seq.seq_id: seq for seq in got.seqs}
+        results = {seq.seq_id: seq for seq in got.seqs}
         plans = {seq.seq_id: seq for seq in plan.seqs}
         for want in expected.seqs:
-            have = found.get(want.seq_id)
+            have = results.get(want.seq_id)
             if have is None or want.out_of_memory:
                 continue
             seq = plans[want.seq_id]

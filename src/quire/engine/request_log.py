@@ -110,24 +110,24 @@ class RequestLog:
             case Request() if not message.request_id.startswith(PREFIX):
                 self._open[message.request_id] = RecordedRequest.of(message)
             case FinishSample(request_id, sample_index, num_output_tokens):
-                found = self._open.get(request_id)
-                if found is not None:
-                    found.cut(sample_index, num_output_tokens, self._clock.now())
-                    self._close_ended(request_id, found)
+                recorded = self._open.get(request_id)
+                if recorded is not None:
+                    recorded.cut(sample_index, num_output_tokens, self._clock.now())
+                    self._close_ended(request_id, recorded)
             case AbortRequest(request_id):
-                found = self._open.pop(request_id, None)
-                if found is not None and any(sample.token_ids for sample in found.samples):
-                    self._write([msgspec.json.encode(found)])
+                recorded = self._open.pop(request_id, None)
+                if recorded is not None and any(sample.token_ids for sample in recorded.samples):
+                    self._write([msgspec.json.encode(recorded)])
 
     def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
         events = self._inner.receive(timeout_s)
         now_s = self._clock.now()
         for event in events:
-            found = self._open.get(event.request_id)
-            if found is not None:
-                found.take(event, now_s)
+            recorded = self._open.get(event.request_id)
+            if recorded is not None:
+                recorded.take(event, now_s)
                 if event.finish_reason is not None:
-                    self._close_ended(event.request_id, found)
+                    self._close_ended(event.request_id, recorded)
         return events
 
     def close(self) -> None:
@@ -136,11 +136,13 @@ class RequestLog:
             self._file.close()
             self._file = None
 
-    def _close_ended(self, request_id: str, found: RecordedRequest) -> None:
-        if found.has_ended and self._open.pop(request_id, None) is not None:
-            rejected = all(s.finish_reason == FinishReason.ERROR and not s.token_ids for s in found.samples)
+    def _close_ended(self, request_id: str, recorded: RecordedRequest) -> None:
+        if recorded.has_ended and self._open.pop(request_id, None) is not None:
+            rejected = all(
+                s.finish_reason == FinishReason.ERROR and not s.token_ids for s in recorded.samples
+            )
             if not rejected:
-                self._write([msgspec.json.encode(found)])
+                self._write([msgspec.json.encode(recorded)])
 
     def _write(self, lines: Iterable[bytes]) -> None:
         if self._file is None:
@@ -179,12 +181,12 @@ def read_requests(path: Path) -> tuple[dict[str, str], list[RecordedRequest]]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     about = _decode(path, 1, lines[0] if lines else b"", _Header).about
-    found = [
+    requests = [
         _decode(path, number, line, RecordedRequest)
         for number, line in enumerate(lines[1:], 2)
         if line.endswith(b"\n")
     ]
-    return about, sorted(found, key=lambda each: each.request.arrival_s)
+    return about, sorted(requests, key=lambda recorded: recorded.request.arrival_s)
 
 
 @dataclass(slots=True)

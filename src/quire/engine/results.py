@@ -88,7 +88,7 @@ class ScoringRequestOutput:
 
 
 def request_output(
-    state: RequestOutputState, prompt: str | None, wholes: Sequence[OutputChunk], tokenizer: Tokenizer
+    state: RequestOutputState, prompt: str | None, chunks: Sequence[OutputChunk], tokenizer: Tokenizer
 ) -> RequestOutput:
     """Return the output of a finished request. ``wholes``: one merged chunk per sample."""
     request = state.request
@@ -96,11 +96,11 @@ def request_output(
         request_id=request.request_id,
         prompt=prompt,
         prompt_token_ids=request.prompt_token_ids,
-        outputs=[_completion(whole, tokenizer) for whole in choose_best(wholes, request.sampling)],
+        outputs=[_completion(chunk, tokenizer) for chunk in choose_best(chunks, request.sampling)],
         seed=request.sampling.seed or 0,
         num_cached_tokens=state.timing.num_cached_tokens,
-        prompt_logprobs=_prompt_tables(wholes[0], tokenizer),
-        pooled=wholes[0].pooled,
+        prompt_logprobs=_prompt_tables(chunks[0], tokenizer),
+        pooled=chunks[0].pooled,
     )
 
 

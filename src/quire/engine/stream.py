@@ -91,7 +91,7 @@ class RequestStream:
         chunks: list[list[OutputChunk]] = [[] for _ in range(self.output.request.sampling.num_samples)]
         async for chunk in self:
             chunks[chunk.index].append(chunk)
-        return tuple(merge(each) for each in chunks)
+        return tuple(merge(parts) for parts in chunks)
 
     async def abort(self) -> None:
         """End the request now: open samples get a terminal chunk with `FinishReason.ABORT`. No effect once finished."""

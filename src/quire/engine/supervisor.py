@@ -178,7 +178,7 @@ class Supervisor:
             self._between = True
             self._reason = error
             self.record.count_death()
-            in_flight = [each for each in self.record.readmissions() if isinstance(each, Request)]
+            in_flight = [request for request in self.record.readmissions() if isinstance(request, Request)]
         self._tell_death(in_flight)
         events: list[TokenEvent] = []
         while not self._closed.is_set():

@@ -61,18 +61,22 @@ class EncoderExecutor:
         for seq_id in plan.gone:
             self._seqs.pop(seq_id, None)
         self._seqs.update((new.seq_id, new) for new in plan.new_seqs)
-        named = [(each, self._seqs.get(each.seq_id)) for each in plan.seqs]
-        whole = [
+        named = [(seq_plan, self._seqs.get(seq_plan.seq_id)) for seq_plan in plan.seqs]
+        texts = [
             seq
-            for each, seq in named
+            for seq_plan, seq in named
             if seq is not None
             and seq.pooling is not None
-            and (each.num_computed_tokens, each.num_scheduled_tokens) == (0, len(seq.prompt_token_ids))
+            and (seq_plan.num_computed_tokens, seq_plan.num_scheduled_tokens)
+            == (0, len(seq.prompt_token_ids))
         ]
-        vectors = dict(zip((seq.seq_id for seq in whole), self._vectors(whole), strict=True))
+        vectors = dict(zip((seq.seq_id for seq in texts), self._vectors(texts), strict=True))
         return StepResult(
             plan.step,
-            tuple(_result(each.seq_id, each.epoch, vectors.get(each.seq_id)) for each in plan.seqs),
+            tuple(
+                _result(seq_plan.seq_id, seq_plan.epoch, vectors.get(seq_plan.seq_id))
+                for seq_plan in plan.seqs
+            ),
         )
 
     def _vectors(self, seqs: Sequence[NewSeq]) -> list[tuple[float, ...]]:

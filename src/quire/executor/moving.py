@@ -116,8 +116,8 @@ class BlockMover:
         """Return the transfers that have ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, []
-        for each in ended:
-            self._open.pop(each.done.transfer_id, None)
+        for transfer in ended:
+            self._open.pop(transfer.done.transfer_id, None)
         return ended
 
     def close(self) -> None:

@@ -175,7 +175,7 @@ class RankGroup:
     def _lost(self, rank: RankHandle, message: RankFailure | None) -> NoReturn:
         """Close the group, and raise what ended it: a rank that was killed, or else what the first one said."""
         self._await_fate()
-        killed = [each for each in self._ranks if each.is_killed]
+        killed = [other for other in self._ranks if other.is_killed]
         if killed:
             rank, message = killed[0], None
         text = f"{rank.name} {rank.fate()}" if message is None else f"{rank.name}: {message.text}"

@@ -185,7 +185,7 @@ class TimedExecutor:
     def _through_stages(self, taken: Taken, now_s: float) -> float:
         """Let a step pass through the stages; return their mean seconds."""
         assert self._stages is not None
-        at_s, seconds = now_s, [each * self.slowdown for each in self._stages(taken)]
+        at_s, seconds = now_s, [stage_time * self.slowdown for stage_time in self._stages(taken)]
         for stage, stage_s in enumerate(seconds):
             at_s = max(at_s, self._stage_free_s[stage]) + stage_s
             self._stage_free_s[stage] = at_s

@@ -225,10 +225,7 @@ class JobRoutes:
             )
         expiry = batch.output_expires_after
         after_s = None if expiry is None else _expires_after(expiry, "output_expires_after", ignored)
-        values = {
-            **batch.model_dump(exclude={"output_expires_after"}),
-            "output_expires_after_s": after_s,
-        }
+        values = {**batch.model_dump(exclude={"output_expires_after"}), "output_expires_after_s": after_s}
         return json_response(_shown(runner.create(values, seconds, call)))
 
     def _ignored(self) -> Ignored:

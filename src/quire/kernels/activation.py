@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear.reference import quantize_rows
-from quire.kernels.pointwise import GATES, ActivationKind, gated
-from quire.kernels.quantized_rows import NO_ROWS, QuantizedRows, empty_rows, row_words
-from quire.kernels.registry import native, op
-from quire.kernels.workspace import address, call_of, empty, rows_of, unit_stride
+from quire.kernels.pointwise import GATES, ActivationKind, gated, write_activated
+from quire.kernels.quantized_rows import QuantizedRows, empty_rows
+from quire.kernels.registry import op
+from quire.kernels.workspace import empty
 from quire.weight_format import RowFormat
 
 # Numbers of the kinds in C++. Those of `UNGATED` work on the rows of up alone.
@@ -59,7 +59,7 @@ def native_activated(
     isa: str, x: Tensor, kind: ActivationKind, scale: float = 1.0, alphas: Alphas = (0.0, 0.0)
 ) -> Tensor:
     y = empty(x.shape[0], x.shape[1] // parts_of(kind), dtype=x.dtype)
-    _over_rows(isa, x, kind, (scale, *alphas), y, None)
+    write_activated(isa, x, ALL_KINDS[kind], parts_of(kind), y, None, (scale, *alphas))
     return y
 
 
@@ -73,17 +73,5 @@ def native_activated_to_int8(
     alphas: Alphas = (0.0, 0.0),
 ) -> QuantizedRows:
     rows = empty_rows(x.shape[0], x.shape[1] // parts_of(kind), format, x.dtype)
-    _over_rows(isa, x, kind, (scale, *alphas), None, rows)
+    write_activated(isa, x, ALL_KINDS[kind], parts_of(kind), None, rows, (scale, *alphas))
     return rows
-
-
-def _over_rows(
-    isa: str, x: Tensor, kind: ActivationKind, factors: tuple[float, float, float], y: Tensor | None,
-    rows: QuantizedRows | None,
-) -> None:  # fmt: skip
-    num_tokens, width = x.shape
-    x = unit_stride(x)
-    native.gated(
-        *call_of(isa, x), ALL_KINDS[kind], *rows_of(x), address(y), num_tokens, width // parts_of(kind), *factors,
-        *(NO_ROWS if rows is None else row_words(rows)),
-    )  # fmt: skip

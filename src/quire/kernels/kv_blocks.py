@@ -102,18 +102,25 @@ class KvView:
         dtype = self.pieces.dtype
         if self.layout == "rows" and self.scaled:
             assert v is not None
-            (k, k_scale), (v, v_scale) = _to_8_bits(k, dtype), _to_8_bits(v, dtype)
-            self._row_scales()[block_ids, :, :, offsets] = torch.stack((k_scale, v_scale), dim=-1)
-            # As bits, because torch cannot scatter fp8.
-            self.keys.view(torch.int8)[block_ids, :, offsets] = k.to(dtype).view(torch.int8)
-            self.values.view(torch.int8)[block_ids, :, offsets] = v.to(dtype).view(torch.int8)
-            return
-        if self.layout == "rows":
+            self._write_scaled_rows(k, v, block_ids, offsets)
+        elif self.layout == "rows":
             self.keys[block_ids, :, offsets] = k.to(dtype)
             if v is not None:
                 self.values[block_ids, :, offsets] = v.to(dtype)
-            return
-        assert v is not None
+        else:
+            assert v is not None
+            self._write_tiles(k, v, block_ids, offsets)
+
+    def _write_scaled_rows(self, k: Tensor, v: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+        dtype = self.pieces.dtype
+        (k, k_scale), (v, v_scale) = _to_8_bits(k, dtype), _to_8_bits(v, dtype)
+        self._row_scales()[block_ids, :, :, offsets] = torch.stack((k_scale, v_scale), dim=-1)
+        # As bits, because torch cannot scatter fp8.
+        self.keys.view(torch.int8)[block_ids, :, offsets] = k.to(dtype).view(torch.int8)
+        self.values.view(torch.int8)[block_ids, :, offsets] = v.to(dtype).view(torch.int8)
+
+    def _write_tiles(self, k: Tensor, v: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+        dtype = self.pieces.dtype
         tile, place = offsets // TILE, offsets % TILE
         keys, values = self._tiles()
         # Writing the first position of a tile clears the tile: another sequence may have left inf or NaN there.

@@ -32,10 +32,10 @@ class ActivatedMlp:
         self._scale_rows = build.of(scale_rows)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        found = {**self._up.weight_loaders(), **self._down.weight_loaders()}
+        loaders = {**self._up.weight_loaders(), **self._down.weight_loaders()}
         if self._kind == "xielu":
-            found |= {"alpha_p": self._load_alpha(0, 0.0), "alpha_n": self._load_alpha(1, 0.5)}
-        return found
+            loaders |= {"alpha_p": self._load_alpha(0, 0.0), "alpha_n": self._load_alpha(1, 0.5)}
+        return loaders
 
     def _load_alpha(self, index: int, least: float) -> Callable[[Weight], None]:
         """An alpha is stored such that ``least + softplus(stored)`` is its value."""

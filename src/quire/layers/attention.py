@@ -54,17 +54,19 @@ class Attention:
             self._norms = q_norm, k_norm
             self._qk_norm = QkNorm(q_norm.weight, k_norm.weight, build.eps, over_all=spec.qk_norm == "full")
         self._sinks = torch.zeros(spec.num_heads) if spec.sinks else None
+        # What becomes of the output before its projection: (output, x, adapters) → output.
+        self._gate_output: Callable[..., Tensor] | None = None
         self._cp = build.cp
         self._rope_store, self._attend = build.of(rope_store), attention_over_cache(build)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        found = {**self._qkv.weight_loaders(), **self._o.weight_loaders()}
+        loaders = {**self._qkv.weight_loaders(), **self._o.weight_loaders()}
         if self._norms is not None:
-            found.update(prefixed("q_norm.", self._norms[0].weight_loaders()))
-            found.update(prefixed("k_norm.", self._norms[1].weight_loaders()))
+            loaders.update(prefixed("q_norm.", self._norms[0].weight_loaders()))
+            loaders.update(prefixed("k_norm.", self._norms[1].weight_loaders()))
         if self._sinks is not None:
-            found["sinks"] = copy_into(self._sinks)
-        return found
+            loaders["sinks"] = copy_into(self._sinks)
+        return loaders
 
     @property
     def reads(self) -> WeightFormat:
@@ -93,15 +95,18 @@ class Attention:
             interleaved,
         )  # fmt: skip
         out = self._attend(q, kv, group.ragged, self._shape, self._sinks, divided=group.divided)
-        return self._o(out.reshape(x.shape[0], -1), adapters)
+        out = out.reshape(x.shape[0], -1)
+        if self._gate_output is not None:
+            out = self._gate_output(out, x, adapters)
+        return self._o(out, adapters)
 
 
 def attention_over_cache(build: Build) -> Callable[..., Tensor]:
     """Return attention over the cache: the op, or where ranks share a sequence's cache `StripedAttention`."""
     if build.cp is not None:
         return StripedAttention(build.cp, build.kernels)
-    whole = build.of(attention)
-    return lambda q, kv, batch, shape, sinks, *, divided: whole(q, kv, batch, shape, sinks)
+    attend = build.of(attention)
+    return lambda q, kv, batch, shape, sinks, *, divided: attend(q, kv, batch, shape, sinks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ class DeltaNet(RecurrentMixer):
         self._rule, self._gated_norm = build.of(gated_delta_rule), build.of(gated_norm)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        found = super().weight_loaders()
-        found |= {"rate": copy_into(self._rate), "dt_bias": copy_into(self._dt_bias)}
-        found["norm.weight"] = copy_into(self._norm)
-        return found
+        loaders = super().weight_loaders()
+        loaders |= {"rate": copy_into(self._rate), "dt_bias": copy_into(self._dt_bias)}
+        loaders["norm.weight"] = copy_into(self._norm)
+        return loaders
 
     def __call__(
         self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, batch: StateBatch, view: StateView,

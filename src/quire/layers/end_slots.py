@@ -69,11 +69,11 @@ class EndSlots:
         """Change ``rows [num_tokens, hidden_size]`` of the embedding, of ``ids [num_tokens]``, in place."""
 
         def change(ids: Tensor, rows: Tensor) -> None:
-            for held, at in self._groups(self._embedding, adapters):
+            for loaded, at in self._groups(self._embedding, adapters):
                 own = ids[at, 0]
-                y = rows[at] if held.whole is None else held.whole[own]
-                if held.a is not None:
-                    y = self._sum(y, held, held.a[own].float()).to(self._dtype)
+                y = rows[at] if loaded.whole is None else loaded.whole[own]
+                if loaded.a is not None:
+                    y = self._sum(y, loaded, loaded.a[own].float()).to(self._dtype)
                 rows[at] = y
 
         _in_order(change, ids.unsqueeze(1), rows, lambda: bool(self._embedding))
@@ -82,36 +82,36 @@ class EndSlots:
         """Change ``logits [num_logits, vocab_size]`` fp32 of ``hidden [num_logits, hidden_size]`` in place."""
 
         def change(hidden: Tensor, logits: Tensor) -> None:
-            for held, at in self._groups(self._head, adapters):
+            for loaded, at in self._groups(self._head, adapters):
                 x = hidden[at]
-                y = logits[at] if held.whole is None else linear(x, held.whole, out_dtype=torch.float32)
-                if held.a is not None:
-                    y = self._sum(y, held, linear(x, held.a, out_dtype=torch.float32))
+                y = logits[at] if loaded.whole is None else linear(x, loaded.whole, out_dtype=torch.float32)
+                if loaded.a is not None:
+                    y = self._sum(y, loaded, linear(x, loaded.a, out_dtype=torch.float32))
                 logits[at] = y
 
         _in_order(change, hidden, logits, lambda: bool(self._head))
 
-    def _sum(self, y: Tensor, held: _Held[M], low: Tensor) -> Tensor:
+    def _sum(self, y: Tensor, loaded: _Held[M], low: Tensor) -> Tensor:
         """``gain · y + B (scale · low)`` in fp32; the scaled product is rounded to the model's type."""
-        assert held.b is not None
-        y = y.float() if held.gain is None else y.float() * held.gain
-        return y + linear((low * held.scale).to(self._dtype), held.b, out_dtype=torch.float32)
+        assert loaded.b is not None
+        y = y.float() if loaded.gain is None else y.float() * loaded.gain
+        return y + linear((low * loaded.scale).to(self._dtype), loaded.b, out_dtype=torch.float32)
 
     def _groups(self, slots: dict[int, _Held[M]], rows: AdapterRows) -> list[tuple[_Held[M], Tensor]]:
         """Return each slot that rows of this step have, with their indices."""
         groups = []
-        for slot, held in slots.items():
+        for slot, loaded in slots.items():
             start, stop = rows.starts[[slot - 1, slot]].tolist() if slot < len(rows.starts) else (0, 0)
             if start < stop:
-                groups.append((held, torch.from_numpy(rows.order[start:stop]).to(self._device)))
+                groups.append((loaded, torch.from_numpy(rows.order[start:stop]).to(self._device)))
         return groups
 
     def _hold(self, change: EndChange, pack: Callable[[Tensor], M]) -> _Held[M]:
-        whole, low = None if change.whole is None else pack(change.whole), change.low
+        weight, low = None if change.whole is None else pack(change.whole), change.low
         if low is None:
-            return _Held(whole)
+            return _Held(weight)
         gain = None if low.gain is None else low.gain.to(self._device)
-        return _Held(whole, pack(low.a), self._packed(low.b), low.scale, gain)
+        return _Held(weight, pack(low.a), self._packed(low.b), low.scale, gain)
 
     def _table(self, matrix: Tensor) -> Tensor:
         return matrix.to(self._device, self._dtype, copy=True)

@@ -66,12 +66,12 @@ class LatentAttention:
         self._store, self._attend = build.of(store_kv), attention_over_cache(build)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        found = {**self._down.weight_loaders(), **self._o.weight_loaders(), "kv_b.weight": self._load_kv_b}
-        found.update(prefixed("kv_a_norm.", self._kv_norm.weight_loaders()))
+        loaders = {**self._down.weight_loaders(), **self._o.weight_loaders(), "kv_b.weight": self._load_kv_b}
+        loaders.update(prefixed("kv_a_norm.", self._kv_norm.weight_loaders()))
         if self._q_b is not None:
-            found.update(self._q_b.weight_loaders())
-            found.update(prefixed("q_a_norm.", self._q_norm.weight_loaders()))
-        return found
+            loaders.update(self._q_b.weight_loaders())
+            loaders.update(prefixed("q_a_norm.", self._q_norm.weight_loaders()))
+        return loaders
 
     def _load_kv_b(self, weight: Weight) -> None:
         """``[num_heads · (nope + v_head_dim), lora]`` → the two matrices of each head."""

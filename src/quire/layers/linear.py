@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -53,13 +53,13 @@ class Linear:
         self.lora: LoraStack | None = None
         self.segments: list[PackedLinear] = []
         self._where: dict[str, tuple[PackedLinear, int]] = {}  # part → its matrix and first row there
-        for held, names in groupby(parts, lambda name: build.held(f"{name}.weight")):
-            of = list(names)
-            backend = build.matrix_backend(held)
-            rows = sum(parts[name] for name in of)
-            packed = pack_empty(rows, in_features, build.dtype, bias=bias, backend=backend, format=held)
+        for format, names in groupby(parts, lambda name: build.held(f"{name}.weight")):
+            names_of_format = list(names)
+            backend = build.matrix_backend(format)
+            rows = sum(parts[name] for name in names_of_format)
+            packed = pack_empty(rows, in_features, build.dtype, bias=bias, backend=backend, format=format)
             start = 0
-            for name in of:
+            for name in names_of_format:
                 self._where[name] = (packed, start)
                 start += parts[name]
             self.segments.append(packed)
@@ -67,7 +67,7 @@ class Linear:
     @property
     def packed(self) -> PackedLinear:
         """The matrix of a linear with one format."""
-        assert len(self.segments) == 1, [each.format for each in self.segments]
+        assert len(self.segments) == 1, [segment.format for segment in self.segments]
         return self.segments[0]
 
     @property
@@ -78,20 +78,16 @@ class Linear:
     @cached_property
     def reads(self) -> WeightFormat:
         """The format whose `QuantizedRows` it takes; PLAIN where it takes plain rows, as adapters need."""
-        one = len(self.segments) == 1 and self.segments[0].reads_quantized and self.lora is None
-        held = self.segments[0].format if one else PLAIN
+        reads_rows = len(self.segments) == 1 and self.segments[0].reads_quantized and self.lora is None
+        format = self.segments[0].format if reads_rows else PLAIN
         # Ops that write fp8 rows give them one scale per row, not one per group.
-        return PLAIN if held.kind == "fp8" and held.group else held
+        return PLAIN if format.kind == "fp8" and format.group else format
 
     def add_slots(self, num_slots: int, max_rank: int) -> None:
         """Allocate slots for adapters beside the weights. To be called before `reads` is read."""
         self.lora = stack_empty(
             tuple(self.parts.values()), self._in_features, num_slots, max_rank, self._dtype, backend=self._lora_backend
         )  # fmt: skip
-
-    def lora_targets(self) -> dict[str, LoraTarget]:
-        """Return what an adapter may change, by part; nothing without slots."""
-        return {} if self.lora is None else {name: LoraTarget(self, self.lora, name) for name in self.parts}
 
     def rows_of(self, part: str, ids: Tensor) -> Tensor:
         """Return rows of the matrix of ``part``, expanded: fp32 ``[len(ids), in_features]``, on the host."""
@@ -105,12 +101,12 @@ class Linear:
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         """Return ``{part}.weight [features, in_features]`` and, with biases, ``{part}.bias [features]``."""
-        found: dict[str, WeightLoader] = {}
+        loaders: dict[str, WeightLoader] = {}
         for name, (packed, start) in self._where.items():
-            found[f"{name}.weight"] = MatrixLoader([packed], start)
+            loaders[f"{name}.weight"] = MatrixLoader([packed], start)
             if packed.bias is not None:
-                found[f"{name}.bias"] = partial(write_bias, packed, start)
-        return found
+                loaders[f"{name}.bias"] = partial(write_bias, packed, start)
+        return loaders
 
     def __call__(
         self, x: Tensor | QuantizedRows, adapters: AdapterRows | None = None, *, out_dtype: torch.dtype | None = None
@@ -158,6 +154,16 @@ class LoraTarget(NamedTuple):
     def part_index(self) -> int:
         """Which part of the stack it is."""
         return list(self.linear.parts).index(self.part)
+
+
+def lora_targets(linears: Iterable[tuple[str, Linear]]) -> dict[str, LoraTarget]:
+    """Return prefix + part → what an adapter changes there, of the linears that have slots."""
+    return {
+        prefix + part: LoraTarget(linear, linear.lora, part)
+        for prefix, linear in linears
+        if linear.lora is not None
+        for part in linear.parts
+    }
 
 
 def completing(
@@ -208,35 +214,35 @@ class Embedding:
         self._local_ids = build.of(local_ids)
         self._take_rows, self._scale_rows = build.of(take_rows), build.of(scale_rows)
         self._scale = torch.tensor(scale, dtype=build.dtype).item()  # rounded first, as in training
-        held = build.held("embed.weight")
-        of_head = held if tied else build.held("lm_head.weight")
+        format = build.held("embed.weight")
+        head_format = format if tied else build.held("lm_head.weight")
         self._head: Linear | None = None
         if tied or stage.is_last:
             self._head = Linear(
-                {"head": vocab_size}, hidden_size, replace(build, formats={"head.weight": of_head})
+                {"head": vocab_size}, hidden_size, replace(build, formats={"head.weight": head_format})
             )
         self._table: Tensor | None = None
         # Holds the rows where there is no table.
         self._packed: PackedLinear | None = self._head.packed if tied and self._head is not None else None
-        if not tied and stage.is_first and held.quantized:
+        if not tied and stage.is_first and format.quantized:
             self._packed = pack_empty(
-                vocab_size, hidden_size, build.dtype, bias=False, backend=build.matrix_backend(held), format=held
+                vocab_size, hidden_size, build.dtype, bias=False, backend=build.matrix_backend(format), format=format
             )  # fmt: skip
         elif not tied and stage.is_first:
             self._table = torch.zeros(vocab_size, hidden_size, dtype=build.dtype)
         self._tied = tied
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        found: dict[str, WeightLoader] = {}
+        loaders: dict[str, WeightLoader] = {}
         if not self._tied and self._packed is not None:
-            found["embed.weight"] = MatrixLoader([self._packed], 0)
+            loaders["embed.weight"] = MatrixLoader([self._packed], 0)
         if self._table is not None:
             table = self._table if self._tp is None else self._table[: len(self._tp.shard.vocab)]
-            found["embed.weight"] = copy_into(table)
+            loaders["embed.weight"] = copy_into(table)
         if self._head is not None:
             name = "embed.weight" if self._tied else "lm_head.weight"
-            found[name] = self._head.weight_loaders()["head.weight"]
-        return found
+            loaders[name] = self._head.weight_loaders()["head.weight"]
+        return loaders
 
     def __call__(self, input_ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """``input_ids [num_tokens]`` → ``[num_tokens, hidden_size]``, scaled (Gemma, Granite)."""

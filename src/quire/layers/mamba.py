@@ -31,15 +31,15 @@ class Mamba(RecurrentMixer):
     def weight_loaders(self) -> dict[str, WeightLoader]:
         # The convolution is linear in each channel, so factors on its input are factors on its taps, which are fp32.
         scales = dict(zip(("conv_x", "conv_b", "conv_c"), self._mamba.scales[1:4], strict=True))
-        found = super().weight_loaders() | self._taps.weight_loaders(scales)
-        found |= {
+        loaders = super().weight_loaders() | self._taps.weight_loaders(scales)
+        loaders |= {
             "rate": copy_into(self._rate),
             "dt_bias": copy_into(self._dt_bias),
             "skip": copy_into(self._skip),
         }
         if self._norm is not None:
-            found["norm.weight"] = copy_into(self._norm)
-        return found
+            loaders["norm.weight"] = copy_into(self._norm)
+        return loaders
 
     def __call__(
         self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, batch: StateBatch, view: StateView,

@@ -82,29 +82,29 @@ class MoeBlock:
 
     def expert_tensors(self, slot: int) -> list[Tensor]:
         """Return every tensor of the expert in ``slot`` of this rank."""
-        found = [
+        tensors = [
             part
             for packed in (self._gate_up[slot], self._down[slot])
             for part in (packed.data, packed.bias, packed.scale, packed.offset)
         ]
-        return [part for part in found if part is not None]
+        return [part for part in tensors if part is not None]
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         inter = self._moe.intermediate_size
-        found = self._router.weight_loaders()
+        loaders = self._router.weight_loaders()
         places = [(name, self._gate_up, i * inter) for i, name in enumerate(self._up_parts)]
         places.append(("down", self._down, 0))
         for name, packed, start in places:
-            found[f"{name}.weight"] = MatrixLoader(packed, start, is_stack=True)
+            loaders[f"{name}.weight"] = MatrixLoader(packed, start, is_stack=True)
             if self._moe.expert_bias:
-                found[f"{name}.bias"] = partial(_write_biases, packed, start)
+                loaders[f"{name}.bias"] = partial(_write_biases, packed, start)
         if self._correction is not None:
-            found["correction_bias"] = copy_into(self._correction)
+            loaders["correction_bias"] = copy_into(self._correction)
         if self._shared is not None:
-            found.update(prefixed("shared.", self._shared.weight_loaders()))
+            loaders.update(prefixed("shared.", self._shared.weight_loaders()))
         for linear in (*(self._latent or ()), *([self._shared_gate] if self._shared_gate else ())):
-            found.update(linear.weight_loaders())
-        return found
+            loaders.update(linear.weight_loaders())
+        return loaders
 
     @property
     def reads(self) -> WeightFormat:

@@ -21,17 +21,17 @@ class Taps:
 
     def weight_loaders(self, scales: dict[str, float] | None = None) -> dict[str, WeightLoader]:
         """Return the loaders of each part; ``scales``: factors on what the parts of the convolution read."""
-        found: dict[str, WeightLoader] = {}
+        loaders: dict[str, WeightLoader] = {}
         start = 0
         for name, width in self._parts.items():
             stop = start + width
-            found[f"{name}.weight"] = _transposed_into(
+            loaders[f"{name}.weight"] = _transposed_into(
                 self.weight[:, start:stop], (scales or {}).get(name, 1.0)
             )
             if self.bias is not None:
-                found[f"{name}.bias"] = copy_into(self.bias[start:stop])
+                loaders[f"{name}.bias"] = copy_into(self.bias[start:stop])
             start = stop
-        return found
+        return loaders
 
 
 def _transposed_into(target: Tensor, scale: float) -> WeightLoader:

@@ -99,9 +99,9 @@ class Build:
         """Return the version of ``op`` that the layers call."""
         return self.kernels.of(op)
 
-    def matrix_backend(self, held: WeightFormat) -> Backend:
+    def matrix_backend(self, format: WeightFormat) -> Backend:
         """Return the backend that multiplies with matrices of format ``held``."""
-        return self.kernels.backend(op_of(held))
+        return self.kernels.backend(op_of(format))
 
 
 def _within(prefix: str, items: Mapping[str, T]) -> dict[str, T]:

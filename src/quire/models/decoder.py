@@ -26,7 +26,7 @@ from quire.kv_layout import KvLayout
 from quire.layers import context_rows as cp_rows
 from quire.layers.attention import AdapterBatch, Attention, CosSin, StepBatch
 from quire.layers.context import ContextParallel
-from quire.layers.linear import Embedding, LoraTarget
+from quire.layers.linear import Embedding, LoraTarget, lora_targets
 from quire.layers.mlp import Mlp
 from quire.layers.norm import RmsNorm
 from quire.layers.rope import RopeTable
@@ -114,7 +114,7 @@ class Decoder:
         """Return "layers.0.attn.q" … → what an adapter changes there; the `ends` are no linears."""
         targets: dict[str, LoraTarget] = {}
         for index, layer in enumerate(self._layers):
-            targets |= {f"layers.{index}.{name}": each for name, each in layer.lora_targets().items()}
+            targets |= {f"layers.{index}.{name}": target for name, target in layer.lora_targets().items()}
         assert set(targets) == set(adaptable(self.spec)), set(targets) ^ set(adaptable(self.spec))
         return targets
 
@@ -291,11 +291,7 @@ class DecoderLayer:
         mlp = "mlp." if isinstance(self.mlp, Mlp) else "moe.shared."
         linears = [(self._prefix, module) for module in self._mixer.linears()]
         linears += [(mlp, module) for module in self.mlp.linears()]
-        return {
-            prefix + name: target
-            for prefix, linear in linears
-            for name, target in linear.lora_targets().items()
-        }
+        return lora_targets(linears)
 
     def __call__(
         self, delta: Tensor | None, residual: Tensor, cos_sin: CosSin | None, group: Any, kv: Any,

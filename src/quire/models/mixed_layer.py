@@ -15,7 +15,7 @@ from quire.config import LoraConfig
 from quire.kernels.pointwise import add_rows, scale_rows, take_rows
 from quire.layers.activated_mlp import ActivatedMlp
 from quire.layers.attention import AdapterBatch, Attention, CosSin
-from quire.layers.linear import LoraTarget
+from quire.layers.linear import LoraTarget, lora_targets
 from quire.layers.norm import RmsNorm
 from quire.layers.weights import Build, WeightLoader, prefixed
 from quire.models.decoder import DecoderLayer, Ends
@@ -83,11 +83,7 @@ class MixedLayer:
         if self.mlp is not None:
             mlp = "mlp." if self._mlp_prefix == "mlp." else "moe.shared."
             linears += [(mlp, linear) for linear in self.mlp.linears()]
-        return {
-            prefix + name: target
-            for prefix, linear in linears
-            for name, target in linear.lora_targets().items()
-        }
+        return lora_targets(linears)
 
     def __call__(
         self, delta: Tensor | None, residual: Tensor, cos_sin: CosSin | None, group: Any, kv: Any,

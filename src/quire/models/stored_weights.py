@@ -17,14 +17,7 @@ from quire.models.safetensors_file import StoredTensor
 from quire.models.weight_sources import FP8, Parts, Source
 from quire.parallel.shard import Cut
 from quire.quant.rtn import quantize
-from quire.quant.stored import (
-    AWQ_ORDER,
-    StoredMatrix,
-    StoredStack,
-    exchange,
-    regroup,
-    unpack,
-)
+from quire.quant.stored import AWQ_ORDER, StoredMatrix, StoredStack, exchange, regroup, unpack
 from quire.weight_format import Kind, WeightFormat
 
 Tensors = Mapping[str, Tensor]  # part → tensor

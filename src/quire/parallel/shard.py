@@ -22,14 +22,7 @@ from types import MappingProxyType
 
 from quire.errors import ConfigError
 from quire.kv_layout import KvGroup, KvLayout
-from quire.modelspec import (
-    AttentionSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    matrix_bytes,
-    weight_shapes,
-)
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, matrix_bytes, weight_shapes
 from quire.parallel.stripe import Stripe
 from quire.parallel.topology import Heads, Rank, Topology, share
 from quire.recurrent_spec import RecurrentSpec

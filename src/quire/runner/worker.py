@@ -213,16 +213,22 @@ class Worker:
     def _compute_in_memory(
         self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched
     ) -> None:
-        """Launch them in one go, or where memory does not suffice in halves, in their order.
-
-        The scheduler is told how many tokens were too many. A sequence that does not fit alone is refused, and planned
-        again with fewer tokens if it had many.
-        """
+        """Launch them in one go, or where memory does not suffice in halves, in their order."""
         try:
             launched.launches.append(self._launch(plans, seqs, launched))
             return
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(".")[0]
+        self._compute_halves(plans, seqs, launched, reason)
+
+    def _compute_halves(
+        self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], launched: Launched, reason: str
+    ) -> None:
+        """Compute what was too much for the memory, for ``reason``, in two steps.
+
+        The scheduler is told how many tokens were too many. A sequence that does not fit alone is refused, and planned
+        again with fewer tokens if it had many.
+        """
         self.runner.free_memory()
         num_tokens = sum(plan.num_scheduled_tokens for plan in plans)
         launched.max_tokens = num_tokens // 2

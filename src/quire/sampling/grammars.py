@@ -301,12 +301,12 @@ class Grammars:
 
     def _forget(self) -> None:
         """Forget what was used least recently while all take too much, and one that alone grew too large."""
-        kept = self._compiled
-        num_bytes = sum(compiled.num_bytes for compiled in kept.values())
-        while len(kept) > _MAX_COMPILED or (num_bytes > _MAX_BYTES and len(kept) > 1):
-            num_bytes -= kept.popitem(last=False)[1].num_bytes
-        if len(kept) == 1 and next(iter(kept.values())).grown_bytes > _MAX_BYTES:
-            kept.clear()
+        grammars = self._compiled
+        num_bytes = sum(compiled.num_bytes for compiled in grammars.values())
+        while len(grammars) > _MAX_COMPILED or (num_bytes > _MAX_BYTES and len(grammars) > 1):
+            num_bytes -= grammars.popitem(last=False)[1].num_bytes
+        if len(grammars) == 1 and next(iter(grammars.values())).grown_bytes > _MAX_BYTES:
+            grammars.clear()
 
     def _watched(self, grammar: str, eos_token_ids: tuple[int, ...]) -> tuple[Any, str, Vocabulary]:
         tokenizer, vocabulary = self._tokenizer_for(eos_token_ids)

@@ -105,12 +105,7 @@ class Outcome:
         counters.num_generated_tokens += num_plain + num_generated
 
     def _apply_one(
-        self,
-        seq: Sequence,
-        plan: SeqPlan,
-        result: SeqResult,
-        now: float,
-        events: list[TokenEvent],
+        self, seq: Sequence, plan: SeqPlan, result: SeqResult, now: float, events: list[TokenEvent]
     ) -> int:
         """Apply one result, whatever there is to do; return how many of its tokens count as generated now."""
         state = self._state
@@ -158,7 +153,6 @@ class Outcome:
         else:
             timing = seq.timing(now) if is_first or seq.has_stop_strings else None
             events.append(TokenEvent(seq.request_id, seq.sample_index, token_ids, logprobs, timing=timing))
-        if reason is None:
             state.find_next_event(seq)
         return len(token_ids)
 

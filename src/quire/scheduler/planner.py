@@ -143,18 +143,18 @@ class Planner:
         """Plan the next tokens of a running sequence that has many to compute."""
         cache = self._state.cache
         todo = seq.target - seq.num_planned
-        whole, room = must_be_whole(self._state.config, todo), self._room
+        uncut, room = must_be_uncut(self._state.config, todo), self._room
         num_tokens = min(todo, room.left if room.share is None else room.share.room(seq, todo))
-        if num_tokens == 0 or (whole and todo > room.left):
+        if num_tokens == 0 or (uncut and todo > room.left):
             return
         end = seq.num_planned + num_tokens
         if self._barred(seq):
             capacity = seq.table.capacity
-            if capacity <= seq.num_planned or (whole and capacity < end):
+            if capacity <= seq.num_planned or (uncut and capacity < end):
                 return
             end = min(end, capacity)
         elif not cache.allocate(seq.table, end):
-            least = end if whole else seq.num_planned + 1
+            least = end if uncut else seq.num_planned + 1
             if cache.reachable_end(seq.table) < least and not self._find_room(seq, least):
                 return
             end = min(end, cache.reachable_end(seq.table))
@@ -184,9 +184,9 @@ class Planner:
     def _admit_one(self, seq: Sequence, room: int, num_held: int) -> bool:
         state = self._state
         target = seq.target
-        whole = must_be_whole(state.config, target)
+        uncut = must_be_uncut(state.config, target)
         seq.table.reads_prefix = seq.group.reads_prefix
-        admitted = state.cache.admit(seq.table, seq.token_ids, target, room, whole=whole, num_held=num_held)
+        admitted = state.cache.admit(seq.table, seq.token_ids, target, room, uncut=uncut, num_held=num_held)
         if admitted is None:
             return False
         state.waiting.remove(seq)
@@ -278,7 +278,7 @@ def _new_seq(seq: Sequence) -> NewSeq:
     )
 
 
-def must_be_whole(config: SchedulerConfig, num_tokens: int) -> bool:
+def must_be_uncut(config: SchedulerConfig, num_tokens: int) -> bool:
     """Tell whether a chunk of ``num_tokens`` may not be cut.
 
     Without chunked prefill a prompt is computed in one step or waits. Only what can never fit a step is cut:

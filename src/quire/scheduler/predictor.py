@@ -45,12 +45,7 @@ class Predictor:
         self._output = Mean()  # tokens of a sequence that ended
 
     def note(
-        self,
-        seqs: Sequence[SeqPlan],
-        planned_s: float,
-        applied_s: float,
-        *,
-        num_prompt_tokens: int,
+        self, seqs: Sequence[SeqPlan], planned_s: float, applied_s: float, *, num_prompt_tokens: int
     ) -> float:
         """A step that was planned at ``planned_s`` was applied; return how long it took."""
         took_s = self.spent_s(planned_s, applied_s)

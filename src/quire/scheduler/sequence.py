@@ -222,6 +222,6 @@ def held_bytes(request: Request) -> int:
     ids = (sampling.stop_token_ids, sampling.allowed_token_ids or (), *request.output_token_ids)
     num_ids = sum(map(len, (*ids, *sampling.bad_words_token_ids)))
     num_ids += 0 if pooling is None else len(pooling.token_ids)
-    held = _REQUEST_BYTES + len(request.grammar or "") + sum(map(len, sampling.stop))
-    held += _PROMPT_TOKEN_BYTES * len(request.prompt_token_ids) + _ID_BYTES * num_ids
-    return held + _BIAS_BYTES * len(sampling.logit_bias) + sum(map(num_bytes, request.spans))
+    total = _REQUEST_BYTES + len(request.grammar or "") + sum(map(len, sampling.stop))
+    total += _PROMPT_TOKEN_BYTES * len(request.prompt_token_ids) + _ID_BYTES * num_ids
+    return total + _BIAS_BYTES * len(sampling.logit_bias) + sum(map(num_bytes, request.spans))

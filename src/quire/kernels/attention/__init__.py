@@ -232,9 +232,8 @@ def cut_pairs(batch: RaggedBatch, tiling: Tiling) -> list[PairChunk]:
     q_lens = np.diff(batch.cu_seqlens_q)
     start = batch.seq_lens - q_lens  # position of the first query
     low = items.low // tiling.positions
-    num_tiles = np.maximum(
-        (items.end - 1) // tiling.positions - low + 1, 1
-    )  # all of it masked where it sees nothing
+    # A row that sees nothing has a tile all of which is masked.
+    num_tiles = np.maximum((items.end - 1) // tiling.positions - low + 1, 1)
     order = np.argsort(-num_tiles, kind="stable")
     ends = np.cumsum(num_tiles[order])
     chunks = []
@@ -244,9 +243,8 @@ def cut_pairs(batch: RaggedBatch, tiling: Tiling) -> list[PairChunk]:
         end = max(begin + 1, int(np.searchsorted(ends, done + tiling.max_pairs, side="right")))
         chosen = order[begin:end]
         seq = items.seq[chosen]
-        rows = items.first_row[chosen, None] + np.arange(
-            tiling.row_tile
-        )  # [items, row_tile], within the sequence
+        # [items, row_tile], within the sequence
+        rows = items.first_row[chosen, None] + np.arange(tiling.row_tile)
         valid = rows < (q_lens[seq] * group)[:, None]
         row_index = np.where(
             valid, batch.cu_seqlens_q[seq, None] * group + rows, batch.cu_seqlens_q[-1] * group

@@ -181,25 +181,27 @@ def native_cap_logits(isa: str, logits: Tensor, scale: float, cap: float | None)
 @gated.native()
 def native_gated(isa: str, gate_up: Tensor, kind: ActivationKind) -> Tensor:
     y = empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-    _over_rows(isa, gate_up, kind, y, None)
+    write_activated(isa, gate_up, GATES[kind], 2, y, None)
     return y
 
 
 @gated_to_int8.native()
 def native_gated_to_int8(isa: str, gate_up: Tensor, kind: ActivationKind, format: RowFormat) -> QuantizedRows:
     rows = empty_rows(gate_up.shape[0], gate_up.shape[1] // 2, format, gate_up.dtype)
-    _over_rows(isa, gate_up, kind, None, rows)
+    write_activated(isa, gate_up, GATES[kind], 2, None, rows)
     return rows
 
 
-def _over_rows(
-    isa: str, gate_up: Tensor, kind: ActivationKind, y: Tensor | None, rows: QuantizedRows | None
-) -> None:
-    num_tokens, width = gate_up.shape
-    gate_up = unit_stride(gate_up)
+def write_activated(
+    isa: str, x: Tensor, kind: int, parts: int, y: Tensor | None, rows: QuantizedRows | None,
+    factors: tuple[float, float, float] = (1.0, 0.0, 0.0),
+) -> None:  # fmt: skip
+    """Write what an activation makes of ``x [num_tokens, parts · size]`` into ``y`` or, quantized, into ``rows``."""
+    num_tokens, width = x.shape
+    x = unit_stride(x)
     native.gated(
-        *call_of(isa, gate_up), GATES[kind], *rows_of(gate_up), address(y), num_tokens, width // 2,
-        1.0, 0.0, 0.0, *(NO_ROWS if rows is None else row_words(rows)),
+        *call_of(isa, x), kind, *rows_of(x), address(y), num_tokens, width // parts, *factors,
+        *(NO_ROWS if rows is None else row_words(rows)),
     )  # fmt: skip
 
 

@@ -150,6 +150,6 @@ class Acceptance:
 
 def followed(rate: float, num_drafts: int, num_accepted: int, memory: int) -> float:
     """Return the mean acceptance ``rate`` after a verification: some accepted, then one rejected if any is left."""
-    kept = 1.0 - 1.0 / memory
-    rate = 1.0 - (1.0 - rate) * kept**num_accepted
-    return rate * kept if num_accepted < num_drafts else rate
+    decay = 1.0 - 1.0 / memory
+    rate = 1.0 - (1.0 - rate) * decay**num_accepted
+    return rate * decay if num_accepted < num_drafts else rate

@@ -51,7 +51,9 @@ class Seats:
         state, predictor, running = self._state, self._state.predictor, self._state.running
         step_s, mean = predictor.step_s or ASSUMED_STEP_S, predictor.mean_output
         sample = state.waiting.first(64) or running  # long outputs are more frequent among those that run
-        typical = sum(_num_left(seq, mean, whole=True) for seq in sample) / len(sample) if sample else mean
+        typical = (
+            sum(_num_left(seq, mean, from_start=True) for seq in sample) / len(sample) if sample else mean
+        )
         free = state.config.max_num_seqs - len(running)
         if running:
             num_tokens = sum(seq.num_prompt for seq in running) / len(running) + typical
@@ -68,9 +70,9 @@ class Seats:
         return SeatTimes(free_s, max(1.0, typical) * step_s, sum(left) - num_long, num_long)
 
 
-def _num_left(seq: Sequence, mean: float, *, whole: bool = False) -> float:
+def _num_left(seq: Sequence, mean: float, *, from_start: bool = False) -> float:
     """Return the output tokens that a sequence is expected to give yet, or in all. ``mean``: of others; 0: unknown."""
-    done = 0 if whole else len(seq.token_ids) - seq.num_prompt
+    done = 0 if from_start else len(seq.token_ids) - seq.num_prompt
     most = max(1, seq.max_total - seq.num_prompt - done)
     if not mean or not (seq.stop_ids or seq.sampling.stop):
         return most

@@ -42,8 +42,8 @@ class Rule(Policy):
                 seq.table, start, end, plan.num_draft_tokens, rolls=not seq.is_beam
             )
             if self._has_drafts:
-                kept = slots.plan_drafts(seq.table, plan.num_known_tokens, plan.num_draft_tokens)
-                checkpoints = tuple(sorted((*checkpoints, *kept)))
+                draft_saves = slots.plan_drafts(seq.table, plan.num_known_tokens, plan.num_draft_tokens)
+                checkpoints = tuple(sorted((*checkpoints, *draft_saves)))
             if checkpoints:
                 plans[index] = plan._replace(checkpoints=checkpoints)
         slots.drafts.planned()

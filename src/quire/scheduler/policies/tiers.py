@@ -197,14 +197,14 @@ class Rule(Policy):
         if not state.waiting or any(load.is_late for load in self.loads.values()):
             return ()
         num_left = cache.pool.num_blocks // 2 - sum(load.num_blocks for load in self.loads.values())
-        found: list[Sequence] = []
+        candidates: list[Sequence] = []
         for seq in state.waiting.first(state.config.max_num_seqs):
             num_left -= self._num_groups * (len(seq.token_ids) // cache.block_size)
-            if found and num_left < 0:
+            if candidates and num_left < 0:
                 break
             if self._looked_at.get(seq) != seq.epoch:
-                found.append(seq)
-        return found
+                candidates.append(seq)
+        return candidates
 
     def _consider(self, seq: Sequence, now: float) -> None:
         """Load what the tier has of the prompt of ``seq`` behind what the prefix tree has, if that pays."""

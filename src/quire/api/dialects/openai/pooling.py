@@ -103,13 +103,13 @@ async def _cut_to_context(
     state: ApiState, prompts: Sequence[str | Sequence[int]]
 ) -> tuple[list[str | Sequence[int]], int]:
     """Return the beginnings of ``prompts`` that the model can read, and how many tokens are cut off."""
-    found: list[str | Sequence[int]] = []
+    prompts_within: list[str | Sequence[int]] = []
     num_cut = 0
     for prompt in prompts:
         ids = await state.frontend.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt
-        found.append(cut(ids, state.model.max_model_len, state.frontend.tokenizer))
-        num_cut += len(ids) - len(found[-1])
-    return found, num_cut
+        prompts_within.append(cut(ids, state.model.max_model_len, state.frontend.tokenizer))
+        num_cut += len(ids) - len(prompts_within[-1])
+    return prompts_within, num_cut
 
 
 def _write(
