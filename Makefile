@@ -29,10 +29,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csr
 	@touch $@
 
 # For users a build that fails falls back to the reference; who develops must see it.
-# The extra's packages by themselves: `pip install -e .[dev]` would build the native extension a second time.
+# The extra's packages by themselves: `pip install -e .[dev]` would build the native extension a second time. Python
+# compiles their modules when they are imported, which few of the 19,000 are.
 $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], sep="\n")' > $(VENV)/dev.txt
-	$(PIP) -r $(VENV)/dev.txt
+	$(PIP) --no-compile -r $(VENV)/dev.txt
 	@if command -v c++ >/dev/null; then $(BIN)/python -c 'import quire._native' || \
 	  { echo 'The native extension did not build; see: $(BIN)/pip install -v --no-build-isolation --no-deps -e .'; exit 1; }; fi
 	@touch $@

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,11 +44,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Look for no garbage while tests are collected: what they and their imports make lives as long as the process."""
+    """Look for no garbage while tests are collected: what they and their imports make lives as long as the process.
+
+    Later looks leave it out, as one at all of it takes seconds. Hypothesis, once imported, does not mind.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
+        if "hypothesis" in sys.modules:
+            gc.freeze()
         gc.enable()
 
 

@@ -226,7 +226,9 @@ def path_of(node: Node | None) -> list[Node]:
     return path
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 20))]
+)
 @pytest.mark.parametrize("windows", [(None,), (None, 5), (5,)], ids=str)
 def test_a_cleared_tree_is_taken_apart_between_steps(
     seed: int, windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch

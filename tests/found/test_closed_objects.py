@@ -112,9 +112,10 @@ def _random_value(rng: random.Random, depth: int = 0) -> Any:
     return {name: _random_value(rng, depth + 1) for name in rng.sample("abcd", rng.randint(0, 3))}
 
 
-def test_closing_is_never_wider_than_the_schema() -> None:
+@pytest.mark.parametrize("num_schemas", [400, pytest.param(1500, marks=pytest.mark.slow)])
+def test_closing_is_never_wider_than_the_schema(num_schemas: int) -> None:
     num_valid = 0
-    for seed in range(1500):
+    for seed in range(num_schemas):
         rng = random.Random(seed)
         schema = _random_schema(rng)
         as_written = jsonschema.Draft202012Validator(schema)
@@ -127,7 +128,7 @@ def test_closing_is_never_wider_than_the_schema() -> None:
                 break
             num_valid += is_valid
             assert not is_valid or as_written.is_valid(value), f"seed {seed}: {schema} {value}"
-    assert num_valid > 1000
+    assert num_valid > num_schemas // 2
 
 
 def _takes(params: StructuredOutputsParams, text: str) -> bool:

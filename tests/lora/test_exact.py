@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.exact.engine_run import Policy, Tally
 from tests.exact.models import KNOWN_MODELS, MODELS
-from tests.exact.suite import Case, serve_and_check, truth_of
+from tests.exact.suite import BEST, Case, at_level, serve_and_check, truth_of
 from tests.lora.peft_files import make_adapters, make_end_adapters
 
 from quire.kernels.registry import NATIVE_LEVELS, backends
@@ -38,7 +38,7 @@ def case_of(folder: Path, model: str, seed: int, dtype: str, level: str, **more:
 def test_the_traffic_covers_what_it_claims(make: Callable[..., tuple[Adapter, ...]], tmp_path: Path) -> None:
     """Slots are fought for, and adapters make a difference."""
     adapters = make(tmp_path, MODELS["llama"]())
-    case = Case("llama", "float32", 42, cpu_isa=LEVELS[-1], adapters=adapters, num_requests=48)
+    case = Case("llama", "float32", 42, cpu_isa=BEST, adapters=adapters, num_requests=48)
     tally = Tally()
     for policy in (POLICY, Policy("static", "priority", 256), Policy("dynamic", "longest-prefix", 16)):
         tally += serve_and_check(case, policy).tally
@@ -47,7 +47,7 @@ def test_the_traffic_covers_what_it_claims(make: Callable[..., tuple[Adapter, ..
     assert tally.num_cached_tokens > 0, tally
     assert tally.num_adapter_loads > 3 * len(case.adapters), tally
     with_adapters = truth_of(case).outputs
-    base = truth_of(Case("llama", "float32", 42, num_requests=48, cpu_isa=LEVELS[-1])).outputs
+    base = truth_of(Case("llama", "float32", 42, num_requests=48, cpu_isa=BEST)).outputs
     adapted = {job.request.request_id for job in truth_of(case).jobs if job.request.adapter is not None}
     for key, output in with_adapters.items():
         if key[0] not in adapted:
@@ -55,7 +55,7 @@ def test_the_traffic_covers_what_it_claims(make: Callable[..., tuple[Adapter, ..
     assert sum(with_adapters[key] != base[key] for key in base if key[0] in adapted) > len(adapted) / 2
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", map(at_level, LEVELS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_level(level: str, dtype: str, tmp_path: Path) -> None:
     """The reference is slow, and has no threads of its own."""
@@ -64,7 +64,7 @@ def test_every_level(level: str, dtype: str, tmp_path: Path) -> None:
     serve_and_check(case, POLICY, num_threads=1 if few else 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", map(at_level, LEVELS))
 def test_changed_ends_and_dora_at_every_level(level: str, tmp_path: Path) -> None:
     """LoRA of the embedding and the output matrix, whole ones, and a DoRA, two of three in a step."""
     few = level == "reference"
@@ -114,7 +114,7 @@ def test_replayed_steps_equal_plain_ones(
 
 def test_failed_steps_leave_no_trace(tmp_path: Path) -> None:
     """A step that the worker never saw had adapters to load: they are loaded with the next."""
-    case = case_of(tmp_path, "llama", 35, "float32", LEVELS[-1], num_requests=40)
+    case = case_of(tmp_path, "llama", 35, "float32", BEST, num_requests=40)
     run = serve_and_check(case, Policy("continuous", "priority", 40), fail_every=7)
     assert run.tally.num_failures >= 10
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from tests.exact.suite import at_level
 from tests.kernels.checks import assert_same_bits, threads
 from tests.runner.tiny import SEED, SPECS, Driver, engine_config, prompt_of
 
@@ -43,7 +44,9 @@ def test_ragged_batches_equal_alone(name: str, dtype: str) -> None:
     check_ragged_batches(name, dtype, "reference")
 
 
-@pytest.mark.parametrize("isa", [level for level in registry.backends("linear") if level in NATIVE_LEVELS])
+@pytest.mark.parametrize(
+    "isa", [at_level(level) for level in registry.backends("linear") if level in NATIVE_LEVELS]
+)
 @pytest.mark.parametrize("name", SPECS)
 def test_ragged_batches_equal_alone_natively(name: str, isa: str) -> None:
     check_ragged_batches(name, "bfloat16", isa)

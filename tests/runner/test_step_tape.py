@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.exact.suite import at_level
 from tests.kernels.checks import assert_same_bits, runner_config
 from tests.runner.tiny import SPECS, Driver, engine_config, prompt_of
 
@@ -59,7 +60,7 @@ def in_formats(config: EngineConfig) -> EngineConfig:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", map(at_level, LEVELS))
 @pytest.mark.parametrize("spec", ["llama", "windows", "mixture", "latent", "formats"])
 def test_replays_equal_plain_steps(spec: str, level: str, dtype: str) -> None:
     config = (

@@ -105,14 +105,15 @@ def takes(grammar: str, value: Any) -> bool:
     return accepts(LLTOKENIZER, grammar, VOCABULARY, list(data))
 
 
+@pytest.mark.parametrize("num_walks", [12, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("levels", [REWRITTEN, range(NUM_LEVELS)])
 @pytest.mark.parametrize("case", range(len(WRITTEN_OUT)))
-def test_what_the_grammar_draws_is_valid(case: int, levels: Sequence[int]) -> None:
+def test_what_the_grammar_draws_is_valid(case: int, levels: Sequence[int], num_walks: int) -> None:
     schema = WRITTEN_OUT[case]
     grammar = grammar_of(schema, levels)
     assert grammar is not None, schema
     rng = random.Random(SEED + case)
-    texts = {text for _ in range(40) if (text := walk(grammar, rng)) is not None}
+    texts = {text for _ in range(num_walks) if (text := walk(grammar, rng)) is not None}
     assert len(texts) > 1, "the grammar allows next to nothing"
     for text in texts:
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))

