@@ -133,7 +133,7 @@ def test_native_kernels_are_exact_too(level: str, dtype: str) -> None:
         serve_and_check(case, Policy("continuous", "fcfs", 48))
 
 
-@pytest.mark.parametrize("level", map(at_level, backends("attention")))
+@pytest.mark.parametrize("level", [*map(at_level, backends("attention"))])
 def test_an_int8_cache_is_exact_too(level: str) -> None:
     for model in ("llama", "sliding"):
         case = Case(model, "bfloat16", 41, num_requests=12, cpu_isa=level, kv_dtype="int8")
@@ -195,7 +195,7 @@ def test_drafts_are_exact_in_every_format(
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "int4-g64"])
-@pytest.mark.parametrize("level", map(at_level, ("reference", *NATIVE_LEVELS)))
+@pytest.mark.parametrize("level", [*map(at_level, ("reference", *NATIVE_LEVELS))])
 def test_quantized_weights_are_exact_too(level: str, quantize: str) -> None:
     """Groups of 32 and 64 inputs do not divide 44 and 75: the last one of each row is short.
 

@@ -55,7 +55,7 @@ def test_the_traffic_covers_what_it_claims(make: Callable[..., tuple[Adapter, ..
     assert sum(with_adapters[key] != base[key] for key in base if key[0] in adapted) > len(adapted) / 2
 
 
-@pytest.mark.parametrize("level", map(at_level, LEVELS))
+@pytest.mark.parametrize("level", [*map(at_level, LEVELS)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_level(level: str, dtype: str, tmp_path: Path) -> None:
     """The reference is slow, and has no threads of its own."""
@@ -64,7 +64,7 @@ def test_every_level(level: str, dtype: str, tmp_path: Path) -> None:
     serve_and_check(case, POLICY, num_threads=1 if few else 2)
 
 
-@pytest.mark.parametrize("level", map(at_level, LEVELS))
+@pytest.mark.parametrize("level", [*map(at_level, LEVELS)])
 def test_changed_ends_and_dora_at_every_level(level: str, tmp_path: Path) -> None:
     """LoRA of the embedding and the output matrix, whole ones, and a DoRA, two of three in a step."""
     few = level == "reference"

@@ -60,7 +60,7 @@ def in_formats(config: EngineConfig) -> EngineConfig:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("level", map(at_level, LEVELS))
+@pytest.mark.parametrize("level", [*map(at_level, LEVELS)])
 @pytest.mark.parametrize("spec", ["llama", "windows", "mixture", "latent", "formats"])
 def test_replays_equal_plain_steps(spec: str, level: str, dtype: str) -> None:
     config = (
