@@ -6,16 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from quire.modelspec import (
-    AttentionSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    RopeSpec,
-    weight_shapes,
-)
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, weight_shapes
 from quire.recurrent_spec import RecurrentSpec
+from quire.rope_spec import RopeSpec
 
 
 def attention(heads: int, kv_heads: int, dim: int, window: int | None = None) -> AttentionSpec:

@@ -9,8 +9,9 @@ import pytest
 from quire.args import EngineArgs, ServerArgs, defaults, make_args, rare_names, settings_of
 from quire.config import DeviceInfo
 from quire.errors import ConfigError
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from quire.resolve import blocks_for_sequence, parse_bytes, resolve, step_bytes
+from quire.rope_spec import RopeSpec
 
 GIB = 2**30
 DEVICE = DeviceInfo("cpu", "test", 2, 16 * GIB, 8 * GIB, isa="avx512", native=True)

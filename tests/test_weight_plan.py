@@ -10,8 +10,9 @@ from quire.args import EngineArgs
 from quire.config import DeviceInfo
 from quire.errors import ConfigError
 from quire.models.weight_sources import held_as
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, weight_shapes
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, weight_shapes
 from quire.resolve import resolve, step_bytes
+from quire.rope_spec import RopeSpec
 from quire.weight_format import PLAIN, WeightFormat
 from quire.weight_plan import parse_format, plan_weights, role_of
 from quire.weight_table import activations_of, weight_table

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from quire.config import EngineConfig
 from quire.device import detect_device
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from quire.resolve import resolve
+from quire.rope_spec import RopeSpec
 
 from quire.args import EngineArgs  # isort: skip
 

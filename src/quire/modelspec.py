@@ -27,37 +27,15 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal
 
-from quire.encoder_spec import EncoderSpec, encoder_shapes
+from quire.encoder_spec import EncoderSpec
 from quire.kv_layout import KV_DTYPE_BYTES, KvGroup, KvLayer, KvLayout, layout_of
 from quire.recurrent_spec import RecurrentSpec
+from quire.rope_spec import RopeSpec
 from quire.vision_spec import VisionSpec
 from quire.weight_format import PLAIN, WeightFormat
 
 DTYPE_BYTES = KV_DTYPE_BYTES
 UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding. Frequencies are fixed once per engine from ``max_model_len``."""
-
-    theta: float
-    dim: int  # rotated dimensions per head; partial rotary: < head_dim
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"] = "default"
-    interleaved: bool = False  # pairs (0,1),(2,3)… (GPT-J), not (i, i + dim/2) (NeoX)
-    factor: float = 1.0
-    original_max_position: int = 0  # length of the original training (0: max_position_embeddings)
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: correction range in whole dims (gpt-oss: False)
-    attention_factor: float = 1.0  # multiplies cos and sin
-    mscale: float = 0.0  # yarn (DeepSeek); 0: not given
-    mscale_all_dim: float = 0.0
-    short_factor: tuple[float, ...] = ()  # longrope, dim/2 values
-    long_factor: tuple[float, ...] = ()
-    part: float = 1.0  # proportional: the share of the pairs that turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +270,9 @@ def matrix_bytes(shape: tuple[int, ...], dtype: str, held: WeightFormat) -> int:
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Canonical name → shape of every weight of ``spec`` (see the module's docstring)."""
     if spec.encoder is not None:
-        return encoder_shapes(spec.encoder, spec.vocab_size, spec.hidden_size)
+        shapes_of = import_module("quire.encoder_weights").encoder_shapes
+        found: dict[str, tuple[int, ...]] = shapes_of(spec.encoder, spec.vocab_size, spec.hidden_size)
+        return found
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden)}
     for index, layer in enumerate(spec.layers):

@@ -16,7 +16,7 @@ class Pooling:
     """What a request wants of its prompt's hidden states (after the last norm) instead of an answer.
 
     "logprobs": log-probabilities of ``token_ids`` as the next token. The others: [hidden_size], not normalised; of a
-    decoder "last" or "mean", of an encoder those of `quire.runner.pooled_rows`; "classify": a classifier's scores.
+    decoder "last" or "mean", of an encoder those of `quire.layers.pooled_rows`; "classify": a classifier's scores.
     ``second_from``: where the second text of a pair begins; 0: there is one text.
     """
 

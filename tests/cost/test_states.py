@@ -9,9 +9,10 @@ import pytest
 from quire.args import EngineArgs
 from quire.config import DeviceInfo, EngineConfig
 from quire.errors import ConfigError
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from quire.recurrent_spec import RecurrentSpec
 from quire.resolve import resolve
+from quire.rope_spec import RopeSpec
 
 GIB = 2**30
 DEVICE = DeviceInfo("cpu", "test", 2, 16 * GIB, 8 * GIB, isa="avx512", native=True)

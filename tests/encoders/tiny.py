@@ -85,17 +85,57 @@ def save_sentence_files(
     (folder / "config_sentence_transformers.json").write_text(json.dumps(more))
 
 
+# Kind → the name of its classes in transformers, and what its configuration has next to or instead of `SIZES`.
+ROTARY: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", {}),
+    "xlm_roberta": ("XLMRoberta", {}),
+    "roberta": ("Roberta", {}),
+    "mpnet": ("MPNet", {}),
+    "distilbert": ("DistilBert", {"hidden_dim": 72}),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3", ROTARY),
+    "nomic_bert": ("NomicBert", ROTARY),
+    "gte": ("Gte", ROTARY),
+    "eurobert": ("EuroBert", {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, **ROTARY}),
+    "modernbert": (
+        "ModernBert",
+        {
+            "num_hidden_layers": 4,
+            "local_attention": 12,
+            "norm_bias": True,
+            "classifier_pooling": "mean",
+            "pad_token_id": 0,
+        },
+    ),
+    "embedding_gemma": (
+        "Gemma3Text",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 12,
+            "use_bidirectional_attention": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 24,
+        },
+    ),
+}
+
+
 def save_family(kind: str, folder: Path) -> PreTrainedModel:
-    """Write a tiny encoder of another family: "bert_classifier", "xlm_roberta", "xlm_roberta_classifier" or "mpnet"."""
+    """Write a tiny encoder: a kind of `CLASSES`, or one with "_classifier" after it, which has one label."""
     torch.manual_seed(2)
-    sizes = {**SIZES, "num_labels": 1} if kind.endswith("classifier") else SIZES
-    name = {"bert": "Bert", "xlm_roberta": "XLMRoberta", "mpnet": "MPNet"}[kind.removesuffix("_classifier")]
-    ending = "ForSequenceClassification" if kind.endswith("classifier") else "Model"
+    name, more = CLASSES[kind.removesuffix("_classifier")]
+    ending, sizes = "Model", {**SIZES, **more}
+    if kind.endswith("classifier"):
+        ending, sizes = "ForSequenceClassification", {**sizes, "num_labels": 1}
     config = getattr(transformers, f"{name}Config")(**sizes)
-    model = getattr(transformers, f"{name}{ending}")(config).eval()
+    model = getattr(transformers, name + ending)(config).eval()
     for key, weight in model.named_parameters():
-        if key.endswith("bias") or "LayerNorm" in key or "relative" in key:
-            torch.nn.init.normal_(weight, mean=float("LayerNorm.weight" in key), std=0.3)
+        if key.endswith("bias") or "norm" in key.lower() or "relative" in key:
+            is_factor = "norm" in key.lower() and key.endswith("weight") and name != "Gemma3Text"
+            torch.nn.init.normal_(weight, mean=float(is_factor), std=0.3)
+        elif weight.dim() > 1:  # some of transformers' own are too small for their errors to be seen
+            torch.nn.init.normal_(weight, std=0.3)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return model

@@ -8,8 +8,9 @@ from math import sqrt
 from typing import Literal
 
 from quire.families.head_spec import HeadMethod, HeadSpec
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, PerLayerSpec, RopeSpec
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, PerLayerSpec
 from quire.recurrent_spec import MambaSpec, RecurrentSpec
+from quire.rope_spec import RopeSpec
 
 VOCAB = 131
 MAX_MODEL_LEN = 320

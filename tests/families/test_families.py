@@ -13,7 +13,8 @@ from tests.families.published import LLAMA3_ROPE, PUBLISHED
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import SUPPORTED, spec_from_config, weight_map
-from quire.modelspec import ModelSpec, RopeSpec, weight_shapes
+from quire.modelspec import ModelSpec, weight_shapes
+from quire.rope_spec import RopeSpec
 
 
 def spec_of(name: str, **changes: Any) -> ModelSpec:

@@ -17,7 +17,7 @@ from quire.families.gguf import config_from_gguf
 from quire.families.rope import yarn_mscale
 from quire.models.checkpoint import describe
 from quire.models.loader import iter_weights
-from quire.modelspec import RopeSpec
+from quire.rope_spec import RopeSpec
 from quire.text.gguf_vocab import end_ids, tokenizer_from_gguf_metadata
 
 KEYS: dict[str, Any] = {

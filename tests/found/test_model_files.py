@@ -17,7 +17,7 @@ from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families import spec_from_config
 from quire.models.checkpoint import describe, read_tokenizer, stored_sources
 from quire.models.loader import iter_weights
-from quire.modelspec import RopeSpec
+from quire.rope_spec import RopeSpec
 
 QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "head_dim": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -18,9 +18,10 @@ from quire.config import EngineConfig
 from quire.kernels.registry import NATIVE_LEVELS, backends
 from quire.models import loader
 from quire.models.loader import iter_weights
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from quire.parallel.topology import Topology
 from quire.request import Sampling
+from quire.rope_spec import RopeSpec
 from quire.runner.memory import torch_dtype
 from quire.runner.worker import Worker
 from quire.step import NewSeq, SeqPlan, StepPlan

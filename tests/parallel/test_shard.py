@@ -11,10 +11,11 @@ from tests.exact.models import MODELS
 from tests.runner.tiny import SPECS
 
 from quire.errors import ConfigError
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec, weight_shapes
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, weight_shapes
 from quire.parallel.shard import Cut, Shard, shard
 from quire.parallel.topology import Topology
 from quire.recurrent_spec import RecurrentSpec
+from quire.rope_spec import RopeSpec
 from quire.weight_format import WeightFormat
 
 MODEL_SPECS: Mapping[str, ModelSpec] = {

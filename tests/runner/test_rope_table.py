@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.layers.rope import RopeTable, inverse_frequencies
-from quire.modelspec import RopeSpec
+from quire.rope_spec import RopeSpec
 
 LENGTH = 20_000
 SPECS = {

@@ -17,8 +17,9 @@ from quire.config import (
     SchedulerConfig,
 )
 from quire.executor.local import LocalExecutor
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, weight_shapes
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, weight_shapes
 from quire.request import SamplingParams
+from quire.rope_spec import RopeSpec
 from quire.step import KvMove, NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
 SEED = 20261120

@@ -13,12 +13,12 @@ from quire.executor.base import failed
 from quire.kernels.encoder import whole_sequences
 from quire.kernels.registry import choose
 from quire.kernels.threads import choose_threads
+from quire.layers.pooled_rows import pooled
 from quire.layers.weights import Build
 from quire.models.encoder import Encoder
 from quire.models.packed_cache import CheckpointWeights
 from quire.quant.stored import Weight
 from quire.runner.memory import keep_freed_memory, torch_dtype
-from quire.runner.pooled_rows import pooled
 from quire.step import NewSeq, SeqResult, StepPlan, StepResult
 
 
@@ -33,7 +33,7 @@ class EncoderExecutor:
         keep_freed_memory()
         dtype = torch_dtype(config.model.dtype)
         build = Build(dtype, choose(config.runner), config.model.spec.norm_eps, formats=config.model.formats)
-        self.model = Encoder(config.model.spec, build)
+        self.model = Encoder(config.model.spec, build, config.model.max_model_len)
         self.model.load(CheckpointWeights(config.model, dtype, config.runner) if weights is None else weights)
         self._seqs: dict[int, NewSeq] = {}
         self._pending: StepPlan | None = None
@@ -105,7 +105,7 @@ class EncoderExecutor:
     def _vector(self, rows: Tensor, seq: NewSeq) -> tuple[float, ...]:
         assert seq.pooling is not None
         if seq.pooling.kind == "classify":
-            return tuple(self.model.scores(rows[:1])[0].tolist())
+            return tuple(self.model.scores(rows))
         return tuple(pooled(rows, seq.pooling.kind).tolist())
 
 

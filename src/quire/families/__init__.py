@@ -75,17 +75,46 @@ _ENCODERS = {
     "xlm_roberta": ("XLMRobertaModel", "roberta"),
     "xlm_roberta_classifier": ("XLMRobertaForSequenceClassification", "roberta"),
     "mpnet": ("MPNetModel", "roberta"),
+    "distilbert": ("DistilBertModel", "bert"),
+    "distilbert_classifier": ("DistilBertForSequenceClassification", "bert"),
+    "modernbert": ("ModernBertModel", "modernbert"),
+    "modernbert_classifier": ("ModernBertForSequenceClassification", "modernbert"),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3Model", "rotary_encoders"),
+    "nomic_bert": ("NomicBertModel", "rotary_encoders"),
+    "gte": ("GteModel", "rotary_encoders"),
+    "gte_classifier": ("GteForSequenceClassification", "rotary_encoders"),
+    "new": ("NewModel", "rotary_encoders"),
+    "new_classifier": ("NewForSequenceClassification", "rotary_encoders"),
+    "embedding_gemma": ("Gemma3TextModel", "both_ways"),
+    "eurobert": ("EuroBertModel", "both_ways"),
+}
+# Other names of these: the same layers, or heads of training that no vector needs.
+_ENCODERS_TOO = {
+    "RobertaModel": "xlm_roberta",
+    "RobertaForSequenceClassification": "xlm_roberta_classifier",
+    "CamembertModel": "xlm_roberta",
+    "CamembertForSequenceClassification": "xlm_roberta_classifier",
+    "BertForMaskedLM": "bert",
+    "RobertaForMaskedLM": "xlm_roberta",
+    "XLMRobertaForMaskedLM": "xlm_roberta",
+    "MPNetForMaskedLM": "mpnet",
+    "DistilBertForMaskedLM": "distilbert",
+    "ModernBertForMaskedLM": "modernbert",
+    "NomicBertForMaskedLM": "nomic_bert",
+    "EuroBertForMaskedLM": "eurobert",
 }
 _ALL = _FAMILIES | _ENCODERS
 # model_type in config.json → family, where they differ.
 _MODEL_TYPES = {
     "xlm-roberta": "xlm_roberta",
+    "roberta": "xlm_roberta",
+    "camembert": "xlm_roberta",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
-_BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _ALL.items()}
+_BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _ALL.items()} | _ENCODERS_TOO
 
 # Models that see or hear, of which the text decoder runs: its family has what ``text_config`` says.
 _WITH_TEXT = {
@@ -172,7 +201,10 @@ def _family(name: str) -> Family:
 def _name_of(f: Fields) -> str:
     """Return the family of the first name in ``architectures`` that is known, else of ``model_type``."""
     names, model_type = f.items("architectures"), f.values.get("model_type")
+    if model_type == "gemma3_text" and f.values.get("use_bidirectional_attention") is True:
+        return "embedding_gemma"
     by_name = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
+    by_name = "gemma3" if by_name == "embedding_gemma" else by_name
     by_type = _MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else None
     by_type = by_type if by_type in _ALL and model_type not in _MODEL_TYPES.values() else None
     if by_name is not None and by_type not in (None, by_name.removesuffix("_classifier")):

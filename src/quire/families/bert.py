@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018): an encoder with a table of positions, and a norm after each block.
+"""BERT (Devlin et al. 2018) and DistilBERT: encoders with a table of positions, and a norm after each block.
 
 A checkpoint has the names of the bare model, or those of a model with a head, after "bert.".
 """
@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from quire.encoder_spec import EncoderLayer, EncoderSpec
+from quire.encoder_spec import EncoderLayer, EncoderSpec, HeadSpec
 from quire.errors import UnsupportedModelError
+from quire.families.encoder_names import EncoderNames, encoder_map
 from quire.families.shape import Fields, activation, dtype_of
-from quire.families.weights import Family, Take, WeightMap
-from quire.modelspec import ModelSpec, weight_shapes
+from quire.families.weights import Family, WeightMap
+from quire.modelspec import ModelSpec
 
-# After "encoder.layer.{i}.".
 LAYER_NAMES: Mapping[str, str] = {
     "attn.q": "attention.self.query",
     "attn.k": "attention.self.key",
@@ -27,19 +27,35 @@ LAYER_NAMES: Mapping[str, str] = {
     "mlp_norm": "output.LayerNorm",
 }
 TOP_NAMES: Mapping[str, str] = {
-    "embed.weight": "embeddings.word_embeddings.weight",
-    "positions.table": "embeddings.position_embeddings.weight",
-    "types.table": "embeddings.token_type_embeddings.weight",
-    "embed_norm.weight": "embeddings.LayerNorm.weight",
-    "embed_norm.bias": "embeddings.LayerNorm.bias",
+    "embed": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "types": "embeddings.token_type_embeddings",
+    "embed_norm": "embeddings.LayerNorm",
 }
-# Buffers, and heads of training that no embedding reads.
-IGNORED = (r"(\w+\.)?embeddings\.position_ids", r"(\w+\.)?pooler\..*", r"(cls|lm_head)\..*")
 _SCORES: Mapping[str, Literal["sigmoid", "identity"]] = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.linear.Identity": "identity",
 }
 BERT_HEAD: Mapping[str, str] = {"head.dense": "pooler.dense", "head.out": "classifier"}
+NAMES = EncoderNames("encoder.layer.{}.", LAYER_NAMES, TOP_NAMES, ("", "bert."), BERT_HEAD)
+_DISTILBERT_LAYER: Mapping[str, str] = {
+    "attn.q": "attention.q_lin",
+    "attn.k": "attention.k_lin",
+    "attn.v": "attention.v_lin",
+    "attn.o": "attention.out_lin",
+    "attn_norm": "sa_layer_norm",
+    "mlp.up": "ffn.lin1",
+    "mlp.down": "ffn.lin2",
+    "mlp_norm": "output_layer_norm",
+}
+_DISTILBERT_HEAD: Mapping[str, str] = {"head.dense": "pre_classifier", "head.out": "classifier"}
+_DISTILBERT_SIZES = {
+    "hidden_size": "dim",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "intermediate_size": "hidden_dim",
+    "hidden_act": "activation",
+}
 
 
 def read_bert(f: Fields) -> ModelSpec:
@@ -71,14 +87,30 @@ def read_bert_classifier(f: Fields) -> ModelSpec:
     return with_labels(f, read_bert(f), "bert_classifier")
 
 
-def with_labels(f: Fields, spec: ModelSpec, family: str) -> ModelSpec:
-    """Return ``spec`` with a classifier of the labels in ``id2label``, or of ``num_labels``."""
+def read_distilbert(f: Fields) -> ModelSpec:
+    """Return the spec of a DistilBERT (Sanh et al. 2019): BERT's layers without types of tokens."""
+    named = {new: f.values[old] for new, old in _DISTILBERT_SIZES.items() if f.has(old)}
+    f = Fields({**f.values, **named, "layer_norm_eps": 1e-12}, f.where)
+    positions = f.integer("max_position_embeddings", 512)
+    return encoder_model(f, "distilbert", encoder_of(f, num_positions=positions), positions)
+
+
+def read_distilbert_classifier(f: Fields) -> ModelSpec:
+    """Return the spec of a DistilBERT that classifies by its first row."""
+    return with_labels(f, read_distilbert(f), "distilbert_classifier", activation="relu")
+
+
+def with_labels(f: Fields, spec: ModelSpec, family: str, **more: Any) -> ModelSpec:
+    """Return ``spec`` with a classifier of the labels in ``id2label``, or of ``num_labels``.
+
+    ``more``: further fields of `HeadSpec`.
+    """
     assert spec.encoder is not None
     names = f.nested("id2label")
     count = f.integer("num_labels", 2 if names is None else len(names.values))
     labels = tuple(f"LABEL_{i}" if names is None else names.text(str(i)) for i in range(count))
-    encoder = replace(spec.encoder, labels=labels, score=_score_of(f))
-    return replace(spec, family=family, encoder=encoder)
+    head = HeadSpec(labels, _score_of(f), **more)
+    return replace(spec, family=family, encoder=replace(spec.encoder, head=head))
 
 
 def _score_of(f: Fields) -> Literal["sigmoid", "identity"]:
@@ -107,25 +139,20 @@ def encoder_model(f: Fields, family: str, encoder: EncoderSpec, longest: int) ->
     )
 
 
-def bert_map(
-    spec: ModelSpec, names: Mapping[str, str] = LAYER_NAMES, top: Mapping[str, str] = TOP_NAMES,
-    prefixes: tuple[str, ...] = ("", "bert."), head: Mapping[str, str] = BERT_HEAD,
-) -> WeightMap:  # fmt: skip
-    """Map the weights of an encoder by the names of its layers, after any of ``prefixes``."""
-    sources: dict[str, tuple[Take, ...]] = {}
-    for canonical, shape in weight_shapes(spec).items():
-        if canonical.startswith("layers."):
-            _, index, rest = canonical.split(".", 2)
-            part, _, kind = rest.rpartition(".")
-            stored = f"encoder.layer.{index}.{names[part]}.{kind}"
-        elif canonical.startswith("head."):
-            part, _, kind = canonical.rpartition(".")
-            stored = f"{head[part]}.{kind}"
-        else:
-            stored = top[canonical]
-        sources[canonical] = tuple(Take((prefix + stored,), shape) for prefix in prefixes)
-    return WeightMap(sources, IGNORED, 0)
+def bert_map(spec: ModelSpec) -> WeightMap:
+    """Map the weights of a BERT, bare or with a head."""
+    return encoder_map(spec, [NAMES])
+
+
+def distilbert_map(spec: ModelSpec) -> WeightMap:
+    """Map the weights of a DistilBERT."""
+    way = EncoderNames(
+        "transformer.layer.{}.", _DISTILBERT_LAYER, TOP_NAMES, ("", "distilbert."), _DISTILBERT_HEAD
+    )
+    return encoder_map(spec, [way])
 
 
 BERT = Family("bert", read_bert, bert_map)
 BERT_CLASSIFIER = Family("bert_classifier", read_bert_classifier, bert_map)
+DISTILBERT = Family("distilbert", read_distilbert, distilbert_map)
+DISTILBERT_CLASSIFIER = Family("distilbert_classifier", read_distilbert_classifier, distilbert_map)

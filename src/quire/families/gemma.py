@@ -14,7 +14,8 @@ from quire.families.shape import (
     window_of,
 )
 from quire.families.weights import LLAMA_NAMES, SANDWICH_NORMS, Family, WeightMap, build_map
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from quire.rope_spec import RopeSpec
 
 _GEMMA3 = {
     "vocab_size": 262_208,

@@ -15,7 +15,8 @@ from quire.families.weights import (
     expert_rules,
     fused_gate_up,
 )
-from quire.modelspec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from quire.modelspec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from quire.rope_spec import RopeSpec
 
 _GLM4_NAMES = {
     **LLAMA_NAMES,

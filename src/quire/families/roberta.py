@@ -6,11 +6,12 @@ number per head and bucket of distances, as T5 does (Raffel et al. 2019).
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
-from quire.families.bert import LAYER_NAMES, TOP_NAMES, bert_map, encoder_model, encoder_of, with_labels
+from quire.families.bert import LAYER_NAMES, NAMES, TOP_NAMES, encoder_model, encoder_of, with_labels
+from quire.families.encoder_names import encoder_map
 from quire.families.shape import Fields
-from quire.families.weights import Family
+from quire.families.weights import Family, WeightMap
 from quire.modelspec import ModelSpec
 
 _MPNET_LAYER = {
@@ -18,7 +19,7 @@ _MPNET_LAYER = {
     **{f"attn.{part}": f"attention.attn.{part}" for part in "qkvo"},
     "attn_norm": "attention.LayerNorm",
 }
-_MPNET_TOP = {**TOP_NAMES, "relative.table": "encoder.relative_attention_bias.weight"}
+_MPNET_TOP = {**TOP_NAMES, "relative": "encoder.relative_attention_bias"}
 _HEAD = {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"}
 
 
@@ -50,9 +51,17 @@ def read_mpnet(f: Fields) -> ModelSpec:
     return encoder_model(f, "mpnet", encoder, rows - first)
 
 
-_roberta_map = partial(bert_map, prefixes=("", "roberta."), head=_HEAD)
-XLM_ROBERTA = Family("xlm_roberta", read_xlm_roberta, _roberta_map)
-XLM_ROBERTA_CLASSIFIER = Family("xlm_roberta_classifier", read_xlm_roberta_classifier, _roberta_map)
-MPNET = Family(
-    "mpnet", read_mpnet, partial(bert_map, names=_MPNET_LAYER, top=_MPNET_TOP, prefixes=("", "mpnet."))
-)
+def roberta_map(spec: ModelSpec) -> WeightMap:
+    """Map the weights of an XLM-RoBERTa, bare or with a head."""
+    return encoder_map(spec, [replace(NAMES, prefixes=("", "roberta."), head=_HEAD)])
+
+
+def mpnet_map(spec: ModelSpec) -> WeightMap:
+    """Map the weights of an MPNet."""
+    way = replace(NAMES, parts=_MPNET_LAYER, top=_MPNET_TOP, prefixes=("", "mpnet."))
+    return encoder_map(spec, [way])
+
+
+XLM_ROBERTA = Family("xlm_roberta", read_xlm_roberta, roberta_map)
+XLM_ROBERTA_CLASSIFIER = Family("xlm_roberta_classifier", read_xlm_roberta_classifier, roberta_map)
+MPNET = Family("mpnet", read_mpnet, mpnet_map)

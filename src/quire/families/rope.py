@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families.shape import Fields
-from quire.modelspec import RopeSpec
+from quire.rope_spec import RopeSpec
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]

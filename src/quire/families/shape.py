@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from quire.errors import ModelLoadError, UnsupportedModelError, clip
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from quire.rope_spec import RopeSpec
 
 LARGEST = 2**31 - 1  # largest integer accepted: token ids have 32 bits
 MOST_LAYERS = 4096

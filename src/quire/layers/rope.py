@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.workspace import mapped
-from quire.modelspec import RopeSpec
+from quire.rope_spec import RopeSpec
 
 _BLOCK = 1024  # positions: tables have whole blocks of them
 _PIECE = 8 * _BLOCK  # positions computed at a time: 4 ms for heads of 64

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from quire.encoder_spec import EncoderLayer, EncoderSpec
+from quire.encoder_spec import EncoderSpec, HeadSpec
+from quire.encoder_weights import has_mlp_bias, kv_heads, layer_norms
 from quire.kernels.attention import ALIGN
-from quire.kernels.encoder import WholeSequences, activate, add_layer_norm, encoder_attention, layer_norm
+from quire.kernels.encoder import (
+    WholeSequences,
+    activate,
+    add_layer_norm,
+    encoder_attention,
+    heads_of,
+    layer_norm,
+)
+from quire.kernels.norm import rms_norm
 from quire.kernels.pointwise import gated
+from quire.kernels.rope import apply_rope
+from quire.layers.attention import CosSin
 from quire.layers.linear import Linear
+from quire.layers.norm import RmsNorm
+from quire.layers.pooled_rows import pooled
+from quire.layers.rope import RopeTable
 from quire.layers.weights import Build, WeightLoader, copy_into, prefixed
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.quant.stored import Weight
+from quire.rope_spec import RopeSpec
 
 
 class LayerNorm:
@@ -41,47 +56,106 @@ class LayerNorm:
         return self._add(x, residual, self.weight, self.bias, self._eps)
 
 
-class EncoderBlock:
-    """Attention and MLP with their norms."""
+def norm_of(encoder: EncoderSpec, size: int, build: Build) -> LayerNorm | RmsNorm:
+    """Return a norm of the kind that ``encoder`` has."""
+    if encoder.norm == "layer":
+        return LayerNorm(size, build, bias=encoder.norm_bias)
+    return RmsNorm(size, build, plus_one=encoder.norm == "rms_plus_one")
 
-    def __init__(self, layer: EncoderLayer, encoder: EncoderSpec, hidden: int, build: Build) -> None:
-        width, inter = encoder.num_heads * encoder.head_dim, encoder.intermediate_size
-        attn, mlp = build.under("attn."), build.under("mlp.")
-        self._qkv = Linear(dict.fromkeys("qkv", width), hidden, attn, bias=encoder.attn_bias)
-        self._o = Linear({"o": hidden}, width, attn, bias=encoder.attn_bias)
-        parts = {"gate": inter, "up": inter} if encoder.gated else {"up": inter}
-        self._up = Linear(parts, hidden, mlp, bias=encoder.mlp_bias)
-        self._down = Linear({"down": hidden}, inter, mlp, bias=encoder.mlp_bias)
-        self._norms = {
-            name: LayerNorm(hidden, build, bias=encoder.norm_bias)
-            for name in ("attn_norm", "mlp_norm")
-            if name == "mlp_norm" or layer.has_attn_norm
-        }
-        self._spec, self._layer = encoder, layer
-        self._attention, self._activate, self._gated = (
+
+class EncoderAttention:
+    """Attention with its projections; rows see the rows of their own sequence, both ways."""
+
+    def __init__(self, encoder: EncoderSpec, index: int, hidden: int, build: Build) -> None:
+        heads, size = encoder.num_heads, encoder.head_dim
+        widths = {"q": heads * size, "k": kv_heads(encoder) * size, "v": kv_heads(encoder) * size}
+        self._qkv = Linear(widths, hidden, build, bias=encoder.attn_bias)
+        self._o = Linear({"o": hidden}, heads * size, build, bias=encoder.attn_bias)
+        self._norms = [
+            RmsNorm(size, build, plus_one=encoder.norm == "rms_plus_one") for _ in "qk" if encoder.qk_norm
+        ]
+        self._spec, self._layer, self._eps = encoder, encoder.layers[index], build.eps
+        self._scale = size**-0.5 if encoder.scale is None else encoder.scale
+        self._attention, self._rotate, self._norm = (
             build.of(encoder_attention),
-            build.of(activate),
-            build.of(gated),
+            build.of(apply_rope),
+            build.of(rms_norm),
         )
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        loaders = prefixed("attn.", {**self._qkv.weight_loaders(), **self._o.weight_loaders()})
+        loaders = {**self._qkv.weight_loaders(), **self._o.weight_loaders()}
+        for part, norm in zip("qk", self._norms, strict=False):
+            loaders |= prefixed(f"{part}_norm.", norm.weight_loaders())
+        return loaders
+
+    def __call__(
+        self,
+        x: Tensor,
+        sequences: WholeSequences,
+        relative: Tensor | None,
+        angles: Mapping[RopeSpec, CosSin],
+    ) -> Tensor:
+        """``[num_rows, hidden_size]`` → the same shape. ``angles``: cos and sin of each row, by their spec."""
+        spec, layer = self._spec, self._layer
+        qkv = self._qkv(x)
+        if self._norms or layer.rope is not None:
+            qkv = self._turned(qkv, angles)
+        mixed = self._attention(
+            qkv, sequences, spec.num_heads, kv_heads(spec), self._scale, layer.window, relative
+        )
+        return self._o(mixed)
+
+    def _turned(self, qkv: Tensor, angles: Mapping[RopeSpec, CosSin]) -> Tensor:
+        """Return ``qkv`` with the heads of q and k normalised and rotated, as far as this layer does so."""
+        spec, rope = self._spec, self._layer.rope
+        heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
+        q, k, v = heads_of(heads, spec.num_heads, kv_heads(spec))
+        if self._norms:
+            q, k = (norm(part) for norm, part in zip(self._norms, (q, k), strict=True))
+        if rope is not None:
+            q, k = (self._rotate(part, *angles[rope], rope.interleaved) for part in (q, k))
+        return torch.cat((q, k, v), 1).view(qkv.shape)
+
+
+class EncoderBlock:
+    """Attention and MLP with their norms."""
+
+    def __init__(self, encoder: EncoderSpec, index: int, hidden: int, build: Build) -> None:
+        inter, mlp = encoder.intermediate_size, build.under("mlp.")
+        self._attend = EncoderAttention(encoder, index, hidden, build.under("attn."))
+        parts = {"gate": inter, "up": inter} if encoder.gated else {"up": inter}
+        self._up = Linear(parts, hidden, mlp, bias=has_mlp_bias(encoder, "up"))
+        self._down = Linear({"down": hidden}, inter, mlp, bias=has_mlp_bias(encoder, "down"))
+        self._norms = {name: norm_of(encoder, hidden, build) for name in layer_norms(encoder, index)}
+        self._spec = encoder
+        self._activate, self._gated = build.of(activate), build.of(gated)
+
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        loaders = prefixed("attn.", self._attend.weight_loaders())
         loaders |= prefixed("mlp.", {**self._up.weight_loaders(), **self._down.weight_loaders()})
         for name, norm in self._norms.items():
             loaders |= prefixed(f"{name}.", norm.weight_loaders())
         return loaders
 
-    def __call__(self, x: Tensor, sequences: WholeSequences, relative: Tensor | None) -> Tensor:
-        """``[num_rows, hidden_size]`` → the same shape, of a layer whose norms come after its blocks."""
-        x = self._norms["attn_norm"].add(self._attend(x, sequences, relative), x)[0]
-        return self._norms["mlp_norm"].add(self._mlp(x), x)[0]
-
-    def _attend(self, x: Tensor, sequences: WholeSequences, relative: Tensor | None) -> Tensor:
-        spec = self._spec
-        mixed = self._attention(
-            self._qkv(x), sequences, spec.num_heads, spec.head_dim**-0.5, self._layer.window, relative
-        )
-        return self._o(mixed)
+    def __call__(
+        self,
+        x: Tensor,
+        sequences: WholeSequences,
+        relative: Tensor | None,
+        angles: Mapping[RopeSpec, CosSin],
+    ) -> Tensor:
+        """``[num_rows, hidden_size]`` → the same shape."""
+        norms = self._norms
+        if self._spec.norms == "post":
+            x = norms["attn_norm"].add(self._attend(x, sequences, relative, angles), x)[0]
+            return norms["mlp_norm"].add(self._mlp(x), x)[0]
+        rows = norms["attn_norm"](x) if "attn_norm" in norms else x
+        rows = self._attend(rows, sequences, relative, angles)
+        if "attn_post_norm" in norms:
+            rows = norms["attn_post_norm"](rows)
+        rows, x = norms["mlp_norm"].add(rows, x)
+        rows = self._mlp(rows)
+        return x + (norms["mlp_post_norm"](rows) if "mlp_post_norm" in norms else rows)
 
     def _mlp(self, x: Tensor) -> Tensor:
         up, kind = self._up(x), self._spec.activation
@@ -91,36 +165,68 @@ class EncoderBlock:
         return self._down(self._activate(up, kind))
 
 
-class Encoder:
-    """The whole model; `load` gives it its weights."""
+class ClassifierHead:
+    """Scores of a text from its rows, as a `HeadSpec` says."""
 
-    def __init__(self, spec: ModelSpec, build: Build) -> None:
+    def __init__(self, spec: HeadSpec, encoder: EncoderSpec, hidden: int, build: Build) -> None:
+        self._spec = spec
+        self._dense = Linear({"dense": hidden}, hidden, build, bias=spec.dense_bias)
+        self._norm = norm_of(encoder, hidden, build) if spec.norm else None
+        self._out = Linear({"out": len(spec.labels)}, hidden, build, bias=True)
+        self._activate = build.of(activate)
+
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        loaders = {**self._dense.weight_loaders(), **self._out.weight_loaders()}
+        return (
+            loaders if self._norm is None else {**loaders, **prefixed("norm.", self._norm.weight_loaders())}
+        )
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """``rows [num_tokens, hidden_size]`` of one text → fp32 ``[num_labels]``: logits, or their sigmoids."""
+        row = rows[:1] if self._spec.rows == "cls" else pooled(rows, "mean")[None].to(rows.dtype)
+        row, kind = self._dense(row), self._spec.activation
+        row = torch.tanh(row.float()).to(row.dtype) if kind == "tanh" else self._activate(row, kind)
+        logits = self._out(row if self._norm is None else self._norm(row), out_dtype=torch.float32)[0]
+        return torch.sigmoid(logits) if self._spec.score == "sigmoid" else logits
+
+
+class Encoder:
+    """The whole model; `load` gives it its weights. ``max_model_len``: of its longest text, in tokens."""
+
+    def __init__(self, spec: ModelSpec, build: Build, max_model_len: int) -> None:
         assert spec.encoder is not None
         self.spec, self.encoder = spec, spec.encoder
-        self._dtype = build.dtype
+        self._dtype, hidden = build.dtype, spec.hidden_size
         shapes = weight_shapes(spec)
         tables = ("embed.weight", "positions.table", "types.table", "relative.table")
         self._tables = {
             name: torch.zeros(shapes[name], dtype=build.dtype) for name in tables if name in shapes
         }
-        bias = self.encoder.norm_bias
-        self._head: tuple[Linear, Linear] | None = None
-        if labels := len(self.encoder.labels):
-            hidden, of_head = spec.hidden_size, build.under("head.")
-            dense = Linear({"dense": hidden}, hidden, of_head, bias=True)
-            self._head = dense, Linear({"out": labels}, hidden, of_head, bias=True)
-        self._embed_norm = LayerNorm(spec.hidden_size, build, bias=bias)
+        # transformers rounds the factor to the dtype of the table.
+        self._scale = torch.tensor(self.encoder.embedding_scale, dtype=build.dtype).item()
+        self._ropes = {
+            rope: RopeTable(rope, max_model_len)
+            for rope in dict.fromkeys(layer.rope for layer in self.encoder.layers)
+            if rope is not None
+        }
+        names = ("embed_norm",) * self.encoder.embed_norm + ("final_norm",) * (self.encoder.norms != "post")
+        self._norms = {name: norm_of(self.encoder, hidden, build) for name in names}
+        head = self.encoder.head
+        self._head = (
+            None if head is None else ClassifierHead(head, self.encoder, hidden, build.under("head."))
+        )
         self._blocks = [
-            EncoderBlock(layer, self.encoder, spec.hidden_size, build.under(f"layers.{index}."))
-            for index, layer in enumerate(self.encoder.layers)
+            EncoderBlock(self.encoder, index, hidden, build.under(f"layers.{index}."))
+            for index in range(len(self.encoder.layers))
         ]
 
     @cached_property
     def _loaders(self) -> dict[str, WeightLoader]:
-        loaders = {name: copy_into(table) for name, table in self._tables.items()}
-        loaders |= prefixed("embed_norm.", self._embed_norm.weight_loaders())
-        for linear in self._head or ():
-            loaders |= prefixed("head.", linear.weight_loaders())
+        loaders: dict[str, WeightLoader] = {name: copy_into(table) for name, table in self._tables.items()}
+        for name, norm in self._norms.items():
+            loaders |= prefixed(f"{name}.", norm.weight_loaders())
+        if self._head is not None:
+            loaders |= prefixed("head.", self._head.weight_loaders())
         for index, block in enumerate(self._blocks):
             loaders |= prefixed(f"layers.{index}.", block.weight_loaders())
         return loaders
@@ -141,6 +247,8 @@ class Encoder:
         ``positions`` count from 0 in each sequence; ``types``: which text of a pair a row belongs to.
         """
         x = self._tables["embed.weight"].index_select(0, input_ids).float()
+        if self._scale != 1.0:
+            x *= self._scale
         if "positions.table" in self._tables:
             x += (
                 self._tables["positions.table"]
@@ -150,20 +258,19 @@ class Encoder:
         if "types.table" in self._tables:
             types = types if self.encoder.pair_types else torch.zeros_like(types)
             x += self._tables["types.table"].index_select(0, types).float()
-        rows = self._embed_norm(x).to(self._dtype)
+        rows = (self._norms["embed_norm"](x) if "embed_norm" in self._norms else x).to(self._dtype)
+        angles = {
+            rope: (table.cos.index_select(0, positions), table.sin.index_select(0, positions))
+            for rope, table in self._ropes.items()
+        }
         for block in self._blocks:
-            rows = block(rows, sequences, self._relative)
-        return rows
+            rows = block(rows, sequences, self._relative, angles)
+        return self._norms["final_norm"](rows) if "final_norm" in self._norms else rows
 
-    def scores(self, rows: Tensor) -> Tensor:
-        """``rows [num_texts, hidden_size]``, the first of each text → fp32 ``[num_texts, num_labels]``.
-
-        They are logits, or their sigmoids, as the files say.
-        """
+    def scores(self, rows: Tensor) -> Sequence[float]:
+        """``rows [num_tokens, hidden_size]`` of one text → a score per label: logits, or their sigmoids."""
         assert self._head is not None, "this model is no classifier"
-        dense, out = self._head
-        logits = out(torch.tanh(dense(rows).float()).to(rows.dtype), out_dtype=torch.float32)
-        return torch.sigmoid(logits) if self.encoder.score == "sigmoid" else logits
+        return tuple(self._head(rows).tolist())
 
     @cached_property
     def _relative(self) -> Tensor | None:

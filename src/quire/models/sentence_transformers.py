@@ -40,8 +40,8 @@ def with_sentence(folder: Path, spec: ModelSpec) -> ModelSpec:
         UnsupportedModelError: a part that Quire does not run.
     """
     assert spec.encoder is not None
-    labels = spec.encoder.labels
-    sentence = SentenceSpec("cls", labels=labels) if labels else read_sentence(folder)
+    head = spec.encoder.head
+    sentence = read_sentence(folder) if head is None else SentenceSpec("cls", labels=head.labels)
     return replace(spec, encoder=replace(spec.encoder, sentence=sentence))
 
 

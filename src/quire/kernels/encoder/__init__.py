@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm as torch_layer_norm
 
-from quire.kernels.attention import ALIGN
+from quire.kernels.attention import ALIGN, TILE
 from quire.kernels.pointwise import gelu, gelu_tanh, sigmoid
 from quire.kernels.registry import op
 from quire.kernels.threads import one_torch_thread
@@ -73,49 +73,73 @@ def whole_sequences(lengths: Sequence[int]) -> WholeSequences:
     return WholeSequences(tuple(starts.tolist()), tuple(groups))
 
 
-def _bias(group: Group, window: int | None) -> Tensor:
-    """Return −inf where a row may not look, else 0: fp32 ``[num_seqs, 1, padded or 1, padded]``."""
-    columns = torch.arange(group.padded)
-    hidden = (columns >= group.lengths[:, None])[:, None, None, :]
+def _bias(group: Group, rows: range, columns: range, window: int | None) -> Tensor:
+    """Return −inf where a row may not look, else 0: fp32 ``[num_seqs, 1, rows or 1, columns]``."""
+    column, row = (torch.arange(each.start, each.stop) for each in (columns, rows))
+    hidden = (column >= group.lengths[:, None])[:, None, None, :]
     if window is not None:
-        # Rows of padding see all of the sequence, so that no row sees nothing.
-        far = (columns[:, None] - columns).abs() > window
-        far = far & (columns < group.lengths[:, None])[:, None, :, None]
+        # Rows of padding see all of the sequence that is there, so that no row sees nothing.
+        far = (row[:, None] - column).abs() > window
+        far = far & (row < group.lengths[:, None])[:, None, :, None]
         hidden = hidden | far
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
 @op("encoder_attention")
 def encoder_attention(
-    qkv: Tensor, sequences: WholeSequences, num_heads: int, scale: float, window: int | None = None,
-    relative: Tensor | None = None,
+    qkv: Tensor, sequences: WholeSequences, num_heads: int, num_kv_heads: int, scale: float,
+    window: int | None = None, relative: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``qkv [num_rows, 3 · num_heads · head_dim]`` → ``[num_rows, num_heads · head_dim]`` in its dtype.
+    """``qkv [num_rows, (num_heads + 2 · num_kv_heads) · head_dim]`` → ``[num_rows, num_heads · head_dim]``, its dtype.
 
     A row at p sees the rows of its own sequence, with a ``window`` those at p − window … p + window.
     ``relative [num_heads, longest, longest]`` fp32 is added to the scores of rows and the columns that they see.
     """
-    width = qkv.shape[1] // 3
-    with_padding = torch.cat((qkv, qkv.new_zeros(1, 3 * width)))
-    out = qkv.new_empty(qkv.shape[0], width)
+    size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    with_padding = torch.cat((qkv, qkv.new_zeros(1, qkv.shape[1])))
+    out = qkv.new_empty(qkv.shape[0], num_heads * size)
     for group in sequences.groups:
         padded, count = group.padded, len(group.lengths)
-        parts = with_padding.index_select(0, group.rows).float().view(count, padded, 3, num_heads, -1)
-        q, k, v = (part.reshape(count * num_heads, padded, -1) for part in parts.permute(2, 0, 3, 1, 4))
-        bias = _bias(group, window)
-        if relative is not None:
-            bias = bias + relative[None, :, :padded, :padded]
-        with one_torch_thread():
-            scores = torch.bmm(q * scale, k.transpose(1, 2)).view(count, num_heads, padded, padded)
-        scores += bias
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-        total = weights.sum(-1, keepdim=True)
-        with one_torch_thread():
-            mixed = torch.bmm(weights.view(count * num_heads, padded, padded), v)
-        mixed = mixed.view(count, num_heads, padded, -1) / total
-        rows = mixed.transpose(1, 2).reshape(count * padded, width).to(qkv.dtype)
-        out.index_copy_(0, group.rows[group.places], rows.index_select(0, group.places))
+        heads = with_padding.index_select(0, group.rows).float().view(count, padded, -1, size)
+        q, k, v = heads_of(heads.transpose(1, 2), num_heads, num_kv_heads)
+        if num_kv_heads < num_heads:
+            k, v = (part.repeat_interleave(num_heads // num_kv_heads, 1) for part in (k, v))
+        q, k, v = (part.reshape(count * num_heads, padded, size) for part in (q * scale, k, v))
+        mixed = torch.empty(count, num_heads, padded, size)
+        # Scores of long texts take much memory: those of some rows are held at a time.
+        for start in range(0, padded, 4 * TILE):
+            rows = range(start, min(start + 4 * TILE, padded))
+            columns = range(padded)
+            if window is not None:
+                columns = range(max(0, start - window) // ALIGN * ALIGN, min(rows.stop + window, padded))
+            bias = _bias(group, rows, columns, window)
+            if relative is not None:
+                bias = bias + relative[None, :, start : rows.stop, : columns.stop]
+            tile = _tile(q[:, start : rows.stop], k, v, columns, bias)
+            mixed[:, :, start : rows.stop] = tile.view(count, num_heads, len(rows), size)
+        whole = mixed.transpose(1, 2).reshape(count * padded, -1).to(qkv.dtype)
+        out.index_copy_(0, group.rows[group.places], whole.index_select(0, group.places))
     return out
+
+
+def heads_of(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of ``heads [n, num_heads + 2 · num_kv_heads, ...]``; views."""
+    end = num_heads + num_kv_heads
+    return heads[:, :num_heads], heads[:, num_heads:end], heads[:, end:]
+
+
+def _tile(q: Tensor, k: Tensor, v: Tensor, columns: range, bias: Tensor) -> Tensor:
+    """Return what the rows of ``q [num_seqs · num_heads, rows, size]`` get of the ``columns`` of ``k`` and ``v``."""
+    k, v = (part[:, columns.start : columns.stop] for part in (k, v))
+    with one_torch_thread():
+        scores = torch.bmm(q, k.transpose(1, 2))
+    by_sequence = scores.view(len(bias), -1, *scores.shape[1:])
+    by_sequence += bias
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    total = weights.sum(-1, keepdim=True)
+    with one_torch_thread():
+        mixed = torch.bmm(weights, v)
+    return mixed.div_(total)
 
 
 @op("layer_norm")

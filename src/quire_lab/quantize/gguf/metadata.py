@@ -17,7 +17,8 @@ from torch import Tensor
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families.gguf import spec_from_gguf
 from quire.layers.rope import inverse_frequencies
-from quire.modelspec import ModelSpec, RopeSpec
+from quire.modelspec import ModelSpec
+from quire.rope_spec import RopeSpec
 
 # Architecture as in config.json → `general.architecture`.
 ARCHITECTURES: Mapping[str, str] = {
