@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.pooling import SentenceSpec
 from quire.rope_spec import RopeSpec
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "silu", "relu"]
@@ -59,4 +58,3 @@ class EncoderSpec:
     relative_buckets: int = 0  # MPNet: a bias per head and bucket of distances
     embedding_scale: float = 1.0
     head: HeadSpec | None = None  # None: it classifies nothing
-    sentence: SentenceSpec | None = None

@@ -29,6 +29,7 @@ from typing import Literal
 
 from quire.encoder_spec import EncoderSpec
 from quire.kv_layout import KV_DTYPE_BYTES, KvGroup, KvLayer, KvLayout, layout_of
+from quire.pooling import SentenceSpec
 from quire.recurrent_spec import RecurrentSpec
 from quire.rope_spec import RopeSpec
 from quire.vision_spec import VisionSpec
@@ -178,6 +179,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     encoder: EncoderSpec | None = None  # in place of ``layers``
+    sentence: SentenceSpec | None = None  # how texts become vectors, where the files say so
     vision: VisionSpec | None = None  # None: text alone
 
     @property

@@ -47,3 +47,4 @@ class SentenceSpec:
     default_prompt: str | None = None
     # A model with labels is a classifier, and gives no vectors.
     labels: tuple[str, ...] = ()
+    yes_no: tuple[int, int] | None = None  # ids of both words, of a decoder that ranks

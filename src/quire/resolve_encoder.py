@@ -45,7 +45,7 @@ def resolve_encoder(
                 f"{name} = {getattr(args, name)!r} has no use with {spec.architecture}, an encoder, which has no cache "
                 "and writes no text: leave it out"
             )
-    longest, sentence = spec.max_position_embeddings, spec.encoder.sentence
+    longest, sentence = spec.max_position_embeddings, spec.sentence
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ConfigError(
             f"max_model_len = {args.max_model_len} is more than the model's {longest} positions"

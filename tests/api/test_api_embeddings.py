@@ -58,7 +58,9 @@ def encoder_api(**more: Any) -> Api:
     """An app whose model is an encoder that takes 8 tokens."""
     frontend = FakeFrontend(max_model_len=8)
     prompts = (("query", "q: "), ("document", ""))
-    frontend.model = replace(frontend.model, sentence=SentenceSpec("mean", prompts=prompts, **more))
+    frontend.model = replace(
+        frontend.model, writes_text=False, sentence=SentenceSpec("mean", prompts=prompts, **more)
+    )
     return Api(frontend)
 
 

@@ -24,7 +24,7 @@ def start_up_report(
         f"ready    in {seconds:.1f} s on {url}\n"
         f"model    {model.names[0]}, {info.weight_bytes / GIB:.2f} GiB of weights\n{weights}"
         f"exact    {exact}\n"
-        f"{slow}{cache if model.sentence is None else ''}"
+        f"{slow}{cache if model.writes_text else ''}"
         f"stop     Ctrl-C\n\n"
         f"  curl {url}{path} -H 'content-type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n"
@@ -34,10 +34,11 @@ def start_up_report(
 def first_request(model: Any) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a request that the model answers."""
     body = {"model": model.names[0]}
-    if model.sentence is None:
+    sentence = model.sentence
+    if sentence is None:
         messages = [{"role": "user", "content": "Tell me a story."}]
         return "/v1/chat/completions", {**body, "messages": messages, "max_tokens": 64}
-    if model.sentence.labels:
+    if sentence.labels or sentence.yes_no:
         documents = ["Cats purr.", "Dogs bark."]
         return "/v1/rerank", {**body, "query": "Which animal barks?", "documents": documents}
     return "/v1/embeddings", {**body, "input": "A cat purrs."}

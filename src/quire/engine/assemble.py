@@ -98,7 +98,8 @@ def load_text(
         eos_token_ids=tuple(dict.fromkeys((*checkpoint.spec.eos_token_ids, *tokenizer.eos_token_ids))),
         generation_defaults=defaults,
         determinism=config.determinism,
-        sentence=None if config.model.spec.encoder is None else config.model.spec.encoder.sentence,
+        sentence=config.model.spec.sentence,
+        writes_text=config.model.spec.encoder is None,
         vision=config.model.spec.vision,
     )
     return TextSide(tokenizer, template, model, AdapterRegistry.of(config, model.names))

@@ -41,10 +41,9 @@ class GoldenPrompt:
     def __init__(self, config: EngineConfig, folder: Path, clock: Clock, interval_s: float) -> None:
         """``folder``: where ids are kept. ``interval_s``: between two checks of an idle engine."""
         self._clock, self._interval_s = clock, interval_s
-        self._prompt, encoder = _prompt(config), config.model.spec.encoder
-        self._pooling = (
-            None if encoder is None or encoder.sentence is None else Pooling(encoder.sentence.pooling)
-        )
+        self._prompt, spec = _prompt(config), config.model.spec
+        is_encoder = spec.encoder is not None and spec.sentence is not None
+        self._pooling = Pooling(spec.sentence.pooling) if is_encoder and spec.sentence else None
         self._kept = folder / f"{_key(config)}.json"
         shipped = _read(Path(config.model.path) / FILE)
         self._expected: list[float] | None = shipped.get("ids", {}).get(setup_of(config))

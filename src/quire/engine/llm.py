@@ -189,13 +189,8 @@ class LLM(OfflineEngine):
         maker = import_module(_POOLING)
         pairs = maker.pairs_of(query, documents)
         render = self._chat_template.render if self._chat_template.names else None
-        if self.model.sentence is not None:
-            of_pairs = import_module(_SENTENCES).pair_prompts
-            prompts = of_pairs(self.model, self._tokenizer, pairs, scoring, instruction)
-        else:
-            prompts = maker.scoring_prompts(
-                pairs, scoring or "likelihood", instruction, self._tokenizer, render
-            )
+        of_pairs = import_module(_SENTENCES).pair_prompts
+        prompts = of_pairs(self.model, self._tokenizer, pairs, scoring, instruction, render)
         requests = [self._request(p.token_ids, p.sampling, pooling=p.pooling) for p in prompts]
         outputs = self._run(requests, [None] * len(requests), use_tqdm, continues=True)
         return [scored(output, p.num_query_tokens) for output, p in zip(outputs, prompts, strict=True)]

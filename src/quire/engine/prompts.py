@@ -66,7 +66,7 @@ def prepare_request(
         RequestError: names the field; for a length, the three numbers (prompt, max_tokens, limit).
     """
     assert (grammar is None) == (sampling.structured_outputs is None)
-    if model.sentence is not None and pooling is None:
+    if pooling is None and not model.writes_text:
         raise import_module(_SENTENCES).writes_no_text(model)
     ids, limit = tuple(prompt_token_ids), model.max_model_len
     max_tokens = _max_tokens(len(ids), sampling, limit, prompt_only=pooling is not None)
@@ -154,8 +154,9 @@ class ModelInfo:
     # By the names of `SamplingParams`: temperature, top_p …
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     determinism: str = "exact"  # see `EngineConfig`
-    # How an encoder pools a text; None: a decoder.
+    # How a text becomes a vector, and whether the model writes texts: a decoder.
     sentence: SentenceSpec | None = None
+    writes_text: bool = True
     vision: VisionSpec | None = None  # None: the model takes no images
 
     def sampling(self, **fields: Any) -> SamplingParams:
@@ -314,7 +315,7 @@ def prompts_of(model: ModelInfo, tokenizer: Tokenizer, chat_template: ChatTempla
             tokenizer, chat_template, model.vision
         )
         return seeing
-    if model.sentence is not None:
+    if not model.writes_text:
         silent: Prompts = import_module(_SENTENCES).SilentPrompts(tokenizer, chat_template, model)
         return silent
     return Prompts(tokenizer, chat_template)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.engine.pooling import NOTHING_SAMPLED, ScoringPrompt
+from quire.engine.pooling import NOTHING_SAMPLED, Scoring, ScoringPrompt, scoring_prompts
 from quire.engine.prompts import ModelInfo, Prompts, RenderedChat
 from quire.errors import RequestError
 from quire.request import Pooling
@@ -43,14 +43,16 @@ def pooling_of(model: ModelInfo, wanted: str | None) -> Pooling:
     """Return how the rows of a text become its vector: as ``wanted``, else as the model's files say.
 
     Raises:
-        RequestError: an encoder was not trained for what is ``wanted``.
+        RequestError: an encoder was not trained for what is ``wanted``, or a model gives no vectors.
     """
-    if model.sentence is None:
+    if model.writes_text:
         if wanted not in (None, "last", "mean"):
             raise RequestError(
                 f"pooling = {wanted!r} is not allowed: it must be 'last' or 'mean'.", param="pooling"
             )
-        return Pooling("mean" if wanted == "mean" else "last")
+        own = "last" if model.sentence is None else model.sentence.pooling
+        return Pooling("mean" if (wanted or own) == "mean" else "last")
+    assert model.sentence is not None
     if model.sentence.labels:
         raise RequestError(
             f"model {model.names[0]!r} is a classifier, which gives no vectors: ask it for scores (/v1/rerank).",
@@ -95,16 +97,26 @@ def pair_prompts(
     model: ModelInfo,
     tokenizer: Tokenizer,
     pairs: Sequence[tuple[str, str]],
-    scoring: str | None,
+    scoring: Scoring | None,
     instruction: str | None,
+    render: Callable[..., str] | None,
 ) -> list[ScoringPrompt]:
-    """Return the prompts that a cross-encoder scores.
+    """Return the prompts by which pairs are scored: as a cross-encoder does it, or a decoder (`scoring_prompts`).
 
     Raises:
         RequestError: the model gives vectors, or more than one score, or there is another way of scoring.
     """
-    assert model.sentence is not None
-    count = len(model.sentence.labels)
+    sentence = model.sentence
+    if model.writes_text:
+        ranks = sentence is not None and sentence.yes_no is not None
+        scoring = scoring or ("yes_no" if ranks else "likelihood")
+        if scoring == "yes_no" and sentence is not None and sentence.yes_no is not None:
+            own = prompt_before(model, None) or None
+            prompts = scoring_prompts(pairs, scoring, instruction or own, tokenizer, render)
+            return [each._replace(pooling=Pooling("logprobs", sentence.yes_no)) for each in prompts]
+        return scoring_prompts(pairs, scoring, instruction, tokenizer, render)
+    assert sentence is not None
+    count = len(sentence.labels)
     if count != 1:
         what = f"has {count} labels" if count else "gives vectors (/v1/embeddings)"
         raise RequestError(

@@ -15,6 +15,7 @@ from quire.kernels.registry import choose
 from quire.kernels.threads import choose_threads
 from quire.layers.pooled_rows import pooled
 from quire.layers.weights import Build
+from quire.models.dense import DenseLayers
 from quire.models.encoder import Encoder
 from quire.models.packed_cache import CheckpointWeights
 from quire.quant.stored import Weight
@@ -34,6 +35,7 @@ class EncoderExecutor:
         dtype = torch_dtype(config.model.dtype)
         build = Build(dtype, choose(config.runner), config.model.spec.norm_eps, formats=config.model.formats)
         self.model = Encoder(config.model.spec, build, config.model.max_model_len)
+        self._dense = DenseLayers(config.model)
         self.model.load(CheckpointWeights(config.model, dtype, config.runner) if weights is None else weights)
         self._seqs: dict[int, NewSeq] = {}
         self._pending: StepPlan | None = None
@@ -106,7 +108,7 @@ class EncoderExecutor:
         assert seq.pooling is not None
         if seq.pooling.kind == "classify":
             return tuple(self.model.scores(rows))
-        return tuple(pooled(rows, seq.pooling.kind).tolist())
+        return tuple(self._dense(pooled(rows, seq.pooling.kind)).tolist())
 
 
 def _result(seq_id: int, epoch: int, vector: tuple[float, ...] | None) -> SeqResult:

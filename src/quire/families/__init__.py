@@ -18,7 +18,6 @@ from quire.families.weights import Family, Take, WeightMap
 from quire.modelspec import ModelSpec
 
 __all__ = [
-    "ENCODERS",
     "SUPPORTED",
     "Family",
     "Take",
@@ -68,53 +67,16 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "glm"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "minimax"),
 }
-# Families whose rows see each other both ways (`quire.encoder_spec`).
-_ENCODERS = {
-    "bert": ("BertModel", "bert"),
-    "bert_classifier": ("BertForSequenceClassification", "bert"),
-    "xlm_roberta": ("XLMRobertaModel", "roberta"),
-    "xlm_roberta_classifier": ("XLMRobertaForSequenceClassification", "roberta"),
-    "mpnet": ("MPNetModel", "roberta"),
-    "distilbert": ("DistilBertModel", "bert"),
-    "distilbert_classifier": ("DistilBertForSequenceClassification", "bert"),
-    "modernbert": ("ModernBertModel", "modernbert"),
-    "modernbert_classifier": ("ModernBertForSequenceClassification", "modernbert"),
-    "jina_embeddings_v3": ("JinaEmbeddingsV3Model", "rotary_encoders"),
-    "nomic_bert": ("NomicBertModel", "rotary_encoders"),
-    "gte": ("GteModel", "rotary_encoders"),
-    "gte_classifier": ("GteForSequenceClassification", "rotary_encoders"),
-    "new": ("NewModel", "rotary_encoders"),
-    "new_classifier": ("NewForSequenceClassification", "rotary_encoders"),
-    "embedding_gemma": ("Gemma3TextModel", "both_ways"),
-    "eurobert": ("EuroBertModel", "both_ways"),
-}
-# Other names of these: the same layers, or heads of training that no vector needs.
-_ENCODERS_TOO = {
-    "RobertaModel": "xlm_roberta",
-    "RobertaForSequenceClassification": "xlm_roberta_classifier",
-    "CamembertModel": "xlm_roberta",
-    "CamembertForSequenceClassification": "xlm_roberta_classifier",
-    "BertForMaskedLM": "bert",
-    "RobertaForMaskedLM": "xlm_roberta",
-    "XLMRobertaForMaskedLM": "xlm_roberta",
-    "MPNetForMaskedLM": "mpnet",
-    "DistilBertForMaskedLM": "distilbert",
-    "ModernBertForMaskedLM": "modernbert",
-    "NomicBertForMaskedLM": "nomic_bert",
-    "EuroBertForMaskedLM": "eurobert",
-}
-_ALL = _FAMILIES | _ENCODERS
+# Families whose rows see each other both ways, loaded where a name is none of the others.
+_ENCODERS = "quire.families.encoder_table"
 # model_type in config.json → family, where they differ.
 _MODEL_TYPES = {
-    "xlm-roberta": "xlm_roberta",
-    "roberta": "xlm_roberta",
-    "camembert": "xlm_roberta",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
-_BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _ALL.items()} | _ENCODERS_TOO
+_BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _FAMILIES.items()}
 
 # Models that see or hear, of which the text decoder runs: its family has what ``text_config`` says.
 _WITH_TEXT = {
@@ -138,7 +100,6 @@ _OF_ALL_PARTS = (
 
 # Names as in "architectures" of config.json.
 SUPPORTED: tuple[str, ...] = tuple(architecture for architecture, _ in _FAMILIES.values())  # decoders
-ENCODERS: tuple[str, ...] = tuple(architecture for architecture, _ in _ENCODERS.values())
 
 # Parts of a configuration that mean more than a text decoder.
 _OTHER_PARTS = ("vision_config", "audio_config", "encoder", "text_config")
@@ -152,7 +113,7 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     """
     whole, config = config, decoder_config(config, where)
     name = _name_of(Fields(config, where))
-    family, architecture = _family(name), _ALL[name][0]
+    family, architecture = _family(name), _place(name)[0]
     f = Fields({**config, "architectures": [architecture]}, where)
     for part in _OTHER_PARTS:
         if f.has(part):
@@ -160,7 +121,7 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
                 f"{where}: {architecture} with {part} is not supported: Quire runs text decoders, "
                 f"as they are in {', '.join(SUPPORTED)}."
             )
-    if name not in _ENCODERS:
+    if name in _FAMILIES:
         f.refuse("is_causal", unless=(True,), why="decoders attend to the past only")
         f.refuse(
             "use_bidirectional_attention", unless=(False, "vision"), why="decoders attend to the past only"
@@ -193,35 +154,41 @@ def decoder_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _family(name: str) -> Family:
-    family = getattr(import_module(f"quire.families.{_ALL[name][1]}"), name.upper())
+    family = getattr(import_module(f"quire.families.{_place(name)[1]}"), name.upper())
     assert isinstance(family, Family)
     return family
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Return the architecture of a family, and its module."""
+    place: tuple[str, str] = _FAMILIES.get(name) or import_module(_ENCODERS).ENCODERS[name]
+    return place
 
 
 def _name_of(f: Fields) -> str:
     """Return the family of the first name in ``architectures`` that is known, else of ``model_type``."""
     names, model_type = f.items("architectures"), f.values.get("model_type")
-    if model_type == "gemma3_text" and f.values.get("use_bidirectional_attention") is True:
-        return "embedding_gemma"
     by_name = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
-    by_name = "gemma3" if by_name == "embedding_gemma" else by_name
     by_type = _MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else None
-    by_type = by_type if by_type in _ALL and model_type not in _MODEL_TYPES.values() else None
+    by_type = by_type if by_type in _FAMILIES and model_type not in _MODEL_TYPES.values() else None
+    if by_name is None:
+        by_name, by_type = import_module(_ENCODERS).named(f, by_type)
     if by_name is not None and by_type not in (None, by_name.removesuffix("_classifier")):
         raise ModelLoadError(
             f"{f.where}: architectures = {names!r} and model_type = {model_type!r} are two kinds of model: correct the "
             "one that is wrong."
         )
     family = by_name or by_type
-    if family is None and not names and model_type is None:
-        raise ModelLoadError(
-            f"{f.where}: architectures and model_type are missing, so the kind of model is unknown; supported are "
-            f"{', '.join(_BY_ARCHITECTURE)}."
-        )
     if family is None:
+        supported = ", ".join((*_BY_ARCHITECTURE, *import_module(_ENCODERS).BY_ARCHITECTURE))
+        if not names and model_type is None:
+            raise ModelLoadError(
+                f"{f.where}: architectures and model_type are missing, so the kind of model is unknown; supported are "
+                f"{supported}."
+            )
         raise UnsupportedModelError(
             f"{f.where}: architectures = {names!r} with model_type = {model_type!r} is not supported; supported are "
-            f"{', '.join(_BY_ARCHITECTURE)}."
+            f"{supported}."
         )
     return family
 

@@ -105,7 +105,7 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
         raise ModelLoadError(f"{path} has no config.json: it is no model folder; download the whole model.")
     config = read_json(config_path)
     spec = spec_from_config(config, str(config_path))
-    if spec.encoder is not None:
+    if spec.encoder is not None or (path / "modules.json").is_file():
         spec = import_module("quire.models.sentence_transformers").with_sentence(path, spec)
     seen: tuple[str, ...] = ()  # how the names of the encoder's tensors begin
     if spec.vision is not None:
@@ -118,6 +118,8 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
         files = checkpoint_files(path)
         stored = read_checkpoint(path)
         dtype = _common_dtype(stored.values())
+        if spec.sentence is not None and spec.encoder is None and "lm_head.weight" not in stored:
+            spec = replace(spec, tie_word_embeddings=True)  # vectors need no output matrix
         spec, of_head = _own_head(spec, stored)
         remarks = (*unused(stored, seen), *of_head)
         quantization = quantization_of(config, str(config_path))

@@ -225,7 +225,9 @@ def _needed(repo: str, quant: str, files: Sequence[str]) -> list[str]:
         weights = [
             f
             for f in files
-            if f.endswith(".safetensors") and "/" not in f and not f.startswith("consolidated")
+            if f.endswith(".safetensors")
+            and ("/" not in f or f.partition("/")[0].endswith("_Dense"))
+            and not f.startswith("consolidated")
         ]
         return [*weights, *SMALL_FILES]
     gguf = [Path(file).name for file in models_among(files)]

@@ -1,7 +1,9 @@
 """The files of sentence-transformers beside a model: how its rows become one vector, and what is put before a text.
 
-    modules.json                        the parts, in order: the model, a pooling, a normalization
+    modules.json                        the parts, in order: the model, a pooling, linears, a normalization
     1_Pooling/config.json               which rows the vector is made of
+    2_Dense/config.json                 a linear after the pooling, with its weights beside it
+    1_LogitScore/config.json            the tokens by which a decoder ranks
     sentence_bert_config.json           the longest text
     config_sentence_transformers.json   prompts by name
 
@@ -12,9 +14,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families.shape import Fields
@@ -29,20 +31,53 @@ _MODES: Mapping[str, PoolingMode] = {
     "weightedmean_tokens": "weighted_mean",
     "lasttoken": "last",
 }
-_SUPPORTED = ("Transformer", "Pooling", "Normalize")
+_ACTIVATIONS: Mapping[str, Literal["identity", "tanh", "gelu", "relu"]] = {
+    "torch.nn.modules.linear.Identity": "identity",
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.activation.GELU": "gelu",
+    "torch.nn.modules.activation.ReLU": "relu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """A linear that a pooled vector goes through."""
+
+    folder: Path  # holds its weights
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: Literal["identity", "tanh", "gelu", "relu"]
+
+
+_SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
 
 
 def with_sentence(folder: Path, spec: ModelSpec) -> ModelSpec:
-    """Return the spec of an encoder with what the files in ``folder`` say of its vectors.
+    """Return ``spec`` with what the files in ``folder`` say of its vectors.
 
     Raises:
         ModelLoadError: a file is broken.
         UnsupportedModelError: a part that Quire does not run.
     """
-    assert spec.encoder is not None
+    if spec.encoder is None:
+        return replace(spec, sentence=_of_decoder(folder, read_sentence(folder)))
     head = spec.encoder.head
     sentence = read_sentence(folder) if head is None else SentenceSpec("cls", labels=head.labels)
-    return replace(spec, encoder=replace(spec.encoder, sentence=sentence))
+    if sentence.yes_no is not None:
+        raise UnsupportedModelError(f"{folder / 'modules.json'}: LogitScore is for decoders.")
+    return replace(spec, sentence=sentence)
+
+
+def _of_decoder(folder: Path, sentence: SentenceSpec) -> SentenceSpec:
+    """Return what a decoder's files say, which Quire runs in part."""
+    if sentence.pooling not in ("last", "mean"):
+        raise UnsupportedModelError(
+            f"{folder}: pooling {sentence.pooling!r} is not supported with a decoder, but 'last' and 'mean'."
+        )
+    if dense_of(folder):
+        raise UnsupportedModelError(f"{folder / 'modules.json'}: Dense is not supported with a decoder.")
+    return sentence
 
 
 def read_sentence(folder: Path) -> SentenceSpec:
@@ -50,20 +85,48 @@ def read_sentence(folder: Path) -> SentenceSpec:
     path = folder / "modules.json"
     if not path.is_file():
         return SentenceSpec("mean")
-    modules = [Fields(item, str(path)) for item in _list(path)]
-    kinds = [module.text("type").rpartition(".")[2] for module in modules]
+    modules = _modules(folder)
+    kinds = [kind for kind, _ in modules]
     for kind in kinds:
         if kind not in _SUPPORTED:
             raise UnsupportedModelError(
                 f"{path}: a module of type {kind!r} is not supported; supported are {', '.join(_SUPPORTED)}."
             )
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+    if kinds == ["Transformer", "LogitScore"]:
+        return replace(SentenceSpec("last", yes_no=_yes_no(folder, modules[1][1])), **_prompts(folder))
+    normalizes = kinds[-1] == "Normalize"
+    between = kinds[2:-1] if normalizes else kinds[2:]
+    if kinds[:2] != ["Transformer", "Pooling"] or set(between) - {"Dense"}:
         raise UnsupportedModelError(
-            f"{path}: {', '.join(kinds)}: a model, a pooling and maybe a Normalize are supported."
+            f"{path}: {', '.join(kinds)}: a model, a pooling, Dense and maybe a Normalize at the end are supported."
         )
-    pooling = _fields(folder / modules[1].text("path") / "config.json")
-    longest = _fields(folder / modules[0].values.get("path", "") / "sentence_bert_config.json")
+    pooling = _fields(folder / modules[1][1].text("path") / "config.json")
+    longest = _fields(folder / modules[0][1].values.get("path", "") / "sentence_bert_config.json")
     longest.refuse("do_lower_case", unless=(False,), why="texts are tokenized as they are sent")
+    prompts = _prompts(folder)
+    if any(text for _, text in prompts["prompts"]):
+        pooling.refuse(
+            "include_prompt", unless=(True,), why="the rows of a prompt are pooled with the others"
+        )
+    dense_of(folder)
+    max_tokens = longest.optional_integer("max_seq_length", minimum=1)
+    return SentenceSpec(_mode(pooling), normalizes, max_tokens, **prompts)
+
+
+def _modules(folder: Path) -> list[tuple[str, Fields]]:
+    """Return the kind and the entry of each part in modules.json; empty where there is no such file."""
+    path = folder / "modules.json"
+    entries = [Fields(item, str(path)) for item in _list(path)] if path.is_file() else []
+    return [(entry.text("type").rpartition(".")[2], entry) for entry in entries]
+
+
+def dense_of(folder: Path) -> tuple[DenseSpec, ...]:
+    """Return the linears of a model of vectors, in order. Raises as `with_sentence`."""
+    return tuple(_dense(folder / each.text("path")) for kind, each in _modules(folder) if kind == "Dense")
+
+
+def _prompts(folder: Path) -> dict[str, Any]:
+    """Return the fields of a `SentenceSpec` that prompts have."""
     more = _fields(folder / "config_sentence_transformers.json")
     prompts = more.nested("prompts")
     # An empty prompt stays one, so that a request may name it.
@@ -71,17 +134,25 @@ def read_sentence(folder: Path) -> SentenceSpec:
     default = more.values.get("default_prompt_name")
     if default is not None and default not in by_name:
         raise more.wrong("default_prompt_name", f"one of prompts: {', '.join(by_name)}")
-    if any(by_name.values()):
-        pooling.refuse(
-            "include_prompt", unless=(True,), why="the rows of a prompt are pooled with the others"
-        )
-    return SentenceSpec(
-        _mode(pooling),
-        len(kinds) == 3,
-        longest.optional_integer("max_seq_length", minimum=1),
-        tuple(by_name.items()),
-        default,
-    )
+    return {"prompts": tuple(by_name.items()), "default_prompt": default}
+
+
+def _dense(folder: Path) -> DenseSpec:
+    f = _fields(folder / "config.json")
+    f.refuse("activation_function", unless=tuple(_ACTIVATIONS), why="these activations are computed")
+    f.refuse("use_residual", unless=(False,), why="a Dense is one linear")
+    for key in ("module_input_name", "module_output_name"):
+        f.refuse(key, unless=("sentence_embedding",), why="a Dense changes the vector of a text")
+    kind = _ACTIVATIONS[f.text("activation_function", "torch.nn.modules.activation.Tanh")]
+    return DenseSpec(folder, f.integer("in_features"), f.integer("out_features"), f.flag("bias", True), kind)
+
+
+def _yes_no(folder: Path, module: Fields) -> tuple[int, int]:
+    f = _fields(folder / module.text("path") / "config.json")
+    f.refuse("module_input_name", unless=("causal_logits",), why="scores are made of the last row's logits")
+    if not f.has("false_token_id"):
+        raise UnsupportedModelError(f"{f.where}: a score without false_token_id is not supported.")
+    return f.integer("true_token_id", minimum=0), f.integer("false_token_id", minimum=0)
 
 
 def _mode(f: Fields) -> PoolingMode:

@@ -22,7 +22,6 @@ from quire.engine.pooling import (
     embedding,
     likelihood,
     pooled_score,
-    scoring_prompts,
 )
 from quire.engine.prompts import too_long
 from quire.engine.sentences import cut, pair_prompts, pooling_of, prompt_before
@@ -254,11 +253,7 @@ async def _job(
     prompts: list[ScoringPrompt] = []
     for start in range(0, len(pairs), _PAIRS_AT_ONCE):  # a client that left ends the work after each piece
         some, how = pairs[start : start + _PAIRS_AT_ONCE], (request.scoring, request.instruction)
-        if state.model.sentence is not None:
-            prompts += await asyncio.to_thread(pair_prompts, state.model, frontend.tokenizer, some, *how)
-        else:
-            how = (how[0] or "likelihood", how[1])
-            prompts += await asyncio.to_thread(scoring_prompts, some, *how, frontend.tokenizer, render)
+        prompts += await asyncio.to_thread(pair_prompts, state.model, frontend.tokenizer, some, *how, render)
     scores.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
     return Job(
         [prompt.token_ids for prompt in prompts],
