@@ -12,6 +12,7 @@ from quire.cli.flags import AutoscaleArgs, PlanArgs, ReplayArgs
 from quire_gateway.auto_config import AutoArgs, RuleArgs
 from quire_gateway.config import (
     BackendArgs,
+    DisaggregationArgs,
     GatewayArgs,
     HealthArgs,
     HedgeArgs,
@@ -105,6 +106,7 @@ FILE = {
     RuleArgs: "each of `[[auto.rules]]`: all conditions that are given must hold",
     RegionArgs: "`[regions]`; `latency_ms = { region = milliseconds }` are round trips from here",
     HedgeArgs: "`[hedging]`",
+    DisaggregationArgs: "`[disaggregation]`",
     FilterArgs: "each of `[[filters]]` (docs/tenants.md); `options = { … }` are arguments of the hook's constructor",
 }
 

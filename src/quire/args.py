@@ -167,6 +167,7 @@ class ServerArgs:
     gateway: str | None = None
     gateway_key: str | None = None
     region: str | None = None
+    role: Literal["prefill", "decode", "both"] = "both"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     otlp_traces_endpoint: str | None = None

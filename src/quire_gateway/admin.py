@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -42,13 +43,15 @@ class Heartbeat(Wire):
     api_key: Text | None = None
     max_requests: Integer | None = None
     region: Text | None = None
+    role: Literal["prefill", "decode", "both"] = "both"
     about: AnyObject | None = None
 
 
 class BackendPatch(Wire):
     """Body of ``PATCH /admin/backends/{name}``."""
 
-    state: Literal["active", "draining"]
+    state: Literal["active", "draining"] | None = None
+    role: Literal["prefill", "decode", "both"] | None = None
 
 
 def admin_app(state: GatewayState) -> ASGIApp:
@@ -117,6 +120,7 @@ class Admin:
             heartbeat.api_key,
             heartbeat.max_requests,
             heartbeat.region,
+            heartbeat.role,
             heartbeat.about or {},
         )
         return json_response(self._card(self._state.discovery.register(registration)))
@@ -130,10 +134,15 @@ class Admin:
         """Drain a backend, or let it take requests again. Its running requests go on."""
         backend = self._state.fleet.named(request.path_params["name"])
         patch = parse(BackendPatch, await read_json(request.scope, request.receive, MAX_BODY_BYTES))
+        if patch.state is None and patch.role is None:
+            raise RequestError("The body is empty: it must have state, role or both.", param="state")
         if backend.is_draining and patch.state == "active":
             backend.breaker.recover(self._state.now())
-        backend.is_draining = patch.state == "draining"
-        log.info("backend_changed", backend=backend.name, state=patch.state)
+        if patch.state is not None:
+            backend.is_draining = patch.state == "draining"
+        if patch.role is not None:
+            backend.args = replace(backend.args, role=patch.role)
+        log.info("backend_changed", backend=backend.name, state=patch.state, role=backend.args.role)
         return json_response(self._card(backend))
 
     async def routing(self, request: Request) -> Response:
@@ -168,6 +177,7 @@ class Admin:
             "url": backend.url,
             "source": backend.source,
             "region": backend.args.region,
+            "role": backend.args.role,
             "models": sorted(backend.models),
             "state": "draining" if backend.is_draining else "ready" if backend.is_ready else "unready",
             "why": backend.failure,

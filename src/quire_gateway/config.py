@@ -34,6 +34,8 @@ from quire_gateway.routing import Policy
 # no room (429, 503, max_requests); 429 and 5xx: any answer of that status; the last two are refusals of the request.
 Cause = Literal["failure", "saturated", "429", "5xx", "context_length", "content_filter"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+# What a replica does of a request: its prompt for others, its answer with a prompt from others, or all.
+Role = Literal["prefill", "decode", "both"]
 _SERVER = defaults(ServerArgs)
 
 
@@ -134,6 +136,14 @@ class HedgeArgs:
 
 
 @dataclass(frozen=True, slots=True)
+class DisaggregationArgs:
+    """``[disaggregation]``"""
+
+    min_tokens: int | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BackendArgs:
     """One of ``[[backends]]``; exactly one of ``url``, ``dns`` and ``file``."""
 
@@ -146,6 +156,7 @@ class BackendArgs:
     health_path: str | None = None
     max_requests: int | None = None
     region: str | None = None
+    role: Role = "both"
     takes_salt: bool | None = None
 
 
@@ -185,6 +196,7 @@ class GatewayConfig:
     auto: AutoConfig | None = None
     regions: RegionConfig | None = None
     hedging: HedgeArgs = field(default_factory=HedgeArgs)
+    disaggregation: DisaggregationArgs | None = None
     limits: Limit = field(default_factory=Limit)  # of each key that has none of its own
     key_limits: Mapping[str, Limit] = field(default_factory=dict)
     tenant_limits: Mapping[str, Limit] = field(default_factory=dict)

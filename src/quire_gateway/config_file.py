@@ -18,6 +18,7 @@ from quire_gateway.config import (
     CAUSES,
     BackendArgs,
     Cause,
+    DisaggregationArgs,
     GatewayArgs,
     GatewayConfig,
     HealthArgs,
@@ -34,8 +35,8 @@ from quire_gateway.quotas import Limit
 from quire_gateway.region_config import regions_of
 
 _TABLES = ("routing", "timeouts", "health", "retries", "backends", "models", "filters", "auto", "regions", "hedging",
-           "limits", "prices")  # fmt: skip
-_Args = TypeVar("_Args", RoutingArgs, HealthArgs, RetryArgs, HedgeArgs, Limit, Price)
+           "limits", "prices", "disaggregation")  # fmt: skip
+_Args = TypeVar("_Args", RoutingArgs, HealthArgs, RetryArgs, HedgeArgs, DisaggregationArgs, Limit, Price)
 
 
 def read_config(path: Path) -> GatewayConfig:
@@ -84,6 +85,7 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
         backends=tuple(_backend(table, where) for table, where in _list(data, "backends", origin)),
         models=_models(_list(data, "models", origin)),
         hedging=_args(HedgeArgs, data, "hedging", origin),
+        disaggregation=_disaggregation(data, origin),
         auto=read_auto(_table(data, "auto", origin), origin),
         regions=regions_of(_table(data, "regions", origin), origin),
         filters=tuple(_filter(table, where) for table, where in _list(data, "filters", origin)),
@@ -96,6 +98,13 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
     )
     _check_whole(config, origin)
     return config
+
+
+def _disaggregation(data: Mapping[str, Any], origin: str) -> DisaggregationArgs | None:
+    """Return how prompts are computed by prefill replicas; None: there is no table, and no replica of such a role."""
+    roles = {table.get("role", "both") for table in data.get("backends", ()) if isinstance(table, dict)}
+    is_on = "disaggregation" in data or (roles != {"both"} and bool(roles))
+    return _args(DisaggregationArgs, data, "disaggregation", origin) if is_on else None
 
 
 def _slo(text: str | None, origin: str) -> Slo | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quire.errors import ConfigError, NotFoundError, RequestError, clip
 from quire.metrics.log import Log
-from quire_gateway.config import BackendArgs
+from quire_gateway.config import BackendArgs, Role
 from quire_gateway.config_file import checked_url
 from quire_gateway.fleet import Backend, Fleet, Source
 from quire_gateway.health import Poller
@@ -30,6 +30,7 @@ class Registration:
     api_key: str | None = None
     max_requests: int | None = None
     region: str | None = None
+    role: Role = "both"
     about: Mapping[str, object] = field(default_factory=dict)  # role, fingerprint, version …
 
 
@@ -80,11 +81,13 @@ class Discovery:
                 api_key=registration.api_key,
                 max_requests=registration.max_requests,
                 region=registration.region,
+                role=registration.role,
             )
             backend = self._fleet.add(registration.name, registration.url, args, "registered")
             self._poller.sync()
-        if backend.args.region != registration.region:
-            backend.args = replace(backend.args, region=registration.region)
+        own = backend.args
+        if (own.region, own.role) != (registration.region, registration.role):
+            backend.args = replace(own, region=registration.region, role=registration.role)
         self._fleet.serves(backend, registration.models)
         backend.about = dict(registration.about)
         self._until_s[registration.name] = self._now() + registration.ttl_s

@@ -211,6 +211,10 @@ class Router:
         in_flight = self._in_flight[request_id]
         return self.ttft.predict(in_flight.replica, in_flight.ahead + in_flight.uncached)
 
+    def uncached(self, request_id: str) -> int:
+        """Return the prompt tokens of a request in flight that its replica is to compute."""
+        return self._in_flight[request_id].uncached
+
     def explain(self, demand: Demand, among: Iterable[int]) -> dict[int, dict[str, float]]:
         """Return per replica of ``among`` what a choice would be made by, now."""
         depths, pace_s = self._depths(demand.chain), self.ttft.pace_s

@@ -117,6 +117,14 @@ def _serve(stages: Stages, state: GatewayState) -> None:
         regions = RegionStage(stages.regions, state.fleet, state.router)
         state.placing.narrow = regions.narrow
         on.append(regions)
+    if config.disaggregation is not None:
+        from quire_gateway.disaggregation import Disaggregation
+
+        disaggregation = Disaggregation(
+            config, state.fleet, state.router, state.placing, state.count_failure, state.now
+        )
+        state.placing.narrow = disaggregation.narrow
+        on.append(disaggregation)
     if server.access_log or server.access_log_file is not None:
         from quire_gateway.access_log import AccessLog
 

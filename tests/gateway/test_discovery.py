@@ -98,11 +98,14 @@ def test_a_replica_registers_and_is_forgotten_when_silent() -> None:
             async with live.session.post(url, json=beat, headers=key) as response:
                 assert (await response.json())["source"] == "registered"
             await live.until(lambda: any(b.is_ready for b in live.state.fleet))
-            async with live.session.post(url, json=beat | {"region": "eu"}, headers=key) as response:
-                assert (await response.json())["region"] == "eu"
+            async with live.session.post(
+                url, json=beat | {"region": "eu", "role": "prefill"}, headers=key
+            ) as response:
+                card = await response.json()
+                assert (card["region"], card["role"]) == ("eu", "prefill")
             assert (await live.post(ASK))[0] == 200
             await live.until(lambda: not list(live.state.fleet))
-            for wrong in ({"url": "ftp://x"}, {"ttl_s": 0.0}, {"models": "m"}, {"extra": 1}):
+            for wrong in ({"url": "ftp://x"}, {"ttl_s": 0.0}, {"models": "m"}, {"extra": 1}, {"role": "x"}):
                 async with live.session.post(url, json=beat | wrong, headers=key) as response:
                     assert response.status == 400
                     assert next(iter(wrong)) in await response.text()

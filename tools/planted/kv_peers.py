@@ -6,6 +6,7 @@ from mutant import Mutant
 
 PEERS = "tests/tiers/test_peers.py::"
 MEMORY = "tests/tiers/test_memory.py::"
+GATEWAY = "tests/gateway/test_disaggregation.py::"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -55,5 +56,29 @@ MUTANTS: tuple[Mutant, ...] = (
         "        self._note(key, is_added=False)\n",
         "",
         (f"{MEMORY}test_changes_give_what_there_is",),
+    ),
+    Mutant(
+        "prefill-replica-answers",
+        "prefill replicas are given whole requests, which hold up the prompts of others",
+        "src/quire_gateway/disaggregation.py",
+        'if backend.args.role != "prefill"] or candidates',
+        "] or candidates",
+        (f"{GATEWAY}test_a_long_prompt_is_computed_by_one_and_answered_by_another",),
+    ),
+    Mutant(
+        "failed-prefill-fails-the-request",
+        "a prefill replica that dies takes the request along",
+        "src/quire_gateway/disaggregation.py",
+        "        except (BackendFailed, TimeoutError) as failure:",
+        "        except ZeroDivisionError as failure:",
+        (f"{GATEWAY}test_a_first_call_that_fails_costs_a_computation[dies]",),
+    ),
+    Mutant(
+        "short-prompts-travel",
+        "prompts that a decode replica has go to a prefill replica all the same",
+        "src/quire_gateway/disaggregation.py",
+        "uncached < self._min_tokens",
+        "uncached < 0",
+        (f"{GATEWAY}test_what_the_decode_replica_has_stays_there",),
     ),
 )

@@ -307,6 +307,7 @@ def make_heartbeat(args: ServerArgs, api: Any, frontend: Any, url: str) -> Any:
             "url": url,
             "models": [*frontend.model.names, *adapters],
             "api_key": args.api_key,
+            **({"role": args.role} if args.role != "both" else {}),
             "region": args.region or os.environ.get("QUIRE_REGION") or None,
             "about": {
                 "pid": os.getpid(),
