@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tools.house import ROOT, files_of, lines_per_package, nodes, parsed
+from tools.house import ROOT, files_of, lines_per_package, nodes, parsed, read_ahead
 
 SRC = ROOT / "src"
 FILES = files_of(ROOT)
@@ -77,6 +77,7 @@ def name_of(path: Path) -> str:
 
 
 def all_nodes() -> Iterator[tuple[str, ast.AST]]:
+    read_ahead(FILES)
     for path in FILES:
         name = name_of(path)
         for node in nodes(path):

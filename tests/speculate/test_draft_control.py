@@ -123,9 +123,12 @@ def fixed_rates(
     return rates
 
 
-@pytest.mark.parametrize("draft_s", [0.0, 1e-3])
+# Of 48 sequences a step takes as long here as of all others together.
+@pytest.mark.parametrize(
+    ("num_seqs", "draft_s"),
+    [(1, 0.0), (1, 1e-3), (8, 0.0), (8, 1e-3), (48, 0.0), pytest.param(48, 1e-3, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 0.8, 0.95])
-@pytest.mark.parametrize("num_seqs", [1, 8, 48])
 @pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
 def test_auto_is_near_the_best_fixed_number(
     seconds: StepSeconds, num_seqs: int, alpha: float, draft_s: float
@@ -133,7 +136,7 @@ def test_auto_is_near_the_best_fixed_number(
     fixed = fixed_rates(num_seqs, alpha, seconds, draft_s=draft_s)
     machine = Machine(control(), draft_s=draft_s)
     machine.run(num_seqs, alpha, seconds, 300)
-    rate = machine.run(num_seqs, alpha, seconds, 3_000 if num_seqs == 1 else 800)
+    rate = machine.run(num_seqs, alpha, seconds, {1: 3_000, 8: 800, 48: 400}[num_seqs])
     assert rate >= 0.98 * fixed[0], f"{rate / fixed[0]:.3f} of plain"
     assert rate >= 0.95 * max(fixed), f"{rate / max(fixed):.3f} of the best"
 
