@@ -889,7 +889,7 @@ TOKENS: tuple[Mutant, ...] = (
         "angles-of-all-rows",
         "latent attention rotates this rank's rows by the positions of the step's first rows",
         "src/quire/layers/latent_attention.py",
-        "cos_sin = self._cp.own(cos_sin[0]), self._cp.own(cos_sin[1])",
+        'cos_sin = cast("CosSin", tuple(map(self._cp.own, cos_sin)))',
         "cos_sin = tuple(x[: len(self._cp.own(x))] for x in cos_sin)",
         ("tests/parallel/test_context_parallel.py::test_family_over_two_stripes[deepseek_v2-divided]",),
     ),

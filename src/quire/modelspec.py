@@ -55,7 +55,8 @@ class AttentionSpec:
     o_bias: bool = False
     # Attention's output · sigmoid(gate(x)), before o: a gate per element (Qwen3.5), or one per head (LFM3).
     output_gate: Literal[False, True, "head"] = False
-    qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over head_dim, or over the whole projection
+    # RMSNorm over head_dim, over the whole projection, or over head_dim behind the rotation (HunYuan).
+    qk_norm: Literal["none", "head", "full", "rotated"] = "none"
     sinks: bool = False  # one learned logit per head in the softmax (gpt-oss)
     v_norm: bool = False  # RMSNorm without a weight on each head of v (Gemma 4)
     v_from_k: bool = False  # v is the projection of k, before k's norm

@@ -27,3 +27,4 @@ class RopeSpec:
     short_factor: tuple[float, ...] = ()  # longrope, dim/2 values
     long_factor: tuple[float, ...] = ()
     part: float = 1.0  # proportional: the share of the pairs that turns
+    query_scale: tuple[float, int] | None = None  # `layers.rope.query_factors`: beta, length

@@ -78,6 +78,15 @@ _NEMOTRON: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 40,
 }
+# transformers 5.24 has the decoder, and not where `AutoModelForCausalLM` looks.
+AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+_SCALED: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.7,
+}
 _ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 # case → (transformers' configuration class, what differs from _SIZES)
@@ -180,6 +189,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
         },
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1Config",
+        {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": _SCALED}),
+    "mistral4": (
+        "Mistral4Config",
+        {**_MLA, "rope_parameters": {**_SCALED, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     "granite": (
         "GraniteConfig",

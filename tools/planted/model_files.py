@@ -189,4 +189,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "return index if attn is None or attn.kv_layer is None else 0",
         (FAMILY,),
     ),
+    Mutant(
+        "factor-of-the-position-before",
+        "queries are scaled by the factor of one position earlier",
+        "src/quire/layers/rope.py",
+        "torch.arange(count) // length",
+        "torch.arange(-1, count - 1) // length",
+        ("tests/families/test_query_scale.py", "tests/parity/test_family_parity.py::test_family[ministral3]"),
+    ),
 )

@@ -18,15 +18,8 @@ from quire.families.weights import Family, Take, WeightMap
 from quire.modelspec import ModelSpec
 
 __all__ = [
-    "SUPPORTED",
-    "Family",
-    "Take",
-    "WeightMap",
-    "decoder_config",
-    "quantization_of",
-    "spec_from_config",
-    "weight_map",
-]
+    "SUPPORTED", "Family", "Take", "WeightMap", "decoder_config", "quantization_of", "spec_from_config", "weight_map",
+]  # fmt: skip
 
 # Family → the architecture in config.json, and the module here that has it under its name in capitals. A module is
 # imported when a model of it is read.
@@ -66,6 +59,9 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "glm4_moe": ("Glm4MoeForCausalLM", "glm"),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "glm"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "minimax"),
+    "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", "hunyuan"),
+    "ministral3": ("Ministral3ForCausalLM", "ministral"),
+    "mistral4": ("Mistral4ForCausalLM", "ministral"),
 }
 # Families whose rows see each other both ways, loaded where a name is none of the others.
 _ENCODERS = "quire.families.encoder_table"
@@ -82,6 +78,7 @@ _BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _FAMILIES.
 _WITH_TEXT = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "Gemma4ForConditionalGeneration": "gemma4",
+    "Mistral3ForConditionalGeneration": "mistral",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Idefics3ForConditionalGeneration": "llama",
@@ -90,13 +87,8 @@ _WITH_TEXT = {
 # Those of them whose encoder runs, too.
 _SEEING = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 _OF_ALL_PARTS = (
-    "quantization_config",
-    "dtype",
-    "torch_dtype",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-)
+    "quantization_config", "dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+)  # fmt: skip
 
 # Names as in "architectures" of config.json.
 SUPPORTED: tuple[str, ...] = tuple(architecture for architecture, _ in _FAMILIES.values())  # decoders
@@ -149,6 +141,8 @@ def decoder_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     text = None if family is None else f.nested("text_config")
     if family is None or text is None:
         return config
+    kind = text.values.get("model_type")
+    family = kind if family == "mistral" and kind in ("ministral3", "mistral4") else family
     shared = {key: config[key] for key in _OF_ALL_PARTS if key in config and text.values.get(key) is None}
     return {**text.values, **shared, "architectures": [_FAMILIES[family][0]]}
 

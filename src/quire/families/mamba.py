@@ -54,11 +54,14 @@ def mamba_of(
     if activation(f) != "silu":
         raise f.wrong("hidden_act", "'silu', which the convolution of this family has")
     heads = f.integer("mamba_n_heads", 128)
+    source = "mamba_d_ssm" if width else "mamba_expand · hidden_size"
     width = width or f.integer("mamba_expand", 2) * hidden
     is_auto = f.values.get("mamba_d_head") in (None, "auto")
     head_dim = width // heads if is_auto else f.integer("mamba_d_head")
     if heads * head_dim != width:
-        raise f.wrong("mamba_d_head", f"such that mamba_n_heads = {heads} have {width} columns")
+        raise f.wrong(
+            "mamba_d_head", f"such that mamba_n_heads = {heads} have the {width} columns of {source}"
+        )
     return scan_of(
         f, heads, head_dim, ("mamba_n_groups", f.integer("mamba_n_groups", 1)),
         ("mamba_d_state", f.integer("mamba_d_state", 256)), f.integer("mamba_d_conv", 4, minimum=2),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from quire.kernels.attention.batch import AttentionShape
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.linear import HeadMatrices, head_linear, pack_heads
 from quire.kernels.lora import AdapterRows
+from quire.kernels.output_gate import scale_heads
 from quire.kernels.pointwise import copy_heads
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.rope import apply_rope, store_kv
@@ -62,6 +64,7 @@ class LatentAttention:
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._pack_heads = partial(pack_heads, backend=build.backend("head_linear"))
         self._copy, self._rope = build.of(copy_heads), build.of(apply_rope)
+        self._scale_heads = build.of(scale_heads)
         self._cp = build.cp
         self._store, self._attend = build.of(store_kv), attention_over_cache(build)
 
@@ -101,7 +104,8 @@ class LatentAttention:
         assert cos_sin is not None
         if group.divided:
             assert self._cp is not None
-            cos_sin = self._cp.own(cos_sin[0]), self._cp.own(cos_sin[1])
+            cos_sin = cast("CosSin", tuple(map(self._cp.own, cos_sin)))
+        cos, sin, *factors = cast("tuple[Tensor, ...]", cos_sin)
         assert spec.rope is not None
         assert self._to_latent is not None
         assert self._from_latent is not None
@@ -110,6 +114,8 @@ class LatentAttention:
         q = down[:, : self._q_first]
         if self._q_b is not None:
             q = self._q_b(self._q_norm(q), adapters)
+        if factors:
+            q = self._scale_heads(q, *factors)
         q = torch.unflatten(q, -1, (spec.num_heads, spec.head_dim))
         latent = self._kv_norm(down[:, self._q_first : self._q_first + lora])
         k_rope = down[:, self._q_first + lora :].unsqueeze(1)  # [num_tokens, 1, rope_dim]
@@ -118,7 +124,7 @@ class LatentAttention:
         both = empty(num_tokens, heads + 1, rope_dim, dtype=dtype, device=q.device)
         self._copy(q[..., nope:], both[:, :heads])
         self._copy(k_rope, both[:, heads:])
-        both = self._rope(both, *cos_sin, spec.rope.interleaved)
+        both = self._rope(both, cos, sin, spec.rope.interleaved)
         key = empty(num_tokens, 1, lora + rope_dim, dtype=dtype, device=q.device)
         self._copy(latent.unsqueeze(1), key[..., :lora])
         self._copy(both[:, heads:], key[..., lora:])

@@ -27,18 +27,32 @@ class RopeTable:
     `cover` was called; what lies beyond is not written and takes no memory. That is for a CPU alone.
     """
 
-    def __init__(self, spec: RopeSpec, max_model_len: int, *, on_demand: bool = False) -> None:
+    def __init__(
+        self,
+        spec: RopeSpec,
+        max_model_len: int,
+        *,
+        on_demand: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """``dtype``: of queries, and of the factors by which they are multiplied."""
         max_positions = (
             -(-max_model_len // _BLOCK) + 1
         ) * _BLOCK  # a block more: drafts may lie beyond the end
         with torch.device("cpu"):  # angles of every device are the CPU's
             self._frequencies, self._factor = inverse_frequencies(spec, max_model_len), spec.attention_factor
             self.cos, self.sin = (mapped(max_positions, spec.dim // 2, dtype=torch.float32) for _ in range(2))
+            factors: tuple[Tensor, ...] = ()
+            if spec.query_scale is not None:
+                factors = (query_factors(*spec.query_scale, max_positions, dtype),)
         self.num_covered = 0  # positions that have their values
         if not on_demand:
             self.cover()
             device = torch.get_default_device()
             self.cos, self.sin = self.cos.to(device), self.sin.to(device)
+            factors = tuple(each.to(device) for each in factors)
+        # cos, sin, and where queries are multiplied, their factors: what a layer gets the rows of.
+        self.tables: tuple[Tensor, ...] = (self.cos, self.sin, *factors)
 
     def cover(self, num_positions: int | None = None) -> None:
         """Compute the positions below ``num_positions``, None: all. Call it from one thread, before what reads them."""
@@ -53,6 +67,11 @@ class RopeTable:
                 self.cos[start:stop] = angles.cos().mul_(self._factor)
                 self.sin[start:stop] = angles.sin_().mul_(self._factor)
             self.num_covered = stop
+
+
+def query_factors(beta: float, length: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return ``[count, 1]``: 1 + beta · ln(1 + ⌊position / length⌋), the factors of queries (Llama 4)."""
+    return (1.0 + beta * torch.log(1.0 + torch.arange(count) // length)).to(dtype).unsqueeze(1)
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> Tensor:

@@ -93,7 +93,9 @@ class Decoder:
         self._sources, self._pairs = sources_of(spec, kv_layout)
         ropes = [None if layer.attn is None else layer.attn.rope for layer in spec.layers]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
-        self._ropes = [RopeTable(rope, max_model_len, on_demand=rope_on_demand) for rope in kinds]
+        self._ropes = [
+            RopeTable(rope, max_model_len, on_demand=rope_on_demand, dtype=dtype) for rope in kinds
+        ]
         # The table of each layer; None: it has no position embedding.
         self._rope_of = [None if rope is None else kinds.index(rope) for rope in ropes]
         self._take_rows, self._add_rows = kernels.of(take_rows), kernels.of(add_rows)
@@ -166,9 +168,8 @@ class Decoder:
 
     def layers(self, batch: StepBatch, kv: Sequence[KvView], entering: Hidden | None = None) -> Hidden:
         """As `forward`, up to the last layer of this stage; all tokens, unless it is the last one."""
-        cos_sin = [
-            (self._take_rows(table.cos, batch.positions), self._take_rows(table.sin, batch.positions))
-            for table in self._ropes
+        cos_sin: list[Any] = [
+            tuple([self._take_rows(table, batch.positions) for table in rope.tables]) for rope in self._ropes
         ]
         delta: Tensor | None
         cp = self._cp if batch.divided else None
@@ -259,6 +260,8 @@ class DecoderLayer:
             kind = import_module("quire.layers.shared_attention").SharedAttention
         elif spec.attention.output_gate:
             kind = import_module("quire.layers.gated_attention").GatedAttention
+        elif spec.attention.qk_norm == "rotated" or (spec.attention.rope and spec.attention.rope.query_scale):
+            kind = import_module("quire.layers.post_rope_attention").PostRopeAttention
         # Or another that is called alike: its ``group`` and ``kv`` are what it reads of the step and of its cache.
         self._mixer: Attention = kind(spec.recurrent or spec.attention, hidden, build.under(self._prefix))
         self.mlp: Mlp | MoeBlock
