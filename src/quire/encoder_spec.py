@@ -24,7 +24,7 @@ class HeadSpec:
     """A classifier of a text: ``out(norm(activation(dense(row))))``, the row of its first token or the mean of all."""
 
     labels: tuple[str, ...]
-    score: Literal["sigmoid", "identity"] = "sigmoid"  # logits to score
+    score: Literal["sigmoid", "identity", "softmax"] = "sigmoid"  # logits to score
     rows: Literal["cls", "mean"] = "cls"
     activation: Literal["tanh", "gelu", "relu"] = "tanh"
     dense_bias: bool = True

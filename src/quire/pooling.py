@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from quire.errors import RequestError, clip
 
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last"]
-PoolingKind = PoolingMode | Literal["logprobs", "classify"]
+PoolingKind = PoolingMode | Literal["logprobs", "classify", "logits", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class Pooling:
     """What a request wants of its prompt's hidden states (after the last norm) instead of an answer.
 
     "logprobs": log-probabilities of ``token_ids`` as the next token. The others: [hidden_size], not normalised; of a
-    decoder "last" or "mean", of an encoder those of `quire.layers.pooled_rows`; "classify": a classifier's scores.
+    decoder "last" or "mean", of an encoder those of `quire.layers.pooled_rows`; "classify": a
+    classifier's scores, "logits": what they are made of; "tokens": all rows of an encoder, one after the other.
     ``second_from``: where the second text of a pair begins; 0: there is one text.
     """
 
@@ -25,7 +26,7 @@ class Pooling:
     second_from: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("logprobs", "classify") and self.kind not in get_args(PoolingMode):
+        if self.kind not in ("logprobs", "classify", "logits", "tokens", *get_args(PoolingMode)):
             raise RequestError(
                 f"pooling = {clip(self.kind)} is not allowed: it must be 'last' or 'mean'.", param="pooling"
             )

@@ -17,7 +17,10 @@ from quire_gateway.stage import Pipeline
 # Paths that generate no tokens: only the prompt is reserved.
 _NO_OUTPUT = (
     "/embeddings",
-    "/api/embed",
+    "/embed",
+    "/embed_all",
+    "/predict",
+    "/similarity",
     "/api/show",
     "/score",
     "/rerank",

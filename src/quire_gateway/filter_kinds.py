@@ -19,6 +19,7 @@ from quire_gateway.upstream import Upstream, closing, read_reply
 # Fields of a request that hold text for the model, and keys within them that do not.
 _TEXT_FIELDS = (
     "system", "instructions", "messages", "input", "prompt", "suffix", "query", "documents", "text_1", "text_2",
+    "inputs", "texts",
 )  # fmt: skip
 _NOT_TEXT = ("role", "type", "id", "tool_call_id", "call_id", "image_url", "source", "signature")
 MAX_ANSWER_BYTES = defaults(GatewayArgs)["max_answer_mib"] * MIB

@@ -244,8 +244,10 @@ class FakeFrontend:
         """Six numbers that depend on the prompt and the kind; for "logprobs" one for each id, for "classify" one."""
         if pooling.kind == "logprobs":
             return tuple(-1.0 - (sum(prompt) + token_id) % 7 for token_id in pooling.token_ids)
-        if pooling.kind == "classify":
-            return ((sum(prompt) % 7 + pooling.second_from) / 10,)
+        if pooling.kind in ("classify", "logits"):
+            return ((sum(prompt) % 7 + pooling.second_from) / (10 if pooling.kind == "classify" else 3),)
+        if pooling.kind == "tokens":
+            return tuple(float(token_id * i) for token_id in prompt for i in range(3))
         return tuple(float((sum(prompt) + i) % 5 + 1 + (pooling.kind == "mean")) for i in range(6))
 
     def _give_up(self, record: Submitted) -> None:

@@ -21,6 +21,7 @@ from quire.api.dialects.openai.pooling import Document, EmbeddingRequest, Rerank
 from quire.api.dialects.openai.text_tools import DetokenizeRequest, TokenizeRequest
 from quire.api.dialects.responses import request as responses
 from quire.api.dialects.responses.tools import CustomFormat, CustomTool, FunctionTool, NamedChoice, Namespace
+from quire.api.dialects.tei import endpoints as tei
 from quire.api.fields import DeadlineMs
 from quire.api.history import Message, TextPart
 from quire.api.settings import ApiSettings
@@ -88,6 +89,14 @@ MODELS: dict[str, type[Wire] | Table] = {
     "/api/embed": EmbedRequest,
     "/api/embeddings": EmbeddingsRequest,
     "/api/show": ShowRequest,
+    "/embed": tei.TeiEmbedRequest,
+    "/embed_all": tei.TokenRowsRequest,
+    "/rerank (TEI's form)": tei.TeiRerankRequest,
+    "/predict": tei.PredictRequest,
+    "/similarity": tei.SimilarityRequest,
+    "/similarity: inputs": tei.SimilarityInputs,
+    "/classify": tei.ClassifyRequest,
+    "/v2/embed": tei.CohereEmbedRequest,
 }
 TABLES = {title: table_of(m) if isinstance(m, type) else m for title, m in MODELS.items()}
 

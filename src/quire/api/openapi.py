@@ -30,6 +30,7 @@ from quire.api.dialects.openai import fields as openai
 from quire.api.dialects.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.api.dialects.openai.text_tools import DetokenizeRequest, TokenizeRequest
 from quire.api.dialects.responses.request import ResponsesRequest
+from quire.api.dialects.tei import endpoints as tei
 from quire.api.late import LateHandler
 from quire.http.field_rules import Use, table_of
 from quire.http.refusals import ANTHROPIC_ROOT, OLLAMA_ROOT
@@ -59,6 +60,12 @@ BODIES: dict[str, Body] = {
     "/infill": Body("The text between two others (llama.cpp's form)", InfillRequest),
     "/generate": Body("Continue a text (TGI's form)", TgiRequest, ("inputs",)),
     "/generate_stream": Body("Continue a text, in events (TGI's form)", TgiRequest, ("inputs",)),
+    "/embed": Body("Vectors of texts (TEI's form)", tei.TeiEmbedRequest, ("inputs",)),
+    "/embed_all": Body("A row per token of texts (TEI's form)", tei.TokenRowsRequest),
+    "/predict": Body("Labels of texts or pairs (TEI's form)", tei.PredictRequest, ("inputs",)),
+    "/similarity": Body("Cosines of a text and others (TEI's form)", tei.SimilarityRequest),
+    "/classify": Body("Labels of texts", tei.ClassifyRequest),
+    "/v2/embed": Body("Vectors of texts (Cohere's form)", tei.CohereEmbedRequest),
     "/tokenize": Body("Text or messages to token ids", TokenizeRequest),
     "/detokenize": Body("Token ids to text", DetokenizeRequest),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from quire.engine.pooling import NOTHING_SAMPLED, Scoring, ScoringPrompt, scoring_prompts
@@ -100,13 +101,21 @@ def pair_prompts(
     scoring: Scoring | None,
     instruction: str | None,
     render: Callable[..., str] | None,
+    *,
+    truncate: bool = False,
+    raw: bool = False,
 ) -> list[ScoringPrompt]:
     """Return the prompts by which pairs are scored: as a cross-encoder does it, or a decoder (`scoring_prompts`).
+
+    ``truncate``: cut pairs that the model cannot hold. ``raw``: logits in place of scores. Both are for cross-encoders.
 
     Raises:
         RequestError: the model gives vectors, or more than one score, or there is another way of scoring.
     """
     sentence = model.sentence
+    for name, wanted in (("truncate", truncate), ("raw_scores", raw)):
+        if wanted and model.writes_text:
+            raise RequestError(f"{name} = true is for cross-encoders, and this model is none.", param=name)
     if model.writes_text:
         ranks = sentence is not None and sentence.yes_no is not None
         scoring = scoring or ("yes_no" if ranks else "likelihood")
@@ -127,10 +136,61 @@ def pair_prompts(
             raise RequestError(
                 f"{name} is not for a cross-encoder, which has one way: leave it out.", param=name
             )
-    found = []
-    for query, document in pairs:
-        ids, second_from = tokenizer.encode_pair(query, document)
-        found.append(ScoringPrompt(ids, NOTHING_SAMPLED, Pooling("classify", second_from=second_from), 0))
+    return label_prompts(model, tokenizer, pairs, truncate=truncate, raw=raw)
+
+
+def label_prompts(
+    model: ModelInfo,
+    tokenizer: Tokenizer,
+    inputs: Sequence[tuple[str, ...]],
+    *,
+    truncate: bool,
+    raw: bool = False,
+) -> list[ScoringPrompt]:
+    """Return the prompts that a classifier gives a score per label; an input is a text or a pair.
+
+    Raises:
+        RequestError: the model is no classifier.
+    """
+    if model.sentence is None or not model.sentence.labels:
+        raise RequestError(
+            f"model {model.names[0]!r} is no classifier, and has no labels.",
+            param="model",
+            code="unsupported_model",
+        )
+    limit, found = model.max_model_len if truncate else None, []
+    for texts in inputs:
+        if len(texts) == 1:
+            ids, second_from = tokenizer.encode(texts[0]), 0
+            ids = ids if limit is None else cut(ids, limit, tokenizer)
+        else:
+            keep = None if limit is None else partial(kept_of_pair, limit=limit)
+            ids, second_from = tokenizer.encode_pair(texts[0], texts[1], keep)
+        pooling = Pooling("logits" if raw else "classify", second_from=second_from)
+        found.append(ScoringPrompt(ids, NOTHING_SAMPLED, pooling, 0))
+    return found
+
+
+def kept_of_pair(texts: Sequence[int | None], limit: int) -> list[int]:
+    """Return the places that are kept of a pair: all marks, and of each text its beginning, the longer one cut first.
+
+    ``texts``: the text of each place, 0 or 1, or None for a mark. As tokenizers' "longest_first".
+    """
+    first, second = texts.count(0), texts.count(1)
+    room = max(0, limit - (len(texts) - first - second))
+    shorter = min(first, second)
+    if 2 * shorter >= room:
+        # The longer text has the odd one.
+        less = room // 2
+        most = (less, room - less) if first <= second else (room - less, less)
+    else:
+        most = (first, room - first) if first <= second else (room - second, second)
+    found, seen = [], [0, 0]
+    for place, text in enumerate(texts):
+        if text is not None:
+            seen[text] += 1
+        if text is None or seen[text] <= most[text]:
+            found.append(place)
     return found
 
 

@@ -106,8 +106,10 @@ class EncoderExecutor:
 
     def _vector(self, rows: Tensor, seq: NewSeq) -> tuple[float, ...]:
         assert seq.pooling is not None
-        if seq.pooling.kind == "classify":
-            return tuple(self.model.scores(rows))
+        if seq.pooling.kind in ("classify", "logits"):
+            return tuple(self.model.scores(rows, raw=seq.pooling.kind == "logits"))
+        if seq.pooling.kind == "tokens":
+            return tuple(rows.float().flatten().tolist())
         return tuple(self._dense(pooled(rows, seq.pooling.kind)).tolist())
 
 

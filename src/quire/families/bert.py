@@ -109,19 +109,23 @@ def with_labels(f: Fields, spec: ModelSpec, family: str, **more: Any) -> ModelSp
     names = f.nested("id2label")
     count = f.integer("num_labels", 2 if names is None else len(names.values))
     labels = tuple(f"LABEL_{i}" if names is None else names.text(str(i)) for i in range(count))
-    head = HeadSpec(labels, _score_of(f), **more)
+    head = HeadSpec(labels, _score_of(f, count), **more)
     return replace(spec, family=family, encoder=replace(spec.encoder, head=head))
 
 
-def _score_of(f: Fields) -> Literal["sigmoid", "identity"]:
-    """Return what sentence-transformers applies to the one logit of a cross-encoder: in the file, or the sigmoid."""
+def _score_of(f: Fields, num_labels: int) -> Literal["sigmoid", "identity", "softmax"]:
+    """Return what makes scores of logits: as in the file, else a softmax over labels of which one applies.
+
+    One label, or labels that apply each by itself (``problem_type``): sigmoids, as sentence-transformers does it.
+    """
     # The second place is that of files from before its version 4.
     newer = f.nested("sentence_transformers")
     for fields, key in ((newer, "activation_fn"), (f, "sbert_ce_default_activation_function")):
         if fields is not None and fields.has(key):
             fields.refuse(key, unless=tuple(_SCORES), why="scores are sigmoids of logits, or the logits")
             return _SCORES[fields.text(key)]
-    return "sigmoid"
+    several = num_labels > 1 and f.values.get("problem_type") != "multi_label_classification"
+    return "softmax" if several else "sigmoid"
 
 
 def encoder_model(f: Fields, family: str, encoder: EncoderSpec, longest: int) -> ModelSpec:

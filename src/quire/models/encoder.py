@@ -181,13 +181,15 @@ class ClassifierHead:
             loaders if self._norm is None else {**loaders, **prefixed("norm.", self._norm.weight_loaders())}
         )
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """``rows [num_tokens, hidden_size]`` of one text → fp32 ``[num_labels]``: logits, or their sigmoids."""
+    def __call__(self, rows: Tensor, *, raw: bool) -> Tensor:
+        """``rows [num_tokens, hidden_size]`` of one text → fp32 ``[num_labels]``: scores, if ``raw`` their logits."""
         row = rows[:1] if self._spec.rows == "cls" else pooled(rows, "mean")[None].to(rows.dtype)
         row, kind = self._dense(row), self._spec.activation
         row = torch.tanh(row.float()).to(row.dtype) if kind == "tanh" else self._activate(row, kind)
         logits = self._out(row if self._norm is None else self._norm(row), out_dtype=torch.float32)[0]
-        return torch.sigmoid(logits) if self._spec.score == "sigmoid" else logits
+        if raw or self._spec.score == "identity":
+            return logits
+        return torch.sigmoid(logits) if self._spec.score == "sigmoid" else torch.softmax(logits, -1)
 
 
 class Encoder:
@@ -267,10 +269,10 @@ class Encoder:
             rows = block(rows, sequences, self._relative, angles)
         return self._norms["final_norm"](rows) if "final_norm" in self._norms else rows
 
-    def scores(self, rows: Tensor) -> Sequence[float]:
-        """``rows [num_tokens, hidden_size]`` of one text → a score per label: logits, or their sigmoids."""
+    def scores(self, rows: Tensor, *, raw: bool = False) -> Sequence[float]:
+        """``rows [num_tokens, hidden_size]`` of one text → a score per label, if ``raw`` its logit."""
         assert self._head is not None, "this model is no classifier"
-        return tuple(self._head(rows).tolist())
+        return tuple(self._head(rows, raw=raw).tolist())
 
     @cached_property
     def _relative(self) -> Tensor | None:

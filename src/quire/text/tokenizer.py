@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,15 +91,22 @@ class Tokenizer:
                 raise _no_unicode() from error
         return ids
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """Return the ids of two texts as a model reads them together, and where type 1 begins; 0: nowhere."""
+    def encode_pair(
+        self, first: str, second: str, keep: Callable[[Sequence[int | None]], Sequence[int]] | None = None
+    ) -> tuple[list[int], int]:
+        """Return the ids of two texts as a model reads them together, and where type 1 begins; 0: nowhere.
+
+        ``keep``: the text of each place, 0 or 1, or None for a mark → the places that are kept.
+        """
         with self._long_lock, self._lock:
             self._allow_special(True)
             try:
                 encoding = self._backend.encode(first, second)
             except TypeError as error:
                 raise _no_unicode() from error
-        return encoding.ids, encoding.type_ids.index(1) if 1 in encoding.type_ids else 0
+        kept = range(len(encoding.ids)) if keep is None else keep(encoding.sequence_ids)
+        ids, types = ([values[i] for i in kept] for values in (encoding.ids, encoding.type_ids))
+        return ids, types.index(1) if 1 in types else 0
 
     def encode_long(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the ids of each of ``texts``, without holding the interpreter's lock; other threads encode meanwhile.

@@ -6,6 +6,7 @@ import asyncio
 import base64
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -32,9 +33,12 @@ from quire.http.wire import Boolean, Integer, Text, User, Wire, not_allowed, par
 _encode = msgspec.json.Encoder().encode
 _PAIRS_AT_ONCE = 16
 MAX_INPUTS = 2048  # OpenAI's
+_TEI = "quire.api.dialects.tei.endpoints"
 Pair = tuple[str, str]  # query, document
 # Scores in the order of the pairs → the answer's own fields.
-Written = Callable[[Sequence[float]], dict[str, Any]]
+Written = Callable[[Sequence[float]], Any]
+# Chunks and the usage, which counts what was cut → a vector per chunk, as the request wants it.
+VectorsOf = Callable[[Sequence[OutputChunk], Usage], list[list[float] | str]]
 
 
 class PoolingFields(RequestFields):
@@ -64,10 +68,26 @@ async def embeddings_job(state: ApiState, call: Call, body: Any, ignored: list[s
         RequestError: names the field, the value and what is allowed.
     """
     request = parse(EmbeddingRequest, body, ignored=ignored)
+    return await vectors_job(state, call, request, ignored)
+
+
+async def vectors_job(
+    state: ApiState,
+    call: Call,
+    request: EmbeddingRequest,
+    ignored: list[str] | None,
+    param: str = "input",
+    answer: Callable[[Head, VectorsOf], Answer] | None = None,
+) -> Job:
+    """Return the job of ``request``, whose input the client calls ``param``.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
     head = new_head(state, call, "embd-", request.model)
     special = request.add_special_tokens
-    prompts = await parse_prompts(state, request.input, "input", add_special_tokens=special)
-    _check_count("input", len(prompts))
+    prompts = await parse_prompts(state, request.input, param, add_special_tokens=special)
+    check_count(param, len(prompts))
     _check_at_least_1("dimensions", request.dimensions)
     lead, sentence = prompt_before(state.model, request.prompt_name), state.model.sentence
     prompts = [lead + prompt if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -75,12 +95,13 @@ async def embeddings_job(state: ApiState, call: Call, body: Any, ignored: list[s
     if request.truncate:
         prompts, num_cut = await _cut_to_context(state, prompts)
     normalize = request.normalize if request.normalize is not None else sentence is None or sentence.normalize
+    vectors = partial(_vectors, request, normalize, num_cut)
     return Job(
         prompts,
         NOTHING_SAMPLED,
-        WholeAnswer(head, partial(_write, request, normalize, num_cut)),
+        WholeAnswer(head, partial(_write, vectors)) if answer is None else answer(head, vectors),
         pooling=pooling_of(state.model, request.pooling),
-        prompt_param="input",
+        prompt_param=param,
         **common_fields(request, call, ignored),
     )
 
@@ -90,7 +111,7 @@ def _check_at_least_1(param: str, value: int | None) -> None:
         raise not_allowed(param, value, "an integer ≥ 1, or null")
 
 
-def _check_count(param: str, count: int) -> None:
+def check_count(param: str, count: int) -> None:
     """Reject more inputs than one request may have."""
     if count > MAX_INPUTS:
         raise RequestError(
@@ -111,15 +132,19 @@ async def _cut_to_context(
     return prompts_within, num_cut
 
 
-def _write(
-    request: EmbeddingRequest, normalize: bool, num_cut: int, chunks: Sequence[OutputChunk], usage: Usage
-) -> dict[str, Any]:
-    usage.truncated_tokens += num_cut
+def _write(vectors: VectorsOf, chunks: Sequence[OutputChunk], usage: Usage) -> dict[str, Any]:
     data = [
-        {"object": "embedding", "index": index, "embedding": _vector(request, normalize, chunk)}
-        for index, chunk in enumerate(chunks)
+        {"object": "embedding", "index": index, "embedding": vector}
+        for index, vector in enumerate(vectors(chunks, usage))
     ]
     return {"data": data}
+
+
+def _vectors(
+    request: EmbeddingRequest, normalize: bool, num_cut: int, chunks: Sequence[OutputChunk], usage: Usage
+) -> list[list[float] | str]:
+    usage.truncated_tokens += num_cut
+    return [_vector(request, normalize, chunk) for chunk in chunks]
 
 
 def _vector(request: EmbeddingRequest, normalize: bool, chunk: OutputChunk) -> list[float] | str:
@@ -138,7 +163,7 @@ class _Scores:
         self.num_truncated = 0
         self._written = written
 
-    def write(self, chunks: Sequence[OutputChunk], usage: Usage) -> dict[str, Any]:
+    def write(self, chunks: Sequence[OutputChunk], usage: Usage) -> Any:
         usage.truncated_tokens += self.num_truncated
         return self._written([self._score(i, chunk) for i, chunk in enumerate(chunks)])
 
@@ -156,6 +181,7 @@ class ScoringFields(PoolingFields):
     scoring: Literal["likelihood", "yes_no"] | None = None
     instruction: Text | None = None
     max_tokens_per_doc: Integer | None = None
+    truncate: Boolean = False
 
 
 class RerankRequest(ScoringFields):
@@ -186,13 +212,17 @@ async def rerank_job(state: ApiState, call: Call, body: Any, ignored: list[str] 
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
+    if isinstance(body, dict) and "texts" in body and "documents" not in body:
+        tei: Job = await import_module(_TEI).tei_rerank_job(state, call, body, ignored)
+        return tei
     request = parse(RerankRequest, body, ignored=ignored)
-    _check_count("documents", len(request.documents))
+    check_count("documents", len(request.documents))
     _check_at_least_1("top_n", request.top_n)
     documents = [_document(item, i, ignored) for i, item in enumerate(request.documents)]
-    _check_texts("query", [request.query])
+    check_texts("query", [request.query])
     written = partial(_ranking, documents if request.return_documents else None, request.top_n)
-    return await _job(state, call, request, [(request.query, d) for d in documents], "rerank-", written)
+    pairs = [(request.query, document) for document in documents]
+    return await scoring_job(state, call, request, pairs, "documents", "rerank-", written)
 
 
 async def score_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
@@ -205,15 +235,16 @@ async def score_job(state: ApiState, call: Call, body: Any, ignored: list[str] |
     queries = [request.text_1] if isinstance(request.text_1, str) else request.text_1
     documents = [request.text_2] if isinstance(request.text_2, str) else request.text_2
     for param, texts in (("text_1", queries), ("text_2", documents)):
-        _check_count(param, len(texts))
-        _check_texts(param, texts)
+        check_count(param, len(texts))
+        check_texts(param, texts)
     if len(queries) not in (1, len(documents)):
         raise RequestError(
             f"text_1 has {len(queries)} elements and text_2 has {len(documents)}: send one text_1, or as many of each.",
             param="text_1",
         )
     queries = queries * len(documents) if len(queries) == 1 else queries
-    return await _job(state, call, request, list(zip(queries, documents, strict=True)), "score-", _score_list)
+    pairs = list(zip(queries, documents, strict=True))
+    return await scoring_job(state, call, request, pairs, "text_2", "score-", _score_list)
 
 
 def _document(item: Any, index: int, ignored: list[str] | None) -> str:
@@ -224,41 +255,63 @@ def _document(item: Any, index: int, ignored: list[str] | None) -> str:
         text = parse(Document, item, prefix=prefix, ignored=ignored).text
     else:
         raise not_allowed(f"documents[{index}]", item, "a string, or an object with a text", "invalid_type")
-    _check_texts(f"documents[{index}]", [text])
+    check_texts(f"documents[{index}]", [text])
     return text
 
 
-def _check_texts(param: str, texts: Sequence[str]) -> None:
+def check_texts(param: str, texts: Sequence[str]) -> None:
     if not texts or not all(texts):
         raise RequestError(f"{param} is empty: send at least one character in each text.", param=param)
 
 
-async def _job(
+async def scoring_job(
     state: ApiState,
     call: Call,
     request: ScoringFields,
     pairs: Sequence[Pair],
+    param: str,
     id_prefix: str,
     written: Written,
+    *,
+    raw: bool = False,
+    answer: type[WholeAnswer] | None = None,
 ) -> Job:
+    """Return the job that scores ``pairs``, whose second texts are the field ``param``; ``raw``: by logits.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
     frontend, scores = state.frontend, _Scores(written)
     head = new_head(state, call, id_prefix, request.model)
     limit = request.max_tokens_per_doc
     _check_at_least_1("max_tokens_per_doc", limit)
     if limit is not None:
         pairs = [(query, await _cut(state, document, limit, scores)) for query, document in pairs]
-    param = "documents" if isinstance(request, RerankRequest) else "text_2"
-    _check_fit(state, pairs, param)
+    if not request.truncate:
+        _check_fit(state, pairs, param)
     render = frontend.prompts.render if frontend.chat_template.names else None
+    make = partial(pair_prompts, truncate=request.truncate, raw=raw)
     prompts: list[ScoringPrompt] = []
     for start in range(0, len(pairs), _PAIRS_AT_ONCE):  # a client that left ends the work after each piece
         some, how = pairs[start : start + _PAIRS_AT_ONCE], (request.scoring, request.instruction)
-        prompts += await asyncio.to_thread(pair_prompts, state.model, frontend.tokenizer, some, *how, render)
+        prompts += await asyncio.to_thread(make, state.model, frontend.tokenizer, some, *how, render)
     scores.num_query_tokens = [prompt.num_query_tokens for prompt in prompts]
+    return prompts_job(state, call, request, prompts, param, (answer or WholeAnswer)(head, scores.write))
+
+
+def prompts_job(
+    state: ApiState,
+    call: Call,
+    request: PoolingFields,
+    prompts: Sequence[ScoringPrompt],
+    param: str,
+    answer: Answer,
+) -> Job:
+    """Return the job of ``prompts``, which the client calls ``param``."""
     return Job(
         [prompt.token_ids for prompt in prompts],
         prompts[0].sampling,
-        WholeAnswer(head, scores.write),
+        answer,
         pooling=prompts[0].pooling,
         poolings=[prompt.pooling for prompt in prompts if prompt.pooling is not None],
         prompt_param=param,
@@ -303,7 +356,7 @@ def _ranking(documents: Sequence[str] | None, top_n: int | None, scores: Sequenc
 class WholeAnswer(Answer):
     """An answer that is never streamed: the head, the fields that ``write(chunks, usage)`` returns, and the usage."""
 
-    def __init__(self, head: Head, write: Callable[[Sequence[OutputChunk], Usage], dict[str, Any]]) -> None:
+    def __init__(self, head: Head, write: Callable[[Sequence[OutputChunk], Usage], Any]) -> None:
         self.head = head
         self._write = write
 
@@ -311,4 +364,7 @@ class WholeAnswer(Answer):
         written = self._write(chunks, usage)
         counts = usage.to_json()
         del counts["completion_tokens"]
+        return self._encoded(written, counts)
+
+    def _encoded(self, written: Any, counts: dict[str, Any]) -> bytes:
         return _encode({**self.head.to_json("list"), **written, "usage": counts})

@@ -1,0 +1,1 @@
+"""Text Embeddings Inference's forms, and what other servers of encoders have."""
