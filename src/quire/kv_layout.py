@@ -61,6 +61,26 @@ class KvLayout:
                 return g, group.layers.index(layer)
         raise AssertionError(f"layer {layer} is in no group")
 
+    @classmethod
+    def from_layers(cls, layers: Sequence[KvLayer]) -> KvLayout:
+        """Divide layers into groups: classes of equal windows and sizes, each in as many groups as its blocks need."""
+        if not layers:
+            return cls(())
+        classes: dict[tuple[int | None, int], list[KvLayer]] = {}
+        for layer in layers:
+            classes.setdefault((layer.window, layer.elements_per_token), []).append(layer)
+        ordered = sorted(classes, key=lambda kind: (kind[0] is not None, kind[0] or 0, kind[1]))
+        sizes = {kind: len(classes[kind]) for kind in ordered}
+        groups = []
+        for kind, per_block in _layers_per_block(sizes).items():
+            members = classes[kind]
+            count = ceil(len(members) / per_block)
+            ends = [part * len(members) // count for part in range(count + 1)]
+            heads = max(layer.num_kv_heads for layer in members)
+            indices = [member.layer for member in members]
+            groups += [KvGroup(tuple(indices[begin:end]), *kind, heads) for begin, end in pairwise(ends)]
+        return cls(tuple(groups))
+
 
 class KvLayer(NamedTuple):
     """What one layer stores: its number, its window, numbers per token, and KV heads."""
@@ -69,26 +89,6 @@ class KvLayer(NamedTuple):
     window: int | None
     elements_per_token: int
     num_kv_heads: int
-
-
-def layout_of(layers: Sequence[KvLayer]) -> KvLayout:
-    """Divide layers into groups: classes of equal windows and sizes, each in as many groups as its blocks need."""
-    if not layers:
-        return KvLayout(())
-    classes: dict[tuple[int | None, int], list[KvLayer]] = {}
-    for layer in layers:
-        classes.setdefault((layer.window, layer.elements_per_token), []).append(layer)
-    ordered = sorted(classes, key=lambda kind: (kind[0] is not None, kind[0] or 0, kind[1]))
-    sizes = {kind: len(classes[kind]) for kind in ordered}
-    groups = []
-    for kind, per_block in _layers_per_block(sizes).items():
-        members = classes[kind]
-        count = ceil(len(members) / per_block)
-        ends = [part * len(members) // count for part in range(count + 1)]
-        heads = max(layer.num_kv_heads for layer in members)
-        indices = [member.layer for member in members]
-        groups += [KvGroup(tuple(indices[begin:end]), *kind, heads) for begin, end in pairwise(ends)]
-    return KvLayout(tuple(groups))
 
 
 def _layers_per_block(sizes: dict[tuple[int | None, int], int]) -> dict[tuple[int | None, int], int]:

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from quire.encoder_spec import EncoderSpec
-from quire.kv_layout import KV_DTYPE_BYTES, KvGroup, KvLayer, KvLayout, layout_of
+from quire.kv_layout import KV_DTYPE_BYTES, KvGroup, KvLayer, KvLayout
 from quire.pooling import SentenceSpec
 from quire.recurrent_spec import RecurrentSpec
 from quire.rope_spec import RopeSpec
@@ -232,7 +232,7 @@ class ModelSpec:
 
     def kv_layout(self, max_model_len: int) -> KvLayout:
         """Return the layout of the cache; a window that ``max_model_len`` never fills counts as full attention."""
-        return layout_of(
+        return KvLayout.from_layers(
             [
                 layer._replace(window=None) if (layer.window or 0) >= max_model_len else layer
                 for layer in self.kv_layers()
@@ -241,7 +241,7 @@ class ModelSpec:
 
     def draft_layout(self) -> KvLayout:
         """Return the layout of this model's cache as a draft: one group that keeps every block."""
-        return layout_of([layer._replace(window=None) for layer in self.kv_layers()])
+        return KvLayout.from_layers([layer._replace(window=None) for layer in self.kv_layers()])
 
     def kv_layers(self) -> list[KvLayer]:
         """Return the layers that store K and V."""

@@ -28,7 +28,7 @@ from quire_gateway.filter_config import FilterConfig
 from quire_gateway.prices import Price
 from quire_gateway.quotas import Limit
 from quire_gateway.region_config import RegionConfig
-from quire_gateway.routing import Policy
+from quire_gateway.routing import DEFAULT_CAPACITY, Policy
 
 # What a fallback may be taken for. failure: its backends are down, fail or give no valid answer; saturated: they have
 # no room (429, 503, max_requests); 429 and 5xx: any answer of that status; the last two are refusals of the request.
@@ -85,7 +85,7 @@ class RoutingArgs:
     policy: Policy = "prefix-predicted"
     max_load_ratio: float = 1.25
     piece_bytes: int = 1024
-    index_pieces: int = 1 << 16
+    index_pieces: int = DEFAULT_CAPACITY
     index_ttl_s: float = 1800.0
 
 

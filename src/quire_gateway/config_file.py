@@ -32,7 +32,7 @@ from quire_gateway.config import (
 from quire_gateway.filter_config import FilterArgs, FilterConfig
 from quire_gateway.prices import Price
 from quire_gateway.quotas import Limit
-from quire_gateway.region_config import regions_of
+from quire_gateway.region_config import RegionConfig
 
 _TABLES = ("routing", "timeouts", "health", "retries", "backends", "models", "filters", "auto", "regions", "hedging",
            "limits", "prices", "disaggregation")  # fmt: skip
@@ -87,7 +87,7 @@ def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
         hedging=_args(HedgeArgs, data, "hedging", origin),
         disaggregation=_disaggregation(data, origin),
         auto=read_auto(_table(data, "auto", origin), origin),
-        regions=regions_of(_table(data, "regions", origin), origin),
+        regions=RegionConfig.from_table(_table(data, "regions", origin), origin),
         filters=tuple(_filter(table, where) for table, where in _list(data, "filters", origin)),
         limits=make_args(Limit, limits, origin=f"{origin}: [limits]"),
         key_limits=owners["keys"],

@@ -25,9 +25,8 @@ from quire_gateway.fleet import Backend
 from quire_gateway.headers import to_backend
 from quire_gateway.patience import lasting
 from quire_gateway.state import GatewayState
-from quire_gateway.upstream import BackendFailed, Reply, closing, failures, read_reply
+from quire_gateway.upstream import ASIDE_TIMEOUT_S, BackendFailed, Reply, closing, failures, read_reply
 
-_TIMEOUT_S = 5.0
 _MOST_BYTES = 4 << 20  # of a document
 _OWNER = "quire"  # as replicas name themselves in the cards of their models
 # Of a card, what concerns the gateway alone: which replicas can continue a stream of one another.
@@ -169,7 +168,7 @@ class Descriptions:
             trace_id=state.new_id(),
         )
         with failures():
-            async with lasting(_TIMEOUT_S):
+            async with lasting(ASIDE_TIMEOUT_S):
                 response = await state.upstream.open("GET", backend.url + path, headers, None)
                 with closing(response):
                     return await read_reply(response, _MOST_BYTES)

@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.http.account import cost_of
-from quire_gateway.frames import StreamMoves
+from quire_gateway.frames import MAX_FRAME_BYTES, StreamMoves
 
 MAX_TAG_BYTES = 1 << 20  # of a stream's tags that are kept; a longer stream cannot be continued
-MAX_GROUP_BYTES = 8 << 20
 _MOVES = 503  # status of an error event that another replica can answer better: shutdown, a dead engine
 
 
@@ -116,8 +115,8 @@ class Groups:
             groups.append(data[start:stop])
             at = stop
         self._rest = data[at:]
-        if len(self._rest) > MAX_GROUP_BYTES:
-            raise ValueError(f"a group has more than {MAX_GROUP_BYTES} bytes")
+        if len(self._rest) > MAX_FRAME_BYTES:
+            raise ValueError(f"a group has more than {MAX_FRAME_BYTES} bytes")
         if self._moves and not groups:
             raise StreamMoves
         return groups[0] if len(groups) == 1 else b"".join(groups)

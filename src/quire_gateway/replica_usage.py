@@ -11,11 +11,10 @@ from quire.http.account import USAGE_PATH, UsedPage
 from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend
 from quire_gateway.stage import Stage
-from quire_gateway.upstream import BackendFailed, Upstream
+from quire_gateway.upstream import ASIDE_TIMEOUT_S, BackendFailed, Upstream
 from quire_gateway.usage import Usage
 
 ASK_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # pauses before each question for a request that is about to end
-_TIMEOUT_S = 5.0
 
 
 class UsageReader:
@@ -35,7 +34,7 @@ class UsageReader:
         assert key is not None
         headers = [("x-quire-gateway-key", key)]
         url = f"{backend.url}{USAGE_PATH}?{query}"
-        reply = await self._upstream().get(url, _TIMEOUT_S, backend.args.api_key, headers)
+        reply = await self._upstream().get(url, ASIDE_TIMEOUT_S, backend.args.api_key, headers)
         if reply.status != 200:
             raise BackendFailed("status", f"{USAGE_PATH} answered {reply.status}.")
         try:

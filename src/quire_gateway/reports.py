@@ -11,7 +11,15 @@ from base64 import b64decode
 from collections.abc import Callable
 
 from quire.cache.events import EVENT_BYTES, SHORT_HASH_BYTES, unpack
-from quire.http.cache_messages import BEAT, BLOCKS_HEADER, CACHE_PATH, PIECES_HEADER, SNAPSHOT, messages
+from quire.http.cache_messages import (
+    BEAT,
+    BEAT_S,
+    BLOCKS_HEADER,
+    CACHE_PATH,
+    PIECES_HEADER,
+    SNAPSHOT,
+    messages,
+)
 from quire.metrics.log import Log
 from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend, Fleet
@@ -20,7 +28,7 @@ from quire_gateway.sending import Opened, Outgoing
 from quire_gateway.stage import Stage
 from quire_gateway.upstream import BackendFailed, Upstream, closing, failures
 
-SILENCE_S = 10.0  # the feed beats every second
+SILENCE_S = 10 * BEAT_S
 _LOOK_S = 0.5
 _AT_ONCE = 2_000  # events that are taken in between two turns of the other tasks
 log = Log("gateway")

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from quire_gateway.causes import causes_of_failure, may_fall_back
 from quire_gateway.config import TimeoutArgs
 from quire_gateway.exchange import Exchange
+from quire_gateway.patience import LOOK_S
 from quire_gateway.placing import Placed
 from quire_gateway.state import GatewayState
 from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Reply
 
-_LOOK_AGAIN_S = 0.05  # while a request waits for a replica
 # Backends that may die or hang under one request that does not move on: it may be what they die of.
 MAX_DEATHS = 10
 
@@ -39,7 +39,7 @@ class Retrying:
         placing, now = self._state.placing, self._state.now
         placed, end_s = placing.place(exchange), now() + self._timeouts.ready_s
         while placed is None and now() < end_s and placing.may_come(exchange):
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(LOOK_S)
             placed = placing.place(exchange)
         return placed
 

@@ -22,13 +22,13 @@ from quire.metrics.log import Log
 from quire_gateway.app import Probes, create_gateway
 from quire_gateway.build import make_state
 from quire_gateway.config import GatewayConfig
+from quire_gateway.patience import LOOK_S
 from quire_gateway.state import GatewayState
 
 if TYPE_CHECKING:
     from quire_gateway.model_pool import ModelPool
 
 log = Log("gateway")
-_LOOK_S = 0.05
 
 
 # (state, URL, what ends the gateway) → what runs beside it, such as replicas of this machine
@@ -81,4 +81,4 @@ async def _drain(state: GatewayState) -> None:
     end_s = state.now() + state.config.server.drain_timeout_s
     log.info("draining", requests=state.num_open, grace_s=state.config.server.drain_timeout_s)
     while state.num_open and state.now() < end_s:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(LOOK_S)

@@ -25,7 +25,7 @@ from quire.models.checkpoint import describe
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.parallel.rotations import rotated
 from quire.request import Adapter, FinishReason
-from quire.sampling.draft_tree import Drafts, tree_of
+from quire.sampling.draft_tree import Drafts
 from quire.speculate.proposer import Wanted
 from quire.weight_format import WeightFormat
 from quire.weight_plan import parse_format, role_of
@@ -268,7 +268,7 @@ class OracleProposer:
             [token if self._random.random() < 0.7 else 5 for token in rest[: wanted.limit]]
             for _ in range(self._random.randint(1, wanted.max_paths))
         ]
-        return tree_of(paths, wanted.limit)
+        return Drafts.from_paths(paths, wanted.limit)
 
 
 def _check_client(name: str, ended: Ended, alone: tuple[tuple[int, ...], FinishReason]) -> None:

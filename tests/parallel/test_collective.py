@@ -22,7 +22,7 @@ from quire.kernels.collective.native import attach
 from quire.kernels.registry import native
 from quire.kernels.tape import StepTape
 from quire.kernels.threads import choose_threads
-from quire.parallel.segment import Segment, lanes_of, remove, segment_bytes
+from quire.parallel.segment import Lanes, Segment, remove, segment_bytes
 from quire.parallel.topology import Topology
 
 pytestmark = pytest.mark.skipif(native is None, reason="the native extension is not built")
@@ -261,7 +261,7 @@ def test_lanes_and_slots_do_not_overlap() -> None:
     spans = set()
     for rank in range(topology.world_size):
         for axis in ("tp", "pp"):
-            lanes = lanes_of(topology, rank, axis, SLOT)  # type: ignore[arg-type]
+            lanes = Lanes.of_rank(topology, rank, axis, SLOT)  # type: ignore[arg-type]
             spans |= {(at, at + native.LANE_BYTES) for at in lanes.lanes}
             spans |= {(at, at + 2 * SLOT) for at in lanes.slots}
     ordered = sorted(spans)

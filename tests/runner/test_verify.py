@@ -16,7 +16,7 @@ from tests.runner.tiny import GREEDY, SEED, SPECS, Driver, engine_config, prompt
 from quire.config import EngineConfig, LoraConfig, SpeculateConfig
 from quire.kernels.registry import backends
 from quire.request import SamplingParams
-from quire.sampling.draft_tree import Drafts, chain, tree_of
+from quire.sampling.draft_tree import Drafts, chain
 from quire.speculate.proposer import Wanted
 from quire.step import AdapterMove, SeqPlan, SeqResult, StepPlan
 
@@ -73,7 +73,7 @@ class Oracle(Driver):
         for path in range(self.max_paths):
             at = self.rng.randrange(len(rest) + 1) if rest else 0
             paths.append([*rest[:at], *(self._maybe(token, 100 + path) for token in rest[at:])])
-        drafts = tree_of(paths, wanted.limit)
+        drafts = Drafts.from_paths(paths, wanted.limit)
         assert all(sampled >= 0 for sampled in wanted.sampled)
         return drafts
 

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from quire.sampling.draft_tree import NO_DRAFTS, ROOT, Drafts, Walk, chain, tree_of
+from quire.sampling.draft_tree import NO_DRAFTS, ROOT, Drafts, Walk, chain
 
-TREE = tree_of([[1, 2, 3], [1, 4], [5], [1, 2, 6, 7]], limit=10)
+TREE = Drafts.from_paths([[1, 2, 3], [1, 4], [5], [1, 2, 6, 7]], limit=10)
 
 
 def test_common_beginnings_are_one() -> None:
     assert TREE.token_ids == (1, 2, 3, 4, 5, 6, 7)
     assert TREE.parents == (ROOT, 0, 1, 0, ROOT, 1, 5)
     assert not TREE.is_chain
-    assert tree_of([[1, 2, 3], [1, 4], [5]], limit=4).token_ids == (1, 2, 3, 4)
-    assert tree_of([[7, 8], [7, 8]], limit=4) == chain([7, 8])
+    assert Drafts.from_paths([[1, 2, 3], [1, 4], [5]], limit=4).token_ids == (1, 2, 3, 4)
+    assert Drafts.from_paths([[7, 8], [7, 8]], limit=4) == chain([7, 8])
 
 
 def test_each_draft_is_in_one_path() -> None:

@@ -23,11 +23,10 @@ from quire.engine.frontend import Frontend
 from quire.engine.messages import TakeCacheEvents
 from quire.errors import QuireError
 from quire.http.account import check_gateway_key
-from quire.http.cache_messages import BEAT, EVENTS, SNAPSHOT, message
+from quire.http.cache_messages import BEAT, BEAT_S, EVENTS, SNAPSHOT, message
 from quire.metrics.log import Log
 
 EVERY_S = 0.1
-BEAT_S = 1.0
 _MAX_WAITING = 100  # messages of a reader that is slow
 log = Log("api")
 

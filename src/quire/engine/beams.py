@@ -49,19 +49,19 @@ class BeamSearchOutput:
 
     sequences: list[BeamSearchSequence]
 
-
-def beams_of(output: RequestOutput) -> BeamSearchOutput:
-    """Return the answers of a request with beam search as beams."""
-    prompt = list(output.prompt_token_ids)
-    return BeamSearchOutput(
-        [
-            BeamSearchSequence(
-                [*prompt, *each.token_ids],
-                (output.prompt or "") + each.text,
-                each.cumulative_logprob or 0.0,
-                each.finish_reason,
-                each.stop_reason,
-            )
-            for each in output.outputs
-        ]
-    )
+    @classmethod
+    def from_output(cls, output: RequestOutput) -> BeamSearchOutput:
+        """Return the answers of a request with beam search as beams."""
+        prompt = list(output.prompt_token_ids)
+        return cls(
+            [
+                BeamSearchSequence(
+                    [*prompt, *each.token_ids],
+                    (output.prompt or "") + each.text,
+                    each.cumulative_logprob or 0.0,
+                    each.finish_reason,
+                    each.stop_reason,
+                )
+                for each in output.outputs
+            ]
+        )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from quire.engine.beams import BeamSearchOutput, BeamSearchParams, beams_of
+from quire.engine.beams import BeamSearchOutput, BeamSearchParams
 from quire.engine.offline import OfflineEngine
 from quire.engine.output import OutputChunk
 from quire.engine.results import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput, embedded, scored
@@ -140,7 +140,10 @@ class LLM(OfflineEngine):
         Raises:
             RequestError: as of `generate`.
         """
-        return [beams_of(output) for output in self.generate(prompts, params.sampling(), use_tqdm)]
+        return [
+            BeamSearchOutput.from_output(output)
+            for output in self.generate(prompts, params.sampling(), use_tqdm)
+        ]
 
     def embed(
         self,

@@ -33,8 +33,7 @@ from quire.parallel.placement import Meeting, Placement, place
 from quire.parallel.segment import remove, slot_bytes_of
 from quire.parallel.topology import Topology
 
-_PLACING_S = 60.0  # for the cluster to find room
-_STARTING_S = 60.0  # for every rank to connect
+_STARTING_S = 60.0  # for the cluster to find room, and for every rank to connect
 _REMOVING_S = 2.0
 _KNOCKING_S = 5.0  # for the head of a cluster to accept a connection
 _TOKEN_BYTES = 16
@@ -268,7 +267,7 @@ def _placed(ray: Any, config: EngineConfig, placement: Placement) -> Any:
         )
     how = "STRICT_SPREAD" if nodes == count else "STRICT_PACK" if nodes == 1 else "SPREAD"
     group = ray.util.placement_group([{"CPU": num_cpus}] * count, strategy=how)
-    if not group.wait(_PLACING_S):
+    if not group.wait(_STARTING_S):
         ray.util.remove_placement_group(group)
         have = ", ".join(f"{node['Resources'].get('CPU', 0):g}" for node in alive)
         raise ConfigError(

@@ -13,6 +13,7 @@ PIECES_HEADER = (
 # Of an answer: in base64, for each whole piece of the request's text the short hash of the last whole block inside it.
 BLOCKS_HEADER = "x-quire-blocks"
 BEAT, EVENTS, SNAPSHOT = range(3)
+BEAT_S = 1.0  # without another message, until a `BEAT`
 _HEAD = Struct("<IBQ")
 _MAX_BYTES = 1 << 28
 

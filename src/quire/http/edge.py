@@ -30,7 +30,7 @@ SHORT_BYTES = 2**16
 # Allowed values of Host that are remembered.
 MAX_HOSTS = 64
 _ASKS = frozenset({b"origin", b"sec-fetch-site", b"content-encoding", b"transfer-encoding"})
-_DIGITS = 5
+_DIGITS = len(str(SHORT_BYTES))
 # uvloop, between a client's reset and the disconnect that the application sees: what is sent then is dropped.
 _CLOSED = "the handler is closed"
 

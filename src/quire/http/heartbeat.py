@@ -13,7 +13,7 @@ from quire.metrics.log import Log
 
 log = Log("server")
 INTERVAL_S = 2.0
-TTL_S = 10.0
+TTL_S = 5 * INTERVAL_S
 
 
 class Heartbeat:

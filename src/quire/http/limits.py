@@ -50,8 +50,8 @@ FIELDS: Mapping[str, Limit] = {
 }
 BODY_FIELDS = 256  # names at the top of a body
 # The least limits above: a body with no more bytes and fewer commas is within all of them.
-SMALL_BYTES = 1024
-SMALL_ELEMENTS = 64
+SMALL_BYTES = min(limit.characters for limit in FIELDS.values() if limit.characters)
+SMALL_ELEMENTS = min(limit.elements for limit in FIELDS.values() if limit.elements)
 # Of the whole body, lists of token ids apart.
 BODY_CONTAINERS = 65_536  # lists and objects
 BODY_VALUES = 262_144  # texts, numbers, true, false, null

@@ -41,6 +41,15 @@ class Lanes:
     slot_bytes: int
     abort_word: int
 
+    @classmethod
+    def of_rank(cls, topology: Topology, rank: int, axis: Axis, slot_bytes: int = SLOT_BYTES) -> Lanes:
+        """Return where ``rank`` meets its group of ``axis``."""
+        used = [each for each in AXES if getattr(topology, each) > 1]
+        ranks, first = topology.group(rank, axis), used.index(axis) * topology.world_size
+        lanes = tuple(_LANES_AT + (first + each) * _LANE_BYTES for each in ranks)
+        slots = tuple(_slots_at(topology) + (first + each) * 2 * slot_bytes for each in ranks)
+        return cls(ranks, lanes, slots, slot_bytes, _ABORT_AT)
+
 
 def segment_bytes(topology: Topology, slot_bytes: int = SLOT_BYTES) -> int:
     """Return the bytes of the segment; whatever the step."""
@@ -62,15 +71,6 @@ def slot_bytes_of(spec: ModelSpec, topology: Topology) -> int:
                 sizes += [cp * a.num_heads * (size + 2), (a.num_heads + 2 * a.num_kv_heads) * a.head_dim]
         longest = max(longest, 4 * max(sizes))  # fp32
     return max(1, -(-longest // SLOT_BYTES)) * SLOT_BYTES
-
-
-def lanes_of(topology: Topology, rank: int, axis: Axis, slot_bytes: int = SLOT_BYTES) -> Lanes:
-    """Return where ``rank`` meets its group of ``axis``."""
-    used = [each for each in AXES if getattr(topology, each) > 1]
-    ranks, first = topology.group(rank, axis), used.index(axis) * topology.world_size
-    lanes = tuple(_LANES_AT + (first + each) * _LANE_BYTES for each in ranks)
-    slots = tuple(_slots_at(topology) + (first + each) * 2 * slot_bytes for each in ranks)
-    return Lanes(ranks, lanes, slots, slot_bytes, _ABORT_AT)
 
 
 def _slots_at(topology: Topology) -> int:

@@ -80,6 +80,25 @@ class Drafts:
         assert len(path) == len(token_ids)
         return path
 
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]], limit: int) -> Drafts:
+        """Return the tree of paths of token ids from the root: common beginnings are one. At most ``limit`` drafts."""
+        known: dict[tuple[int, int], int] = {}  # (parent, token) → draft
+        token_ids: list[int] = []
+        parents: list[int] = []
+        for path in paths:
+            node = ROOT
+            for token_id in path:
+                child = known.get((node, token_id))
+                if child is None:
+                    if len(token_ids) == limit:
+                        break
+                    child = known[node, token_id] = len(token_ids)
+                    token_ids.append(token_id)
+                    parents.append(node)
+                node = child
+        return cls(tuple(token_ids), tuple(parents))
+
 
 NO_DRAFTS = Drafts()
 
@@ -87,25 +106,6 @@ NO_DRAFTS = Drafts()
 def chain(token_ids: Sequence[int]) -> Drafts:
     """Return drafts each of which follows the one before it."""
     return Drafts(tuple(token_ids), tuple(range(ROOT, len(token_ids) - 1)))
-
-
-def tree_of(paths: Iterable[Sequence[int]], limit: int) -> Drafts:
-    """Return the tree of paths of token ids from the root: common beginnings are one. At most ``limit`` drafts."""
-    known: dict[tuple[int, int], int] = {}  # (parent, token) → draft
-    token_ids: list[int] = []
-    parents: list[int] = []
-    for path in paths:
-        node = ROOT
-        for token_id in path:
-            child = known.get((node, token_id))
-            if child is None:
-                if len(token_ids) == limit:
-                    break
-                child = known[node, token_id] = len(token_ids)
-                token_ids.append(token_id)
-                parents.append(node)
-            node = child
-    return Drafts(tuple(token_ids), tuple(parents))
 
 
 class Walk:

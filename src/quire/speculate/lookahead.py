@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from quire.sampling.draft_tree import Drafts, tree_of
+from quire.sampling.draft_tree import Drafts
 from quire.speculate.proposer import Wanted
 
 LEVELS = 3  # levels of the window; n-grams have one token more
@@ -68,7 +68,7 @@ def _propose(wanted: Wanted) -> Drafts:
     ngrams = [*state.pool.get(known[-1], ())][::-1]
     drafts = [path for path in ngrams[: wanted.max_paths - width] if path][: -(-num_drafts // LEVELS)]
     window = [[*state.levels[0][: place + 1], *column[1:]] for place, column in enumerate(columns)]
-    tree = tree_of([*drafts, *window][: wanted.max_paths], wanted.limit)
+    tree = Drafts.from_paths([*drafts, *window][: wanted.max_paths], wanted.limit)
     state.ends = [_end(tree, path) for path in window]
     return tree
 

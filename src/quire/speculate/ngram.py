@@ -10,7 +10,7 @@ A suffix of any length is found in O(1) amortized per token (`SuffixAutomaton`),
 
 from __future__ import annotations
 
-from quire.sampling.draft_tree import NO_DRAFTS, Drafts, tree_of
+from quire.sampling.draft_tree import NO_DRAFTS, Drafts
 from quire.speculate.proposer import Wanted
 from quire.speculate.suffix_automaton import SuffixAutomaton
 
@@ -41,4 +41,4 @@ def _propose(wanted: Wanted) -> Drafts:
         paths.setdefault(drafts[0], [drafts[place % period] for place in range(limit)])
         if len(paths) == wanted.max_paths:
             break
-    return tree_of(paths.values(), wanted.limit) if paths else NO_DRAFTS
+    return Drafts.from_paths(paths.values(), wanted.limit) if paths else NO_DRAFTS

@@ -40,6 +40,7 @@ from quire_gateway.cli.replicas import (
 from quire_gateway.config import GatewayConfig
 from quire_gateway.fleet import Backend
 from quire_gateway.model_pool import ModelPool, PooledModel
+from quire_gateway.patience import LOOK_S
 from quire_gateway.server import run_gateway
 from quire_gateway.state import GatewayState
 
@@ -54,7 +55,6 @@ _OF_ONE = (
     "num_kv_blocks",
 )
 _POOL = (*ON_DEMAND, "model", "admin_key")
-_LOOK_S = 0.05
 _KEPT_LINES = 20  # of a server's output, for the error of a load that failed
 
 
@@ -242,7 +242,7 @@ class ModelServers:
                 if watching.done():
                     errors = [line for line in self._lines[name] if line.startswith("quire: ")]
                     raise ModelLoadError((errors or [f"its server ended with status {child.returncode}"])[-1])
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(LOOK_S)
         except BaseException:
             await self.unload(name)
             raise

@@ -32,12 +32,12 @@ from quire_lab.bench.args import ProfileArgs
 from quire_lab.bench.profile_links import measure_links
 from quire_lab.bench.profile_serving import LiveServer, measure_host
 from quire_lab.bench.profile_steps import Case, StepProfiler, anchors, cases
+from quire_lab.bench.progress import EVERY_S
 
 MAX_KV_BYTES = 1 << 30  # K and V that the measurement writes to
 FIRST_REPEATS = 3  # per case, before any case is measured at length
 # Share of the time after which a visit to one case is cut short: many short visits average over a noisy machine.
 SHARE = 1 / 400
-SAY_EVERY_S = 5.0
 # Fewest kinds of steps: a fit never leaves out those with the fewest and the most tokens.
 LEAST_KINDS = FOLDS + 2
 BUSY = 0.5  # load per core above which other programs disturb the times
@@ -199,7 +199,7 @@ def _rounds(profiler: StepProfiler, todo: Sequence[Case], seconds: float, clock:
     # All cases, even beyond ``seconds``: a fit must not extrapolate.
     for i, case in enumerate(todo):
         profiler.visit(case, FIRST_REPEATS, limit_s=seconds * SHARE)
-        if clock.now() - said_s >= SAY_EVERY_S:
+        if clock.now() - said_s >= EVERY_S:
             said_s = clock.now()
             _say(f"… {i + 1} of {len(todo)} kinds of steps")
     probed = anchors(todo)
@@ -210,7 +210,7 @@ def _rounds(profiler: StepProfiler, todo: Sequence[Case], seconds: float, clock:
         for case in Random(round_number).sample(todo, len(todo)):
             profiler.visit(case, limit_s=seconds * SHARE)
             now_s = clock.now()
-            if now_s - said_s >= SAY_EVERY_S:
+            if now_s - said_s >= EVERY_S:
                 said_s = now_s
                 _say(f"… round {round_number}, {max(0.0, end_s - now_s):.0f} s left")
             if len(moments) == 1 and now_s >= (begin_s + end_s) / 2:

@@ -13,10 +13,10 @@ from typing import Any
 
 from nicegui import ui
 
+from quire_lab.cockpit.presence import LOOK_S
 from quire_lab.cockpit.visitors import Visitor
 from quire_lab.cockpit.watched import Failed, Watched
 
-_EVERY_S = 2.0
 _ACTIONS = {
     "Forget cached prefixes": "/reset_prefix_cache",
     "Drain": "/drain",
@@ -130,7 +130,7 @@ async def show_gateway(watched: Watched, visitor: Visitor) -> bool:
         return True
 
     if await fill():
-        ui.timer(_EVERY_S, fill)
+        ui.timer(LOOK_S, fill)
     else:
         note.visible = False
         with box, ui.element("div").classes("qc-panel"):

@@ -10,9 +10,9 @@ import aiohttp
 import msgspec
 
 from quire.http.client_errors import connection_problem
+from quire_lab.diagnose.read import TIMEOUT_S
 
 _MAX_EVENT_BYTES = 4 << 20
-_TIMEOUT_S = 10.0
 _READY_S = 4.0
 _SILENT_S = 8.0  # seconds without a message or a beat (one in two seconds)
 _ROUTE = ("x-quire-backend", "x-quire-route")
@@ -105,7 +105,7 @@ class Watched:
         key: str | None,
         body: Mapping[str, Any] | None,
         *,
-        timeout_s: float = _TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
         or_refusal: bool = False,
     ) -> Any:
         """``or_refusal``: an answer that is an error is returned as well."""

@@ -21,7 +21,7 @@ from quire.errors import ConfigError
 from quire.http.client_errors import connection_problem
 
 _POLL_S = 0.5
-_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LIVE_KEYS = ("t", "steps", "chunks", "gauges", "limits")
 Metrics = dict[str, float]  # name{label=value,…} without model and engine → value
@@ -66,7 +66,7 @@ async def read(
     base = parts.geturl().rstrip("/").removesuffix("/v1")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     now = asyncio.get_running_loop().time
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=_TIMEOUT_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=TIMEOUT_S)
     try:
         async with aiohttp.ClientSession(timeout=timeout, headers=headers, read_bufsize=4 << 20) as session:
             card = await _card(session, base)

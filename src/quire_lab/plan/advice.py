@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.args import defaults
 from quire.cost.fidelity import KV_INT8, MEASURED
 from quire.cost.presets import preset_spec, presets
 from quire.cost.split import Split
 from quire.modelspec import ModelSpec
+from quire_lab.bench.args import SimulateArgs
 from quire_lab.plan.capacity import CapacityPlan, Objective, Option, Question, choice
 from quire_lab.plan.draft import Draft
 
 LEAST = 1.02  # effects below are not worth a line
-DRAFTS = 4  # a round, of the draft model that is suggested
+DRAFTS = defaults(SimulateArgs)["num_drafts"]  # a round, of the draft model that is suggested
 ACCEPTANCE = 0.7  # taken for a draft model of the same vocabulary
 LOOKED_UP = 0.3  # taken for n-grams
 SMALLER = 8  # a draft model has at most this share of the weights

@@ -32,7 +32,7 @@ from quire.units import GIB
 from quire.weight_forms import Form
 from quire_lab.plan.candidates import candidates, striped
 from quire_lab.plan.draft import Draft, Drafting
-from quire_lab.plan.estimate import Cost, Estimate, Load, Replica, cost_of
+from quire_lab.plan.estimate import Cost, Estimate, Load, Replica
 
 Objective = Literal["throughput", "latency", "cost"]
 BEST = {"throughput": "serves the most", "latency": "answers soonest", "cost": "costs the least"}
@@ -385,7 +385,7 @@ def plan_capacity(question: Question) -> CapacityPlan:
     replica = q.replica(chosen.split, chosen.memory)
     knee = replica.knee(q.load, q.slo) * chosen.split.dp if q.slo is not None else None
     used = chosen.split.num_devices
-    cost = cost_of(q.hardware, used, chosen.split.dp, q.load, chosen.estimate)
+    cost = Cost.from_estimate(q.hardware, used, chosen.split.dp, q.load, chosen.estimate)
     return CapacityPlan(q, advice, chosen.memory, knee, cost, _devices_needed(q, advice))
 
 

@@ -213,20 +213,22 @@ class Cost:
     usd_per_million_output: float | None
     price_source: str
 
-
-def cost_of(hardware: Hardware, num_devices: int, replicas: int, load: Load, estimate: Estimate) -> Cost:
-    """Return the cost of ``replicas`` at ``estimate``: prompts take the share rate · tp of busy time."""
-    price = hardware.price
-    if price is None:
-        return Cost(None, None, None, "unknown")
-    usd_per_s = price.usd * num_devices / 3600
-    rate = estimate.rate * replicas
-    decode_s = load.osl * estimate.decode_s / max(1.0, estimate.concurrency)  # device time per request
-    share = estimate.prefill_s / (estimate.prefill_s + decode_s)
-    per_request = usd_per_s / rate if rate else float("inf")
-    return Cost(
-        usd_per_hour=price.usd * num_devices,
-        usd_per_million_input=per_request * share / load.isl * MILLION,
-        usd_per_million_output=per_request * (1 - share) / load.osl * MILLION,
-        price_source=f"{price.source}, {price.date}",
-    )
+    @classmethod
+    def from_estimate(
+        cls, hardware: Hardware, num_devices: int, replicas: int, load: Load, estimate: Estimate
+    ) -> Cost:
+        """Return the cost of ``replicas`` at ``estimate``: prompts take the share rate · tp of busy time."""
+        price = hardware.price
+        if price is None:
+            return cls(None, None, None, "unknown")
+        usd_per_s = price.usd * num_devices / 3600
+        rate = estimate.rate * replicas
+        decode_s = load.osl * estimate.decode_s / max(1.0, estimate.concurrency)  # device time per request
+        share = estimate.prefill_s / (estimate.prefill_s + decode_s)
+        per_request = usd_per_s / rate if rate else float("inf")
+        return cls(
+            usd_per_hour=price.usd * num_devices,
+            usd_per_million_input=per_request * share / load.isl * MILLION,
+            usd_per_million_output=per_request * (1 - share) / load.osl * MILLION,
+            price_source=f"{price.source}, {price.date}",
+        )

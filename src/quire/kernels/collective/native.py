@@ -14,7 +14,7 @@ from quire.kernels.collective import LIMIT_S, Collectives, Group, equal_parts
 from quire.kernels.registry import native
 from quire.kernels.threads import num_native_threads
 from quire.kernels.workspace import empty, unit_stride
-from quire.parallel.segment import Lanes, Segment, lanes_of
+from quire.parallel.segment import Lanes, Segment
 from quire.parallel.topology import AXES, Axis
 
 REDUCE, GATHER, SCATTER, EXCHANGE, SEND, RECEIVE = range(6)  # `Collective` in C++
@@ -38,7 +38,7 @@ def attach(
     groups: dict[Axis, Group] = {}
     for axis in AXES:
         if getattr(segment.topology, axis) > 1 and axis not in without:
-            lanes = lanes_of(segment.topology, rank, axis, segment.slot_bytes)
+            lanes = Lanes.of_rank(segment.topology, rank, axis, segment.slot_bytes)
             groups[axis] = SharedMemoryGroup(segment, lanes, lanes.ranks.index(rank), limit_s)
     return Collectives(groups)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.sampling.noise import exp_f32, tree_sum
 
-_NUCLEUS_CANDIDATES = 256
+CANDIDATES = 256
 WIDEN = 16  # factor on the candidates where they were too few
 
 
@@ -41,7 +41,7 @@ def apply_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
 
 
 def truncate(
-    scores: Tensor, truncation: Truncation, num_candidates: int = _NUCLEUS_CANDIDATES
+    scores: Tensor, truncation: Truncation, num_candidates: int = CANDIDATES
 ) -> tuple[Tensor, Tensor]:
     """Keep what top_k and top_p keep of ``scores: [rows, vocab]`` (min_p is already applied).
 

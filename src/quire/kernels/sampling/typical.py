@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.sampling.noise import exp_f32, log_f64, tree_sum
-from quire.kernels.sampling.truncate import WIDEN, top_candidates
-
-_CANDIDATES = 256
+from quire.kernels.sampling.truncate import CANDIDATES, WIDEN, top_candidates
 
 
 def typical_ids(
-    logits: Tensor, temperature: float, typical_p: float, num_candidates: int = _CANDIDATES
+    logits: Tensor, temperature: float, typical_p: float, num_candidates: int = CANDIDATES
 ) -> Tensor:
     """Return the ids to keep of ``logits: [vocab] float32``, int64; every bit depends on the row alone.
 
