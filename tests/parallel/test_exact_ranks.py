@@ -173,13 +173,13 @@ def test_every_family_is_exact_over_two_ranks(model: str, drafts: str) -> None:
     ],
     ids=str,
 )
-def test_adapters_are_exact_over_ranks(topology: Topology, tmp_path: Path) -> None:
+def test_adapters_are_exact_over_ranks(topology: Topology, helpers: Helpers, tmp_path: Path) -> None:
     """Five adapters and the base model over two slots; two of them change the ends of the model."""
     spec = MODELS["llama"]()
     adapters = (*make_adapters(tmp_path, spec), *make_end_adapters(tmp_path, spec)[:2])
     case = Case("llama", "bfloat16", 31, num_requests=12, cpu_isa=LEVEL, adapters=adapters)
     config = config_of(case, topology)
-    executor = RanksExecutor(config)
+    executor = RankedExecutor(config, SPLIT, helpers) if topology == SPLIT else RanksExecutor(config)
     try:
         truth = alone_on(case, executor, config_of(case, topology, ALONE))
         tally = serve(case, executor, config, FCFS, truth).tally
