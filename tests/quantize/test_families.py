@@ -24,6 +24,9 @@ FAMILIES = (
     "mixtral",
     "qwen3_moe",
 )
+METHODS = ("rtn", "gptq", "awq", "smoothquant")
+# By default every method runs on norms around each block and on experts, and every other family has one method.
+THOROUGH = ("gemma3", "mixtral")
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 4
 
 
@@ -41,8 +44,16 @@ def run(folder: Path, family: str, method: str) -> dict[str, object]:
     return quantize(str(model), args, WallClock())
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "smoothquant"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        pytest.param(
+            family, method, marks=[pytest.mark.slow] * (family not in THOROUGH and METHODS[i % 4] != method)
+        )
+        for i, family in enumerate(FAMILIES)
+        for method in METHODS
+    ],
+)
 def test_eight_bits_change_little_in_any_family(tmp_path: Path, family: str, method: str) -> None:
     report = run(tmp_path, family, method)
     assert report["fidelity"]["kl_mean"] < 0.4  # type: ignore[index]
