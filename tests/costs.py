@@ -1,8 +1,8 @@
 """What a test costs, from what its file imports; `python -m tests.costs unit` prints the files of units.
 
 A *unit* uses no torch, starts no process and never sleeps; `make test-unit` checks that. A *component* computes with
-torch, talks over sockets within the process, or runs many whole simulations. A *system* starts processes. A mark in
-the file itself wins.
+torch, talks over sockets within the process, or runs many whole simulations or plans. A *system* starts processes. A
+mark in the file itself wins.
 """
 
 from __future__ import annotations

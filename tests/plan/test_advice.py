@@ -18,6 +18,8 @@ from quire_lab.cli.plan import question_of
 from quire_lab.plan.advice import LEAST, Step, advice
 from quire_lab.plan.capacity import CapacityPlan, plan_capacity
 
+pytestmark = pytest.mark.component
+
 
 def plan(model: str = "llama-3.1-70b", gpu: str = "h100", **more: object) -> CapacityPlan:
     return plan_capacity(question_of(PlanArgs(model, gpu, **more)))  # type: ignore[arg-type]

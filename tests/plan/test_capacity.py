@@ -21,6 +21,8 @@ from quire_lab.plan.by_engine import by_engine, spread
 from quire_lab.plan.capacity import CapacityPlan, plan_capacity
 from quire_lab.plan.explain import explain
 
+pytestmark = pytest.mark.component
+
 
 def answer(model: str, gpu: str = "h100", **more: object) -> CapacityPlan:
     return plan_capacity(question_of(PlanArgs(model, gpu, **more)))  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ from quire_lab.workload.build import Synthetic, with_cancellations
 from quire_lab.workload.distributions import Arrivals, Uniform
 from quire_lab.workload.request import Workload, WorkloadRequest
 
+pytestmark = pytest.mark.component
+
 STEP = CostModel(
     fixed_s=0.010, rows=Curve((1.0, 101.0), (0.0, 0.100))
 )  # 10 ms and 1 ms a row beyond the first

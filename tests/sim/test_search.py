@@ -13,6 +13,8 @@ from quire_lab.sim.search import Found, Search
 from quire_lab.workload.build import Synthetic
 from quire_lab.workload.distributions import Arrivals, Fixed
 
+pytestmark = pytest.mark.component
+
 
 def searching(rate: float, slo: Slo, num_requests: int) -> Search:
     question = Question(
