@@ -197,14 +197,14 @@ def flag_name(key: str) -> str:
 @cache
 def settings_of(kind: type[Any]) -> Mapping[str, Setting]:
     """Return key → description of every setting of ``kind``, in the order of its fields."""
-    said = {
+    descriptions = {
         name: {"group": group, **({"help": value} if isinstance(value, str) else value)}
         for group, values in _file()[kind.__name__].items()
         for name, value in values.items()
     }
     hints = get_type_hints(kind)
-    assert said.keys() == hints.keys(), said.keys() ^ hints.keys()
-    return {f.name: _setting(f.name, hints[f.name], said[f.name]) for f in fields(kind)}
+    assert descriptions.keys() == hints.keys(), descriptions.keys() ^ hints.keys()
+    return {f.name: _setting(f.name, hints[f.name], descriptions[f.name]) for f in fields(kind)}
 
 
 @cache
@@ -212,11 +212,11 @@ def _file() -> Mapping[str, Any]:
     return tomllib.loads((files("quire") / "settings.toml").read_text())
 
 
-def _setting(name: str, hint: Any, said: Mapping[str, Any]) -> Setting:
+def _setting(name: str, hint: Any, description: Mapping[str, Any]) -> Setting:
     origin = get_origin(hint)
-    words = get_args(hint) if origin is Literal else tuple(said.get("choices", ()))
+    words = get_args(hint) if origin is Literal else tuple(description.get("choices", ()))
     types = (str,) if origin is Literal else (tuple,) if origin is tuple else get_args(hint)
-    return Setting(name, types=types or (hint,), **{**said, "choices": words})
+    return Setting(name, types=types or (hint,), **{**description, "choices": words})
 
 
 def rare_names() -> frozenset[str]:

@@ -154,7 +154,7 @@ class SamplingParams(Sampling):
         self, *, seed: int, max_tokens: int, eos_token_ids: TokenIds, bad_words_token_ids: TokenSequences
     ) -> Sampling:
         """Return the sampling of a request, with what only the model, the tokenizer and the prompt can tell."""
-        values = {each.name: getattr(self, each.name) for each in fields(Sampling)}
+        values = {field.name: getattr(self, field.name) for field in fields(Sampling)}
         values |= {"seed": seed, "max_tokens": max_tokens, "bad_words_token_ids": bad_words_token_ids}
         return Sampling(**{**values, "eos_token_ids": () if self.ignore_eos else eos_token_ids})
 

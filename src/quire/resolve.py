@@ -91,18 +91,18 @@ def resolve(
     plan = device_formats(args, spec, stored or {}, dtype, device, topology)
     lora = _lora(args, tuple(adapters))
     kv_dtype = _kv_dtype(args, spec, dtype, device)
-    held = RankBytes(spec, topology, plan.formats, dtype, kv_dtype, args.block_size)
-    weights = held.weights + _vision_bytes(spec, dtype, device, topology)
+    rank_bytes = RankBytes(spec, topology, plan.formats, dtype, kv_dtype, args.block_size)
+    weights = rank_bytes.weights + _vision_bytes(spec, dtype, device, topology)
     if lora is not None:
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype, lora.saved) * topology.per_stage
     drafts = draft_config(args, spec, draft, dtype)
-    weights += draft_bytes(drafts, args.block_size * topology.cp)[0] + held.copies(drafts)
+    weights += draft_bytes(drafts, args.block_size * topology.cp)[0] + rank_bytes.copies(drafts)
     slots: dict[str, int] = {}
     if spec.state_layers:
         left = device.memory_available_bytes * (args.nodes or 1) - step_bytes(args, spec) - weights
         args, slots, size, more = import_module("quire.cost.states").fit_states(args, spec, device, left)
         weights, remarks = weights + size, (*remarks, *more)
-    max_model_len, num_blocks = _lengths(args, spec, device, held, weights, drafts)
+    max_model_len, num_blocks = _lengths(args, spec, device, rank_bytes, weights, drafts)
     layout, runner = spec.kv_layout(max_model_len), runner_of(args, device, topology)
     return EngineConfig(
         model=ModelConfig(
@@ -228,25 +228,25 @@ def runner_of(args: EngineArgs, device: DeviceInfo, topology: Topology) -> Runne
 
 def _backend(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:
     cores = device.num_cores * (args.nodes or 1)
-    threads, asked = args.threads or max(1, cores // topology.world_size), args.cpu_isa
+    threads, isa = args.threads or max(1, cores // topology.world_size), args.cpu_isa
     if device.kind != "cpu":
-        if asked != "auto":
-            raise ConfigError(f"cpu_isa = {asked!r} is for a CPU, and the model runs on {device.name}")
+        if isa != "auto":
+            raise ConfigError(f"cpu_isa = {isa!r} is for a CPU, and the model runs on {device.name}")
         return RunnerConfig(threads, "triton", batch_invariant=args.batch_invariant, step_log=args.step_log)
     if args.gpu_memory is not None:
         raise ConfigError(
             f"gpu_memory = {args.gpu_memory!r} is for a GPU, and the model runs on this CPU: see kv_memory"
         )
-    if asked == "reference" or (asked == "auto" and not device.native):
+    if isa == "reference" or (isa == "auto" and not device.native):
         return RunnerConfig(threads, step_log=args.step_log)
     if not device.native:
         raise ConfigError(
-            f"cpu_isa = {asked!r} needs the native extension, which is not built: see `quire doctor`"
+            f"cpu_isa = {isa!r} needs the native extension, which is not built: see `quire doctor`"
         )
     best = device.levels[-1]
-    level = best if asked == "auto" else asked
+    level = best if isa == "auto" else isa
     if level not in device.levels:
-        raise ConfigError(f"cpu_isa = {asked!r} is more than this CPU has: at most {best!r}")
+        raise ConfigError(f"cpu_isa = {isa!r} is more than this CPU has: at most {best!r}")
     return RunnerConfig(threads, "native", level, step_log=args.step_log)
 
 
@@ -291,7 +291,7 @@ def scheduler_config(
 
 
 def _lengths(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, held: RankBytes, weights: int,
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, rank_bytes: RankBytes, weights: int,
     drafts: Drafting | None,
 ) -> tuple[int, int]:  # fmt: skip
     """Return (max_model_len, num_blocks) so that at least one sequence of max_model_len fits."""
@@ -302,7 +302,9 @@ def _lengths(
         )
     wanted = asked_len or spec.max_position_embeddings
     size = args.block_size * args.context_parallel_size
-    num_blocks = args.num_kv_blocks or _blocks_in_memory(args, spec, device, held, wanted, weights, drafts)
+    num_blocks = args.num_kv_blocks or _blocks_in_memory(
+        args, spec, device, rank_bytes, wanted, weights, drafts
+    )
     while wanted > 1:
         need = blocks_for_sequence(spec, wanted, size, args.max_num_batched_tokens)
         if need <= num_blocks:
@@ -328,7 +330,7 @@ def blocks_for_sequence(spec: ModelSpec, length: int, block_size: int, chunk: in
 
 
 def _blocks_in_memory(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, held: RankBytes, max_len: int, weights: int,
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, rank_bytes: RankBytes, max_len: int, weights: int,
     drafts: Drafting | None,
 ) -> int:  # fmt: skip
     if device.kind == "cuda":
@@ -337,7 +339,7 @@ def _blocks_in_memory(
         nodes = args.nodes or 1  # taken to be alike
         available = nodes * device.memory_available_bytes - step_bytes(args, spec)
     layout = spec.kv_layout(max_len)
-    page = held.block(layout)
+    page = rank_bytes.block(layout)
     available -= page * branch_blocks(args, len(layout.groups))
     size = args.block_size * args.context_parallel_size
     page += draft_bytes(drafts, size)[1]

@@ -63,8 +63,8 @@ class Slo:
 
     def as_dict(self) -> dict[str, float]:
         """Return the limits that are set, in milliseconds, as ``ttft_ms``, ``tpot_ms``, ``e2el_ms``."""
-        given = {name: getattr(self, name) for name in _NAMES}
-        return {name.replace("_s", "_ms"): v * 1e3 for name, v in given.items() if v is not None}
+        limits = {name: getattr(self, name) for name in _NAMES}
+        return {name.replace("_s", "_ms"): v * 1e3 for name, v in limits.items() if v is not None}
 
     def __str__(self) -> str:
         return ",".join(f"{name.removesuffix('_ms')}={v:g}ms" for name, v in self.as_dict().items())
@@ -79,8 +79,8 @@ def parse_seconds(text: str, name: str) -> float:
     Raises:
         ConfigError: no number, no unit, or not above 0; the message names ``name``.
     """
-    found = _TIME.fullmatch(text.strip())
-    value = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+    match = _TIME.fullmatch(text.strip())
+    value = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
     if not 0.0 < value < math.inf:
         raise ConfigError(f"{name} = {text!r} must be a time above 0 with its unit, such as 500ms or 0.5s")
     return value

@@ -32,12 +32,12 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
             object.__setattr__(self, "choice", tuple(self.choice))
-        given = [name for name in KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = f"has {' and '.join(given)}" if given else "is empty"
-            raise self.wrong(f"{self.param} {found}: give exactly one of {', '.join(KINDS)}.")
-        self._check_types(given[0])
-        self._check_json_options(given[0])
+        kinds = [name for name in KINDS if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            problem = f"has {' and '.join(kinds)}" if kinds else "is empty"
+            raise self.wrong(f"{self.param} {problem}: give exactly one of {', '.join(KINDS)}.")
+        self._check_types(kinds[0])
+        self._check_json_options(kinds[0])
 
     @property
     def kind(self) -> str:

@@ -143,8 +143,8 @@ _ADAPTABLE = re.compile(
 
 def adaptable(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return "layers.0.attn.q" … → (out_features, in_features)."""
-    found = [(name, shape) for name, shape in weight_shapes(spec).items() if _ADAPTABLE.fullmatch(name)]
-    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in found}
+    linears = [(name, shape) for name, shape in weight_shapes(spec).items() if _ADAPTABLE.fullmatch(name)]
+    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in linears}
 
 
 END_MODULES = ("embed_tokens", "lm_head")

@@ -62,7 +62,7 @@ def _read_share(spec: ModelSpec, name: str, shape: tuple[int, ...], size: int) -
 
 def activations_of(dtype: str, formats: Formats) -> str:
     """Return the type of a CPU's linears' inputs: int8 with quantized weights, otherwise the engine's type."""
-    rows = {held.rows for held in formats.values() if held.quantized}
+    rows = {format.rows for format in formats.values() if format.quantized}
     if not rows:
         return dtype
     blocks = sorted({row.block or 0 for row in rows})

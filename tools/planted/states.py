@@ -103,8 +103,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "mamba-checkpoint-one-token-late",
         "a checkpoint of Mamba-2's state is that of one token later",
         "src/quire/kernels/recurrent/mamba.py",
-        "for _, target in [each for each in targets if each[0] == token + 1 - begin]:",
-        "for _, target in [each for each in targets if min(each[0] + 1, end - begin) == token + 1 - begin]:",
+        "for _, target in [entry for entry in targets if entry[0] == token + 1 - begin]:",
+        "for _, target in [entry for entry in targets if min(entry[0] + 1, end - begin) == token + 1 - begin]:",
         ("tests/kernels/test_mamba.py",),
     ),
     Mutant(

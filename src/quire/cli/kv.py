@@ -21,22 +21,22 @@ def list_roots(folder: Folder) -> None:
     roots, wear_bytes = contents(folder)
     rows = [
         (
-            each.root,
-            each.num_segments,
-            each.num_written_now,
-            each.num_blocks,
-            _mib(each.block_bytes),
-            _mib(each.size_bytes),
-            f"{datetime.fromtimestamp(each.last_hit_s, UTC):%Y-%m-%d %H:%M}"
-            if each.num_segments
+            root.root,
+            root.num_segments,
+            root.num_written_now,
+            root.num_blocks,
+            _mib(root.block_bytes),
+            _mib(root.size_bytes),
+            f"{datetime.fromtimestamp(root.last_hit_s, UTC):%Y-%m-%d %H:%M}"
+            if root.num_segments
             else "never",
         )
-        for each in sorted(roots, key=lambda each: -each.last_hit_s)
+        for root in sorted(roots, key=lambda root: -root.last_hit_s)
     ]
     typer.echo(
         aligned(("root", "segments", "writing", "blocks", "MiB of KV", "MiB on disk", "last hit"), rows)
     )
-    total = sum(each.size_bytes for each in roots)
+    total = sum(root.size_bytes for root in roots)
     typer.echo(f"{_mib(total):,} MiB in all; {_mib(wear_bytes):,} MiB were written here so far")
 
 

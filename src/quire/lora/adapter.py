@@ -112,8 +112,8 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec) -> AdapterFile:
 
 def module_of(tensor: str) -> str:
     """Return the module that a tensor of LoRA belongs to, as PEFT names it; "" for one that is no part of LoRA."""
-    found = _OF_LORA.fullmatch(tensor.removeprefix(_PREFIX))
-    return "" if found is None else found["module"]
+    match = _OF_LORA.fullmatch(tensor.removeprefix(_PREFIX))
+    return "" if match is None else match["module"]
 
 
 def _digest(*paths: Path) -> str:

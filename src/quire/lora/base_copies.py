@@ -57,8 +57,8 @@ def _same(copy: StoredTensor, own: StoredTensor) -> bool:
     possible: list[Callable[[Floats], Floats]] = [_as_it_is, _to_bfloat16, _to_float16]
     count = copy.num_bytes // _WIDTHS[copy.dtype]
     for first in range(0, count, _AT_ONCE):
-        mine, theirs = (_numbers(each, first, min(_AT_ONCE, count - first)) for each in (copy, own))
-        possible = [rounded for rounded in possible if np.array_equal(mine, rounded(theirs))]
+        copied, original = (_numbers(each, first, min(_AT_ONCE, count - first)) for each in (copy, own))
+        possible = [rounded for rounded in possible if np.array_equal(copied, rounded(original))]
         if not possible:
             return False
     return True

@@ -173,9 +173,9 @@ def _patterns(f: Fields) -> tuple[str, ...]:
 def _layer_of(module: str, names: tuple[str, ...]) -> int | None:
     """Return the number of a module's layer as PEFT finds it: behind one of ``names``, or behind any."""
     for name in names or (r"[^.]*",):
-        found = re.match(rf".*\.{name}\.(\d+)\.", module)
-        if found is not None:
-            return int(found[1])
+        match = re.match(rf".*\.{name}\.(\d+)\.", module)
+        if match is not None:
+            return int(match[1])
     return None
 
 

@@ -129,8 +129,8 @@ class LoraSlots:
         low = None if part is None else _low_rank(part, Cut("lm_head", rows), torch.float32)
         if part is not None and low is not None and part.magnitude is not None:
             low = scaled(low, _magnitude(part, rows) / row_norms(self._embedding.head_rows_of, low), None)
-        whole = None if saved is None else view(saved)
-        return EndChange(low, whole if whole is None or rows is None else whole[rows.start : rows.stop])
+        weight = None if saved is None else view(saved)
+        return EndChange(low, weight if weight is None or rows is None else weight[rows.start : rows.stop])
 
     def _clear(self, slot: int) -> None:
         for stack in self._stacks:
@@ -159,12 +159,12 @@ def _low_rank(part: AdapterPart, cut: Cut, dtype: torch.dtype) -> LowRank:
     return LowRank(a.to(dtype), b.to(dtype), part.scale)
 
 
-def _rows_of(part: AdapterPart, whole: Tensor) -> Tensor:
+def _rows_of(part: AdapterPart, weight: Tensor) -> Tensor:
     """Return the rows of ``whole`` that are of the part's matrix, in its order."""
     first = part.rows[0]
     if len(part.rows) == 1:
-        return whole[first.start : first.stop : first.step]
-    return torch.cat([whole[rows.start : rows.stop : rows.step] for rows in part.rows])
+        return weight[first.start : first.stop : first.step]
+    return torch.cat([weight[rows.start : rows.stop : rows.step] for rows in part.rows])
 
 
 def _magnitude(part: AdapterPart, rows: range | None) -> Tensor:

@@ -28,11 +28,11 @@ def rotated(spec: ModelSpec, formats: Formats, stored: Formats, tp: int = 1) -> 
             if cut.columns is not None:
                 sizes[cut.name] |= {cut.columns.start, cut.columns.stop}
     return {
-        name: held if held == stored.get(name) else _rotated(held, sizes[name])
-        for name, held in formats.items()
+        name: format if format == stored.get(name) else _rotated(format, sizes[name])
+        for name, format in formats.items()
     }
 
 
-def _rotated(held: WeightFormat, sizes: set[int]) -> WeightFormat:
+def _rotated(format: WeightFormat, sizes: set[int]) -> WeightFormat:
     block = next((block for block in ROTATIONS if not any(size % block for size in sizes)), None)
-    return replace(held, rotation=block)
+    return replace(format, rotation=block)

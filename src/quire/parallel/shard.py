@@ -51,10 +51,10 @@ class Cut:
         of_experts = bool(re.search(r"\.moe\.(gate|up|down)\.", self.name))
         return ((self.experts,) * of_experts + (self.rows, self.columns))[:num_dims]
 
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the part, for a weight of shape ``whole``."""
-        parts = self.ranges(len(whole))
-        return tuple(size if part is None else len(part) for size, part in zip(whole, parts, strict=True))
+        parts = self.ranges(len(full))
+        return tuple(size if part is None else len(part) for size, part in zip(full, parts, strict=True))
 
 
 def uncut(names: Iterable[str]) -> dict[str, Cut]:

@@ -93,15 +93,15 @@ class QuantizedWeight:
         assert format.group is not None
         return cls(format, q, *nested.products(format.group), nested=nested)
 
-    def widened(self, held: WeightFormat) -> QuantizedWeight:
+    def widened(self, format: WeightFormat) -> QuantizedWeight:
         """Return the same numbers in ``held``, which is the format or its `WeightFormat.wide`."""
-        if self.format == held:
+        if self.format == format:
             return self
-        assert held == self.format.wide, (self.format, held)
+        assert format == self.format.wide, (self.format, format)
         q, offset = self.q, self.offset
-        if held.kind == "int4" and offset is not None:
+        if format.kind == "int4" and offset is not None:
             q, offset = q - 8, offset + 8 * self.scale
-        return QuantizedWeight(held, q, self.scale, offset)
+        return QuantizedWeight(format, q, self.scale, offset)
 
     @property
     def integers(self) -> Tensor:
@@ -155,9 +155,9 @@ def stacked(one: PackedLinear, count: int) -> list[PackedLinear]:
         if (tensor := getattr(one, name)) is not None
     }
     made = [copy(one) for _ in range(count)]
-    for index, each in enumerate(made):
+    for index, weight in enumerate(made):
         for name, part in parts.items():
-            setattr(each, name, part[index])
+            setattr(weight, name, part[index])
     return made
 
 

@@ -187,8 +187,8 @@ def int_write_rows(packed: PackedLinear, start: int, weight: QuantizedWeight) ->
 def int_read_rows(packed: PackedLinear, ids: Tensor) -> Tensor:
     assert packed.scale is not None
     offset = None if packed.offset is None else packed.offset[ids]
-    held = dequantize(packed.data[ids], packed.scale[ids], offset, scale_group(packed.format))
-    return rotate_rows(held, packed.format.rotation).to(packed.dtype)
+    weights = dequantize(packed.data[ids], packed.scale[ids], offset, scale_group(packed.format))
+    return rotate_rows(weights, packed.format.rotation).to(packed.dtype)
 
 
 def dequantize(q: Tensor, scale: Tensor, offset: Tensor | None, group: int | None) -> Tensor:

@@ -206,10 +206,10 @@ def native_experts(isa: str, x: Tensor, weights: Tensor, expert_ids: Tensor, sta
 
 def _words(packed: PackedLinear) -> tuple[int, int, bool, int, int]:
     """(bits, group, has_offset, rotation, bytes from row to row of its int8 rows); zeros where it is not quantized."""
-    held = packed.format
-    if not held.quantized:
+    format = packed.format
+    if not format.quantized:
         return 0, 0, False, 0, 0
-    return *format_words(held), held.rotation or 0, row_stride(packed.in_features, held.group)
+    return *format_words(format), format.rotation or 0, row_stride(packed.in_features, format.group)
 
 
 def _addresses(matrices: Sequence[PackedLinear]) -> array[int]:

@@ -107,7 +107,7 @@ def gated_delta_rule(qk: Tensor, v: Tensor, gates: Tensor, view: StateView, batc
             delta = (v[token] - over_keys(state * k)) * beta
             state = state + k * delta.unsqueeze(1)
             y[token] = over_keys(state * q).flatten().to(y.dtype)
-            for _, target in [each for each in targets if each[0] == token + 1 - begin]:
+            for _, target in [entry for entry in targets if entry[0] == token + 1 - begin]:
                 view.state[target] = state
     return y
 

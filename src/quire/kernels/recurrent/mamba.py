@@ -65,7 +65,7 @@ def mamba_scan(
             state = state * decay.unsqueeze(-1) + b * (x[token] * step).unsqueeze(1)
             out = over_keys(state * c) + x[token] * skip.unsqueeze(-1)
             y[token] = out.flatten().to(y.dtype)
-            for _, target in [each for each in targets if each[0] == token + 1 - begin]:
+            for _, target in [entry for entry in targets if entry[0] == token + 1 - begin]:
                 view.state[target] = state
     return y
 
