@@ -10,8 +10,9 @@ from tests.fakes.executor import FakeDrafts
 from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import MODEL, Engine, oracle, request
 
-from quire.cache.blocks import BlockTable
+from quire.cache.blocks import BlockTable, Node
 from quire.cache.checkpoint_places import Kind, places_of, score
+from quire.cache.checkpoints import Checkpoint, Checkpoints, LiveState
 from quire.cache.draft_slots import DraftSlots
 from quire.config import CacheConfig, SchedulerConfig
 from quire.request import FinishReason, Request
@@ -129,6 +130,21 @@ def test_least_likely_checkpoint_goes_first() -> None:
     for i in range(8):  # eight cold prompts write ten checkpoints each
         run(engine, request(f"other {i}", 1000 + i))
     assert run(engine, request("next turn", turn)) == [(300 + 2 * SIZE - 1) // SIZE * SIZE]
+
+
+@pytest.mark.parametrize("order", [(16, 32, 64), (64, 32, 16), (32, 64, 16), (64, 16, 32)])
+def test_worth_of_checkpoints_is_that_of_any_order(order: tuple[int, ...]) -> None:
+    """A checkpoint that is saved before another on its path takes over what that one saved up to there."""
+    path: list[Node] = []
+    for _ in range(5):
+        path.append(Node(b"", path[-1] if path else None, b"", (0,), 0))
+    checkpoints, live = Checkpoints(), LiveState(0, 0)
+    side = Node(b"", path[0], b"", (0,), 0)  # leaves the path behind its first block
+    checkpoints.add(side, Checkpoint(9, 32, Kind.ANSWER, 0, live))
+    for num_tokens in order:
+        checkpoints.add(path[num_tokens // SIZE - 1], Checkpoint(0, num_tokens, Kind.ANSWER, 0, live))
+    assert [checkpoints[path[i]].num_saved for i in (0, 1, 3)] == [16, 16, 32]
+    assert checkpoints[side].num_saved == 16
 
 
 def test_preempted_sequences_begin_at_their_last_checkpoint() -> None:

@@ -360,4 +360,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                 max_position_embeddings=128000, conv_L_cache=7, conv_bias=False),
         1_728_801_536,
     ),
+    # The next three have the sizes of transformers' configurations, and its modules' count of weights.
+    "Ministral-3-8B": (
+        _config("Ministral3ForCausalLM", 34, 4096, 14336, 32, 8, 131072, rms_norm_eps=1e-5, head_dim=128,
+                max_position_embeddings=262144, tie_word_embeddings=False),
+        8_489_553_920,
+    ),
+    "Mistral-Small-4": (
+        _config("Mistral4ForCausalLM", 36, 4096, 12288, 32, 32, 131072, max_position_embeddings=1048576,
+                moe_intermediate_size=2048, n_shared_experts=1, n_routed_experts=128, num_experts_per_tok=4,
+                kv_lora_rank=256, q_lora_rank=1024, qk_rope_head_dim=64, v_head_dim=128, qk_nope_head_dim=64,
+                first_k_dense_replace=0, tie_word_embeddings=False),
+        118_972_826_624,
+    ),
+    "Hunyuan-7B": (
+        _config("HunYuanDenseV1ForCausalLM", 32, 4096, 14336, 32, 8, 128167, rms_norm_eps=1e-5, head_dim=128,
+                max_position_embeddings=32768, tie_word_embeddings=True,
+                rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0}),
+        7_504_568_320,
+    ),
 }  # fmt: skip

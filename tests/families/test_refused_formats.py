@@ -6,6 +6,8 @@ import pytest
 from tools.house import ROOT
 
 from quire.errors import UnsupportedModelError
+from quire.families import SUPPORTED, spec_from_config
+from quire.families.missing import NEEDS, reason
 from quire.families.quantization import METHODS, read_quantization
 from quire.families.refused_formats import REFUSED
 from quire.families.shape import Fields
@@ -45,3 +47,23 @@ def test_docs_have_the_same_table() -> None:
         if line[:2] == "| "
     ]
     assert rows[2:] == [tuple(refused) for refused in REFUSED.values()]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "needs"),
+    [
+        ("KimiLinearForCausalLM", "It needs a delta rule with a gate per channel of the key."),
+        ("Cohere2ForCausalLM", "It needs LayerNorm without a bias"),
+        ("DeepseekV32ForCausalLM", "It needs an indexer that picks tokens before attention."),
+    ],
+)
+def test_architecture_is_refused_with_what_it_needs(architecture: str, needs: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=architecture) as error:
+        spec_from_config({"architectures": [architecture]})
+    assert needs in str(error.value)
+    assert "Supported are LlamaForCausalLM" in str(error.value)
+
+
+def test_no_architecture_that_runs_is_said_to_need_something() -> None:
+    assert not NEEDS.keys() & set(SUPPORTED)
+    assert reason(["LlamaForCausalLM", None]) == ""

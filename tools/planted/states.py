@@ -76,6 +76,14 @@ MUTANTS: tuple[Mutant, ...] = (
         (*FUZZ, GOES_BACK),
     ),
     Mutant(
+        "checkpoints-keep-the-one-before",
+        "a checkpoint that is saved before another on its path leaves that one's worth as it was",
+        "src/quire/cache/checkpoints.py",
+        "                later.previous = checkpoint\n",
+        "                pass\n",
+        ("tests/cache/test_states.py::test_worth_of_checkpoints_is_that_of_any_order",),
+    ),
+    Mutant(
         "mtp-reads-before-its-norm",
         "a draft behind a draft of Qwen's MTP layer reads the hidden state from before the layer's last norm",
         "src/quire/models/draft_head.py",

@@ -51,11 +51,19 @@ class Checkpoints(dict[Node, Checkpoint]):
     def add(self, node: Node, checkpoint: Checkpoint) -> None:
         """``node``, which has none, gets ``checkpoint``."""
         assert node not in self
+        checkpoint.previous = self._before(node)
+        self[node] = checkpoint
+        for other, later in self.items():
+            is_later = later.num_tokens > checkpoint.num_tokens
+            if is_later and later.previous is checkpoint.previous and self._before(other) is checkpoint:
+                later.previous = checkpoint
+
+    def _before(self, node: Node) -> Checkpoint | None:
+        """Return the last checkpoint on the path to ``node``, without its own."""
         parent = node.parent
         while parent is not None and parent not in self:
             parent = parent.parent
-        checkpoint.previous = None if parent is None else self[parent]
-        self[node] = checkpoint
+        return None if parent is None else self[parent]
 
     def remove(self, node: Node) -> int:
         """Forget the checkpoint of ``node``; return its slot."""

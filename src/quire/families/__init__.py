@@ -181,8 +181,8 @@ def _name_of(f: Fields) -> str:
                 f"{supported}."
             )
         raise UnsupportedModelError(
-            f"{f.where}: architectures = {names!r} with model_type = {model_type!r} is not supported; supported are "
-            f"{supported}."
+            f"{f.where}: architectures = {names!r} with model_type = {model_type!r} is not supported."
+            f"{import_module('quire.families.missing').reason(names)} Supported are {supported}."
         )
     return family
 
