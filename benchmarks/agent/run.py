@@ -2,6 +2,7 @@
 
     python -m benchmarks.agent.run                    # writes benchmarks/results/agent.md
     python -m benchmarks.agent.run --models hybrid --turns 4
+    python -m benchmarks.agent.run --keep DIR --llama-server FILE --gguf hybrid=FILE
 
 Two conversations take turns (`benchmarks.agent.trace`), through OpenAI's chat and through Anthropic's messages, on a
 hybrid with random weights (`make_checkpoint.py qwen3.5-tiny`) and on SmolLM2 (`make real-models`). Each server runs
@@ -10,6 +11,9 @@ streams to compare with, and what a prompt costs to compute.
 
 A turn's *new* tokens are those behind the longest prefix that its prompt shares with anything sent or generated before:
 no cache can do with fewer. *Again* is what was computed beyond them.
+
+``--keep``: each run lies in a file of this folder, and one that is there is not run again. ``--llama-server``:
+llama.cpp's server runs the same trace, with the checkpoint of ``--gguf`` (its own `convert_hf_to_gguf.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import numpy as np
+from benchmarks.agent.llama_server import LlamaServer, ask_llama, rendered_by_llama
 from benchmarks.agent.trace import Answered, Conversation
 from benchmarks.make_checkpoint import make
 
@@ -34,12 +40,12 @@ REPORT = Path("benchmarks/results/agent.md")
 REAL_MODELS = Path.home() / ".cache/quire/real-models"
 BLOCK = 16
 # Of the agent and of the chat: characters of each message, so that 20 turns come to 30k tokens, or to 8k.
-CHARS = {"hybrid": (5200, 700), "smollm2": (1150, 250)}
+CHARS = {"hybrid": (5200, 700), "smollm2": (980, 250)}
 LENGTHS = {"hybrid": 34000, "smollm2": 8192}
 HEADER = (
     "| run | prompt at the end | streams equal | again: most in a turn | of all | of the changed tail, most | "
-    "first token beyond new: most, median | checkpoints |",
-    "|---|---|---|---|---|---|---|---|",
+    "first token beyond new: most, median | turns beyond 0.5 s | checkpoints |",
+    "|---|---|---|---|---|---|---|---|---|",
 )
 
 
@@ -66,6 +72,19 @@ class Run:
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Return the run that ``json.dumps(asdict(run))`` wrote."""
+        stored = json.loads(text)
+        turns = []
+        for turn in stored["turns"]:
+            answered = turn["answered"]
+            calls = tuple((name, arguments) for name, arguments in answered["calls"])
+            ids = tuple(answered["token_ids"])
+            answered = Answered(**(answered | {"calls": calls, "token_ids": ids}))
+            turns.append(Turn(turn["name"], tuple(turn["prompt"]), answered, turn["num_new"]))
+        return cls(stored["title"], turns, stored["metrics"])
+
 
 class Known:
     """All token ids that were sent or generated so far."""
@@ -89,21 +108,24 @@ class Known:
 def converse(client: httpx.Client, api: str, model: str, num_turns: int, *, thinks: bool) -> list[Turn]:
     """Run both conversations for ``num_turns`` turns each, and return the turns in their order."""
     chars = CHARS[model]
+    ask, render = APIS[api]
     conversations = Conversation("agent", chars[0], thinks), Conversation("chat", chars[1], thinks)
     known, turns = Known(), []
     for _ in range(num_turns):
         for one in conversations:
             one.say()
-            rendered = (
-                client.post("/v1/chat/completions/render", json=one.openai_body()).raise_for_status().json()
-            )
-            prompt = tuple(rendered["prompt_token_ids"])
-            answered = ask_openai(client, one) if api == "openai" else ask_anthropic(client, one)
+            prompt, answered = render(client, one), ask(client, one)
             assert answered.prompt_tokens == len(prompt), "the two forms of the history differ"
             turns.append(Turn(one.name, prompt, answered, len(prompt) - known.shared(prompt)))
             known.add([*prompt, *answered.token_ids])
             one.hear(answered)
     return turns
+
+
+def rendered(client: httpx.Client, one: Conversation) -> tuple[int, ...]:
+    """Return the token ids of the prompt."""
+    answer = client.post("/v1/chat/completions/render", json=one.openai_body()).raise_for_status()
+    return tuple(answer.json()["prompt_token_ids"])
 
 
 def ask_openai(client: httpx.Client, one: Conversation) -> Answered:
@@ -152,23 +174,57 @@ def _answered(
     return Answered(text, calls, tuple(ids), *counts, timing["first_token_ms"] / 1e3)
 
 
-def serve(
-    model: str, path: Path, title: str, flags: Sequence[str], apis: Sequence[str], num_turns: int, *, thinks: bool
-) -> list[Run]:  # fmt: skip
-    """Start a server once per API, and run all turns through it."""
-    runs = []
-    arguments = [str(path), "--port", "0", "--chat-template", str(TEMPLATE), "--tool-format", "hermes"]
-    arguments += ["--max-num-seqs", "2", *flags]
-    for api in apis:
-        with LiveServer(arguments) as server, httpx.Client(base_url=server.url, timeout=600) as client:
-            run = Run(f"{title}, {api}", converse(client, api, model, num_turns, thinks=thinks))
-            run.metrics = _metrics(client.get("/metrics").text)
-        runs.append(run)
-        print(
-            f"{model}: {run.title}: {len(run.turns)} turns, {max(t.num_again for t in run.turns)} again",
-            flush=True,
-        )
-    return runs
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The runs of one model: what they have in common."""
+
+    model: str
+    path: Path
+    num_turns: int
+    keep: Path | None = None
+    num_threads: int = 0  # of each server; 0: what it takes by itself
+
+    def run(self, title: str, api: str, server: AbstractContextManager[str], *, thinks: bool) -> Run:
+        """Return a run of all turns through a server of its own, or the one that was kept."""
+        name = f"{self.model} {self.num_turns} {title} {api}.json".replace(" ", "-").replace(",", "")
+        file = self.keep / name if self.keep else None
+        if file and file.exists():
+            return Run.from_text(file.read_text())
+        with server as url, httpx.Client(base_url=url, timeout=600) as client:
+            turns = converse(client, api, self.model, self.num_turns, thinks=thinks)
+            run = Run(f"{title}, {api}", turns, _metrics(client.get("/metrics").text))
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(asdict(run)))
+        most = max(turn.num_again for turn in run.turns)
+        print(f"{self.model}: {run.title}: {len(run.turns)} turns, {most} again", flush=True)
+        return run
+
+    def quire(self, title: str, api: str, flags: Sequence[object], *, thinks: bool) -> Run:
+        """Return a run through `quire serve`."""
+        arguments = [str(self.path), "--port", "0", "--chat-template", str(TEMPLATE)]
+        arguments += ["--tool-format", "hermes", "--max-num-seqs", "2", *map(str, flags)]
+        arguments += ["--threads", str(self.num_threads)] * bool(self.num_threads)
+        return self.run(title, api, QuireServer(arguments), thinks=thinks)
+
+    def llama(self, title: str, tool: Path, gguf: Path, flags: Sequence[object], *, thinks: bool) -> Run:
+        """Return a run through llama.cpp's server."""
+        arguments = [str(tool), "-m", str(gguf), "--chat-template-file", str(TEMPLATE), *map(str, flags)]
+        arguments += ["-t", str(self.num_threads)] * bool(self.num_threads)
+        return self.run(title, "llama.cpp", LlamaServer(arguments), thinks=thinks)
+
+
+class QuireServer:
+    """`quire serve` for the time of a ``with`` block, which gets its address."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._server = LiveServer(arguments)
+
+    def __enter__(self) -> str:
+        return self._server.__enter__().url
+
+    def __exit__(self, *_: object) -> None:
+        self._server.__exit__()
 
 
 def _metrics(text: str) -> dict[str, float]:
@@ -177,20 +233,23 @@ def _metrics(text: str) -> dict[str, float]:
     return {name.split("{")[0].removeprefix("quire:"): float(value) for name, value in lines}
 
 
-def measure(model: str, path: Path, num_turns: int) -> Iterator[str]:
-    """Yield the rows of the report that are about ``model``."""
+def measure(series: Series, llama: tuple[Path, Path] | None) -> Iterator[str]:
+    """Yield the rows of the report; ``llama``: llama.cpp's server and the checkpoint for it."""
     for thinks in (False, True):
-        drops = "drops thinking" if thinks else "keeps all"
-        flags = ["--no-prefix-caching", "--max-model-len", str(LENGTHS[model])]
-        (plain,) = serve(model, path, "no cache", flags, ["openai"], num_turns, thinks=thinks)
+        drops, length = "drops thinking" if thinks else "keeps all", LENGTHS[series.model]
+        flags: list[object] = ["--no-prefix-caching", "--max-model-len", length]
+        plain = series.quire(f"{drops}, no cache", "openai", flags, thinks=thinks)
         ends = {turn.name: len(turn.prompt) for turn in plain.turns}
-        longest, whole = max(ends.values()) + 128, sum(ends.values()) // BLOCK + 64
+        longest, whole = min(max(ends.values()) + 128, length), sum(ends.values()) // BLOCK + 64
         half = max(whole // 2, longest // BLOCK + 4)
         for what, blocks in (("all fits", whole), ("half fits", half)):
-            flags = ["--num-kv-blocks", str(blocks), "--max-model-len", str(longest)]
-            title = f"{drops}, {what}"
-            runs = serve(model, path, title, flags, ["openai", "anthropic"], num_turns, thinks=thinks)
-            yield from [_row(run, plain) for run in runs]
+            flags = ["--num-kv-blocks", blocks, "--max-model-len", longest]
+            for api in ("openai", "anthropic"):
+                yield _row(series.quire(f"{drops}, {what}", api, flags, thinks=thinks), plain)
+        for num_slots, ram in ((2, 8192), (1, 0)) if llama else ():
+            flags = ["-np", num_slots, "-c", num_slots * length, "--cache-ram", ram]
+            title = f"{drops}, {num_slots} slots, {ram // 1024} GiB of other prompts"
+            yield _row(series.llama(title, *llama, flags, thinks=thinks), plain)
 
 
 def _row(run: Run, plain: Run) -> str:
@@ -210,7 +269,7 @@ def _row(run: Run, plain: Run) -> str:
     end = max(len(turn.prompt) for turn in run.turns)
     return (
         f"| {run.title} | {end:,} | {same}/{len(run.turns)} | {max(again)} | {sum(again):,} | {worst:.2f} × | "
-        f"{late[-1]:.2f} s, {late[len(late) // 2]:.2f} s | {held} |"
+        f"{late[-1]:.2f} s, {late[len(late) // 2]:.2f} s | {sum(s > 0.5 for s in late)} | {held} |"
     )
 
 
@@ -235,20 +294,40 @@ def _beyond(run: Run, plain: Run, new: Sequence[int]) -> list[float]:
     return [t.answered.first_token_s - float(cost(len(t.prompt)) - cost(len(t.prompt) - n)) for t, n in pairs]
 
 
+APIS: dict[
+    str,
+    tuple[
+        Callable[[httpx.Client, Conversation], Answered],
+        Callable[[httpx.Client, Conversation], tuple[int, ...]],
+    ],
+] = {
+    "openai": (ask_openai, rendered),
+    "anthropic": (ask_anthropic, rendered),
+    "llama.cpp": (ask_llama, rendered_by_llama),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=sorted(CHARS), default=sorted(CHARS))
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("/tmp/models"))
     parser.add_argument("--report", type=Path, default=REPORT)
+    parser.add_argument("--keep", type=Path, help="folder of runs")
+    parser.add_argument("--threads", type=int, default=0, help="of each server")
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server")
+    parser.add_argument("--gguf", nargs="*", default=[], help="MODEL=FILE")
     options = parser.parse_args()
+    ggufs = dict(pair.split("=", 1) for pair in options.gguf)
     when = f"{datetime.date.today()}, {options.turns} turns per conversation."
     lines = ["# An agent's turns", "", __doc__ or "", when]
     for model in options.models:
         path = REAL_MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
         path = make("qwen3.5-tiny", options.out) if model == "hybrid" else path
+        gguf = ggufs.get(model, path if path.suffix == ".gguf" else "")
+        llama = (options.llama_server, Path(gguf)) if options.llama_server and gguf else None
         lines += ["", f"## {path.name}", "", *HEADER]
-        for row in measure(model, path, options.turns):
+        for row in measure(Series(model, path, options.turns, options.keep, options.threads), llama):
             lines.append(row)
             options.report.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
