@@ -16,6 +16,8 @@ class Preprocessing:
     rescale: float
     mean: tuple[float, ...]  # one per channel
     std: tuple[float, ...]
+    min_pixels: int = 0  # pixels of an image that keeps its shape
+    max_pixels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,14 @@ class VisionSpec:
     text_hidden_size: int
     image_token_id: int
     preprocessing: Preprocessing | None = None  # read from its own file, after ``config.json``
+    gated: bool = False  # MLPs; their norms have neither mean nor bias
+    window: int = 0  # edge of a window of attention, in groups of patches
+    whole_layers: tuple[int, ...] = ()  # layers without windows
+    deepstack: tuple[int, ...] = ()  # layers whose outputs the decoder's first layers get
+    num_positions: int = 0  # learned ones, a square; 0: none
+    theta: float = 0.0  # base of the patches' angles; 0: not rotary
+    axes: tuple[int, ...] = ()  # the decoder's (time, height, width) per pair of a head
 
-    @property
-    def num_patches(self) -> int:
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def tokens_per_tile(self) -> int:
-        return self.num_patches // self.merge**2
+    def num_tokens(self, grid: tuple[int, ...]) -> int:
+        """Return the tokens of what has ``grid`` pixels."""
+        return grid[0] // self.patch_size // self.merge * (grid[1] // self.patch_size // self.merge)

@@ -14,7 +14,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from quire.images.idefics3 import prepare
 from quire.models.checkpoint import describe
-from quire.models.vision.idefics3 import pixel_values
+from quire.models.vision.pixels import pixel_values
 from quire.vision_spec import VisionSpec
 
 SIZES = [

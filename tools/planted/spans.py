@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 CONTENT, ROWS = "src/quire/cache/span_content.py", "src/quire/runner/span_rows.py"
+AXES = "src/quire/runner/axes.py"
 HASHES = ("tests/cache/test_span_content.py",)
 SEEING = "tests/images/test_seeing.py::"
 SAME_BITS = (SEEING + "test_answers_have_the_same_bits_however_computed",)
@@ -38,8 +39,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "rows-of-a-cut-span-from-its-start",
         "a chunk that begins inside of an image gets the rows of its beginning",
         ROWS,
-        "rows[first - span.start : stop - span.start]",
-        "rows[: stop - first]",
+        "self._rows_of(span)[first - span.start : stop - span.start]",
+        "self._rows_of(span)[: stop - first]",
         SAME_BITS,
     ),
     Mutant(
@@ -57,6 +58,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "embeddings[at + first : at + stop] = rows",
         "_ = rows",
         (SEEING + "test_answer_equals_that_of_transformers",),
+    ),
+    Mutant(
+        "text-after-an-image-at-its-own-position",
+        "a text after an image is turned by its place in the sequence, where the model goes on after the image's axes",
+        AXES,
+        "    return sum(max(span.grid) // edge - span.length for span in spans)",
+        "    return 0",
+        ("tests/runner/test_axes.py",),
+    ),
+    Mutant(
+        "rows-and-columns-of-an-image-swapped",
+        "the tokens of an image that is not square have each other's angles",
+        AXES,
+        "np.stack((inside * 0, inside // columns, inside % columns))",
+        "np.stack((inside * 0, inside % columns, inside // columns))",
+        ("tests/runner/test_axes.py",),
     ),
     Mutant(
         "images-shared-between-salts",

@@ -83,9 +83,9 @@ _WITH_TEXT = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Idefics3ForConditionalGeneration": "llama",
     "SmolVLMForConditionalGeneration": "llama",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
 }
-# Those of them whose encoder runs, too.
-_SEEING = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 _OF_ALL_PARTS = (
     "quantization_config", "dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id",
 )  # fmt: skip
@@ -122,9 +122,8 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     if quantization is not None and quantization.values.get("quant_method") not in family.quantizations:
         read_quantization(f, others=family.quantizations)
     spec = family.read(f)
-    if any(each in _SEEING for each in Fields(whole, where).items("architectures")):
-        read = import_module("quire.families.vision").read_vision
-        return replace(spec, vision=read(whole, spec, where))
+    if config is not whole:  # whose encoder may run, too
+        spec = replace(spec, vision=import_module("quire.families.vision").read_vision(whole, spec, where))
     return spec
 
 
@@ -138,7 +137,7 @@ def decoder_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return the text decoder's configuration: ``config``, or its ``text_config`` and what is said of all parts."""
     f = Fields(config, where)
     family = next((_WITH_TEXT[name] for name in f.items("architectures") if name in _WITH_TEXT), None)
-    text = None if family is None else f.nested("text_config")
+    text = None if family is None else import_module("quire.families.vision").text_part(f)
     if family is None or text is None:
         return config
     kind = text.values.get("model_type")

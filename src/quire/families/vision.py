@@ -1,101 +1,68 @@
-"""Models that see: the encoder's part of ``config.json``, and of the files of its preprocessing."""
+"""Models that see: the encoder's part of ``config.json``, and of its preprocessing's files. One module per kind."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
-from quire.errors import ModelLoadError
 from quire.families.shape import Fields
 from quire.modelspec import ModelSpec
 from quire.vision_spec import Preprocessing, VisionSpec
 
-# Where checkpoints keep the encoder and its projector.
-PREFIXES = ("model.vision_model.", "model.connector.")
-_PROCESSORS = tuple(
-    f"{name}ImageProcessor{kind}" for name in ("Idefics3", "SmolVLM") for kind in ("", "Fast", "Pil")
-)
+# Architecture → the module here, without its "vision_"; also the kind of the `VisionSpec`.
+_KINDS = {
+    "Idefics3ForConditionalGeneration": "idefics3",
+    "SmolVLMForConditionalGeneration": "idefics3",
+    "Qwen2_5_VLForConditionalGeneration": "qwen_vl",
+    "Qwen3VLForConditionalGeneration": "qwen_vl",
+}
 
 
-def read_vision(config: Mapping[str, Any], spec: ModelSpec, where: str) -> VisionSpec:
-    """Return the encoder of Idefics 3 (arXiv:2408.12637) or SmolVLM: a SigLIP with a shuffle of pixels after it.
+def text_part(f: Fields) -> Fields | None:
+    """Return the decoder's part of a whole ``config.json``; None: there is none."""
+    text = f.nested("text_config")
+    if text is None and "Qwen2_5_VLForConditionalGeneration" in f.items("architectures"):
+        # Its files say all of the decoder beside vision_config.
+        text = Fields({key: value for key, value in f.values.items() if key != "vision_config"}, f.where)
+    scaling = None if text is None else text.values.get("rope_scaling")
+    if text is not None and isinstance(scaling, Mapping) and scaling.get("type") == "mrope":
+        # Positions with three axes, which are equal in a text.
+        scaling = {**scaling, "type": "default", "rope_type": "default"}
+        text = Fields({**text.values, "rope_scaling": scaling}, text.where)
+    return text
+
+
+def read_vision(config: Mapping[str, Any], spec: ModelSpec, where: str) -> VisionSpec | None:
+    """Return the encoder of a whole ``config.json`` whose decoder is ``spec``; None if it does not run.
 
     Raises:
         ModelLoadError, UnsupportedModelError: a value is missing or wrong, or asks for what is not here.
     """
-    f = Fields(config, where)
-    vision = f.nested("vision_config") or Fields({}, f"{where}, vision_config")
-    text = f.nested("text_config")
-    if text is not None:
-        text.refuse("qk_layer_norms", unless=(False,), why="the decoder's heads have no norms")
-        text.refuse("use_resampler", unless=(False,), why="images go through the pixel shuffle")
-    vision.refuse("num_channels", unless=(3,), why="images have three channels")
-    image_size, patch_size = vision.integer("image_size", 224), vision.integer("patch_size", 32)
-    side, merge = image_size // patch_size, f.integer("scale_factor", 2)
-    if image_size % patch_size or side % merge:
-        raise ModelLoadError(
-            f"{where}: image_size = {image_size}, patch_size = {patch_size} and scale_factor = {merge} do not fit: "
-            "patches and groups of patches must fill the image. Correct the file or download the model again."
-        )
-    heads, hidden = vision.integer("num_attention_heads", 16), vision.integer("hidden_size", 1152)
-    if hidden % heads:
-        raise vision.wrong("num_attention_heads", f"a divisor of hidden_size = {hidden}")
-    token_id = f.integer("image_token_id", 128_257, minimum=0)
-    if token_id >= spec.vocab_size:
-        raise f.wrong("image_token_id", f"below vocab_size = {spec.vocab_size}")
-    return VisionSpec(
-        kind="idefics3", hidden_size=hidden, num_layers=vision.integer("num_hidden_layers", 12), num_heads=heads,
-        intermediate_size=vision.integer("intermediate_size", 3072),
-        activation=vision.text("hidden_act", "gelu_pytorch_tanh"), eps=vision.number("layer_norm_eps", 1e-6),
-        image_size=image_size, patch_size=patch_size, merge=merge, text_hidden_size=spec.hidden_size,
-        image_token_id=token_id,
-    )  # fmt: skip
-
-
-def encoder_shapes(spec: VisionSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of the encoder and its projector, by its name in checkpoints."""
-    hidden, inter, patch = spec.hidden_size, spec.intermediate_size, spec.patch_size
-    layer: dict[str, tuple[int, ...]] = {}
-    for name, (rows, columns) in {
-        **{f"self_attn.{n}": (hidden, hidden) for n in ("q_proj", "k_proj", "v_proj", "out_proj")},
-        "mlp.fc1": (inter, hidden),
-        "mlp.fc2": (hidden, inter),
-    }.items():
-        layer |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-    for name in ("layer_norm1", "layer_norm2"):
-        layer |= {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
-    encoder: dict[str, tuple[int, ...]] = {
-        "embeddings.patch_embedding.weight": (hidden, 3, patch, patch),
-        "embeddings.patch_embedding.bias": (hidden,),
-        "embeddings.position_embedding.weight": (spec.num_patches, hidden),
-        "post_layernorm.weight": (hidden,),
-        "post_layernorm.bias": (hidden,),
-    }
-    for index in range(spec.num_layers):
-        encoder |= {f"encoder.layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes = {PREFIXES[0] + name: shape for name, shape in encoder.items()}
-    projection = (spec.text_hidden_size, hidden * spec.merge**2)
-    return {**shapes, f"{PREFIXES[1]}modality_projection.proj.weight": projection}
+    kind = next((_KINDS[name] for name in config["architectures"] if name in _KINDS), None)
+    if kind is None:
+        return None
+    read: VisionSpec = _of(kind).read_vision(config, spec, where)
+    return read
 
 
 def read_preprocessing(config: Mapping[str, Any], vision: VisionSpec, where: str) -> Preprocessing:
     """Return what ``preprocessor_config.json``, or ``image_processor`` of ``processor_config.json``, says."""
-    f = Fields(config, where)
-    f.refuse("image_processor_type", unless=_PROCESSORS, why="each kind cuts images in its own way")
-    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        f.refuse(key, unless=(True,), why="every image is resized, rescaled, normalized and made RGB")
-    size = f.nested("size") or Fields({}, f"{where}, size")
-    tiles = f.nested("max_image_size") or Fields({}, f"{where}, max_image_size")
-    tile = tiles.integer("longest_edge", 364)
-    if tile != vision.image_size:
-        raise tiles.wrong("longest_edge", f"the encoder's image_size = {vision.image_size}")
-    longest = size.integer("longest_edge", 4 * 364)
-    resample = f.integer("resample", 1, minimum=0)
-    f.refuse("resample", unless=tuple(range(6)), why="Pillow has no such filter")
-    values = {
-        key: f.numbers(key, 3) if f.has(key) else (0.5, 0.5, 0.5) for key in ("image_mean", "image_std")
-    }
-    return Preprocessing(
-        size=longest, tile=tile, splits=f.flag("do_image_splitting", True), resample=resample,
-        rescale=f.number("rescale_factor", 1 / 255), mean=values["image_mean"], std=values["image_std"],
-    )  # fmt: skip
+    read: Preprocessing = _of(vision.kind).read_preprocessing(config, vision, where)
+    return read
+
+
+def encoder_shapes(vision: VisionSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of the encoder and its projector, by its name in checkpoints without "model."."""
+    shapes: dict[str, tuple[int, ...]] = _of(vision.kind).encoder_shapes(vision)
+    return shapes
+
+
+def prefixes(vision: VisionSpec) -> tuple[str, ...]:
+    """Return how the names of these tensors begin, with and without "model."."""
+    bare: tuple[str, ...] = _of(vision.kind).PREFIXES
+    return (*bare, *(f"model.{prefix}" for prefix in bare))
+
+
+def _of(kind: str) -> Any:
+    return import_module(f"quire.families.vision_{kind}")

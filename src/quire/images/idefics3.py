@@ -77,7 +77,7 @@ def tiled_size(width: int, height: int, tile: int) -> tuple[int, int]:
 
 
 def _laid_out(tiles: list[Image], rows: int, columns: int, vision: VisionSpec) -> PreparedImage:
-    shown = IMAGE * vision.tokens_per_tile
+    shown = IMAGE * vision.num_tokens((vision.image_size, vision.image_size))
     text = "".join(
         "".join(f"{FAKE}<row_{row + 1}_col_{column + 1}>{shown}" for column in range(columns)) + "\n"
         for row in range(rows)

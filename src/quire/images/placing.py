@@ -75,8 +75,9 @@ def with_images(
         for is_image, run in groupby(shown, lambda each: each == image_token_id):
             length = len(list(run))
             if is_image:
-                assert length == vision.tokens_per_tile, (length, image.text)
-                spans.append(next(pieces).span(start, length))
+                piece = next(pieces)
+                assert length == vision.num_tokens(piece.grid), (length, image.text)
+                spans.append(piece.span(start, length))
             start += length
         assert next(pieces, None) is None, image.text
         ids.extend(shown)

@@ -45,6 +45,7 @@ class RopeTable:
             factors: tuple[Tensor, ...] = ()
             if spec.query_scale is not None:
                 factors = (query_factors(*spec.query_scale, max_positions, dtype),)
+        self.num_positions = max_positions
         self.num_covered = 0  # positions that have their values
         if not on_demand:
             self.cover()
@@ -56,7 +57,7 @@ class RopeTable:
 
     def cover(self, num_positions: int | None = None) -> None:
         """Compute the positions below ``num_positions``, None: all. Call it from one thread, before what reads them."""
-        most = len(self.cos)
+        most = self.num_positions
         num_positions = most if num_positions is None else num_positions
         while self.num_covered < num_positions:
             start, stop = self.num_covered, min(self.num_covered + _PIECE, most)
@@ -67,6 +68,17 @@ class RopeTable:
                 self.cos[start:stop] = angles.cos().mul_(self._factor)
                 self.sin[start:stop] = angles.sin_().mul_(self._factor)
             self.num_covered = stop
+
+    def extend(self, num_rows: int) -> None:
+        """Have ``num_rows`` rows behind the positions at least, for what is put together of theirs. For a CPU alone."""
+        if len(self.cos) >= self.num_positions + num_rows:
+            return
+        old = self.tables
+        assert len(old) == 2, "queries of such rows have no factors"
+        self.cos, self.sin = (mapped(self.num_positions + num_rows, t.shape[1], dtype=t.dtype) for t in old)
+        self.tables = self.cos, self.sin
+        for table, before in zip(self.tables, old, strict=True):
+            table[: self.num_covered] = before[: self.num_covered]
 
 
 def query_factors(beta: float, length: int, count: int, dtype: torch.dtype) -> Tensor:

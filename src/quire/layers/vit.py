@@ -5,7 +5,7 @@ One image is one call, so the bits of its rows depend on its pixels alone, whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +45,40 @@ class LayerNorm:
         """``[num_patches, size]`` → the same shape and dtype."""
         y = functional.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps)
         return y.to(x.dtype)
+
+
+class PatchAttention:
+    """Attention of patches that are turned by their places; q, k and v are one matrix in the checkpoint."""
+
+    def __init__(self, hidden_size: int, num_heads: int, build: Build) -> None:
+        self._num_heads = num_heads
+        self._qkv = Linear({"qkv": 3 * hidden_size}, hidden_size, build, bias=True)
+        self._out = Linear({"proj": hidden_size}, hidden_size, build, bias=True)
+
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        return {**self._qkv.weight_loaders(), **self._out.weight_loaders()}
+
+    def __call__(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], windows: Sequence[int] = ()) -> Tensor:
+        """``[num_patches, hidden_size]`` → the same shape. ``cos_sin``: each ``[num_patches, head_dim]``.
+
+        ``windows``: the patches in each; one sees those of its window alone. Empty: it sees all.
+        """
+        num_patches = x.shape[0]
+        q, k, v = self._qkv(x).view(num_patches, 3, self._num_heads, -1).unbind(1)
+        cos, sin = (part.unsqueeze(1) for part in cos_sin)
+        heads = [
+            part.transpose(0, 1).unsqueeze(0) for part in (_turned(q, cos, sin), _turned(k, cos, sin), v)
+        ]
+        sizes = list(windows or (num_patches,))
+        parts = zip(*(torch.split(part, sizes, dim=2) for part in heads), strict=True)
+        y = torch.cat([functional.scaled_dot_product_attention(*each) for each in parts], dim=2)
+        return self._out(y[0].transpose(0, 1).reshape(num_patches, -1))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return ``x [num_patches, num_heads, head_dim]`` turned by angles ``[num_patches, 1, head_dim]``, in fp32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 class VitLayer:

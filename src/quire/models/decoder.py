@@ -82,6 +82,8 @@ class Decoder:
         ends_of, layer_of = Ends, DecoderLayer
         if spec.per_layer is not None:
             ends_of, layer_of = import_module("quire.models.per_layer").kinds(spec.per_layer)
+        elif spec.vision is not None and spec.vision.deepstack:
+            ends_of, layer_of = import_module("quire.models.deepstack").kinds(len(spec.vision.deepstack))
         elif any(layer.is_mixed for layer in spec.layers):
             layer_of = import_module("quire.models.mixed_layer").layer_of
         self.ends = ends_of(spec, build, stage, adapted=lora is not None)
@@ -93,9 +95,7 @@ class Decoder:
         self._sources, self._pairs = sources_of(spec, kv_layout)
         ropes = [None if layer.attn is None else layer.attn.rope for layer in spec.layers]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
-        self._ropes = [
-            RopeTable(rope, max_model_len, on_demand=rope_on_demand, dtype=dtype) for rope in kinds
-        ]
+        self.ropes = [RopeTable(rope, max_model_len, on_demand=rope_on_demand, dtype=dtype) for rope in kinds]
         # The table of each layer; None: it has no position embedding.
         self._rope_of = [None if rope is None else kinds.index(rope) for rope in ropes]
         self._take_rows, self._add_rows = kernels.of(take_rows), kernels.of(add_rows)
@@ -149,7 +149,7 @@ class Decoder:
 
     def cover(self, num_positions: int | None = None) -> None:
         """Have rotary tables for the positions below ``num_positions``, None: for all."""
-        for table in self._ropes:
+        for table in self.ropes:
             if num_positions is None or table.num_covered < num_positions:
                 table.cover(num_positions)
 
@@ -169,7 +169,7 @@ class Decoder:
     def layers(self, batch: StepBatch, kv: Sequence[KvView], entering: Hidden | None = None) -> Hidden:
         """As `forward`, up to the last layer of this stage; all tokens, unless it is the last one."""
         cos_sin: list[Any] = [
-            tuple([self._take_rows(table, batch.positions) for table in rope.tables]) for rope in self._ropes
+            tuple([self._take_rows(table, batch.positions) for table in rope.tables]) for rope in self.ropes
         ]
         delta: Tensor | None
         cp = self._cp if batch.divided else None

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.errors import ModelLoadError
-from quire.families.vision import PREFIXES, read_preprocessing
+from quire.families.vision import prefixes, read_preprocessing
 from quire.models.checkpoint import read_json
 from quire.modelspec import ModelSpec
 
@@ -31,11 +31,12 @@ def with_preprocessing(spec: ModelSpec, folder: Path) -> tuple[ModelSpec, tuple[
             f"{folder} has neither {_OWN} nor an image_processor in {_SHARED}: download the whole model, or its text "
             "part alone."
         )
-    length = shared.get("image_seq_len", vision.tokens_per_tile)
-    if length != vision.tokens_per_tile:
+    length = shared.get("image_seq_len") if vision.kind == "idefics3" else None
+    wanted = vision.num_tokens((vision.image_size, vision.image_size))
+    if length not in (None, wanted):
         raise ModelLoadError(
-            f"{folder / _SHARED}: image_seq_len = {length!r}, and config.json gives {vision.tokens_per_tile} tokens "
+            f"{folder / _SHARED}: image_seq_len = {length!r}, and config.json gives {wanted} tokens "
             "per tile; the files do not belong together."
         )
     preprocessing = read_preprocessing(values, vision, where)
-    return replace(spec, vision=replace(vision, preprocessing=preprocessing)), PREFIXES
+    return replace(spec, vision=replace(vision, preprocessing=preprocessing)), prefixes(vision)

@@ -138,6 +138,8 @@ class Worker:
         try:
             if len(seqs) < len(plans):
                 raise _unknown(plans, seqs)
+            if self._vision is not None:
+                plans, seqs = self._vision.encode(plans, seqs)
             self._compute(plans, seqs, launched)
         except Exception as error:
             # Steps planned before this is known name these sequences too: they fail, and not those steps.

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.layers.linear import Linear
 from quire.layers.vit import LayerNorm, VitLayer
 from quire.layers.weights import Build, WeightLoader, copy_into, prefixed
-from quire.quant.stored import Weight
+from quire.models.vision.pixels import flattened, pixel_values
 from quire.spans import Span
 from quire.vision_spec import VisionSpec
 
@@ -26,7 +26,7 @@ class Encoder:
         self._spec = spec
         hidden, patch = spec.hidden_size, spec.patch_size
         self._patches = Linear({"patches": hidden}, 3 * patch * patch, build, bias=True)
-        self._positions = torch.zeros(spec.num_patches, hidden, dtype=build.dtype)
+        self._positions = torch.zeros((spec.image_size // spec.patch_size) ** 2, hidden, dtype=build.dtype)
         self._layers = [
             VitLayer(hidden, spec.num_heads, spec.intermediate_size, spec.activation, build)
             for _ in range(spec.num_layers)
@@ -41,15 +41,15 @@ class Encoder:
         """Return a loader for each tensor, under its name in checkpoints."""
         patches = self._patches.weight_loaders()
         loaders = {
-            "embeddings.patch_embedding.weight": _flattened(patches["patches.weight"]),
+            "embeddings.patch_embedding.weight": flattened(patches["patches.weight"]),
             "embeddings.patch_embedding.bias": patches["patches.bias"],
             "embeddings.position_embedding.weight": copy_into(self._positions),
             **prefixed("post_layernorm.", self._norm.weight_loaders()),
         }
         for index, layer in enumerate(self._layers):
             loaders |= prefixed(f"encoder.layers.{index}.", layer.weight_loaders())
-        projection = prefixed("model.connector.modality_projection.", self._projection.weight_loaders())
-        return {**prefixed("model.vision_model.", loaders), **projection}
+        projection = prefixed("connector.modality_projection.", self._projection.weight_loaders())
+        return {**prefixed("vision_model.", loaders), **projection}
 
     def __call__(self, span: Span) -> Tensor:
         """Return ``[span.length, text_hidden_size]``."""
@@ -62,16 +62,9 @@ class Encoder:
         for layer in self._layers:
             x = layer(x)
         x = self._norm(x).view(side // merge, merge, side // merge, merge, spec.hidden_size)
-        return self._projection(x.transpose(1, 2).reshape(spec.tokens_per_tile, -1))
-
-
-def pixel_values(spec: VisionSpec) -> np.ndarray:
-    """Return what each value of a pixel becomes, per channel: fp32 ``[3, 256]``."""
-    how = spec.preprocessing
-    assert how is not None
-    rescaled = (np.arange(256, dtype=np.float64) * how.rescale).astype(np.float32)
-    mean, std = np.array(how.mean, np.float32), np.array(how.std, np.float32)
-    return np.asarray((rescaled[None, :] - mean[:, None]) / std[:, None])
+        return self._projection(
+            x.transpose(1, 2).reshape(spec.num_tokens((spec.image_size, spec.image_size)), -1)
+        )
 
 
 def position_ids(side: int) -> Tensor:
@@ -84,13 +77,3 @@ def position_ids(side: int) -> Tensor:
     coordinates = torch.clamp(torch.arange(side, dtype=torch.float32) * step, max=1.0 - 1e-6)
     buckets = torch.bucketize(coordinates, boundaries, right=True)
     return (buckets[:, None] * side + buckets[None, :]).reshape(-1)
-
-
-def _flattened(load: WeightLoader) -> WeightLoader:
-    """Return a loader for a convolution whose stride is its size: ``[hidden, 3, patch, patch]``."""
-
-    def load_flat(weight: Weight) -> None:
-        assert isinstance(weight, Tensor)
-        load(weight.flatten(1))
-
-    return load_flat

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config import ModelConfig
 from quire.errors import ModelLoadError
-from quire.families.vision import PREFIXES, encoder_shapes
+from quire.families.vision import encoder_shapes, prefixes
 from quire.kernels.registry import KernelChoice
 from quire.layers.weights import Build
 from quire.models.loader import random_tensors
@@ -38,7 +38,9 @@ def load_encoder(model: ModelConfig, dtype: torch.dtype, kernels: KernelChoice) 
     assert set(loaders) == missing, set(loaders) ^ missing
     is_random = model.load_format == "random"
     with torch.inference_mode():
-        for name, tensor in random_tensors(shapes, model.seed, dtype) if is_random else _stored(model.path):
+        for name, tensor in (
+            random_tensors(shapes, model.seed, dtype) if is_random else _stored(model.path, prefixes(vision))
+        ):
             if name not in shapes:
                 raise ModelLoadError(f"{model.path} has a tensor {name!r} that the encoder does not take.")
             if tuple(tensor.shape) != shapes[name]:
@@ -55,9 +57,9 @@ def load_encoder(model: ModelConfig, dtype: torch.dtype, kernels: KernelChoice) 
     return encode
 
 
-def _stored(path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the encoder's tensors as they are stored."""
+def _stored(path: str, begins: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the encoder's tensors as they are stored, without "model." in front of their names."""
     for name, tensor in read_checkpoint(Path(path)).items():
-        if name.startswith(PREFIXES):
-            yield name, view(tensor)
+        if name.startswith(begins):
+            yield name.removeprefix("model."), view(tensor)
             tensor.unmap_pages()
