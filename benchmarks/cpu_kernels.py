@@ -28,7 +28,6 @@ from quire.device import detect_device
 from quire.errors import ConfigError, nearest
 from quire.kernels import registry
 from quire.kernels.attention import attention
-from quire.kernels.kv_blocks import SCALE_BYTES
 from quire.kernels.linear import PackedLinear, QuantizedWeight, linear, pack_empty, write_rows
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.quantized_rows import num_groups
@@ -154,9 +153,8 @@ def linear_jobs(isa: Backend) -> Iterator[Job]:
 def attention_jobs(isa: Backend) -> Iterator[Job]:
     level = version_of("attention", isa)
     benched = [case for case in cases.ATTENTION if case.bench]
-    in_tiles = (
-        case.in_tiles(int8=int8) for case in benched for int8 in (False, True)
-    )  # as an engine's cache is
+    forms = ((16, 16), (8, 8), (4, 4))
+    in_tiles = (case.in_tiles(bits) for case in benched for bits in forms)  # as an engine's cache is
     for case in in_tiles:
         if case is None or level is None:
             continue
@@ -168,7 +166,7 @@ def attention_jobs(isa: Backend) -> Iterator[Job]:
             "attention",
             case.name,
             level,
-            num_tokens * case.num_kv_heads * (size + SCALE_BYTES if case.int8 else 2 * size),
+            num_tokens * made.kv.num_kv_heads * made.kv.pieces[0, 0].nbytes // case.block_size,
             2 * pairs * case.num_heads * size,
             "float",
             lambda made=made: attention.on(level)(made.q, made.kv, made.batch, made.shape, None),  # type: ignore[misc]

@@ -63,7 +63,6 @@ FORMS = (
     Form("as stored, kernels of avx512", {"cpu_isa": "avx512"}, expand=False),
     Form("as stored, kernels of avx2", {"cpu_isa": "avx2"}, expand=False),
     Form("expanded to bf16", {}),
-    Form("expanded, K and V in int8", {"kv_dtype": "int8"}),
     Form("expanded, `--quantize int8`", {"quantize": "int8"}),
     Form("expanded, `--quantize int4`", {"quantize": "int4"}),
     Form("expanded, `--quantize int4-g16`", {"quantize": "int4-g16"}),

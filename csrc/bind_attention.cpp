@@ -9,7 +9,8 @@ namespace quire::cpu {
 void bind_attention(nb::module_& m) {
   m.def(
       "attention",
-      [](int num_threads, const std::string& isa, bool q_bf16, bool kv_bf16, bool tiles, bool int8, uintptr_t q, int64_t q_stride,
+      [](int num_threads, const std::string& isa, bool q_bf16, bool kv_bf16, bool tiles, int64_t k_bits,
+         int64_t v_bits, uintptr_t q_factors, uintptr_t q, int64_t q_stride,
          uintptr_t pieces, int64_t block_stride, int64_t piece_stride, uintptr_t sinks, uintptr_t y,
          uintptr_t cu_seqlens_q, uintptr_t seq_lens, uintptr_t block_table, uintptr_t extents, int64_t num_heads,
          int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim, int64_t block_size,
@@ -19,8 +20,8 @@ void bind_attention(nb::module_& m) {
             at<int64_t>(seq_lens), at<int64_t>(block_table), at<int64_t>(extents), num_heads,
             num_kv_heads,     head_dim,                 v_head_dim,       block_size,   q_stride,
             block_stride,     piece_stride,             window,           scale,        cap,
-            v_in_k,           type_of(q_bf16),          type_of(kv_bf16), int8,         stripe_index,
-            stripe_count,     partial};
+            v_in_k,           type_of(q_bf16),          type_of(kv_bf16), k_bits < 16,  k_bits,
+            v_bits,           at<float>(q_factors),     stripe_index,     stripe_count, partial};
         const auto run = tiles ? kernels_of<AttentionTilesKernels>(isa).tiles : kernels_of<AttentionKernels>(isa).rows;
         submit(num_threads, args, {}, run);
       },

@@ -1249,7 +1249,7 @@ TOKENS: tuple[Mutant, ...] = (
         "tile-not-cleared",
         "the first position of a tile leaves what another sequence had behind it",
         "csrc/cpu/kv_tile.h",
-        "    if (position == 0) std::fill_n(tile, form.stride(), Element{0});\n",
+        "    if (position == 0) std::fill_n(tile, form_.stride(), Element{0});\n",
         "",
         ("tests/kernels/test_rope.py::test_store_into_tiles",),
     ),

@@ -42,7 +42,9 @@ struct AttentionArgs {
   float scale, cap;  // cap 0: none
   bool v_in_k;
   Type q_type, kv_type;
-  bool int8;  // the tiles hold int8 (kv_tile.h)
+  bool int8;  // the tiles hold numbers of 8 or 4 bits (kv_tile.h)
+  int64_t k_bits, v_bits;  // of these
+  const float* q_factors;  // of queries, where keys have theirs: [num_kv_heads, head_dim], or null
   int64_t stripe_index, stripe_count;
   // y is fp32 [tokens, num_heads, v_head_dim + 2]: weighted values, the sum of the weights, and the maximum that they
   // refer to, in powers of two. `merge` makes attention of them.

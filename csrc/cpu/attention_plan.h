@@ -29,7 +29,7 @@ constexpr int64_t kGroupBytes = 256 << 10;  // of a group's rows and their sums,
 
 // Bytes of a tile of the cache (kv_tile.h).
 inline int64_t tile_bytes(const AttentionArgs& a) {
-  return a.int8 ? TileForm<int8_t>{a.head_dim, a.v_head_dim}.stride()
+  return a.int8 ? TileForm<int8_t>{a.head_dim, a.v_head_dim, a.k_bits, a.v_bits}.stride()
                 : TileForm<uint16_t>{a.head_dim, a.v_head_dim}.stride() * static_cast<int64_t>(sizeof(uint16_t));
 }
 

@@ -2,6 +2,9 @@
 //
 //   tile   16 positions: K [head_dim / 2][16][2], then V [8][v_head_dim][2]: pairs of the dim, pairs of positions
 //
+// Numbers of 8 and 4 bits are of rotated heads (kv_tile.h), so a query is rotated as it is taken, and the output as it
+// leaves. Those of 4 bits become bytes, tile by tile, before anything else.
+//
 // Algorithm: units of rows (see attention_plan.h) go through their steps of 64 positions in order: scores, an online
 // softmax in powers of two (Milakov and Gimelshein 2018), weights rounded to bf16, weighted values; each tile is read
 // once for all rows of the unit, with nothing to transpose. int8 tiles are widened, exactly, to bf16, once for the rows of
@@ -107,7 +110,8 @@ struct UnitRows {
 struct Scratch {
   UnitRows units[kGroupUnits];
   Buffer<uint16_t> weights, tiles;
-  Buffer<float> scores, split;
+  Buffer<int8_t> bytes;
+  Buffer<float> scores, split, row;
   float weight_scales[kBlockRows + 4];  // what the words of a row's weights stand for, where they are words
   alignas(64) float scales[2][2][kStep];  // of the step's positions for two heads, K's and V's; int8 only
 };
@@ -120,7 +124,8 @@ class TilesKernel {
   TilesKernel(const AttentionArgs& args, Scratch& scratch)
       : a(args), s(scratch), dim(Products::padded_dim(args.head_dim)), width(round_up(args.v_head_dim, kLanes)),
         scale(args.cap != 0.0f ? args.scale / args.cap : args.scale * kLog2E),
-        late(args.cap == 0.0f && scale > 1e-4f && scale < 1.0f ? scale : 1.0f), early(late != scale) {}
+        late(args.cap == 0.0f && scale > 1e-4f && scale < 1.0f ? scale : 1.0f), early(late != scale),
+        form{args.head_dim, args.v_head_dim, args.k_bits, args.v_bits} {}
 
   int64_t part_floats() const { return Sums::floats(kUnitRows, width); }
 
@@ -212,8 +217,12 @@ class TilesKernel {
     }
     for (int64_t i = 0; i < unit.all_rows(); ++i) {
       const uint16_t* q = row_at(i);
-      if constexpr (kWords) {
-        own->query_scales[i] = query_words(q, a.head_dim, Products::query_most(a.head_dim), query + i * dim);
+      if constexpr (kInt8 && !kWords) {
+        const float* rotated = rotated_query(q, unit.kv_head + i / unit.rows);
+        over_vectors(a.head_dim, [&](int64_t j, int n) { store_some(query + i * dim + j, load_some(rotated + j, n), n); });
+      } else if constexpr (kWords) {
+        const float* rotated = rotated_query(q, unit.kv_head + i / unit.rows);
+        own->query_scales[i] = query_words(rotated, a.head_dim, Products::query_most(a.head_dim), query + i * dim);
         own->factors[i] = a.cap != 0.0f ? late : late * own->query_scales[i];
         own->inverses[i] = 1.0f / own->factors[i];
       } else {
@@ -223,6 +232,19 @@ class TilesKernel {
       own->lows[i] = rows.lowest(r), own->ends[i] = rows.end(r);
       std::fill(query + i * dim + a.head_dim, query + (i + 1) * dim, uint16_t{0});
     }
+  }
+
+  // A query as it multiplies keys of the cache.
+  const float* rotated_query(const uint16_t* q, int64_t kv_head) {
+    float* row = s.row.at_least(round_up(a.head_dim, kLanes));
+    const float* factors = a.q_factors == nullptr ? nullptr : a.q_factors + kv_head * a.head_dim;
+    const Vec part = broadcast(1.0f / static_cast<float>(head_block(a.head_dim)));
+    over_vectors(a.head_dim, [&](int64_t i, int n) {
+      const Vec value = mul(load_some(q + i, n), part);
+      store_some(row + i, factors == nullptr ? value : mul(value, load_some(factors + i, n)), n);
+    });
+    rotate_head(row, a.head_dim);
+    return row;
   }
 
   // Blocks of rows in turn: up to kBlockRows of one head, or all of each head. Scores of the next are computed first.
@@ -260,26 +282,44 @@ class TilesKernel {
     tiles.k_scales = scales[0], tiles.v_scales = scales[1];
     for (int64_t t = tiles.first; t < tiles.last; ++t) {
       const void* tile = tile_at(a, unit.seq, unit.kv_head + head, base + t * kTile);
+      if constexpr (kInt8) {
+        take_scales(tile, scales[0] + t * kTile, scales[1] + t * kTile);
+        if (form.k_bits + form.v_bits < 16) tile = unpacked(head % 2, t, tile);
+      }
       tiles.tile[t] = kInt8 && !tiles.bytes ? widened(head % 2, t, tile) : tile;
-      if constexpr (kInt8) take_scales(tile, scales[0] + t * kTile, scales[1] + t * kTile);
     }
     return tiles;
   }
 
   void take_scales(const void* tile, float* k_scales, float* v_scales) const {
-    const auto* from = static_cast<const int8_t*>(tile) + TileForm<int8_t>{a.head_dim, a.v_head_dim}.elements();
-    std::memcpy(k_scales, from, kTile * 4);
-    std::memcpy(v_scales, from + kTile * 4, kTile * 4);
+    const auto* from = static_cast<const int8_t*>(tile);
+    std::memcpy(k_scales, from + form.k_scales(), kTile * 4);
+    std::memcpy(v_scales, from + form.v_scales(), kTile * 4);
+  }
+
+  // Codes of tile t of the step in 8 bits, in one of two places.
+  const int8_t* unpacked(int64_t place, int64_t t, const void* tile) {
+    const TileForm<int8_t> to_form{a.head_dim, a.v_head_dim};
+    const auto* from = static_cast<const uint8_t*>(tile);
+    const int64_t step = kStep / kTile * to_form.elements() + 2 * kWidened;  // whole vectors may be read
+    int8_t* to = s.bytes.at_least(2 * step) + place * step + t * to_form.elements();
+    if (form.k_bits == 4) unpack_keys(from, from + form.k_groups(), a.head_dim, to);
+    else std::memcpy(to, from, static_cast<size_t>(form.k_elements()));
+    from += form.k_elements();
+    int8_t* values = to + to_form.k_elements();
+    if (form.v_bits == 4) unpack_values(from, from + form.v_groups() - form.k_elements(), a.v_head_dim, values);
+    else std::memcpy(values, from, static_cast<size_t>(to_form.elements() - to_form.k_elements()));
+    return to;
   }
 
   // Tile t of the step as bf16, which holds int8 exactly, in one of two places.
   const uint16_t* widened(int64_t place, int64_t t, const void* tile) {
-    const TileForm<int8_t> form{a.head_dim, a.v_head_dim};
+    const int64_t size = TileForm<int8_t>{a.head_dim, a.v_head_dim}.elements();
     const auto* from = static_cast<const int8_t*>(tile);
     // The last vector of a tile may go beyond it: into the next tile, which follows, and from the scales.
-    const int64_t step = kStep / kTile * form.elements() + kWidened;
-    uint16_t* to = s.tiles.at_least(2 * step) + place * step + t * form.elements();
-    for (int64_t i = 0; i < form.elements(); i += kWidened) widen(to + i, from + i);
+    const int64_t step = kStep / kTile * size + kWidened;
+    uint16_t* to = s.tiles.at_least(2 * step) + place * step + t * size;
+    for (int64_t i = 0; i < size; i += kWidened) widen(to + i, from + i);
     return to;
   }
 
@@ -412,6 +452,7 @@ class TilesKernel {
       if (a.partial) {
         float* y = static_cast<float*>(a.y) + (token * a.num_heads + head) * (a.v_head_dim + 2);
         std::copy_n(sums.values + row * width, a.v_head_dim, y);
+        if constexpr (kInt8) rotate_output(y, 1.0f);
         y[a.v_head_dim] = total;
         y[a.v_head_dim + 1] = sums.top[row];
         continue;
@@ -426,9 +467,11 @@ class TilesKernel {
         total = total * factor + powers[1][0];
       }
       uint16_t* y = static_cast<uint16_t*>(a.y) + (token * a.num_heads + head) * a.v_head_dim;
-      const Vec scaled = broadcast(factor / total);
+      float* values = sums.values + row * width;
+      if constexpr (kInt8) rotate_output(values, factor / total);
+      const Vec scaled = broadcast(kInt8 ? 1.0f : factor / total);
       for (int64_t i = 0; i < width; i += kLanes) {
-        const Vec v = mul(load(sums.values + row * width + i), scaled);
+        const Vec v = kInt8 ? load(values + i) : mul(load(values + i), scaled);
         if (i + kLanes <= a.v_head_dim) {
           store(y + i, v);
         } else {
@@ -440,6 +483,13 @@ class TilesKernel {
     }
   }
 
+  // Weighted values of the cache -> of V, times `factor`.
+  void rotate_output(float* values, float factor) const {
+    const Vec part = broadcast(factor / static_cast<float>(head_block(a.v_head_dim)));
+    over_vectors(a.v_head_dim, [&](int64_t i, int n) { store_some(values + i, mul(load_some(values + i, n), part), n); });
+    rotate_head(values, a.v_head_dim);
+  }
+
   const AttentionArgs& a;
   Scratch& s;
   UnitRows* own = nullptr;  // of the unit whose turn it is
@@ -447,6 +497,7 @@ class TilesKernel {
   const float scale;  // of what the products leave
   const float late;   // the part of it that the powers take in: all, or 1
   const bool early;   // the scores are multiplied by `scale` before
+  const TileForm<int8_t> form;  // of codes, where the cache has these
 };
 
 template <typename Products, bool kInt8>

@@ -119,15 +119,21 @@ inline void store_words(uint16_t*, Vec, Vec, Vec) {}
 inline void scale_to_words(Vec, Vec, Vec, Vec, Vec*, float*) {}
 #endif
 
-// A query row of bf16 as words within +-`most`; returns what a word stands for, NaN where the row is not finite.
-inline float query_words(const uint16_t* x, int64_t size, float most, uint16_t* to) {
-  uint16_t top = 0;
-  for (int64_t i = 0; i < size; ++i) top = std::max<uint16_t>(top, x[i] & 0x7fff);
-  const float largest = bf16_to_float(top), magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an even integer
-  const bool finite = top < 0x7f80, counts = finite && largest >= kWordSmallest;
+// A query row as words within +-`most`; returns what a word stands for, NaN where the row is not finite.
+inline float query_words(const float* x, int64_t size, float most, uint16_t* to) {
+  uint32_t top = 0;  // the bits of a magnitude: those of NaN are the largest
+  for (int64_t i = 0; i < size; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    top = std::max(top, bits & 0x7fffffff);
+  }
+  float largest;
+  std::memcpy(&largest, &top, 4);
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an even integer
+  const bool finite = top < 0x7f800000, counts = finite && largest >= kWordSmallest;
   const float inverse = counts ? most / largest : 0.0f;
   for (int64_t i = 0; i < size; ++i) {
-    const float scaled = finite ? bf16_to_float(x[i]) * inverse : 0.0f;
+    const float scaled = finite ? x[i] * inverse : 0.0f;
     to[i] = static_cast<uint16_t>(static_cast<int16_t>((scaled + magic) - magic));
   }
   return !finite ? NAN : counts ? largest / most : 1.0f;

@@ -22,7 +22,9 @@ struct RopeStoreArgs {
   bool norm_all;     // the norms run over all heads of a token together
   bool interleaved;  // pairs (2i, 2i + 1) instead of (i, i + half)
   bool tiles;        // the pieces hold tiles (kv_tile.h), qkv is bf16
-  bool int8;         // tiles of int8
+  bool int8;         // tiles of numbers of 8 or 4 bits
+  int64_t k_bits, v_bits;  // of these
+  const float* k_factors;  // of keys, before they are rotated: [num_kv_heads, head_dim], or null
   Type type, pieces_type;
 };
 

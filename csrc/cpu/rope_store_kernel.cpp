@@ -32,7 +32,7 @@ class TokenKernel {
  public:
   explicit TokenKernel(const RopeStoreArgs& args)
       : a(args), head_(static_cast<size_t>(a.head_dim)), key_(static_cast<size_t>(a.head_dim)),
-        tiles_{{a.head_dim, a.v_head_dim}} {}
+        tiles_({a.head_dim, a.v_head_dim, a.k_bits, a.v_bits}, a.k_factors) {}
 
   void run(int64_t token) {
     const T* x = static_cast<const T*>(a.qkv) + token * a.stride;
@@ -48,7 +48,7 @@ class TokenKernel {
       const T* value = v + head * a.v_head_dim;
       if constexpr (sizeof(T) == 2 && sizeof(Kv) <= 2) {
         if (a.tiles) {
-          tiles_.put(piece, offset, key_.data(), value);
+          tiles_.put(piece, offset, head, key_.data(), value);
           return;
         }
       }
@@ -117,7 +117,7 @@ class TokenKernel {
   const RopeStoreArgs& a;
   std::vector<float> head_;
   std::vector<T> key_;
-  const TileWriter<std::conditional_t<sizeof(Kv) == 1, int8_t, uint16_t>> tiles_;
+  TileWriter<std::conditional_t<sizeof(Kv) == 1, int8_t, uint16_t>> tiles_;
 };
 
 template <typename T, typename Kv>

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/isa.h"
+#include "cpu/row_loops.h"
 
 namespace quire::cpu::QUIRE_ISA {
 
@@ -86,6 +87,29 @@ inline void rotate(const T* x, int64_t k, int64_t block, float* y) {
     case 64: return rotate_blocks<64>(x, k, y);
     case 32: return rotate_blocks<32>(x, k, y);
     default: return rotate_blocks<16>(x, k, y);
+  }
+}
+
+// The blocks of a head: its largest power of two.
+inline int64_t head_block(int64_t head_dim) { return head_dim & -head_dim; }
+
+// The same for a head of K, V, a query or an output, in place. Applied twice, it multiplies by `head_block`.
+inline void rotate_head(float* x, int64_t head_dim) {
+  const int64_t block = head_block(head_dim);
+  int64_t distance = 1;
+  if (block >= 16) {
+    distance = std::min<int64_t>(block, 64);
+    rotate(x, head_dim, distance, x);
+  }
+  for (; distance < block; distance *= 2) {
+    for (int64_t begin = 0; begin < head_dim; begin += 2 * distance) {
+      float *low = x + begin, *high = low + distance;
+      over_vectors(distance, [&](int64_t i, int n) {
+        const Vec a = load_some(low + i, n), b = load_some(high + i, n);
+        store_some(low + i, add(a, b), n);
+        store_some(high + i, sub(a, b), n);
+      });
+    }
   }
 }
 

@@ -27,7 +27,9 @@ struct StoreArgs {
   int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride, block_stride, piece_stride;
   Type type, pieces_type;
   bool tiles;  // the pieces hold tiles (kv_tile.h), k and v are bf16
-  bool int8;   // of int8
+  bool int8;   // of numbers of 8 or 4 bits
+  int64_t k_bits, v_bits;  // of these
+  const float* k_factors;  // of keys, before they are rotated: [heads, head_dim], or null
 };
 
 struct RowKernels {

@@ -71,14 +71,14 @@ void store_as(const StoreArgs& a, ThreadPool& pool) {
 
 template <typename Element>
 void store_tiles(const StoreArgs& a, ThreadPool& pool) {
-  const TileWriter<Element> writer{{a.head_dim, a.v_head_dim}};
   auto body = [&](int thread, int num_threads) {
+    TileWriter<Element> writer({a.head_dim, a.v_head_dim, a.k_bits, a.v_bits}, a.k_factors);
     const Range mine = whole_tiles(a.block_ids, a.offsets, a.tokens, thread, num_threads);
     for (int64_t head = 0; head < a.heads; ++head) {
       for (int64_t token = mine.begin; token < mine.end; ++token) {
         if (a.block_ids[token] < 0) continue;
         Element* piece = static_cast<Element*>(a.pieces) + a.block_ids[token] * a.block_stride + head * a.piece_stride;
-        writer.put(piece, a.offsets[token],
+        writer.put(piece, a.offsets[token], head,
                    static_cast<const uint16_t*>(a.k) + token * a.k_token_stride + head * a.k_head_stride,
                    static_cast<const uint16_t*>(a.v) + token * a.v_token_stride + head * a.v_head_stride);
       }

@@ -56,23 +56,24 @@ def rope(
     cos: int, sin: int, y: int, tokens: int, heads: int, head_dim: int, half: int, /,
 ) -> None: ...  # fmt: skip
 def store_kv(
-    num_threads: int, isa: str, bf16: bool, pieces_bf16: bool, tiles: bool, int8: bool, k: int,
-    k_token_stride: int, k_head_stride: int, v: int, v_token_stride: int, v_head_stride: int, pieces: int,
-    block_stride: int, piece_stride: int, block_ids: int, offsets: int, tokens: int, heads: int, head_dim: int,
-    v_head_dim: int, block_size: int, /,
+    num_threads: int, isa: str, bf16: bool, pieces_bf16: bool, tiles: bool, k_bits: int, v_bits: int,
+    k_factors: int, k: int, k_token_stride: int, k_head_stride: int, v: int, v_token_stride: int,
+    v_head_stride: int, pieces: int, block_stride: int, piece_stride: int, block_ids: int, offsets: int,
+    tokens: int, heads: int, head_dim: int, v_head_dim: int, block_size: int, /,
 ) -> None: ...  # fmt: skip
 def rope_store(
-    num_threads: int, isa: str, bf16: bool, pieces_bf16: bool, tiles: bool, int8: bool, interleaved: bool,
-    qkv: int, stride: int, cos: int, sin: int, half: int, q_weight: int, k_weight: int, norm_all: bool,
-    eps: float, q: int, pieces: int, block_stride: int, piece_stride: int, block_ids: int, offsets: int,
-    tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int, block_size: int, /,
+    num_threads: int, isa: str, bf16: bool, pieces_bf16: bool, tiles: bool, k_bits: int, v_bits: int,
+    k_factors: int, interleaved: bool, qkv: int, stride: int, cos: int, sin: int, half: int,
+    q_weight: int, k_weight: int, norm_all: bool, eps: float, q: int, pieces: int, block_stride: int,
+    piece_stride: int, block_ids: int, offsets: int, tokens: int, num_heads: int, num_kv_heads: int,
+    head_dim: int, v_head_dim: int, block_size: int, /,
 ) -> None: ...  # fmt: skip
 def attention(
-    num_threads: int, isa: str, q_bf16: bool, kv_bf16: bool, tiles: bool, int8: bool, q: int, q_stride: int,
-    pieces: int, block_stride: int, piece_stride: int, sinks: int, y: int, cu_seqlens_q: int, seq_lens: int,
-    block_table: int, extents: int, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int,
-    block_size: int, window: int, scale: float, cap: float, v_in_k: bool, stripe_index: int, stripe_count: int,
-    partial: bool, /,
+    num_threads: int, isa: str, q_bf16: bool, kv_bf16: bool, tiles: bool, k_bits: int, v_bits: int,
+    q_factors: int, q: int, q_stride: int, pieces: int, block_stride: int, piece_stride: int, sinks: int,
+    y: int, cu_seqlens_q: int, seq_lens: int, block_table: int, extents: int, num_heads: int,
+    num_kv_heads: int, head_dim: int, v_head_dim: int, block_size: int, window: int, scale: float,
+    cap: float, v_in_k: bool, stripe_index: int, stripe_count: int, partial: bool, /,
 ) -> None: ...  # fmt: skip
 def merge_attention(
     num_threads: int, isa: str, bf16: bool, parts: int, sinks: int, y: int, tokens: int, ranks: int, num_heads: int,

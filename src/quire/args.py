@@ -52,7 +52,7 @@ class EngineArgs:
     lora_modules_to_save: tuple[str, ...] = ()
     max_model_len: int | None = None
     kv_memory: str | int | None = None
-    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    kv_dtype: Literal["auto", "int8", "fp8", "int8/int4", "int4"] = "auto"
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float | None = None
     gpu_memory: str | int | None = None

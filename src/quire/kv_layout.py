@@ -16,27 +16,41 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
-KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}  # without scales
+# Bits of K and of V in types of which each token and head has a scale.
+KV_CODE_BITS = {"int8": (8, 8), "fp8": (8, 8), "int8/int4": (8, 4), "int4": (4, 4)}
+CODE_GROUP = 32  # numbers of a head in 4 bits that share a step and a low
+SCALE_BYTES = 4
+
+
+class KvHeads(NamedTuple):
+    """A layer's KV heads: how many, and the sizes of K and V. MLA has one of K alone."""
+
+    number: int
+    head_dim: int
+    v_head_dim: int
+
+    def bytes_per_token(self, dtype: str) -> int:
+        """Bytes of a token: its numbers, and scales, steps and lows where it has these."""
+        sizes, bits = (self.head_dim, self.v_head_dim), KV_CODE_BITS.get(dtype)
+        if bits is None:
+            return self.number * sum(sizes) * KV_DTYPE_BYTES[dtype]
+        codes = sum(dim * of_code // 8 for dim, of_code in zip(sizes, bits, strict=True))
+        groups = sum(ceil(dim / CODE_GROUP) for dim, of_code in zip(sizes, bits, strict=True) if of_code == 4)
+        return self.number * (codes + 2 * SCALE_BYTES + 2 * groups)
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that share block tables. ``window`` None keeps every block, otherwise those of the last window.
-
-    ``elements_per_token``: numbers that one of its layers stores of a token; ``num_kv_heads``: the most of a layer.
-    """
+    """Layers that share block tables. ``window`` None keeps every block, otherwise those of the last window."""
 
     layers: tuple[int, ...]
     window: int | None
-    elements_per_token: int
-    num_kv_heads: int
+    heads: tuple[KvHeads, ...]  # different ones of its layers
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Bytes of a token; in int8 and fp8, K and V of each token and head have a scale of 4 bytes."""
-        of_layer = self.elements_per_token * KV_DTYPE_BYTES[dtype]
-        if dtype in ("int8", "fp8"):
-            of_layer += self.num_kv_heads * 2 * 4
-        return max(1, len(self.layers)) * of_layer
+        """Bytes of a token in all layers."""
+        return max(1, len(self.layers)) * max(heads.bytes_per_token(dtype) for heads in self.heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,7 @@ class KvLayout:
             return cls(())
         classes: dict[tuple[int | None, int], list[KvLayer]] = {}
         for layer in layers:
-            classes.setdefault((layer.window, layer.elements_per_token), []).append(layer)
+            classes.setdefault((layer.window, layer.elements), []).append(layer)
         ordered = sorted(classes, key=lambda kind: (kind[0] is not None, kind[0] or 0, kind[1]))
         sizes = {kind: len(classes[kind]) for kind in ordered}
         groups = []
@@ -76,9 +90,9 @@ class KvLayout:
             members = classes[kind]
             count = ceil(len(members) / per_block)
             ends = [part * len(members) // count for part in range(count + 1)]
-            heads = max(layer.num_kv_heads for layer in members)
+            heads = tuple(dict.fromkeys(member.heads for member in members))
             indices = [member.layer for member in members]
-            groups += [KvGroup(tuple(indices[begin:end]), *kind, heads) for begin, end in pairwise(ends)]
+            groups += [KvGroup(tuple(indices[begin:end]), kind[0], heads) for begin, end in pairwise(ends)]
         return cls(tuple(groups))
 
 
@@ -87,8 +101,8 @@ class KvLayer(NamedTuple):
 
     layer: int
     window: int | None
-    elements_per_token: int
-    num_kv_heads: int
+    elements: int
+    heads: KvHeads
 
 
 def _layers_per_block(sizes: dict[tuple[int | None, int], int]) -> dict[tuple[int | None, int], int]:

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from quire.encoder_spec import EncoderSpec
-from quire.kv_layout import KV_DTYPE_BYTES, KvGroup, KvLayer, KvLayout
+from quire.kv_layout import KV_DTYPE_BYTES, KvGroup, KvHeads, KvLayer, KvLayout
 from quire.pooling import SentenceSpec
 from quire.recurrent_spec import RecurrentSpec
 from quire.rope_spec import RopeSpec
@@ -72,9 +72,13 @@ class AttentionSpec:
     @property
     def kv_elements_per_token(self) -> int:
         """Numbers cached per token and layer: K and V of each kv head, or MLA's latent and rope key."""
+        return self.kv_heads.number * (self.kv_heads.head_dim + self.kv_heads.v_head_dim)
+
+    @property
+    def kv_heads(self) -> KvHeads:
         if self.is_mla:
-            return self.kv_lora_rank + self.head_dim - self.qk_nope_head_dim
-        return self.num_kv_heads * (self.head_dim + self.v_head_dim)
+            return KvHeads(1, self.kv_lora_rank + self.head_dim - self.qk_nope_head_dim, 0)
+        return KvHeads(self.num_kv_heads, self.head_dim, self.v_head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +250,13 @@ class ModelSpec:
     def kv_layers(self) -> list[KvLayer]:
         """Return the layers that store K and V."""
         return [
-            KvLayer(index, layer.attn.window, layer.attn.kv_elements_per_token, layer.attn.num_kv_heads)
+            KvLayer(index, layer.attn.window, layer.attn.kv_elements_per_token, layer.attn.kv_heads)
             for index, layer in enumerate(self.layers)
             if layer.attn is not None and layer.attn.kv_layer is None
         ]
 
     def kv_bytes_per_token(self, group: KvGroup, dtype: str = "bfloat16") -> int:
-        """Bytes of K and V of one token in the layers of ``group`` (without padding)."""
+        """Bytes of K and V of one token in the layers of ``group`` (without padding and scales)."""
         return sum(self.layers[i].attention.kv_elements_per_token for i in group.layers) * DTYPE_BYTES[dtype]
 
     def weight_bytes(

@@ -39,7 +39,7 @@ from quire.cost.split import GRAPH_BYTES, RUNTIME_BYTES, UTILIZATION, Split, row
 from quire.device import FP8_CAPABILITY
 from quire.device_formats import device_formats
 from quire.errors import ConfigError
-from quire.kv_layout import KvLayout
+from quire.kv_layout import KV_CODE_BITS, KvLayout
 from quire.modelspec import ModelSpec
 from quire.parallel.topology import Topology
 from quire.request import Adapter
@@ -108,7 +108,7 @@ def resolve(
         model=ModelConfig(
             path=path, name=args.model, spec=spec, dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len,
             load_format=args.load_format, quantize=args.quantize, seed=args.seed, tokenizer=tokenizer,
-            formats=plan.formats, remarks=(*remarks, *plan.remarks, *_kv_remarks(kv_dtype, spec)),
+            formats=plan.formats, remarks=(*remarks, *plan.remarks, *_kv_remarks(kv_dtype, device)),
             packed_cache=packed_cache_config(args.packed_cache, args.packed_cache_mib),
         ),
         kv_layout=layout,
@@ -192,12 +192,14 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
             f"kv_dtype = 'fp8' needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more, and "
             f"{device.name} has none: 'int8' takes the same bytes"
         )
+    if device.kind == "cuda" and "int4" in args.kv_dtype:
+        raise ConfigError(f"kv_dtype = {args.kv_dtype!r} is for a CPU: on {device.name} take 'int8' or 'fp8'")
     attention = spec.attentions
     unmet = (
         f"a compute type of bfloat16, not {dtype}" if dtype != "bfloat16"
         else f"a block_size that is a multiple of 16, not {args.block_size}" if args.block_size % 16
         else "keys and values of their own, and this model caches latents (MLA)" if any(a.is_mla for a in attention)
-        else "an even head_dim" if any(a.head_dim % 2 for a in attention)
+        else "heads of an even size" if any(a.head_dim % 2 or a.v_head_dim % 2 for a in attention)
         else None
     )  # fmt: skip
     if unmet is not None:
@@ -205,17 +207,13 @@ def _kv_dtype(args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo)
     return args.kv_dtype
 
 
-def _kv_remarks(kv_dtype: str, spec: ModelSpec) -> tuple[str, ...]:
-    """Return what a cache in int8 costs, as it was measured (benchmarks/results/fidelity.md)."""
-    if kv_dtype != "int8":
+def _kv_remarks(kv_dtype: str, device: DeviceInfo) -> tuple[str, ...]:
+    """Return what a cache in codes of 8 or 4 bits costs, as it was measured (benchmarks/results/fidelity.md)."""
+    if device.kind != "cpu" or kv_dtype not in KV_CODE_BITS:
         return ()
-    has_biases = any(a.qkv_bias for a in spec.attentions)
-    cost = (
-        "some 0.02 nats, as in Qwen2.5-Coder-0.5B: the keys of this model have biases, which int8 rounds with them"
-        if has_biases
-        else "0.0006 nats in SmolLM2-135M and 0.005 in Gemma 3 270M"
-    )
-    return (f"K and V in int8 add to the mean KL from fp32 {cost}",)
+    fidelity = import_module("quire.cost.fidelity")
+    figure = fidelity.KV_CODES[kv_dtype]
+    return (f"K and V in {kv_dtype} add {figure} nats to the mean KL from fp32 of {fidelity.KV_MODELS}",)
 
 
 def runner_of(args: EngineArgs, device: DeviceInfo, topology: Topology) -> RunnerConfig:

@@ -133,10 +133,11 @@ def test_native_kernels_are_exact_too(level: str, dtype: str) -> None:
         serve_and_check(case, Policy("continuous", "fcfs", 48))
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8/int4", "int4"])
 @pytest.mark.parametrize("level", [*map(at_level, backends("attention"))])
-def test_an_int8_cache_is_exact_too(level: str) -> None:
+def test_a_cache_of_codes_is_exact_too(level: str, kv_dtype: str) -> None:
     for model in ("llama", "sliding"):
-        case = Case(model, "bfloat16", 41, num_requests=12, cpu_isa=level, kv_dtype="int8")
+        case = Case(model, "bfloat16", 41, num_requests=12, cpu_isa=level, kv_dtype=kv_dtype)
         serve_and_check(case, Policy("continuous", "fcfs", 48))
 
 
@@ -176,6 +177,7 @@ def test_quill() -> None:
         for kind in (
             ("bfloat16", None, ""),
             ("bfloat16", "int8", ""),
+            ("bfloat16", "int4", ""),
             ("bfloat16", None, "int8"),
             ("bfloat16", None, "int4"),
         )

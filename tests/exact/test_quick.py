@@ -26,10 +26,11 @@ CASES += [
 ]
 
 
-# Heads of two sizes in a cache of 8 bits, whose scales lie beside them.
+# Heads of two sizes in a cache of codes, whose scales lie beside them.
 CASES += [
-    (Case("per_layer", "bfloat16", 49, 24, level, kv_dtype="int8"), Policy("continuous", "fcfs", 48))
+    (Case("per_layer", "bfloat16", 49, 24, level, kv_dtype=kv_dtype), Policy("continuous", "fcfs", 48))
     for level in backends("attention")[-1:]
+    for kv_dtype in ("int8", "int8/int4", "int4")
 ]
 
 

@@ -23,6 +23,7 @@ CASES = [
     Case("latent", "bfloat16", 64, 24, LEVEL),
     Case("per_layer", "bfloat16", 65, 24, LEVEL, kv_dtype="int8"),
     Case("llama", "bfloat16", 66, 24, LEVEL, kv_dtype="int8"),
+    Case("llama", "bfloat16", 67, 24, LEVEL, kv_dtype="int4"),
 ]
 FCFS = Policy("continuous", "fcfs", 48)
 

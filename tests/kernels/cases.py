@@ -11,7 +11,8 @@ import torch
 
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_blocks import SCALE_BYTES, KvView, Layout, can_tile, view_layer
+from quire.kernels.kv_blocks import SCALE_BYTES, TILE, KvView, Layout, can_tile, view_layer
+from quire.kernels.kv_codes import KvCodes
 from quire.kernels.pointwise import ActivationKind
 from quire.kernels.workspace import huge_zeros
 from quire.modelspec import MoeSpec
@@ -61,16 +62,17 @@ class AttentionCase:
     sinks: bool = False
     v_in_k: bool = False
     layout: Layout = "rows"
-    int8: bool = False
-    fp8: bool = False  # in rows, as a GPU has it
+    int8: bool = False  # in rows, as a GPU has it
+    fp8: bool = False  # the same
+    bits: tuple[int, int] = (16, 16)  # of K and V in tiles
     bench: bool = False
 
-    def in_tiles(self, *, int8: bool = False) -> AttentionCase | None:
-        """The same case over a cache in tiles of bf16 or int8, if it can be."""
+    def in_tiles(self, bits: tuple[int, int] = (16, 16)) -> AttentionCase | None:
+        """The same case over a cache in tiles of bf16 or of codes, if it can be."""
         if not can_tile(torch.bfloat16, self.block_size, self.head_dim, v_in_k=self.v_in_k):
             return None
-        name = f"{self.name}, {'int8' if int8 else 'bf16'} tiles"
-        return replace(self, name=name, layout="tiles", int8=int8)
+        kinds = " and ".join({16: "bf16", 8: "int8", 4: "int4"}[size] for size in bits)
+        return replace(self, name=f"{self.name}, tiles of {kinds}", layout="tiles", bits=bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +262,16 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
     piece = case.block_size * (case.head_dim + (0 if case.v_in_k else case.v_head_dim))
     storage = huge_zeros(total, 2 * case.num_kv_heads * piece, dtype=dtype)  # as a cache has them
     storage.copy_(torch.randn(storage.shape, generator=generator))
+    codes = None
     if case.int8 or case.fp8:
-        storage = huge_zeros(
-            total,
-            2 * case.num_kv_heads * (piece + case.block_size * SCALE_BYTES),
-            dtype=torch.int8 if case.int8 else torch.float8_e4m3fn,
-        )
+        piece += case.block_size * SCALE_BYTES
+        kind = torch.int8 if case.int8 else torch.float8_e4m3fn
+        storage = huge_zeros(total, 2 * case.num_kv_heads * piece, dtype=kind)
+    elif case.bits != (16, 16):
+        exponents = torch.randint(-3, 4, (case.num_kv_heads, case.head_dim), generator=generator)
+        codes = KvCodes(*case.bits, torch.exp2(torch.stack((exponents, -exponents)).float()))
+        piece = case.block_size // TILE * codes.tile_bytes(case.head_dim, case.v_head_dim)
+        storage = huge_zeros(total, 2 * case.num_kv_heads * piece, dtype=torch.int8)
     kv = view_layer(
         storage,
         1,
@@ -275,13 +281,16 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
         v_head_dim=case.v_head_dim,
         v_in_k=case.v_in_k,
         layout=case.layout,
+        codes=codes,
     )
-    if case.int8 or case.fp8:
+    if codes is not None or case.int8 or case.fp8:
         slots = torch.arange(total * case.block_size)
         k, v = (
             torch.randn(len(slots), case.num_kv_heads, dim, generator=generator)
             for dim in (case.head_dim, case.v_head_dim)
         )
+        if codes is not None and codes.factors is not None:
+            k /= codes.factors[0]  # what factors are for: queries have the inverse, below
         kv.write(k, v, slots // case.block_size, slots % case.block_size)
     order = torch.randperm(total, generator=generator)
     table = torch.zeros(len(case.lengths), max(num_blocks, default=1), dtype=torch.int64)
@@ -291,6 +300,8 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype, generator: torch.G
         taken += count
     cu_seqlens_q = torch.tensor([0, *(n for n, _ in case.lengths)]).cumsum(0)
     q = torch.randn(int(cu_seqlens_q[-1]), case.num_heads, case.head_dim, generator=generator).to(dtype)
+    if codes is not None and codes.factors is not None:
+        q /= codes.factors[1].repeat_interleave(case.num_heads // case.num_kv_heads, dim=0)
     return AttentionInputs(
         q,
         kv,

@@ -15,9 +15,11 @@ from quire.kernels.attention import attention
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_blocks import KvView, Layout
 from quire.kernels.registry import Backend
+from quire.kernels.rotation import rotate_heads
 
 SMALL = [case for case in cases.ATTENTION if not case.bench]
-TILED = [tiled for case in SMALL for int8 in (False, True) if (tiled := case.in_tiles(int8=int8)) is not None]
+BITS = ((16, 16), (8, 8), (8, 4), (4, 4))
+TILED = [tiled for case in SMALL for bits in BITS if (tiled := case.in_tiles(bits)) is not None]
 ALL = [(case, dtype) for case in SMALL for dtype in DTYPES] + [(case, torch.bfloat16) for case in TILED]
 each_case = pytest.mark.parametrize(("case", "dtype"), ALL, ids=lambda x: getattr(x, "name", str(x)))
 
@@ -211,14 +213,18 @@ def test_a_broken_row_changes_no_bit_of_another(backend: Backend) -> None:
 @each("backend", registry.backends("attention"))
 def test_wide_heads_of_an_int8_cache(backend: Backend) -> None:
     """The largest sums there are: with 576 elements, products of int8 and whole int16 go beyond 32 bits."""
-    case = cases.AttentionCase("wide", ((3, 40),), 2, 1, 576, 16, layout="tiles", int8=True)
+    case = cases.AttentionCase("wide", ((3, 40),), 2, 1, 576, 16, layout="tiles", bits=(8, 8))
     made = cases.attention_inputs(case, torch.bfloat16, generator())
     position = torch.arange(40)
     at = torch.from_numpy(made.batch.block_table[0]).long()[position // 16], position % 16
-    keys = torch.ones(40, 1, 576)
-    keys[5] = -1.0
+    ones = rotate_heads(torch.ones(576)) / 64  # rotated again, they are ones
+    keys = ones.expand(40, 1, 576).clone()
+    keys[5] *= -1.0
     made.kv.write(keys, torch.randn(40, 1, 16, generator=generator(1)), *at)
-    made = dataclasses.replace(made, q=torch.ones_like(made.q))
+    assert made.kv.codes is not None
+    assert made.kv.codes.factors is not None
+    made.kv.codes.factors.fill_(1.0)
+    made = dataclasses.replace(made, q=(ones * 64).expand(made.q.shape).bfloat16())
     assert_close("attention", run(made, backend), oracle(made))
 
 
@@ -226,7 +232,7 @@ def test_wide_heads_of_an_int8_cache(backend: Backend) -> None:
 @pytest.mark.parametrize("size", [0.0, 1e-36, 1e-20, 1e-3])
 def test_tiny_queries_weigh_what_they_see_alike(backend: Backend, size: float) -> None:
     """A row's scale to int16 has limits, beyond which it must still hide what the row does not see."""
-    case = cases.AttentionCase("tiny", ((9, 150), (1, 70)), window=100, layout="tiles", int8=True)
+    case = cases.AttentionCase("tiny", ((9, 150), (1, 70)), window=100, layout="tiles", bits=(8, 8))
     made = cases.attention_inputs(case, torch.bfloat16, generator())
     made.q[::2] *= size
     whole = run(made, backend)
@@ -237,12 +243,14 @@ def test_tiny_queries_weigh_what_they_see_alike(backend: Backend, size: float) -
 
 @each("backend", registry.backends("attention"))
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("int8", [False, True])
-def test_many_sequences_agree_with_each_alone(int8: bool, window: int | None, backend: Backend) -> None:
+@pytest.mark.parametrize("bits", BITS)
+def test_many_sequences_agree_with_each_alone(
+    bits: tuple[int, int], window: int | None, backend: Backend
+) -> None:
     """Few rows of many sequences take several KV heads in turn (attention_plan.h)."""
     lengths = tuple((1 + 3 * (i % 2) + 40 * (i == 5), 20 + 53 * i) for i in range(12))
     for heads, kv_heads in ((12, 4), (6, 3), (20, 1)):
-        case = cases.AttentionCase("many", lengths, heads, kv_heads, window=window, layout="tiles", int8=int8)
+        case = cases.AttentionCase("many", lengths, heads, kv_heads, window=window, layout="tiles", bits=bits)
         made = cases.attention_inputs(case, torch.bfloat16, generator())
         with threads(1):
             whole = run(made, backend)
@@ -256,11 +264,13 @@ def test_many_sequences_agree_with_each_alone(int8: bool, window: int | None, ba
 
 @each("backend", registry.backends("attention"))
 @pytest.mark.parametrize("window", [None, 600])
-@pytest.mark.parametrize("int8", [False, True])
-def test_rows_that_take_turns_have_their_own_bits(int8: bool, window: int | None, backend: Backend) -> None:
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_that_take_turns_have_their_own_bits(
+    bits: tuple[int, int], window: int | None, backend: Backend
+) -> None:
     """Units of 16 tokens share each split of a long context; alone, a unit goes through all of them."""
     lengths = ((200, 1400), (1, 700), (40, 530))
-    case = cases.AttentionCase("turns", lengths, 6, 2, window=window, layout="tiles", int8=int8)
+    case = cases.AttentionCase("turns", lengths, 6, 2, window=window, layout="tiles", bits=bits)
     made = cases.attention_inputs(case, torch.bfloat16, generator())
     with threads(1):
         whole = run(made, backend)

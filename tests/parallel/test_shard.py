@@ -134,7 +134,7 @@ def test_the_cache_has_the_ranks_heads_and_layers() -> None:
     layout = spec.kv_layout(320)
     half = shard(spec, Topology(2), 1).kv_layout(layout)
     assert [(g.layers, g.window) for g in half.groups] == [(g.layers, g.window) for g in layout.groups]
-    assert half.groups[0].elements_per_token * 2 == layout.groups[0].elements_per_token
+    assert half.groups[0].bytes_per_token("bfloat16") * 2 == layout.groups[0].bytes_per_token("bfloat16")
     stage = shard(spec, Topology(pp=2), 1).kv_layout(layout)
     assert [group.window for group in stage.groups] == [group.window for group in layout.groups]
     assert sorted(layer for group in stage.groups for layer in group.layers) == [0]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from quire.args import EngineArgs
 from quire.cli import app
 from quire.cli.flags import PlanArgs
-from quire.cost.fidelity import KV_INT8, MEASURED, way_of
+from quire.cost.fidelity import KV_CODES, MEASURED, way_of
 from quire.cost.hardware import HERE, Hardware
 from quire.cost.split import Split, shard_of
 from quire.device import detect_device
@@ -208,14 +208,15 @@ def test_figures_are_those_of_the_results() -> None:
     for way, form in forms.items():
         kl = [line["kl_mean"] for line in lines if line["form"].startswith(form)]
         assert (MEASURED[way].low, MEASURED[way].high) == (round(min(kl), 4), round(max(kl), 4)), way
-    plain, eight = (
-        {line["model"]: line["kl_mean"] for line in lines if line["form"] == form}
-        for form in ("expanded to bf16", "expanded, K and V in int8")
-    )
-    for has_biases, figure in KV_INT8.items():
-        added = [eight[model] - plain[model] for model in eight if ("Qwen" in model) == has_biases]
-        assert (figure.low, figure.high) == (round(min(added), 4), round(max(added), 4))
-    assert all((RESULTS / figure.source).exists() for figure in MEASURED.values())
+    assert all((RESULTS / figure.source).exists() for figure in (*MEASURED.values(), *KV_CODES.values()))
+
+
+def test_figures_of_the_cache_are_those_of_the_results() -> None:
+    lines = [json.loads(line) for line in (RESULTS / "kv-codes.jsonl").read_text().splitlines()]
+    kl = {(line["model"], line["kv_dtype"]): line["kl_mean"] for line in lines}
+    for kv_dtype, figure in KV_CODES.items():
+        added = [kl[model, kind] - kl[model, "auto"] for model, kind in kl if kind == kv_dtype]
+        assert (figure.low, figure.high) == (round(min(added), 4), round(max(added), 4)), kv_dtype
 
 
 def test_ways_of_formats() -> None:

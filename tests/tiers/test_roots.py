@@ -34,6 +34,7 @@ FORMATS = {
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4-g16"},
     "kv8": {"kv_dtype": "int8"},
+    "kv4": {"kv_dtype": "int4"},
 }
 NUM_TOKENS, BLOCK = 48, 16
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 
+CODES = "tests/kernels/test_rope.py::test_tiles_of_codes_are_the_references"
 KERNELS = "tests/kernels/test_rotation.py::"
 PLAN = "tests/parallel/test_rotations.py::"
 
@@ -47,6 +48,46 @@ MUTANTS: tuple[Mutant, ...] = (
         'if quantize == "int4" else ()',
         'if quantize == "int4-g16" else ()',
         ("tests/test_weight_plan.py::test_int4_keeps_what_loses_most_in_8_bits",),
+    ),
+    Mutant(
+        "output-not-rotated-back",
+        "attention over codes leaves its output rotated",
+        "csrc/cpu/attention_tiles_kernel.cpp",
+        "    rotate_head(values, a.v_head_dim);\n",
+        "",
+        ("tests/kernels/test_attention.py::test_against_fp64",),
+    ),
+    Mutant(
+        "steps-of-the-first-codes",
+        "all codes of 4 bits of a key have the step and the low of the first 32",
+        "csrc/cpu/kv_codes.h",
+        "      groups += 2 * kTilePositions;\n",
+        "",
+        ("tests/kernels/test_attention.py::test_against_fp64",),
+    ),
+    Mutant(
+        "low-half-lost",
+        "storing an odd position's V in 4 bits clears the one before it",
+        "csrc/cpu/kv_tile.h",
+        "(byte & (0xf0 >> shift))",
+        "(byte & 0xf0)",
+        (CODES,),
+    ),
+    Mutant(
+        "factors-on-one-side",
+        "keys are balanced, and queries are not multiplied by what was taken from the keys",
+        "src/quire/layers/key_balance.py",
+        "torch.exp2(exponent)))",
+        "torch.ones_like(exponent)))",
+        ("tests/layers/test_key_balance.py::test_products_keep_their_bits",),
+    ),
+    Mutant(
+        "factors-break-rotary-pairs",
+        "the two elements of a rotary pair are balanced apart, which RoPE mixes",
+        "src/quire/layers/key_balance.py",
+        "    if spec.rope is None:\n        return squares\n",
+        "    if spec.rope is not None:\n        return squares\n",
+        ("tests/layers/test_key_balance.py::test_products_keep_their_bits",),
     ),
     Mutant(
         "rotation-differences-first",

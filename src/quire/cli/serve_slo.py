@@ -17,6 +17,7 @@ from quire.cost.kept_profiles import kept, machine_of, settings_of
 from quire.cost.profile import load_profile
 from quire.cost.roofline import Roofline, sampled, work_of
 from quire.errors import ConfigError
+from quire.kv_layout import KV_CODE_BITS
 from quire.metrics.engine_stats import EngineStats
 from quire.metrics.log import Log
 from quire.slo import Slo
@@ -68,7 +69,7 @@ def _measured(config: EngineConfig) -> CostModel:
     precision = (config.model.quantize or "bf16").partition("-")[0]
     if precision not in ("int8", "int4"):
         precision = "fp32" if config.model.dtype == "float32" else "bf16"
-    kv_dtype = "int8" if config.model.kv_dtype == "int8" else "bf16"
+    kv_dtype = "int8" if config.model.kv_dtype in KV_CODE_BITS else "bf16"
     hardware = this_machine(config.device, config.runner.num_threads)
     roofline = Roofline(work_of(config.model.spec, precision, kv_dtype), hardware, cpu_efficiency())
     return sampled(roofline, config.scheduler.max_num_batched_tokens)

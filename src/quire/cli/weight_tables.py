@@ -30,7 +30,7 @@ def held_table(model: ModelConfig) -> Table:
     table.add_row("all weights", "", "", f"{total / MIB:.1f}", f"{read_all / MIB:.2f}")
     table.add_row("activations of linears", activations_of(model.dtype, model.formats), "", "", "")
     groups = spec.kv_layout(model.max_model_len).groups
-    kv = sum(spec.kv_bytes_per_token(group, model.kv_dtype) for group in groups)
+    kv = sum(group.bytes_per_token(model.kv_dtype) for group in groups)
     table.add_row("KV cache", model.kv_dtype, "", "", f"{kv / MIB:.4f} for each token before it")
     return table
 

@@ -40,8 +40,14 @@ MEASURED: Mapping[Way, Measured] = {
     "int4": Measured(0.0487, 0.2388, _FIDELITY),
     "int4 in groups": Measured(0.2720, 0.2720, _ROTATION),
 }
-# What K and V in int8 add, by whether the keys have biases.
-KV_INT8 = {True: Measured(0.0197, 0.0197, _FIDELITY), False: Measured(0.0006, 0.0046, _FIDELITY)}
+_KV = "kv-codes.md"
+KV_MODELS = "SmolLM2-135M and Qwen2.5-Coder-0.5B"
+# What K and V in codes of 8 and 4 bits add.
+KV_CODES: Mapping[str, Measured] = {
+    "int8": Measured(0.0002, 0.0002, _KV),
+    "int8/int4": Measured(0.0067, 0.0067, _KV),
+    "int4": Measured(0.0395, 0.1319, _KV),
+}
 
 
 def way_of(held: WeightFormat, *, is_stored: bool) -> Way:

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from quire.cost.hardware import Hardware
+from quire.kv_layout import SCALE_BYTES
 from quire.modelspec import ModelSpec, matrix_bytes, weight_shapes
 from quire.weight_format import PLAIN, WeightFormat
 from quire.weight_plan import Formats, plan_weights, role_of
@@ -188,7 +189,7 @@ def kv_scale_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
     """Return the bytes of the scales of one token's K and V; only int8 has scales."""
     if kv_dtype != "int8":
         return 0
-    return sum(2 * 4 * layer.num_kv_heads for layer in spec.kv_layers())
+    return sum(2 * SCALE_BYTES * layer.heads.number for layer in spec.kv_layers())
 
 
 def kv_bytes_per_request(spec: ModelSpec, context: int, kv_dtype: str = "bf16", shared: int = 0) -> int:

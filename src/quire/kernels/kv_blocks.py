@@ -6,25 +6,28 @@
     piece    rows:   [K: block_size × head_dim | V: block_size × v_head_dim]
              8 bits: [… | scales of K: block_size fp32 | scales of V: block_size fp32], one per position
              tiles:  [tile | tile | …], one for every 16 positions
-    tile     [K: head_dim / 2 × 16 × 2 | V: 8 × v_head_dim × 2]
-             int8: [… | scales of K: 16 fp32 | scales of V: 16 fp32], one per position
+    tile     [K: head_dim / 2 × 16 × 2 | V: 8 × v_head_dim × 2], or with codes of 8 or 4 bits as `kernels.kv_codes` says
 
 The dot units of the native kernels read a tile as it lies: pairs of the dim for q·k, pairs of positions for p·V. Rows
 are for everything else: torch, fp32, blocks whose size is no multiple of 16. With ``v_in_k`` (MLA, rows) there is no V
-part: V is the first v_head_dim elements of each key. Rows and tiles take the same bytes. int8 is always in tiles on a
-CPU: an element is round(x / scale), and scale = largest magnitude / 127 of the K or V of one position and head.
+part: V is the first v_head_dim elements of each key. Rows and tiles take the same bytes. On a CPU int8 and int4 are
+always in tiles. A GPU has int8 and fp8 in rows: an element is round(x / scale), and scale = largest magnitude / 127 of
+the K or V of one position and head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from quire.parallel.stripe import Stripe
+
+if TYPE_CHECKING:
+    from quire.kernels.kv_codes import KvCodes
 
 Layout = Literal["rows", "tiles"]
 TILE = 16  # positions
@@ -35,7 +38,7 @@ SCALE_BYTES = 8  # per position and head in 8 bits: one fp32 for K, one for V
 class KvView:
     """One layer of the cache. ``pieces [num_blocks, num_kv_heads, piece_elements]`` is a view of the storage.
 
-    ``stripe``: the positions of a sequence that lie here; None: all.
+    ``stripe``: the positions of a sequence that lie here; None: all. ``codes``: of tiles in 8 or 4 bits.
     """
 
     pieces: Tensor
@@ -45,6 +48,7 @@ class KvView:
     v_in_k: bool = False
     layout: Layout = "rows"
     stripe: Stripe | None = None
+    codes: KvCodes | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -54,6 +58,10 @@ class KvView:
     def scaled(self) -> bool:
         """Whether K and V have 8 bits, with a scale for each position and head."""
         return self.pieces.dtype.itemsize == 1
+
+    def native_codes(self, which: int) -> tuple[int, int, int]:
+        """Return the bits of K and V, 16 without codes, and where the factors of keys (0) or queries (1) lie."""
+        return (16, 16, 0) if self.codes is None else self.codes.native(which)
 
     @property
     def keys(self) -> Tensor:
@@ -74,7 +82,7 @@ class KvView:
         return torch.unflatten(self.pieces[..., start:end], -1, (self.block_size, self.v_head_dim))
 
     def read(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy blocks out of any layout: K and V ``[len(block_ids), num_kv_heads, block_size, dim]``, int8 as fp32."""
+        """Copy blocks out of any layout: K and V ``[len(block_ids), num_kv_heads, block_size, dim]``, codes as fp32."""
         pieces = _gather(self.pieces, block_ids)
         picked = KvView(pieces, self.block_size, self.head_dim, self.v_head_dim, self.v_in_k, self.layout)
         if self.layout == "rows":
@@ -82,13 +90,11 @@ class KvView:
                 return picked.keys, picked.values
             scales = picked._row_scales().unsqueeze(-1)
             return picked.keys.float() * scales[:, :, 0], picked.values.float() * scales[:, :, 1]
+        if self.codes is not None:
+            return self.codes.read(picked._split(), self.head_dim, self.v_head_dim)
         keys, values = picked._tiles()
         shape = (*pieces.shape[:2], self.block_size)
-        rows = keys.transpose(3, 4).reshape(*shape, -1), values.transpose(4, 5).reshape(*shape, -1)
-        if pieces.dtype != torch.int8:
-            return rows
-        scales = picked._scales().transpose(2, 3).reshape(*shape[:2], 2, -1, 1)
-        return rows[0] * scales[:, :, 0], rows[1] * scales[:, :, 1]
+        return keys.transpose(3, 4).reshape(*shape, -1), values.transpose(4, 5).reshape(*shape, -1)
 
     def write(self, k: Tensor, v: Tensor | None, block_ids: Tensor, offsets: Tensor) -> None:
         """Write row i of ``k`` and ``v [n, num_kv_heads, dim]`` at position ``offsets[i]`` of ``block_ids[i]``.
@@ -107,6 +113,9 @@ class KvView:
             self.keys[block_ids, :, offsets] = k.to(dtype)
             if v is not None:
                 self.values[block_ids, :, offsets] = v.to(dtype)
+        elif self.codes is not None:
+            assert v is not None
+            self.codes.write(self._split(), k, v, block_ids, offsets)
         else:
             assert v is not None
             self._write_tiles(k, v, block_ids, offsets)
@@ -127,31 +136,24 @@ class KvView:
         fresh = place == 0
         keys[block_ids[fresh], :, tile[fresh]] = 0
         values[block_ids[fresh], :, tile[fresh]] = 0
-        if dtype == torch.int8:
-            scales = self._scales()
-            scales[block_ids[fresh], :, tile[fresh]] = 0
-            (k, k_scale), (v, v_scale) = _to_8_bits(k, dtype), _to_8_bits(v, dtype)
-            scales[block_ids, :, tile, :, place] = torch.stack((k_scale, v_scale), dim=-1)
         keys[block_ids, :, tile, :, place] = torch.unflatten(k.to(dtype), -1, (-1, 2))
         values[block_ids, :, tile, place // 2, :, place % 2] = v.to(dtype)
 
     def _tiles(self) -> tuple[Tensor, Tensor]:
         """Views K ``[num_blocks, num_kv_heads, tiles, head_dim / 2, 16, 2]``, V ``[…, tiles, 8, v_head_dim, 2]``."""
-        assert self.layout == "tiles"
-        tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
-        k_size, v_size = TILE * self.head_dim, TILE * self.v_head_dim
-        keys, values = tiles[..., :k_size], tiles[..., k_size : k_size + v_size]
+        tiles, k_size = self._split(), TILE * self.head_dim
+        keys, values = tiles[..., :k_size], tiles[..., k_size:]
         return torch.unflatten(keys, -1, (-1, TILE, 2)), torch.unflatten(values, -1, (TILE // 2, -1, 2))
+
+    def _split(self) -> Tensor:
+        """View ``[num_blocks, num_kv_heads, tiles, elements of a tile]``."""
+        assert self.layout == "tiles"
+        return torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
 
     def _row_scales(self) -> Tensor:
         """View ``[num_blocks, num_kv_heads, 2, block_size]`` of 8-bit rows: fp32 scales of K, of V."""
         scales = self.pieces[..., -SCALE_BYTES * self.block_size :].view(torch.float32)
         return torch.unflatten(scales, -1, (2, self.block_size))
-
-    def _scales(self) -> Tensor:
-        """View ``[num_blocks, num_kv_heads, tiles, 2, 16]`` of int8 tiles: fp32 scales of K, of V."""
-        tiles = torch.unflatten(self.pieces, -1, (self.block_size // TILE, -1))
-        return torch.unflatten(tiles[..., -SCALE_BYTES * TILE :].view(torch.float32), -1, (2, TILE))
 
 
 def _to_8_bits(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -181,18 +183,21 @@ def _gather(rows: Tensor, index: Tensor) -> Tensor:
 
 def view_layer(
     storage: Tensor, slot: int, *, num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int,
-    v_in_k: bool = False, layout: Layout = "rows", stripe: Stripe | None = None,
+    v_in_k: bool = False, layout: Layout = "rows", stripe: Stripe | None = None, codes: KvCodes | None = None,
 ) -> KvView:  # fmt: skip
-    """Return the view of layer slot ``slot`` over ``storage [num_blocks, block_elements]``."""
+    """Return the view of layer slot ``slot`` over ``storage [num_blocks, block_elements]``; int8 tiles have codes."""
+    assert (codes is not None) == (layout == "tiles" and storage.dtype == torch.int8)
     assert layout == "rows" or can_tile(storage.dtype, block_size, head_dim, v_in_k=v_in_k)
     piece = block_size * (head_dim if v_in_k else head_dim + v_head_dim)
-    if storage.dtype.itemsize == 1:
+    if codes is not None:
+        piece = block_size // TILE * codes.tile_bytes(head_dim, v_head_dim)
+    elif storage.dtype.itemsize == 1:
         assert not v_in_k
         piece += block_size * SCALE_BYTES
     start = slot * num_kv_heads * piece
     assert start + num_kv_heads * piece <= storage.shape[1], "the layer slot lies beyond the block"
     pieces = torch.unflatten(storage[:, start : start + num_kv_heads * piece], 1, (num_kv_heads, piece))
-    return KvView(pieces, block_size, head_dim, v_head_dim, v_in_k, layout, stripe)
+    return KvView(pieces, block_size, head_dim, v_head_dim, v_in_k, layout, stripe, codes)
 
 
 def copy_blocks(storage: Tensor, moves: Sequence[tuple[int, int]]) -> None:

@@ -38,21 +38,21 @@ class Attention:
         self, spec: AttentionSpec, hidden_size: int, build: Build, in_size: int | None = None
     ) -> None:
         """``in_size``: of its input, where that is not ``hidden_size``."""
-        self._spec = spec
+        self.spec = spec
         q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         widths = {"q": q, "k": k, "v": spec.num_kv_heads * spec.v_head_dim}
-        self._qkv = Linear(widths, in_size or hidden_size, build, bias=spec.qkv_bias)
+        self.qkv = Linear(widths, in_size or hidden_size, build, bias=spec.qkv_bias)
         out = spec.num_heads * spec.v_head_dim
         # A norm over all heads needs them all on every rank (`parallel.shard`).
         self._o = completing("o", hidden_size, out, build, bias=spec.o_bias, whole=spec.qk_norm == "full")
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._norms: tuple[RmsNorm, RmsNorm] | None = None
-        self._qk_norm: QkNorm | None = None
+        self.qk_norm: QkNorm | None = None
         if spec.qk_norm != "none":
             sizes = (q, k) if spec.qk_norm == "full" else (spec.head_dim, spec.head_dim)
             q_norm, k_norm = (RmsNorm(n, build, plus_one=build.norm_plus_one) for n in sizes)
             self._norms = q_norm, k_norm
-            self._qk_norm = QkNorm(q_norm.weight, k_norm.weight, build.eps, over_all=spec.qk_norm == "full")
+            self.qk_norm = QkNorm(q_norm.weight, k_norm.weight, build.eps, over_all=spec.qk_norm == "full")
         self._sinks = torch.zeros(spec.num_heads) if spec.sinks else None
         # What becomes of the output before its projection: (output, x, adapters) → output.
         self._gate_output: Callable[..., Tensor] | None = None
@@ -60,7 +60,7 @@ class Attention:
         self._rope_store, self._attend = build.of(rope_store), attention_over_cache(build)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        loaders = {**self._qkv.weight_loaders(), **self._o.weight_loaders()}
+        loaders = {**self.qkv.weight_loaders(), **self._o.weight_loaders()}
         if self._norms is not None:
             loaders.update(prefixed("q_norm.", self._norms[0].weight_loaders()))
             loaders.update(prefixed("k_norm.", self._norms[1].weight_loaders()))
@@ -70,11 +70,11 @@ class Attention:
 
     @property
     def reads(self) -> WeightFormat:
-        return self._qkv.reads
+        return self.qkv.reads
 
     def linears(self) -> tuple[Linear, ...]:
         """Return the linears that an adapter may change."""
-        return self._qkv, self._o
+        return self.qkv, self._o
 
     def __call__(
         self, x: Tensor | QuantizedRows, cos_sin: CosSin | None, group: GroupBatch, kv: KvView,
@@ -84,14 +84,14 @@ class Attention:
 
         Where the rows are divided (`layers.context`), ``x`` and the result have this rank's alone.
         """
-        spec = self._spec
+        spec = self.spec
         interleaved = spec.rope is not None and spec.rope.interleaved
-        qkv = self._qkv(x, adapters)
+        qkv = self.qkv(x, adapters)
         if group.divided:
             assert self._cp is not None
             qkv = self._cp.gather(qkv, len(group.slot_blocks))
         q = self._rope_store(
-            qkv, spec.num_heads, cos_sin, self._qk_norm, kv, group.slot_blocks, group.slot_offsets,
+            qkv, spec.num_heads, cos_sin, self.qk_norm, kv, group.slot_blocks, group.slot_offsets,
             interleaved,
         )  # fmt: skip
         out = self._attend(q, kv, group.ragged, self._shape, self._sinks, divided=group.divided)

@@ -34,7 +34,7 @@ class GatedAttention(Attention):
 
     def linears(self) -> tuple[Linear, ...]:
         """Return the linears that an adapter may change."""
-        return self._qkv, self._gate, self._o
+        return self.qkv, self._gate, self._o
 
     def _gated(self, out: Tensor, x: Tensor | QuantizedRows, adapters: AdapterRows | None) -> Tensor:
         return self._gate_rows(out, self._gate(x, adapters))

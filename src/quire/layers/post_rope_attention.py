@@ -32,10 +32,10 @@ class PostRopeAttention(Attention):
         adapters: AdapterRows | None = None,
     ) -> Tensor:  # fmt: skip
         """As of `Attention`; ``cos_sin`` also has the factors of queries, where they have any."""
-        spec = self._spec
+        spec = self.spec
         assert cos_sin is not None
         assert spec.rope is not None
-        qkv = self._qkv(x, adapters)
+        qkv = self.qkv(x, adapters)
         if group.divided:
             assert self._cp is not None
             qkv = self._cp.gather(qkv, len(group.slot_blocks))
@@ -44,7 +44,7 @@ class PostRopeAttention(Attention):
             q = self._rotated_then_normed(qkv, cos, sin, group, kv)
         else:
             q = self._rope_store(
-                qkv, spec.num_heads, (cos, sin), self._qk_norm, kv, group.slot_blocks, group.slot_offsets,
+                qkv, spec.num_heads, (cos, sin), self.qk_norm, kv, group.slot_blocks, group.slot_offsets,
                 spec.rope.interleaved,
             )  # fmt: skip
         if factors:
@@ -56,7 +56,7 @@ class PostRopeAttention(Attention):
         self, qkv: Tensor, cos: Tensor, sin: Tensor, group: GroupBatch, kv: KvView
     ) -> Tensor:
         """Store k and v, and return q."""
-        spec = self._spec
+        spec = self.spec
         assert self._norms is not None
         assert spec.rope is not None
         width = (spec.num_heads + spec.num_kv_heads) * spec.head_dim

@@ -87,7 +87,7 @@ class Decoder:
         elif any(layer.is_mixed for layer in spec.layers):
             layer_of = import_module("quire.models.mixed_layer").layer_of
         self.ends = ends_of(spec, build, stage, adapted=lora is not None)
-        self._layers = [
+        self.own_layers = [
             layer_of(layer, spec, build.under(f"layers.{index}."), lora, self.ends, index)
             for index, layer in enumerate(spec.layers)
         ]
@@ -106,7 +106,7 @@ class Decoder:
         loaders = self.ends.weight_loaders()
         if self.stage.is_last:
             loaders.update(prefixed("norm.", self._norm.weight_loaders()))
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.own_layers):
             loaders.update(prefixed(f"layers.{index}.", layer.weight_loaders()))
         # Biases that another rank adds are not in the shapes.
         assert set(loaders) >= set(self._shapes), set(self._shapes) - set(loaders)
@@ -115,7 +115,7 @@ class Decoder:
     def lora_targets(self) -> dict[str, LoraTarget]:
         """Return "layers.0.attn.q" … → what an adapter changes there; the `ends` are no linears."""
         targets: dict[str, LoraTarget] = {}
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.own_layers):
             targets |= {f"layers.{index}.{name}": target for name, target in layer.lora_targets().items()}
         assert set(targets) == set(adaptable(self.spec)), set(targets) ^ set(adaptable(self.spec))
         return targets
@@ -176,11 +176,11 @@ class Decoder:
         if cp is not None:
             batch, entering = cp_rows.own_rows(cp, batch, entering)
         delta, residual, *seen = entering or (None, self.ends.embed(batch.input_ids, batch.end_tokens))
-        last = len(self._layers) - 1 if self.stage.is_last else -1
+        last = len(self.own_layers) - 1 if self.stage.is_last else -1
         watcher, groups = self.watcher, cast("Sequence[Any]", (*batch.groups, batch.states))
         views: Sequence[object] = kv if batch.states is None else (*kv, *batch.states.views)
         groups, views = (groups, views) if self._pairs is None else self._pairs.extend(groups, views)
-        for index, (layer, (group, view)) in enumerate(zip(self._layers, self._sources, strict=True)):
+        for index, (layer, (group, view)) in enumerate(zip(self.own_layers, self._sources, strict=True)):
             if watcher is not None and index in watcher.taps:
                 seen.append(residual if delta is None else self._add_rows(residual, delta))
             rope = self._rope_of[index]
@@ -196,7 +196,7 @@ class Decoder:
 
     def expert_blocks(self) -> dict[int, MoeBlock]:
         """Return the mixtures of experts of this stage, by the number of their layer in it."""
-        return {i: layer.mlp for i, layer in enumerate(self._layers) if layer.spec.mlp.moe}  # type: ignore[misc]
+        return {i: layer.mlp for i, layer in enumerate(self.own_layers) if layer.spec.mlp.moe}  # type: ignore[misc]
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """As `Ends.logits`."""
@@ -263,18 +263,18 @@ class DecoderLayer:
         elif spec.attention.qk_norm == "rotated" or (spec.attention.rope and spec.attention.rope.query_scale):
             kind = import_module("quire.layers.post_rope_attention").PostRopeAttention
         # Or another that is called alike: its ``group`` and ``kv`` are what it reads of the step and of its cache.
-        self._mixer: Attention = kind(spec.recurrent or spec.attention, hidden, build.under(self._prefix))
+        self.mixer: Attention = kind(spec.recurrent or spec.attention, hidden, build.under(self._prefix))
         self.mlp: Mlp | MoeBlock
         if mlp.moe is None:
             self.mlp = Mlp(hidden, mlp.intermediate_size, mlp.activation, build.under("mlp."), bias=mlp.bias)
         else:
             self.mlp = import_module("quire.layers.moe").MoeBlock(hidden, mlp, build.under("moe."))
         if lora is not None:
-            for linear in (*self._mixer.linears(), *self.mlp.linears()):
+            for linear in (*self.mixer.linears(), *self.mlp.linears()):
                 linear.add_slots(lora.max_loras, lora.max_rank)
         names = [] if spec.norms == "post" else ["attn_norm", "mlp_norm"]
         names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
-        readers = {"attn_norm": self._mixer.reads, "mlp_norm": self.mlp.reads}
+        readers = {"attn_norm": self.mixer.reads, "mlp_norm": self.mlp.reads}
         self._norms = {
             name: RmsNorm(hidden, build, plus_one=build.norm_plus_one, reader=readers.get(name, PLAIN))
             for name in names
@@ -283,7 +283,7 @@ class DecoderLayer:
         self._scale_rows = build.of(scale_rows)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
-        loaders = prefixed(self._prefix, self._mixer.weight_loaders())
+        loaders = prefixed(self._prefix, self.mixer.weight_loaders())
         loaders.update(prefixed("mlp." if isinstance(self.mlp, Mlp) else "moe.", self.mlp.weight_loaders()))
         for name, norm in self._norms.items():
             loaders.update(prefixed(f"{name}.", norm.weight_loaders()))
@@ -292,7 +292,7 @@ class DecoderLayer:
     def lora_targets(self) -> dict[str, LoraTarget]:
         """Return "attn.q" … → what an adapter changes there."""
         mlp = "mlp." if isinstance(self.mlp, Mlp) else "moe.shared."
-        linears = [(self._prefix, module) for module in self._mixer.linears()]
+        linears = [(self._prefix, module) for module in self.mixer.linears()]
         linears += [(mlp, module) for module in self.mlp.linears()]
         return lora_targets(linears)
 
@@ -307,7 +307,7 @@ class DecoderLayer:
         """
         of_rows = None if adapters is None else adapters.tokens
         x, residual = self._enter("attn_norm", delta, residual)
-        delta = self._leave("attn_post_norm", self._mixer(x, cos_sin, group, kv, of_rows))
+        delta = self._leave("attn_post_norm", self.mixer(x, cos_sin, group, kv, of_rows))
         if rows is not None and group.divided:
             assert self._cp is not None
             delta, residual = cp_rows.all_rows(self._cp, len(group.slot_blocks), delta, residual)

@@ -37,13 +37,13 @@ class MixedLayer:
         assert model.residual_scale == 1.0
         self.spec = spec
         hidden, scales = model.hidden_size, spec.scales or (1.0, 1.0)
-        self._mixers: list[tuple[str, Any, float]] = []  # prefix of its weights, mixer, factor on its output
+        self.mixers: list[tuple[str, Any, float]] = []  # prefix of its weights, mixer, factor on its output
         if spec.attn is not None:
             assert not any((spec.attn.is_mla, spec.attn.v_norm, spec.attn.output_gate)), spec.attn
-            self._mixers.append(("attn.", Attention(spec.attn, hidden, build.under("attn.")), scales[0]))
+            self.mixers.append(("attn.", Attention(spec.attn, hidden, build.under("attn.")), scales[0]))
         if spec.recurrent is not None:
             kind, prefix = import_module("quire.layers.recurrent").mixer_of(spec.recurrent)
-            self._mixers.append((prefix, kind(spec.recurrent, hidden, build.under(prefix)), scales[1]))
+            self.mixers.append((prefix, kind(spec.recurrent, hidden, build.under(prefix)), scales[1]))
         self.mlp: ActivatedMlp | MoeBlock | None = None
         self._mlp_prefix = "mlp." if spec.mlp.moe is None else "moe."
         if spec.mlp.moe is not None:
@@ -51,7 +51,7 @@ class MixedLayer:
         elif spec.mlp.intermediate_size:
             self.mlp = ActivatedMlp(hidden, spec.mlp.intermediate_size, spec.mlp, build.under("mlp."))
         if lora is not None:
-            for module in (*(mixer for _, mixer, _ in self._mixers), *([self.mlp] if self.mlp else ())):
+            for module in (*(mixer for _, mixer, _ in self.mixers), *([self.mlp] if self.mlp else ())):
                 for linear in module.linears():
                     linear.add_slots(lora.max_loras, lora.max_rank)
 
@@ -60,8 +60,8 @@ class MixedLayer:
             return RmsNorm(hidden, build, plus_one=build.norm_plus_one, reader=reader)
 
         self._norms: dict[str, RmsNorm] = {}
-        if self._mixers:
-            self._norms["attn_norm"] = norm([mixer.reads for _, mixer, _ in self._mixers])
+        if self.mixers:
+            self._norms["attn_norm"] = norm([mixer.reads for _, mixer, _ in self.mixers])
         if self.mlp is not None:
             self._norms["mlp_norm"] = norm([self.mlp.reads])
         self._take_rows, self._add_rows = build.of(take_rows), build.of(add_rows)
@@ -69,7 +69,7 @@ class MixedLayer:
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         loaders: dict[str, WeightLoader] = {}
-        for prefix, mixer, _ in self._mixers:
+        for prefix, mixer, _ in self.mixers:
             loaders |= prefixed(prefix, mixer.weight_loaders())
         if self.mlp is not None:
             loaders |= prefixed(self._mlp_prefix, self.mlp.weight_loaders())
@@ -77,9 +77,14 @@ class MixedLayer:
             loaders |= prefixed(f"{name}.", norm.weight_loaders())
         return loaders
 
+    @property
+    def mixer(self) -> Any:
+        """Its attention, where it has one."""
+        return self.mixers[0][1]
+
     def lora_targets(self) -> dict[str, LoraTarget]:
         """As of `DecoderLayer`."""
-        linears = [(prefix, linear) for prefix, mixer, _ in self._mixers for linear in mixer.linears()]
+        linears = [(prefix, linear) for prefix, mixer, _ in self.mixers for linear in mixer.linears()]
         if self.mlp is not None:
             mlp = "mlp." if self._mlp_prefix == "mlp." else "moe.shared."
             linears += [(mlp, linear) for linear in self.mlp.linears()]
@@ -91,11 +96,11 @@ class MixedLayer:
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         """As of `DecoderLayer`."""
         of_rows = None if adapters is None else adapters.tokens
-        if self._mixers:
+        if self.mixers:
             x, residual = self._norms["attn_norm"].enter(delta, residual)
             delta = None
-            for number, (_, mixer, scale) in enumerate(self._mixers):
-                own = (group, kv) if len(self._mixers) == 1 else (group[number], kv[number])
+            for number, (_, mixer, scale) in enumerate(self.mixers):
+                own = (group, kv) if len(self.mixers) == 1 else (group[number], kv[number])
                 y = mixer(x, cos_sin, *own, of_rows)
                 y = y if scale == 1.0 else self._scale_rows(y, scale)
                 delta = y if delta is None else self._add_rows(delta, y)

@@ -127,9 +127,8 @@ class Shard:
         groups = []
         for group in of_model.groups:
             layers = [own[i - self.layers.start] for i in group.layers if i in self.layers]
-            elements = max((layer.elements_per_token for layer in layers), default=group.elements_per_token)
-            heads = max((layer.num_kv_heads for layer in layers), default=group.num_kv_heads)
-            groups.append(KvGroup(tuple(layer.layer for layer in layers), group.window, elements, heads))
+            heads = tuple(dict.fromkeys(layer.heads for layer in layers)) or group.heads
+            groups.append(KvGroup(tuple(layer.layer for layer in layers), group.window, heads))
         return KvLayout(tuple(groups))
 
 

@@ -11,7 +11,9 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,12 +22,15 @@ from quire.kernels.kv_blocks import KvView, can_tile, clear_blocks, copy_blocks,
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
 from quire.kernels.threads import BetweenSteps
 from quire.kernels.workspace import HUGE
-from quire.kv_layout import KvLayout
-from quire.modelspec import DTYPE_BYTES, ModelSpec
+from quire.kv_layout import KV_CODE_BITS, KvLayout
+from quire.modelspec import ModelSpec
 from quire.parallel.stripe import Stripe
 
+if TYPE_CHECKING:
+    from quire.kernels.kv_codes import KvCodes
+
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_BYTES = dict.fromkeys(KV_CODE_BITS, torch.int8) | {"fp8": torch.float8_e4m3fn}
 _CPU = torch.device("cpu")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 # Steps of the largest size whose pages are there before they are used.
@@ -60,11 +65,11 @@ class KvCache:
 
     def __init__(
         self, spec: ModelSpec, layout: KvLayout, num_blocks: int, block_size: int, dtype: str, kernels: KernelChoice,
-        device: torch.device = _CPU, stripe: Stripe | None = None,
+        device: torch.device = _CPU, stripe: Stripe | None = None, factors: Mapping[int, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """``stripe``: the positions that ``block_size`` counts; None: all."""
-        block_elements = layout.block_bytes(block_size, dtype) // DTYPE_BYTES[dtype]
-        kind = _EIGHT_BITS.get(dtype) or torch_dtype(dtype)
+        """``stripe``: the positions that ``block_size`` counts; None: all. ``factors``: `KvCodes.factors` by layer."""
+        kind = _BYTES[dtype] if dtype in _BYTES else torch_dtype(dtype)
+        block_elements = layout.block_bytes(block_size, dtype) // kind.itemsize
         if device.type == "cpu":
             self.storage = reserve(num_blocks, block_elements, kind)
         else:
@@ -72,9 +77,11 @@ class KvCache:
         attends = kernels.backend("attention")
         # Attention on a GPU does not read what no token may see, so what lies there does not matter.
         masks = attends in GPU_KERNELS
-        tiles = attends in NATIVE_LEVELS or (dtype == "int8" and not masks)
+        coded = dtype in KV_CODE_BITS and not masks
+        tiles = attends in NATIVE_LEVELS or coded
+        codes = import_module("quire.kernels.kv_codes").by_layer(dtype, factors or {}) if coded else None
         self.views: tuple[KvView, ...] = tuple(
-            _view(self.storage, spec, layout, index, block_size, tiles, stripe)
+            _view(self.storage, spec, layout, index, block_size, tiles, stripe, codes)
             for index, layer in enumerate(spec.layers)
             if layer.attn is not None
         )
@@ -98,7 +105,7 @@ class KvCache:
 
 def _view(
     storage: torch.Tensor, spec: ModelSpec, layout: KvLayout, index: int, block_size: int, tiles: bool,
-    stripe: Stripe | None,
+    stripe: Stripe | None, codes: Callable[[int], KvCodes] | None,
 ) -> KvView:  # fmt: skip
     a, (_, slot) = spec.layers[index].attention, layout.group_of_layer(spec.kv_source(index))
     heads, dim, v_dim = a.num_kv_heads, a.head_dim, a.v_head_dim
@@ -108,6 +115,7 @@ def _view(
     return view_layer(
         storage, slot, num_kv_heads=heads, block_size=block_size, head_dim=dim, v_head_dim=v_dim, v_in_k=a.is_mla,
         layout="tiles" if tiles else "rows", stripe=stripe,
+        codes=None if codes is None else codes(spec.kv_source(index)),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from quire.kernels import registry
 from quire.kernels.lora import AdapterRows, group_rows
 from quire.kernels.sampling.logprobs import token_logprobs
 from quire.kernels.tape import NotRecordable, StepTape
+from quire.kv_layout import KV_CODE_BITS
 from quire.layers.attention import StepBatch
 from quire.layers.context import ContextParallel
 from quire.layers.weights import WHOLE, Stage, TensorParallel
@@ -80,8 +81,10 @@ class ModelRunner:
         stripe = None if cp is None else cp.stripe
         block_size = cache.block_size if stripe is None else stripe.size
         self.kv = KvCache(
-            model.spec, config.kv_layout, num_blocks, block_size, model.kv_dtype, kernels, stripe=stripe
-        )
+            model.spec, config.kv_layout, num_blocks, block_size, model.kv_dtype, kernels, stripe=stripe,
+            factors=import_module("quire.layers.key_balance").factors_by_layer(self.decoder.own_layers)
+            if model.kv_dtype in KV_CODE_BITS else None,
+        )  # fmt: skip
         self.states: StatePool | None = None
         if model.spec.state_layers:
             self.states = import_module("quire.runner.states").StatePool(model.spec, cache.num_state_slots)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.args import defaults
-from quire.cost.fidelity import KV_INT8, MEASURED
+from quire.cost.fidelity import KV_CODES, MEASURED
 from quire.cost.presets import preset_spec, presets
 from quire.cost.split import Split
 from quire.modelspec import ModelSpec
@@ -100,8 +100,7 @@ def _changes(q: Question, now: Option | None) -> Iterator[tuple[str, str, Questi
         lost = f", {MEASURED['int4']} nats from fp32" if is_cpu else ""
         yield f"weights in 4 bits (int4){lost}", "--quantize int4", replace(q, precision="int4", stored=None)
     if q.kv_dtype == "bf16" and _caches_in_8_bits(q.spec):
-        added = KV_INT8[any(a.qkv_bias for a in q.spec.attentions)]
-        more = f", {added} nats more from fp32" if eight == "int8" else ""
+        more = f", {KV_CODES['int8']} nats more from fp32" if eight == "int8" else ""
         yield f"K and V in 8 bits ({eight}){more}", f"--kv-dtype {eight}", replace(q, kv_dtype=eight)
     if not q.load.prefix and q.load.isl > 1:
         shared = q.load.isl // 2

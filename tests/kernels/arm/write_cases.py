@@ -12,6 +12,8 @@ from torch import Tensor
 
 from quire import _native
 from quire.kernels.activation import ALL_KINDS, UNGATED
+from quire.kernels.kv_blocks import TILE
+from quire.kernels.kv_codes import KvCodes
 from quire.kernels.quantized_rows import num_blocks, num_parts, padded_size
 from quire.kernels.sampling import COLUMNS, LOGPROBS, MIN_P, RANDOM, TRUNCATED
 from quire.quant.ggml_codebooks import FP4_LEVELS, IQ4_LEVELS
@@ -285,29 +287,44 @@ def ropes() -> Iterator[Case]:
 
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 32
+# Where K and V lie, and their bits.
+FORMS: tuple[tuple[str, torch.dtype, tuple[int, int]], ...] = (
+    ("rows", BF16, (16, 16)),
+    ("rows", F32, (16, 16)),
+    ("tiles", BF16, (16, 16)),
+    ("tiles", torch.int8, (8, 8)),
+    ("tiles", torch.int8, (8, 4)),
+    ("tiles", torch.int8, (4, 4)),
+)
 # (tokens of the step, length with them) of each sequence: a decode, a chunk, a whole prompt, a long decode.
 SEQUENCES = [(1, 70), (20, 90), (33, 33), (1, 550)]
 
 
 def caches() -> Iterator[Case]:
     options = [(False, 0, 0.0), (True, 50, 0.0), (False, 0, 20.0)]  # norm of q and k; window; cap
-    forms = [("rows", BF16), ("rows", F32), ("tiles", BF16), ("tiles", torch.int8)]
-    for (form, dtype), (norm, window, cap) in product(forms, options):
-        yield cache(form, dtype, norm, window, cap)
+    for (form, dtype, bits), (norm, window, cap) in product(FORMS, options):
+        yield cache(form, dtype, bits, norm, window, cap)
 
 
-def cache(form: str, dtype: torch.dtype, norm: bool, window: int, cap: float) -> Case:
+def piece_of(dtype: torch.dtype, bits: tuple[int, int]) -> int:
+    """Return the elements of a head's piece of a block."""
+    return BLOCK // TILE * KvCodes(*bits).tile_bytes(DIM, DIM) if dtype is torch.int8 else BLOCK * 2 * DIM
+
+
+def cache(form: str, dtype: torch.dtype, bits: tuple[int, int], norm: bool, window: int, cap: float) -> Case:
     """Prompts through the fused rope and store; then attention, in one call and each sequence alone, in two chunks."""
-    case = Case(f"attention over {form} of {name_of(dtype)}, norm {norm}, window {window}, cap {cap}")
+    case = Case(f"attention over {form} of {name_of(dtype)} {bits}, norm {norm}, window {window}, cap {cap}")
     tiles, int8 = form == "tiles", dtype is torch.int8
     kind = F32 if dtype is F32 else BF16
-    flags = (kind is BF16, dtype is BF16, tiles, int8)
+    exponents = torch.arange(KV_HEADS * DIM) % 5 - 2
+    factors = [case.buffer(torch.exp2(sign * exponents.float())) if int8 else 0 for sign in (1, -1)]
+    flags = (kind is BF16, dtype is BF16, tiles, *bits)
     per_seq = [-(-length // BLOCK) for _, length in SEQUENCES]
     table = torch.zeros(len(SEQUENCES), max(per_seq), dtype=torch.int64)
     for seq, blocks in enumerate(per_seq):
         first = sum(per_seq[:seq])
         table[seq, :blocks] = torch.arange(first, first + blocks).flip(0)
-    piece = BLOCK * 2 * DIM + (BLOCK * 8 if int8 else 0)
+    piece = piece_of(dtype, bits)
     pieces = case.zeros(sum(per_seq), KV_HEADS, piece, dtype=dtype)
     tokens, width = sum(length for _, length in SEQUENCES), (HEADS + 2 * KV_HEADS) * DIM
     block_ids = torch.cat([table[s, torch.arange(n) // BLOCK] for s, (_, n) in enumerate(SEQUENCES)])
@@ -316,9 +333,9 @@ def cache(form: str, dtype: torch.dtype, norm: bool, window: int, cap: float) ->
     cos, sin = case.buffer(angles.cos()), case.buffer(angles.sin())
     weights = [case.buffer(random(DIM).abs()) if norm else 0 for _ in range(2)]
     q_all = case.zeros(tokens, HEADS * DIM, dtype=kind)
-    case.call("rope_store", THREADS, LEVEL, *flags, False, qkv, width, cos, sin, DIM // 2, *weights, False, 1e-5,
-              q_all, pieces, KV_HEADS * piece, piece, case.buffer(block_ids), case.buffer(offsets), tokens, HEADS,
-              KV_HEADS, DIM, DIM, BLOCK)  # fmt: skip
+    case.call("rope_store", THREADS, LEVEL, *flags, factors[0], False, qkv, width, cos, sin, DIM // 2, *weights,
+              False, 1e-5, q_all, pieces, KV_HEADS * piece, piece, case.buffer(block_ids), case.buffer(offsets),
+              tokens, HEADS, KV_HEADS, DIM, DIM, BLOCK)  # fmt: skip
     step = sum(count for count, _ in SEQUENCES)
     q = case.buffer(random(step, HEADS * DIM, dtype=kind, seed=5))
     y, alone = (case.zeros(step, HEADS * DIM, dtype=kind) for _ in range(2))
@@ -331,9 +348,9 @@ def cache(form: str, dtype: torch.dtype, norm: bool, window: int, cap: float) ->
             table[seq : seq + len(spans)].contiguous(),
         )
         extents = torch.tensor([len(spans), table.shape[1]])
-        case.call("attention", THREADS, LEVEL, *flags, q, HEADS * DIM, pieces, KV_HEADS * piece, piece, sinks, y,
-                  *map(case.buffer, (starts, lengths, rows, extents)), HEADS, KV_HEADS, DIM, DIM, BLOCK, window,
-                  0.125, cap, False, 0, 1, False)  # fmt: skip
+        case.call("attention", THREADS, LEVEL, *flags, factors[1], q, HEADS * DIM, pieces, KV_HEADS * piece, piece,
+                  sinks, y, *map(case.buffer, (starts, lengths, rows, extents)), HEADS, KV_HEADS, DIM, DIM, BLOCK,
+                  window, 0.125, cap, False, 0, 1, False)  # fmt: skip
 
     attend(q, y, SEQUENCES, 0)
     row = 0
@@ -355,14 +372,14 @@ def cache(form: str, dtype: torch.dtype, norm: bool, window: int, cap: float) ->
 
 def stores() -> Iterator[Case]:
     """Keys and values into every form of the cache; without rope all of it is exact."""
-    for tiles, dtype in ((False, BF16), (False, F32), (True, BF16), (True, torch.int8)):
-        tokens, piece = 40, BLOCK * 2 * DIM + (BLOCK * 8 if dtype is torch.int8 else 0)
+    for form, dtype, bits in FORMS:
+        tokens, piece, tiles = 40, piece_of(dtype, bits), form == "tiles"
         kind = F32 if dtype is F32 else BF16
-        case = Case(f"store into {'tiles' if tiles else 'rows'} of {name_of(dtype)}")
+        case = Case(f"store into {form} of {name_of(dtype)} {bits}")
         k, v = (case.buffer(random(tokens, KV_HEADS, DIM, dtype=kind, seed=s)) for s in (0, 1))
         pieces = case.zeros(3, KV_HEADS, piece, dtype=dtype)
         places = (case.buffer(torch.arange(tokens) // BLOCK), case.buffer(torch.arange(tokens) % BLOCK))
-        case.call("store_kv", THREADS, LEVEL, kind is BF16, dtype is BF16, tiles, dtype is torch.int8, k,
+        case.call("store_kv", THREADS, LEVEL, kind is BF16, dtype is BF16, tiles, *bits, 0, k,
                   KV_HEADS * DIM, DIM, v, KV_HEADS * DIM, DIM, pieces, KV_HEADS * piece, piece, *places, tokens,
                   KV_HEADS, DIM, DIM, BLOCK)  # fmt: skip
         case.bits(pieces)

@@ -50,7 +50,7 @@ def call_native(
         q = q.contiguous()
     assert kv.layout == "rows" or q.dtype == torch.bfloat16, q.dtype
     native.attention(
-        *call_of(isa, q), pieces.dtype == torch.bfloat16, kv.layout == "tiles", pieces.dtype == torch.int8,
+        *call_of(isa, q), pieces.dtype == torch.bfloat16, kv.layout == "tiles", *kv.native_codes(1),
         q.data_ptr(), q.stride(0), *heads_of(pieces), address(sinks), y.data_ptr(),
         *batch.plan(_KEY, lambda: addresses(batch)), num_heads, pieces.shape[1], head_dim, kv.v_head_dim, kv.block_size,
         shape.window or 0, shape.scale, shape.soft_cap or 0.0, kv.v_in_k, *stripe, partial,

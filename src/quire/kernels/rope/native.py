@@ -37,7 +37,7 @@ def native_store_kv(
         v = unit_stride(v)
         v_heads = heads_of(v)
     native.store_kv(
-        *call_of(isa, k), pieces.dtype == torch.bfloat16, kv.layout == "tiles", pieces.dtype == torch.int8,
+        *call_of(isa, k), pieces.dtype == torch.bfloat16, kv.layout == "tiles", *kv.native_codes(0),
         *heads_of(k), *v_heads, *heads_of(pieces), block_ids.data_ptr(), offsets.data_ptr(), k.shape[0],
         k.shape[1], kv.head_dim, kv.v_head_dim, kv.block_size,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def native_rope_store(
         over_all, eps = norm.over_all, norm.eps
     q = empty(qkv.shape[0], num_heads, kv.head_dim, dtype=qkv.dtype)
     native.rope_store(
-        *call_of(isa, qkv), pieces.dtype == torch.bfloat16, kv.layout == "tiles", pieces.dtype == torch.int8,
+        *call_of(isa, qkv), pieces.dtype == torch.bfloat16, kv.layout == "tiles", *kv.native_codes(0),
         interleaved, *rows_of(qkv), *angles, q_weight, k_weight, over_all, eps, q.data_ptr(), *heads_of(pieces),
         block_ids.data_ptr(), offsets.data_ptr(), qkv.shape[0], num_heads, kv.num_kv_heads, kv.head_dim, kv.v_head_dim,
         kv.block_size,
