@@ -158,6 +158,8 @@ class ServerArgs:
     record_requests: str | None = None
     compare_to: str | None = None
     compare_latency: float = 0.25
+    check: str | None = None
+    max_kl: float | None = None
     replicas: int = 1
     data_parallel_size: int | None = None
     model_memory: str | int | None = None

@@ -118,6 +118,8 @@ def _serve(
     configure_log(server_args.log_level, style=style)
     config, checkpoint = configured(engine_args, takeover)
     config = with_recorder(_with_slo(config, server_args), checkpoint, engine_args, server_args)
+    if server_args.check is not None or server_args.max_kl is not None:
+        from_table("serve --check")(engine_args, server_args.check, server_args.max_kl)
     child: dict[str, Any] = {"log_level": server_args.log_level, "log_format": style}
     child["executor"] = executor_of(engine_args)
     child["watches_hangs"] = server_args.hang_timeout_s > 0

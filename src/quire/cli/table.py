@@ -26,6 +26,7 @@ TABLE = {
     "simulate": "quire_lab.cli.measure:simulate_app",
     # Parts of other commands.
     "doctor --server": "quire_lab.cli.doctor_server:server",
+    "serve --check": "quire_lab.eval.check:check",
     "serve --cockpit": "quire_lab.cli.cockpit:start_page",
     "serve --compare-to": "quire_lab.bench.compare:compare_to",
     "serve --replicas": "quire_gateway.cli.replicas:serve_replicas",

@@ -33,6 +33,7 @@ from quire_gateway.state import GatewayState
 REFUSED = (
     "admin_port", "admin_socket", "gateway", "gateway_key", "region", "handover",
     "journal", "step_log", "tls_cert", "tls_key", "record_requests", "compare_to", "cockpit",
+    "check", "max_kl",
 )  # fmt: skip
 OWN = (
     "replicas",
