@@ -26,9 +26,10 @@ from pathlib import Path
 from benchmarks.make_checkpoint import make
 
 from quire import LLM, SamplingParams, _native
-from quire.cost.split import Split, kv_bytes_per_request, shard_of
+from quire.cost.split import Split, shard_of
 from quire.models.checkpoint import spec_of
 from quire.modelspec import ModelSpec
+from quire_lab.plan.memory import kv_bytes_per_request
 
 NUM_THREADS = len(os.sched_getaffinity(0))
 NUM_DECODED, NUM_AT_ONCE, NUM_BEFORE = 64, 32, 64

@@ -31,10 +31,11 @@ from quire.cost.efficiency import FORMATS, GENERATIONS, MEASURED, Efficiency, ef
 from quire.cost.hardware import Hardware, find_hardware
 from quire.cost.presets import preset_of, preset_spec, presets
 from quire.cost.roofline import Roofline, Work, work_of
-from quire.cost.split import Split, plan_memory
+from quire.cost.split import Split
 from quire.families import spec_from_config
 from quire.modelspec import ModelSpec
 from quire_lab.plan.estimate import Load, Replica
+from quire_lab.plan.memory import plan_memory
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/gpu_profiles/measured_ttft_tpot.csv.gz"
 DEFAULT = Path("/work/shared/data/gpu_profiles/measured_ttft_tpot.csv.gz")

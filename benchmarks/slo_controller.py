@@ -23,9 +23,10 @@ from quire.cost.efficiency import efficiency_of
 from quire.cost.hardware import find_hardware
 from quire.cost.presets import preset_spec
 from quire.cost.roofline import Roofline, work_of
-from quire.cost.split import Split, plan_memory
+from quire.cost.split import Split
 from quire.slo import Slo
 from quire_lab.bench.summary import summarize
+from quire_lab.plan.memory import plan_memory
 from quire_lab.sim.replica import ClusterConfig
 from quire_lab.sim.run import simulate
 from quire_lab.workload.build import at_rate, from_trace

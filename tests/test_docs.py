@@ -19,11 +19,12 @@ from quire.cli import app
 from quire.cli.foreign import foreign_flags
 from quire.cost.hardware import hardware_table
 from quire.cost.presets import preset_spec
-from quire.cost.split import Split, plan_memory
+from quire.cost.split import Split
 from quire.families import SUPPORTED
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.text.output.formats import FORMATS
 from quire_lab.learn.registry import SIMULATIONS
+from quire_lab.plan.memory import plan_memory
 from quire_lab.sim.scenario import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[1]

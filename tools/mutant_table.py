@@ -486,7 +486,7 @@ TOKENS: tuple[Mutant, ...] = (
     Mutant(
         "planner-without-windows",
         "a layer with a window keeps the whole context in the planner's memory",
-        "src/quire/cost/split.py",
+        "src/quire_lab/plan/memory.py",
         "num_tokens = context - shared if group.window is None else min(context, group.window)",
         "num_tokens = context - shared",
         ("tests/plan/test_memory.py",),

@@ -12,15 +12,7 @@ from tests.models.test_gguf_file import write_gguf
 from quire.cli.flags import PlanArgs
 from quire.cost.hardware import find_hardware
 from quire.cost.presets import preset_of, preset_spec, presets
-from quire.cost.split import (
-    MemoryPlan,
-    Split,
-    kv_bytes_per_request,
-    kv_bytes_per_token,
-    kv_scale_bytes_per_token,
-    plan_memory,
-    shard_of,
-)
+from quire.cost.split import Split, shard_of
 from quire.families import spec_from_config
 from quire.models.checkpoint import describe, spec_of
 from quire.models.precision import precision_of
@@ -28,6 +20,13 @@ from quire.modelspec import ModelSpec
 from quire.units import GIB
 from quire.weight_table import weight_table
 from quire_lab.cli.plan import question_of
+from quire_lab.plan.memory import (
+    MemoryPlan,
+    kv_bytes_per_request,
+    kv_bytes_per_token,
+    kv_scale_bytes_per_token,
+    plan_memory,
+)
 
 
 def mistral() -> ModelSpec:

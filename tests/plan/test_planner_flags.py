@@ -16,11 +16,12 @@ from quire.cost.cost_model import CostModel, Curve
 from quire.cost.hardware import find_hardware, hardware_named
 from quire.cost.kept_profiles import place_of
 from quire.cost.profile import Profile
-from quire.cost.split import Split, kv_bytes_per_request
+from quire.cost.split import Split
 from quire.errors import ConfigError
 from quire.slo import Slo
 from quire_lab.cli.plan import hardware_of, question_of, serve_command
 from quire_lab.plan.capacity import CapacityPlan, Option, plan_capacity
+from quire_lab.plan.memory import kv_bytes_per_request
 
 
 def answer(model: str = "llama-3.1-70b", gpu: str = "h100", **more: object) -> CapacityPlan:

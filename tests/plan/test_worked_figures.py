@@ -18,7 +18,7 @@ import torch
 from quire.cost.cost_model import StepFeatures
 from quire.cost.hardware import find_hardware as device
 from quire.cost.presets import preset_spec
-from quire.cost.split import Split, kv_bytes_per_request, shard_of, with_all_kv_heads
+from quire.cost.split import Split, shard_of
 from quire.models.checkpoint import spec_of
 from quire.parallel.shard import shard
 from quire.parallel.topology import Topology
@@ -48,6 +48,7 @@ from quire_lab.plan.laws import (
     tiers,
     transfer_s,
 )
+from quire_lab.plan.memory import kv_bytes_per_request, with_all_kv_heads
 from quire_lab.sim.drafts import Speculation
 
 GIB, MIB = 2**30, 2**20

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from quire.cost.hardware import find_hardware
-from quire.cost.split import UTILIZATION, Split, plan_memory
+from quire.cost.split import UTILIZATION, Split
 from quire.models.checkpoint import spec_of
 from quire.units import GIB
 from quire_lab.learn.engine import DEVICES, MODELS
 from quire_lab.learn.picture import Axis, Bars, Fact, Facts, Picture
 from quire_lab.learn.simulation import Simulation, choice, number
+from quire_lab.plan.memory import plan_memory
 
 _PRECISIONS = ("fp32", "bf16", "fp8", "int8", "int4")
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from quire.cost.hardware import find_hardware
-from quire.cost.split import (
-    Split,
-    kv_bytes_per_request,
-    kv_bytes_per_token,
-    plan_memory,
-    shard_of,
-    with_all_kv_heads,
-)
+from quire.cost.split import Split, shard_of
 from quire.models.checkpoint import spec_of
 from quire.units import GIB
 from quire_lab.learn.engine import DEVICES, MODELS
 from quire_lab.learn.picture import Axis, Fact, Facts, Line, Lines, Picture
 from quire_lab.learn.simulation import Simulation, choice, number
+from quire_lab.plan.memory import (
+    kv_bytes_per_request,
+    kv_bytes_per_token,
+    plan_memory,
+    with_all_kv_heads,
+)
 
 _POINTS = 33
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from quire.cost.split import kv_bytes_per_request
 from quire.models.checkpoint import spec_of
 from quire.units import GIB
 from quire_lab.learn.engine import DEVICES, MODELS, roofline
 from quire_lab.learn.picture import Axis, Fact, Facts, Line, Lines, Picture, Table
 from quire_lab.learn.prefill_decode import decode_step, prefill_step
 from quire_lab.learn.simulation import Simulation, choice, number
+from quire_lab.plan.memory import kv_bytes_per_request
 
 _ROWS = 8  # rows of the table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.cost.efficiency import efficiency_of
 from quire.cost.hardware import find_hardware
 from quire.cost.roofline import Roofline, work_of
-from quire.cost.split import ACTIVATION_BYTES, Split, plan_memory
+from quire.cost.split import ACTIVATION_BYTES, Split
 from quire.models.checkpoint import spec_of
 from quire.modelspec import ModelSpec
 from quire.parallel.shard import shard
@@ -17,6 +17,7 @@ from quire_lab.learn.picture import Axis, Bars, Cell, Fact, Facts, Grid, Picture
 from quire_lab.learn.prefill_decode import decode_step, prefill_step
 from quire_lab.learn.simulation import Simulation, choice, number
 from quire_lab.plan.laws import bubble
+from quire_lab.plan.memory import plan_memory
 
 
 def splits(spec: ModelSpec, count: int) -> list[Split]:

@@ -9,8 +9,7 @@
 - experts that are many and small: whole experts on each device (ep) instead of cut ones
 
 Of the splits that hold the load and the SLO it takes the best by the `Objective`: the one that serves the most requests
-per second with these devices (of nearly equal ones that with the shortest mean latency), the one with the shortest
-mean latency, or the one that costs the least, with as few replicas as hold.
+per second with these devices (of nearly equal ones the quickest), the one with the least mean latency, or the cheapest.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from quire.cost.efficiency import Efficiency, efficiency_of
 from quire.cost.hardware import Hardware
 from quire.cost.links import Links
 from quire.cost.roofline import Roofline, work_of
-from quire.cost.split import MemoryPlan, Split, Stored, plan_memory
+from quire.cost.split import Split, Stored
 from quire.metrics.engine_stats import QUIET_TIMES
 from quire.modelspec import ModelSpec
 from quire.slo import Slo
@@ -33,6 +32,7 @@ from quire.weight_forms import Form
 from quire_lab.plan.candidates import candidates, striped
 from quire_lab.plan.draft import Draft, Drafting
 from quire_lab.plan.estimate import Cost, Estimate, Load, Replica
+from quire_lab.plan.memory import MemoryPlan, plan_memory
 
 Objective = Literal["throughput", "latency", "cost"]
 BEST = {"throughput": "serves the most", "latency": "answers soonest", "cost": "costs the least"}

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from quire.cost.cost_model import StepFeatures, StepTime
 from quire.cost.speculation import TREES
-from quire.cost.split import MemoryPlan, Split, kv_bytes_per_request, kv_ways, shard_of
+from quire.cost.split import Split, shard_of
 from quire.modelspec import ModelSpec
+from quire_lab.plan.memory import MemoryPlan, kv_bytes_per_request, kv_ways
 
 
 @dataclass(frozen=True, slots=True)

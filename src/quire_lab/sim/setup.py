@@ -23,7 +23,7 @@ from quire.cost.links import RankedSteps
 from quire.cost.profile import HostCost, Profile, Spread, load_profile
 from quire.cost.ranks import cuts_rows
 from quire.cost.roofline import Roofline, work_of
-from quire.cost.split import PRECISIONS, Split, plan_memory
+from quire.cost.split import PRECISIONS, Split
 from quire.cost.states import fit_states
 from quire.errors import ConfigError
 from quire.executor.base import Executor
@@ -37,6 +37,7 @@ from quire.slo import Slo
 from quire_gateway.autoscale import Bounds, PredictedLoad, Utilisation
 from quire_lab.bench.args import SIMULATED, ServeBenchArgs, SimulateArgs
 from quire_lab.bench.runs import make_workload
+from quire_lab.plan.memory import plan_memory
 from quire_lab.plan.replica import PlannedReplica
 from quire_lab.sim.disaggregated import Pools
 from quire_lab.sim.drafts import Speculation
