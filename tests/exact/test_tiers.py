@@ -14,6 +14,10 @@ from quire.engine.kv_tier import mover_of
 from quire.kernels.registry import backends
 from quire.models import loader
 from quire.tiers.disk import DiskStore
+from quire.tiers.memory import MemoryStore
+from quire.tiers.peer import Peer
+from quire.tiers.peer_server import PeerServer
+from quire.tiers.peers import PeerStore
 
 LEVEL = backends("attention")[-1]
 CASES = [
@@ -71,6 +75,26 @@ def test_steps_that_fail_take_their_transfers_along() -> None:
         assert run.tally.num_failures > 0
     assert run.tally.num_loaded > 0
     assert sum(mover.num_cancelled for mover in movers) > 0
+
+
+@pytest.mark.parametrize("case", [CASES[3], CASES[5]], ids=str)
+def test_a_peer_gives_the_same_bits(case: Case) -> None:
+    """Over a connection and with threads; the giver drops blocks while the taker asks for them."""
+    root, secret = "0" * 32, b"the secret of two engines"
+    given = MemoryStore(64 << 20, root)
+    server = PeerServer(given, ("127.0.0.1", 0), root, secret, bytes(16))
+    store = PeerStore(given, server, [])
+    serve_and_check(case, FCFS, mover_of=lambda executor: mover_of(executor, store, WallClock()))
+    peer = Peer(("127.0.0.1", server.port), root, secret, follows=False, timeout_s=20.0)
+    peer.follow(once=True)
+    for key in given.changes(0, 0.0).added[::7]:
+        given.read([key], [memoryview(bytearray(1))])  # of another size, so it is dropped
+    taker = PeerStore(MemoryStore(64 << 20, root), None, [peer])
+    run = serve_and_check(case, FCFS, mover_of=lambda executor: mover_of(executor, taker, WallClock()))
+    for each in (taker, store):
+        each.close()
+    assert run.tally.num_loaded > 0
+    assert peer.counts.blocks_lost > 0
 
 
 def test_a_disk_and_threads_give_the_same_bits(tmp_path: Path) -> None:

@@ -86,6 +86,21 @@ def test_a_long_prompt_is_computed_by_one_and_answered_by_another(tmp_path: Any)
     run(main())
 
 
+def test_a_first_call_is_not_booked_at_its_replica() -> None:
+    """Else a gateway that was killed would bill the request by it, without its output."""
+
+    async def main() -> None:
+        prefill, decode = (Scripted(each, card={"fingerprint": "f"}) for each in (computes(), says("hey")))
+        async with pools(prefill, decode, gateway_key="between-us") as live:
+            assert (await live.post(BODY | {"stream": False}))[0] == 200
+            first, second = prefill.received[0].headers, decode.received[0].headers
+            assert first["x-quire-second"] == "1"
+            assert "x-quire-second" not in second
+            assert first["x-quire-account"] == second["x-quire-account"]
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     "change",
     [

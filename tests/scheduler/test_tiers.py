@@ -310,3 +310,19 @@ def test_other_prompts_are_stored_once_they_are_whole() -> None:
     for _ in range(2):
         bench.step()
         assert not bench.tier.open
+
+
+def test_waiting_for_a_peer_does_not_make_the_tier_slow() -> None:
+    bench = warm()
+    cost = bench.scheduler.state.policies.turn_on("tiers").cost
+    bench.add("a", (98, *PROMPT), kv=KvTerms(engine_id="peer", num_tokens=16))
+    for _ in range(4):
+        bench.step()
+    bench.tier.end(seconds=0.3)
+    bench.run()
+    assert cost.seconds(BYTES) == 0.0
+    bench.add("b")
+    bench.step()
+    bench.tier.end(seconds=0.3)
+    bench.run()
+    assert cost.seconds(BYTES) > 0.0

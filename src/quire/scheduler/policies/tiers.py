@@ -66,6 +66,8 @@ class Load:
     limit_s: float  # its sequences wait until then
     num_blocks: int
     rows: list[bytes]  # hashes of the rows that it brings
+    # A peer may be computing it still: how long it takes says nothing of the tier.
+    is_awaited: bool = False
     is_late: bool = False
 
 
@@ -169,7 +171,8 @@ class Rule(Policy):
             load = self.loads.pop(transfer_id, None)
             if load is not None and num_blocks:
                 self._tell(transfer_id, num_blocks // self._num_groups * self._state.cache.block_size)
-                self.cost.note(now - load.begun_s, ended.seconds, num_blocks * self._tier.block_bytes)
+                if not load.is_awaited:
+                    self.cost.note(now - load.begun_s, ended.seconds, num_blocks * self._tier.block_bytes)
             store = self._store
             if store is not None and transfer_id == store.transfer_id:
                 self._store = None
@@ -222,6 +225,7 @@ class Rule(Policy):
                 self._transfers.join(seq, transfer_id)
                 return
         num_rows = self._num_rows(self._tier.contains, chain[num_hit:])
+        num_there = num_rows
         num_rows, giver = self._as_asked(seq, num_rows, num_hit)
         num_rows = min(num_rows, cache.references.num_available // self._num_groups)
         num_blocks = num_rows * self._num_groups
@@ -236,7 +240,8 @@ class Rule(Policy):
         transfer_id = self._transfers.load_for(seq, self._tier.name, num_hit + num_rows, giver)
         if transfer_id is not None:
             limit_s = now + max(self._patience_s, 2 * compute_s)
-            self.loads[transfer_id] = Load(now, limit_s, num_blocks, chain[num_hit : num_hit + num_rows])
+            rows = chain[num_hit : num_hit + num_rows]
+            self.loads[transfer_id] = Load(now, limit_s, num_blocks, rows, num_rows > num_there)
 
     def _as_asked(self, seq: Sequence, num_rows: int, num_hit: int) -> tuple[int, str]:
         """Return how many rows a request loads that says what a peer computes of it, and the peer."""
