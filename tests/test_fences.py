@@ -23,7 +23,7 @@ MAX_WITHOUT_OPTIONAL = (62, 13_480, 450, 4_650)
 # Lines of the modules that a process has loaded when it has answered one plain request.
 MAX_SERVER = 27_650
 MAX_LLM = 24_700
-MAX_CORE_LOOP = 18_850
+MAX_CORE_LOOP = 18_700
 
 CORE_LOOP = "import quire.engine.core, quire.executor.local, quire.runner.worker"
 LLM = """
