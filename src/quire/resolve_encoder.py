@@ -12,6 +12,7 @@ from quire.kv_layout import KvLayout
 from quire.modelspec import ModelSpec
 from quire.parallel.topology import Topology
 from quire.resolve import runner_of, scheduler_config
+from quire.units import GIB
 from quire.weight_format import WeightFormat
 from quire.weight_plan import plan_weights
 
@@ -60,6 +61,7 @@ def resolve_encoder(
         )
     plan = plan_weights(spec, stored, args.quantize, "none")
     budget = max(args.max_num_batched_tokens, max_model_len)
+    _check_memory(spec, spec.weight_bytes(dtype, plan.formats), budget, max_model_len, device)
     scheduler: SchedulerConfig = scheduler_config(
         replace(args, enable_chunked_prefill=False, max_num_batched_tokens=budget), max_model_len
     )
@@ -75,3 +77,22 @@ def resolve_encoder(
         runner=runner_of(args, device, Topology()),
         device=device,
     )  # fmt: skip
+
+
+def _check_memory(
+    spec: ModelSpec, weight_bytes: int, num_rows: int, max_model_len: int, device: DeviceInfo
+) -> None:
+    """Raise `ConfigError` where weights and the largest step are more than the memory that is available."""
+    encoder = spec.encoder
+    assert encoder is not None
+    # Rows of a block in fp32, and the scores of 256 rows of the longest text with their exponentials.
+    rows = num_rows * 4 * (4 * spec.hidden_size + 2 * encoder.intermediate_size)
+    scores = 2 * 4 * encoder.num_heads * 256 * max_model_len
+    available = device.memory_available_bytes
+    if weight_bytes + rows + scores > available:
+        raise ConfigError(
+            f"{weight_bytes / GIB:.2f} GiB of weights and {(rows + scores) / GIB:.2f} GiB for a step of {num_rows} "
+            f"tokens are more than the {available / GIB:.2f} GiB of memory that are available: free memory, lower "
+            "max_model_len or max_num_batched_tokens, or take dtype = 'bfloat16'",
+            param="max_num_batched_tokens",
+        )
