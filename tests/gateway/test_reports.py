@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from tests.api.fake_frontend import byte_tokenizer
 from tests.gateway.live import Live, Scripted, backends, gateway_of, says
 from tests.gateway.test_shares import KEY, timed_replica
 
-from quire.api.piece_blocks import piece_blocks, piece_ends
+from quire.api.piece_blocks import piece_blocks, piece_ends, telling_blocks
 from quire.cache.events import SHORT_HASH_BYTES, BlockRemoved, BlockStored, pack, unpack
 from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.config import CacheConfig
-from quire.http.cache_messages import BEAT, EVENTS, SNAPSHOT, message, messages
+from quire.http.cache_messages import BEAT, EVENTS, PIECES_HEADER, SNAPSHOT, message, messages
 from quire.text.digest import text_of
 from quire_gateway.prefix_index import KnownPrefixes, PieceNames
 
@@ -96,6 +97,25 @@ def test_the_blocks_of_a_shared_text_are_the_same() -> None:
     extend_chain(chain, root_hash("m", 16, cache_salt="s"), tokenizer.encode(STORY[:1000]), 16)
     assert one == [chain[100 * (i + 1) // 16 - 1][:SHORT_HASH_BYTES] for i in range(10)]
     assert piece_blocks({}, 100, None, [1], tokenizer, cache, adapter="", cache_salt="") == b""
+
+
+@pytest.mark.parametrize("has_image", [False, True])
+def test_blocks_are_not_told_of_prompts_with_images(has_image: bool) -> None:
+    """A gateway's text does not hold them, and the hashes of blocks do."""
+
+    class Ids(tuple[int, ...]):
+        spans = ("an image",) if has_image else ()
+
+    settings = SimpleNamespace(gateway_key=KEY, cache=CacheConfig(num_blocks=8, block_size=16, model_key="m"))
+    headers = [(PIECES_HEADER.encode(), b"64"), (b"x-quire-gateway-key", KEY.encode())]
+    job: Any = SimpleNamespace(prompts=[Ids((1, 2))], prompt_text="text")
+
+    async def send(message: Any) -> None: ...
+
+    state: Any = SimpleNamespace(settings=settings)
+    streams: Any = None
+    told = telling_blocks(send, {"headers": headers}, state, {}, job, streams)
+    assert (told is send) == has_image
 
 
 def test_known_text_finds_reported_blocks() -> None:

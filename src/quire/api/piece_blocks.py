@@ -47,6 +47,9 @@ def telling_blocks(
     if not num_pieces.isdigit() or not isinstance(body, dict) or len(job.prompts) != 1:
         return send
     prompt = job.prompts[0]
+    if getattr(prompt, "spans", ()):
+        # The hashes of its blocks name images, which the gateway's text does not hold.
+        return send
     rendered = job.prompt_text if job.prompt_text is not None else prompt if isinstance(prompt, str) else None
 
     async def telling(message: Message) -> None:
