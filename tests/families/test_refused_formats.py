@@ -67,3 +67,14 @@ def test_architecture_is_refused_with_what_it_needs(architecture: str, needs: st
 def test_no_architecture_that_runs_is_said_to_need_something() -> None:
     assert not NEEDS.keys() & set(SUPPORTED)
     assert reason(["LlamaForCausalLM", None]) == ""
+
+
+def test_quip_is_known_without_a_quantization_config() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"QuIP# is vectors of the E8 lattice.*Take a GGUF file"):
+        read_quantization(Fields({"quip_params": {"codebook": "E8P12"}}))
+
+
+def test_sparse_weights_name_the_dense_checkpoint() -> None:
+    config = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
+    with pytest.raises(UnsupportedModelError, match=r"sparse-24-bitmask.*take the dense checkpoint"):
+        read_quantization(Fields({"quantization_config": config}))

@@ -112,6 +112,19 @@ def awq(source: RandomMatrix) -> Written:
     return Written(tensors, source.weight)
 
 
+def awq_gemv(source: RandomMatrix) -> Written:
+    """Rows of words; a row's zero points and scales are padded with numbers that mean nothing."""
+    groups = source.scale.shape[1]
+    multiple = 8 * {32: 4, 64: 2}.get(source.q.shape[1] // groups, 1)
+    padding = ((0, 0), (0, -groups % multiple))
+    tensors = {
+        "qweight": pack_columns(source.q, 4),
+        "qzeros": pack_columns(np.pad(source.zero, padding, constant_values=3), 4),
+        "scales": np.pad(source.scale, padding, constant_values=7),
+    }
+    return Written(tensors, source.weight)
+
+
 def packed(source: RandomMatrix, bits: int, *, sym: bool) -> Written:
     tensors = {
         "weight_packed": pack_columns(source.q, bits),

@@ -61,6 +61,9 @@ CASES: dict[str, tuple[Write, dict[str, Any], WeightFormat]] = {
     "ct-int8-g32-packed": (packed(8, 32), ct_config("pack-quantized", 8, 32), WeightFormat("int8", 32)),
     "ct-w8a8": (INT8, ct_config("int-quantized", 8, None), WeightFormat("int8")),
     "awq-g32": (AWQ, awq_config(32), WeightFormat("int4", 32, True)),
+    "awq-gemv-g32": (
+        writer(made_by.awq_gemv, 4, 32, zeros=True), awq_config(32, version="GEMV"), WeightFormat("int4", 32, True)
+    ),
     "gptq-g32": (gptq(4, 32), gptq_config(4, 32), WeightFormat("int4", 32)),
     "gptq-channel": (gptq(4, -1), gptq_config(4, -1), WeightFormat("int4", 64)),
     "gptq-asym": (gptq(4, 32, sym=False), gptq_config(4, 32, sym=False), WeightFormat("int4", 32, True)),
@@ -203,7 +206,7 @@ def test_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_part_of_the_rows_is_decoded_alone(tmp_path: Path) -> None:
     """Ranges that begin and end within a word of eight outputs."""
-    for name in ("awq-g32", "gptq-asym", "ct-int4-g32-asym"):
+    for name in ("awq-g32", "awq-gemv-g32", "gptq-asym", "ct-int4-g32-asym"):
         write, config, _ = CASES[name]
         (tmp_path / name).mkdir()
         matrix = held(make(tmp_path / name, write, config))["layers.1.mlp.up.weight"]
@@ -223,7 +226,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown key": (gptq_config(4, 32, lut_size=3), "lut_size = 3"),
     "overrides by module": (gptq_config(4, 32, dynamic={"x": {"bits": 8}}), "dynamic = "),
     "group 0": (gptq_config(4, 0), "group_size = 0"),
-    "gemv": (awq_config(32, version="gemv"), "version = 'gemv'"),
+    "gemv_fast": (
+        awq_config(32, version="gemv_fast"),
+        "version = 'gemv_fast'.*Take a checkpoint of version 'gemm'",
+    ),
     "no zero points": (awq_config(32, zero_point=False), "zero_point = False"),
     "an unknown order": (ct_config("pack-quantized", 4, 32, actorder="sorted"), "actorder = 'sorted'"),
     "packed fp8": (ct_config("pack-quantized", 8, None, type="float"), "type = 'float'"),

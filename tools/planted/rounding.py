@@ -90,6 +90,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/layers/test_key_balance.py::test_products_keep_their_bits",),
     ),
     Mutant(
+        "padding-counts-as-zero-points",
+        "scales of AWQ's gemv layout are taken with what pads them",
+        "src/quire/models/stored_weights.py",
+        "groups = 1 if scheme.group is None else in_features // scheme.group\n        zero",
+        'groups = tensors["scale"].shape[1]\n        zero',
+        ("tests/quant/test_checkpoints.py::test_weights_equal_the_plain_model",),
+    ),
+    Mutant(
         "rotation-differences-first",
         "a block's differences come before its sums",
         "src/quire/kernels/rotation.py",

@@ -33,7 +33,7 @@ def read_compressed_tensors(f: Fields) -> Quantization:
     f.refuse("kv_cache_scheme", unless=(), why="the KV cache is not quantized")
     sparsity = f.nested("sparsity_config")
     if sparsity is not None:
-        sparsity.refuse("format", unless=("dense",), why="sparse weights are not read")
+        sparsity.refuse("format", unless=("dense",), why="take the dense checkpoint with --quantize")
     top = f.text("format", "pack-quantized")
     groups = f.nested("config_groups")
     if groups is None or not groups.values:

@@ -1,6 +1,6 @@
 """``quantization_config`` of GPTQ, AWQ and fp8.
 
-    awq    AutoAWQ's "gemm" layout, 4 bits
+    awq    AutoAWQ's layouts "gemm" and "gemv", 4 bits
     gptq   AutoGPTQ's and GPTQModel's layout, 4 or 8 bits
     fp8    e4m3 with a scale per tensor or block of 128 x 128 (DeepSeek-V3, Qwen3), dynamic activations
 
@@ -49,12 +49,18 @@ def _awq(f: Fields) -> tuple[set[str], Quantization]:
     f = Fields({old.get(key, key): value for key, value in f.values.items()}, f.where)
     bits = read_bits(f, "bits", (4,))
     version = f.text("version", "gemm").lower()
-    if version != "gemm":
-        raise UnsupportedModelError(f"{f.where}: version = {version!r} is not supported; it must be 'gemm'.")
+    if version not in ("gemm", "gemv"):
+        raise UnsupportedModelError(
+            f"{f.where}: version = {version!r} is not supported; it must be 'gemm' or 'gemv'. Other versions have an "
+            "order of weights that belongs to kernels for GPUs. Take a checkpoint of version 'gemm', or the plain one "
+            "with --quantize int4."
+        )
     f.items("modules_to_not_convert")  # the checkpoint itself shows which modules are plain
     known = {"bits", "group_size", "version", "zero_point", "modules_to_not_convert", *old}
     f.refuse("zero_point", unless=(True,), why="this layout has zero points")
-    scheme = Scheme("awq", bits, read_group(f, "group_size"), symmetric=False)
+    scheme = Scheme(
+        "awq" if version == "gemm" else "awq_gemv", bits, read_group(f, "group_size"), symmetric=False
+    )
     return known, Quantization((("Linear", scheme),))
 
 

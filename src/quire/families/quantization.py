@@ -11,6 +11,7 @@ from quire.families.quantization_scheme import Quantization
 from quire.families.shape import Fields
 
 METHODS = ("compressed-tensors", "awq", "gptq", "fp8", "bitsandbytes", "hqq", "modelopt")
+_QUIP = Fields({"quant_method": "quip"})  # its checkpoints have no quantization_config
 
 
 def read_quantization(f: Fields, *, others: tuple[str, ...] = ()) -> Quantization | None:
@@ -20,7 +21,7 @@ def read_quantization(f: Fields, *, others: tuple[str, ...] = ()) -> Quantizatio
 
     Raises `UnsupportedModelError` for a method or a value that Quire does not read, `ModelLoadError` for wrong values.
     """
-    q = f.nested("quantization_config")
+    q = f.nested("quantization_config") or (_QUIP if f.has("quip_params") else None)
     if q is None:
         return None
     method = q.text("quant_method", "an unnamed method")

@@ -14,8 +14,8 @@ from quire.families.shape import Fields
 
 # fp8_inverse has weight_scale_inv. bnb4 and bnb8 are of bitsandbytes, nvfp4 of compressed-tensors, modelopt its nvfp4.
 Encoding = Literal[
-    "packed", "int8", "awq", "gptq", "fp8", "fp8_inverse", "bnb4", "bnb8", "hqq", "nvfp4", "modelopt"
-]
+    "packed", "int8", "awq", "awq_gemv", "gptq", "fp8", "fp8_inverse", "bnb4", "bnb8", "hqq", "nvfp4", "modelopt",
+]  # fmt: skip
 RARE = ("bnb4", "bnb8", "hqq", "nvfp4", "modelopt")  # encodings whose readers are loaded for such a file
 BLOCK = 128  # inputs and outputs of an fp8 block with one scale
 

@@ -121,6 +121,11 @@ def _open_parts(
         from quire.models.rare_weights import open_rare
 
         return open_rare(take, weight_format, scheme, tensors, names, columns, expanded=source.expanded)
+    if scheme.encoding == "awq_gemv":
+        # Few numbers, so they are unpacked at once; what pads a row to whole words goes.
+        groups = 1 if scheme.group is None else in_features // scheme.group
+        zero = unpack(tensors["zero"], scheme.bits)[:, :groups]
+        tensors = {**tensors, "scale": tensors["scale"][:, :groups], "zero": zero}
     if source.expanded:
         _check_index(tensors, scheme, names["index"])
         columns = columns or range(in_features)
@@ -182,6 +187,9 @@ def _word_rows(
         if zero is not None:
             zero = unpack(zero[low // per_word : -(-high // per_word)].t(), bits).t()[: high - low]
         return exchange(q, scale[low:high], zero, bits, held)
+    if scheme.encoding == "awq_gemv":
+        assert zero is not None
+        return exchange(unpack(words[low:high], bits), scale[low:high], zero[low:high], bits, held)
     columns = slice(low // per_word, high // per_word)
     if zero is not None:
         zero = zero[:, columns]

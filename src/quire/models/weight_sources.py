@@ -162,7 +162,8 @@ def _rare() -> Any:
 
 def _suffixes(scheme: Scheme) -> Parts:
     """Return part → suffix after the module's name."""
-    found: Parts = _rare().PARTS[scheme.encoding] if scheme.encoding in RARE else _PARTS[scheme.encoding]
+    encoding = scheme.encoding.removesuffix("_gemv")
+    found: Parts = _rare().PARTS[encoding] if encoding in RARE else _PARTS[encoding]
     return found
 
 
@@ -173,7 +174,7 @@ def _parts(name: str, scheme: Scheme, stored: Tensors) -> Parts:
     needed = ["q", "scale"]
     if scheme.encoding in RARE:
         needed = _rare().NEEDED[scheme.encoding]
-    elif scheme.encoding in ("gptq", "awq") or not scheme.symmetric:
+    elif scheme.encoding == "gptq" or not scheme.symmetric:
         needed.append("zero")
     if any(parts[part] not in stored for part in needed):
         return {}
@@ -241,6 +242,9 @@ def _check_parts(take: Take, scheme: Scheme, parts: Parts, stored: Tensors) -> N
         shapes |= {"index": (in_,), "bias": (out,)}
     elif scheme.encoding == "awq":
         shapes = {"q": (in_, out // per_word), "scale": (groups, out), "zero": (groups, out // per_word)}
+    elif scheme.encoding == "awq_gemv":
+        words = -(-in_ // max(1024, 8 * in_ // groups)) * max(1, 128 * groups // in_)  # with padding
+        shapes = {"q": (out, in_ // per_word), "scale": (out, words * per_word), "zero": (out, words)}
     elif scheme.encoding == "packed":
         shapes = {"q": (out, -(-in_ // per_word)), "scale": (out, groups), "index": (in_,), "shape": (2,)}
         shapes["zero"] = (-(-out // per_word), groups)

@@ -6,8 +6,10 @@ own). Zero points are packed alike.
     compressed-tensors   words along the inputs [out, in / 8], zero points along the outputs [out / 8, groups]
     gptq                 words along the inputs [in / 8, out], zero points along the outputs [groups, out / 8]
     awq                  words along the outputs [in, out / 8], zero points the same [groups, out / 8]
+    awq "gemv"           words along the inputs [out, in / 8], zero points along the groups [out, groups / 8, padded]
 
-Sources: AutoGPTQ's ``QuantLinear.pack``, AutoAWQ's ``WQLinear_GEMM``, compressed-tensors' ``pack_quantized``.
+Sources: AutoGPTQ's ``QuantLinear.pack``, AutoAWQ's ``WQLinear_GEMM`` and ``WQLinear_GEMV``, compressed-tensors'
+``pack_quantized``.
 """
 
 from __future__ import annotations
