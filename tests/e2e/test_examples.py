@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,19 @@ def test_the_compose_file_starts_what_exists() -> None:
     assert services["quire"]["ports"] == [f"127.0.0.1:{port}:{port}"]
 
 
+def test_the_compose_file_of_disaggregation_starts_what_exists() -> None:
+    folder = EXAMPLES / "disaggregation"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    prefill, decode = (parsed(services[name]["command"]) for name in ("prefill", "decode"))
+    port = prefill["kv_share"].split(":")[1]
+    assert decode["kv_peers"] == f"prefill:{port}"
+    backends = tomllib.loads((folder / "gateway.toml").read_text())["backends"]
+    assert {backend["url"]: backend["role"] for backend in backends} == {
+        "http://prefill:8000": "prefill",
+        "http://decode:8000": "decode",
+    }
+
+
 def test_the_page_lists_every_example() -> None:
     page = (EXAMPLES / "README.md").read_text()
     assert re.findall(r"^\| `([\w/.]+)` \|", page, re.MULTILINE) == [
@@ -77,6 +91,6 @@ def test_the_page_lists_every_example() -> None:
             "embeddings.py",
             "batch.py",
         ),
-        *("gateway/", "compose/"),
+        *("gateway/", "disaggregation/", "compose/"),
     ]
     assert set(SCRIPTS) == set(PRINTED)

@@ -142,7 +142,12 @@ def decoder_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return config
     kind = text.values.get("model_type")
     family = kind if family == "mistral" and kind in ("ministral3", "mistral4") else family
-    shared = {key: config[key] for key in _OF_ALL_PARTS if key in config and text.values.get(key) is None}
+    # The whole model is tied or not by what is said of the whole, as in transformers.
+    shared = {
+        key: config[key]
+        for key in _OF_ALL_PARTS
+        if key in config and (key == "tie_word_embeddings" or text.values.get(key) is None)
+    }
     return {**text.values, **shared, "architectures": [_FAMILIES[family][0]]}
 
 
