@@ -275,7 +275,8 @@ the full vocabulary, at every token but the first of windows of {context} tokens
 BOS. Perplexity in brackets: against fp32's. Tokens per second are medians of rounds in which all forms and peers take
 turns, on one thread, by its processor time, since the machine is shared: a prompt of 512 tokens with the logits of its
 last one, and 64 decode steps of one token. Five rounds (two of Qwen2.5-Coder), with five other users on two cores, so
-only ratios compare. KL was measured on the days before.
+only ratios compare. KL was measured on other days: of SmolLM2 and Gemma as stored (kernels of amx) on 2026-11-28, of
+the rest before sums of layers stayed fp32 on CPUs, which takes up to 0.0004 off ([measured](residual-2026-11-28.md)).
 
 llama.cpp is llama-cpp-python 0.3.16, built here for AVX-512 with VNNI, on the same windows and beside the same
 original; its own kernels for AMX give a perplexity of 211 for SmolLM2's Q4_1 in batches of 512 tokens, and 15.5 in

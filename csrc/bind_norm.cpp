@@ -11,13 +11,14 @@ void bind_norm(nb::module_& m) {
   m.def(
       "rms_norm",
       [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t token_stride, int64_t head_stride,
-         uintptr_t residual, int64_t residual_stride, uintptr_t weight, int64_t weight_stride, float eps, uintptr_t y,
+         uintptr_t residual, int64_t residual_stride, bool residual_bf16, bool sum_bf16, uintptr_t weight, int64_t weight_stride, float eps, uintptr_t y,
          uintptr_t sum, int64_t tokens, int64_t heads, int64_t size, uintptr_t q, int64_t q_stride, uintptr_t scale,
          uintptr_t sums, int64_t group, int64_t rotation, int64_t block) {
         const NormArgs args{at<void>(x),  at<void>(residual), at<float>(weight), at<void>(y),   at<void>(sum),
                             tokens,       heads,              size,              token_stride,  head_stride,
                             residual_stride, weight_stride,   eps,               type_of(bf16),
-                            {at<int8_t>(q), at<float>(scale), at<int32_t>(sums), q_stride}, {group, rotation, block}};
+                            {at<int8_t>(q), at<float>(scale), at<int32_t>(sums), q_stride}, {group, rotation, block},
+                            type_of(residual_bf16), type_of(sum_bf16)};
         submit(num_threads, args, {&NormArgs::tokens}, kernels_of<NormKernels>(isa).norm);
       },
       "RMSNorm of rows (token, head); with residual (else 0) of x + residual, which goes to sum; as int8 to q, or (0) to y.",

@@ -19,19 +19,19 @@ void bind_pointwise(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "add_rows",
-      [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t stride, uintptr_t other,
+      [](int num_threads, const std::string& isa, bool bf16, bool x_bf16, uintptr_t x, int64_t stride, uintptr_t other,
          int64_t other_stride, uintptr_t y, int64_t rows, int64_t size) {
         const PointwiseArgs args{at<void>(x), at<void>(other), at<void>(y), rows, size,
-                                 stride,      other_stride,    1.0f,        0.0f, type_of(bf16)};
+                                 stride,      other_stride,    1.0f,        0.0f, type_of(bf16), type_of(x_bf16)};
         submit(num_threads, args, {&PointwiseArgs::rows}, kernels_of<PointwiseKernels>(isa).add);
       },
-      "y = x + other.", nb::call_guard<nb::gil_scoped_release>());
+      "y = x + other; x may be fp32.", nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "scale_rows",
       [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t stride, float scale, float cap,
          uintptr_t y, int64_t rows, int64_t size) {
         const PointwiseArgs args{at<void>(x), nullptr, at<void>(y), rows, size,
-                                 stride,      0,       scale,       cap,  type_of(bf16)};
+                                 stride,      0,       scale,       cap,  type_of(bf16), type_of(bf16)};
         submit(num_threads, args, {&PointwiseArgs::rows}, kernels_of<PointwiseKernels>(isa).scale);
       },
       "y = x * scale, then cap * tanh(y / cap) where cap is not 0.", nb::call_guard<nb::gil_scoped_release>());

@@ -10,9 +10,9 @@
 
 namespace quire::cpu {
 
-// y = x / sqrt(mean(x^2) + eps) * weight, for rows (token, head). With `residual`, x + residual is rounded to the type,
+// y = x / sqrt(mean(x^2) + eps) * weight, for rows (token, head). With `residual`, x + residual is rounded to `sum_type`,
 // written to `sum` and normalised. With `rows.q` the result, rounded to the type, is written there as int8 instead of
-// to y.
+// to y. residual_type and sum_type are the type or fp32; a residual of fp32 has a sum of fp32.
 struct NormArgs {
   const void *x, *residual;  // residual and sum [tokens, size] of stride residual_stride and size, or null
   const float* weight;       // head h has weight + h * weight_stride
@@ -23,6 +23,7 @@ struct NormArgs {
   Type type;
   QuantizedRows rows;  // heads must be 1
   RowFormat format;
+  Type residual_type, sum_type;
 };
 
 struct NormKernels {

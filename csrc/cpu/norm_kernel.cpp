@@ -11,28 +11,37 @@ namespace quire::cpu::QUIRE_ISA {
 
 namespace {
 
-template <typename T>
-void norm(const NormArgs& a, ThreadPool& pool) {
+// R, S: of the residual and of the sum.
+template <typename T, typename R, typename S>
+void norm_rows(const NormArgs& a, ThreadPool& pool) {
   over_rows(a.tokens * a.heads, a.size, pool, [&](int64_t i) {
     const int64_t token = i / a.heads, head = i % a.heads;
     const T* x = static_cast<const T*>(a.x) + token * a.token_stride + head * a.head_stride;
     const float* weight = a.weight + head * a.weight_stride;
     T* y = a.rows.q == nullptr ? static_cast<T*>(a.y) + i * a.size : scratch_row<T>(a.size);
-    if (a.residual != nullptr) {
-      const T* residual = static_cast<const T*>(a.residual) + i * a.residual_stride;
-      T* total = static_cast<T*>(a.sum) + i * a.size;
+    const auto normalize = [&](const auto* values) {
+      const float square = sum_of_squares(values, a.size);
+      const Vec scale = broadcast(1.0f / std::sqrt(square / static_cast<float>(a.size) + a.eps));
       over_vectors(a.size, [&](int64_t j, int n) {
-        store_some(total + j, add(load_some(residual + j, n), load_some(x + j, n)), n);
+        store_some(y + j, mul(mul(load_some(values + j, n), scale), load_some(weight + j, n)), n);
       });
-      x = total;
-    }
-    const float square = sum_of_squares(x, a.size);
-    const Vec scale = broadcast(1.0f / std::sqrt(square / static_cast<float>(a.size) + a.eps));
+      if (a.rows.q != nullptr) quantize_row(y, a.size, a.format, a.rows, i);
+    };
+    if (a.residual == nullptr) return normalize(x);
+    const R* residual = static_cast<const R*>(a.residual) + i * a.residual_stride;
+    S* total = static_cast<S*>(a.sum) + i * a.size;
     over_vectors(a.size, [&](int64_t j, int n) {
-      store_some(y + j, mul(mul(load_some(x + j, n), scale), load_some(weight + j, n)), n);
+      store_some(total + j, add(load_some(residual + j, n), load_some(x + j, n)), n);
     });
-    if (a.rows.q != nullptr) quantize_row(y, a.size, a.format, a.rows, i);
+    normalize(total);
   });
+}
+
+template <typename T>
+void norm(const NormArgs& a, ThreadPool& pool) {
+  if (a.residual != nullptr && a.residual_type == Type::f32) return norm_rows<T, float, float>(a, pool);
+  if (a.residual != nullptr && a.sum_type == Type::f32) return norm_rows<T, T, float>(a, pool);
+  norm_rows<T, T, T>(a, pool);
 }
 
 }  // namespace

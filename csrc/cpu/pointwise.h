@@ -15,6 +15,7 @@ struct PointwiseArgs {
   int64_t rows, size, stride, other_stride;
   float scale, cap;  // cap 0: none
   Type type;
+  Type x_type;  // only for add, whose x may be fp32
 };
 
 // y = x as fp32.

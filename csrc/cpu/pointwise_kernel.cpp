@@ -9,16 +9,21 @@ namespace quire::cpu::QUIRE_ISA {
 
 namespace {
 
-template <typename T>
-void add_rows(const PointwiseArgs& a, ThreadPool& pool) {
+template <typename X, typename T>
+void add_rows_of(const PointwiseArgs& a, ThreadPool& pool) {
   over_rows(a.rows, a.size, pool, [&](int64_t i) {
-    const T* x = static_cast<const T*>(a.x) + i * a.stride;
+    const X* x = static_cast<const X*>(a.x) + i * a.stride;
     const T* other = static_cast<const T*>(a.other) + i * a.other_stride;
     T* y = static_cast<T*>(a.y) + i * a.size;
     over_vectors(a.size, [&](int64_t j, int n) {
       store_some(y + j, add(load_some(x + j, n), load_some(other + j, n)), n);
     });
   });
+}
+
+template <typename T>
+void add_rows(const PointwiseArgs& a, ThreadPool& pool) {
+  a.x_type == a.type ? add_rows_of<T, T>(a, pool) : add_rows_of<float, T>(a, pool);
 }
 
 template <typename T>

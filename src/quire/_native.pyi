@@ -43,8 +43,9 @@ def take_quantized_rows(
 ) -> None: ...  # fmt: skip
 def rms_norm(
     num_threads: int, isa: str, bf16: bool, x: int, token_stride: int, head_stride: int, residual: int,
-    residual_stride: int, weight: int, weight_stride: int, eps: float, y: int, sum: int, tokens: int,
-    heads: int, size: int, q: int, q_stride: int, scale: int, sums: int, group: int, rotation: int, block: int, /,
+    residual_stride: int, residual_bf16: bool, sum_bf16: bool, weight: int, weight_stride: int, eps: float, y: int,
+    sum: int, tokens: int, heads: int, size: int, q: int, q_stride: int, scale: int, sums: int, group: int,
+    rotation: int, block: int, /,
 ) -> None: ...  # fmt: skip
 def gated(
     num_threads: int, isa: str, bf16: bool, gate: int, gate_up: int, stride: int, y: int, tokens: int,
@@ -83,7 +84,7 @@ def gather(
     num_threads: int, isa: str, bf16: bool, table: int, stride: int, ids: int, y: int, rows: int, size: int, /,
 ) -> None: ...  # fmt: skip
 def add_rows(
-    num_threads: int, isa: str, bf16: bool, x: int, stride: int, other: int, other_stride: int, y: int,
+    num_threads: int, isa: str, bf16: bool, x_bf16: bool, x: int, stride: int, other: int, other_stride: int, y: int,
     rows: int, size: int, /,
 ) -> None: ...  # fmt: skip
 def scale_rows(

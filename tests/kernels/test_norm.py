@@ -22,7 +22,7 @@ from tests.kernels.checks import (
 from quire.kernels import registry
 from quire.kernels.linear import QuantizedRows, QuantizedWeight, linear, quantize_rows, write_rows
 from quire.kernels.norm import add_rms_norm, add_rms_norm_to_int8, rms_norm, rms_norm_to_int8
-from quire.kernels.pointwise import gated
+from quire.kernels.pointwise import add_rows, gated
 from quire.kernels.registry import Backend
 from quire.layers.mlp import Mlp
 from quire.layers.norm import RmsNorm
@@ -50,6 +50,27 @@ def test_against_fp64(case: cases.RowCase, dtype: torch.dtype, backend: Backend)
     normed, total = add_rms_norm.on(backend)(x, residual.clone(), weight, EPS)
     assert_same_bits(total, residual + x, "residual")
     assert_close("rms_norm", normed, oracle(residual + x, weight))
+
+
+@each("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 64, 100, 577])
+def test_a_wide_sum_is_not_rounded(size: int, dtype: torch.dtype, backend: Backend) -> None:
+    """A residual may be of the model's type, as embeddings are, or a sum of before."""
+    rng = generator()
+    weight, first = torch.randn(size, generator=rng), torch.randn(7, size, generator=rng) * 3
+    x = torch.randn(7, size, generator=rng).to(dtype)
+    for residual in (first.to(dtype), first):
+        normed, total = add_rms_norm.on(backend)(x, residual.clone(), weight, EPS, True)
+        assert total.dtype == torch.float32
+        assert_same_bits(total, residual.float() + x.float(), "sum")
+        assert normed.dtype == dtype
+        assert_close("rms_norm", normed, oracle(total, weight))
+        for format in cases.row_formats(size):
+            rows, same = add_rms_norm_to_int8.on(backend)(x, residual.clone(), weight, EPS, format, True)
+            assert_same_rows(rows, quantize_rows(normed, format))
+            assert_same_bits(same, total, "sum")
+        assert_same_bits(add_rows.on(backend)(total, x), (total + x.float()).to(dtype), "add_rows")
 
 
 @each("backend", BACKENDS)

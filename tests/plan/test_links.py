@@ -63,7 +63,7 @@ def test_ranks_pay_a_latency_per_collective_and_its_bytes() -> None:
     num_bytes = rows * (2 * layers * 3 * hidden + 2 * hidden + 4 * hidden // 4 + 2 * vocab)
     assert more == pytest.approx((2 * layers + 2 + 2) * 1e-4 + num_bytes * 1e-9, rel=0.02)
     sends = ranked(Topology(pp=2), LINKS).seconds(DECODES) - ranked(Topology(pp=2)).seconds(DECODES)
-    assert sends == pytest.approx(3 * 1e-4 + rows * 2 * hidden * 2 * 1e-9)
+    assert sends == pytest.approx(3 * 1e-4 + rows * hidden * (2 + 4) * 1e-9)
 
 
 def test_links_that_were_not_measured_are_refused() -> None:

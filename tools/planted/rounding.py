@@ -90,6 +90,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/layers/test_key_balance.py::test_products_keep_their_bits",),
     ),
     Mutant(
+        "sums-of-layers-in-bf16",
+        "the residual stream is rounded to bf16 after each layer",
+        "src/quire/layers/norm.py",
+        "self._wide = build.wide_sums",
+        "self._wide = False",
+        ("tests/tiers/test_roots.py::test_bits_change_only_with_the_version_of_the_arithmetic",),
+    ),
+    Mutant(
+        "wide-sums-normed-as-rounded",
+        "kernels round the sum of a residual of embeddings to bf16 though it is to be fp32",
+        "csrc/cpu/norm_kernel.cpp",
+        "a.sum_type == Type::f32) return norm_rows<T, T, float>(a, pool);",
+        "a.sum_type == Type::f32) return norm_rows<T, T, T>(a, pool);",
+        ("tests/kernels/test_norm.py::test_a_wide_sum_is_not_rounded",),
+    ),
+    Mutant(
         "padding-counts-as-zero-points",
         "scales of AWQ's gemv layout are taken with what pads them",
         "src/quire/models/stored_weights.py",

@@ -175,10 +175,9 @@ def completing(
     """
     rows, columns = build.shapes.get(f"{name}.weight", (out_features, in_features))
     if rows < out_features:
-        assert build.ep_group is not None
-        gather = Gathered(
-            build.ep_group, parts_of(build.ep_group, in_features), parts_of(build.ep_group, rows)
-        )
+        group = build.ep_group
+        assert group is not None
+        gather = Gathered(group, parts_of(group, in_features), parts_of(group, rows))
         assert (gather.inputs[-1], gather.outputs[-1]) == (columns, out_features), (name, gather)
         return Linear({name: rows}, columns, build, bias=bias, gather=gather)
     return Linear(

@@ -29,6 +29,7 @@ class RmsNorm:
     ) -> None:
         self.weight = torch.zeros(size)
         self.eps = build.eps
+        self._wide = build.wide_sums
         self._plus_one = plus_one
         self._norm = build.of(rms_norm)
         self._add = build.of(add_rms_norm)
@@ -52,16 +53,17 @@ class RmsNorm:
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(norm(residual + x), residual + x)``."""
-        return self._add(x, residual, self.weight, self.eps)
+        return self._add(x, residual, self.weight, self.eps, self._wide)
 
     def enter(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor | QuantizedRows, Tensor]:
         """Return ``(norm(residual + x), residual + x)``, the norm as its reader takes it; x None: nothing to add."""
         if self._reader.kind == "fp8":
+            assert not self._wide
             return self._add_to_fp8(x, residual, self.weight, self.eps)
         if x is None:
             if self._is_read_quantized:
                 return self._to_int8(residual, self.weight, self.eps, self._rows), residual
             return self(residual), residual
         if self._is_read_quantized:
-            return self._add_to_int8(x, residual, self.weight, self.eps, self._rows)
+            return self._add_to_int8(x, residual, self.weight, self.eps, self._rows, self._wide)
         return self.add(x, residual)

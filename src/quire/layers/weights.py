@@ -73,6 +73,7 @@ class Build:
     # Of this rank's weights.
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     cp: ContextParallel | None = None  # None: this rank has every position of a sequence
+    wide_sums: bool = False  # norms that add leave their sum in fp32
 
     @property
     def tp_group(self) -> Group | None:

@@ -1,8 +1,8 @@
 """One decoder for every `ModelSpec`: dense and mixture of experts, plain and latent attention, every norm order.
 
 Weights arrive one tensor at a time under their canonical names (`modelspec`) and are copied into the layout that the
-kernels read, so there is never a second copy of the model. The residual stream is ``[num_tokens, hidden_size]`` in the
-model's dtype; each token is computed from its own row and from the cache alone.
+kernels read, so there is never a second copy of the model. The residual stream is ``[num_tokens, hidden_size]``, in
+fp32 on a CPU; each token is computed from its own row and from the cache alone.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ class Decoder:
         self, spec: ModelSpec, kv_layout: KvLayout, max_model_len: int, dtype: torch.dtype, kernels: KernelChoice, *,
         formats: Formats = NO_FORMATS, lora: LoraConfig | None = None, tp: TensorParallel | None = None,
         stage: Stage = WHOLE, cp: ContextParallel | None = None, rope_on_demand: bool = False,
+        wide_sums: bool = False,
     ) -> None:  # fmt: skip
         """``formats``: canonical name → how a quantized weight is held (`weight_plan`).
 
         ``tp``: the ranks that share the layers; ``cp``: those that share the caches; ``stage``: which ends of the
         model are here. ``spec``, ``kv_layout`` and ``formats`` are this rank's. ``rope_on_demand``: `cover` is called
-        before each step.
+        before each step. ``wide_sums``: norms leave the sums of the residual stream in fp32, not in ``dtype``.
         """
         self.spec = spec
         self.dtype = dtype
@@ -77,7 +78,7 @@ class Decoder:
         shapes = weight_shapes(spec) if tp is None else tp.shard.shapes
         self._shapes = {n: shape for n, shape in shapes.items() if stage.has(n, spec.tie_word_embeddings)}
         self._missing = set(self._shapes)
-        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp, shapes, cp)
+        build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp, shapes, cp, wide_sums)
         self._cp = cp
         ends_of, layer_of = Ends, DecoderLayer
         if spec.per_layer is not None:

@@ -109,11 +109,13 @@ def uses(shard: Shard, dtype: str, *, has_adapters: bool = False) -> tuple[Use, 
             traffic.add_block(f"layers.{number}.{prefix_of(r)}o.weight", r.v_width, "own")
         traffic.add_mlp(f"layers.{number}.", layer.mlp, "sampled" if is_last else "own")
     hidden = shard.whole.hidden_size
-    traffic.add("cp", "all_gather", hidden, "own", count=2, is_divided=True)
+    residual = traffic.item if shard.spec.layers[-1].norms == "post" else DTYPE_BYTES["float32"]
+    for taken in (traffic.item, residual):
+        traffic.add("cp", "all_gather", hidden, "own", taken=taken, is_divided=True)
     if shard.is_last:
         traffic.add(traffic.layers_axis, "all_gather", len(shard.vocab), "sampled", taken=4)
     else:
-        traffic.add("pp", "send", 2 * hidden, "tokens")
+        traffic.add("pp", "send", hidden + hidden * DTYPE_BYTES["float32"] // traffic.item, "tokens")
     return tuple(Use(count=count, **dict(key)) for key, count in traffic.counts.items())  # type: ignore[arg-type]
 
 
@@ -128,7 +130,7 @@ class _Uses:
         self._hidden = shard.whole.hidden_size
 
     def add(
-        self, axis: Axis, kind: Kind, size: float, rows: Rows, *, taken: int | None = None, count: int = 1,
+        self, axis: Axis, kind: Kind, size: float, rows: Rows, *, taken: int | None = None,
         is_divided: bool | None = None,
     ) -> None:  # fmt: skip
         topology = self._shard.topology
@@ -140,7 +142,7 @@ class _Uses:
                 "axis": axis, "kind": kind, "size": size, "ranks": ranks, "taken": taken, "given": given, "rows": rows,
                 "index": getattr(self._shard.at, axis) * is_sum, "cp": topology.cp, "is_divided": is_divided,
             }  # fmt: skip
-            self.counts[tuple(key.items())] = self.counts.get(tuple(key.items()), 0) + count
+            self.counts[tuple(key.items())] = self.counts.get(tuple(key.items()), 0) + 1
 
     def add_sum(self, taken: int, rows: Rows) -> None:
         self.add(self.layers_axis, "all_reduce", self._hidden, rows, taken=taken)

@@ -69,8 +69,8 @@ class ModelRunner:
         stage = WHOLE if links is None else Stage(links.entering is None, links.is_last)
         kernels = registry.choose(config.runner)
         self.decoder = Decoder(
-            model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels,
-            formats=model.formats, lora=config.lora, tp=tp, stage=stage, cp=cp, rope_on_demand=True,
+            model.spec, config.kv_layout, model.max_model_len, torch_dtype(model.dtype), kernels, cp=cp,
+            formats=model.formats, lora=config.lora, tp=tp, stage=stage, rope_on_demand=True, wide_sums=True,
         )  # fmt: skip
         with torch.inference_mode():
             self.decoder.load(weights)
@@ -268,13 +268,11 @@ def rows_of_slot(num_rows: int, adapter_slot: int) -> AdapterRows | None:
 
 def with_hidden_of(batch: StepBatch, step: PreparedStep, tokens: Ints) -> StepBatch:
     """Return the ``batch`` of ``step`` whose last layer also continues with ``tokens``, after those that sample."""
-    indices = np.concatenate((step.buffers.logits_indices[: step.num_logits], tokens))
+    rows = np.concatenate((step.buffers.logits_indices[: step.num_logits], tokens))
     adapters = batch.adapters
     if adapters is not None:
-        adapters = replace(adapters, logits=adapters.tokens.take(indices))
-    return replace(
-        batch, logits_indices=torch.from_numpy(indices).to(batch.logits_indices), adapters=adapters
-    )
+        adapters = replace(adapters, logits=adapters.tokens.take(rows))
+    return replace(batch, logits_indices=torch.from_numpy(rows).to(batch.logits_indices), adapters=adapters)
 
 
 def observe(observer: ObserveLogits, step: PreparedStep, logits: Tensor) -> None:

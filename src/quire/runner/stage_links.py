@@ -1,8 +1,8 @@
 """`StageLinks`: hidden states from one pipeline stage to the next, over a stream socket.
 
-A step sends one message: its number of tokens, then ``delta`` and ``residual``, each ``[num_tokens, hidden_size]`` in
-the model's dtype. Both are sent, since the next norm adds them with one rounding: their sum would have other bits. A
-step sends ``2 · num_tokens · hidden_size · itemsize`` bytes. Behind them go the inputs of layers that EAGLE-3 reads.
+A step sends one message: its number of tokens, then ``delta`` in the model's dtype and ``residual`` in fp32, each
+``[num_tokens, hidden_size]``. Both are sent: a layer that reads their sum rounded would get other bits from the sum
+alone. Behind them go the inputs of layers that EAGLE-3 reads.
 
 A socket is the right channel for a message per step: a stage that waits does not spin, the death of its neighbour is an
 end of file, and the next stage may be on another machine.
@@ -43,7 +43,8 @@ class StageLinks:
         # Where `receive` leaves the hidden states: a recorded step reads them there.
         self.entering: Hidden | None = None
         if before is not None:
-            self.entering = tuple(torch.empty(2 + num_taps, max_tokens, hidden_size, dtype=dtype))
+            dtypes = dtype, torch.float32, *[dtype] * num_taps
+            self.entering = tuple(torch.empty(max_tokens, hidden_size, dtype=each) for each in dtypes)
 
     def receive(self, num_tokens: int) -> Hidden | None:
         """Wait for the hidden states of the next step, which has ``num_tokens``; None on the first stage.
@@ -75,7 +76,8 @@ class StageLinks:
         assert self._after is not None
         start_s = self._clock.now()
         _write(self._after, _HEAD.pack(num_tokens))
-        for x in hidden:
+        delta, residual, *seen = hidden
+        for x in (delta, residual.float(), *seen):
             rows = x[:num_tokens].contiguous()
             _write(self._after, _bytes(rows))
             self.num_bytes_sent += rows.nbytes

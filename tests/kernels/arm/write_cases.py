@@ -223,7 +223,8 @@ def norms() -> Iterator[Case]:
         y, total = case.zeros(tokens, size, dtype=dtype), case.zeros(tokens, size, dtype=dtype)
         q, scale = case.zeros(tokens, 128, dtype=torch.int8), case.zeros(tokens)
         sums = case.zeros(tokens, 1, dtype=torch.int32)
-        case.call("rms_norm", THREADS, LEVEL, dtype is BF16, x, size, size, before, size, weight, 0, 1e-5,
+        case.call("rms_norm", THREADS, LEVEL, dtype is BF16, x, size, size, before, size, *2 * (dtype is BF16,), weight,
+                  0, 1e-5,
                   0 if int8 else y, total if residual else 0, tokens, 1, size, q if int8 else 0, 128, scale, sums,
                   0, 0 if size % 64 else 64, 0)  # fmt: skip
         case.close(y, 1e-5, CLOSE[dtype])
@@ -257,7 +258,7 @@ def pointwise() -> Iterator[Case]:
         gate, ids = case.buffer(random(rows, dtype=dtype)), case.buffer(integers(0, rows, 7))
         out = [case.zeros(rows, size, dtype=dtype) for _ in range(5)]
         wide = case.zeros(rows, size)
-        case.call("add_rows", THREADS, LEVEL, half, x, size, other, size, out[0], rows, size)
+        case.call("add_rows", THREADS, LEVEL, half, half, x, size, other, size, out[0], rows, size)
         case.call("scale_rows", THREADS, LEVEL, half, x, size, 0.25, 0.0, out[1], rows, size)
         case.call("scale_rows", THREADS, LEVEL, half, x, size, 2.5, 5.0, out[2], rows, size)
         case.call("add_gated_rows", THREADS, LEVEL, half, x, size, other, size, gate, 1, out[3], rows, size)

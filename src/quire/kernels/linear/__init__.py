@@ -41,9 +41,8 @@ def pack_empty(
     if format.quantized:
         whole_row = format.kind != "int4" and format.group is None
         assert whole_row or format.two_level or format.group in GROUPS[format.kind], (format, GROUPS)
-        assert format.rotation is None or (
-            format.rotation in ROTATIONS and in_features % format.rotation == 0
-        )
+        rotation = format.rotation
+        assert rotation is None or (rotation in ROTATIONS and in_features % rotation == 0)
         packed = find(f"{op_of(format)}.pack_empty", backend)(out_features, in_features, format)
     else:
         packed = find("linear.pack_empty", backend)(out_features, in_features, dtype)

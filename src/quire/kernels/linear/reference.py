@@ -150,9 +150,8 @@ def quantize_rows(x: Tensor, format: RowFormat) -> QuantizedRows:
     parts = torch.unflatten(
         rows[:, : padded_size(in_features, format.group)], 1, (num_parts(in_features, format), -1)
     )
-    return QuantizedRows(
-        rows, scale.squeeze(2), parts.sum(-1, dtype=torch.int32), in_features, format, x.dtype
-    )
+    sums = parts.sum(-1, dtype=torch.int32)
+    return QuantizedRows(rows, scale.squeeze(2), sums, in_features, format, x.dtype)
 
 
 def scale_group(format: WeightFormat) -> int | None:

@@ -35,13 +35,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @op("add_rms_norm")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return ``(rms_norm(residual + x), residual + x)``; all ``[num_tokens, size]``.
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, wide: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return ``(rms_norm(residual + x), residual + x)``; all ``[num_tokens, size]``, the norm in x's dtype.
 
-    The sum is rounded to the dtype before the norm, as stored.
+    The sum is rounded to x's dtype before the norm, as stored. ``wide``: it is fp32, and ``residual`` may be.
     """
-    residual = residual + x
-    return rms_norm.reference(residual, weight, eps), residual
+    total = residual.float() + x.float() if wide else residual + x
+    return rms_norm.reference(total, weight, eps).to(x.dtype), total
 
 
 @op("rms_norm_to_int8")
@@ -52,10 +54,10 @@ def rms_norm_to_int8(x: Tensor, weight: Tensor, eps: float, format: RowFormat) -
 
 @op("add_rms_norm_to_int8")
 def add_rms_norm_to_int8(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: RowFormat
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: RowFormat, wide: bool = False
 ) -> tuple[QuantizedRows, Tensor]:
     """`quantize_rows` of the norm that `add_rms_norm` gives: (int8 rows of the norm, residual + x)."""
-    normed, total = add_rms_norm(x, residual, weight, eps)
+    normed, total = add_rms_norm(x, residual, weight, eps, wide)
     return quantize_rows(normed, format), total
 
 
@@ -80,7 +82,7 @@ def native_rms_norm(isa: str, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return native_rms_norm(isa, x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
     y = empty(*x.shape, dtype=x.dtype)
     native.rms_norm(
-        *call_of(isa, x), x.data_ptr(), x.stride(0), head_stride, 0, 0, weight.data_ptr(),
+        *call_of(isa, x), x.data_ptr(), x.stride(0), head_stride, 0, 0, False, False, weight.data_ptr(),
         size if weight.dim() == 2 else 0, eps, y.data_ptr(), 0, tokens, heads, size, *NO_ROWS,
     )  # fmt: skip
     return y
@@ -91,40 +93,41 @@ def native_rms_norm_to_int8(
     isa: str, x: Tensor, weight: Tensor, eps: float, format: RowFormat
 ) -> QuantizedRows:
     rows = empty_rows(x.shape[0], x.shape[1], format, x.dtype)
-    _over_rows(isa, x, None, weight, eps, None, None, rows)
+    _over_rows(isa, x, None, weight, eps, False, None, rows)
     return rows
 
 
 @add_rms_norm.native()
 def native_add_rms_norm(
-    isa: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    isa: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, wide: bool = False
 ) -> tuple[Tensor, Tensor]:
-    y, total = empty(*x.shape, dtype=x.dtype), empty(*x.shape, dtype=x.dtype)
-    _over_rows(isa, x, residual, weight, eps, y, total, None)
-    return y, total
+    y = empty(*x.shape, dtype=x.dtype)
+    return y, _over_rows(isa, x, residual, weight, eps, wide, y, None)
 
 
 @add_rms_norm_to_int8.native()
 def native_add_rms_norm_to_int8(
-    isa: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: RowFormat
+    isa: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: RowFormat, wide: bool = False
 ) -> tuple[QuantizedRows, Tensor]:
-    rows, total = empty_rows(x.shape[0], x.shape[1], format, x.dtype), empty(*x.shape, dtype=x.dtype)
-    _over_rows(isa, x, residual, weight, eps, None, total, rows)
-    return rows, total
+    rows = empty_rows(x.shape[0], x.shape[1], format, x.dtype)
+    return rows, _over_rows(isa, x, residual, weight, eps, wide, None, rows)
 
 
 def _over_rows(
-    isa: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
-    y: Tensor | None, total: Tensor | None, rows: QuantizedRows | None,
-) -> None:  # fmt: skip
-    """``x [num_tokens, size]``, with ``residual`` the sum of both, to ``y`` or as int8 to ``rows``."""
+    isa: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, wide: bool,
+    y: Tensor | None, rows: QuantizedRows | None,
+) -> Tensor:  # fmt: skip
+    """``x [num_tokens, size]``, with ``residual`` the sum of both, to ``y`` or as int8 to ``rows``; return the sum."""
     assert weight.is_contiguous()
-    x, other = unit_stride(x), (0, 0)
+    x = total = unit_stride(x)
+    other, are_bf16, sums = (0, 0), (False, False), 0
     if residual is not None:
-        assert x.dtype == residual.dtype, (x.dtype, residual.dtype)
-        residual = unit_stride(residual)
-        other = rows_of(residual)
+        total, residual = empty(*x.shape, dtype=torch.float32 if wide else x.dtype), unit_stride(residual)
+        assert residual.dtype in (x.dtype, total.dtype), (x.dtype, residual.dtype, total.dtype)
+        other, sums = rows_of(residual), total.data_ptr()
+        are_bf16 = residual.dtype == torch.bfloat16, total.dtype == torch.bfloat16
     native.rms_norm(
-        *call_of(isa, x), *rows_of(x), 0, *other, weight.data_ptr(), 0, eps, address(y), address(total),
+        *call_of(isa, x), *rows_of(x), 0, *other, *are_bf16, weight.data_ptr(), 0, eps, address(y), sums,
         x.shape[0], 1, x.shape[1], *(NO_ROWS if rows is None else row_words(rows)),
     )  # fmt: skip
+    return total

@@ -29,7 +29,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @norm.add_rms_norm.version("triton")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, wide: bool = False
+) -> tuple[Tensor, Tensor]:
+    assert not wide
     y, total = torch.empty_like(x), torch.empty_like(x)
     _launch(_heads(x), _heads(residual), weight, eps, y.unsqueeze(1), total.unsqueeze(1), None)
     return y, total

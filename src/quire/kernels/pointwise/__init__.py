@@ -35,8 +35,8 @@ _ALPHA = 1.702
 
 @op("add_rows")
 def add_rows(x: Tensor, other: Tensor) -> Tensor:
-    """``x + other``, both ``[num_tokens, size]``, in their dtype."""
-    return x + other
+    """``x + other``, both ``[num_tokens, size]``, in the dtype of ``other``; ``x`` may be fp32 where that is not."""
+    return (x + other).to(other.dtype)
 
 
 @op("scale_rows")
@@ -134,9 +134,10 @@ def local_ids(ids: Tensor, own: range, other: int) -> Tensor:
 
 @add_rows.native()
 def native_add_rows(isa: str, x: Tensor, other: Tensor) -> Tensor:
-    assert x.dtype == other.dtype, (x.dtype, other.dtype)
-    y = empty(*x.shape, dtype=x.dtype)
-    native.add_rows(*call_of(isa, x), *rows_of(x), *rows_of(other), y.data_ptr(), *x.shape)
+    assert x.dtype in (other.dtype, torch.float32), (x.dtype, other.dtype)
+    y = empty(*x.shape, dtype=other.dtype)
+    is_bf16 = x.dtype == torch.bfloat16
+    native.add_rows(*call_of(isa, other), is_bf16, *rows_of(x), *rows_of(other), y.data_ptr(), *x.shape)
     return y
 
 
