@@ -49,7 +49,7 @@ def test_prompts_are_computed_by_one_server_and_answered_by_another(
         "--gateway-key",
         "between-us",
     ]
-    shares = ["--kv-share", f"127.0.0.1:{port}:64MiB", "--max-num-batched-tokens", "32"]
+    shares = ["--kv-share", f"127.0.0.1:{port}:64MiB", "--max-num-batched-tokens", "16"]
     takes = ["--kv-share", f"127.0.0.1:{other}:64MiB", "--kv-peers", f"127.0.0.1:{port}"]
 
     async def main(prefill: LiveServer, decode: LiveServer) -> None:
@@ -71,15 +71,16 @@ def test_prompts_are_computed_by_one_server_and_answered_by_another(
             assert timing["cached_tokens"] > 200
 
             stored = prefill.metric(STORED)
-            asking = asyncio.create_task(ask(live, live.url, body_of(2, 150)))
+            processes = tree(prefill.process.pid)
+            asking = asyncio.create_task(ask(live, live.url, body_of(2, 200)))
             while await asyncio.to_thread(prefill.metric, STORED) == stored:
                 assert not asking.done()
-            for pid in tree(prefill.process.pid):
+            for pid in processes:
                 os.kill(pid, signal.SIGKILL)
             text, timing = await asking
             assert timing["prompt_tokens"] > timing["cached_tokens"] + 100, "the rest was computed here"
             # Alone, on the one that is left, in a cache of its own.
-            assert (await ask(live, decode.url, body_of(2, 150, cache_salt="alone")))[0] == text
+            assert (await ask(live, decode.url, body_of(2, 200, cache_salt="alone")))[0] == text
             text, _ = await ask(live, live.url, body_of(3))
             assert (await ask(live, decode.url, body_of(3, cache_salt="alone")))[0] == text
 
