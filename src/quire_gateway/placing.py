@@ -18,7 +18,8 @@ from quire_gateway.routing import Demand, Router
 from quire_gateway.ttft import MIN_OBSERVED
 
 _LEARNING = 0.05  # weight of one answer in a model's ratio
-_BYTES_PER_TOKEN = 4.0  # of a model whose answers have said nothing yet
+# For a model whose answers have said nothing yet.
+_BYTES_PER_TOKEN = 4.0
 _LATE_S = 1.0
 
 

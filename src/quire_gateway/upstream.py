@@ -30,7 +30,8 @@ KEEP_ALIVE_S = (
 MAX_HEAD_BYTES = 32 * 1024  # of one header of an answer
 READ_BYTES = 64 * 1024
 _CODINGS = frozenset(("", "identity", "gzip", "deflate", "br", "zstd"))  # that aiohttp decodes
-ASIDE_TIMEOUT_S = 5.0  # of a question to a backend that no client waits for alone
+# For a question to a backend that no client waits for alone.
+ASIDE_TIMEOUT_S = 5.0
 _KEPT_BYTES = 1 << 20  # of a probe's answer
 _AT_ONCE_BYTES = 1 << 20  # a larger body is written in pieces
 
