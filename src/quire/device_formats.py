@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.modelspec import ModelSpec
 from quire.parallel.rotations import rotated
 from quire.parallel.topology import Topology
-from quire.weight_format import WeightFormat
+from quire.weight_format import GROUPS, WeightFormat
 from quire.weight_plan import WeightPlan, plan_weights
 
 Formats = Mapping[str, WeightFormat]
@@ -25,21 +25,25 @@ Formats = Mapping[str, WeightFormat]
 def device_formats(
     args: EngineArgs, spec: ModelSpec, stored: Formats, dtype: str, device: DeviceInfo, topology: Topology
 ) -> WeightPlan:
-    """Return the formats of weights. A device without fp8 products gets fp8 weights expanded, with a remark.
+    """Return the formats of weights. What a device has no fp8 products for is expanded, with a remark.
 
     Raises:
         ConfigError: names the setting, the value and what is allowed.
     """
     needs = f"fp8 weights need a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more"
-    kept = stored
-    if device.capability < FP8_CAPABILITY:
-        for name in ("quantize", "quantize_head"):
-            if getattr(args, name) == "fp8":
-                raise ConfigError(
-                    f"{name} = 'fp8': {needs}, and {device.name} has none: 'int8' takes the same bytes"
-                )
-        kept = {name: held for name, held in stored.items() if held.kind != "fp8"}
-    num_kept = len(kept)
+    too_old = device.capability < FP8_CAPABILITY
+    for name in ("quantize", "quantize_head") if too_old else ():
+        if getattr(args, name) == "fp8":
+            raise ConfigError(
+                f"{name} = 'fp8': {needs}, and {device.name} has none: 'int8' takes the same bytes"
+            )
+    kernels = (None, *GROUPS["fp8"])
+    kept = {
+        name: held
+        for name, held in stored.items()
+        if held.kind != "fp8" or (held.group in kernels and not too_old)
+    }
+    num_expanded = len(stored) - len(kept)
     if device.kind != "cpu" or topology.tp > 1:  # cuts fall within the inputs that share an outer scale
         kept = {name: held.wide for name, held in kept.items()}
     quantize, head = args.quantize, args.quantize_head
@@ -48,7 +52,8 @@ def device_formats(
     plan = plan_weights(spec, kept, quantize, head)
     if device.kind == "cpu":
         plan = replace(plan, formats=rotated(spec, plan.formats, kept, topology.tp))
-    if num_kept == len(stored):
+    if not num_expanded:
         return plan
-    remark = f"{len(stored) - num_kept} fp8 weights read as {dtype}: {needs}; --quantize int8 takes the bytes of fp8"
+    why = needs if too_old else f"its kernels take whole blocks of {GROUPS['fp8'][0]} inputs"
+    remark = f"{num_expanded} fp8 weights read as {dtype}: {why}; --quantize int8 takes the bytes of fp8"
     return replace(plan, remarks=(remark, *plan.remarks))

@@ -1,8 +1,8 @@
 """``make test-asan``: native kernels with AddressSanitizer, at every level of this CPU and on emulated tiles.
 
-A read or write beyond a tensor, or of memory that has been freed, ends the process with a report. The compiler does not
-instrument loads through masks, so these are not checked. Tiles are emulated where the CPU has AVX-512 with BF16 and
-VNNI, and their loads are checked.
+A read or write beyond a tensor, or of memory that has been freed, ends the process with a report in build/asan, since
+pytest captures what a process writes. The compiler does not instrument loads through masks, so these are not checked.
+Tiles are emulated where the CPU has AVX-512 with BF16 and VNNI, and their loads are checked.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from quire.device import is_built
 
 TESTS = ("tests/kernels", "tests/exact", "tests/quant", "tests/lora", "tests/sampling")
 LEFT_OUT = ("tests/kernels/triton", "tests/exact/test_device.py")  # kernels of a GPU
-OPTIONS = (
-    "detect_leaks=0:detect_odr_violation=0:allocator_may_return_null=1"  # Python frees little when it ends
-)
+# Python frees little when it ends, so leaks are not looked for.
+OPTIONS = "detect_leaks=0:detect_odr_violation=0:allocator_may_return_null=1"
 
 
 def libraries() -> str:
@@ -38,7 +37,10 @@ def main() -> int:
     # At -O3 the instrumented kernels take several times as long to compile; every load is checked at -O1 as well.
     options = f"-DCMAKE_CXX_FLAGS={flags}", f"-DQUIRE_EMULATED_TILES={tiles}", "-DQUIRE_OPTIMIZATION=-O1"
     library = build(ROOT / "build" / "asan", *options)
-    sanitizer = {"LD_PRELOAD": libraries(), "ASAN_OPTIONS": OPTIONS}
+    reports = library.parent / "report"
+    for old in library.parent.glob("report.*"):
+        old.unlink()
+    sanitizer = {"LD_PRELOAD": libraries(), "ASAN_OPTIONS": f"{OPTIONS}:log_path={reports}"}
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-m", "not slow and not gpu",
@@ -46,6 +48,8 @@ def main() -> int:
         ],
         cwd=ROOT, env={**os.environ, **loading(library), **sanitizer},
     )  # fmt: skip
+    for report in sorted(library.parent.glob("report.*")):
+        print(report.read_text(errors="replace"), file=sys.stderr)
     return done.returncode
 
 

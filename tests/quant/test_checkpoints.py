@@ -173,17 +173,23 @@ FP8: dict[str, tuple[Callable[[tuple[int, int]], tuple[int, ...]], str, dict[str
     "ct-tensor": (lambda s: (1,), "weight_scale", fp8_ct_config("tensor"), None),
     "tensor": (lambda s: (), "weight_scale", {"quant_method": "fp8", "activation_scheme": "dynamic"}, None),
     "blocks": (lambda s: (-(-s[0] // 128), s[1] // 128), "weight_scale_inv", BLOCKS, 128),
+    "short-blocks": (lambda s: (-(-s[0] // 128), -(-s[1] // 128)), "weight_scale_inv", BLOCKS, 64),
 }
 
 
 @pytest.mark.parametrize("name", FP8)
 def test_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held as it is stored for a GPU; k has fewer rows than a block."""
+    """Held as it is stored for a GPU; k has fewer rows than a block, and a short block ends each row of its case."""
     scales, suffix, config, group = FP8[name]
-    for key, value in (("hidden_size", 256), ("intermediate_size", 384), ("num_key_value_heads", 1)):
+    hidden, intermediate = (192, 320) if name == "short-blocks" else (256, 384)
+    sizes = {64: hidden, 160: intermediate, 32: hidden // 4}
+    for key, value in (
+        ("hidden_size", hidden),
+        ("intermediate_size", intermediate),
+        ("num_key_value_heads", 1),
+    ):
         monkeypatch.setitem(made_by.CONFIG, key, value)
     for key, shape in made_by.LINEARS.items():
-        sizes = {64: 256, 160: 384, 32: 64}
         monkeypatch.setitem(made_by.LINEARS, key, (sizes[shape[0]], sizes[shape[1]]))
 
     def write(rng: np.random.Generator, shape: tuple[int, int]) -> Written:

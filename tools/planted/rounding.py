@@ -114,6 +114,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/quant/test_checkpoints.py::test_weights_equal_the_plain_model",),
     ),
     Mutant(
+        "short-block-of-fp8-first",
+        "where the last block of fp8 in a row is short, the first one is taken for it",
+        "src/quire/models/stored_weights.py",
+        '"scale": scale[:, : in_features // weight_format.group]}',
+        '"scale": scale[:, -in_features // weight_format.group :]}',
+        ("tests/quant/test_checkpoints.py::test_fp8[short-blocks]",),
+    ),
+    Mutant(
         "rotation-differences-first",
         "a block's differences come before its sums",
         "src/quire/kernels/rotation.py",

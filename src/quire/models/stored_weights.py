@@ -126,6 +126,10 @@ def _open_parts(
         groups = 1 if scheme.group is None else in_features // scheme.group
         zero = unpack(tensors["zero"], scheme.bits)[:, :groups]
         tensors = {**tensors, "scale": tensors["scale"][:, :groups], "zero": zero}
+    if scheme.encoding in FP8 and scheme.group and in_features % scheme.group:
+        assert weight_format.group is not None
+        scale = tensors["scale"].repeat_interleave(scheme.group // weight_format.group, 1)
+        tensors = {**tensors, "scale": scale[:, : in_features // weight_format.group]}
     if source.expanded:
         _check_index(tensors, scheme, names["index"])
         columns = columns or range(in_features)
