@@ -11,9 +11,11 @@ catches nothing, unless the table says that the mutant hangs. Exit status 0: eve
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import importlib.util
 import os
+import py_compile
 import queue
 import re
 import shutil
@@ -24,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +49,7 @@ import quire
 assert quire.__file__.startswith({folder!r}), quire.__file__
 """
 PASSED, FAILED = 0, 1  # pytest's exit codes; every other one is an error of the set-up
+AT_ONCE = 25  # files whose named tests run in one process on the tree as it is
 NO_END = "no end"  # beside them: the run took too long
 # A fault in C++ may end the process instead of failing a test.
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -92,6 +95,9 @@ class ScratchTree:
         )
         self._place(self._library)
         (folder / "src" / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
+        # By hash and not by time: a mutant may come and go within a second and leave the file as long as it was.
+        by_hash = py_compile.PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(folder / "src", quiet=2, invalidation_mode=by_hash)
 
     def _place(self, library: Path | None) -> None:
         """Put this library beside the package. A new file: a process may still have the old one mapped."""
@@ -100,8 +106,12 @@ class ScratchTree:
             target.unlink(missing_ok=True)
             shutil.copy2(library, target)
 
-    def run(self, tests: Sequence[str]) -> tuple[int | str, str]:
-        """Run pytest in the copy until the first failure; return its exit code, or `NO_END`, and its output."""
+    def run(self, tests: Sequence[str], timeout_s: float | None = None) -> tuple[int | str, str]:
+        """Run pytest in the copy until the first failure; return its exit code, or `NO_END`, and its output.
+
+        ``timeout_s``: in place of the tree's own limit.
+        """
+        timeout_s = timeout_s or self._timeout_s
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.folder / "src"),
@@ -119,11 +129,11 @@ class ScratchTree:
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(timeout=self._timeout_s)
+            output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the servers of its tests, too
             process.communicate()
-            return NO_END, f"no end after {self._timeout_s:.0f} s"
+            return NO_END, f"no end after {timeout_s:.0f} s"
         if process.returncode == FAILED and OF_PYTEST_TIMEOUT.search(output):
             return NO_END, f"{first_failure(output)} had no end within its limit"
         return process.returncode, output
@@ -157,11 +167,13 @@ class ScratchTree:
         return Outcome(mutant, mutant.tests, verdict, detail, time.monotonic() - started)
 
     def try_as_it_is(self, tests: tuple[str, ...], on_tiles: bool) -> Outcome:
+        """Run the tests of several mutants at once on the tree as it is: a process per selection would cost as much
+        as the mutants themselves."""
         started = time.monotonic()
         if on_tiles:
             assert self._native is not None
             self._place(self._native.tiles)
-        code, output = self.run(tests)
+        code, output = self.run(tests, self._timeout_s * AT_ONCE)
         if on_tiles:
             self._place(self._library)
         verdict = "passes" if code == PASSED else "ERROR"
@@ -198,12 +210,27 @@ def first_failure(output: str) -> str:
     return found.group(1) if found else output[-200:].strip()
 
 
+def as_it_is(mutants: Sequence[Mutant]) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Yield which tests to run on the tree as it is, each once, and whether on emulated tiles."""
+    for on_tiles in (False, True):
+        by_file: dict[str, set[str]] = {}
+        for test in {test for m in mutants if m.is_on_tiles == on_tiles for test in m.tests}:
+            by_file.setdefault(test.partition("::")[0], set()).add(test)
+        for files in batched(sorted(by_file), AT_ONCE):
+            yield tuple(sorted(test for file in files for test in by_file[file])), on_tiles
+
+
+def batched(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
 def run_all(
     mutants: Sequence[Mutant], jobs: int, timeout_s: float, native: NativeTree | None
 ) -> list[Outcome]:
     """Try the tree as it is under every selection of tests, and every mutant; ``jobs`` copies work side by side."""
     work: queue.SimpleQueue[Mutant | tuple[tuple[str, ...], bool]] = queue.SimpleQueue()
-    for selection in sorted({(m.tests, m.is_on_tiles) for m in mutants if obstacle(m, native) is None}):
+    for selection in as_it_is([m for m in mutants if obstacle(m, native) is None]):
         work.put(selection)
     for mutant in mutants:
         work.put(mutant)

@@ -135,6 +135,7 @@ def check_latencies(workload: Workload, folder: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_latencies_equal_a_live_server_with_the_same_step_times(tmp_path: Path) -> None:
     check_latencies(QUEUED, tmp_path)
 
