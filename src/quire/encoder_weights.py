@@ -9,6 +9,8 @@ What ends in ``.table`` is looked up and never multiplied:
     relative.table [buckets, heads]
     head.dense.{weight,bias} [hidden, hidden]   head.norm.{weight,bias} [hidden]
     head.out.{weight,bias} [labels, hidden]
+    vocabulary.dense.{weight,bias} [hidden, hidden]   vocabulary.norm.{weight,bias} [hidden]
+    vocabulary.out.{weight,bias} [vocab, hidden]
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ def encoder_shapes(encoder: EncoderSpec, vocab_size: int, hidden: int) -> dict[s
             if name == "out" or head.dense_bias:
                 shapes[f"head.{name}.bias"] = (size,)
         norms += [("head.norm", hidden)] if head.norm else []
+    if encoder.vocabulary is not None:
+        shapes["vocabulary.dense.weight"] = (hidden, hidden)
+        shapes |= {"vocabulary.dense.bias": (hidden,)} if encoder.vocabulary.dense_bias else {}
+        shapes |= {"vocabulary.out.weight": (vocab_size, hidden), "vocabulary.out.bias": (vocab_size,)}
+        norms.append(("vocabulary.norm", hidden))
     for index in range(len(encoder.layers)):
         of_layer, layer_norms = _layer_shapes(encoder, index, hidden)
         shapes |= of_layer

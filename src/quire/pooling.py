@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from quire.errors import RequestError, clip
 
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last"]
-PoolingKind = PoolingMode | Literal["logprobs", "classify", "logits", "tokens"]
+PoolingKind = PoolingMode | Literal["logprobs", "classify", "logits", "tokens", "sparse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,9 @@ class Pooling:
     """What a request wants of its prompt's hidden states (after the last norm) instead of an answer.
 
     "logprobs": log-probabilities of ``token_ids`` as the next token. The others: [hidden_size], not normalised; of a
-    decoder "last" or "mean", of an encoder those of `quire.layers.pooled_rows`; "classify": a
-    classifier's scores, "logits": what they are made of; "tokens": all rows of an encoder, one after the other.
+    decoder "last" or "mean", of an encoder those of `quire.layers.pooled_rows`; "classify": a classifier's scores,
+    "logits": what they are made of; "tokens": all rows of an encoder, one after the other; "sparse": the ids of tokens
+    and then as many weights.
     ``second_from``: where the second text of a pair begins; 0: there is one text.
     """
 
@@ -26,7 +27,7 @@ class Pooling:
     second_from: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("logprobs", "classify", "logits", "tokens", *get_args(PoolingMode)):
+        if self.kind not in ("logprobs", "classify", "logits", "tokens", "sparse", *get_args(PoolingMode)):
             raise RequestError(
                 f"pooling = {clip(self.kind)} is not allowed: it must be 'last' or 'mean'.", param="pooling"
             )
@@ -49,3 +50,4 @@ class SentenceSpec:
     # A model with labels is a classifier, and gives no vectors.
     labels: tuple[str, ...] = ()
     yes_no: tuple[int, int] | None = None  # ids of both words, of a decoder that ranks
+    sparse: bool = False  # a weight per token of the vocabulary in place of a vector

@@ -88,6 +88,8 @@ def _check_memory(
     # Rows of a block in fp32, and the scores of 256 rows of the longest text with their exponentials.
     rows = num_rows * 4 * (4 * spec.hidden_size + 2 * encoder.intermediate_size)
     scores = 2 * 4 * encoder.num_heads * 256 * max_model_len
+    # The logits of 64 rows of a text.
+    scores += 4 * 64 * spec.vocab_size * (encoder.vocabulary is not None)
     available = device.memory_available_bytes
     if weight_bytes + rows + scores > available:
         raise ConfigError(

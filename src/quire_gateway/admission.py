@@ -19,6 +19,7 @@ _NO_OUTPUT = (
     "/embeddings",
     "/embed",
     "/embed_all",
+    "/embed_sparse",
     "/predict",
     "/similarity",
     "/api/show",

@@ -36,8 +36,8 @@ POST_PATHS = (
     "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/v1/chat/completions/render",
     "/v1/messages/count_tokens", "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/pooling",
     "/classify", "/v1/responses/input_tokens", "/completion", "/infill", "/generate", "/generate_stream",
-    "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/embed", "/embed_all", "/predict",
-    "/similarity", "/v2/embed",
+    "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/embed", "/embed_all", "/embed_sparse",
+    "/predict", "/similarity", "/v2/embed",
 )  # fmt: skip
 _MODEL_PATHS = ("/v1/models/load", "/v1/models/unload")
 Handler = Callable[[Request], Awaitable[Response]]

@@ -28,7 +28,7 @@ SALTED_PATHS = frozenset(
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score",
         "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify", "/completion", "/infill",
         "/generate", "/generate_stream", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/embed",
-        "/embed_all", "/predict", "/similarity", "/v2/embed",
+        "/embed_all", "/embed_sparse", "/predict", "/similarity", "/v2/embed",
     )
 )  # fmt: skip
 _TAKE_SALTS = ("quire", "vllm", "sglang")  # as the servers name themselves in the cards of their models

@@ -248,6 +248,8 @@ class FakeFrontend:
             return ((sum(prompt) % 7 + pooling.second_from) / (10 if pooling.kind == "classify" else 3),)
         if pooling.kind == "tokens":
             return tuple(float(token_id * i) for token_id in prompt for i in range(3))
+        if pooling.kind == "sparse":
+            return (*(float(i) for i in range(len(prompt))), *(token_id / 4 for token_id in prompt))
         return tuple(float((sum(prompt) + i) % 5 + 1 + (pooling.kind == "mean")) for i in range(6))
 
     def _give_up(self, record: Submitted) -> None:

@@ -91,6 +91,7 @@ MODELS: dict[str, type[Wire] | Table] = {
     "/api/show": ShowRequest,
     "/embed": tei.TeiEmbedRequest,
     "/embed_all": tei.TokenRowsRequest,
+    "/embed_sparse": tei.TokenRowsRequest,
     "/rerank (TEI's form)": tei.TeiRerankRequest,
     "/predict": tei.PredictRequest,
     "/similarity": tei.SimilarityRequest,

@@ -102,7 +102,7 @@ WORDS = {
 
 NATIVE = {"/completion", "/infill", "/generate", "/generate_stream"}
 # They need an encoder, or hold objects: tests/api/test_api_tei.py.
-OF_ENCODERS = {"/embed_all", "/predict", "/classify", "/similarity"}
+OF_ENCODERS = {"/embed_all", "/embed_sparse", "/predict", "/classify", "/similarity"}
 
 
 @pytest.mark.parametrize("path", sorted(OWN_BODIES.keys() - NATIVE - OF_ENCODERS))

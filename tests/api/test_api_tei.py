@@ -57,6 +57,22 @@ def test_a_row_per_token() -> None:
     assert error_of(Api().post("/embed_all", {"inputs": "abc"}), 400)["param"] == "model"
 
 
+def test_sparse_vectors_in_the_form_of_tei() -> None:
+    api = encoder(sparse=True)
+    found = api.post("/embed_sparse", {"inputs": ["abc", "de"], "prompt_name": "query"}).json()
+    for text, weights in zip((b"q: abc", b"q: de"), found, strict=True):
+        ids = [256, *text]
+        assert weights == [{"index": i, "value": token_id / 4} for i, token_id in enumerate(ids)]
+    assert api.post("/embed_sparse", {"inputs": "x" * 80, "truncate": True}).status_code == 200
+    assert error_of(api.post("/embed_sparse", {"inputs": "x" * 80}), 400)["param"] == "inputs"
+    for path, body in (("/v1/embeddings", {"input": "a"}), ("/embed", {"inputs": "a"})):
+        assert "ask it for those (/embed_sparse)" in error_of(api.post(path, body), 400)["message"]
+    assert (
+        "gives no sparse vectors"
+        in error_of(encoder().post("/embed_sparse", {"inputs": "a"}), 400)["message"]
+    )
+
+
 def test_similarities() -> None:
     api = encoder()
     body = {"inputs": {"source_sentence": "abc", "sentences": ["de", "abc"]}}

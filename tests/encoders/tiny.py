@@ -85,6 +85,22 @@ def save_sentence_files(
     (folder / "config_sentence_transformers.json").write_text(json.dumps(more))
 
 
+def save_sparse_files(
+    folder: Path, strategy: str = "max", activation: str = "relu", transformer: str = "Transformer"
+) -> None:
+    """Write what sentence-transformers writes of a SPLADE."""
+    kinds = {"": f"models.{transformer}", "1_SpladePooling": "sparse_encoder.models.SpladePooling"}
+    modules = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_SpladePooling").mkdir(exist_ok=True)
+    config = {
+        "pooling_strategy": strategy,
+        "activation_function": activation,
+        "word_embedding_dimension": None,
+    }
+    (folder / "1_SpladePooling" / "config.json").write_text(json.dumps(config))
+
+
 # Kind → the name of its classes in transformers, and what its configuration has next to or instead of `SIZES`.
 ROTARY: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,10 +138,10 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_family(kind: str, folder: Path) -> PreTrainedModel:
-    """Write a tiny encoder: a kind of `CLASSES`, or one with "_classifier" after it, which has one label."""
+    """Write a tiny encoder: a kind of `CLASSES`, maybe with "_classifier" (one label) or "_masked" after it."""
     torch.manual_seed(2)
-    name, more = CLASSES[kind.removesuffix("_classifier")]
-    ending, sizes = "Model", {**SIZES, **more}
+    name, more = CLASSES[kind.removesuffix("_classifier").removesuffix("_masked")]
+    ending, sizes = "ForMaskedLM" if kind.endswith("masked") else "Model", {**SIZES, **more}
     if kind.endswith("classifier"):
         ending, sizes = "ForSequenceClassification", {**sizes, "num_labels": 1}
     config = getattr(transformers, f"{name}Config")(**sizes)

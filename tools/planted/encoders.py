@@ -14,6 +14,8 @@ XLM_ROBERTA, GTE = (
 WEIGHTED = ("tests/encoders/test_encoder.py::test_pooling_is_what_the_files_say[weightedmean_tokens]",)
 MEAN = ("tests/encoders/test_encoder.py::test_vectors_are_those_of_transformers",)
 
+SPARSE = ("tests/encoders/test_sparse.py::test_weights_are_those_of_transformers[bert]",)
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "padding-seen-by-rows-of-a-text",
@@ -70,6 +72,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._rotate(part, *angles[rope], rope.interleaved) for part in (q, k)",
         "self._rotate(part, *angles[rope], rope.interleaved != (part is k)) for part in (q, k)",
         GTE,
+    ),
+    Mutant(
+        "weight-of-a-token-from-the-last-rows",
+        "a sparse vector has the weights of a text's last rows alone",
+        "src/quire/models/encoder_heads.py",
+        "largest if found is None else torch.maximum(found, largest)",
+        "largest",
+        SPARSE,
+    ),
+    Mutant(
+        "sparse-vector-of-the-means",
+        "the weight of a token is that of its mean logit, not of the largest",
+        "src/quire/models/encoder_heads.py",
+        "largest = logits.amax(0)",
+        "largest = logits.mean(0)",
+        SPARSE,
     ),
     Mutant(
         "shorter-text-of-a-pair-cut-first",

@@ -62,6 +62,7 @@ BODIES: dict[str, Body] = {
     "/generate_stream": Body("Continue a text, in events (TGI's form)", TgiRequest, ("inputs",)),
     "/embed": Body("Vectors of texts (TEI's form)", tei.TeiEmbedRequest, ("inputs",)),
     "/embed_all": Body("A row per token of texts (TEI's form)", tei.TokenRowsRequest),
+    "/embed_sparse": Body("A weight per token of the vocabulary (TEI's form)", tei.TokenRowsRequest),
     "/predict": Body("Labels of texts or pairs (TEI's form)", tei.PredictRequest, ("inputs",)),
     "/similarity": Body("Cosines of a text and others (TEI's form)", tei.SimilarityRequest),
     "/classify": Body("Labels of texts", tei.ClassifyRequest),

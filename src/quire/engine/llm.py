@@ -174,6 +174,26 @@ class LLM(OfflineEngine):
         outputs = self._run(requests, [None] * len(items), use_tqdm, continues=True)
         return [embedded(output, dimensions=dimensions, normalize=normalize) for output in outputs]
 
+    def embed_sparse(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
+    ) -> list[dict[int, float]]:
+        """Return the tokens that a sparse encoder (SPLADE) gives each prompt, with their weights above 0.
+
+        Raises:
+            RequestError: a prompt is wrong, or the model gives no sparse vectors.
+            StepError: the model failed on a prompt.
+        """
+        sentences = import_module(_SENTENCES)
+        wanted, lead = sentences.rows_of(self.model, "sparse"), sentences.prompt_before(self.model, None)
+        nothing_sampled = import_module(_POOLING).NOTHING_SAMPLED
+        items = [lead + item if isinstance(item, str) else item for item in _as_list(prompts)]
+        requests = [
+            self._request(_ids_of(item, index, self._tokenizer), nothing_sampled, pooling=wanted)
+            for index, item in enumerate(items)
+        ]
+        outputs = self._run(requests, [None] * len(items), use_tqdm, continues=True)
+        return [dict(sentences.sparse_weights(output.pooled or ())) for output in outputs]
+
     def score(
         self,
         query: str | Sequence[str],

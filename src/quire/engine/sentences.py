@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from quire.engine.pooling import NOTHING_SAMPLED, Scoring, ScoringPrompt, scoring_prompts
 from quire.engine.prompts import ModelInfo, Prompts, RenderedChat
@@ -33,6 +33,8 @@ def writes_no_text(model: ModelInfo) -> RequestError:
         + (
             "scores (/v1/rerank)."
             if model.sentence and model.sentence.labels
+            else "sparse vectors (/embed_sparse)."
+            if model.sentence and model.sentence.sparse
             else "vectors (/v1/embeddings)."
         ),
         param="model",
@@ -54,6 +56,12 @@ def pooling_of(model: ModelInfo, wanted: str | None) -> Pooling:
         own = "last" if model.sentence is None else model.sentence.pooling
         return Pooling("mean" if (wanted or own) == "mean" else "last")
     assert model.sentence is not None
+    if model.sentence.sparse:
+        raise RequestError(
+            f"model {model.names[0]!r} gives sparse vectors, a weight per token: ask it for those (/embed_sparse).",
+            param="model",
+            code="unsupported_model",
+        )
     if model.sentence.labels:
         raise RequestError(
             f"model {model.names[0]!r} is a classifier, which gives no vectors: ask it for scores (/v1/rerank).",
@@ -73,6 +81,32 @@ def vectors_of(model: ModelInfo, wanted: str | None) -> tuple[Pooling, str, bool
     """Return how texts are pooled, what is put before each, and whether their vectors are scaled to length one."""
     scales = model.sentence is None or model.sentence.normalize
     return pooling_of(model, wanted), prompt_before(model, None), scales
+
+
+def rows_of(model: ModelInfo, kind: Literal["tokens", "sparse"]) -> Pooling:
+    """Return how an encoder gives its rows, or of a model with a head of masked tokens its weights.
+
+    Raises:
+        RequestError: the model has none.
+    """
+    sentence = model.sentence
+    sparse = sentence is not None and sentence.sparse
+    if model.writes_text or sentence is None or sentence.labels or (kind == "sparse" and not sparse):
+        lacks = (
+            "sparse vectors: load one of SPLADE"
+            if kind == "sparse"
+            else "rows of tokens: load an encoder of vectors"
+        )
+        raise RequestError(
+            f"model {model.names[0]!r} gives no {lacks}.", param="model", code="unsupported_model"
+        )
+    return Pooling(kind)
+
+
+def sparse_weights(pooled: Sequence[float]) -> list[tuple[int, float]]:
+    """Return the tokens of a "sparse" `Pooling` and their weights, in the order of their ids."""
+    half = len(pooled) // 2
+    return [(int(token_id), weight) for token_id, weight in zip(pooled[:half], pooled[half:], strict=True)]
 
 
 def prompt_before(model: ModelInfo, name: str | None) -> str:

@@ -110,6 +110,8 @@ class EncoderExecutor:
             return tuple(self.model.scores(rows, raw=seq.pooling.kind == "logits"))
         if seq.pooling.kind == "tokens":
             return tuple(rows.float().flatten().tolist())
+        if seq.pooling.kind == "sparse":
+            return tuple(value for part in self.model.sparse(rows) for value in part.tolist())
         return tuple(self._dense(pooled(rows, seq.pooling.kind)).tolist())
 
 

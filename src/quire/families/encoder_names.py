@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from quire.families.vocabulary_heads import STORED
 from quire.families.weights import COMPUTED, Take, WeightMap
 from quire.modelspec import ModelSpec, weight_shapes
 
@@ -51,6 +52,8 @@ class EncoderNames:
             stored = None if stored is None else self.layer.format(index) + stored
         elif canonical.startswith("head."):
             stored = self.head.get(name)
+        elif name.startswith("vocabulary."):
+            return ()
         else:
             stored = self.top.get(canonical) or self.top.get(name)
         if stored is None:
@@ -58,15 +61,45 @@ class EncoderNames:
         # Tables have a kind of their own, and are stored as weights.
         stored += ".weight" if kind == "table" else f".{kind}"
         stop = None if shape == shapes[canonical] else start + shapes[canonical][0]
-        return tuple(Take((prefix + stored,), shape, start=start, stop=stop) for prefix in self.prefixes)
+        named = [stored, *_first_names(canonical, stored)]
+        return tuple(
+            Take((prefix + each,), shape, start=start, stop=stop)
+            for each in named
+            for prefix in self.prefixes
+        )
+
+
+def _first_names(canonical: str, stored: str) -> tuple[str, ...]:
+    """Return the name of a norm's weight in files of TensorFlow's names: gamma and beta."""
+    name, _, kind = canonical.rpartition(".")
+    old = {"weight": "gamma", "bias": "beta"}.get(kind)
+    return (f"{stored.rpartition('.')[0]}.{old}",) if old is not None and name.endswith("norm") else ()
 
 
 def encoder_map(spec: ModelSpec, ways: Sequence[EncoderNames]) -> WeightMap:
     """Map the weights of an encoder by each of ``ways``."""
     shapes = weight_shapes(spec)
     sources = {name: tuple(take for way in ways for take in way.takes(name, shapes)) for name in shapes}
+    if spec.encoder is not None and spec.encoder.vocabulary is not None:
+        sources |= _vocabulary(spec, shapes, ways[0])
     assert all(sources.values()), [name for name, takes in sources.items() if not takes]
     return WeightMap(sources, (*COMPUTED, *IGNORED), 0)
+
+
+def _vocabulary(
+    spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], way: EncoderNames
+) -> dict[str, tuple[Take, ...]]:
+    """Return where the weights of the head of masked tokens are; those of a tied one are the embedding's."""
+    assert spec.encoder is not None
+    assert spec.encoder.vocabulary is not None
+    found = {}
+    for canonical, stored in STORED[spec.family].items():
+        if canonical in shapes:
+            names = (stored, *_first_names(canonical, stored))
+            found[canonical] = tuple(Take((name,), shapes[canonical]) for name in names)
+    if spec.encoder.vocabulary.tied:
+        found["vocabulary.out.weight"] = way.takes("embed.weight", shapes)
+    return found
 
 
 def qkv_in(stored: str) -> dict[str, tuple[str, ...]]:

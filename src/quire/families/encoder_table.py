@@ -33,6 +33,7 @@ _OTHER_NAMES = {
     "BertForMaskedLM": "bert",
     "RobertaForMaskedLM": "xlm_roberta",
     "XLMRobertaForMaskedLM": "xlm_roberta",
+    "CamembertForMaskedLM": "xlm_roberta",
     "MPNetForMaskedLM": "mpnet",
     "DistilBertForMaskedLM": "distilbert",
     "ModernBertForMaskedLM": "modernbert",

@@ -9,58 +9,23 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quire.encoder_spec import EncoderSpec, HeadSpec
+from quire.encoder_spec import EncoderSpec
 from quire.encoder_weights import has_mlp_bias, kv_heads, layer_norms
 from quire.kernels.attention import ALIGN
-from quire.kernels.encoder import (
-    WholeSequences,
-    activate,
-    add_layer_norm,
-    encoder_attention,
-    heads_of,
-    layer_norm,
-)
+from quire.kernels.encoder import WholeSequences, activate, encoder_attention, heads_of
 from quire.kernels.norm import rms_norm
 from quire.kernels.pointwise import gated
 from quire.kernels.rope import apply_rope
 from quire.layers.attention import CosSin
+from quire.layers.encoder_norm import norm_of
 from quire.layers.linear import Linear
 from quire.layers.norm import RmsNorm
-from quire.layers.pooled_rows import pooled
 from quire.layers.rope import RopeTable
 from quire.layers.weights import Build, WeightLoader, copy_into, prefixed
+from quire.models.encoder_heads import ClassifierHead, SparseHead
 from quire.modelspec import ModelSpec, weight_shapes
 from quire.quant.stored import Weight
 from quire.rope_spec import RopeSpec
-
-
-class LayerNorm:
-    """LayerNorm with its weight, and a bias where the model has one; both are held in fp32."""
-
-    def __init__(self, size: int, build: Build, *, bias: bool) -> None:
-        self.weight = torch.ones(size)
-        self.bias = torch.zeros(size) if bias else None
-        self._eps = build.eps
-        self._norm, self._add = build.of(layer_norm), build.of(add_layer_norm)
-
-    def weight_loaders(self) -> dict[str, WeightLoader]:
-        found = {"weight": copy_into(self.weight)}
-        return found if self.bias is None else {**found, "bias": copy_into(self.bias)}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalise each row; same shape and dtype."""
-        return self._norm(x, self.weight, self.bias, self._eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(norm(residual + x), residual + x)``."""
-        return self._add(x, residual, self.weight, self.bias, self._eps)
-
-
-def norm_of(encoder: EncoderSpec, size: int, build: Build) -> LayerNorm | RmsNorm:
-    """Return a norm of the kind that ``encoder`` has."""
-    if encoder.norm == "layer":
-        return LayerNorm(size, build, bias=encoder.norm_bias)
-    return RmsNorm(size, build, plus_one=encoder.norm == "rms_plus_one")
 
 
 class EncoderAttention:
@@ -165,33 +130,6 @@ class EncoderBlock:
         return self._down(self._activate(up, kind))
 
 
-class ClassifierHead:
-    """Scores of a text from its rows, as a `HeadSpec` says."""
-
-    def __init__(self, spec: HeadSpec, encoder: EncoderSpec, hidden: int, build: Build) -> None:
-        self._spec = spec
-        self._dense = Linear({"dense": hidden}, hidden, build, bias=spec.dense_bias)
-        self._norm = norm_of(encoder, hidden, build) if spec.norm else None
-        self._out = Linear({"out": len(spec.labels)}, hidden, build, bias=True)
-        self._activate = build.of(activate)
-
-    def weight_loaders(self) -> dict[str, WeightLoader]:
-        loaders = {**self._dense.weight_loaders(), **self._out.weight_loaders()}
-        return (
-            loaders if self._norm is None else {**loaders, **prefixed("norm.", self._norm.weight_loaders())}
-        )
-
-    def __call__(self, rows: Tensor, *, raw: bool) -> Tensor:
-        """``rows [num_tokens, hidden_size]`` of one text → fp32 ``[num_labels]``: scores, if ``raw`` their logits."""
-        row = rows[:1] if self._spec.rows == "cls" else pooled(rows, "mean")[None].to(rows.dtype)
-        row, kind = self._dense(row), self._spec.activation
-        row = torch.tanh(row.float()).to(row.dtype) if kind == "tanh" else self._activate(row, kind)
-        logits = self._out(row if self._norm is None else self._norm(row), out_dtype=torch.float32)[0]
-        if raw or self._spec.score == "identity":
-            return logits
-        return torch.sigmoid(logits) if self._spec.score == "sigmoid" else torch.softmax(logits, -1)
-
-
 class Encoder:
     """The whole model; `load` gives it its weights. ``max_model_len``: of its longest text, in tokens."""
 
@@ -217,6 +155,11 @@ class Encoder:
         self._head = (
             None if head is None else ClassifierHead(head, self.encoder, hidden, build.under("head."))
         )
+        self._sparse = (
+            None
+            if self.encoder.vocabulary is None
+            else SparseHead(self.encoder, hidden, spec.vocab_size, build.under("vocabulary."))
+        )
         self._blocks = [
             EncoderBlock(self.encoder, index, hidden, build.under(f"layers.{index}."))
             for index in range(len(self.encoder.layers))
@@ -229,6 +172,8 @@ class Encoder:
             loaders |= prefixed(f"{name}.", norm.weight_loaders())
         if self._head is not None:
             loaders |= prefixed("head.", self._head.weight_loaders())
+        if self._sparse is not None:
+            loaders |= prefixed("vocabulary.", self._sparse.weight_loaders())
         for index, block in enumerate(self._blocks):
             loaders |= prefixed(f"layers.{index}.", block.weight_loaders())
         return loaders
@@ -273,6 +218,11 @@ class Encoder:
         """``rows [num_tokens, hidden_size]`` of one text → a score per label, if ``raw`` its logit."""
         assert self._head is not None, "this model is no classifier"
         return tuple(self._head(rows, raw=raw).tolist())
+
+    def sparse(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``rows [num_tokens, hidden_size]`` of one text → ids of tokens in order, and the weights above 0."""
+        assert self._sparse is not None, "this model has no sparse vectors"
+        return self._sparse(rows)
 
     @cached_property
     def _relative(self) -> Tensor | None:

@@ -3,6 +3,7 @@
     modules.json                        the parts, in order: the model, a pooling, linears, a normalization
     1_Pooling/config.json               which rows the vector is made of
     2_Dense/config.json                 a linear after the pooling, with its weights beside it
+    1_SpladePooling/config.json         a weight per token of the vocabulary instead of a vector
     1_LogitScore/config.json            the tokens by which a decoder ranks
     sentence_bert_config.json           the longest text
     config_sentence_transformers.json   prompts by name
@@ -18,8 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.encoder_spec import EncoderSpec
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.families.shape import Fields
+from quire.families.vocabulary_heads import with_vocabulary
 from quire.modelspec import ModelSpec
 from quire.pooling import PoolingMode, SentenceSpec
 
@@ -50,7 +53,7 @@ class DenseSpec:
     activation: Literal["identity", "tanh", "gelu", "relu"]
 
 
-_SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
+_SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore", "MLMTransformer", "SpladePooling")
 
 
 def with_sentence(folder: Path, spec: ModelSpec) -> ModelSpec:
@@ -64,6 +67,9 @@ def with_sentence(folder: Path, spec: ModelSpec) -> ModelSpec:
         return replace(spec, sentence=_of_decoder(folder, read_sentence(folder)))
     head = spec.encoder.head
     sentence = read_sentence(folder) if head is None else SentenceSpec("cls", labels=head.labels)
+    if sentence.sparse:
+        encoder = _with_vocabulary(folder, spec, spec.encoder)
+        return replace(spec, encoder=encoder, sentence=sentence)
     if sentence.yes_no is not None:
         raise UnsupportedModelError(f"{folder / 'modules.json'}: LogitScore is for decoders.")
     return replace(spec, sentence=sentence)
@@ -71,6 +77,8 @@ def with_sentence(folder: Path, spec: ModelSpec) -> ModelSpec:
 
 def _of_decoder(folder: Path, sentence: SentenceSpec) -> SentenceSpec:
     """Return what a decoder's files say, which Quire runs in part."""
+    if sentence.sparse:
+        raise UnsupportedModelError(f"{folder / 'modules.json'}: SpladePooling is for encoders.")
     if sentence.pooling not in ("last", "mean"):
         raise UnsupportedModelError(
             f"{folder}: pooling {sentence.pooling!r} is not supported with a decoder, but 'last' and 'mean'."
@@ -94,6 +102,11 @@ def read_sentence(folder: Path) -> SentenceSpec:
             )
     if kinds == ["Transformer", "LogitScore"]:
         return replace(SentenceSpec("last", yes_no=_yes_no(folder, modules[1][1])), **_prompts(folder))
+    longest = _fields(folder / modules[0][1].values.get("path", "") / "sentence_bert_config.json")
+    longest.refuse("do_lower_case", unless=(False,), why="texts are tokenized as they are sent")
+    max_tokens = longest.optional_integer("max_seq_length", minimum=1)
+    if kinds in (["Transformer", "SpladePooling"], ["MLMTransformer", "SpladePooling"]):
+        return SentenceSpec("max", False, max_tokens, sparse=True, **_prompts(folder))
     normalizes = kinds[-1] == "Normalize"
     between = kinds[2:-1] if normalizes else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(between) - {"Dense"}:
@@ -101,16 +114,26 @@ def read_sentence(folder: Path) -> SentenceSpec:
             f"{path}: {', '.join(kinds)}: a model, a pooling, Dense and maybe a Normalize at the end are supported."
         )
     pooling = _fields(folder / modules[1][1].text("path") / "config.json")
-    longest = _fields(folder / modules[0][1].values.get("path", "") / "sentence_bert_config.json")
-    longest.refuse("do_lower_case", unless=(False,), why="texts are tokenized as they are sent")
     prompts = _prompts(folder)
     if any(text for _, text in prompts["prompts"]):
         pooling.refuse(
             "include_prompt", unless=(True,), why="the rows of a prompt are pooled with the others"
         )
     dense_of(folder)
-    max_tokens = longest.optional_integer("max_seq_length", minimum=1)
     return SentenceSpec(_mode(pooling), normalizes, max_tokens, **prompts)
+
+
+def _with_vocabulary(folder: Path, spec: ModelSpec, encoder: EncoderSpec) -> EncoderSpec:
+    """Return ``encoder`` with the head of masked tokens of which SpladePooling makes weights."""
+    pooling = _fields(folder / _modules(folder)[1][1].text("path") / "config.json")
+    pooling.refuse(
+        "pooling_strategy", unless=("max", "sum"), why="the weights of rows are made one in these ways"
+    )
+    pooling.refuse("activation_function", unless=("relu", "log1p_relu"), why="these activations are computed")
+    over_rows: Literal["max", "sum"] = "sum" if pooling.text("pooling_strategy", "max") == "sum" else "max"
+    log_twice = pooling.text("activation_function", "relu") == "log1p_relu"
+    config = _fields(folder / "config.json")
+    return with_vocabulary(config, spec.family, encoder, over_rows, log_twice=log_twice)
 
 
 def _modules(folder: Path) -> list[tuple[str, Fields]]:

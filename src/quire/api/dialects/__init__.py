@@ -69,7 +69,12 @@ OLLAMA = Dialect(
     ),
     stage=f"{_HERE}.ollama.loads:ModelLoads",
 )
-_OF_TEI = {"/embed": "tei_embed", "/embed_all": "token_rows", "/predict": "predict"}
+_OF_TEI = {
+    "/embed": "tei_embed",
+    "/embed_all": "token_rows",
+    "/embed_sparse": "sparse",
+    "/predict": "predict",
+}
 _OF_TEI |= {"/similarity": "similarity", "/classify": "classify", "/v2/embed": "cohere_embed"}
 TEI = Dialect("tei", read={path: Late(f"{_HERE}.tei.endpoints:{name}_job") for path, name in _OF_TEI.items()})
 # Routes are tried in this order: the busy ones come first.

@@ -31,11 +31,9 @@ from quire.api.job import Answer, Head, Job, Usage, new_head
 from quire.api.state import ApiState
 from quire.engine.output import OutputChunk
 from quire.engine.pooling import NOTHING_SAMPLED, ScoringPrompt
-from quire.engine.sentences import cut, label_prompts, prompt_before
-from quire.errors import RequestError
+from quire.engine.sentences import cut, label_prompts, prompt_before, rows_of, sparse_weights
 from quire.http.call import Call
 from quire.http.wire import Boolean, Integer, Text, Wire, not_allowed, parse
-from quire.request import Pooling
 
 Inputs = Annotated[Any, Field(description="a string, a list of token ids, or a list of either")]
 # Cohere's kinds of inputs, and the prompts of sentence-transformers that mean the same.
@@ -53,7 +51,7 @@ class TeiEmbedRequest(PoolingFields):
 
 
 class TokenRowsRequest(PoolingFields):
-    """Body of ``/embed_all``."""
+    """Body of ``/embed_all`` and ``/embed_sparse``."""
 
     inputs: Annotated[str | list[str], Field(description="a string or a list of strings")]
     truncate: Boolean = False
@@ -141,13 +139,39 @@ async def token_rows_job(state: ApiState, call: Call, body: Any, ignored: list[s
     Raises:
         RequestError: names the field, the value and what is allowed.
     """
+    return await _rows_job(state, call, body, ignored, "tokens", RowsAnswer)
+
+
+async def sparse_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
+    """Check the body of ``/embed_sparse``: a weight per token of the vocabulary for each text.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+
+    def answer(head: Head) -> Answer:
+        return BareAnswer(head, _sparse_vectors)
+
+    return await _rows_job(state, call, body, ignored, "sparse", answer)
+
+
+def _sparse_vectors(chunks: Sequence[OutputChunk], usage: Usage) -> list[list[dict[str, float]]]:
+    return [
+        [{"index": token_id, "value": weight} for token_id, weight in sparse_weights(chunk.pooled or ())]
+        for chunk in chunks
+    ]
+
+
+async def _rows_job(
+    state: ApiState,
+    call: Call,
+    body: Any,
+    ignored: list[str] | None,
+    kind: Literal["tokens", "sparse"],
+    answer: Callable[[Head], Answer],
+) -> Job:
     request = parse(TokenRowsRequest, body, ignored=ignored)
-    if state.model.writes_text or state.model.sentence is None or state.model.sentence.labels:
-        raise RequestError(
-            f"model {state.model.names[0]!r} gives no rows of tokens: load an encoder of vectors.",
-            param="model",
-            code="unsupported_model",
-        )
+    pooling = rows_of(state.model, kind)
     texts = [request.inputs] if isinstance(request.inputs, str) else request.inputs
     check_count("inputs", len(texts))
     check_texts("inputs", texts)
@@ -156,9 +180,9 @@ async def token_rows_job(state: ApiState, call: Call, body: Any, ignored: list[s
     for text in texts:
         ids = await state.frontend.prompts.tokenize(lead + text)
         ids = cut(ids, limit, state.frontend.tokenizer) if request.truncate else ids
-        prompts.append(ScoringPrompt(list(ids), NOTHING_SAMPLED, Pooling("tokens"), 0))
+        prompts.append(ScoringPrompt(list(ids), NOTHING_SAMPLED, pooling, 0))
     head = new_head(state, call, "embd-", request.model)
-    return prompts_job(state, call, request, prompts, "inputs", RowsAnswer(head))
+    return prompts_job(state, call, request, prompts, "inputs", answer(head))
 
 
 class RowsAnswer(Answer):
