@@ -1,9 +1,9 @@
 """`Descriptions`: the GET endpoints that describe models, as a replica that serves the model answers them.
 
 The list of models is made of the cards that polls have brought, under the names that clients may send. The documents
-(``/props``, ``/tokenizer_info``, ``/openapi.json``, ``/docs``) are asked of a ready replica of Quire at each request.
-Another server's are not relayed: what they say of other requests is not known. What a replica says of running requests
-(``/slots``, ``/engine/live``) has no route here.
+(``/props``, ``/tokenizer_info``, ``/info``, ``/openapi.json``, ``/docs``) are asked of a ready replica of Quire at each
+request. Another server's are not relayed: what they say of other requests is not known. What a replica says of running
+requests (``/slots``, ``/engine/live``) has no route here.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Descriptions:
             "/v1/models/{model_id:path}": self.model,
             "/props": self.document,
             "/tokenizer_info": self.document,
+            "/info": self.document,
             "/openapi.json": self.description,
             "/docs": self.docs,
         }

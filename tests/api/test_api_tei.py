@@ -24,6 +24,15 @@ def encoder(max_model_len: int = 64, **more: Any) -> Api:
     return Api(frontend)
 
 
+def tei_error(response: Any, status: int) -> dict[str, Any]:
+    """The error in TEI's form."""
+    assert response.status_code == status, response.text
+    error = response.json()
+    assert set(error) == {"error", "error_type", "param"}
+    assert error["error_type"] == ("Validation" if status < 500 else "Backend")
+    return dict(error)
+
+
 def unit(values: Any) -> list[float]:
     return list(np.array(values) / math.sqrt(sum(x * x for x in values)))
 
@@ -44,7 +53,7 @@ def test_vectors_in_the_form_of_tei() -> None:
         ({"inputs": "a", "dimensions": 9}, "dimensions"),
         ({"inputs": "a", "prompt_name": "p"}, "prompt_name"),
     ):
-        assert error_of(api.post("/embed", body), 400)["param"] == param
+        assert tei_error(api.post("/embed", body), 400)["param"] == param
 
 
 def test_a_row_per_token() -> None:
@@ -54,7 +63,7 @@ def test_a_row_per_token() -> None:
         ids = [256, *text]
         assert np.array(found).flatten().tolist() == list(api.frontend.pooled(ids, Pooling("tokens")))
         assert len(found) == len(ids)
-    assert error_of(Api().post("/embed_all", {"inputs": "abc"}), 400)["param"] == "model"
+    assert tei_error(Api().post("/embed_all", {"inputs": "abc"}), 400)["param"] == "model"
 
 
 def test_sparse_vectors_in_the_form_of_tei() -> None:
@@ -64,13 +73,11 @@ def test_sparse_vectors_in_the_form_of_tei() -> None:
         ids = [256, *text]
         assert weights == [{"index": i, "value": token_id / 4} for i, token_id in enumerate(ids)]
     assert api.post("/embed_sparse", {"inputs": "x" * 80, "truncate": True}).status_code == 200
-    assert error_of(api.post("/embed_sparse", {"inputs": "x" * 80}), 400)["param"] == "inputs"
-    for path, body in (("/v1/embeddings", {"input": "a"}), ("/embed", {"inputs": "a"})):
-        assert "ask it for those (/embed_sparse)" in error_of(api.post(path, body), 400)["message"]
-    assert (
-        "gives no sparse vectors"
-        in error_of(encoder().post("/embed_sparse", {"inputs": "a"}), 400)["message"]
-    )
+    assert tei_error(api.post("/embed_sparse", {"inputs": "x" * 80}), 400)["param"] == "inputs"
+    refused = error_of(api.post("/v1/embeddings", {"input": "a"}), 400)["message"]
+    assert "ask it for those (/embed_sparse)" in refused
+    assert tei_error(api.post("/embed", {"inputs": "a"}), 400)["error"] == refused
+    assert "no sparse vectors" in tei_error(encoder().post("/embed_sparse", {"inputs": "a"}), 400)["error"]
 
 
 def test_similarities() -> None:
@@ -78,7 +85,7 @@ def test_similarities() -> None:
     body = {"inputs": {"source_sentence": "abc", "sentences": ["de", "abc"]}}
     vectors = [unit(api.frontend.pooled(text, Pooling("mean"))) for text in (b"abc", b"de")]
     assert api.post("/similarity", body).json() == pytest.approx([np.dot(*vectors), 1.0])
-    error = error_of(api.post("/similarity", {"inputs": {"source_sentence": "abc", "sentences": []}}), 400)
+    error = tei_error(api.post("/similarity", {"inputs": {"source_sentence": "abc", "sentences": []}}), 400)
     assert error["param"] == "inputs.sentences"
 
 
@@ -147,11 +154,44 @@ def test_labels_of_texts_and_pairs() -> None:
     for path, body, param in (
         ("/predict", {"inputs": [["a", "b", "c"]]}, "inputs"),
         ("/predict", {"inputs": 5}, "inputs"),
-        ("/classify", {"input": []}, "input"),
     ):
-        assert error_of(api.post(path, body), 400)["param"] == param
-    for path, body in (("/predict", {"inputs": "a"}), ("/classify", {"input": "a"})):
-        assert "no classifier" in error_of(encoder().post(path, body), 400)["message"]
+        assert tei_error(api.post(path, body), 400)["param"] == param
+    assert error_of(api.post("/classify", {"input": []}), 400)["param"] == "input"
+    assert "no classifier" in tei_error(encoder().post("/predict", {"inputs": "a"}), 400)["error"]
+    assert "no classifier" in error_of(encoder().post("/classify", {"input": "a"}), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        ({}, {"embedding": {"pooling": "mean"}}),
+        ({"sparse": True}, {"embedding": {"pooling": "splade"}}),
+        ({"labels": ("yes",)}, {"reranker": {"id2label": {"0": "yes"}, "label2id": {"yes": 0}}}),
+        (
+            {"labels": ("a", "b")},
+            {"classifier": {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}},
+        ),
+    ],
+)
+def test_the_model_in_the_form_of_tei(more: dict[str, Any], kind: dict[str, Any]) -> None:
+    info = encoder(**more).call("GET", "/info").json()
+    assert info["model_type"] == kind
+    assert (info["model_id"], info["max_input_length"], info["max_client_batch_size"]) == ("tiny", 64, 2048)
+
+
+def test_the_type_of_an_input_chooses_its_prompt() -> None:
+    api = encoder()
+
+    def vector(**more: Any) -> Any:
+        return api.post("/v1/embeddings", {"input": "de", **more}).json()["data"][0]["embedding"]
+
+    assert vector(input_type="query") == vector(input_type="search_query") == vector(prompt_name="query")
+    assert vector(input_type="passage") == vector(prompt_name="document") != vector(input_type="query")
+    assert vector(input_type="clustering") == vector()
+    error = error_of(
+        api.post("/v1/embeddings", {"input": "a", "input_type": "query", "prompt_name": "query"}), 400
+    )
+    assert error["param"] == "input_type"
 
 
 def test_vectors_in_the_form_of_cohere() -> None:

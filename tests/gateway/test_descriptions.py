@@ -130,7 +130,7 @@ def test_cards_outlive_readiness_and_follow_the_split() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/props", "/tokenizer_info", "/props?model=tiny", "/props?model=tiny:latest"]
+    "path", ["/props", "/tokenizer_info", "/info", "/props?model=tiny", "/props?model=tiny:latest"]
 )
 def test_documents_are_the_replicas(path: str) -> None:
     async def main() -> None:

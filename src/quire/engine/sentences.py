@@ -13,6 +13,14 @@ from quire.request import Pooling
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
+# ``input_type`` of a request → names of prompts that mean it, the best one first.
+PROMPTS_OF_TYPE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("query", "search_query"), ("query", "search_query")),
+    **dict.fromkeys(("document", "passage", "search_document"), ("document", "passage", "search_document")),
+    "classification": ("classification",),
+    "clustering": ("clustering",),
+}
+
 
 class SilentPrompts(Prompts):
     """The prompts of an encoder, which answers no conversation."""
@@ -81,6 +89,14 @@ def vectors_of(model: ModelInfo, wanted: str | None) -> tuple[Pooling, str, bool
     """Return how texts are pooled, what is put before each, and whether their vectors are scaled to length one."""
     scales = model.sentence is None or model.sentence.normalize
     return pooling_of(model, wanted), prompt_before(model, None), scales
+
+
+def prompt_of_type(model: ModelInfo, input_type: str | None) -> str | None:
+    """Return the model's prompt for an ``input_type`` of Cohere's, Voyage's or NVIDIA's clients; None: it has none."""
+    if input_type is None or model.sentence is None:
+        return None
+    known = {name.lower(): name for name, _ in model.sentence.prompts}
+    return next((known[name] for name in PROMPTS_OF_TYPE[input_type] if name in known), None)
 
 
 def rows_of(model: ModelInfo, kind: Literal["tokens", "sparse"]) -> Pooling:

@@ -1,5 +1,5 @@
 """Exceptions as answers in OpenAI's error form, ``{"error": {"message", "type", "param", "code"}}``, or in that of
-Anthropic or Ollama."""
+Anthropic, Ollama or Text Embeddings Inference."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _TYPES = {
 }
 ANTHROPIC_ROOT = "/v1/messages"
 OLLAMA_ROOT = "/api/"
+TEI_PATHS = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity")
 LATEST = ":latest"  # Ollama's tag of a name without one
 PLACEHOLDERS = ("tgi", "dummy")  # sent by huggingface_hub for whatever model is at an address
 # Ollama's clients ask for a least version before they use tools, thinking or logprobs. It is that of the API here.
@@ -61,12 +62,22 @@ class Refusal:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
+    @property
+    def _tei_type(self) -> str:
+        if self.status in (429, 503):
+            return "Overloaded"
+        return "Validation" if self.status < 500 else "Backend"
+
     def body(self, path: str = "") -> bytes:
         """Return the answer's body.
 
         Under Anthropic's path it is ``{"type": "error", "error": {type, message}}``, under Ollama's
-        ``{"error": message}``.
+        ``{"error": message}``, under those of Text Embeddings Inference ``{"error": message, "error_type", "param"}``.
         """
+        if path in TEI_PATHS:
+            return msgspec.json.encode(
+                {"error": self.message, "error_type": self._tei_type, "param": self.param}
+            )
         if path.startswith(OLLAMA_ROOT):
             return msgspec.json.encode({"error": self.message})
         if path == ANTHROPIC_ROOT or path.startswith(ANTHROPIC_ROOT + "/"):

@@ -76,6 +76,10 @@ _OF_TEI = {
     "/predict": "predict",
 }
 _OF_TEI |= {"/similarity": "similarity", "/classify": "classify", "/v2/embed": "cohere_embed"}
-TEI = Dialect("tei", read={path: Late(f"{_HERE}.tei.endpoints:{name}_job") for path, name in _OF_TEI.items()})
+TEI = Dialect(
+    "tei",
+    read={path: Late(f"{_HERE}.tei.endpoints:{name}_job") for path, name in _OF_TEI.items()},
+    handled=(Handled("/info", f"{_HERE}.tei.info:Info.show"),),
+)
 # Routes are tried in this order: the busy ones come first.
 DIALECTS = (OPENAI, ANTHROPIC, RESPONSES, NATIVE, OLLAMA, TEI)

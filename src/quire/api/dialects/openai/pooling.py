@@ -25,7 +25,7 @@ from quire.engine.pooling import (
     pooled_score,
 )
 from quire.engine.prompts import too_long
-from quire.engine.sentences import cut, pair_prompts, pooling_of, prompt_before
+from quire.engine.sentences import cut, pair_prompts, pooling_of, prompt_before, prompt_of_type
 from quire.errors import RequestError
 from quire.http.call import Call
 from quire.http.wire import Boolean, Integer, Text, User, Wire, not_allowed, parse
@@ -39,6 +39,11 @@ Pair = tuple[str, str]  # query, document
 Written = Callable[[Sequence[float]], Any]
 # Chunks and the usage, which counts what was cut → a vector per chunk, as the request wants it.
 VectorsOf = Callable[[Sequence[OutputChunk], Usage], list[list[float] | str]]
+
+
+InputType = Literal[
+    "query", "document", "passage", "search_query", "search_document", "classification", "clustering"
+]
 
 
 class PoolingFields(RequestFields):
@@ -59,6 +64,7 @@ class EmbeddingRequest(PoolingFields):
     truncate_prompt_tokens: Integer | None = None
     add_special_tokens: Boolean = True
     prompt_name: Text | None = None
+    input_type: InputType | None = None
 
 
 async def embeddings_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
@@ -89,7 +95,12 @@ async def vectors_job(
     prompts = await parse_prompts(state, request.input, param, add_special_tokens=special)
     check_count(param, len(prompts))
     _check_at_least_1("dimensions", request.dimensions)
-    lead, sentence = prompt_before(state.model, request.prompt_name), state.model.sentence
+    if request.prompt_name is not None and request.input_type is not None:
+        raise RequestError(
+            "input_type and prompt_name both choose the prompt: send one of them.", param="input_type"
+        )
+    prompt_name = request.prompt_name or prompt_of_type(state.model, request.input_type)
+    lead, sentence = prompt_before(state.model, prompt_name), state.model.sentence
     prompts = [lead + prompt if isinstance(prompt, str) else prompt for prompt in prompts]
     num_cut = 0
     if request.truncate:

@@ -36,8 +36,6 @@ from quire.http.call import Call
 from quire.http.wire import Boolean, Integer, Text, Wire, not_allowed, parse
 
 Inputs = Annotated[Any, Field(description="a string, a list of token ids, or a list of either")]
-# Cohere's kinds of inputs, and the prompts of sentence-transformers that mean the same.
-_PROMPTS = {"search_query": "query", "search_document": "document"}
 
 
 class TeiEmbedRequest(PoolingFields):
@@ -347,11 +345,9 @@ async def cohere_embed_job(state: ApiState, call: Call, body: Any, ignored: list
     request = parse(CohereEmbedRequest, body, ignored=ignored)
     if request.input_type == "image":
         raise not_allowed("input_type", request.input_type, "a kind of texts, since vectors are of texts")
-    known = dict(state.model.sentence.prompts) if state.model.sentence else {}
-    prompt_name = _PROMPTS.get(request.input_type or "")
     kinds = request.embedding_types or ["float"]
     wanted = EmbeddingRequest(
-        input=request.texts, prompt_name=prompt_name if prompt_name in known else None,
+        input=request.texts, input_type=request.input_type,
         truncate=request.truncate == "END", dimensions=request.output_dimension, model=request.model,
         priority=request.priority, cache_salt=request.cache_salt, request_id=request.request_id, user=request.user,
         encoding_format="base64" if kinds == ["base64"] else "float",
