@@ -51,3 +51,5 @@ class SentenceSpec:
     labels: tuple[str, ...] = ()
     yes_no: tuple[int, int] | None = None  # ids of both words, of a decoder that ranks
     sparse: bool = False  # a weight per token of the vocabulary in place of a vector
+    # A decoder's labels: from logits to scores. Of an encoder `HeadSpec` says it.
+    score: Literal["sigmoid", "identity", "softmax"] = "sigmoid"

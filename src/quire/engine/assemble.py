@@ -91,16 +91,17 @@ def load_text(
     with reading(chat_template or config.model.tokenizer):
         template = ChatTemplate.of(tokenizer, local_time, given)
     defaults = {key: value for key, value in asdict(checkpoint.generation).items() if value is not None}
+    spec, sentence = config.model.spec, config.model.spec.sentence
     model = ModelInfo(
         names=names or (args.model,),
         max_model_len=config.model.max_model_len,
-        vocab_size=config.model.spec.vocab_size,
+        vocab_size=spec.vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*checkpoint.spec.eos_token_ids, *tokenizer.eos_token_ids))),
         generation_defaults=defaults,
         determinism=config.determinism,
-        sentence=config.model.spec.sentence,
-        writes_text=config.model.spec.encoder is None,
-        vision=config.model.spec.vision,
+        sentence=sentence,
+        writes_text=spec.encoder is None and not (sentence is not None and sentence.labels),
+        vision=spec.vision,
     )
     return TextSide(tokenizer, template, model, AdapterRegistry.of(config, model.names))
 

@@ -50,6 +50,11 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
         from quire.engine import kv_tier
 
         chosen, mover = kv_tier.connected(chosen, config, clock)
+    sentence = config.model.spec.sentence
+    if sentence is not None and sentence.labels and config.model.spec.encoder is None:
+        from quire.executor.classifier import ClassifyingExecutor
+
+        chosen = ClassifyingExecutor(chosen, config.model)
     if config.recorder is not None:
         from quire.executor.recorder import Recorder, RecordingExecutor
 

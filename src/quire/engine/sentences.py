@@ -36,15 +36,13 @@ class SilentPrompts(Prompts):
 
 def writes_no_text(model: ModelInfo) -> RequestError:
     """Return the error of a request that wants text of an encoder."""
+    what, instead = "an encoder", "vectors (/v1/embeddings)"
+    if model.sentence is not None and model.sentence.labels:
+        what, instead = "a classifier", "scores (/v1/rerank)"
+    elif model.sentence is not None and model.sentence.sparse:
+        instead = "sparse vectors (/embed_sparse)"
     return RequestError(
-        f"model {model.names[0]!r} is an encoder, which writes no text: ask it for "
-        + (
-            "scores (/v1/rerank)."
-            if model.sentence and model.sentence.labels
-            else "sparse vectors (/embed_sparse)."
-            if model.sentence and model.sentence.sparse
-            else "vectors (/v1/embeddings)."
-        ),
+        f"model {model.names[0]!r} is {what}, which writes no text: ask it for {instead}.",
         param="model",
         code="unsupported_model",
     )

@@ -106,14 +106,19 @@ def with_labels(f: Fields, spec: ModelSpec, family: str, **more: Any) -> ModelSp
     ``more``: further fields of `HeadSpec`.
     """
     assert spec.encoder is not None
-    names = f.nested("id2label")
-    count = f.integer("num_labels", 2 if names is None else len(names.values))
-    labels = tuple(f"LABEL_{i}" if names is None else names.text(str(i)) for i in range(count))
-    head = HeadSpec(labels, _score_of(f, count), **more)
+    labels = labels_of(f)
+    head = HeadSpec(labels, score_of(f, len(labels)), **more)
     return replace(spec, family=family, encoder=replace(spec.encoder, head=head))
 
 
-def _score_of(f: Fields, num_labels: int) -> Literal["sigmoid", "identity", "softmax"]:
+def labels_of(f: Fields) -> tuple[str, ...]:
+    """Return the names in ``id2label``, or as many as ``num_labels`` says."""
+    names = f.nested("id2label")
+    count = f.integer("num_labels", 2 if names is None else len(names.values))
+    return tuple(f"LABEL_{i}" if names is None else names.text(str(i)) for i in range(count))
+
+
+def score_of(f: Fields, num_labels: int) -> Literal["sigmoid", "identity", "softmax"]:
     """Return what makes scores of logits: as in the file, else a softmax over labels of which one applies.
 
     One label, or labels that apply each by itself (``problem_type``): sigmoids, as sentence-transformers does it.

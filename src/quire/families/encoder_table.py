@@ -40,9 +40,18 @@ _OTHER_NAMES = {
     "NomicBertForMaskedLM": "nomic_bert",
     "EuroBertForMaskedLM": "eurobert",
 }
+# Decoders with a classifier of the last row in place of an output matrix, and their families.
+DECODER_CLASSIFIERS = {
+    f"{name}ForSequenceClassification": family
+    for name, family in (
+        ("Llama", "llama"), ("Mistral", "mistral"), ("Qwen2", "qwen2"), ("Qwen3", "qwen3"), ("Gemma2", "gemma2"),
+    )
+}  # fmt: skip
 # model_type in config.json → family, where they differ.
 _MODEL_TYPES = {"xlm-roberta": "xlm_roberta", "roberta": "xlm_roberta", "camembert": "xlm_roberta"}
-BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in ENCODERS.items()} | _OTHER_NAMES
+BY_ARCHITECTURE = (
+    {architecture: name for name, (architecture, _) in ENCODERS.items()} | _OTHER_NAMES | DECODER_CLASSIFIERS
+)
 
 
 def named(f: Fields, by_type: str | None) -> tuple[str | None, str | None]:

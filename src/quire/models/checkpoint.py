@@ -105,7 +105,9 @@ def _describe_folder(path: Path, load_format: str) -> Checkpoint:
         raise ModelLoadError(f"{path} has no config.json: it is no model folder; download the whole model.")
     config = read_json(config_path)
     spec = spec_from_config(config, str(config_path))
-    if spec.encoder is not None or (path / "modules.json").is_file():
+    names = config.get("architectures") or [""]
+    classifies = isinstance(names[0], str) and names[0].endswith("ForSequenceClassification")
+    if spec.encoder is not None or classifies or (path / "modules.json").is_file():
         spec = import_module("quire.models.sentence_transformers").with_sentence(path, spec)
     seen: tuple[str, ...] = ()  # how the names of the encoder's tensors begin
     if spec.vision is not None:

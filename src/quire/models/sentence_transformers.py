@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 from quire.encoder_spec import EncoderSpec
 from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.families.bert import labels_of, score_of
+from quire.families.encoder_table import DECODER_CLASSIFIERS
 from quire.families.shape import Fields
 from quire.families.vocabulary_heads import with_vocabulary
 from quire.modelspec import ModelSpec
@@ -64,6 +66,12 @@ def with_sentence(folder: Path, spec: ModelSpec) -> ModelSpec:
         UnsupportedModelError: a part that Quire does not run.
     """
     if spec.encoder is None:
+        config = _fields(folder / "config.json")
+        if classifies(config.values):
+            labels = labels_of(config)
+            return replace(
+                spec, sentence=SentenceSpec("last", labels=labels, score=score_of(config, len(labels)))
+            )
         return replace(spec, sentence=_of_decoder(folder, read_sentence(folder)))
     head = spec.encoder.head
     sentence = read_sentence(folder) if head is None else SentenceSpec("cls", labels=head.labels)
@@ -73,6 +81,12 @@ def with_sentence(folder: Path, spec: ModelSpec) -> ModelSpec:
     if sentence.yes_no is not None:
         raise UnsupportedModelError(f"{folder / 'modules.json'}: LogitScore is for decoders.")
     return replace(spec, sentence=sentence)
+
+
+def classifies(config: Mapping[str, Any]) -> bool:
+    """Whether ``config`` is of a decoder with a classifier in place of its output matrix."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(name in DECODER_CLASSIFIERS for name in names)
 
 
 def _of_decoder(folder: Path, sentence: SentenceSpec) -> SentenceSpec:
