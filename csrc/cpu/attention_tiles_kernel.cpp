@@ -3,7 +3,7 @@
 //   tile   16 positions: K [head_dim / 2][16][2], then V [8][v_head_dim][2]: pairs of the dim, pairs of positions
 //
 // Numbers of 8 and 4 bits are of rotated heads (kv_tile.h), so a query is rotated as it is taken, and the output as it
-// leaves. Those of 4 bits become bytes, tile by tile, before anything else.
+// leaves. Those of 4 bits become bytes or bf16, tile by tile, before anything else (kv_unpack.h).
 //
 // Algorithm: units of rows (see attention_plan.h) go through their steps of 64 positions in order: scores, an online
 // softmax in powers of two (Milakov and Gimelshein 2018), weights rounded to bf16, weighted values; each tile is read
@@ -26,6 +26,7 @@
 #if defined(QUIRE_HAVE_AMX)
 #include "cpu/attention_products_amx.h"
 #endif
+#include "cpu/kv_unpack.h"
 #include "cpu/lane_masks.h"
 #include "cpu/vec_math.h"
 
@@ -284,9 +285,10 @@ class TilesKernel {
       const void* tile = tile_at(a, unit.seq, unit.kv_head + head, base + t * kTile);
       if constexpr (kInt8) {
         take_scales(tile, scales[0] + t * kTile, scales[1] + t * kTile);
-        if (form.k_bits + form.v_bits < 16) tile = unpacked(head % 2, t, tile);
+        if (!tiles.bytes) tile = widened(head % 2, t, tile);
+        else if (has_nibbles()) tile = unpacked(head % 2, t, tile);
       }
-      tiles.tile[t] = kInt8 && !tiles.bytes ? widened(head % 2, t, tile) : tile;
+      tiles.tile[t] = tile;
     }
     return tiles;
   }
@@ -296,6 +298,8 @@ class TilesKernel {
     std::memcpy(k_scales, from + form.k_scales(), kTile * 4);
     std::memcpy(v_scales, from + form.v_scales(), kTile * 4);
   }
+
+  bool has_nibbles() const { return form.k_bits + form.v_bits < 16; }
 
   // Codes of tile t of the step in 8 bits, in one of two places.
   const int8_t* unpacked(int64_t place, int64_t t, const void* tile) {
@@ -312,15 +316,30 @@ class TilesKernel {
     return to;
   }
 
-  // Tile t of the step as bf16, which holds int8 exactly, in one of two places.
+  // Tile t of the step as bf16, which holds numbers of 8 bits exactly, in one of two places.
   const uint16_t* widened(int64_t place, int64_t t, const void* tile) {
-    const int64_t size = TileForm<int8_t>{a.head_dim, a.v_head_dim}.elements();
-    const auto* from = static_cast<const int8_t*>(tile);
+    const TileForm<int8_t> bytes{a.head_dim, a.v_head_dim};
     // The last vector of a tile may go beyond it: into the next tile, which follows, and from the scales.
-    const int64_t step = kStep / kTile * size + kWidened;
-    uint16_t* to = s.tiles.at_least(2 * step) + place * step + t * size;
-    for (int64_t i = 0; i < size; i += kWidened) widen(to + i, from + i);
+    const int64_t step = kStep / kTile * bytes.elements() + kWidened;
+    uint16_t* to = s.tiles.at_least(2 * step) + place * step + t * bytes.elements();
+    if (!has_nibbles()) {
+      widen_all(static_cast<const int8_t*>(tile), bytes.elements(), to);
+    } else if constexpr (kWidensCodes) {
+      const auto* codes = static_cast<const uint8_t*>(tile);
+      const auto* numbers = static_cast<const int8_t*>(tile);
+      if (form.k_bits == 4) widen_keys(codes, codes + form.k_groups(), a.head_dim, to);
+      else widen_all(numbers, bytes.k_elements(), to);
+      uint16_t* values = to + bytes.k_elements();
+      if (form.v_bits == 4) widen_values(codes + form.k_elements(), codes + form.v_groups(), a.v_head_dim, values);
+      else widen_all(numbers + form.k_elements(), bytes.elements() - bytes.k_elements(), values);
+    } else {
+      widen_all(unpacked(place, t, tile), bytes.elements(), to);
+    }
     return to;
+  }
+
+  static void widen_all(const int8_t* from, int64_t size, uint16_t* to) {
+    for (int64_t i = 0; i < size; i += kWidened) widen(to + i, from + i);
   }
 
   // Scores -> 2^(score - maximum) for up to kBlockRows rows. The maximum may be an earlier one of the row: while scores

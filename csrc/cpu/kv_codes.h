@@ -57,47 +57,4 @@ struct CodeGroup {
   }
 };
 
-// Codes of 4 bits -> 8 bits: K of a tile, [head_dim / 2][16] bytes of a pair of the dim each -> [head_dim / 2][16][2].
-// `groups`: [code_groups][2][16 positions], steps and lows.
-inline void unpack_keys(const uint8_t* codes, const uint8_t* groups, int64_t head_dim, int8_t* to) {
-  uint16_t steps[kTilePositions], lows[kTilePositions], words[kTilePositions];
-  for (int64_t pair = 0; pair < head_dim / 2; ++pair) {
-    if (pair % (kCodeGroup / 2) == 0) {
-      for (int64_t p = 0; p < kTilePositions; ++p) {
-        steps[p] = groups[p];
-        lows[p] = static_cast<uint16_t>(static_cast<int8_t>(groups[kTilePositions + p]));
-      }
-      groups += 2 * kTilePositions;
-    }
-    const uint8_t* from = codes + pair * kTilePositions;
-    for (int64_t p = 0; p < kTilePositions; ++p) {
-      const uint16_t even = static_cast<uint16_t>((from[p] & 15) * steps[p] + lows[p]);
-      const uint16_t odd = static_cast<uint16_t>((from[p] >> 4) * steps[p] + lows[p]);
-      words[p] = static_cast<uint16_t>((even & 0xff) | (odd << 8));
-    }
-    std::memcpy(to + pair * kTilePositions * 2, words, sizeof(words));
-  }
-}
-
-// V of a tile, [8][v_head_dim] bytes of a pair of positions each -> [8][v_head_dim][2].
-inline void unpack_values(const uint8_t* codes, const uint8_t* groups, int64_t v_head_dim, int8_t* to) {
-  for (int64_t pair = 0; pair < kTilePositions / 2; ++pair) {
-    for (int64_t begin = 0; begin < v_head_dim; begin += kCodeGroup) {
-      const uint8_t* group = groups + begin / kCodeGroup * 2 * kTilePositions + 2 * pair;
-      const uint16_t even_step = group[0], odd_step = group[1];
-      const uint16_t even_low = static_cast<uint16_t>(static_cast<int8_t>(group[kTilePositions]));
-      const uint16_t odd_low = static_cast<uint16_t>(static_cast<int8_t>(group[kTilePositions + 1]));
-      const int64_t size = std::min(kCodeGroup, v_head_dim - begin);
-      const uint8_t* from = codes + pair * v_head_dim + begin;
-      uint16_t words[kCodeGroup];
-      for (int64_t i = 0; i < size; ++i) {
-        const uint16_t even = static_cast<uint16_t>((from[i] & 15) * even_step + even_low);
-        const uint16_t odd = static_cast<uint16_t>((from[i] >> 4) * odd_step + odd_low);
-        words[i] = static_cast<uint16_t>((even & 0xff) | (odd << 8));
-      }
-      std::memcpy(to + (pair * v_head_dim + begin) * 2, words, static_cast<size_t>(size) * 2);
-    }
-  }
-}
-
 }  // namespace quire::cpu::QUIRE_ISA

@@ -13,7 +13,8 @@ from tests.kernels.checks import DTYPES, assert_close, assert_same_bits, each, g
 from quire.kernels import registry
 from quire.kernels.attention import attention
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
-from quire.kernels.kv_blocks import KvView, Layout
+from quire.kernels.kv_blocks import TILE, KvView, Layout
+from quire.kernels.kv_codes import KvCodes
 from quire.kernels.registry import Backend
 from quire.kernels.rotation import rotate_heads
 
@@ -226,6 +227,55 @@ def test_wide_heads_of_an_int8_cache(backend: Backend) -> None:
     made.kv.codes.factors.fill_(1.0)
     made = dataclasses.replace(made, q=(ones * 64).expand(made.q.shape).bfloat16())
     assert_close("attention", run(made, backend), oracle(made))
+
+
+def of_4_bits(codes: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """``codes [..., n]`` of two numbers each, ``groups [..., 2 (step, low), 2 (number), n]`` → ``[..., n, 2]``."""
+    both = torch.stack((codes & 15, codes >> 4 & 15), dim=-2)
+    return (both * groups[..., 0, :, :] + groups[..., 1, :, :]).transpose(-1, -2)
+
+
+def in_8_bits(kv: KvView) -> KvView:
+    """The same numbers in tiles of 8 bits."""
+    assert kv.codes is not None
+    dims, bits = (kv.head_dim, kv.v_head_dim), (kv.codes.k_bits, kv.codes.v_bits)
+    sizes = [TILE * dim * size // 8 for dim, size in zip(dims, bits, strict=True)]
+    num_groups = [-(-dim // 32) * (size == 4) for dim, size in zip(dims, bits, strict=True)]
+    tiles = torch.unflatten(kv.pieces, -1, (kv.block_size // TILE, -1)).int()
+    k, v, scales, k_groups, v_groups = tiles.split(
+        [*sizes, 8 * TILE, *(2 * TILE * n for n in num_groups)], -1
+    )
+    if bits[0] == 4:  # [groups, 2, positions] → [pairs of the dim, 2, 2, positions]
+        groups = torch.unflatten(k_groups, -1, (-1, 2, 1, TILE)).expand(-1, -1, -1, -1, -1, 2, -1)
+        groups = groups.repeat_interleave(16, dim=3)[:, :, :, : dims[0] // 2]
+        k = of_4_bits(torch.unflatten(k, -1, (-1, TILE)), groups).flatten(3)
+    if bits[1] == 4:  # [groups, 2, positions] → [pairs of positions, 2, 2, dim]
+        groups = torch.unflatten(v_groups, -1, (-1, 2, TILE // 2, 2)).permute(0, 1, 2, 5, 4, 6, 3)
+        groups = groups.repeat_interleave(32, dim=-1)[..., : dims[1]]
+        v = of_4_bits(torch.unflatten(v, -1, (TILE // 2, -1)), groups).flatten(3)
+    pieces = torch.cat((k, v, scales), dim=-1).to(torch.int8).flatten(2)
+    return dataclasses.replace(kv, pieces=pieces, codes=KvCodes(8, 8, kv.codes.factors))
+
+
+@each("backend", registry.backends("attention"))
+def test_4_bits_attend_as_the_same_numbers_in_8(backend: Backend) -> None:
+    """Each level unpacks codes in its own way, for few and for many rows; heads may end within a group."""
+    for bits in ((4, 4), (8, 4)):
+        for head_dim, v_head_dim in ((64, 64), (80, 48), (36, 24), (34, 10)):
+            case = cases.AttentionCase(
+                "codes",
+                ((1, 75), (20, 90), (3, 7)),
+                6,
+                2,
+                head_dim,
+                v_head_dim,
+                32,
+                layout="tiles",
+                bits=bits,
+            )
+            made = cases.attention_inputs(case, torch.bfloat16, generator())
+            expected = run(dataclasses.replace(made, kv=in_8_bits(made.kv)), backend)
+            assert_same_bits(run(made, backend), expected, f"{bits}, heads of {head_dim} and {v_head_dim}")
 
 
 @each("backend", registry.backends("attention"))

@@ -60,10 +60,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "steps-of-the-first-codes",
         "all codes of 4 bits of a key have the step and the low of the first 32",
-        "csrc/cpu/kv_codes.h",
-        "      groups += 2 * kTilePositions;\n",
-        "",
+        "csrc/cpu/kv_unpack.h",
+        "to + begin * kTilePositions);\n    groups += 2 * kTilePositions;\n",
+        "to + begin * kTilePositions);\n",
         ("tests/kernels/test_attention.py::test_against_fp64",),
+    ),
+    Mutant(
+        "odd-positions-have-even-lows",
+        "V in 4 bits of an odd position has the low of the even one before it, where two codes are unpacked at once",
+        "csrc/cpu/kv_unpack.h",
+        "lows[2 * pair], lows[2 * pair + 1]}",
+        "lows[2 * pair], lows[2 * pair]}",
+        ("tests/kernels/test_attention.py::test_4_bits_attend_as_the_same_numbers_in_8",),
     ),
     Mutant(
         "low-half-lost",
