@@ -100,7 +100,11 @@ def main() -> None:
     rounded.measure("int4-g16", lambda layer, part: True)
     rounded.measure("v in int8", lambda layer, part: part != "v")
     wide = {layer for layer in range(rounded.num_layers) if in_wide_layer(layer, rounded.num_layers)}
-    rounded.measure("int4", lambda layer, part: part != "v" and not (part == "down" and layer in wide))
+    rounded.measure(
+        "v, down of half the layers",
+        lambda layer, part: part != "v" and not (part == "down" and layer in wide),
+    )
+    rounded.measure("int4", lambda layer, part: part not in "kv" and not (part == "down" and layer in wide))
     rounded.measure("v and down in int8", lambda layer, part: part not in ("v", "down"))
     for chosen in PARTS:
         rounded.measure(f"only {chosen} in 4 bits", lambda layer, part, chosen=chosen: part == chosen)

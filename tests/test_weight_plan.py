@@ -50,7 +50,8 @@ def test_int4_keeps_what_loses_most_in_8_bits() -> None:
     wide = {name for name, held in formats.items() if held == WeightFormat("int8")} - {"lm_head.weight"}
     downs = {0, 1, 4, 7, 10, 13, 14, 15}
     assert wide == {
-        *(f"layers.{i}.attn.v.weight" for i in range(16)), *(f"layers.{i}.mlp.down.weight" for i in downs),
+        *(f"layers.{i}.attn.{part}.weight" for i in range(16) for part in "kv"),
+        *(f"layers.{i}.mlp.down.weight" for i in downs),
     }  # fmt: skip
     assert {held for name, held in formats.items() if name not in wide} == {
         WeightFormat("int4", 16), formats["lm_head.weight"],

@@ -85,10 +85,10 @@ def plan_weights(
 
 
 def _wide(num_layers: int) -> Iterator[str]:
-    """Yield what loses most in 4 bits: v, and down of the layers that have more bits in llama.cpp's Q4_K_M."""
+    """Yield what loses most in 4 bits: k, v, and down of the layers that have more bits in llama.cpp's Q4_K_M."""
     eighth = num_layers // 8
     for i in range(num_layers):
-        yield f"layers.{i}.attn.v.weight"
+        yield from (f"layers.{i}.attn.{part}.weight" for part in "kv")
         if i < eighth or i >= 7 * num_layers // 8 or (i - eighth) % 3 == 2:
             yield f"layers.{i}.mlp.down.weight"
 
