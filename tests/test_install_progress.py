@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
 def told(out: io.StringIO) -> list[str]:
     """Read `LINES`, one every six seconds."""
     times = [0.0]
-    steps = Steps(Progress(out, lambda: times[0]), lambda: times[0])
+    steps = Steps(Progress(out, lambda: times[0]), lambda: times[0], io.StringIO())
     for line in LINES.splitlines():
         steps.read(line)
         times[0] += 6.0
@@ -70,17 +70,17 @@ def test_a_failure_shows_the_end_of_pips_output(tmp_path: Path, capfd: pytest.Ca
     assert f"its whole output is in {log}" in said.err
 
 
-def test_output_is_read_as_it_comes_and_kept(tmp_path: Path) -> None:
-    steps = Steps(Progress(io.StringIO(), lambda: 0.0), lambda: 0.0)
-    with (tmp_path / "log").open("w") as log:
-        assert run([sys.executable, "-c", "print('[7/9] Building')"], steps, log) == 0
+def test_output_is_read_as_it_comes_and_kept() -> None:
+    log = io.StringIO()
+    steps = Steps(Progress(io.StringIO(), lambda: 0.0), lambda: 0.0, log)
+    assert run([sys.executable, "-c", "print('[7/9] Building')"], steps) == (0, "[7/9] Building\n")
     assert steps.num_objects == 7
-    assert (tmp_path / "log").read_text() == "[7/9] Building\n"
+    assert log.getvalue() == "[7/9] Building\n"
 
 
 def test_another_step_is_told_at_once() -> None:
     out = io.StringIO()
-    steps = Steps(Progress(out, lambda: 1.0), lambda: 1.0)
+    steps = Steps(Progress(out, lambda: 1.0), lambda: 1.0, io.StringIO())
     for line in LINES.splitlines()[1:4]:
         steps.read(line)
     assert [line.split("  ", 1)[1] for line in out.getvalue().splitlines()] == [

@@ -22,7 +22,7 @@ def connected(url: str) -> openai.OpenAI:
 
 
 def wait(client: openai.OpenAI, response_id: str, seen: list[str]) -> Any:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         response = client.responses.retrieve(response_id)
         if response.status != (seen or [None])[-1]:

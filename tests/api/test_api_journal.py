@@ -182,7 +182,7 @@ def test_another_tenant_does_not_touch_a_stream(tmp_path: Path, state: str) -> N
                 made._cut(entry, "the disk is full")
             asked = other if state == "runs in another server" else made
             with pytest.raises(NotFoundError, match="There is no stream"):
-                await asyncio.wait_for(asked.resume("bob", NAMES[0], 0), 5.0)
+                await asyncio.wait_for(asked.resume("bob", NAMES[0], 0), 60.0)
             assert not ended.is_set()
             assert b"data: a" in await entry.chunk(chunk(5), b"data: a\n\n")
             if state == "runs here":

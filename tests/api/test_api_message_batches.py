@@ -24,7 +24,7 @@ def claude(url: str) -> anthropic.Anthropic:
 
 
 def ended(client: anthropic.Anthropic, batch_id: str) -> Any:
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while (batch := client.messages.batches.retrieve(batch_id)).processing_status != "ended":
         assert time.monotonic() < deadline, batch
         time.sleep(0.02)

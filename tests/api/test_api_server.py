@@ -50,7 +50,7 @@ def server(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
         process.stderr.close()
 
@@ -65,14 +65,14 @@ def texts(lines: Iterator[str]) -> str:
 
 
 def test_sigterm_drains() -> None:
-    with server("30", "10") as (process, url), httpx.Client(base_url=url, timeout=10) as client:
+    with server("30", "60") as (process, url), httpx.Client(base_url=url, timeout=60) as client:
         assert client.get("/readyz").status_code == 200
         with client.stream("POST", PATH, json=CHAT) as stream:
             lines = stream.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            with httpx.Client(base_url=url, timeout=10) as other:
-                deadline = time.monotonic() + 5
+            with httpx.Client(base_url=url, timeout=60) as other:
+                deadline = time.monotonic() + 60
                 while other.get("/readyz").status_code != 503:
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
@@ -81,17 +81,17 @@ def test_sigterm_drains() -> None:
                 assert "retry-after" in refused.headers
                 assert other.get("/livez").status_code == 200
             assert texts(lines) == ANSWER  # what ran, runs to its end
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_disconnects_over_sockets_and_the_end_of_the_grace_time() -> None:
-    with server("100", "0.2") as (process, url), httpx.Client(base_url=url, timeout=10) as client:
+    with server("100", "0.2") as (process, url), httpx.Client(base_url=url, timeout=60) as client:
         with client.stream("POST", PATH, json=CHAT) as stream:
             next(stream.iter_lines())  # dropping the iterator closes the connection
         with pytest.raises(httpx.ReadTimeout):
             client.post(PATH, json={**CHAT, "stream": False}, timeout=0.2)
         label = '{engine="0",model_name="tiny"}'
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while f"quire:http_disconnects_total{label} 2.0" not in client.get("/metrics").text:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -104,20 +104,21 @@ def test_disconnects_over_sockets_and_the_end_of_the_grace_time() -> None:
             rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "aborted"
         assert rest[-1] == "data: [DONE]"
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_second_signal_does_not_wait_for_the_grace_time() -> None:
     with (
-        server("100", "60") as (process, url),
-        httpx.stream("POST", url + PATH, json=CHAT, timeout=10) as stream,
+        server("100", "600") as (process, url),
+        httpx.stream("POST", url + PATH, json=CHAT, timeout=60) as stream,
     ):
         lines = stream.iter_lines()
         next(lines)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        while httpx.get(url + "/readyz", timeout=60).status_code != 503:
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_an_engine_that_cannot_start_ends_the_server(
@@ -171,7 +172,7 @@ def test_a_server_with_a_certificate_speaks_https(pem: tuple[str, str]) -> None:
         with pytest.raises(httpx.HTTPError):
             httpx.get(url.replace("https", "http") + "/livez")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_wrong_certificate_is_one_clear_error(pem: tuple[str, str], tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_a_wrong_certificate_is_one_clear_error(pem: tuple[str, str], tmp_path: 
 
 def test_a_websocket_has_the_events_of_http() -> None:
     with server("1", "5") as (_, url), connect(url.replace("http", "ws", 1) + "/v1/ws") as socket:
-        with httpx.Client(base_url=url, timeout=10) as client:
+        with httpx.Client(base_url=url, timeout=60) as client:
             streamed = texts(iter(client.post(PATH, json=CHAT).text.splitlines()))
         socket.send(json.dumps({"id": "a", "body": CHAT}))
         said = [json.loads(socket.recv(10))]

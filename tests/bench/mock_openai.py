@@ -32,7 +32,7 @@ class MockOpenAI:
 
     def __enter__(self) -> MockOpenAI:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(

@@ -130,7 +130,7 @@ class Terminal:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         os.close(self._fd)
 
 
@@ -148,6 +148,6 @@ def test_pasted_lines_are_one_message() -> None:
         assert "First line.\\nSecond line." in terminal.wait_for("written to")
         terminal.wait_for("\x1b[?2004h")
         terminal.type("\x04")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(60) == 0
     finally:
         terminal.close()

@@ -87,7 +87,7 @@ class Pool:
         """Kill one, and wait until another one is started or the server stops."""
         num = len(self.children)
         child.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.children) == num and not self.has_stopped:
                 await asyncio.sleep(0)
 
@@ -103,7 +103,7 @@ async def pool_of(
     )
     monkeypatch.setattr(pool.replicas, "_pause", pool.pause)
     async with pool.replicas.running(state, "http://gateway", pool.stop):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(pool.children) < num:
                 await asyncio.sleep(0)
         yield pool
@@ -143,7 +143,7 @@ def test_replicas_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPat
             first, second = pool.children
             first.kill()
             second.kill()  # before the first is back
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not pool.has_stopped:
                     await asyncio.sleep(0)
         assert pool.replicas.status == 1

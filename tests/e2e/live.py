@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 90
+START_TIMEOUT_S = 240
+STOP_TIMEOUT_S = 120
 _ADMIN = re.compile(r"^admin +on (\S+)$", re.MULTILINE)
 _READY = r"server ready url=(\S+)"
 
@@ -66,10 +67,10 @@ class LiveServer:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(20)
+                self.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-        return self.process.wait(10)
+        return self.process.wait()
 
     @property
     def admin_url(self) -> str:

@@ -72,7 +72,7 @@ def test_drain_lets_the_running_request_end(client: openai.OpenAI, admin: httpx.
     assert int(refused.value.response.headers["retry-after"]) >= 1
     chunks = list(stream)
     assert chunks[-1].choices[0].finish_reason == "length"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not admin.get("/drain").json()["drained"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -88,7 +88,7 @@ def test_cancel_frees_the_blocks(server: LiveServer, client: openai.OpenAI, admi
     assert admin.post(f"/requests/{first.id}/cancel").json()["cancelled"] == 1
     with pytest.raises(openai.APIError, match="cancelled by an operator"):
         list(stream)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while server.metric("vllm:num_requests_running") or server.metric("vllm:kv_cache_usage_perc"):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -34,7 +34,7 @@ def test_a_batch_has_the_answers_of_the_endpoint(
     made = client.files.create(file=("in.jsonl", data), purpose="batch")
     batch = client.batches.create(input_file_id=made.id, endpoint=endpoint, completion_window="24h")
     with httpx.Client(base_url=server.admin_url) as admin:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         priorities = set[int]()
         while batch.status not in ("completed", "failed"):
             assert time.monotonic() < deadline, batch

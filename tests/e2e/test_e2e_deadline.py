@@ -43,7 +43,7 @@ def test_before_the_first_token_a_deadline_is_an_error(server: LiveServer) -> No
     assert missed.status_code == 504
     assert missed.json()["error"]["code"] == "deadline_exceeded"
     with httpx.stream(
-        "POST", server.url + "/v1/completions", json={**BODY, "stream": True}, timeout=30
+        "POST", server.url + "/v1/completions", json={**BODY, "stream": True}, timeout=60
     ) as busy:
         lines = busy.iter_lines()
         for _ in range(20):

@@ -72,14 +72,13 @@ def test_what_is_wrong_is_named(checker: GrammarChecker) -> None:
 
 
 def test_what_takes_too_long_is_refused(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helper_pool, "TASK_LIMIT_S", 2.0)
-    checker.check(FINE)
-    start = time.monotonic()
-    with pytest.raises(RequestError, match="longer than"):
-        checker.check(SLOW)
-    assert time.monotonic() - start < 4.0
+    with monkeypatch.context() as patch:
+        patch.setattr(helper_pool, "TASK_LIMIT_S", 1.0)
+        with pytest.raises(RequestError, match="longer than 1 s"):
+            checker.check(SLOW)
     with pytest.raises(RequestError):
         checker.check(SLOW)  # remembered
+    monkeypatch.setattr(helper_pool, "TASK_LIMIT_S", 60.0)
     assert checker.check(StructuredOutputsParams(regex="a")), "a new helper takes over"
 
 
@@ -121,10 +120,15 @@ def test_a_helper_killed_at_work_is_replaced_once(checker: GrammarChecker) -> No
 def test_a_bad_grammar_does_not_hold_up_a_good_one(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(helper_pool, "TASK_LIMIT_S", 3.0)
+    monkeypatch.setattr(helper_pool, "TASK_LIMIT_S", 120.0)
     slow = checker.submit(SLOW)
     assert checker.check(FINE)
     assert not slow.done()
+    for helper in checker.pool.helpers - set(
+        checker.pool.idle
+    ):  # the task is tried again: then its limit counts
+        monkeypatch.setattr(helper_pool, "TASK_LIMIT_S", 0.1)
+        helper.signal()
     with pytest.raises(RequestError):
         slow.result()
 

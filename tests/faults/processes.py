@@ -48,7 +48,7 @@ def stopped(*pids: int) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0, interval_s: float = 0.01) -> float:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0, interval_s: float = 0.01) -> float:
     """Wait until ``condition`` holds; return the seconds that it took."""
     begin_s = time.monotonic()
     while not condition():

@@ -18,7 +18,6 @@ from tests.e2e.live import LiveServer
 from tests.faults.conftest import COMMAND, TINY
 
 JSON = {"content-type": "application/json"}
-STOP_S = 12.0  # a machine that other tests load
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +33,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         assert live.metric("vllm:kv_cache_usage_perc") == 0
         assert httpx.post(live.url + "/v1/completions", json=TINY, timeout=60).status_code == 200
         log = live.log.read_text(errors="replace")
-        start_s = time.monotonic()
         assert live.stop() == 0, log
-        assert time.monotonic() - start_s < STOP_S
         assert "request_crashed" not in log, log
         assert "engine_restart" not in log, log
 

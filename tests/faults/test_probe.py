@@ -38,4 +38,3 @@ def test_a_stall_counts_with_the_probes_it_delayed() -> None:
     assert list(probe.statuses) == ["200"]
     assert probe.max_ms >= 400
     assert probe.quantile_ms(0.8) > 100  # about 20 of 35 probes were due while it stalled
-    assert len(probe.latencies_ms) < 30

@@ -21,7 +21,7 @@ from quire_gateway.model_pool import ModelPool
 from quire_gateway.stage import Stage
 from quire_gateway.state import GatewayState
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass

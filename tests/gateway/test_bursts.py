@@ -45,14 +45,12 @@ def test_a_late_loop_ends_no_attempt() -> None:
 
 
 def test_an_attempt_ends_when_the_loop_keeps_up() -> None:
-    async def run() -> float:
-        begin_s = time.monotonic()
+    async def run() -> None:
         with pytest.raises(TimeoutError):
             async with lasting(0.08):
-                await asyncio.sleep(5)
-        return time.monotonic() - begin_s
+                await asyncio.sleep(3600)
 
-    assert 0.07 < asyncio.run(run()) < 2.0
+    asyncio.run(run())
 
 
 def test_connections_are_opened_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +148,7 @@ def test_without_room_the_answer_is_503_with_its_time() -> None:
             status, _ = await live.post({"model": "m", "prompt": "hi"})
             assert (status, live.headers["retry-after"]) == (503, "1")
             assert asked.count("POST") == 1
-            await asyncio.sleep(0.3)  # some polls fail in the same way
-            assert asked.count("GET") >= 4
+            await live.until(lambda: asked.count("GET") >= 4)  # polls, which fail in the same way
             assert all(b.is_ready for b in live.state.fleet)
             assert all(b.breaker.state(live.state.now()) == "closed" for b in live.state.fleet)
 
@@ -182,8 +179,8 @@ def test_probes_are_answered_while_the_gateway_is_held(tmp_path: Path) -> None:
     command = ["-m", "quire.cli", "gateway", "--config", str(config)]
     server = LiveServer(command, tmp_path / "log", ready=r"listening url=(\S+)")
     try:
-        with httpx.Client(base_url=server.url, timeout=5) as client:
-            deadline_s = time.monotonic() + 20
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            deadline_s = time.monotonic() + 60
             while True:
                 try:
                     assert client.get("/livez").json() == {"status": "alive"}
@@ -194,8 +191,8 @@ def test_probes_are_answered_while_the_gateway_is_held(tmp_path: Path) -> None:
             assert client.get("/readyz").status_code == 503
             server.process.send_signal(signal.SIGSTOP)
             try:
-                assert client.get("/livez", timeout=2).status_code == 200
-                assert client.get("/readyz", timeout=2).json() == {"status": "starting"}
+                assert client.get("/livez").status_code == 200
+                assert client.get("/readyz").json() == {"status": "starting"}
             finally:
                 server.process.send_signal(signal.SIGCONT)
             assert client.get("/v1/models").status_code == 200  # handed over

@@ -259,9 +259,7 @@ def test_a_real_disk_that_fills_and_empties_loses_no_row(
 
 def test_a_start_on_a_real_full_disk_is_one_line(tmpfs: Path) -> None:
     _fill(tmpfs)
-    begin_s = time.monotonic()
     with pytest.raises(ConfigError, match="No space left on device"):
         Books(config_of({"ledger": str(tmpfs / "ledger.sqlite")}))
-    assert time.monotonic() - begin_s < 5
     (tmpfs / "filling").unlink()
     Books(config_of({"ledger": str(tmpfs / "ledger.sqlite")})).close()

@@ -40,7 +40,7 @@ from quire_gateway.config_file import config_of
 from quire_gateway.state import GatewayState
 
 GATEWAY_KEY = "the-gateways-own-key"
-WAIT_S = 20.0
+WAIT_S = 60.0
 UNKNOWN = {
     "response": "resp_" + "0" * 32,
     "stream": "chatcmpl-" + "0" * 32,

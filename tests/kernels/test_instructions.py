@@ -41,7 +41,7 @@ def disassembly(level: str, source: str) -> str:
         ("amx", "quantized_amx", "tdpbssd"),
         ("avx512", "linear_kernel", "vdpbf16ps"),
         ("avx512", "quantized_kernel", "vpdpbusd"),
-        ("avx512_vnni", "linear_kernel", r"vfmadd231ps .*%zmm\d+"),
+        ("avx512_vnni", "attention_tiles_kernel", r"vpdpwssd .*%zmm\d+"),
         ("avx512_vnni", "quantized_kernel", r"vpdpbusd .*%zmm\d+"),
         ("avx512_bw", "linear_kernel", r"vfmadd231ps .*%zmm\d+"),
         ("avx512_bw", "quantized_kernel", r"vpmaddubsw .*%zmm\d+"),

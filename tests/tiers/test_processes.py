@@ -66,7 +66,7 @@ def test_processes_read_what_others_write(tmp_path: Path) -> None:
     ):
         chains = [keys_of(60, "a"), keys_of(60, "b"), keys_of(60, "own")]
         assert write(store, chains[2], NUM_BYTES) == 60
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while any(store.contains(keys) < 60 for keys in chains) and time.monotonic() < until:
             store.refresh()
         assert [read(store, keys, NUM_BYTES) for keys in chains] == [60, 60, 60]
@@ -86,16 +86,14 @@ def test_the_bound_holds_with_several_writers(tmp_path: Path) -> None:
         for process in (first, second):  # else a full pipe stops them
             assert process.stdout is not None
             threading.Thread(target=process.stdout.read, daemon=True).start()
-        until = time.monotonic() + 3
         total = count = 0
-        while time.monotonic() < until:
+        while count < 200 or total <= 20:  # this process also finds room
             sizes = [stat.st_size for path in tmp_path.rglob(f"*{SUFFIX}") if (stat := stat_of(path))]
             assert sum(sizes) <= size
             keys = keys_of(20, f"own {count}")
             total += write(store, keys, NUM_BYTES)
             read(store, keys, NUM_BYTES)
             count += 1
-        assert total > 20, "this process also found room"
 
 
 def stat_of(path: Path) -> object:
@@ -125,10 +123,10 @@ def test_threads_read_and_write_one_store(tmp_path: Path) -> None:
         threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
         for thread in threads:
             thread.start()
-        time.sleep(2)
+        while store.counts().blocks_read <= 2000 and not failures:
+            time.sleep(0.05)
         stop.set()
         for thread in threads:
             thread.join()
         assert not failures
         assert store.counts().blocks_damaged == 0
-        assert store.counts().blocks_read > 100

@@ -54,11 +54,14 @@ def test_what_one_engine_writes_another_reads(stores: tuple[RedisStore, RedisSto
 
 
 def test_blocks_end_after_their_time(server: Redis) -> None:
-    with closing(RedisStore(server.url, "a" * 16, ttl_s=1, refresh_s=None)) as store:
+    with closing(RedisStore(server.url, "a" * 16, ttl_s=60, refresh_s=None)) as store:
         keys = keys_of(3)
         write(store, keys, NUM_BYTES)
         assert read(store, keys, NUM_BYTES) == 3
-        time.sleep(1.1)
+        with redis.Redis.from_url(server.url) as client:
+            names = [f"quire:kv:{'a' * 16}:".encode() + key for key in keys]
+            assert all(0 < client.ttl(name) <= 60 for name in names)
+            client.delete(*names)  # as at the end of their time
         assert read(store, keys, NUM_BYTES) == 0
         assert store.counts().blocks_lost == 1
         store.refresh()
@@ -118,7 +121,7 @@ def test_a_server_that_stops_holds_no_call_for_long(
             assert store.contains(keys) == 0
             assert write(store, keys_of(5, "more"), NUM_BYTES) == 0
             store.refresh()
-            assert time.monotonic() - start_s < 5.0
+            assert time.monotonic() - start_s < 15.0, "not one limit per key"
         finally:
             os.kill(process_id, signal.SIGCONT)
         clock.advance(5.0)
