@@ -1,9 +1,9 @@
 """What `make install` does, told as it happens: downloads, "compile 12 of 103", and how long each takes.
 
-    python3 tools/install.py VENV LOG -- ARGUMENTS OF pip install … [-- ARGUMENTS OF THE NEXT …]
+    python3 tools/install.py VENV LOG -- ARGUMENTS OF pip install … [-- ARGUMENTS OF ANOTHER …]
 
-pip's own output goes to the file LOG, whose end is shown where an install fails. Nothing but the standard library is
-used, as nothing is installed yet.
+The installs run side by side, so no two may bring the same package. pip's own output goes to the file LOG; where an
+install fails, the end of its part is shown. Nothing but the standard library is used, as nothing is installed yet.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +29,8 @@ _OBJECT = re.compile(r"^\s*\[(\d+)/(\d+)\] ")
 _FETCHED = re.compile(
     r"^\s*(?:Downloading|Processing) (?:\S*/)?([A-Za-z0-9_.]+)-\d\S*(?: \(([\d.]+ [kMG]B)\))?"
 )
+# pip compiles none of the 19,000 modules that it brings. These are what `quire serve` needs, and what they import.
+LOADED = "quire.cli.serve, quire.api.app, quire.engine.core, quire.executor.local, quire.runner.worker"
 _PHASES = (
     (re.compile(r"Installing build dependencies"), "fetching what the build needs"),
     (re.compile(r"Building (?:editable|wheel) for "), "configuring the build of the kernels"),
@@ -57,16 +62,23 @@ class Progress:
 
 
 class Steps:
-    """Reads pip's lines, and says what they mean."""
+    """Reads the lines of installs, and says what they mean. Safe to share between threads."""
 
-    def __init__(self, progress: Progress, now: Callable[[], float]) -> None:
-        self._progress, self._now = progress, now
+    def __init__(self, progress: Progress, now: Callable[[], float], log: TextIO) -> None:
+        self._progress, self._now, self._log = progress, now, log
+        self._lock = threading.Lock()
         self._num_fetched = 0
         self._compile_s: float | None = None  # when the first object was begun
         self.num_objects = 0
 
     def read(self, line: str) -> None:
         """Take one line of the output of pip and of the build that it runs."""
+        with self._lock:
+            self._log.write(line)
+            self._log.flush()
+            self._tell(line)
+
+    def _tell(self, line: str) -> None:
         if found := _OBJECT.match(line):
             self._compiled(int(found[1]), int(found[2]))
         elif found := _FETCHED.match(line):
@@ -99,12 +111,15 @@ def main(arguments: list[str]) -> int:
         flush=True,
     )
     progress = Progress(sys.stdout, time.monotonic)
-    steps = Steps(progress, time.monotonic)
-    with Path(log).open("w") as file:
-        for command in commands:
-            pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-v", *command]
-            if status := run(pip, steps, file):
-                return _failed(log, status)
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", "-v"]
+    with Path(log).open("w") as file, ThreadPoolExecutor(len(commands)) as threads:
+        steps = Steps(progress, time.monotonic, file)
+        done = list(threads.map(lambda command: run([*pip, *command], steps), commands))
+    for status, end in done:
+        if status:
+            return _failed(log, status, end)
+    progress.say("compiling what a server loads", is_new=True)
+    subprocess.run([python, "-c", f"import {LOADED}"], capture_output=True)
     built = subprocess.run([python, "-c", "import quire._native"], capture_output=True).returncode == 0
     note = (
         "" if built else f"; the kernels did not compile (no C++20 compiler? see {log}), so it will be slow"
@@ -113,18 +128,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def run(command: list[str], steps: Steps, log: TextIO) -> int:
-    """Run pip, with its output in ``log``; return its exit status."""
+def run(command: list[str], steps: Steps) -> tuple[int, str]:
+    """Run pip, with its output to ``steps``; return its exit status and the end of its output."""
+    end: deque[str] = deque(maxlen=SHOWN_LINES)
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace",
     ) as process:  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:
-            log.write(line)
-            log.flush()
+            end.append(line)
             steps.read(line)
-    return process.returncode
+    return process.returncode, "".join(end)
 
 
 def _split(arguments: Iterable[str]) -> list[list[str]]:
@@ -137,9 +152,8 @@ def _split(arguments: Iterable[str]) -> list[list[str]]:
     return commands
 
 
-def _failed(log: str, status: int) -> int:
-    last = Path(log).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-    print("\n" + "\n".join(last), file=sys.stderr)
+def _failed(log: str, status: int, end: str) -> int:
+    print("\n" + end, file=sys.stderr)
     print(f"\npip ended with status {status}; its whole output is in {log}.", file=sys.stderr)
     return status
 

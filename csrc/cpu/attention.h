@@ -74,7 +74,7 @@ struct AttentionTilesKernels {
 };
 
 QUIRE_LEVELS(AttentionKernels, kAttention)
-QUIRE_LEVELS(AttentionTilesKernels, kAttentionTiles)
+QUIRE_LEVELS_VNNI(AttentionTilesKernels, kAttentionTiles)
 QUIRE_AMX_LEVEL(AttentionTilesKernels)
 
 }  // namespace quire::cpu

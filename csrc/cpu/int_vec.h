@@ -346,7 +346,7 @@ struct IVec {
 };
 constexpr int kChannelRows = 2, kGroupRows = 2, kFewRows = 1, kFewTiles = 1;
 template <int R>
-constexpr int kVectors = 8;
+constexpr int kVectors = 2;  // more are unrolled into megabytes of code
 template <int R>
 constexpr int kFewVectors = 8;
 struct Codes {

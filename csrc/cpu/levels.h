@@ -44,18 +44,24 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
 
 // Declares the table `name` of every level that is built; elsewhere the level's pointer is null. Kernel sources do not
 // depend on it.
+//
+// QUIRE_LEVELS_VNNI is for a family whose kernels multiply bytes or words with VNNI. Of the others avx512_vnni runs those of
+// avx512_bw: only VNNI tells the two apart, and their bits are equal.
 #if defined(QUIRE_ISA)
 #define QUIRE_LEVELS(Kernels, name)
+#define QUIRE_LEVELS_VNNI(Kernels, name)
 #elif defined(QUIRE_HAVE_X86_LEVELS)
-#define QUIRE_LEVELS(Kernels, name)                       \
+#define QUIRE_X86_LEVELS(Kernels, name, vnni)             \
   namespace avx512 { extern const Kernels name; }         \
-  namespace avx512_vnni { extern const Kernels name; }    \
+  namespace vnni { extern const Kernels name; }           \
   namespace avx512_bw { extern const Kernels name; }      \
   namespace avx2 { extern const Kernels name; }           \
   namespace scalar { extern const Kernels name; }         \
   inline Levels<Kernels> levels_of(const Kernels*) {      \
-    return {&avx512::name, &avx512_vnni::name, &avx512_bw::name, &avx2::name, nullptr, nullptr, &scalar::name}; \
+    return {&avx512::name, &vnni::name, &avx512_bw::name, &avx2::name, nullptr, nullptr, &scalar::name}; \
   }
+#define QUIRE_LEVELS(Kernels, name) QUIRE_X86_LEVELS(Kernels, name, avx512_bw)
+#define QUIRE_LEVELS_VNNI(Kernels, name) QUIRE_X86_LEVELS(Kernels, name, avx512_vnni)
 #elif defined(QUIRE_HAVE_ARM_LEVELS)
 #define QUIRE_LEVELS(Kernels, name)                       \
   namespace neon_i8mm { extern const Kernels name; }      \
@@ -64,12 +70,14 @@ const Kernels* pick_level(const char* isa, const Levels<Kernels>& levels) {
   inline Levels<Kernels> levels_of(const Kernels*) {      \
     return {nullptr, nullptr, nullptr, nullptr, &neon_i8mm::name, &neon::name, &scalar::name}; \
   }
+#define QUIRE_LEVELS_VNNI QUIRE_LEVELS
 #else
 #define QUIRE_LEVELS(Kernels, name)                 \
   namespace scalar { extern const Kernels name; }   \
   inline Levels<Kernels> levels_of(const Kernels*) {                                          \
     return {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &scalar::name};             \
   }
+#define QUIRE_LEVELS_VNNI QUIRE_LEVELS
 #endif
 
 // Declares that the family whose table is `Kernels` has kernels of the amx level, where the build has that level.

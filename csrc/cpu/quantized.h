@@ -150,7 +150,7 @@ struct QuantizedKernels {
 #if defined(QUIRE_HAVE_X86_LEVELS) && !defined(QUIRE_ISA)
 namespace avx2_vnni { extern const QuantizedKernels kQuantized; }
 #endif
-QUIRE_LEVELS(QuantizedKernels, kQuantized)
+QUIRE_LEVELS_VNNI(QuantizedKernels, kQuantized)
 QUIRE_AMX_LEVEL(QuantizedKernels)
 
 // The level's kernels; for "avx2" those with AVX-VNNI where the CPU has it ("avx2_madd": without, for tests).

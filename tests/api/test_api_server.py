@@ -65,7 +65,7 @@ def texts(lines: Iterator[str]) -> str:
 
 
 def test_sigterm_drains() -> None:
-    with server("30", "60") as (process, url), httpx.Client(base_url=url, timeout=60) as client:
+    with server("100", "60") as (process, url), httpx.Client(base_url=url, timeout=60) as client:
         assert client.get("/readyz").status_code == 200
         with client.stream("POST", PATH, json=CHAT) as stream:
             lines = stream.iter_lines()
