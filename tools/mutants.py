@@ -214,8 +214,12 @@ def as_it_is(mutants: Sequence[Mutant]) -> Iterator[tuple[tuple[str, ...], bool]
     """Yield which tests to run on the tree as it is, each once, and whether on emulated tiles."""
     for on_tiles in (False, True):
         by_file: dict[str, set[str]] = {}
-        for test in {test for m in mutants if m.is_on_tiles == on_tiles for test in m.tests}:
-            by_file.setdefault(test.partition("::")[0], set()).add(test)
+        for tests in sorted({m.tests for m in mutants if m.is_on_tiles == on_tiles}):
+            if any(test.startswith("-") for test in tests):  # an option holds for all tests of its run
+                yield tests, on_tiles
+                continue
+            for test in tests:
+                by_file.setdefault(test.partition("::")[0], set()).add(test)
         for files in batched(sorted(by_file), AT_ONCE):
             yield tuple(sorted(test for file in files for test in by_file[file])), on_tiles
 
