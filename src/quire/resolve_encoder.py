@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from quire.args import EngineArgs
 from quire.config import CacheConfig, DeviceInfo, EngineConfig, ModelConfig, SchedulerConfig
+from quire.device_formats import device_formats
 from quire.errors import ConfigError
 from quire.kv_layout import KvLayout
 from quire.modelspec import ModelSpec
@@ -14,7 +15,6 @@ from quire.parallel.topology import Topology
 from quire.resolve import runner_of, scheduler_config
 from quire.units import GIB
 from quire.weight_format import WeightFormat
-from quire.weight_plan import plan_weights
 
 # Settings that speak of a cache, of drafts, of adapters or of several ranks, and the values that ask for nothing.
 _UNUSED = {
@@ -59,7 +59,7 @@ def resolve_encoder(
         raise ConfigError(
             f"quantize_head = {args.quantize_head!r} has no use: an encoder has no output matrix"
         )
-    plan = plan_weights(spec, stored, args.quantize, "none")
+    plan = device_formats(replace(args, quantize_head="none"), spec, stored, dtype, device, Topology())
     budget = max(args.max_num_batched_tokens, max_model_len)
     _check_memory(spec, spec.weight_bytes(dtype, plan.formats), budget, max_model_len, device)
     scheduler: SchedulerConfig = scheduler_config(

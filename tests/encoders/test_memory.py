@@ -23,6 +23,11 @@ CONFIG = {
 }  # fmt: skip
 
 
+def test_matrices_are_rotated_before_they_are_rounded() -> None:
+    config = resolve(EngineArgs("bert", quantize="int8"), spec_from_config(CONFIG), DEVICE)
+    assert {(held.kind, held.rotation) for held in config.model.formats.values()} == {("int8", 64)}
+
+
 def test_weights_and_the_largest_step_have_to_fit() -> None:
     spec, args = spec_from_config(CONFIG), EngineArgs("bert")
     needed = spec.weight_bytes("float32")

@@ -38,6 +38,13 @@ def test_vectors_are_those_of_transformers(llm: LLM, minilm: Path) -> None:
     assert torch.equal(alone, ours)
 
 
+def test_linears_in_int8_are_near(llm: LLM, minilm: Path) -> None:
+    texts = [line for line in PAGE.read_text().splitlines() if line.strip()][:24]
+    rounded = LLM(str(minilm), threads=1, quantize="int8", dtype="bfloat16")
+    assert (embed(rounded, texts) * embed(llm, texts)).sum(1).min() >= 0.999
+    rounded.close()
+
+
 def test_near_texts_have_near_vectors(llm: LLM) -> None:
     cat, kitten, stock = embed(
         llm, ["A cat sleeps.", "A kitten is asleep.", "Shares of banks fell on Monday."]

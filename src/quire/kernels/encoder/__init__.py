@@ -29,8 +29,8 @@ from quire.kernels.threads import one_torch_thread
 class Group:
     """Sequences of one padded length.
 
-    ``rows [num_seqs · padded]``: the row of the step at each place, ``num_rows`` at padding. ``places [own rows]``: the
-    places that hold a row. ``lengths [num_seqs]``.
+    ``rows [num_seqs · padded]``: the row of the step at each place, at padding the sequence's last one.
+    ``places [own rows]``: the places that hold a row. ``lengths [num_seqs]``.
     """
 
     padded: int
@@ -61,7 +61,7 @@ def whole_sequences(lengths: Sequence[int]) -> WholeSequences:
         members = np.flatnonzero(padded == size)
         offsets = np.arange(size)
         inside = offsets < sizes[members, None]
-        rows = np.where(inside, starts[members, None] + offsets, starts[-1])
+        rows = starts[members, None] + np.minimum(offsets, sizes[members, None] - 1)
         groups.append(
             Group(
                 int(size),
@@ -74,13 +74,13 @@ def whole_sequences(lengths: Sequence[int]) -> WholeSequences:
 
 
 def _bias(group: Group, rows: range, columns: range, window: int | None) -> Tensor:
-    """Return −inf where a row may not look, else 0: fp32 ``[num_seqs, 1, rows or 1, columns]``."""
+    """Return −inf where a row may not look, else 0: fp32 ``[num_seqs, rows or 1, columns]``."""
     column, row = (torch.arange(each.start, each.stop) for each in (columns, rows))
-    hidden = (column >= group.lengths[:, None])[:, None, None, :]
+    hidden = (column >= group.lengths[:, None])[:, None, :]
     if window is not None:
         # Rows of padding see all of the sequence that is there, so that no row sees nothing.
         far = (row[:, None] - column).abs() > window
-        far = far & (row < group.lengths[:, None])[:, None, :, None]
+        far = far & (row < group.lengths[:, None])[:, :, None]
         hidden = hidden | far
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
@@ -96,16 +96,15 @@ def encoder_attention(
     ``relative [num_heads, longest, longest]`` fp32 is added to the scores of rows and the columns that they see.
     """
     size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    with_padding = torch.cat((qkv, qkv.new_zeros(1, qkv.shape[1])))
     out = qkv.new_empty(qkv.shape[0], num_heads * size)
     for group in sequences.groups:
         padded, count = group.padded, len(group.lengths)
-        heads = with_padding.index_select(0, group.rows).float().view(count, padded, -1, size)
-        q, k, v = heads_of(heads.transpose(1, 2), num_heads, num_kv_heads)
+        heads = qkv.index_select(0, group.rows).view(count, padded, -1, size).permute(2, 0, 1, 3)
+        q, k, v = heads_of(heads.float().contiguous()[None], num_heads, num_kv_heads)
         if num_kv_heads < num_heads:
             k, v = (part.repeat_interleave(num_heads // num_kv_heads, 1) for part in (k, v))
-        q, k, v = (part.reshape(count * num_heads, padded, size) for part in (q * scale, k, v))
-        mixed = torch.empty(count, num_heads, padded, size)
+        q, k, v = (part.reshape(num_heads * count, padded, size) for part in (q.mul_(scale), k, v))
+        mixed = torch.empty(num_heads, count, padded, size)
         # Scores of long texts take much memory: those of some rows are held at a time.
         for start in range(0, padded, 4 * TILE):
             rows = range(start, min(start + 4 * TILE, padded))
@@ -114,10 +113,10 @@ def encoder_attention(
                 columns = range(max(0, start - window) // ALIGN * ALIGN, min(rows.stop + window, padded))
             bias = _bias(group, rows, columns, window)
             if relative is not None:
-                bias = bias + relative[None, :, start : rows.stop, : columns.stop]
+                bias = bias + relative[:, None, start : rows.stop, : columns.stop]
             tile = _tile(q[:, start : rows.stop], k, v, columns, bias)
-            mixed[:, :, start : rows.stop] = tile.view(count, num_heads, len(rows), size)
-        whole = mixed.transpose(1, 2).reshape(count * padded, -1).to(qkv.dtype)
+            mixed[:, :, start : rows.stop] = tile.view(num_heads, count, len(rows), size)
+        whole = mixed.permute(1, 2, 0, 3).reshape(count * padded, -1).to(qkv.dtype)
         out.index_copy_(0, group.rows[group.places], whole.index_select(0, group.places))
     return out
 
@@ -129,13 +128,13 @@ def heads_of(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, 
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, columns: range, bias: Tensor) -> Tensor:
-    """Return what the rows of ``q [num_seqs · num_heads, rows, size]`` get of the ``columns`` of ``k`` and ``v``."""
+    """Return what the rows of ``q [num_heads · num_seqs, rows, size]`` get of the ``columns`` of ``k`` and ``v``."""
     k, v = (part[:, columns.start : columns.stop] for part in (k, v))
     with one_torch_thread():
         scores = torch.bmm(q, k.transpose(1, 2))
-    by_sequence = scores.view(len(bias), -1, *scores.shape[1:])
+    by_sequence = scores.view(-1, bias.shape[-3], *scores.shape[1:])
     by_sequence += bias
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     total = weights.sum(-1, keepdim=True)
     with one_torch_thread():
         mixed = torch.bmm(weights, v)
