@@ -110,7 +110,7 @@ fuzz-files: dev  ## coverage-guided fuzzing of request, form and model file read
 faults: dev  ## inject every fault into a live server under 32 streams; prints a table (about 40 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --report $(ARGS)
 
-faults-kv: dev  ## inject 10,000 faults into the tier on disk under real engines (in process, an hour on one core); prints a table
+faults-kv: dev  ## inject 10,000 faults each into the tier on disk and into peers, in process, and 200 into real servers; prints tables (two hours on one core; ARGS="--tier peers")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kv_tier --report $(ARGS)
 
 soak: dev  ## mixed load for 20 minutes (ARGS="--minutes N"); prints how memory, handles and threads grow
