@@ -35,7 +35,10 @@ class StateMove(NamedTuple):
 
 
 class TransferBlock(NamedTuple):
-    """One block of a `KvTransfer`. ``block_hash`` names its content, which the other side looks up or stores."""
+    """One block of a `KvTransfer`. ``block_hash`` names its content, which the other side looks up or stores.
+
+    In the group −1 it is the recurrent state in the slot ``block_id``.
+    """
 
     group: int
     block_id: int

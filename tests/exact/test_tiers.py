@@ -28,6 +28,8 @@ CASES = [
     Case("per_layer", "bfloat16", 65, 24, LEVEL, kv_dtype="int8"),
     Case("llama", "bfloat16", 66, 24, LEVEL, kv_dtype="int8"),
     Case("llama", "bfloat16", 67, 24, LEVEL, kv_dtype="int4"),
+    Case("hybrid", "float32", 70, 24),
+    Case("parallel", "bfloat16", 71, 24, LEVEL),
 ]
 FCFS = Policy("continuous", "fcfs", 48)
 

@@ -45,7 +45,14 @@ def _check_states(slots: StateSlots, state: SchedulerState) -> None:
     saved = [save.slot for record in slots.steps.values() for save in record.saves]
     given_up = [slot for record in slots.steps.values() for slot in record.given_up]
     kept = [checkpoint.slot for checkpoint in slots.checkpoints.values()]
-    assert sorted([*slots.free, *live, *saved, *given_up, *kept]) == list(range(slots.num_slots))
+    carried = [] if slots.carried is None else [*slots.carried.loading.values(), *slots.carried.orphans]
+    assert sorted([*slots.free, *live, *saved, *given_up, *kept, *carried]) == list(range(slots.num_slots))
+    if slots.carried is not None:
+        transfers = state.cache.references.transfers
+        assert {*slots.carried.loading, *slots.carried.storing} <= set(transfers), (
+            "slots wait for what is over"
+        )
+        assert slots.carried.stored_slots <= {*kept, *slots.carried.orphans}
     assert set(slots.steps) <= set(state.cache.references.steps), "slots wait for a step that is over"
     size = state.cache.block_size
     for live_state in slots.live.values():

@@ -53,10 +53,20 @@ def make_scheduler(
     windows: tuple[int | None, ...] = (None,),
     *,
     caching: bool = True,
+    num_states: int = 0,
+    num_checkpoints: int = 0,
     **config: object,
 ) -> Scheduler:
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
-    cache = CacheConfig(num_blocks, block_size, windows, enable_prefix_caching=caching)
+    cache = CacheConfig(
+        num_blocks,
+        block_size,
+        windows,
+        enable_prefix_caching=caching,
+        num_states=num_states,
+        num_checkpoints=num_checkpoints,
+        state_bytes=4_000 if num_states else 0,
+    )
     return Scheduler(SchedulerConfig(**{**defaults, **config}), cache)  # type: ignore[arg-type]
 
 

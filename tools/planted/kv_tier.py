@@ -6,6 +6,7 @@ from mutant import Mutant
 
 EXACT = "tests/exact/test_tiers.py::"
 ROOTS = "tests/tiers/test_roots.py::"
+STATES = "tests/scheduler/test_tier_states.py::"
 POLICY = "tests/scheduler/test_tiers.py::"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -13,9 +14,33 @@ MUTANTS: tuple[Mutant, ...] = (
         "lost-blocks-published",
         "all blocks of a load are published, those that did not come whole as well",
         "src/quire/cache/transfers.py",
-        "        num_rows = transfer.num_hit_rows + num_blocks // cache.windows.num_groups\n",
-        "        num_rows = table.num_rows\n",
+        "            num_rows += num_blocks // num_groups\n",
+        "            num_rows = table.num_rows\n",
         (f"{EXACT}test_blocks_of_a_tier_are_the_same_bits[llama-float32-reference-seed61-0.1]",),
+    ),
+    Mutant(
+        "load-without-its-state",
+        "a prompt goes on from a state that did not come whole",
+        "src/quire/cache/transfers.py",
+        "is_whole = num_blocks > (table.num_rows - num_rows) * num_groups  # with its state\n",
+        "is_whole = num_blocks > 0\n",
+        (f"{STATES}test_a_load_without_its_state_brings_nothing",),
+    ),
+    Mutant(
+        "state-of-another-place-loaded",
+        "a prompt goes on from the state of a place behind its tokens",
+        "src/quire/cache/carried_states.py",
+        "        return group_block_hash(block_hash, self.prefix.windows.num_groups)\n",
+        "        return group_block_hash(bytes(32), self.prefix.windows.num_groups)\n",
+        (f"{EXACT}test_blocks_of_a_tier_are_the_same_bits[hybrid-float32-reference-seed70-0.0]",),
+    ),
+    Mutant(
+        "state-overwritten-while-stored",
+        "a sequence gets the slot of a state that a store reads",
+        "src/quire/cache/states.py",
+        "        if self.carried is not None and slot in self._held:\n",
+        "        if False:\n",
+        (f"{STATES}test_a_state_that_is_stored_keeps_its_slot",),
     ),
     Mutant(
         "root-without-content",

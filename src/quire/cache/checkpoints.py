@@ -7,6 +7,7 @@ Each knows that one, so the worth of those that are left grows as others go.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from quire.cache.blocks import Node
@@ -73,9 +74,16 @@ class Checkpoints(dict[Node, Checkpoint]):
                 checkpoint.previous = gone.previous
         return gone.slot
 
-    def least_likely(self, num_admitted: int) -> tuple[Node, float] | None:
-        """Return the node whose checkpoint goes first, and its score, once ``num_admitted`` sequences were admitted."""
-        scores = [(self._score(node, checkpoint, num_admitted), node) for node, checkpoint in self.items()]
+    def least_likely(self, num_admitted: int, held: Collection[int] = ()) -> tuple[Node, float] | None:
+        """Return the node whose checkpoint goes first, and its score, once ``num_admitted`` sequences were admitted.
+
+        ``held``: slots whose checkpoints may not go now.
+        """
+        scores = [
+            (self._score(node, checkpoint, num_admitted), node)
+            for node, checkpoint in self.items()
+            if checkpoint.slot not in held
+        ]
         if not scores:
             return None
         least, node = min(scores, key=lambda pair: pair[0])

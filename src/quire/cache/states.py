@@ -7,6 +7,7 @@ where a copy of the state was kept: a hit needs the blocks *and* a checkpoint at
     saved         a step in flight writes a checkpoint into it
     checkpoint    belongs to a node of the prefix tree: the state after that node's block; goes with the node
     given up      its sequence stopped while a step that writes it is in flight; free when that step is applied
+    loading       a transfer fills it; a checkpoint's then
     free
 
 A checkpoint can be hit once the step that saves it was applied, so no sequence reads what a failed step wrote.
@@ -17,8 +18,9 @@ this with the first scheduler whose model has states.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from quire.cache.blocks import BlockTable, Node
 from quire.cache.checkpoint_places import LAST_KINDS, Kind, Place, is_kept, places_of, score
@@ -28,6 +30,9 @@ from quire.cache.prefix_cache import Hit, PrefixCache
 from quire.cache.references import References
 from quire.config import CacheConfig
 from quire.step import StateMove
+
+if TYPE_CHECKING:
+    from quire.cache.carried_states import CarriedStates
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +71,18 @@ class StateSlots:
         self.free: list[int] = list(range(self.num_slots))[::-1]
         self.num_admitted = self.num_loads = self.num_saves = self.num_evicted = 0
         self._prefix, self._references, self._block_size = prefix, references, block_size
+        # A tier sets it.
+        self.carried: CarriedStates | None = None
 
     @property
     def has_room(self) -> bool:
         """Whether a sequence can have a slot now."""
-        return bool(self.free or self.checkpoints)
+        return bool(self.free) or len(self.checkpoints) > len(self._held)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is in flight, which may read and write slots that are free now."""
+        return bool(self._references.steps)
 
     def find(self, chain: Sequence[bytes], num_known: int, step: int) -> Hit:
         """As `PrefixCache.find`: the longest prefix that has its blocks, and a checkpoint at its end."""
@@ -160,7 +172,7 @@ class StateSlots:
             known = None if node is None else self.checkpoints.get(node)
             if known is not None:
                 self._use_again(known, place.kind)
-            elif self.free or self._evict(score(place.kind, 0, 0, place.num_saved)):
+            elif self.free or self.evict(score(place.kind, 0, 0, place.num_saved)):
                 slot = self.free.pop()
                 saves.append(Save(table, live, place, slot, block_hash[0] if block_hash else None))
         if saves:
@@ -214,6 +226,8 @@ class StateSlots:
         """Nothing runs, and the prefix tree and the references begin anew: all slots are free."""
         assert not self.live
         self._prefix, self._references = prefix, references
+        if self.carried is not None:
+            self.carried.prefix = prefix
         self.checkpoints.clear()
         self.steps.clear()
         self.drafts.clear()
@@ -222,12 +236,36 @@ class StateSlots:
     def sweep(self) -> bool:
         """Free the checkpoints of nodes that left the tree; tell whether there were some."""
         gone = [node for node in self.checkpoints if not self._prefix.has(node)]
-        self.free += [self.checkpoints.pop(node).slot for node in gone]
+        for node in gone:
+            self._give_back(self.checkpoints.pop(node).slot)
         return bool(gone)
+
+    def evict(self, worth: float) -> bool:
+        """Free the checkpoint that is least likely used again, if that is no more than ``worth``."""
+        if self.sweep() and self.free:
+            return True
+        least = self.checkpoints.least_likely(self.num_admitted, self._held)
+        if least is None or least[1] > worth:
+            return False
+        self.free.append(self.checkpoints.remove(least[0]))
+        self.num_evicted += 1
+        return True
+
+    def _give_back(self, slot: int) -> None:
+        """The checkpoint in ``slot`` has gone: the slot is free, at the latest when a store has read it."""
+        if self.carried is not None and slot in self._held:
+            self.carried.orphans.append(slot)
+        else:
+            self.free.append(slot)
+
+    @property
+    def _held(self) -> Collection[int]:
+        """Slots that stores read."""
+        return () if self.carried is None else self.carried.stored_slots
 
     def _begin(self, table: BlockTable, num_known: int) -> LiveState:
         if not self.free:
-            self._evict(math.inf)
+            self.evict(math.inf)
         assert table not in self.live
         live = self.live[table] = LiveState(self.free.pop(), num_known)
         return live
@@ -241,17 +279,6 @@ class StateSlots:
     def _step(self, step: int) -> StepSlots:
         return self.steps.setdefault(step, StepSlots())
 
-    def _evict(self, worth: float) -> bool:
-        """Free the checkpoint that is least likely used again, if that is no more than ``worth``."""
-        if self.sweep():
-            return True
-        least = self.checkpoints.least_likely(self.num_admitted)
-        if least is None or least[1] > worth:
-            return False
-        self.free.append(self.checkpoints.remove(least[0]))
-        self.num_evicted += 1
-        return True
-
     def _use_again(self, checkpoint: Checkpoint, kind: Kind) -> None:
         """Another sequence would have saved the same."""
         checkpoint.used_at = self.num_admitted
@@ -264,7 +291,7 @@ class StateSlots:
             if is_kept(before.num_tokens, live.num_known, self._block_size):
                 before.kind = Kind.INSIDE
             else:
-                self.free.append(self.checkpoints.remove(live.tail))
+                self._give_back(self.checkpoints.remove(live.tail))
         live.tail = node
 
     def _supersede(self, live: LiveState) -> None:

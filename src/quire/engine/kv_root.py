@@ -54,7 +54,7 @@ def with_tier(config: EngineConfig, args: EngineArgs, files: Iterable[Path]) -> 
         "prefix caching" if not config.cache.enable_prefix_caching
         else "a model on a CPU" if config.device.kind != "cpu"
         else "a model in one process" if config.topology.world_size > 1
-        else "a model without recurrent layers, whose states are not kept" if config.cache.num_states
+        else "room for checkpoints of recurrent states" if config.cache.num_states and not config.cache.num_checkpoints
         else None
     )  # fmt: skip
     if unmet is not None:

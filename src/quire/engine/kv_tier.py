@@ -70,13 +70,18 @@ def mover_of(executor: Executor, store: BlockStore, clock: Clock) -> BlockMover:
     worker = executor.worker
     rows = worker.runner.kv.storage.view(torch.uint8).numpy()
 
+    states: list[memoryview] = []
+    if worker.runner.states is not None:
+        states += map(memoryview, worker.runner.states.storage.view(torch.uint8).numpy())
+
     def forget(block_ids: Sequence[int]) -> None:
         # A draft model keeps something of each block, which does not travel.
         if worker.drafting is not None:
             worker.drafting.forget(block_ids)
 
     is_direct = not worker.runner.kv.needs_clear
-    return BlockMover(store, [memoryview(row) for row in rows], forget, clock, is_direct=is_direct)
+    blocks = [memoryview(row) for row in rows]
+    return BlockMover(store, blocks, forget, clock, is_direct=is_direct, states=states)
 
 
 def connected(executor: Executor, config: EngineConfig, clock: Clock) -> tuple[MovingExecutor, BlockMover]:

@@ -54,15 +54,17 @@ class BlockMover:
 
     def __init__(
         self, store: BlockStore, blocks: Sequence[memoryview], forget: Callable[[Sequence[int]], None], clock: Clock,
-        *, is_direct: bool,
+        *, is_direct: bool, states: Sequence[memoryview] = (),
     ) -> None:  # fmt: skip
-        """``blocks``: the memory of each, by its id. ``forget``: called with those that a load is about to fill.
+        """``blocks``: the memory of each, by its id; ``states``: that of recurrent states, by slot.
+
+        ``forget``: called with the blocks that a load is about to fill.
 
         ``is_direct``: whether a block may hold anything while it is filled. Kernels that mask what they read beyond a
         sequence need numbers there that are finite: then bytes come into the block once they are checked.
         """
         self.store, self.block_bytes, self.is_direct = store, blocks[0].nbytes, is_direct
-        self._blocks, self._forget, self._clock = blocks, forget, clock
+        self._blocks, self._states, self._forget, self._clock = blocks, states, forget, clock
         self._loads = ThreadPoolExecutor(2, "kv-load")
         self._stores = ThreadPoolExecutor(1, "kv-store")
         self._open: dict[int, Future[None]] = {}
@@ -88,7 +90,7 @@ class BlockMover:
         """Begin a transfer."""
         pool = self._loads if transfer.direction == "load" else self._stores
         if transfer.direction == "load":
-            self._forget([block.block_id for block in transfer.blocks])
+            self._forget([block.block_id for block in transfer.blocks if block.group >= 0])
         try:
             self._open[transfer.transfer_id] = pool.submit(self._run, transfer)
         except RuntimeError:  # threads begin nothing more while the interpreter ends
@@ -130,7 +132,8 @@ class BlockMover:
 
     def memory_of(self, transfer: KvTransfer) -> list[memoryview]:
         """Return the memory of the blocks of a transfer."""
-        return [self._blocks[block.block_id] for block in transfer.blocks]
+        memory = self._blocks, self._states
+        return [memory[block.group < 0][block.block_id] for block in transfer.blocks]
 
     def move(self, transfer: KvTransfer) -> Ended:
         """Carry a transfer out, on this thread."""
@@ -154,11 +157,16 @@ class BlockMover:
     ) -> int:
         """Fill blocks with bytes that are checked, a piece at a time."""
         num_whole = 0
-        buffers = [memoryview(bytearray(self.block_bytes)) for _ in keys[:piece_blocks]]
+        blocks = [memoryview(bytearray(self.block_bytes)) for _ in keys[:piece_blocks]]
         while num_whole < len(keys):
             piece = keys[num_whole : num_whole + piece_blocks]
-            count = self.store.read(piece, buffers[: len(piece)], giver)
-            for target, buffer in zip(into[num_whole : num_whole + count], buffers, strict=False):
+            targets = into[num_whole : num_whole + piece_blocks]
+            buffers = [
+                block if target.nbytes == block.nbytes else memoryview(bytearray(target.nbytes))
+                for target, block in zip(targets, blocks, strict=False)
+            ]
+            count = self.store.read(piece, buffers, giver)
+            for target, buffer in zip(targets[:count], buffers, strict=False):
                 target[:] = buffer
             num_whole += count
             if count < len(piece):

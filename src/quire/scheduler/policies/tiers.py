@@ -12,50 +12,17 @@ ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceABC
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from quire.cache.prefix_cache import group_block_hash
 from quire.request import TokenEvent
+from quire.scheduler.policies.tier_rows import Computed, Tier, TierRows
 from quire.scheduler.policy import Policy
 from quire.scheduler.predictor import Mean
 from quire.scheduler.sequence import Sequence, StepRecord
 from quire.scheduler.state import SchedulerState
-from quire.step import StepResult, TransferDone
-
-
-class Ended(Protocol):
-    """The end of a transfer, which took ``seconds`` beside the steps."""
-
-    @property
-    def done(self) -> TransferDone: ...
-    @property
-    def seconds(self) -> float: ...
-
-
-class Tier(Protocol):
-    """Where blocks are kept, as the scheduler sees it. ``contains`` does no I/O."""
-
-    block_bytes: int
-
-    @property
-    def name(self) -> str:
-        """As in `KvTransfer.remote`."""
-        ...
-
-    def contains(self, keys: SequenceABC[bytes]) -> int:
-        """Return how many leading blocks it has, by the hashes of their content."""
-        ...
-
-    def kept(self, keys: SequenceABC[bytes]) -> int:
-        """Return how many leading blocks need not be stored."""
-        ...
-
-    def take_ended(self) -> SequenceABC[Ended]:
-        """Return the transfers that have ended since the last call."""
-        ...
+from quire.step import StepResult
 
 
 @dataclass(slots=True)
@@ -65,7 +32,8 @@ class Load:
     begun_s: float
     limit_s: float  # its sequences wait until then
     num_blocks: int
-    rows: list[bytes]  # hashes of the rows that it brings
+    num_bytes: int
+    rows: list[bytes]  # hashes of the rows that need no computation then
     # A peer may be computing it still: how long it takes says nothing of the tier.
     is_awaited: bool = False
     is_late: bool = False
@@ -75,7 +43,7 @@ class Store(NamedTuple):
     """The store that is open, and what is left of its prompt then."""
 
     transfer_id: int
-    rest: tuple[list[bytes], int]
+    rest: Computed
 
 
 class LoadCost:
@@ -108,19 +76,20 @@ class Rule(Policy):
         self._state = state
         self._patience_s, self._poll_s = patience_s, poll_s
         self._tier: Tier
+        self._rows: TierRows
         self._transfers: Any = None
         self._num_groups = state.cache.windows.num_groups
         self.cost = LoadCost()
         self.loads: dict[int, Load] = {}
         self._store: Store | None = None
         self._looked_at: dict[Sequence, int] = {}  # in which epoch
-        # Prompts that were computed: hashes of their full rows, and how many of these have been looked at.
-        self._computed: deque[tuple[list[bytes], int]] = deque(maxlen=state.config.max_num_seqs)
+        self._computed: deque[Computed] = deque(maxlen=state.config.max_num_seqs)
         self.num_declined = 0  # loads that would have taken longer than the computation
 
     def connect(self, tier: Tier) -> None:
         """Ask ``tier`` from now on; before the first request."""
         self._tier = tier
+        self._rows = TierRows(self._state, tier)
         self._transfers = self._state.policies.turn_on("transfers")
 
     def before_plan(self, now: float) -> None:
@@ -139,7 +108,8 @@ class Rule(Policy):
             start, end = plan.num_computed_tokens, plan.num_computed_tokens + plan.num_scheduled_tokens
             num_rows = min(end, seq.num_prompt) // self._state.cache.block_size
             kv = seq.group.request.terms.kv
-            is_due = seq.num_prompt <= end or (kv is not None and kv.gives)  # a peer takes each chunk at once
+            is_whole = seq.num_prompt <= end
+            is_due = is_whole or (kv is not None and kv.gives)  # a peer takes each chunk at once
             if (
                 start < seq.num_prompt
                 and is_due
@@ -147,11 +117,14 @@ class Rule(Policy):
                 and seq.table.publishes
                 and not _is_private(seq)
             ):
-                self._computed.append((seq.table.chain[:num_rows], 0))
+                self._computed.append(Computed(seq.table.chain[:num_rows], goes_on=not is_whole))
 
     def on_end(self, seq: Sequence) -> None:
-        """It is forgotten."""
+        """It is forgotten, and a state at its answer's end is stored."""
         self._looked_at.pop(seq, None)
+        answer = None if _is_private(seq) else self._rows.answer_of(seq)
+        if answer is not None:
+            self._computed.append(answer)
 
     def expire(self, now: float) -> list[TokenEvent]:
         """Let sequences be computed whose load takes too long."""
@@ -170,13 +143,18 @@ class Rule(Policy):
             transfer_id, num_blocks, _ = ended.done
             load = self.loads.pop(transfer_id, None)
             if load is not None and num_blocks:
-                self._tell(transfer_id, num_blocks // self._num_groups * self._state.cache.block_size)
+                is_whole = num_blocks == load.num_blocks
+                num_rows = num_blocks // self._num_groups
+                if self._rows.has_states:
+                    num_rows = len(load.rows) if is_whole else 0
+                self._tell(transfer_id, num_rows * self._state.cache.block_size)
                 if not load.is_awaited:
-                    self.cost.note(now - load.begun_s, ended.seconds, num_blocks * self._tier.block_bytes)
+                    num_bytes = load.num_bytes * num_blocks // load.num_blocks
+                    self.cost.note(now - load.begun_s, ended.seconds, num_bytes)
             store = self._store
             if store is not None and transfer_id == store.transfer_id:
                 self._store = None
-                if ended.done.error is None and store.rest[1] < len(store.rest[0]):
+                if ended.done.error is None and store.rest.num_seen < len(store.rest.chain):
                     self._computed.appendleft(store.rest)
             self._transfers.end((ended.done,))
         held = self._state.cache.references.transfers
@@ -224,55 +202,35 @@ class Rule(Policy):
                 del self._looked_at[seq]  # it may lack more than what comes
                 self._transfers.join(seq, transfer_id)
                 return
-        num_rows = self._num_rows(self._tier.contains, chain[num_hit:])
-        num_there = num_rows
-        num_rows, giver = self._as_asked(seq, num_rows, num_hit)
-        num_rows = min(num_rows, cache.references.num_available // self._num_groups)
-        num_blocks = num_rows * self._num_groups
-        load_s = self.cost.seconds(num_blocks * self._tier.block_bytes)
-        compute_s = num_rows * cache.block_size * state.predictor.prompt_token_s
-        if not num_rows:
+        wanted = self._rows.to_load(seq, num_hit)
+        if wanted is None:
             return
+        load_s = self.cost.seconds(wanted.num_bytes)
+        compute_s = (wanted.end - num_hit) * cache.block_size * state.predictor.prompt_token_s
         if 0.0 < compute_s <= load_s:
             self.num_declined += 1
             self.cost.forgive()
             return
-        transfer_id = self._transfers.load_for(seq, self._tier.name, num_hit + num_rows, giver)
+        transfer_id = self._transfers.load_for(seq, self._tier.name, wanted.end, wanted.giver)
         if transfer_id is not None:
             limit_s = now + max(self._patience_s, 2 * compute_s)
-            rows = chain[num_hit : num_hit + num_rows]
-            self.loads[transfer_id] = Load(now, limit_s, num_blocks, rows, num_rows > num_there)
-
-    def _as_asked(self, seq: Sequence, num_rows: int, num_hit: int) -> tuple[int, str]:
-        """Return how many rows a request loads that says what a peer computes of it, and the peer."""
-        kv, block_size = seq.group.request.terms.kv, self._state.cache.block_size
-        if kv is None:
-            return num_rows, ""
-        if kv.engine_id:
-            num_promised = min(kv.num_tokens // block_size, len(seq.table.chain)) - num_hit
-            num_rows = max(num_rows, num_promised)
-        if kv.max_load_tokens is not None:
-            num_rows = min(num_rows, kv.max_load_tokens // block_size)
-        return num_rows, kv.engine_id
+            num_blocks = (wanted.end - wanted.first) * self._num_groups + self._rows.has_states
+            rows = chain[num_hit : wanted.end]
+            self.loads[transfer_id] = Load(
+                now, limit_s, num_blocks, wanted.num_bytes, rows, wanted.is_awaited
+            )
 
     def _store_next(self) -> None:
         """Begin to store the first piece that the tier lacks of a prompt; a piece holds few blocks of the pool."""
         piece = max(1, self._state.cache.pool.num_blocks // (8 * self._num_groups))
         while self._computed and self._store is None:
-            chain, num_seen = self._computed.popleft()
-            first = num_seen + self._num_rows(self._tier.kept, chain[num_seen:])
-            rows = chain[first : first + piece]
+            computed = self._computed.popleft()
+            rows, num_seen = self._rows.to_store(computed, piece)
             if not rows:
                 continue
             transfer_id = self._transfers.store(rows[-1], self._tier.name, len(rows))
             if transfer_id is not None:
-                self._store = Store(transfer_id, (chain, first + len(rows)))
-
-    def _num_rows(self, count: Callable[[SequenceABC[bytes]], int], chain: SequenceABC[bytes]) -> int:
-        """Return how many leading rows ``count`` finds with the blocks of all groups."""
-        groups = range(self._num_groups)
-        names = [group_block_hash(row, group) for row in chain for group in groups]
-        return count(names) // self._num_groups
+                self._store = Store(transfer_id, computed._replace(num_seen=num_seen))
 
 
 def _is_private(seq: Sequence) -> bool:
