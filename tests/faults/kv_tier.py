@@ -91,6 +91,7 @@ def cases(quill: bool) -> list[Case]:
         Case("sliding", "float32", 92, 32),
         Case("latent", "bfloat16", 93, 32, level),
         Case("llama", "bfloat16", 94, 32, level, kv_dtype="int8"),
+        Case("hybrid", "float32", 96, 32),
     ]
     return [*tiny, Case(str(quill_path("quill")), "bfloat16", 95, 24, level)] if quill else tiny
 
