@@ -295,8 +295,8 @@ TOKENS: tuple[Mutant, ...] = (
         "load-published-whole",
         "all blocks of a load are published, though only some came",
         "src/quire/cache/transfers.py",
-        "transfer.num_hit_rows + num_blocks // cache.windows.num_groups",
-        "table.num_rows",
+        "num_rows += num_blocks // num_groups",
+        "num_rows = table.num_rows",
         WIDE_FUZZ,
     ),
     Mutant(

@@ -35,10 +35,7 @@ class StateMove(NamedTuple):
 
 
 class TransferBlock(NamedTuple):
-    """One block of a `KvTransfer`. ``block_hash`` names its content, which the other side looks up or stores.
-
-    In the group −1 it is the recurrent state in the slot ``block_id``.
-    """
+    """One block of a `KvTransfer`; in the group −1, the state in a slot. ``block_hash`` names its content."""
 
     group: int
     block_id: int

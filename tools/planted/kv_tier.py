@@ -30,8 +30,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "state-of-another-place-loaded",
         "a prompt goes on from the state of a place behind its tokens",
         "src/quire/cache/carried_states.py",
-        "        return group_block_hash(block_hash, self.prefix.windows.num_groups)\n",
-        "        return group_block_hash(bytes(32), self.prefix.windows.num_groups)\n",
+        "        return group_block_hash(block_hash, self._cache.windows.num_groups)\n",
+        "        return group_block_hash(bytes(32), self._cache.windows.num_groups)\n",
         (f"{EXACT}test_blocks_of_a_tier_are_the_same_bits[hybrid-float32-reference-seed70-0.0]",),
     ),
     Mutant(

@@ -8,32 +8,29 @@ A state travels as one more block after those of its row, under a name of its ow
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
 
 from quire.cache.blocks import Node
 from quire.cache.checkpoint_places import Kind
 from quire.cache.checkpoints import Checkpoint, LiveState
-from quire.cache.prefix_cache import PrefixCache, group_block_hash
+from quire.cache.manager import CacheManager
+from quire.cache.prefix_cache import group_block_hash
+from quire.cache.states import StateSlots
 from quire.step import TransferBlock
-
-if TYPE_CHECKING:
-    from quire.cache.states import StateSlots
 
 # Where other prompts and turns are likely to go on: not the ladders behind a prompt and within an answer.
 STORED_KINDS = (Kind.ANSWER, Kind.PROMPT, Kind.BRANCH)
-# The score of a checkpoint that makes room for a load: any but those of running sequences.
-_WORTH = 1e9
 
 
 class CarriedStates:
     """The states of one engine that are on their way."""
 
-    def __init__(self, slots: StateSlots, prefix: PrefixCache, block_size: int) -> None:
+    def __init__(self, cache: CacheManager, slots: StateSlots) -> None:
         self.loading: dict[int, int] = {}  # transfer → slot
         self.storing: dict[int, list[int]] = {}  # transfer → slots
         # Slots that are stored, and whose checkpoints have gone.
         self.orphans: list[int] = []
-        self._slots, self.prefix, self._block_size = slots, prefix, block_size
+        self._cache, self._slots = cache, slots
 
     @property
     def stored_slots(self) -> set[int]:
@@ -42,12 +39,12 @@ class CarriedStates:
 
     def is_stored(self, block_hash: bytes) -> bool:
         """Whether the node of a block has a state that a tier is to have."""
-        node = self.prefix.nodes.get(block_hash)
+        node = self._cache.prefix.nodes.get(block_hash)
         checkpoint = None if node is None else self._slots.checkpoints.get(node)
         if checkpoint is None:
             return False
         # Where a prompt ends with a block, the same prompt begins again one block before its end.
-        is_before_end = checkpoint.owner.num_known - checkpoint.num_tokens == self._block_size
+        is_before_end = checkpoint.owner.num_known - checkpoint.num_tokens == self._cache.block_size
         return is_before_end or checkpoint.kind in STORED_KINDS
 
     def begin_store(self, transfer_id: int, node: Node) -> tuple[TransferBlock, ...]:
@@ -60,9 +57,11 @@ class CarriedStates:
 
     def begin_load(self, transfer_id: int, block_hash: bytes) -> tuple[TransferBlock, ...]:
         """Let ``transfer_id`` fill a slot with the state after the block ``block_hash``, if one can be had."""
-        slots = self._slots
-        most = max(1, slots.config.num_checkpoints // 4)
-        if len(self.loading) >= most or slots.in_flight or not (slots.free or slots.evict(_WORTH)):
+        slots, most = self._slots, max(1, self._slots.config.num_checkpoints // 4)
+        # A step in flight may read and write slots that are free now.
+        if len(self.loading) >= most or self._cache.references.steps:
+            return ()
+        if not slots.free and not slots.evict(sys.float_info.max):  # any but those of running sequences
             return ()
         slot = self.loading[transfer_id] = slots.free.pop()
         return (self._block_of(slot, block_hash),)
@@ -77,7 +76,7 @@ class CarriedStates:
         slot = self.loading.pop(transfer_id, None)
         if slot is None:
             return
-        if node is None or node in slots.checkpoints or not self.prefix.has(node):
+        if node is None or node in slots.checkpoints or not self._cache.prefix.has(node):
             slots.free.append(slot)
             return
         loaded = LiveState(slot, num_tokens, is_running=False)
@@ -85,7 +84,7 @@ class CarriedStates:
 
     def name_of(self, block_hash: bytes) -> bytes:
         """Return the name of the state after the block ``block_hash``."""
-        return group_block_hash(block_hash, self.prefix.windows.num_groups)
+        return group_block_hash(block_hash, self._cache.windows.num_groups)
 
     def _block_of(self, slot: int, block_hash: bytes) -> TransferBlock:
         return TransferBlock(-1, slot, self.name_of(block_hash))

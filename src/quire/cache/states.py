@@ -18,9 +18,9 @@ this with the first scheduler whose model has states.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from quire.cache.blocks import BlockTable, Node
 from quire.cache.checkpoint_places import LAST_KINDS, Kind, Place, is_kept, places_of, score
@@ -30,9 +30,6 @@ from quire.cache.prefix_cache import Hit, PrefixCache
 from quire.cache.references import References
 from quire.config import CacheConfig
 from quire.step import StateMove
-
-if TYPE_CHECKING:
-    from quire.cache.carried_states import CarriedStates
 
 
 @dataclass(slots=True, eq=False)
@@ -71,18 +68,13 @@ class StateSlots:
         self.free: list[int] = list(range(self.num_slots))[::-1]
         self.num_admitted = self.num_loads = self.num_saves = self.num_evicted = 0
         self._prefix, self._references, self._block_size = prefix, references, block_size
-        # A tier sets it.
-        self.carried: CarriedStates | None = None
+        # The `CarriedStates` of a tier.
+        self.carried: Any = None
 
     @property
     def has_room(self) -> bool:
         """Whether a sequence can have a slot now."""
         return bool(self.free) or len(self.checkpoints) > len(self._held)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a step is in flight, which may read and write slots that are free now."""
-        return bool(self._references.steps)
 
     def find(self, chain: Sequence[bytes], num_known: int, step: int) -> Hit:
         """As `PrefixCache.find`: the longest prefix that has its blocks, and a checkpoint at its end."""
@@ -226,8 +218,6 @@ class StateSlots:
         """Nothing runs, and the prefix tree and the references begin anew: all slots are free."""
         assert not self.live
         self._prefix, self._references = prefix, references
-        if self.carried is not None:
-            self.carried.prefix = prefix
         self.checkpoints.clear()
         self.steps.clear()
         self.drafts.clear()
@@ -259,9 +249,9 @@ class StateSlots:
             self.free.append(slot)
 
     @property
-    def _held(self) -> Collection[int]:
+    def _held(self) -> set[int]:
         """Slots that stores read."""
-        return () if self.carried is None else self.carried.stored_slots
+        return set() if self.carried is None else self.carried.stored_slots
 
     def _begin(self, table: BlockTable, num_known: int) -> LiveState:
         if not self.free:

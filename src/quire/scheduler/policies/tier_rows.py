@@ -79,7 +79,7 @@ class TierRows:
         self._states: CarriedStates | None = None
         slots, cache = state.cache.states, state.cache
         if slots is not None:
-            self._states = slots.carried = CarriedStates(slots, cache.prefix, cache.block_size)
+            self._states = slots.carried = CarriedStates(cache, slots)
 
     @property
     def has_states(self) -> bool:
@@ -112,7 +112,8 @@ class TierRows:
             ends = (end for end in range(len(chain), 0, -1) if states.is_stored(chain[end - 1]))
             chain = chain[: next(ends, 0)]
         names: list[bytes] = []
-        rows: list[int] = []  # of each name
+        # The row of each name.
+        rows: list[int] = []
         for row in range(computed.num_seen, len(chain)):
             names += self._names(chain[row])
             if states is not None and states.is_stored(chain[row]):
