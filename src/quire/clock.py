@@ -5,6 +5,13 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+# How long what was busy, full or away is left alone before it is tried again.
+RETRY_S = 1.0
+# Between two looks at what another task or process is about to do.
+LOOK_S = 0.05
+# A process that serves others says at least this often that it is there.
+BEAT_S = 2.0
+
 
 class Clock(Protocol):
     """A source of seconds. Only differences are meaningful."""

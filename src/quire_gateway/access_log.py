@@ -14,9 +14,9 @@ import msgspec
 from quire.metrics.log import Log
 from quire.private import appended, tighten
 from quire_gateway.exchange import Exchange
+from quire_gateway.ledger import FLUSH_S
 from quire_gateway.stage import Stage
 
-FLUSH_S = 0.2
 MAX_WAITING = 100_000  # lines; more are counted and dropped while the file takes none
 log = Log("gateway")
 _encode = msgspec.json.Encoder().encode

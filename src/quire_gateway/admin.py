@@ -19,12 +19,13 @@ from quire.http.browser_guard import NoBrowsers
 from quire.http.edge import Edge, new_id
 from quire.http.heartbeat import TTL_S
 from quire.http.json_page import json_response
+from quire.http.limits import INLINE_BYTES
 from quire.http.listen import is_loopback
 from quire.http.refusals import Refusal
 from quire.http.router_errors import error_handlers
 from quire.http.wire import AnyObject, Integer, Number, Text, Texts, Wire, not_allowed, parse
 from quire.metrics.log import Log
-from quire_gateway.admin_keys import MAX_BODY_BYTES, AdminKeys
+from quire_gateway.admin_keys import AdminKeys
 from quire_gateway.config_file import checked_url
 from quire_gateway.discovery import Registration
 from quire_gateway.fleet import Backend
@@ -102,7 +103,7 @@ class Admin:
 
     async def register(self, request: Request) -> Response:
         """Take a replica's heartbeat. A replica that listens on every address is reached where it called from."""
-        heartbeat = parse(Heartbeat, await read_json(request.scope, request.receive, MAX_BODY_BYTES))
+        heartbeat = parse(Heartbeat, await read_json(request.scope, request.receive, INLINE_BYTES))
         caller = request.client.host if request.client is not None else "127.0.0.1"
         if not 1.0 <= heartbeat.ttl_s <= 3600.0:
             raise not_allowed("ttl_s", heartbeat.ttl_s, "a number of seconds in 1…3600")
@@ -133,7 +134,7 @@ class Admin:
     async def change(self, request: Request) -> Response:
         """Drain a backend, or let it take requests again. Its running requests go on."""
         backend = self._state.fleet.named(request.path_params["name"])
-        patch = parse(BackendPatch, await read_json(request.scope, request.receive, MAX_BODY_BYTES))
+        patch = parse(BackendPatch, await read_json(request.scope, request.receive, INLINE_BYTES))
         if patch.state is None and patch.role is None:
             raise RequestError("The body is empty: it must have state, role or both.", param="state")
         if backend.is_draining and patch.state == "active":

@@ -25,6 +25,7 @@ from quire.http.keys import (
     revoke_key,
     rotate_key,
 )
+from quire.http.limits import INLINE_BYTES
 from quire.http.refusals import HttpError, Refusal
 from quire.http.wire import Boolean, Number, Text, Texts, Wire, parse
 from quire.metrics.log import Log
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from quire_gateway.limits import Allowance
 
 log = Log("gateway")
-MAX_BODY_BYTES = 1 << 20
 
 
 class NewKey(Wire):
@@ -73,7 +73,7 @@ class AdminKeys:
 
     async def create(self, request: Request) -> Response:
         """Add a key; the answer has its text, this once. Requests may carry it within a second."""
-        body = parse(NewKey, await read_json(request.scope, request.receive, MAX_BODY_BYTES))
+        body = parse(NewKey, await read_json(request.scope, request.receive, INLINE_BYTES))
         try:
             key = ApiKey(
                 name=check_name(body.name, "name"),

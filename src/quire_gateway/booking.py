@@ -16,16 +16,15 @@ from dataclasses import dataclass, replace
 
 from quire.metrics.log import Log
 from quire_gateway.books import Bookkeeping, Books
-from quire_gateway.fleet import Backend, Fleet
+from quire_gateway.fleet import FLEET_LOOK_S, Backend, Fleet
 from quire_gateway.ledger_row import UNSETTLED, Row
+from quire_gateway.limits import LEASE_S
 from quire_gateway.replica_usage import UsageReader
 from quire_gateway.stage import Stage
 from quire_gateway.tenants import Tenants
 from quire_gateway.upstream import BackendFailed
 
 PASSES_S = (0.0, 1.0, 10.0)  # after the replica was first ready
-PATIENCE_S = 60.0  # with a backend that does not become ready
-_LOOK_S = 0.25
 log = Log("ledger")
 
 
@@ -97,9 +96,9 @@ class Booking(Stage):
                 reading.num_passes += 1
                 if reading.num_passes == len(PASSES_S):
                     await self._conclude(backend.name, reading.since)
-            if loop.time() > begin_s + PATIENCE_S:
+            if loop.time() > begin_s + LEASE_S:
                 await self._conclude(None, math.inf)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(FLEET_LOOK_S)
 
     async def _book_inherited(self) -> None:
         """Book the rows that an earlier process has not written."""

@@ -7,12 +7,14 @@ has it. While there is no free slot, requests are refused: none is served unbook
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from quire.clock import RETRY_S
 from quire.errors import ConfigError
 from quire.http.account import Used
 from quire.http.refusals import HttpError, busy
@@ -20,7 +22,7 @@ from quire.metrics.log import Log
 from quire_gateway.config import GatewayConfig
 from quire_gateway.exchange import Exchange
 from quire_gateway.journal import FIRST_SLOTS, SLOT_BYTES, Journal
-from quire_gateway.ledger import Ledger
+from quire_gateway.ledger import FLUSH_S, Ledger
 from quire_gateway.ledger_database import open_database
 from quire_gateway.ledger_row import UNSETTLED, Row
 from quire_gateway.metrics import counter
@@ -31,7 +33,7 @@ from quire_gateway.used import billed_usage, meets, output_so_far
 
 SPOOL_SUFFIX = ".spool"
 JOURNAL_SUFFIX = ".journal"
-RETRY_AFTER_S = 2
+RETRY_AFTER_S = math.ceil(RETRY_S + FLUSH_S)  # the ledger has tried again then
 log = Log("ledger")
 
 

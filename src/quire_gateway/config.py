@@ -106,7 +106,7 @@ class HealthArgs:
     """``[health]``"""
 
     interval_s: float = 1.0
-    timeout_s: float = 2.0
+    timeout_s: float = defaults(TimeoutArgs)["connect_s"]
     max_failures: int = 5
     error_share: float = 0.5
     slow_factor: float = 10.0

@@ -21,13 +21,13 @@ from quire.errors import NotFoundError
 from quire.http.call import call_of
 from quire.http.json_page import json_response
 from quire.http.refusals import HttpError, Refusal, busy
+from quire.units import MIB
 from quire_gateway.fleet import Backend
 from quire_gateway.headers import to_backend
 from quire_gateway.patience import lasting
 from quire_gateway.state import GatewayState
 from quire_gateway.upstream import ASIDE_TIMEOUT_S, BackendFailed, Reply, closing, failures, read_reply
 
-_MOST_BYTES = 4 << 20  # of a document
 _OWNER = "quire"  # as replicas name themselves in the cards of their models
 # Of a card, what concerns the gateway alone: which replicas can continue a stream of one another.
 _OWN_FIELDS = ("fingerprint",)
@@ -172,7 +172,7 @@ class Descriptions:
             async with lasting(ASIDE_TIMEOUT_S):
                 response = await state.upstream.open("GET", backend.url + path, headers, None)
                 with closing(response):
-                    return await read_reply(response, _MOST_BYTES)
+                    return await read_reply(response, state.config.server.max_answer_mib * MIB)
 
 
 def _is_replica(backend: Backend, model: str) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from starlette.types import Scope
 
+from quire.errors import NAME_CHARS
 from quire.http.account import Account
 from quire.http.body import header
 from quire.http.call import Call, call_of
@@ -23,8 +24,6 @@ if TYPE_CHECKING:  # a stage, which is off without a key that replicas know
 
 # broken: after the first bytes; left: the client did; filtered: a filter refused the request or the answer
 Outcome = Literal["ok", "refused", "failed", "broken", "left", "filtered"]
-
-MAX_NAME_CHARS = 256  # of what a client has named, in rows and logs
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +87,7 @@ class Exchange:
     def named_model(self) -> str:
         """The name that the client asked for, clipped; empty for none."""
         name = (self.request.model if self.request is not None else None) or ""
-        return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 1]}…"
+        return name if len(name) <= NAME_CHARS else f"{name[: NAME_CHARS - 1]}…"
 
     @property
     def trace_id(self) -> str:

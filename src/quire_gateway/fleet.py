@@ -14,6 +14,7 @@ from quire_gateway.breaker import Breaker
 from quire_gateway.config import BackendArgs, HealthArgs
 from quire_gateway.routing import Router
 
+FLEET_LOOK_S = 0.25  # between two looks which backends are ready
 log = Log("gateway")
 Source = Literal["config", "dns", "file", "registered"]
 

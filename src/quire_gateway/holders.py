@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend, Fleet
 from quire_gateway.ownership import Owner
+from quire_gateway.routing import DEFAULT_CAPACITY
 
-MAX_HOLDERS = 1 << 16
+MAX_HOLDERS = DEFAULT_CAPACITY
 Asks = Callable[[Backend, str], Awaitable[bool]]  # whether a backend has the response of an id
 
 

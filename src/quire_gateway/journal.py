@@ -40,9 +40,8 @@ _MAX_FILES = 64  # gateways that share a folder
 _HEAD = Struct("<II")
 _NUMBER_BYTES = 4
 _ROW_BYTES = SLOT_BYTES - _HEAD.size
-_NAME_BYTES = 40  # of a model, backend or endpoint in a row that would be too large
-_OWNER_BYTES = 80  # of a tenant or key, likewise
-_SPARE = 1  # free slots that a new request leaves
+# Of a model, backend or endpoint in a row that would be too large; a tenant or a key has twice as much.
+_NAME_BYTES = 40
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -75,8 +74,8 @@ class Journal:
         self.inherited = list(rows.values())
 
     def has_room(self) -> bool:
-        """Whether one more request can be noted."""
-        return len(self.free_slots) > _SPARE or self._grow()
+        """Whether one more request can be noted, and the row of one that ends still find a free slot."""
+        return len(self.free_slots) > 1 or self._grow()
 
     def put(self, slot: int | None, row: Row, limited: str = "") -> int | None:
         """Write a row into a free slot, in place of ``slot``, and return its slot; None for a new row without room.
@@ -152,8 +151,8 @@ def _cut_names(row: Row) -> Row:
         model=_cut(row.model, _NAME_BYTES),
         backend=_cut(row.backend, _NAME_BYTES),
         endpoint=_cut(row.endpoint, _NAME_BYTES),
-        tenant=_cut(row.tenant, _OWNER_BYTES),
-        key=_cut(row.key, _OWNER_BYTES),
+        tenant=_cut(row.tenant, 2 * _NAME_BYTES),
+        key=_cut(row.key, 2 * _NAME_BYTES),
     )
 
 

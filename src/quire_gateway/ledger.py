@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from quire.clock import RETRY_S
 from quire.errors import ConfigError
 from quire.metrics.log import Log
 from quire_gateway.ledger_database import COLUMNS, Database, Sqlite, ledger_identity
@@ -21,7 +22,6 @@ from quire_gateway.ledger_row import Row
 
 FLUSH_S = 0.1
 BATCH_ROWS = 500
-RETRY_S = 1.0  # between two attempts while the database does not answer
 log = Log("ledger")
 
 

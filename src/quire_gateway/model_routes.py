@@ -15,13 +15,13 @@ from quire.http.body import read_json
 from quire.http.browser_guard import NoBrowsers
 from quire.http.edge import Edge, new_id
 from quire.http.json_page import json_response
+from quire.http.limits import INLINE_BYTES
 from quire.http.refusals import HttpError, Refusal
 from quire.http.router_errors import error_handlers
 from quire.http.wire import Text, Wire, parse
 from quire_gateway.model_pool import ModelPool, PooledModel
 
 MODEL_PATHS = ("/v1/models/load", "/v1/models/unload")
-_MAX_BODY_BYTES = 1 << 16
 _CLOSED = Refusal(
     403,
     "Clients need a key here, so loading models needs one of its own: start with --admin-key.",
@@ -42,7 +42,7 @@ def model_app(pool: ModelPool, count: Callable[[int], None]) -> ASGIApp:
         async def handler(request: Request) -> Response:
             if pool.is_closed:
                 raise HttpError(_CLOSED)
-            body = parse(NamedModel, await read_json(request.scope, request.receive, _MAX_BODY_BYTES))
+            body = parse(NamedModel, await read_json(request.scope, request.receive, INLINE_BYTES))
             model = await change(body.model)
             return json_response({"id": model.name, "object": "model", **model.card()})
 

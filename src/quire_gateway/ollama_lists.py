@@ -16,9 +16,8 @@ from quire.http.json_page import json_response
 from quire.http.refusals import LATEST, OLLAMA_VERSION, HttpError, Refusal
 from quire_gateway.fleet import Backend
 from quire_gateway.state import GatewayState
-from quire_gateway.upstream import BackendFailed
+from quire_gateway.upstream import ASIDE_TIMEOUT_S, BackendFailed
 
-_TIMEOUT_S = 2.0
 _MANAGE = {"pull": "POST", "push": "POST", "create": "POST", "copy": "POST", "delete": "DELETE"}
 # Of a model whose backend has no such list.
 _UNKNOWN = {"format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
@@ -89,7 +88,7 @@ class OllamaLists:
     async def _ask(self, backend: Backend, path: str) -> dict[str, dict[str, Any]]:
         """Return a backend's list by names; empty where it has none."""
         try:
-            answer = await self._state.upstream.get(backend.url + path, _TIMEOUT_S, backend.args.api_key)
+            answer = await self._state.upstream.get(backend.url + path, ASIDE_TIMEOUT_S, backend.args.api_key)
             models = msgspec.json.decode(answer.body)["models"] if answer.status == 200 else []
             return {model["name"]: model for model in models}
         except (BackendFailed, msgspec.DecodeError, KeyError, TypeError):

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 TICKS = 8
-LOOK_S = 0.05  # between two looks of what waits for another task or process
 
 
 class Limit:

@@ -16,10 +16,9 @@ from quire_gateway.exchange import Exchange
 from quire_gateway.fleet import Backend, Fleet
 from quire_gateway.routing import Demand, Router
 from quire_gateway.ttft import MIN_OBSERVED
+from quire_gateway.usage import BYTES_PER_TOKEN
 
 _LEARNING = 0.05  # weight of one answer in a model's ratio
-# For a model whose answers have said nothing yet.
-_BYTES_PER_TOKEN = 4.0
 _LATE_S = 1.0
 
 
@@ -143,7 +142,7 @@ class Placing:
 
     def num_tokens(self, request: ClientRequest, model: str) -> int:
         """Return the prompt tokens of a request by the model's bytes per token."""
-        return int(len(request.text) / self._bytes_per_token.get(model, _BYTES_PER_TOKEN)) + 1
+        return int(len(request.text) / self._bytes_per_token.get(model, BYTES_PER_TOKEN)) + 1
 
     def _target(self, exchange: Exchange, now: float) -> tuple[Target | None, list[Backend]]:
         """Return the first target with a backend that may be tried.

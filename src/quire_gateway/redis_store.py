@@ -10,14 +10,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from quire.clock import Clock
+from quire.clock import RETRY_S, Clock
 from quire.extras import needs
 from quire.metrics.log import Log
 from quire_gateway.limits import LEASE_S, Charge, Decision, MemoryStore, decide
 
-TIMEOUT_S = 1.0
 MAX_CALLS = 16  # at once; more wait
-RETRY_S = 1.0  # between two attempts while Redis does not answer
 log = Log("limits")
 
 # KEYS: the books of each charge. ARGV: request id, lease in s, what to do; then per charge: period, capacity, amount.
@@ -101,7 +99,7 @@ class RedisStore:
         with needs("redis", "A gateway that keeps its limits in Redis", param="redis"):
             import redis.asyncio
         self._redis = redis.asyncio.Redis.from_url(
-            url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
+            url, socket_timeout=RETRY_S, socket_connect_timeout=RETRY_S
         )
         self._errors = (redis.exceptions.RedisError, OSError)
         self._script = self._redis.register_script(SCRIPT)

@@ -13,23 +13,21 @@ from collections.abc import Callable
 from quire.cache.events import EVENT_BYTES, SHORT_HASH_BYTES, unpack
 from quire.http.cache_messages import (
     BEAT,
-    BEAT_S,
     BLOCKS_HEADER,
     CACHE_PATH,
     PIECES_HEADER,
+    SILENCE_S,
     SNAPSHOT,
     messages,
 )
 from quire.metrics.log import Log
 from quire_gateway.exchange import Exchange
-from quire_gateway.fleet import Backend, Fleet
+from quire_gateway.fleet import FLEET_LOOK_S, Backend, Fleet
 from quire_gateway.patience import lasting
 from quire_gateway.sending import Opened, Outgoing
 from quire_gateway.stage import Stage
 from quire_gateway.upstream import BackendFailed, Upstream, closing, failures
 
-SILENCE_S = 10 * BEAT_S
-_LOOK_S = 0.5
 _AT_ONCE = 2_000  # events that are taken in between two turns of the other tasks
 log = Log("gateway")
 
@@ -91,7 +89,7 @@ class Reports(Stage):
                     self._fleet.router.prefixes.forget_report(backend.number)
             for backend in self._tasks.keys() - present:  # the router has forgotten it
                 self._tasks.pop(backend).cancel()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(FLEET_LOOK_S)
 
     async def _read(self, backend: Backend) -> None:
         """Read one stream to its end."""

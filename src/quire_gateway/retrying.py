@@ -15,10 +15,10 @@ import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from quire.clock import LOOK_S
 from quire_gateway.causes import causes_of_failure, may_fall_back
 from quire_gateway.config import TimeoutArgs
 from quire_gateway.exchange import Exchange
-from quire_gateway.patience import LOOK_S
 from quire_gateway.placing import Placed
 from quire_gateway.state import GatewayState
 from quire_gateway.upstream import RETRIED_STATUS, BackendFailed, Reply

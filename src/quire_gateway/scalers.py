@@ -21,12 +21,12 @@ import aiohttp
 
 from quire.errors import ConfigError, QuireError
 from quire.extras import needs
+from quire.http.drain import STOP_S
 from quire.metrics.log import Log
 
 log = Log("autoscale")
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0)
-_STOP_S = 30.0
 _MERGE = "application/merge-patch+json"
 
 
@@ -79,7 +79,7 @@ class LocalPool:
         await self.scale(0)
         waiting = [asyncio.create_task(process.wait()) for process in self._ending]
         if waiting:
-            await asyncio.wait(waiting, timeout=_STOP_S)
+            await asyncio.wait(waiting, timeout=STOP_S)
         for process in self._ending:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its helpers, too
@@ -194,7 +194,7 @@ class Command:
         """End the process and wait until it has drained."""
         self._process.terminate()
         try:
-            self._process.wait(_STOP_S)
+            self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -217,7 +217,7 @@ class Ray:
         alive = []
         for actor in self._actors:
             try:
-                if await asyncio.wait_for(actor.is_alive.remote(), _STOP_S):
+                if await asyncio.wait_for(actor.is_alive.remote(), STOP_S):
                     alive.append(actor)
             except TimeoutError:  # the cluster has no room for it yet
                 alive.append(actor)
@@ -232,7 +232,7 @@ class Ray:
         while len(self._actors) > replicas:
             actor = self._actors.pop()
             try:
-                await asyncio.wait_for(actor.stop.remote(), 2 * _STOP_S)
+                await asyncio.wait_for(actor.stop.remote(), 2 * STOP_S)
             except (TimeoutError, self._ray.exceptions.RayError) as error:
                 log.error("replica_not_ended", error=str(error))
             self._ray.kill(actor)

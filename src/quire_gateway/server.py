@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import uvloop
 from starlette.types import ASGIApp
 
+from quire.clock import LOOK_S
 from quire.http.browser_guard import open_note
 from quire.http.drain import DrainingServer
 from quire.http.extension import Extension
@@ -22,7 +23,6 @@ from quire.metrics.log import Log
 from quire_gateway.app import Probes, create_gateway
 from quire_gateway.build import make_state
 from quire_gateway.config import GatewayConfig
-from quire_gateway.patience import LOOK_S
 from quire_gateway.state import GatewayState
 
 if TYPE_CHECKING:

@@ -13,6 +13,9 @@ import aiohttp
 from aiohttp.http_exceptions import ContentEncodingError
 
 from quire.errors import CapacityError, QuireError
+from quire.http.front import KEEP_ALIVE_S as SERVER_KEEP_ALIVE_S
+from quire.http.limits import INLINE_BYTES
+from quire.units import PIECE_BYTES
 from quire_gateway.headers import Pairs, to_client
 from quire_gateway.openings import Openings
 from quire_gateway.patience import lasting
@@ -24,16 +27,12 @@ FailureKind = Literal["connect", "broken", "timeout", "status", "garbage", "room
 # Of this machine: files, local ports, memory.
 _NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
 RETRIED_STATUS = frozenset((429, 500, 502, 503))  # of an answer that another backend may give better
-KEEP_ALIVE_S = (
-    60.0  # less than the server's, so that a connection is not closed while a request is on its way
-)
-MAX_HEAD_BYTES = 32 * 1024  # of one header of an answer
-READ_BYTES = 64 * 1024
+# Less than the server's, so that a connection is not closed while a request is on its way.
+KEEP_ALIVE_S = 0.8 * SERVER_KEEP_ALIVE_S
+READ_BYTES = 64 * 1024  # at once, and the most that one header of an answer has
 _CODINGS = frozenset(("", "identity", "gzip", "deflate", "br", "zstd"))  # that aiohttp decodes
 # For a question to a backend that no client waits for alone.
 ASIDE_TIMEOUT_S = 5.0
-_KEPT_BYTES = 1 << 20  # of a probe's answer
-_AT_ONCE_BYTES = 1 << 20  # a larger body is written in pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class Upstream:
         body: bytes | None,
     ) -> aiohttp.ClientResponse:
         with failures():
-            data = body if body is None or len(body) <= _AT_ONCE_BYTES else io.BytesIO(body)
+            data = body if body is None or len(body) <= PIECE_BYTES else io.BytesIO(body)
             response = await session.request(method, url, headers=headers, data=data, allow_redirects=False)
         coding = response.headers.get("content-encoding", "identity").lower()
         if coding not in _CODINGS:
@@ -127,7 +126,7 @@ class Upstream:
             async with lasting(timeout_s):
                 response = await self._ask(self._polls, "GET", url, headers, None)
                 with closing(response):
-                    return await read_reply(response, _KEPT_BYTES)
+                    return await read_reply(response, INLINE_BYTES)
 
     async def close(self) -> None:
         await self._requests.close()
@@ -140,8 +139,8 @@ def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=True,  # no coding is asked for, and some backends use one in any case
         read_bufsize=READ_BYTES,
-        max_line_size=MAX_HEAD_BYTES,
-        max_field_size=MAX_HEAD_BYTES,
+        max_line_size=READ_BYTES,
+        max_field_size=READ_BYTES,
         timeout=aiohttp.ClientTimeout(total=None),
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
     )

@@ -111,7 +111,7 @@ def test_a_batch_waits_for_room_and_goes_on(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """The disk is full at random moments, also while the batch begins and ends."""
-    monkeypatch.setattr(quire.jobs.disk, "FULL_S", 0.01)
+    monkeypatch.setattr(quire.jobs.disk, "RETRY_S", 0.01)
     rng = Random(seed)
 
     async def go() -> dict[str, Any]:

@@ -12,7 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from quire_lab.cockpit.bodies import MAX_BODY_BYTES, PlainBodies
+from quire.http.limits import INLINE_BYTES
+from quire_lab.cockpit.bodies import PlainBodies
 from quire_lab.cockpit.process import PageProxy
 
 BODY = b"40" * 1000
@@ -89,7 +90,7 @@ def test_a_coded_body_reaches_the_page_decoded(coding: bytes, code: Any) -> None
     [
         (b"br", b"x", 415),
         (b"gzip", b"no gzip", 400),
-        (b"gzip", gzip.compress(bytes(MAX_BODY_BYTES + 1)), 413),
+        (b"gzip", gzip.compress(bytes(INLINE_BYTES + 1)), 413),
     ],
 )
 def test_other_codings_and_large_bodies_are_refused(coding: bytes, body: bytes, status: int) -> None:

@@ -15,7 +15,8 @@ import pytest
 from tests.api.asgi_client import Api, error_of
 from tests.api.raw_asgi import RawCall
 
-from quire.api.busy import MEMORY_S, PER_WINDOW, WINDOW_S, Busy
+from quire.api.busy import PER_WINDOW, WINDOW_S, Busy
+from quire.clock import RETRY_S
 from quire.config import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.executor.timed import Taken, TimedExecutor
@@ -80,7 +81,7 @@ def test_some_of_each_window_go_to_the_engine() -> None:
         now_s = 100.0 + window * 1.01 * WINDOW_S
         passed = [state.refusal(now_s) is None for _ in range(100)]
         assert passed == [True] * PER_WINDOW + [False] * (100 - PER_WINDOW)
-    assert state.until_s == 100.0 + MEMORY_S
+    assert state.until_s == 100.0 + RETRY_S
 
 
 class ScriptedLoop(asyncio.SelectorEventLoop):

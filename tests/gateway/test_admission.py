@@ -11,7 +11,7 @@ from typing import Any
 from tests.gateway.live import Received, Scripted, answer, gateway, says
 from tests.gateway.test_tenants import config, make_keys
 
-from quire_gateway.exchange import MAX_NAME_CHARS
+from quire.errors import NAME_CHARS
 from quire_gateway.ledger_database import open_database
 from quire_gateway.ledger_report import report
 
@@ -97,7 +97,7 @@ def test_a_long_name_is_in_no_row_and_no_log(tmp_path: Path) -> None:
     asyncio.run(run())
     assert lines.stat().st_size < 3000
     written = [json.loads(line)["model"] for line in lines.read_text().splitlines()]
-    clipped = "n" * (MAX_NAME_CHARS - 1) + "…"
+    clipped = "n" * (NAME_CHARS - 1) + "…"
     assert written == [None, None, clipped]
     database = open_database(str(tmp_path / "ledger.sqlite"))
     assert [line["model"] for line in report(database, ["model"])] == [clipped]

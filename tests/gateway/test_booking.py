@@ -168,7 +168,7 @@ def used(number: int, name: str, tokens: int, ledger: str = "") -> Used:
 
 def test_a_killed_gateways_requests_are_booked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(booking, "PASSES_S", (0.0, 0.1))
-    monkeypatch.setattr(booking, "_LOOK_S", 0.02)
+    monkeypatch.setattr(booking, "FLEET_LOOK_S", 0.02)
     since, asked = time.time() - 60.0, []
     own, other = ledger_identity(Sqlite(tmp_path / "ledger.sqlite")), "0" * 32
     foreign = [used(3, "f1", 90, other), used(4, "f2", 90)]

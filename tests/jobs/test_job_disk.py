@@ -48,7 +48,7 @@ def test_a_state_that_is_not_saved_does_not_hold(tmp_path: Path, monkeypatch: py
 
 
 def test_a_line_waits_for_room_and_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "FULL_S", 0.0)
+    monkeypatch.setattr(disk, "RETRY_S", 0.0)
     folder = BatchFolder(tmp_path, lambda: 0.0)
     batch = {"id": ID}
     tries: list[int] = []

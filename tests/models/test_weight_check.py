@@ -16,7 +16,7 @@ from quire.models.safetensors_file import not_finite, read_safetensors
 def test_what_is_not_finite_is_named(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_file, "_AT_ONCE", 7)  # so that a tensor is read in several parts
+    monkeypatch.setattr(safetensors_file, "PIECE_BYTES", 28)  # so that a tensor is read in several parts
     largest = torch.finfo(dtype).max
     tensors = {
         "fine": torch.tensor([0.0, -0.0, largest, -largest, torch.finfo(dtype).tiny], dtype=dtype),

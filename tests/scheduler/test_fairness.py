@@ -10,7 +10,7 @@ from tests.fakes.integrity import check_integrity
 from tests.scheduler.harness import make_scheduler, request, step
 
 from quire.request import Request, Tenant
-from quire.scheduler.policies.fair import DECODE, MAX_IDLE_TENANTS, PREFILL, RESIDENCY, FairShares
+from quire.scheduler.policies.fair import DECODE, MAX_IDLE_TENANTS, RESIDENCY, FairShares
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.settings import PolicyChange
 
@@ -93,7 +93,7 @@ def test_backlogged_tenants_differ_by_a_bound() -> None:
         one = request(f"{tenant}{i}", rng.randint(1, longest), max_tokens=rng.randint(1, most))
         scheduler.add(of(tenant, one, weights[tenant]), 0.0)
     # What one tenant may be ahead by: its requests that run, each with all that it can cost.
-    one = PREFILL * longest + most * (DECODE + RESIDENCY * (longest + most))
+    one = longest + most * (DECODE + RESIDENCY * (longest + most))
     bound = (seats + 1) * one / min(weights.values())
     shares = scheduler.state.policies.turn_on("fair").shares
     while len(scheduler.state.waiting.by_tenant) == 3:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.scheduler.harness import answer, make_scheduler, request, rows_of, step
 
 from quire.request import Deadline, Tenant, Terms
-from quire.scheduler.policies.fair import DECODE, PREFILL, RESIDENCY
+from quire.scheduler.policies.fair import DECODE, RESIDENCY
 from quire.scheduler.policies.order import AGING_S
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.settings import PolicyChange
@@ -53,7 +53,7 @@ def test_a_prompt_is_charged_once_to_its_tenant() -> None:
         scheduler.add(replace(request(name, 8, max_tokens=12), terms=Terms(tenant)), 0.0)
     step(scheduler)
     served = scheduler.state.policies.turn_on("fair").shares.served
-    assert served[tenant] == 2 * PREFILL * 8 / tenant.weight
+    assert served[tenant] == 2 * 8 / tenant.weight
     before = served[tenant]
     while not scheduler.stats().num_preemptions:
         step(scheduler)
@@ -61,7 +61,7 @@ def test_a_prompt_is_charged_once_to_its_tenant() -> None:
     ends(scheduler)
     dearest = DECODE + RESIDENCY * (8 + 12)  # the last output token; a prompt charged twice would cost 8 more
     outputs = (served[tenant] - before) * tenant.weight
-    assert 2 * 12 * DECODE < outputs <= 2 * 12 * dearest < 2 * 12 * DECODE + PREFILL * 8
+    assert 2 * 12 * DECODE < outputs <= 2 * 12 * dearest < 2 * 12 * DECODE + 8
 
 
 def test_a_step_of_priority_is_worth_half_a_minute() -> None:

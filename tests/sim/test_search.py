@@ -19,7 +19,7 @@ pytestmark = pytest.mark.component
 def searching(rate: float, slo: Slo, num_requests: int) -> Search:
     question = Question(
         model="llama-3.1-8b", spec=preset_spec("llama-3.1-8b"), hardware=find_hardware("h100"), count=32,
-        load=Load(1024, 64, rate=rate), slo=slo,
+        load=Load(1024, 64, rate=rate), max_num_batched_tokens=8192, max_num_seqs=256, slo=slo,
     )  # fmt: skip
     workload = Synthetic(num_requests, Fixed(1024), Fixed(64), Arrivals(rate)).build(seed=1)
     return Search(question, workload)

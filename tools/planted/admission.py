@@ -133,7 +133,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "name-written-whole",
         "a model's name is written into rows and logs as the client sent it",
         "src/quire_gateway/exchange.py",
-        "return name if len(name) <= MAX_NAME_CHARS else",
+        "return name if len(name) <= NAME_CHARS else",
         "return name if name else",
         ("tests/gateway/test_admission.py::test_a_long_name_is_in_no_row_and_no_log",),
     ),

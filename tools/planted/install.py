@@ -11,8 +11,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "extra-at-the-top",
         "the gateway imports the extra `redis` although no setting names it",
         "src/quire_gateway/redis_store.py",
-        "from quire.clock import Clock\n",
-        "import redis.asyncio\nfrom quire.clock import Clock\n",
+        "from quire.clock import RETRY_S, Clock\n",
+        "import redis.asyncio\nfrom quire.clock import RETRY_S, Clock\n",
         (EXTRAS + "test_every_module_imports_without_any_extra",),
     ),
     Mutant(

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from quire.api.health import Handler, Probes
 from quire.api.state import ApiState
+from quire.args import ServerArgs, defaults
 from quire.config import AUTO_DRAFTS, MAX_DRAFTS
 from quire.engine.adapters import AdapterRegistry
 from quire.engine.messages import ChangePolicy, Reply, ResetPrefixCache, SaveRecording
@@ -33,7 +34,7 @@ from quire.metrics.log import Log
 from quire.request import Adapter
 from quire.scheduler.settings import PolicyChange
 
-UNLOAD_TIMEOUT_S = 30.0
+UNLOAD_TIMEOUT_S: float = defaults(ServerArgs)["drain_timeout_s"]
 log = Log("admin")
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 
+from quire.clock import RETRY_S
 from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
 
-MEMORY_S = 1.0  # after a rejection by the engine
 WINDOW_S = 0.05
 PER_WINDOW = 32
 log = Log("api")
@@ -31,7 +31,7 @@ class Busy:
         """The engine has no room for a request, which gets ``refusal``."""
         if now_s >= self.until_s:
             log.warning("queue_full", error=refusal.message)
-        self.until_s = now_s + MEMORY_S
+        self.until_s = now_s + RETRY_S
         self._refusal = refusal
 
     def check(self, now_s: float) -> None:

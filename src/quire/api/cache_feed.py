@@ -19,15 +19,16 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from quire.clock import BEAT_S
 from quire.engine.frontend import Frontend
 from quire.engine.messages import TakeCacheEvents
 from quire.errors import QuireError
 from quire.http.account import check_gateway_key
-from quire.http.cache_messages import BEAT, BEAT_S, EVENTS, SNAPSHOT, message
+from quire.http.cache_messages import BEAT, EVENTS, SILENCE_S, SNAPSHOT, message
 from quire.metrics.log import Log
 
 EVERY_S = 0.1
-_MAX_WAITING = 100  # messages of a reader that is slow
+_MAX_WAITING = int(SILENCE_S / EVERY_S)  # messages of a reader that is slow
 log = Log("api")
 
 

@@ -10,8 +10,7 @@ import msgspec
 from quire.errors import RequestError, clip
 
 _TRIGGER_TOKENS = {"clear_tool_uses_20250919": 100_000, "compact_20260112": 150_000}  # Anthropic's defaults
-_KEPT_TOOL_USES = 3
-_KEPT_TURNS = 1
+_KEPT_TOOL_USES, _KEPT_TURNS = 3, 1  # Anthropic's as well
 
 
 def check_edits(

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from quire.errors import RequestError, clip
+from quire.errors import NAME_CHARS, RequestError, clip
 
 if TYPE_CHECKING:  # loaded with a model that takes images alone
     from quire.api.images import Sight
@@ -27,7 +27,6 @@ _NAMES = {
     "input_audio": "audio", "video": "video", "video_url": "video", "document": "document", "file": "file",
     "input_file": "file",
 }  # fmt: skip
-_MAX_NAME_CHARS = 200
 _MAX_NESTED = 8
 
 
@@ -144,7 +143,7 @@ def _line(part: Mapping[str, Any], kind: str) -> str:
 def _short(value: Any) -> str:
     """Return the value on one line, without its end if it is long."""
     text = " ".join(str(value).split())
-    return text if len(text) <= _MAX_NAME_CHARS else text[: _MAX_NAME_CHARS - 1] + "…"
+    return text if len(text) <= NAME_CHARS else text[: NAME_CHARS - 1] + "…"
 
 
 def sight_of(vision: object) -> Sight | None:

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.api.state import ApiState
+from quire.clock import BEAT_S
 from quire.engine.messages import TakeLive
 from quire.errors import QuireError
 from quire.http.call import call_of
@@ -32,10 +33,9 @@ from quire.http.refusals import HttpError, Refusal
 
 LIVE_PATH = "/engine/live"
 EVERY_S = 0.25
-BEAT_S = 2.0
 MAX_SHARE = 0.01
 # Messages of a reader that is slow; beyond them the oldest ones are dropped.
-_MAX_WAITING = 8
+_MAX_WAITING = int(BEAT_S / EVERY_S)
 _HISTOGRAMS = {
     "ttft": "vllm:time_to_first_token_seconds",
     "itl": "vllm:inter_token_latency_seconds",

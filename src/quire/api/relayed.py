@@ -29,10 +29,11 @@ from quire.errors import RequestError, clip
 from quire.http.account import has_gateway_key
 from quire.http.body import header
 from quire.http.call import AnswerName, Call
+from quire.http.limits import TEXT_CHARACTERS
 from quire.request import FinishReason, TokenEvent, TokenLogprobs
 
 # Bytes of the resume form, next to the client's body.
-MAX_DELIVERED_BYTES = 4 << 20
+MAX_DELIVERED_BYTES = TEXT_CHARACTERS
 TAGGED = b"x-quire-tagged"
 _encode = msgspec.json.Encoder().encode
 

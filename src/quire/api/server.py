@@ -25,6 +25,7 @@ from starlette.applications import Starlette
 
 from quire.api.health import Probes
 from quire.api.state import ApiState
+from quire.clock import LOOK_S
 from quire.engine.client import EngineInfo
 from quire.engine.messages import SaveRecording
 from quire.errors import ConfigError, QuireError
@@ -37,7 +38,6 @@ from quire.metrics.log import Log
 if TYPE_CHECKING:  # loaded with `--handover` alone
     from quire.http.takeover import Takeover
 
-_LOOK_S = 0.02
 log = Log("server")
 ReadyHook = Callable[[str, EngineInfo], None]  # (base URL, what the engine says of itself)
 
@@ -230,7 +230,7 @@ class _Service:
             self._frontend.stop_admitting()
             until_s = self._state.now() + grace_s
             while self._frontend.num_requests and self._state.now() < until_s:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(LOOK_S)
             await self._work.stop()
             grace_s = 0.0
         await self._frontend.drain(grace_s)

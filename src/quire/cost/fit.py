@@ -24,9 +24,8 @@ LOGIT_KNOTS = (0, 1, 4, 16, 64, 256, 1024)  # the first sampled row reads the ou
 SPILL_KNOTS = (1 << 14, 1 << 15, 1 << 16, 1 << 17)  # keys of all decodes
 FOLDS = 8
 REWEIGHTED = 4  # fits, the first by measured seconds
-FAR = 4.0  # cap of a single measurement, in medians
-# Largest factor by which a prediction may be below the measured seconds and still be the weight of a step.
-MOST_TOO_FAST = 4.0
+# A measurement is cut to as many medians, and the weight of a step is at least its seconds divided by it.
+FAR = 4.0
 Array = NDArray[np.float64]
 
 
@@ -79,7 +78,7 @@ def fit(
     weights = seconds
     for _ in range(REWEIGHTED):
         x = scaled_nnls(columns / weights[:, None], seconds / weights)
-        weights = np.maximum(columns @ x, seconds / MOST_TOO_FAST)
+        weights = np.maximum(columns @ x, seconds / FAR)
     parts = np.split(x[6:], np.cumsum([len(rows) - 1, len(logits) - 1]))
     fixed_s, per_seq_s, per_decode_kv_s, per_chunk_kv_s, per_pair_s, per_draft_pair_s = map(float, x[:6])
     if not any(point.step.draft_pairs for point in points):  # nothing was drafted: as pairs of chunks

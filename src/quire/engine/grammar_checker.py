@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from quire.engine import helper_pool
+from quire.engine.heartbeat import IDLE_TICK_S
 from quire.engine.helper_pool import Head, HelperPool
 from quire.errors import RequestError
 from quire.structured_outputs import StructuredOutputsParams
@@ -18,7 +19,6 @@ from quire.text.token_table import TokenTable, token_table
 from quire.text.tokenizer import Tokenizer
 
 _MAX_REMEMBERED = 512  # answers
-_IDLE_POLL_S = 0.2
 _MAX_REMEMBERED_BYTES = 64 * 2**20  # grammars and answers together
 
 
@@ -76,7 +76,7 @@ class GrammarChecker:
 
         def run() -> None:
             while not is_idle():
-                if self._closing.wait(_IDLE_POLL_S):
+                if self._closing.wait(IDLE_TICK_S):
                     return
             if not self._closing.is_set():
                 self.pool.greeting()

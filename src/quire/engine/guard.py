@@ -22,6 +22,7 @@ from typing import Any
 from quire.clock import Clock
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
+from quire.engine.heartbeat import IDLE_TICK_S
 from quire.engine.recording_file import default_folder, keep
 from quire.errors import EngineDeadError, clip
 from quire.metrics.log import Log
@@ -180,9 +181,6 @@ def _read(path: Path) -> dict[str, Any]:
     return {}
 
 
-_LOOK_S = 0.25  # between two looks at an engine that sends nothing
-
-
 class EngineGuard:
     """Receives from an engine, and looks whether it hangs and whether its answers are right.
 
@@ -213,7 +211,7 @@ class EngineGuard:
             self.receive(client, None)
 
     def receive(self, client: EngineClient, timeout_s: float | None) -> list[TokenEvent]:
-        """As `EngineClient.receive`, for a quarter of a second at most.
+        """As `EngineClient.receive`, for `IDLE_TICK_S` at most.
 
         Raises:
             EngineDeadError: the engine has died, or is to be replaced, since it was late for too long or gives wrong
@@ -223,7 +221,7 @@ class EngineGuard:
         return events if self._golden is None else self._golden.look(client, events)
 
     def _receive(self, client: EngineClient, timeout_s: float | None) -> list[TokenEvent]:
-        events = client.receive(_LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S))
+        events = client.receive(IDLE_TICK_S if timeout_s is None else min(timeout_s, IDLE_TICK_S))
         health = client.health()
         if health.status != "hung":
             if self._is_hung and health.status == "ready":

@@ -26,8 +26,6 @@ IDLE_TICK_S = 0.25  # between two ticks of an engine without work
 SLOW_START_S = 20.0
 # Probes tell within a second: what they answer is written ten times a second, and takes its turns on a busy machine.
 HUNG_S = 0.75
-# Where the time between two looks is longer, only as much counts.
-_GAP_S = 0.5
 # Doubles: the time of the tick, the predicted seconds until the next one, the step.
 _SLOTS = 3
 
@@ -99,7 +97,10 @@ class Pulse(NamedTuple):
 
 
 class HangWatch:
-    """Follows the ticks of one engine. Safe to share between threads, which look at least every half second."""
+    """Follows the ticks of one engine. Safe to share between threads, which look about every `IDLE_TICK_S`.
+
+    Of a longer time between two looks only twice as much counts.
+    """
 
     def __init__(self, page: Heartbeat, now_s: float) -> None:
         self._page = page
@@ -112,7 +113,7 @@ class HangWatch:
     def look(self, now_s: float) -> Pulse:
         """Return the engine's pulse as of ``now_s``, which is on the clock that the engine's ticks are on."""
         with self._lock:
-            passed_s = min(max(0.0, now_s - self._looked_s), _GAP_S)
+            passed_s = min(max(0.0, now_s - self._looked_s), 2 * IDLE_TICK_S)
             self._looked_s = now_s
             self._awake_s += passed_s
             beat_s, predicted_s, step = self._page.read()

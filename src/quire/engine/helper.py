@@ -45,14 +45,13 @@ from quire.text.grammar import NUM_LEVELS, build_grammar
 from quire.text.grammar_matcher import compile_matcher, first_error, ll_tokenizer
 from quire.text.token_table import TokenTable
 from quire.text.tokenizer import SpecialTokens
+from quire.units import PIECE_BYTES
 
 Answer = dict[str, Any]
 Perform = Callable[[bytes], bytes]
 _MAX_ERROR_CHARS = 600
 # The engine compiles a grammar again while other requests wait for tokens. The slowest of JSONSchemaBench takes 0.2 s.
 CPU_LIMIT_S = 0.5
-# The memory of a larger task is given back to the system.
-_TRIMMED_BYTES = 1 << 20
 
 
 def main(kind: str, tasks: BinaryIO, answers: BinaryIO) -> None:
@@ -67,7 +66,7 @@ def main(kind: str, tasks: BinaryIO, answers: BinaryIO) -> None:
     greeting, perform = kinds[kind](head)
     _write(answers, json.dumps(greeting).encode())
     while task := _read(tasks):
-        is_large = len(task) > _TRIMMED_BYTES
+        is_large = len(task) > PIECE_BYTES  # its memory goes back to the system
         _write(answers, perform(task))
         del task
         if is_large:

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 from quire.errors import CapacityError
 from quire.executor.child_process import child_environment
+from quire.units import PIECE_BYTES
 
 T = TypeVar("T")
 Kind = Literal["grammar", "template", "text", "body", "image"]
@@ -40,7 +41,6 @@ _TEXT_LIMIT_BYTES = 4 << 30
 # With a second helper, one bad task does not delay the good ones.
 _NUM_HELPERS = 2
 MAX_WAITING = 64
-_PIPE_BYTES = 1 << 20  # Linux lets every user have pipes of this size
 _PLURALS: dict[Kind, str] = {
     "grammar": "grammars",
     "template": "templates",
@@ -204,7 +204,7 @@ class HelperProcess:
         for pipe in (self.popen.stdin, self.popen.stdout):
             with contextlib.suppress(OSError, AttributeError):  # other systems than Linux
                 assert pipe is not None
-                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIECE_BYTES)  # the most for a user
         raw = self.ask([json.dumps(head).encode()], _START_LIMIT_S[kind])
         self.greeting: Head | None = None if raw is None else json.loads(raw)
 
@@ -249,7 +249,7 @@ class HelperProcess:
         while view:
             self._wait([], [fd], deadline)
             with contextlib.suppress(BlockingIOError):
-                view = view[os.write(fd, view[:_PIPE_BYTES]) :]
+                view = view[os.write(fd, view[:PIECE_BYTES]) :]
 
     def _read(self, num_bytes: int, deadline: float) -> bytearray:
         assert self.popen.stdout is not None
@@ -257,7 +257,7 @@ class HelperProcess:
         left = memoryview(answer)
         while left:
             self._wait([fd], [], deadline)
-            num_read = os.readv(fd, [left[:_PIPE_BYTES]])
+            num_read = os.readv(fd, [left[:PIECE_BYTES]])
             if not num_read:
                 raise BrokenPipeError("The helper ended.")
             left = left[num_read:]

@@ -1,6 +1,6 @@
 """Long texts, tokenized where the loop that answers requests is not held.
 
-    up to `prompts.INLINE_CHARS`   in the loop
+    up to `INLINE_CHARS`           in the loop
     up to `THREAD_CHARS`   on a thread, without the interpreter's lock
     longer                 in a helper process, which is killed when the client leaves
 

@@ -19,7 +19,7 @@ from quire.http.limits import TEXT_CHARACTERS, too_many
 from quire.request import NO_TERMS, Adapter, Pooling, Request, SamplingParams, Terms, TokenEvent
 from quire.spans import salted
 from quire.text.chat_template import ChatTemplate, over_limit
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import INLINE_CHARS, Tokenizer
 
 if TYPE_CHECKING:
     from quire.engine.helper_pool import Head, HelperPool
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from quire.vision_spec import VisionSpec
 
 T = TypeVar("T")
-INLINE_CHARS = 8192  # at most about 2 ms of the loop's time
 INLINE_ELEMENTS = 256  # messages or texts; a few times as many tokens
 _ERRORS, _SENTENCES = "quire.engine.over_context", "quire.engine.sentences"
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 
-_MAX_DOUBLINGS = 30
-
 
 class Restarts:
     """Restarts of one process."""
@@ -28,10 +26,10 @@ class Restarts:
 
     def pause_s(self, now_s: float) -> float:
         """Return the pause before the next one."""
-        count = self.count(now_s)
-        if not count:
-            return 0.0
-        return min(self._backoff_s * 2.0 ** min(count - 1, _MAX_DOUBLINGS), self._max_backoff_s)
+        pause_s = 0.0
+        for _ in range(self.count(now_s)):
+            pause_s = min(2 * pause_s or self._backoff_s, self._max_backoff_s)
+        return pause_s
 
     def add(self, now_s: float) -> None:
         """One begins."""

@@ -17,7 +17,7 @@ from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import failed
-from quire.kernels.threads import TABLES_QUIET_S, BetweenSteps
+from quire.kernels.threads import QUIET_S, BetweenSteps
 from quire.kernels.triton_interpreter import interpreting
 from quire.models.loader import iter_weights
 from quire.quant.stored import Weight
@@ -54,7 +54,7 @@ class DeviceExecutor:
         self._between = BetweenSteps(clock)
         if config.runner.prepares_grammars:
             eos = config.model.spec.eos_token_ids
-            self.worker.runner.grammars.prepare(eos, partial(self._between.wait, TABLES_QUIET_S))
+            self.worker.runner.grammars.prepare(eos, partial(self._between.wait, QUIET_S))
         self._out: deque[Launched | StepResult] = deque()  # a result: the step failed when it was launched
 
     def submit(self, plan: StepPlan) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from quire.clock import Clock, WallClock
 from quire.config import EngineConfig
 from quire.executor.base import failed
-from quire.kernels.threads import TABLES_QUIET_S, BetweenSteps, choose_threads
+from quire.kernels.threads import QUIET_S, BetweenSteps, choose_threads
 from quire.models.packed_cache import CheckpointWeights, PackedSaver
 from quire.quant.stored import Weight
 from quire.runner.memory import PagesAhead, keep_freed_memory, torch_dtype
@@ -45,7 +45,7 @@ class LocalExecutor:
         self._pages.look()
         if config.runner.prepares_grammars:
             eos = config.model.spec.eos_token_ids
-            self.worker.runner.grammars.prepare(eos, partial(self.between.wait, TABLES_QUIET_S))
+            self.worker.runner.grammars.prepare(eos, partial(self.between.wait, QUIET_S))
         self._pending: StepPlan | None = None
 
     def submit(self, plan: StepPlan) -> None:

@@ -47,7 +47,7 @@ from quire.kernels.collective import Collectives
 from quire.kernels.collective.distributed import connect
 from quire.kernels.collective.native import attach
 from quire.kernels.registry import in_words
-from quire.kernels.threads import TABLES_QUIET_S, BetweenSteps, choose_threads
+from quire.kernels.threads import QUIET_S, BetweenSteps, choose_threads
 from quire.layers.context import context_parallel
 from quire.layers.weights import tensor_parallel
 from quire.metrics.engine_stats import LayerLoad
@@ -155,7 +155,7 @@ class RankLoop:
         self._pages.look()
         if config.runner.prepares_grammars and self._answers:
             eos = config.model.spec.eos_token_ids
-            self.worker.runner.grammars.prepare(eos, partial(self._between.wait, TABLES_QUIET_S))
+            self.worker.runner.grammars.prepare(eos, partial(self._between.wait, QUIET_S))
 
     def run(self) -> None:
         """Compute plans until the executor closes its end."""

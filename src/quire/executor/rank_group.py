@@ -23,7 +23,7 @@ from quire.metrics.log import configured
 from quire.parallel.placement import Meeting
 
 _FATE_S = 0.5  # seconds to find the rank that ended first
-_GRACE_S = 2.0
+GRACE_S = 2.0
 
 
 class RankHandle(Protocol):
@@ -122,7 +122,7 @@ class RankGroup:
             self._receive(timeout_ms=None)
         return self._answers.popleft()
 
-    def close(self, grace_s: float = _GRACE_S) -> None:
+    def close(self, grace_s: float = GRACE_S) -> None:
         """End every rank: it exits when its connection closes, and is killed after ``grace_s``."""
         if self._is_closed:
             return

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 from quire import __version__
 from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineDeadError
-from quire.executor.rank_group import RankGroup, RankHandle
+from quire.executor.rank_group import GRACE_S, RankGroup, RankHandle
 from quire.executor.rank_messages import Channel
 from quire.executor.rank_processes import make_memory, start_process
 from quire.extras import needs
+from quire.kernels.collective import LIMIT_S
 from quire.metrics.log import Log
 from quire.models.checkpoint import describe
 from quire.models.fingerprint import fingerprint
@@ -33,8 +34,7 @@ from quire.parallel.placement import Meeting, Placement, place
 from quire.parallel.segment import remove, slot_bytes_of
 from quire.parallel.topology import Topology
 
-_STARTING_S = 60.0  # for the cluster to find room, and for every rank to connect
-_REMOVING_S = 2.0
+_STARTING_S = LIMIT_S  # for the cluster to find room, and for every rank to connect
 _KNOCKING_S = 5.0  # for the head of a cluster to accept a connection
 _TOKEN_BYTES = 16
 log = Log("ray")
@@ -199,7 +199,7 @@ def start_on_ray(config: EngineConfig) -> RankGroup:
 
     def clean_up() -> None:
         with contextlib.suppress(Exception):  # an actor may have died, usually with its node
-            ray.get([actor.remove_memory.remote() for actor in actors], timeout=_REMOVING_S)
+            ray.get([actor.remove_memory.remote() for actor in actors], timeout=GRACE_S)
         for actor in actors:
             ray.kill(actor)
         ray.util.remove_placement_group(group)

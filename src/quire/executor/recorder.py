@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from quire.clock import Clock
 from quire.executor.base import Executor
-from quire.request import Adapter, Sampling
+from quire.request import ID_BYTES, Adapter, Sampling
 from quire.step import NewSeq, SeqResult, StepPlan, StepResult
 
 # Approximate size of the ring; a step with long prompts or many log-probabilities takes more than others.
 MAX_BYTES = 32 * 2**20
-_SEQ_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 400, 36, 64
+_SEQ_BYTES, _LOGPROB_BYTES = 400, 64
 
 
 class RecordedStep(NamedTuple):
@@ -169,7 +169,7 @@ def _size(plan: StepPlan, result: StepResult) -> int:
     """Return about how many bytes a step keeps alive."""
     size = _SEQ_BYTES * len(plan.seqs)
     for new in plan.new_seqs:
-        size += _SEQ_BYTES + _TOKEN_BYTES * (len(new.prompt_token_ids) + len(new.output_token_ids))
+        size += _SEQ_BYTES + ID_BYTES * (len(new.prompt_token_ids) + len(new.output_token_ids))
         size += 0 if new.grammar is None else len(new.grammar)
         size += sum(len(span.data) for span in new.spans)
     for seq in result.seqs:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from struct import Struct
 
+from quire.clock import BEAT_S
+
 CACHE_PATH = "/gateway/cache"
 PIECES_HEADER = (
     # Of a request: bytes of a piece of text. The answer then has `BLOCKS_HEADER`.
@@ -13,7 +15,7 @@ PIECES_HEADER = (
 # Of an answer: in base64, for each whole piece of the request's text the short hash of the last whole block inside it.
 BLOCKS_HEADER = "x-quire-blocks"
 BEAT, EVENTS, SNAPSHOT = range(3)
-BEAT_S = 1.0  # without another message, until a `BEAT`
+SILENCE_S = 5 * BEAT_S  # without a message, until the reader gives the stream up
 _HEAD = Struct("<IBQ")
 _MAX_BYTES = 1 << 28
 

@@ -8,9 +8,6 @@ from starlette.types import ASGIApp, Message, Scope
 
 from quire.http.call import Call, put_call
 
-PAUSE_S = 0.05  # between looks whether the application takes requests
-RETRY_S = 1.0  # before a request that was refused for now is sent again
-
 
 async def post_local(app: ASGIApp, path: str, body: bytes, call: Call) -> tuple[int, bytes]:
     """POST ``body`` (JSON) as ``call`` and return the answer's status and body. Cancelling ends the request."""

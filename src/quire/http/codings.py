@@ -9,13 +9,14 @@ from typing import Any, Protocol
 from quire.errors import RequestError, clip
 from quire.extras import install_command
 from quire.http.refusals import HttpError, Refusal
+from quire.units import PIECE_BYTES
 
 try:
     import zstandard
 except ImportError:  # the extra `zstd`
     zstandard = None  # type: ignore[assignment]
 
-STEP_BYTES = 1 << 20  # decoded at once, so that other requests have their turn
+STEP_BYTES = PIECE_BYTES  # decoded at once; then other requests have their turn
 _RAW = -zlib.MAX_WBITS
 _ZSTD_SLICE_BYTES = 512
 _ZSTD_WINDOW_BYTES = 8 << 20  # every decoder must take it (RFC 8878, 3.1.1.1.2)

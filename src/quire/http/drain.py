@@ -17,6 +17,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire.args import ServerArgs, defaults
+from quire.clock import LOOK_S
 from quire.http.bounded_websocket import BoundedWebSocket
 from quire.http.connections import ConnectionWatch, Patience, WatchedProtocol, watched
 from quire.http.front import KEEP_ALIVE_S
@@ -39,10 +41,10 @@ UVICORN: dict[str, Any] = {
     "proxy_headers": False,
 }
 _BACKLOG = 2048
-_LOOKING_S = 60.0
-_GIVING_S = 0.05  # between looks for connections that may be given away
 _FORCED_END_S = 1.0
 _CLOSE_TIMEOUT_S = 5  # for the last bytes of answers, after the drain
+# In which a server has ended that drains as long as it does by default.
+STOP_S = defaults(ServerArgs)["drain_timeout_s"] + 2 * _CLOSE_TIMEOUT_S
 
 
 class DrainingServer(uvicorn.Server):
@@ -141,7 +143,7 @@ class DrainingServer(uvicorn.Server):
                 self.connect.is_busy
                 or give_idle(watched(self._connections), give, is_tls=self.config.ssl is not None)
             ):
-                await asyncio.sleep(_GIVING_S)
+                await asyncio.sleep(LOOK_S)
             await self._drain()
 
         if self._draining is None:
@@ -197,8 +199,8 @@ class DrainingServer(uvicorn.Server):
             connection.transport.abort()
 
     def _note_use(self) -> None:
-        """Look at the memory for a while."""
-        self._look_until_s = self._loop.time() + _LOOKING_S
+        """Look at the memory for as long as an idle connection stays."""
+        self._look_until_s = self._loop.time() + KEEP_ALIVE_S
         if self._next_memory_look is None:
             self._look_at_memory()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from quire.http.body import header, send_json
 from quire.http.call import SCOPE_KEY, Call, put_call, usable_request_id
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from quire.http.keys import KeyFile
 
 # A connection's own buffer holds as much that was not read yet, so the sum of bodies so short needs no bound.
-SHORT_BYTES = 2**16
+SHORT_BYTES = HIGH_WATER_LIMIT
 # Allowed values of Host that are remembered.
 MAX_HOSTS = 64
 _ASKS = frozenset({b"origin", b"sec-fetch-site", b"content-encoding", b"transfer-encoding"})

@@ -12,12 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from quire.errors import RequestError, clip, nearest
+from quire.errors import NAME_CHARS, RequestError, clip, nearest
 
 # Unknown names of a request that are compared with those of used fields.
 MAX_JUDGED = 100
-# Of an unknown field's name in an error.
-MAX_PARAM_CHARS = 200
 
 
 class Use(StrEnum):
@@ -76,7 +74,7 @@ def unknown_field(name: str, table: Table, prefix: str) -> RequestError:
     return RequestError(
         f"Unknown field {clip(prefix + name)}{nearest(name, table)}. Correct or remove it, or start the server with "
         "--lenient to have unknown fields ignored.",
-        param=(prefix + name)[:MAX_PARAM_CHARS],
+        param=(prefix + name)[:NAME_CHARS],
         code="unknown_parameter",
     )
 

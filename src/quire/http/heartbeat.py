@@ -8,12 +8,12 @@ from typing import Any
 
 import aiohttp
 
+from quire.clock import BEAT_S
 from quire.http.client_errors import connection_problem
 from quire.metrics.log import Log
 
 log = Log("server")
-INTERVAL_S = 2.0
-TTL_S = 5 * INTERVAL_S
+TTL_S = 5 * BEAT_S
 
 
 class Heartbeat:
@@ -24,7 +24,7 @@ class Heartbeat:
         gateway: str,
         key: str | None,
         describe: Callable[[], Mapping[str, Any] | None],
-        interval_s: float = INTERVAL_S,
+        interval_s: float = BEAT_S,
     ) -> None:
         self._interval_s = interval_s
         self._url = f"{gateway.rstrip('/')}/admin/backends"
@@ -48,7 +48,7 @@ class Heartbeat:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=INTERVAL_S)
+        timeout = aiohttp.ClientTimeout(total=BEAT_S)
         async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session:
             name = ""
             while True:

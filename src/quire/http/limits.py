@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from quire.args import EngineArgs, defaults
 from quire.errors import RequestError, clip
+from quire.units import MIB
 
 
 class Limit(NamedTuple):
@@ -61,12 +63,12 @@ TEXT_CHARACTERS = 4 * 2**20
 FORM_PARTS = 16
 FORM_HEADER_BYTES = 4096  # the headers of one part
 CONTENT_TYPE_BYTES = 1024
-BATCH_LINE_BYTES = 4 * 2**20
+BATCH_LINE_BYTES = TEXT_CHARACTERS
 # A body beyond these is parsed in a helper process.
 INLINE_BYTES = 2**20
 INLINE_MARKS = 20_000  # commas and opening brackets: an upper bound of its values
-# Bodies that wait for the helper together, in bytes.
-WAITING_BYTES = 256 * 2**20
+# Bodies that wait for the helper together, in bytes: as much as requests that wait for the engine.
+WAITING_BYTES = defaults(EngineArgs)["max_queue_mib"] * MIB
 
 
 def takes_long(pieces: Sequence[bytes]) -> bool:

@@ -20,11 +20,12 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.clock import LOOK_S, RETRY_S
 from quire.durable import Records
 from quire.errors import CapacityError, clip
 from quire.http.body import send_json
 from quire.http.call import AnswerName, Call, call_of, put_call
-from quire.http.client import PAUSE_S, RETRY_S, post_local
+from quire.http.client import post_local
 from quire.http.events import first_data
 from quire.http.json_page import json_response
 from quire.jobs.disk import within_disk
@@ -107,7 +108,7 @@ class BackgroundResponses:
         self._records[answer_id] = record
         while True:
             while not self._is_ready():
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(LOOK_S)
             status, body = await post_local(app, ROOT, record.body.encode(), record.call(self._new_id()))
             if status not in (429, 503):
                 break

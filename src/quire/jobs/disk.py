@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.args import ServerArgs, defaults
+from quire.clock import RETRY_S
 from quire.durable import Records
 from quire.http.refusals import HttpError, Refusal
 from quire.metrics.log import Log
@@ -21,7 +22,6 @@ from quire.units import MIB
 # States of a batch that has not ended.
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 MAX_STORE_BYTES = defaults(ServerArgs)["file_store_mib"] * MIB  # all files together
-FULL_S = 1.0  # before a write to a full disk is tried again
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 log = Log("batch")
 
@@ -102,6 +102,6 @@ class BatchFolder:
                 if not paused:
                     log.error("batch_paused", batch=batch["id"], error=str(error))
                 paused = True
-            await asyncio.sleep(FULL_S)
+            await asyncio.sleep(RETRY_S)
         if paused:
             log.info("batch_continued", batch=batch["id"])

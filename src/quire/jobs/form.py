@@ -14,7 +14,7 @@ from quire.errors import RequestError
 from quire.http.limits import CONTENT_TYPE_BYTES, FORM_HEADER_BYTES, FORM_PARTS, too_many
 from quire.http.long_body import body_pieces
 
-FORM_BYTES = 65_536  # for everything in a form but its file
+FORM_BYTES = FORM_PARTS * FORM_HEADER_BYTES  # for everything in a form but its file
 
 
 @asynccontextmanager

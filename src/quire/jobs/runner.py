@@ -18,8 +18,9 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from quire.clock import LOOK_S, RETRY_S
 from quire.http.call import Call
-from quire.http.client import PAUSE_S, RETRY_S, post_local
+from quire.http.client import post_local
 from quire.http.keys import ApiKey
 from quire.jobs.disk import OPEN, BatchFolder
 from quire.jobs.files import FileStore
@@ -173,7 +174,7 @@ class BatchRunner:
                 await self._slots.acquire()
                 try:
                     while self._is_busy():
-                        await asyncio.sleep(PAUSE_S)
+                        await asyncio.sleep(LOOK_S)
                 except asyncio.CancelledError:
                     self._slots.release()
                     raise

@@ -27,9 +27,9 @@ try:
 except ImportError:
     native = None  # type: ignore[assignment]
 
-# Without a step before tables for grammars are built: a part of them takes up to a second.
-TABLES_QUIET_S = 1.0
-_PAUSE_S = 0.02  # between two looks whether steps run
+# Without a step before tables for grammars are built, or a packed file is written: a part of that takes up to a second.
+QUIET_S = 1.0
+PAUSE_S = 0.02  # between two looks whether steps run
 _one_at_a_time = threading.Lock()  # since MKL has one number of threads per process
 _chosen = 0  # 0: not chosen, so torch's number counts
 
@@ -88,7 +88,7 @@ class BetweenSteps:
         while not self._is_closed.is_set():
             if not self._is_running and self._clock.now() - self._ended_s >= quiet_s:
                 return True
-            self._is_closed.wait(_PAUSE_S)
+            self._is_closed.wait(PAUSE_S)
         return False
 
     def close(self) -> None:

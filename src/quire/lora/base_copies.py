@@ -18,9 +18,9 @@ from quire.lora.adapter import AdapterFile
 from quire.models.checkpoint import stored_sources
 from quire.models.safetensors_file import StoredTensor
 from quire.modelspec import ModelSpec
+from quire.units import PIECE_BYTES
 
 Floats = npt.NDArray[np.float32]
-_AT_ONCE = 1 << 20  # numbers
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -56,8 +56,9 @@ def _same(copy: StoredTensor, own: StoredTensor) -> bool:
         return True
     possible: list[Callable[[Floats], Floats]] = [_as_it_is, _to_bfloat16, _to_float16]
     count = copy.num_bytes // _WIDTHS[copy.dtype]
-    for first in range(0, count, _AT_ONCE):
-        copied, original = (_numbers(each, first, min(_AT_ONCE, count - first)) for each in (copy, own))
+    for first in range(0, count, PIECE_BYTES):
+        some = min(PIECE_BYTES, count - first)
+        copied, original = _numbers(copy, first, some), _numbers(own, first, some)
         possible = [rounded for rounded in possible if np.array_equal(copied, rounded(original))]
         if not possible:
             return False

@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.families.gguf_types import BLOCK_TYPES
 from quire.models.safetensors_file import NotFinite, StoredTensor
+from quire.units import PIECE_BYTES
 
 # Where a block has its float16 scales; the other types have one at 0.
 _PLACES: Mapping[str, tuple[int, ...]] = {
@@ -15,7 +16,6 @@ _PLACES: Mapping[str, tuple[int, ...]] = {
     "tq1_0": (52,), "tq2_0": (64,),
 }  # fmt: skip
 _EXPONENT, _MANTISSA = 0x7C00, 0x3FF
-_AT_ONCE = 1 << 16  # blocks
 
 
 def scales_not_finite(tensors: Mapping[str, StoredTensor]) -> Iterator[NotFinite]:
@@ -33,8 +33,9 @@ def _scan(name: str, stored: StoredTensor) -> NotFinite | None:
         -1, form.block_bytes
     )
     num_nan, num_inf, first = 0, 0, -1
-    for start in range(0, len(raw), _AT_ONCE):
-        nan, inf = _kinds(raw[start : start + _AT_ONCE], stored.dtype)
+    at_once = PIECE_BYTES // form.block_bytes
+    for start in range(0, len(raw), at_once):
+        nan, inf = _kinds(raw[start : start + at_once], stored.dtype)
         bad = np.flatnonzero(nan | inf)
         if bad.size:
             first = start + int(bad[0]) if first < 0 else first

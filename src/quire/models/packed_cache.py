@@ -22,7 +22,7 @@ import torch
 from quire.config import ModelConfig, RunnerConfig
 from quire.errors import ModelLoadError
 from quire.kernels.linear import PackedLinear
-from quire.kernels.threads import BetweenSteps, num_native_threads
+from quire.kernels.threads import QUIET_S, BetweenSteps, num_native_threads
 from quire.metrics.log import Log
 from quire.models import packed_file
 from quire.models.fingerprint import code_digest, identity
@@ -31,7 +31,6 @@ from quire.models.packed_file import SUFFIX, Region, Unusable, packed_folder
 from quire.quant.stored import Weight
 
 log = Log("packed_cache")
-QUIET_S = 1.0  # since the end of the last step, before anything is written
 _CODE = ("kernels", "layers", "models", "quant")  # packages that decide the bytes
 _LOWEST = 19  # lowest priority (nice)
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from quire.units import MIB
+
 try:
     from quire import _native as native
 except ImportError:
@@ -28,7 +30,7 @@ except ImportError:
 SUFFIX = ".packed"
 _MAGIC = b"QUIREPW1"
 _PAGE = 4096
-_PIECE = 1 << 20  # bytes per read, write and sum, in a core's cache
+_PIECE = MIB  # bytes per read, write and sum
 
 
 class Unusable(Exception):

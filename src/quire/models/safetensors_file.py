@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError, clip
+from quire.units import PIECE_BYTES
 from quire.weight_format import PLAIN, WeightFormat
 
 # What a header may say → the name and the bytes of an element.
@@ -41,7 +42,6 @@ _HEADER_MAX = 100_000_000  # bytes, the limit of the reference implementation
 _BARE = ("embed_tokens.", "layers.", "norm.")
 # "model" of a decoder that is part of a model.
 _IN_OTHERS = ("model.language_model", "language_model.model", "model.text_model")
-_COMPARED = 1 << 22  # bytes at once
 INDEX_NAME = "model.safetensors.index.json"
 AGAIN = "the download is incomplete or the file is damaged: download it again"
 
@@ -63,8 +63,8 @@ class StoredTensor:
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         same = True
-        for at in range(0, self.num_bytes, _COMPARED):
-            size = min(_COMPARED, self.num_bytes - at)
+        for at in range(0, self.num_bytes, PIECE_BYTES):
+            size = min(PIECE_BYTES, self.num_bytes - at)
             first, second = self.offset + at, other.offset + at
             same = self.buffer[first : first + size] == other.buffer[second : second + size]
             if not same:
@@ -244,7 +244,6 @@ _EXPONENTS: dict[str, tuple[np.dtype[Any], int]] = {
     "float16": (np.dtype(np.uint16), 0x7C00),
     "bfloat16": (np.dtype(np.uint16), 0x7F80),
 }
-_AT_ONCE = 1 << 22  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +272,8 @@ def _scan(name: str, stored: StoredTensor) -> NotFinite | None:
     magnitude = (1 << (8 * width - 1)) - 1  # all but the sign
     raw = np.frombuffer(stored.buffer, np.uint8, stored.num_bytes, stored.offset)  # may lie at an odd address
     num_nan, num_inf, first = 0, 0, -1
-    step = _AT_ONCE * width
-    for start in range(0, stored.num_bytes, step):
-        bits = raw[start : start + step].view(kind)
+    for start in range(0, stored.num_bytes, PIECE_BYTES):
+        bits = raw[start : start + PIECE_BYTES].view(kind)
         bad = np.flatnonzero((bits & kind.type(exponent)) == exponent)
         if bad.size:
             first = start // width + int(bad[0]) if first < 0 else first

@@ -20,8 +20,9 @@ from quire.errors import ConfigError, StepError
 from quire.modelspec import ModelSpec
 from quire.parallel.shard import shard
 from quire.parallel.topology import AXES, Axis, Topology
+from quire.units import PIECE_BYTES
 
-SLOT_BYTES = 1 << 20  # bytes; longer messages go in pieces that stay in caches
+SLOT_BYTES = PIECE_BYTES  # longer messages go in pieces
 _MAGIC = b"QUIRESHM"
 _VERSION = 1
 _HEADER = struct.Struct("<8s6Iq")  # magic, version, tp, pp, ep, cp, -, bytes of a slot

@@ -30,8 +30,7 @@ from quire.weight_format import PLAIN, WeightFormat
 
 Formats = Mapping[str, WeightFormat]
 INPUT_UNIT = 64  # inputs kept together where possible: an int8 cache line
-VOCAB_UNIT = 16  # rows of the vocabulary
-OUTPUT_UNIT = 16  # rows of a matrix whose results are gathered
+ROW_UNIT = 16  # rows of the vocabulary, and of a matrix whose results are gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ def shard(spec: ModelSpec, topology: Topology, rank: int, formats: Formats = Map
     cutter = _Cutter(spec, topology, at, formats)
     local = [cutter.layer(index, number) for number, index in enumerate(layers)]
     rows = -(-spec.vocab_size // cutter.ways)
-    padded = -(-rows // VOCAB_UNIT) * VOCAB_UNIT
+    padded = -(-rows // ROW_UNIT) * ROW_UNIT
     first_row = cutter.index * padded
     vocab = range(min(spec.vocab_size, first_row), min(spec.vocab_size, first_row + padded))
     vocab_cut = vocab if cutter.ways > 1 else None
@@ -301,7 +300,7 @@ class _Cutter:
     def _outputs(self) -> range:
         """Return this rank's rows of the last matrix of a block, where these are gathered."""
         hidden = self._spec.hidden_size
-        return share(hidden, self.ways, self.index, OUTPUT_UNIT if hidden >= self.ways * OUTPUT_UNIT else 1)
+        return share(hidden, self.ways, self.index, ROW_UNIT if hidden >= self.ways * ROW_UNIT else 1)
 
     def _mlp(self, mlp: MlpSpec, prefix: str) -> tuple[MlpSpec, dict[str, _Parts]]:
         if mlp.moe is None:

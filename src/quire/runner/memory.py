@@ -20,7 +20,7 @@ import torch
 from quire.errors import ConfigError
 from quire.kernels.kv_blocks import KvView, can_tile, clear_blocks, copy_blocks, view_layer
 from quire.kernels.registry import GPU_KERNELS, NATIVE_LEVELS, KernelChoice
-from quire.kernels.threads import BetweenSteps
+from quire.kernels.threads import PAUSE_S, BetweenSteps
 from quire.kernels.workspace import HUGE
 from quire.kv_layout import KV_CODE_BITS, KvLayout
 from quire.modelspec import ModelSpec
@@ -36,7 +36,6 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 # Steps of the largest size whose pages are there before they are used.
 AHEAD_STEPS = 4
 AHEAD_BYTES = 256 << 20  # most pages that are not used yet
-QUIET_S = 0.02  # since the end of the last step
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's mallopt
 
 
@@ -170,7 +169,7 @@ class PagesAhead:
         return min(storage.nbytes, self._kv.num_used * storage[0].nbytes + ahead)
 
     def _run(self) -> None:
-        while self._between.wait(QUIET_S):
+        while self._between.wait(PAUSE_S):
             begin, end = max(self._ready, self._until(0)), self._until(self._ahead)
             if begin >= end:
                 return

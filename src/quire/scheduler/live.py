@@ -34,11 +34,9 @@ from quire.step import StepPlan, StepResult
 IDLE_S = 5.0
 FREE, CACHED, SHARED, OWNED = 0, 1, 2, 3
 _COLOURS = 250
-_MAX_CELLS = 4096
+_MAX_SHOWN = 4096  # cells, steps and chunks of a reply
 _MAX_RUNS = 160  # runs in a drawn tree
 _MAX_NODES = 20_000  # a larger tree is not drawn
-_MAX_STEPS = 4096
-_MAX_CHUNKS = 2048
 _MAX_STARTS = 65_536
 _TREE_EVERY = 4  # replies
 
@@ -58,7 +56,7 @@ class LiveLog:
     def __init__(self, now_s: float) -> None:
         self._read_s = now_s
         self._began = (now_s, now_s)
-        self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
+        self._steps: deque[_Step] = deque(maxlen=_MAX_SHOWN)
         self._num_reads = 0
         self._hits: Counter[bytes] = Counter()  # per last block that an admission found in the tree
         self._starts: set[int] = set()  # hashes of the beginnings of prompts, block by block
@@ -175,8 +173,8 @@ class LiveLog:
             before_s = step.applied_s
         return {
             "steps": sums | spent,
-            "new": new[-_MAX_CHUNKS:],
-            "chunks": chunks[-_MAX_CHUNKS:],
+            "new": new[-_MAX_SHOWN:],
+            "chunks": chunks[-_MAX_SHOWN:],
             "decodes": [(seq_id, *decode) for seq_id, decode in decodes.items()],
         }
 
@@ -195,7 +193,7 @@ def _cells(scheduler: Scheduler, state: SchedulerState) -> tuple[bytes, int]:
     """Return a byte per cell of the blocks that were ever used, and the blocks of a cell; its last block colours it."""
     pool = scheduler.cache.pool
     num_touched = pool.num_blocks - pool.num_untouched
-    per_cell = max(1, -(-num_touched // _MAX_CELLS))
+    per_cell = max(1, -(-num_touched // _MAX_SHOWN))
     cells = bytearray(-(-num_touched // per_cell))
     counts = pool.ref_counts
     for block_id in range(num_touched):

@@ -15,15 +15,14 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from quire.cache.blocks import BlockTable
-from quire.request import Request, SampleTiming, Sampling
+from quire.request import ID_BYTES, Request, SampleTiming, Sampling
 from quire.spans import num_bytes
 from quire.step import AdapterMove, KvTransfer, SeqPlan
 
 if TYPE_CHECKING:
     from quire.scheduler.policies.beam_search import BeamSearch
 
-# Of a waiting request: ids are objects in a tuple, those of a prompt also in the list of a sequence.
-_REQUEST_BYTES, _PROMPT_TOKEN_BYTES, _ID_BYTES, _BIAS_BYTES = 2048, 44, 36, 100
+_REQUEST_BYTES = 2048  # a waiting request without ids and texts
 
 SortKey = tuple[float, ...]
 ENDED_EPOCH = -1
@@ -222,6 +221,7 @@ def held_bytes(request: Request) -> int:
     ids = (sampling.stop_token_ids, sampling.allowed_token_ids or (), *request.output_token_ids)
     num_ids = sum(map(len, (*ids, *sampling.bad_words_token_ids)))
     num_ids += 0 if pooling is None else len(pooling.token_ids)
+    # A prompt's ids are also in the list of a sequence. An entry of a dictionary takes as much as three ids.
+    num_ids += 2 * len(request.prompt_token_ids) + 3 * len(sampling.logit_bias)
     total = _REQUEST_BYTES + len(request.grammar or "") + sum(map(len, sampling.stop))
-    total += _PROMPT_TOKEN_BYTES * len(request.prompt_token_ids) + _ID_BYTES * num_ids
-    return total + _BIAS_BYTES * len(sampling.logit_bias) + sum(map(num_bytes, request.spans))
+    return total + ID_BYTES * num_ids + sum(map(num_bytes, request.spans))

@@ -39,7 +39,7 @@ _WATCHED = frozenset(
      "maxContains", "uniqueItems", "propertyNames", "minProperties", "maxProperties", "required"}
 )  # fmt: skip
 _MAX_FREE_PROPERTIES = 160  # properties of an object that may come in any order
-_MAX_INSIDE = 64
+MAX_DEPTH = 64  # of schemas in schemas, and of values
 _CHARS = r"A-Za-z0-9._~!$&'()*+,;=@/?-"
 # Formats that the compiler does not know, as patterns; some are narrower than the format.
 _FORMAT_PATTERNS = {
@@ -114,7 +114,7 @@ def relaxed(schema: Any, *, alternatives: bool, nested: int = 0) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    if nested > _MAX_INSIDE:
+    if nested > MAX_DEPTH:
         raise NoForm
     if isinstance(schema.get("$ref"), str):
         identity = {key: schema[key] for key in ("$schema", "$id", "id", "$ref") if key in schema}

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from quire.text.json_schema import with_known_format
+from quire.text.json_schema import MAX_DEPTH, with_known_format
 from quire.text.schema_negation import NoForm, target
 
 # From "pattern" or "format", its value and a text: whether the text has it.
@@ -25,7 +25,6 @@ _UNKNOWN = (
 )
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependencies", "dependentSchemas")
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
-_MAX_DEPTH = 64
 _MAX_NESTED = 6  # alternatives within alternatives
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "null": lambda v: v is None,
@@ -66,7 +65,7 @@ class SchemaCheck:
         """Return the schema, what it refers to and what its `allOf` has: all of them hold."""
         if schema is False:
             yield {"not": {}}
-        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
             return
         if "$ref" in schema:
             yield from self.parts(target(schema["$ref"], self.root), depth + 1)
@@ -120,7 +119,7 @@ class SchemaCheck:
         """Return whether ``value`` is valid. Raises `NoForm` for a reference that cannot be followed."""
         if isinstance(schema, bool):
             return schema
-        if depth > _MAX_DEPTH:
+        if depth > MAX_DEPTH:
             raise NoForm
         return all(self._holds(value, part, depth + 1) for part in self.parts(schema))
 

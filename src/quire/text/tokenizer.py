@@ -32,6 +32,7 @@ class SpecialTokens:
 
 
 MOST_IDS = 2**24  # tables have an entry per id
+INLINE_CHARS = 8192  # a longer text takes more than about 2 ms
 
 
 class Tokenizer:
@@ -80,7 +81,7 @@ class Tokenizer:
         special tokens written in ``text`` are encoded as plain characters, so that untrusted text cannot end a turn.
         Raises `RequestError` for text that is not Unicode (lone surrogates).
         """
-        if allow_special and len(text) > _LONG_CHARACTERS:
+        if allow_special and len(text) > INLINE_CHARS:
             return self.encode_long([text], add_special_tokens)[0]
         with nullcontext() if allow_special else self._long_lock, self._lock:
             if self._backend.encode_special_tokens == allow_special:
@@ -189,7 +190,6 @@ class Tokenizer:
         return None if name is None else self.token_to_id(name)
 
 
-_LONG_CHARACTERS = 8192
 _NFC_CHARACTERS = 4  # Unicode's composition makes one character of at most so many
 
 

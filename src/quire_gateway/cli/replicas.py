@@ -21,8 +21,10 @@ from quire.args import EngineArgs, ServerArgs, flag_name, parts_of
 from quire.cli.clients import guide, model_names
 from quire.cores import core_groups
 from quire.engine.restarts import Restarts
+from quire.engine.supervisor import RestartPolicy
 from quire.errors import ConfigError
 from quire.executor.child_process import child_environment
+from quire.http.drain import STOP_S
 from quire.metrics.log import Log, configure
 from quire_gateway.cli.gateway import batches
 from quire_gateway.config import GatewayArgs, GatewayConfig
@@ -51,10 +53,7 @@ OWN = (
 )
 MEMORY = ("kv_memory", "num_kv_blocks", "gpu_memory_utilization", "gpu_memory")
 _MEMORY_SHARE = 0.8  # of what is available, for all replicas together
-# A replica that dies within the window of the last time waits for this long, doubled with each death.
-_WINDOW_S, _BACKOFF_S, _MAX_BACKOFF_S = 600.0, 1.0, 60.0
 _LAST_LINES_S = 1.0
-STOP_S = 15.0
 _PR_SET_PDEATHSIG = 1
 log = Log("gateway")
 
@@ -172,7 +171,8 @@ class Replicas:
 
     async def _keep(self, index: int, path: Path, state: GatewayState, stop: Callable[[], None]) -> None:
         """Start one replica again and again until the server ends."""
-        restarts = Restarts(_WINDOW_S, _BACKOFF_S, _MAX_BACKOFF_S)
+        policy = RestartPolicy()
+        restarts = Restarts(policy.window_s, policy.backoff_s, policy.max_backoff_s)
         while not self._stopping.is_set():
             begin_s = self._now()
             child = self._children[index] = await self._start(path, self._cores[index])

@@ -16,12 +16,14 @@ from typing import Any
 
 from quire.args import EngineArgs, ServerArgs, flag_name
 from quire.cli.flags import ON_DEMAND, pick
+from quire.clock import LOOK_S
 from quire.config import DeviceInfo
 from quire.cores import usable_cpus
 from quire.cost.split import GRAPH_BYTES, RUNTIME_BYTES
 from quire.device import detect_device
 from quire.engine.assemble import configure
 from quire.errors import ConfigError, ModelLoadError, nearest
+from quire.http.drain import STOP_S
 from quire.metrics.log import configure as configure_log
 from quire.resolve import blocks_for_sequence, parse_bytes, step_bytes
 from quire.units import GIB
@@ -30,7 +32,6 @@ from quire_gateway.cli.replicas import (
     MEMORY,
     OWN,
     REFUSED,
-    STOP_S,
     as_toml,
     gateway_args,
     guided,
@@ -40,7 +41,6 @@ from quire_gateway.cli.replicas import (
 from quire_gateway.config import GatewayConfig
 from quire_gateway.fleet import Backend
 from quire_gateway.model_pool import ModelPool, PooledModel
-from quire_gateway.patience import LOOK_S
 from quire_gateway.server import run_gateway
 from quire_gateway.state import GatewayState
 

@@ -81,7 +81,7 @@ class SpeculateBenchArgs:
     batch_sizes: str = "1,4,16"
     workload: str | None = None
     input_len: int = 16
-    output_len: int = 128
+    output_len: int = defaults(LatencyArgs)["output_len"]
     rounds: int = 5
     clock: Literal["wall", "cpu"] = "wall"
     json: str | None = None

@@ -33,12 +33,12 @@ from quire.parallel.segment import Segment, remove
 from quire.parallel.topology import Topology
 from quire.parallel.traffic import Kind, Transport, sent
 from quire.runner.stage_links import StageLinks
+from quire_lab.bench.profile_serving import START_TIMEOUT_S
 
 HIDDEN = 2048
 ROWS = (1, 4, 16, 64, 128)
 CALLS = 4  # in a recorded step
 REPEATS = 40
-LIMIT_S = 120.0
 TWO = Topology(tp=2)
 
 
@@ -59,10 +59,10 @@ def measure_links() -> Links:
             for pair in ends:
                 for end in pair:
                     end.close()
-            outputs = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
+            outputs = [rank.communicate(timeout=START_TIMEOUT_S) for rank in ranks]
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"the links were not measured within {LIMIT_S:.0f} s: is the machine busy?"
+            f"the links were not measured within {START_TIMEOUT_S:.0f} s: is the machine busy?"
         ) from None
     finally:
         remove(name)

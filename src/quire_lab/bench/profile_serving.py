@@ -23,11 +23,14 @@ from typing import Self
 
 import numpy as np
 
+from quire.args import defaults
 from quire.cost.cost_model import CostModel, StepFeatures, chunk_pairs
 from quire.cost.fit import cut_mean, scaled_nnls
 from quire.cost.links import RankedSteps
 from quire.cost.profile import HostCost
 from quire.errors import ConfigError
+from quire.http.drain import STOP_S
+from quire_lab.bench.args import ServeBenchArgs
 from quire_lab.bench.client import StreamingClient, Target, api_url
 from quire_lab.bench.load import Load, Runner
 from quire_lab.bench.summary import OK, RequestRecord
@@ -37,7 +40,6 @@ PROMPT, OUTPUT = 32, 96  # tokens of a request of the closed loops
 USERS = (1, 2, 4, 8, 16, 32)
 PROMPTS = (32, 256, 1024)  # tokens of the requests that are sent one by one
 ONE_BY_ONE = 6  # requests of each length
-MANY_ROWS = 100  # prompt tokens; longer prompts' rows dominate the TTFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def measure_host(
     rows = [
         (t.seconds - _first_s(step, t) - request_s) / t.num_prompt - per_prompt_token_s
         for t in first
-        if t.num_prompt >= MANY_ROWS
+        if t.num_prompt > PROMPT  # its rows dominate the TTFT
     ]
     per_row_s = max(0.0, statistics.fmean(rows or [0.0]))
     return HostCost(fixed_s, max(0.0, per_seq_s - per_row_s), request_s, per_prompt_token_s, per_row_s)
@@ -160,8 +162,7 @@ def _line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
     return fixed, slope
 
 
-START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 30.0
+START_TIMEOUT_S: float = defaults(ServeBenchArgs)["timeout_s"]
 _READY = re.compile(r"^ready\b.* on (http://\S+)$", re.MULTILINE)
 
 
@@ -200,7 +201,7 @@ class LiveServer:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(STOP_TIMEOUT_S)
+                self._process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

@@ -21,22 +21,21 @@ from dataclasses import dataclass
 from random import Random
 
 from quire.clock import Clock
-from quire.config import EngineConfig
+from quire.config import AUTO_DRAFTS, EngineConfig, SchedulerConfig
 from quire.cost.cost_model import StepFeatures, chunk_pairs
 from quire.cost.draft_cost import DraftLedger, DraftWork, MeasuredDrafts
 from quire.cost.fit import MeasuredStep, cut_mean
 from quire.errors import StepError
 from quire.executor.base import Executor
+from quire.executor.timed import FIRST_TOKEN_ID
 from quire.request import SamplingParams
 from quire.step import KvMove, NewSeq, SeqPlan, SeqResult, StepPlan, StepResult
 
-DECODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-CHUNKS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
 SEVERAL = ((2, 8), (4, 16), (8, 4), (3, 64), (6, 100), (16, 16))
 MIXED_DECODES = (1, 4, 16, 48, 96)
 MIXED_CHUNKS = (12, 64, 200, 512, 1400)
 DRAFTED = (1, 2, 4, 8, 16, 32, 64)
-DRAFTS = (1, 2, 4, 8)
+DRAFTS = tuple(2**i for i in range(AUTO_DRAFTS.bit_length()))
 # Most sequences with drafts at the second and the third context: a draft model has to compute it first.
 DRAFTED_AT = (DRAFTED[-1], 16, 2)
 # Most sequences that are measured at the longest context: together more keys than a step of any trace.
@@ -100,17 +99,29 @@ def cases(config: EngineConfig, max_blocks: int) -> list[Case]:
         )
 
     most = scheduler.max_num_drafts
-    fitting = dict.fromkeys(case for case in _all(longest) if fits(case) and case.num_drafts <= most)
+    fitting = dict.fromkeys(
+        case for case in _all(longest, scheduler) if fits(case) and case.num_drafts <= most
+    )
     return sorted(fitting, key=lambda c: (c.num_rows, c.features.chunk_pairs, c.features.decode_kv_tokens))
 
 
-def _all(longest: int) -> Iterator[Case]:
+def _sizes(first: int, most: int) -> Iterator[int]:
+    """Yield the powers of two from ``first`` to ``most``, and the middle between each two from 2 on."""
+    size = first
+    while size <= most:
+        yield size
+        if size > 1 and 3 * size // 2 <= most:
+            yield 3 * size // 2
+        size *= 2
+
+
+def _all(longest: int, limits: SchedulerConfig) -> Iterator[Case]:
     middle = max(1, longest // 2)
     contexts = (32, max(33, longest // 8), max(34, longest // 3), max(35, longest - 1))
-    for num in DECODES:
+    for num in _sizes(1, limits.max_num_seqs):
         for context in contexts[: 4 if num <= LONG_DECODES else 3]:
             yield Case(num_decodes=num, context=context)
-    for chunk in CHUNKS:
+    for chunk in _sizes(2, limits.max_num_batched_tokens):
         yield Case(num_chunks=1, chunk=chunk)
         yield Case(num_chunks=1, chunk=chunk, samples=False)
         yield Case(num_chunks=1, chunk=chunk, start=middle)
@@ -140,7 +151,6 @@ def anchors(todo: Sequence[Case]) -> list[Case]:
 
 REPEATS = 5  # repetitions of a case per visit
 WARM = 1  # repetitions that are not counted
-FIRST_TOKEN_ID = 2
 # Sequences that read other blocks before a chunk, and the keys that they read.
 STIRRING, STIRRED = 16, 16384
 

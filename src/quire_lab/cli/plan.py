@@ -38,12 +38,12 @@ from quire_lab.cli.plan_weights import form_flag, planned_products, quantize_fla
 from quire_lab.plan.advice import advice
 from quire_lab.plan.by_engine import by_engine
 from quire_lab.plan.candidates import parse_split
-from quire_lab.plan.capacity import CapacityPlan, Question, plan_capacity
+from quire_lab.plan.capacity import NEAR, CapacityPlan, Question, plan_capacity
 from quire_lab.plan.draft import Draft
 from quire_lab.plan.estimate import Load
 from quire_lab.plan.explain import explain
 from quire_lab.plan.explain_line import Line
-from quire_lab.sim.search import SHARE, Found, Search
+from quire_lab.sim.search import Found, Search
 from quire_lab.workload.build import Synthetic, at_rate, from_trace
 from quire_lab.workload.distributions import Arrivals, Fixed, parse_workload
 from quire_lab.workload.traces import read_trace
@@ -269,7 +269,7 @@ def plan(asked: PlanArgs) -> int:
         if other is not None:
             report["compare"] = [asdict(row) for row in compare(other, report)]
         if tries is not None:
-            report["search"] = asdict(tries) | {"share": SHARE}
+            report["search"] = asdict(tries) | {"share": NEAR}
         print(json.dumps(report, indent=1))
     else:
         _print(answer, command, [*lacking, *measured_lines(answer, measured)], explained)

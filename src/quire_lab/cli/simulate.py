@@ -16,6 +16,7 @@ from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
 from quire_lab.bench.page import console, show
 from quire_lab.bench.progress import ticking
 from quire_lab.bench.runs import Measured, Outcome, make_workload
+from quire_lab.plan.capacity import NEAR
 from quire_lab.sim.decision import Side, decide
 from quire_lab.sim.run import both_sweeps, read_sweep, simulate, summary_of, timeline_charts
 from quire_lab.sim.scenario import value_of
@@ -114,7 +115,6 @@ def _states(setup: Setup, slo: Slo | None, workload: Workload) -> list[dict[str,
     return summaries
 
 
-NEAR_GOODPUT = 0.95  # share of the fast state's goodput; less is past the knee
 NEAR_TTFT = 2.0  # times the fast state's TTFT
 
 
@@ -134,7 +134,7 @@ def _range(setup: Setup, states: list[dict[str, Any]]) -> str:
         f"TTFT p50 {show(ttft[0])} … {show(ttft[1])} ms, TPOT p50 {show(tpot[0])} … {show(tpot[1])} ms, goodput "
         f"{show(fast['goodput_per_s'])} … {show(slow['goodput_per_s'])}/s"
     )
-    past = slow["goodput_per_s"] < NEAR_GOODPUT * fast["goodput_per_s"] or ttft[1] > NEAR_TTFT * ttft[0]
+    past = slow["goodput_per_s"] < NEAR * fast["goodput_per_s"] or ttft[1] > NEAR_TTFT * ttft[0]
     near = "\nwarning: the load is within this spread of the knee: the figures above may be off by the whole range"
     return text + near if past else text
 

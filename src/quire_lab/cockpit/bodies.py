@@ -9,17 +9,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import RequestError
 from quire.http.body import Disconnected, header, send_json
+from quire.http.limits import INLINE_BYTES
 from quire.http.long_body import body_pieces
 from quire.http.refusals import HttpError, as_refusal
 
-MAX_BODY_BYTES = 1 << 20
 CODING = b"content-encoding"
 
 
 async def read_body(scope: Scope, receive: Receive, send: Send) -> bytes | None:
     """Return the body without its coding; None where it was refused (the answer is sent), or the client has left."""
     try:
-        pieces = [piece async for piece in body_pieces(scope, receive, MAX_BODY_BYTES, "fixed for the page")]
+        pieces = [piece async for piece in body_pieces(scope, receive, INLINE_BYTES, "fixed for the page")]
     except Disconnected:
         return None
     except (HttpError, RequestError) as error:

@@ -9,11 +9,12 @@ from nicegui import ui
 from nicegui.element import Element
 from nicegui.events import KeyEventArguments
 
+from quire.clock import BEAT_S
 from quire_lab.cockpit.chat import show_chat
 from quire_lab.cockpit.forms import show_plan, show_simulate
 from quire_lab.cockpit.learn import show_learn, show_lessons
 from quire_lab.cockpit.live import show_live
-from quire_lab.cockpit.presence import LOOK_S, Presence, State
+from quire_lab.cockpit.presence import Presence, State
 from quire_lab.cockpit.visitors import Visitor
 from quire_lab.cockpit.watched import Failed, Watched
 
@@ -55,7 +56,7 @@ async def show_frame(watched: Watched, presence: Presence, visitor: Visitor) -> 
         elif not state_view.is_deleted:
             state_view.show(state, problem or ", ".join(names))
 
-    ui.timer(LOOK_S, look)
+    ui.timer(BEAT_S, look)
 
     def pressed(event: KeyEventArguments) -> None:
         if not event.action.keydown or event.modifiers.ctrl or event.modifiers.meta or event.modifiers.alt:

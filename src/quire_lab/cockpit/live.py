@@ -8,12 +8,11 @@ from typing import Any
 from nicegui import background_tasks, ui
 from nicegui.element import Element
 
+from quire.clock import RETRY_S
 from quire_lab.cockpit.operate import show_gateway, show_operate
 from quire_lab.cockpit.readings import Readings
 from quire_lab.cockpit.visitors import Visitor
 from quire_lab.cockpit.watched import Failed, Watched
-
-_AGAIN_S = 1.0
 
 
 class LivePicture(Element, component="live.js"):
@@ -83,4 +82,4 @@ async def _follow(picture: LivePicture, watched: Watched, visitor: Visitor, url:
                     picture.say("This server has no live feed.")
                     return
                 picture.quiet(str(error))
-        await asyncio.sleep(_AGAIN_S)
+        await asyncio.sleep(RETRY_S)

@@ -13,7 +13,7 @@ from typing import Any
 
 from nicegui import ui
 
-from quire_lab.cockpit.presence import LOOK_S
+from quire.clock import BEAT_S
 from quire_lab.cockpit.visitors import Visitor
 from quire_lab.cockpit.watched import Failed, Watched
 
@@ -130,7 +130,7 @@ async def show_gateway(watched: Watched, visitor: Visitor) -> bool:
         return True
 
     if await fill():
-        ui.timer(LOOK_S, fill)
+        ui.timer(BEAT_S, fill)
     else:
         note.visible = False
         with box, ui.element("div").classes("qc-panel"):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quire.clock import BEAT_S
 from quire_lab.cockpit.watched import Failed, Watched
 
-LOOK_S = 2.0
 GONE = "gone"
 _SAID = {
     "ready": "",
@@ -41,7 +41,7 @@ class State:
 
 
 class Presence:
-    """Asks for all pages of this process together, at most once in `LOOK_S`."""
+    """Asks for all pages of this process together, at most once in `BEAT_S`."""
 
     def __init__(self, watched: Watched, now: Callable[[], float]) -> None:
         """``now`` returns the seconds since 1970."""
@@ -54,7 +54,7 @@ class Presence:
     async def look(self) -> State:
         """Return the state of now."""
         async with self._lock:
-            if self._now() - self._looked >= LOOK_S:
+            if self._now() - self._looked >= BEAT_S:
                 self._take(*await self._ask())
                 self._looked = self._now()
             return self.state

@@ -22,7 +22,9 @@ from typing import Any
 import aiohttp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.clock import LOOK_S
 from quire.executor.child_process import child_environment
+from quire.http.drain import MAX_MESSAGE_BYTES
 from quire.metrics.log import Log
 from quire_lab.cockpit.bodies import read_body
 
@@ -44,8 +46,7 @@ _HANDSHAKE = {
     "sec-websocket-extensions",
     "sec-websocket-protocol",
 }
-_START_S, _LOOK_S = 30.0, 0.1
-_MAX_MESSAGE_BYTES = 16 << 20
+_START_S = 30.0
 log = Log("server")
 
 
@@ -83,12 +84,12 @@ class PageProcess:
 
     async def is_up(self) -> bool:
         """Whether the page answers; while it starts, wait for it up to `_START_S`."""
-        for _ in range(int(_START_S / _LOOK_S)):
+        for _ in range(int(_START_S / LOOK_S)):
             if self._popen.poll() is not None:
                 return False
             if Path(self.socket).exists():
                 return True
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
         return False
 
     def _watch(self) -> None:
@@ -173,7 +174,7 @@ class PageProxy:
         await receive()  # websocket.connect
         try:
             theirs = await self._client().ws_connect(
-                _target(scope), headers=_headers(scope), max_msg_size=_MAX_MESSAGE_BYTES
+                _target(scope), headers=_headers(scope), max_msg_size=MAX_MESSAGE_BYTES
             )
         except aiohttp.ClientError:
             await send({"type": "websocket.close", "code": 1013})

@@ -9,12 +9,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from quire.clock import BEAT_S
 from quire.http.client_errors import connection_problem
+from quire_gateway.frames import MAX_FRAME_BYTES
 from quire_lab.diagnose.read import TIMEOUT_S
 
-_MAX_EVENT_BYTES = 4 << 20
-_READY_S = 4.0
-_SILENT_S = 8.0  # seconds without a message or a beat (one in two seconds)
+_SILENT_S = 4 * BEAT_S  # without a message or a beat
 _ROUTE = ("x-quire-backend", "x-quire-route")
 _decode = msgspec.json.Decoder().decode
 
@@ -81,7 +81,7 @@ class Watched:
         """Return what ``/readyz`` says, which needs no key. Raises `Failed` where nothing answers."""
         try:
             answer = await self._ask(
-                "GET", self.url + "/readyz", None, None, timeout_s=_READY_S, or_refusal=True
+                "GET", self.url + "/readyz", None, None, timeout_s=2 * BEAT_S, or_refusal=True
             )
         except msgspec.DecodeError:
             return {}
@@ -152,7 +152,7 @@ class Watched:
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),  # one browser's must not go with another one's requests
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
-                read_bufsize=_MAX_EVENT_BYTES,
+                read_bufsize=MAX_FRAME_BYTES,
             )
         return self._sessions[socket]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from quire_lab.diagnose.read import Metrics, Reading
 
 # Share of the blocks; a waiting sequence does not fit into the rest, most of the time.
-KV_FULL = 0.75
+FULL = 0.75
 
 
 class _Sample(NamedTuple):
@@ -116,12 +116,12 @@ def _queue(samples: Sequence[_Sample], slots: float) -> dict[str, Any]:
         "running": sum(sample.running for sample in samples) / count,
         "waiting": sum(sample.waiting for sample in samples) / count,
         "kv_usage": sum(sample.kv_usage for sample in samples) / count,
-        "kv_full": sum(sample.kv_usage >= KV_FULL and sample.running < slots for sample in queued) / count,
+        "kv_full": sum(sample.kv_usage >= FULL and sample.running < slots for sample in queued) / count,
         "slots_full": sum(sample.running >= slots for sample in queued) / count,
         "idle_slots": sum(
             max(0.0, 1.0 - sample.running / min(slots, sample.running + sample.waiting))
             for sample in queued
-            if sample.kv_usage < KV_FULL
+            if sample.kv_usage < FULL
         )
         / count,
     }

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from quire_lab.diagnose.figures import Figures
+from quire_lab.diagnose.figures import FULL, Figures
 
 _MIN_COST = 0.05
 _STALL = 5.0  # p99 of ITL over its median, from which on chunks are felt
-_FULL = 0.75  # share of max_num_batched_tokens that fills a step
 _GOOD_STALL = 3.0  # steps with a chunk that are aimed at, in steps without
 
 
@@ -170,7 +169,7 @@ def _small_chunks(f: Figures) -> Finding | None:
     if fixed < 0.5:
         return None
     change = f"--max-num-batched-tokens {4 * f.max_num_batched_tokens} (it is {f.max_num_batched_tokens})"
-    if f.long_tokens and f.chunk_tokens and f.chunk_tokens + f.running < _FULL * f.max_num_batched_tokens:
+    if f.long_tokens and f.chunk_tokens and f.chunk_tokens + f.running < FULL * f.max_num_batched_tokens:
         change = (  # the steps had room for more, which long prompts may not have
             f"--long-prefill-token-threshold {4 * f.long_tokens} (it is {f.long_tokens}): short prompts then wait "
             "longer for a step with a long one"

@@ -36,7 +36,7 @@ from quire_lab.plan.memory import MemoryPlan, plan_memory
 
 Objective = Literal["throughput", "latency", "cost"]
 BEST = {"throughput": "serves the most", "latency": "answers soonest", "cost": "costs the least"}
-NEAR = 0.95  # share of the best rate; splits above compare by latency
+NEAR = 0.95  # share of the best rate or goodput that counts as much as it
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +218,8 @@ class Question:
     hardware: Hardware
     count: int
     load: Load
+    max_num_batched_tokens: int
+    max_num_seqs: int
     engine: str = "default"  # whose constants: one of `quire.cost.efficiency.ENGINES`
     slo: Slo | None = None
     precision: str = "bf16"
@@ -226,8 +228,6 @@ class Question:
     forms: tuple[Form, ...] = ()  # in which an engine on this CPU can hold files that are here
     kv_dtype: str = "bf16"
     context: int | None = None  # tokens per request; None: its prompt and output
-    max_num_batched_tokens: int = 8192
-    max_num_seqs: int = 256
     long_prefill_token_threshold: int = 0  # tokens per step for prompts longer than a step; 0: all
     objective: Objective = "throughput"
     split: Split | None = None  # the only one to consider; None: the best

@@ -15,13 +15,12 @@ from quire.cost.split import Split
 from quire.errors import ConfigError
 from quire_lab.bench.summary import summarize
 from quire_lab.plan.candidates import candidates
-from quire_lab.plan.capacity import Question
+from quire_lab.plan.capacity import NEAR, Question
 from quire_lab.sim.replica import ClusterConfig
 from quire_lab.sim.run import simulate
 from quire_lab.workload.request import Workload
 
 CHUNKS = (2048, 512, 8192)  # max_num_batched_tokens, in the order of the trials
-SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class Search:
     """One question over one workload. The results of simulations are kept."""
 
     def __init__(
-        self, question: Question, workload: Workload, chunks: Sequence[int] = CHUNKS, share: float = SHARE
+        self, question: Question, workload: Workload, chunks: Sequence[int] = CHUNKS, share: float = NEAR
     ) -> None:
         if question.slo is None:
             raise ConfigError("--search needs --slo: it looks for the cheapest setting that holds one")

@@ -4,7 +4,7 @@
 Each tenant has a counter of the service that it has had, divided by its weight, and the waiting tenant with the
 smallest counter enters first; within a tenant the first that arrived does. Service is counted as
 
-    PREFILL     for each prompt token that is computed (none for those from the prefix cache)
+    1           for each prompt token that is computed (none for those from the prefix cache)
     DECODE      for each output token
     RESIDENCY   for each token of the KV cache that is held while an output token is computed
 
@@ -27,7 +27,6 @@ from quire.scheduler.sequence import RequestState, Sequence
 from quire.scheduler.state import SchedulerState
 from quire.scheduler.waiting import StepRoom
 
-PREFILL = 1.0
 DECODE = 2.0
 RESIDENCY = 1.0 / 1024
 MAX_IDLE_TENANTS = 4096
@@ -93,7 +92,7 @@ class FairShares:
     def charge_prompt(self, seq: Sequence, num_tokens: int) -> None:
         """Count the prompt of a sequence that enters for the first time, ``num_tokens`` of it not cached."""
         if not seq.num_preemptions:
-            self._charge(seq, PREFILL * num_tokens)
+            self._charge(seq, num_tokens)
 
     def order(
         self,
@@ -120,7 +119,7 @@ class FairShares:
                 continue
             seq = entry[1]
             ordered.append(seq)
-            cost = PREFILL * seq.num_prompt / tenant.weight
+            cost = seq.num_prompt / tenant.weight
             heapq.heapreplace(heap, (served + cost, place, tenant, entries))
         return ordered
 

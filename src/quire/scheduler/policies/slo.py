@@ -21,10 +21,11 @@ from quire.config import SchedulerConfig
 from quire.scheduler.policies.forecast import ModelledPredictor
 from quire.scheduler.predictor import Predictor
 from quire.scheduler.settings import CONTROLLED, PolicyChange
+from quire.step import MIN_RETRY_TOKENS
 
 MARGIN = 0.92  # share of the limit; p95 is above the mean
 REFRESH = 4  # steps with the same number of decodes between two looks
-MIN_CHUNK = 16  # tokens: a prompt always goes on
+MIN_CHUNK = MIN_RETRY_TOKENS  # a prompt always goes on
 WORTHWHILE = 1 / 16  # a smaller change of a setting is not sent
 VALUES = dict(zip(CONTROLLED, ("_limit", "_budget"), strict=True))  # where those in force are
 
