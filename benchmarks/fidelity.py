@@ -39,7 +39,7 @@ from quire.models.wheels import real_models_folder
 from quire_lab.eval.args import EvalArgs
 from quire_lab.eval.inputs import read_inputs
 from quire_lab.eval.model import LoadedModel, find_model, original_args
-from quire_lab.eval.run import Pair, evaluate, figures, work_of
+from quire_lab.eval.run import Pair, evaluate, figures, planned_work
 
 RESULTS = Path(__file__).resolve().parent / "results" / "fidelity.jsonl"
 CONTEXT = 512
@@ -138,7 +138,7 @@ def measure_peer(form: str, child: Child, model: str, text: Path, num_tokens: in
     engine = EngineArgs(model=str(file), threads=1, packed_cache="off")
     args = eval_args(model, text, num_tokens)
     found = find_model(original_args(engine), device, expand=True)
-    work = work_of(args, found, read_inputs(text), CONTEXT, CONTEXT)
+    work = planned_work(args, found, read_inputs(text), CONTEXT, CONTEXT)
     original = LoadedModel(found, work.max_tokens, ProcessorTime())
     peer = PeerModel(child, original)
     line = figures(Pair(cast("LoadedModel", peer), original), work)

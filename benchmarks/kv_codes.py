@@ -26,7 +26,7 @@ from quire.device import detect_device
 from quire.models.wheels import real_models_folder
 from quire_lab.eval.inputs import read_inputs
 from quire_lab.eval.model import LoadedModel, find_model, original_args
-from quire_lab.eval.run import Pair, figures, work_of
+from quire_lab.eval.run import Pair, figures, planned_work
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FILE = RESULTS / "kv-codes.jsonl"
@@ -65,7 +65,7 @@ def run(asked: argparse.Namespace) -> None:
             dtype="bfloat16",
         )
         found = find_model(original_args(engine), device, expand=True)
-        work = work_of(
+        work = planned_work(
             eval_args(name, asked.text, asked.tokens), found, read_inputs(asked.text), CONTEXT, CONTEXT
         )
         original = Remembered(LoadedModel(found, work.max_tokens, ProcessorTime()))

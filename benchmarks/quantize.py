@@ -34,7 +34,7 @@ from quire.models.checkpoint import describe
 from quire_lab.eval.args import EvalArgs
 from quire_lab.eval.inputs import read_inputs
 from quire_lab.eval.model import LoadedModel, find_model
-from quire_lab.eval.run import Pair, Work, figures, work_of
+from quire_lab.eval.run import Pair, Work, figures, planned_work
 from quire_lab.quantize.args import CALIBRATED, QuantizeArgs
 from quire_lab.quantize.calibrated import Calibration
 from quire_lab.quantize.folder import OutFolder
@@ -96,7 +96,7 @@ def original(source: Path, args: EvalArgs) -> tuple[Remembered, Work]:
     engine = EngineArgs(model=str(source), dtype="float32", packed_cache="off")
     found = find_model(engine, detect_device())
     assert args.text is not None
-    work = work_of(args, found, read_inputs(Path(args.text)), CONTEXT, CONTEXT)
+    work = planned_work(args, found, read_inputs(Path(args.text)), CONTEXT, CONTEXT)
     return Remembered(LoadedModel(found, work.max_tokens, WallClock())), work
 
 

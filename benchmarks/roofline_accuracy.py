@@ -30,7 +30,7 @@ from benchmarks.roofline_fit import check, fit
 from quire.cost.efficiency import FORMATS, GENERATIONS, MEASURED, Efficiency, efficiency_of, generation_of
 from quire.cost.hardware import Hardware, find_hardware
 from quire.cost.presets import preset_of, preset_spec, presets
-from quire.cost.roofline import Roofline, Work, work_of
+from quire.cost.roofline import Roofline, Work, decoder_work
 from quire.cost.split import Split
 from quire.families import spec_from_config
 from quire.modelspec import ModelSpec
@@ -126,7 +126,7 @@ _works: dict[tuple[str, str, Split], Work] = {}
 def _work(model: str, spec: ModelSpec, precision: str, split: Split) -> Work:
     key = (model, precision, split)
     if key not in _works:
-        _works[key] = work_of(spec, precision, "bf16", split)
+        _works[key] = decoder_work(spec, precision, "bf16", split)
     return _works[key]
 
 

@@ -22,7 +22,7 @@ from quire.cost.cost_model import StepTime
 from quire.cost.efficiency import efficiency_of
 from quire.cost.hardware import find_hardware
 from quire.cost.presets import preset_spec
-from quire.cost.roofline import Roofline, work_of
+from quire.cost.roofline import Roofline, decoder_work
 from quire.cost.split import Split
 from quire.slo import Slo
 from quire_lab.bench.summary import summarize
@@ -47,7 +47,7 @@ class Bench:
         memory = plan_memory(spec, hardware, Split(), precision="bf16", kv_dtype="bf16", context=4096,
                              max_num_batched_tokens=DEFAULT_BUDGET, max_num_seqs=256)  # fmt: skip
         self.step_time: StepTime = Roofline(
-            work_of(spec), hardware, efficiency_of("default", hardware, spec, "bf16")
+            decoder_work(spec), hardware, efficiency_of("default", hardware, spec, "bf16")
         )
         self.cache = CacheConfig(num_blocks=memory.kv_pool // (memory.kv_bytes_per_token * 16))
         self.slo = slo

@@ -850,8 +850,8 @@ TOKENS: tuple[Mutant, ...] = (
         "slots-overlap",
         "the two slots of a rank overlap those of the next",
         "src/quire/parallel/segment.py",
-        "(first + each) * 2 * slot_bytes",
-        "(first + each) * slot_bytes",
+        "(first + rank) * 2 * slot_bytes",
+        "(first + rank) * slot_bytes",
         ("tests/parallel/test_collective.py::test_lanes_and_slots_do_not_overlap",),
     ),
     Mutant(
@@ -914,8 +914,8 @@ TOKENS: tuple[Mutant, ...] = (
         "threads-share-a-core",
         "two threads share a core while another core has none",
         "src/quire/cores.py",
-        "[core.cpus[i] for i in range(most) for core in found if i < len(core.cpus)]",
-        "[core.cpus[i] for core in found for i in range(most) if i < len(core.cpus)]",
+        "[core.cpus[i] for i in range(most) for core in physical if i < len(core.cpus)]",
+        "[core.cpus[i] for core in physical for i in range(most) if i < len(core.cpus)]",
         ("tests/test_cores.py",),
     ),
     Mutant(
@@ -962,8 +962,8 @@ TOKENS: tuple[Mutant, ...] = (
         "ring-goes-round-once",
         "an all-reduce over a ring is predicted to send what a reduce-scatter does",
         "src/quire/parallel/traffic.py",
-        "return 2 * num_elements * given * (ranks - 1) / ranks",
-        "return num_elements * given * (ranks - 1) / ranks",
+        "return 2 * num_elements * after * (ranks - 1) / ranks",
+        "return num_elements * after * (ranks - 1) / ranks",
         ("tests/parallel/test_traffic.py::test_sums_cost_what_carries_them",),
     ),
     Mutant(

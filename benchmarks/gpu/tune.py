@@ -120,7 +120,7 @@ def timings(op: str, calls: Calls, *, tiny: bool) -> list[float]:
     """Return the seconds of ``calls`` with each of `choices`, which are put into the table in memory one by one."""
     found = []
     for sizes in choices(op, tiny=tiny):
-        table.table_of(table.gpu_name())[op] = {"all": sizes}
+        table.sizes_table(table.gpu_name())[op] = {"all": sizes}
         try:
             found.append(seconds(calls))
         except OutOfResources:
@@ -151,7 +151,7 @@ def compile_choices(ops: list[str], part: int, parts: int, *, tiny: bool) -> Non
             for sizes in choices(op, tiny=tiny):
                 if next(number) % parts != part:
                     continue
-                table.table_of(table.gpu_name())[op] = {"all": sizes}
+                table.sizes_table(table.gpu_name())[op] = {"all": sizes}
                 with contextlib.suppress(OutOfResources):
                     calls[0]()
 
@@ -160,7 +160,7 @@ def with_flashinfer(op: str, calls: Calls, sizes: dict[str, int]) -> dict[str, i
     """``sizes``, and "flashinfer" beside them where it is there, gives our result and takes less time."""
     if op != "attention_prefill" or importlib.util.find_spec("flashinfer") is None:
         return sizes
-    tables, both = table.table_of(table.gpu_name()), {**sizes, "flashinfer": 1}
+    tables, both = table.sizes_table(table.gpu_name()), {**sizes, "flashinfer": 1}
     tables[op] = {"all": sizes}
     ours, ours_s = calls[0](), seconds(calls)
     tables[op] = {"all": both}

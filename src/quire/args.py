@@ -109,7 +109,7 @@ def executor_of(args: EngineArgs) -> str:
     return "local" if all(str(size) == "1" for size in sizes) else "ranks"
 
 
-def parts_of(text: str | None) -> tuple[str, ...]:
+def comma_list(text: str | None) -> tuple[str, ...]:
     """Return the parts of a setting that is a list with commas."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 

@@ -36,8 +36,8 @@ def cores() -> list[Core]:
     groups: dict[str, list[int]] = {}
     for cpu in sorted(allowed):
         groups.setdefault(_read(f"{CPUS}/cpu{cpu}/topology/thread_siblings_list") or str(cpu), []).append(cpu)
-    found = [Core(tuple(cpus), _speed(cpus[0]), nodes.get(cpus[0], 0)) for cpus in groups.values()]
-    return sorted(found, key=lambda core: (-core.speed, core.node, core.cpus))
+    physical = [Core(tuple(cpus), _speed(cpus[0]), nodes.get(cpus[0], 0)) for cpus in groups.values()]
+    return sorted(physical, key=lambda core: (-core.speed, core.node, core.cpus))
 
 
 def _speed(cpu: int) -> int:
@@ -55,9 +55,9 @@ def thread_cpus() -> list[int]:
     One of each physical core first, the fast cores before the slow ones: two threads on one core share its units, and
     on many virtual machines CPU 0 and CPU 1 are one core.
     """
-    found = cores()
-    most = max(len(core.cpus) for core in found)
-    return [core.cpus[i] for i in range(most) for core in found if i < len(core.cpus)]
+    physical = cores()
+    most = max(len(core.cpus) for core in physical)
+    return [core.cpus[i] for i in range(most) for core in physical if i < len(core.cpus)]
 
 
 def num_physical_cores() -> int:
@@ -118,12 +118,12 @@ def core_groups(num: int) -> list[set[int]]:
 
     With fewer cores than groups, CPUs are shared out; with fewer of those, too, some groups have one together.
     """
-    found, groups = cores(), [set[int]() for _ in range(num)]
-    if len(found) < num:
+    physical, groups = cores(), [set[int]() for _ in range(num)]
+    if len(physical) < num:
         cpus = sorted(usable_cpus())
-        found = [Core((cpus[index * len(cpus) // num],), 0, 0) for index in range(num)]
-    for speed in sorted({core.speed for core in found}):
-        alike = [core for core in found if core.speed == speed]
+        physical = [Core((cpus[index * len(cpus) // num],), 0, 0) for index in range(num)]
+    for speed in sorted({core.speed for core in physical}):
+        alike = [core for core in physical if core.speed == speed]
         ends = [len(alike) * index // num for index in range(num + 1)]
         for group, (start, end) in zip(groups, pairwise(ends), strict=True):
             group.update(cpu for core in alike[start:end] for cpu in core.cpus)

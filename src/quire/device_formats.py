@@ -38,20 +38,20 @@ def device_formats(
                 f"{name} = 'fp8': {needs}, and {device.name} has none: 'int8' takes the same bytes"
             )
     kernels = (None, *GROUPS["fp8"])
-    kept = {
-        name: held
-        for name, held in stored.items()
-        if held.kind != "fp8" or (held.group in kernels and not too_old)
+    usable = {
+        name: form
+        for name, form in stored.items()
+        if form.kind != "fp8" or (form.group in kernels and not too_old)
     }
-    num_expanded = len(stored) - len(kept)
+    num_expanded = len(stored) - len(usable)
     if device.kind != "cpu" or topology.tp > 1:  # cuts fall within the inputs that share an outer scale
-        kept = {name: held.wide for name, held in kept.items()}
+        usable = {name: form.wide for name, form in usable.items()}
     quantize, head = args.quantize, args.quantize_head
     if device.kind != "cpu":  # int4 with integer scales in groups of 16 is for CPUs
-        quantize, head = ("int4-g32" if each in ("int4", "int4-g16") else each for each in (quantize, head))
-    plan = plan_weights(spec, kept, quantize, head)
+        quantize, head = ("int4-g32" if kind in ("int4", "int4-g16") else kind for kind in (quantize, head))
+    plan = plan_weights(spec, usable, quantize, head)
     if device.kind == "cpu":
-        plan = replace(plan, formats=rotated(spec, plan.formats, kept, topology.tp))
+        plan = replace(plan, formats=rotated(spec, plan.formats, usable, topology.tp))
     if not num_expanded:
         return plan
     why = needs if too_old else f"its kernels take whole blocks of {GROUPS['fp8'][0]} inputs"

@@ -101,7 +101,7 @@ def _cut(value: Any, left: list[int], num_chars: int) -> Any:
             break
         left[0] -= 1
         pairs.append(
-            tuple(_cut(each, left, num_chars) for each in item)
+            tuple(_cut(part, left, num_chars) for part in item)
             if isinstance(value, dict)
             else _cut(item, left, num_chars)
         )

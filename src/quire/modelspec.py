@@ -269,17 +269,17 @@ class ModelSpec:
         )
 
 
-def matrix_bytes(shape: tuple[int, ...], dtype: str, held: WeightFormat) -> int:
+def matrix_bytes(shape: tuple[int, ...], dtype: str, form: WeightFormat) -> int:
     """Bytes of one weight; the matrices of experts ``[experts, out, in]`` count as ``experts · out`` rows."""
-    return held.num_bytes(prod(shape[:-1]), shape[-1], DTYPE_BYTES[dtype])
+    return form.num_bytes(prod(shape[:-1]), shape[-1], DTYPE_BYTES[dtype])
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Canonical name → shape of every weight of ``spec`` (see the module's docstring)."""
     if spec.encoder is not None:
         shapes_of = import_module("quire.encoder_weights").encoder_shapes
-        found: dict[str, tuple[int, ...]] = shapes_of(spec.encoder, spec.vocab_size, spec.hidden_size)
-        return found
+        by_name: dict[str, tuple[int, ...]] = shapes_of(spec.encoder, spec.vocab_size, spec.hidden_size)
+        return by_name
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden)}
     for index, layer in enumerate(spec.layers):

@@ -179,8 +179,8 @@ def _lora(args: EngineArgs, adapters: tuple[Adapter, ...]) -> LoraConfig | None:
     return LoraConfig(max_loras, max_rank, adapters, whole_ends(args.lora_modules_to_save, adapters))
 
 
-def _dtype(asked: str, spec: ModelSpec) -> str:
-    dtype = spec.dtype if asked == "auto" else asked
+def _dtype(wanted: str, spec: ModelSpec) -> str:
+    dtype = spec.dtype if wanted == "auto" else wanted
     return "bfloat16" if dtype == "float16" else dtype  # a CPU has no fast float16; bfloat16 has its range
 
 

@@ -76,7 +76,7 @@ def forms(spec: ModelSpec, stored: Formats, dtype: str, device: DeviceInfo) -> l
         stored: the formats that the files have, `Checkpoint.formats`.
         dtype: the engine's type for what is plain.
     """
-    found: dict[object, Form] = {}  # "none" and no flag are one form of plain files
+    by_formats: dict[object, Form] = {}  # "none" and no flag are one form of plain files
     for choice in CHOICES:
         try:
             plan = device_formats(EngineArgs(quantize=choice), spec, stored, dtype, device, Topology())
@@ -92,8 +92,8 @@ def forms(spec: ModelSpec, stored: Formats, dtype: str, device: DeviceInfo) -> l
             bytes_per_token=sum(row.bytes_per_token for row in rows),
             kl=_measured(spec, plan.formats, stored, dtype),
         )
-        found.setdefault(formats, form)
-    return list(found.values())
+        by_formats.setdefault(formats, form)
+    return list(by_formats.values())
 
 
 def _measured(spec: ModelSpec, formats: Formats, stored: Formats, dtype: str) -> Measured | None:
@@ -106,8 +106,8 @@ def ways_of(spec: ModelSpec, formats: Formats, stored: Formats) -> dict[WeightFo
     ways = {}
     for name in weight_shapes(spec):
         if role_of(spec, name) in ("linear", "head"):
-            held = formats.get(name, PLAIN)
-            ways[held] = way_of(held, is_stored=held == stored.get(name))
+            form = formats.get(name, PLAIN)
+            ways[form] = way_of(form, is_stored=form == stored.get(name))
     return ways
 
 
@@ -116,28 +116,28 @@ def products(
 ) -> list[Product]:
     """Return how an engine on ``device`` multiplies each format of the linears and the output matrix."""
     return [
-        Product(str(held) if held.quantized else dtype, _rows(held, dtype, device), _instructions(held, dtype, device),
+        Product(str(form) if form.quantized else dtype, _rows(form, dtype, device), _instructions(form, dtype, device),
                 MEASURED[way] if device.kind == "cpu" and not (way == "plain" and dtype == "float32") else None)
-        for held, way in ways_of(spec, formats, stored).items()
+        for form, way in ways_of(spec, formats, stored).items()
     ]  # fmt: skip
 
 
-def _rows(held: WeightFormat, dtype: str, device: DeviceInfo) -> str:
+def _rows(form: WeightFormat, dtype: str, device: DeviceInfo) -> str:
     """Return the type of the rows that multiply a matrix."""
-    if not held.quantized or (device.kind != "cpu" and held.kind != "fp8"):
+    if not form.quantized or (device.kind != "cpu" and form.kind != "fp8"):
         return dtype
-    kind = "fp8" if held.kind == "fp8" else "int8"
-    rows = held.rows
+    kind = "fp8" if form.kind == "fp8" else "int8"
+    rows = form.rows
     scales = "a scale per row" if rows.block is None else f"a scale per {rows.block} inputs"
     return f"{kind}, {scales}" + (", rotated" if rows.rotation else "")
 
 
-def _instructions(held: WeightFormat, dtype: str, device: DeviceInfo) -> str:
+def _instructions(form: WeightFormat, dtype: str, device: DeviceInfo) -> str:
     if device.kind != "cpu":
         return "Triton"
     if not device.native:
         return "torch"
-    if not held.quantized:
+    if not form.quantized:
         return "fp32 fmas" if dtype == "float32" else _FLOAT_DOTS.get(device.isa, "fp32 fmas")
-    few = "; up to 6 rows vpdpbusd" if device.isa == "amx" and held.group is not None else ""
+    few = "; up to 6 rows vpdpbusd" if device.isa == "amx" and form.group is not None else ""
     return _INT8_DOTS[device.isa] + few

@@ -15,7 +15,7 @@ from quire.http.body import DecodeLarge, decode_body, header, read_bytes
 from quire.http.call import call_of
 from quire.http.refusals import LATEST, OLLAMA_ROOT
 from quire.http.wire import not_allowed
-from quire.text.digest import text_of
+from quire.text.digest import digested_text
 
 DEFAULT_OUTPUT_TOKENS = 256  # counted for a request that names no limit
 _STREAMS = ("/api/chat", "/api/generate")  # of Ollama's: unless the body says otherwise
@@ -58,7 +58,7 @@ class ClientRequest:
         """Return the same request with another body, for the same model and answered in the same way."""
         num = _num_output_tokens(body)
         return replace(
-            self, raw=msgspec.json.encode(body), body=body, text=text_of(body), num_output_tokens=num
+            self, raw=msgspec.json.encode(body), body=body, text=digested_text(body), num_output_tokens=num
         )
 
     @property
@@ -130,7 +130,7 @@ async def read_request(
         body=body,
         model=model,
         streams=_streams(scope["path"], stream),
-        text=text_of(body),
+        text=digested_text(body),
         num_output_tokens=_num_output_tokens(body),
         session=_session(scope, body),
         priority=call_of(scope).priority,

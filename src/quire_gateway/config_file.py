@@ -52,10 +52,10 @@ def read_config(path: Path) -> GatewayConfig:
         raise ConfigError(f"--config {path}: cannot be read ({reason})") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
-    return config_of(data, str(path))
+    return gateway_config(data, str(path))
 
 
-def config_of(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
+def gateway_config(data: Mapping[str, Any], origin: str = "config") -> GatewayConfig:
     """Return the configuration of decoded TOML; ``origin`` begins the errors.
 
     Raises:

@@ -11,7 +11,7 @@ from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
 from quire.api.dialects.anthropic import request as protocol
-from quire.http.field_rules import Use, table_of
+from quire.http.field_rules import Use, field_table
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"name": "get", "description": "d", "input_schema": SCHEMA}, {"name": "now", "input_schema": {}}]
@@ -313,7 +313,7 @@ def test_errors_have_anthropics_form() -> None:
 
 def test_refused_fields_are_named_and_neutral_values_pass() -> None:
     server = api()
-    for name, rule in table_of(protocol.MessagesRequest).items():
+    for name, rule in field_table(protocol.MessagesRequest).items():
         if rule.use is Use.REFUSED:
             assert name in error_of(ask(server, **{name: {"odd": 1}}))
             for value in (None, *rule.neutral):

@@ -25,7 +25,7 @@ from quire.api.dialects.tei import endpoints as tei
 from quire.api.fields import DeadlineMs
 from quire.api.history import Message, TextPart
 from quire.api.settings import ApiSettings
-from quire.http.field_rules import Table, Use, rules_of, sections, table_of
+from quire.http.field_rules import Table, Use, field_table, rules_of, sections
 from quire.http.wire import Wire
 from quire.jobs.message_batches import MessageBatchRequest
 from quire.jobs.routes import BatchRequest, ExpiresAfter
@@ -99,7 +99,7 @@ MODELS: dict[str, type[Wire] | Table] = {
     "/classify": tei.ClassifyRequest,
     "/v2/embed": tei.CohereEmbedRequest,
 }
-TABLES = {title: table_of(m) if isinstance(m, type) else m for title, m in MODELS.items()}
+TABLES = {title: field_table(m) if isinstance(m, type) else m for title, m in MODELS.items()}
 
 
 EVERYWHERE = sections()["SampledFields"]

@@ -28,7 +28,7 @@ from quire.engine.client import EngineClient
 from quire.engine.frontend import Frontend
 from quire.engine.process import ProcessClient
 from quire.engine.supervisor import RestartPolicy, Supervisor
-from quire.http.field_rules import Use, table_of
+from quire.http.field_rules import Use, field_table
 from quire.http.wire import Wire
 from quire.text.chat_template import ChatTemplate
 
@@ -48,7 +48,7 @@ ENDPOINTS: dict[str, tuple[type[Wire], dict[str, Any]]] = {
 FIELDS = sorted(
     (path, name)
     for path, (model, _) in ENDPOINTS.items()
-    for name, rule in table_of(model).items()
+    for name, rule in field_table(model).items()
     if rule.use is Use.USED
 )
 # Python itself writes no int of more than 4,300 digits: the mark becomes one in the raw body.
@@ -118,7 +118,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     if draw(st.integers(0, 3)) == 0:
         other = draw(st.sampled_from([other for at, other in FIELDS if at == path]))
         body[other] = draw(values_of(other))
-    if draw(st.booleans()) and "stream" in table_of(model):
+    if draw(st.booleans()) and "stream" in field_table(model):
         body.setdefault("stream", True)
     return path, raw_of(body)
 

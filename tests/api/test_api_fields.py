@@ -14,13 +14,13 @@ from quire.api.dialects.openai.fields import ChatRequest, CompletionRequest
 from quire.api.dialects.openai.pooling import EmbeddingRequest
 from quire.api.fields import StreamOptions
 from quire.api.history import Message
-from quire.http.field_rules import Table, Use, sections, table_of
+from quire.http.field_rules import Table, Use, field_table, sections
 from quire.http.wire import Wire
 
 ENDPOINTS = [
-    ("CreateChatCompletionRequest", table_of(ChatRequest), "chat"),
-    ("CreateCompletionRequest", table_of(CompletionRequest), "completions"),
-    ("CreateEmbeddingRequest", table_of(EmbeddingRequest), "embeddings"),
+    ("CreateChatCompletionRequest", field_table(ChatRequest), "chat"),
+    ("CreateCompletionRequest", field_table(CompletionRequest), "completions"),
+    ("CreateEmbeddingRequest", field_table(EmbeddingRequest), "embeddings"),
 ]
 
 
@@ -43,8 +43,8 @@ def test_every_property_of_openai_is_classified(schema: str, table: Table, _name
 def test_message_and_stream_option_properties_are_classified() -> None:
     for role in ("System", "Developer", "User", "Assistant", "Tool"):
         names = properties(f"ChatCompletionRequest{role}Message")
-        assert names <= set(table_of(Message)), sorted(names - set(table_of(Message)))
-    assert properties("ChatCompletionStreamOptions") <= set(table_of(StreamOptions))
+        assert names <= set(field_table(Message)), sorted(names - set(field_table(Message)))
+    assert properties("ChatCompletionStreamOptions") <= set(field_table(StreamOptions))
 
 
 def test_a_section_has_only_names_that_its_model_does_not_use() -> None:
@@ -58,7 +58,7 @@ def test_a_section_has_only_names_that_its_model_does_not_use() -> None:
         if section != "tools":
             names = {*said.get("no_effect", ()), *said.get("refused", {}), *said.get("mapped", {})}
             assert names.isdisjoint(models[section].model_fields), section
-            assert names <= set(table_of(models[section])), section
+            assert names <= set(field_table(models[section])), section
 
 
 def ask(api: Api, endpoint: str, fields: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from tests.api.fake_frontend import FakeFrontend, say
 from quire.api.dialects.anthropic.request import CountTokensRequest, MessagesRequest
 from quire.api.dialects.openai.fields import ChatRequest, CompletionRequest
 from quire.api.dialects.responses.request import ResponsesRequest
-from quire.http.field_rules import Table, table_of
+from quire.http.field_rules import Table, field_table
 
 NUM_REQUESTS = 300
 STRINGS = ["", "a", "user", "system", "text", "tiny", "\u0000", "🙂", "0", "true", "json_object", "x" * 300]
@@ -79,7 +79,7 @@ def test_junk(seed: int) -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for i in range(NUM_REQUESTS):
                 path, model, start = rng.choice(ends)
-                raw = json.dumps(body_of(rng, table_of(model), start)).encode()
+                raw = json.dumps(body_of(rng, field_table(model), start)).encode()
                 answer = await asyncio.wait_for(
                     client.post(path, content=raw, headers={"content-type": "application/json"}), 10
                 )

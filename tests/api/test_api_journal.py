@@ -16,7 +16,7 @@ import pytest
 
 from quire.api import journal_file
 from quire.api.job import Usage
-from quire.api.journal import KEPT_S, Entry, Journal, event_of
+from quire.api.journal import KEPT_S, Entry, Journal, parse_event_id
 from quire.api.journal_file import End, Head
 from quire.api.passage import delivered_chunks
 from quire.api.relayed import Delivered, Relayed, write_tag
@@ -269,14 +269,14 @@ def test_no_running_stream_makes_room_for_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [b"", b"17", b"a:b", b"a:-1", "a:٣".encode(), b"a:" + b"9" * 20])
 def test_a_wrong_event_id_is_refused(given: bytes) -> None:
     with pytest.raises(RequestError, match="Last-Event-ID"):
-        event_of(given)
+        parse_event_id(given)
 
 
 def test_event_ids_are_read_with_and_without_the_stream() -> None:
-    assert event_of(b" chatcmpl-1:17 ") == ("chatcmpl-1", 17)
-    assert event_of(b"17", "x") == event_of(b"x:17", "x") == ("x", 17)
+    assert parse_event_id(b" chatcmpl-1:17 ") == ("chatcmpl-1", 17)
+    assert parse_event_id(b"17", "x") == parse_event_id(b"x:17", "x") == ("x", 17)
     with pytest.raises(RequestError):
-        event_of(b"y:17", "x")
+        parse_event_id(b"y:17", "x")
 
 
 def test_a_folder_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.api.asgi_client import Api
 from tests.api.fake_frontend import FakeFrontend, say
 
 from quire.api.openapi import BODIES as OWN_BODIES
-from quire.http.field_rules import Use, table_of
+from quire.http.field_rules import Use, field_table
 from quire.jobs.routes import JobSettings, jobs_of
 
 BODIES = {**OWN_BODIES, **jobs_of(JobSettings(), lambda: False, time.time).bodies}
@@ -44,7 +44,7 @@ def test_every_used_field_is_described(path: str, described: dict[str, Any]) -> 
     content = described["paths"][path]["post"]["requestBody"]["content"]
     name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
     properties = schemas[name]["properties"]
-    for field, rule in table_of(BODIES[path].model).items():
+    for field, rule in field_table(BODIES[path].model).items():
         if rule.use is Use.MAPPED:
             assert field in properties[rule.used_as]["x-other-names"], f"{path}: {field}"
         elif rule.use is not Use.REFUSED:

@@ -15,7 +15,7 @@ from quire.api.dialects.responses import request as protocol
 from quire.api.dialects.responses.store import ResponseStore, Stored
 from quire.api.dialects.responses.tools import CustomTool, FunctionTool
 from quire.api.history import TextPart
-from quire.http.field_rules import Use, table_of
+from quire.http.field_rules import Use, field_table
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"type": "function", "name": "get", "parameters": SCHEMA}, {"type": "function", "name": "now"}]
@@ -292,14 +292,14 @@ def test_every_property_of_openai_is_classified() -> None:
     ):
         names = properties(schema)
         assert len(names) >= least, schema
-        assert names <= set(table_of(model)), (
-            f"{schema}: unclassified: {sorted(names - set(table_of(model)))}"
+        assert names <= set(field_table(model)), (
+            f"{schema}: unclassified: {sorted(names - set(field_table(model)))}"
         )
 
 
 def test_refused_fields_are_named_and_neutral_values_pass() -> None:
     server = api()
-    for name, rule in table_of(protocol.ResponsesRequest).items():
+    for name, rule in field_table(protocol.ResponsesRequest).items():
         if rule.use is Use.REFUSED:
             assert error_of(ask(server, **{name: {"odd": 1}}), 400)["param"] == name
             for value in (None, *rule.neutral):

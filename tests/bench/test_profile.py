@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.cost.cost_model import CostModel, Curve, StepFeatures, chunk_pairs, features
 from quire.cost.draft_cost import DraftCost, DraftLedger, fit_drafts
 from quire.cost.fit import FitError, MeasuredStep, cut_mean, fit
-from quire.cost.kept_profiles import kept, place_of, profile_folder, settings_of
+from quire.cost.kept_profiles import kept, profile_folder, profile_path, profiled_settings
 from quire.cost.profile import HostCost, Profile, Spread, load_profile
 from quire.device import detect_device
 from quire.engine.assemble import configure
@@ -89,7 +89,7 @@ def config_of(**settings: object) -> EngineConfig:
 
 
 def test_a_profile_knows_how_long_prompts_were_cut() -> None:
-    assert settings_of(config_of(long_prefill_token_threshold=77))["long_prefill_token_threshold"] == 77
+    assert profiled_settings(config_of(long_prefill_token_threshold=77))["long_prefill_token_threshold"] == 77
 
 
 def test_the_grid_keeps_within_the_engine_s_limits() -> None:
@@ -262,7 +262,7 @@ def test_the_kept_profile_of_a_model_and_its_settings_is_found(
         settings = {"dtype": "bfloat16", "quantize": quantize, "threads": 2}
         Profile(
             model, machine, settings, CostModel(0.001 * (1 + index)), measured_at=f"2026-01-0{index + 1}"
-        ).save(place_of(model, machine, settings))
+        ).save(profile_path(model, machine, settings))
     (profile_folder() / "other.json").write_text("{}")
     assert len(list(profile_folder().glob("*.json"))) == 4  # the second of one kind replaced the first
 

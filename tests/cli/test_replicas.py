@@ -22,7 +22,7 @@ from quire.args import ServerArgs
 from quire.errors import ConfigError
 from quire_gateway.build import make_state
 from quire_gateway.cli.replicas import Replicas, gateway_args, serve_replicas
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.discovery import Registration
 from quire_gateway.state import GatewayState
 
@@ -97,7 +97,7 @@ async def pool_of(
     num: int, monkeypatch: pytest.MonkeyPatch, max_restarts: int = 3
 ) -> AsyncGenerator[Pool, None]:
     monkeypatch.setattr("quire_gateway.cli.replicas._LAST_LINES_S", 0.0)
-    state = make_state(config_of({}), lambda: 0.0, 0)
+    state = make_state(gateway_config({}), lambda: 0.0, 0)
     pool = Pool(
         state, Replicas({}, [set()] * num, max_restarts, lambda: pool.now_s, lambda *a: pool.start(*a))
     )

@@ -12,7 +12,7 @@ from tests.api.asgi_client import Api, error_of
 from tests.api.fake_frontend import FakeFrontend
 
 from quire.api.dialects.openai.fields import ChatRequest
-from quire.http.field_rules import edits, table_of
+from quire.http.field_rules import edits, field_table
 from quire.http.wire import Ignored, sift
 
 REQUESTS = json.loads((Path(__file__).parent / "requests.json").read_text())
@@ -192,7 +192,7 @@ def test_a_body_of_many_unknown_names_is_judged_quickly() -> None:
     names = {f"top_log{a}{b}{c}": 1 for a in "abcdefghij" for b in "probsx" for c in range(800)}
     ignored = Ignored()
     start = time.process_time()
-    sift(names, table_of(ChatRequest), ignored=ignored)
+    sift(names, field_table(ChatRequest), ignored=ignored)
     assert time.process_time() - start < 2.0
     assert len(ignored) == 1000
 

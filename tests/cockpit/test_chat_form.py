@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("nicegui", reason="the extra `cockpit` is not installed")
 
-from quire_lab.cockpit.chat_request import STOPPED, Talk, bar_of, body_of, end_of, event_of
+from quire_lab.cockpit.chat_request import STOPPED, Talk, bar_of, body_of, chunk_event, end_of
 from quire_lab.cockpit.conversations import begin_anew, conversation_of, put_back
 from quire_lab.cockpit.watched import Failed, _base
 
@@ -49,12 +49,12 @@ def test_a_schema_that_is_no_json_is_named() -> None:
 def test_calls_reasoning_and_text_are_told_apart() -> None:
     call = {"index": 0, "function": {"name": "add", "arguments": "{}"}}
     chunk = {"choices": [{"delta": {"reasoning_content": "hm", "content": "x", "tool_calls": [call]}}]}
-    event = event_of(chunk)
+    event = chunk_event(chunk)
     assert event == {"think": "hm", "text": "x", "calls": [{"index": 0, "name": "add", "arguments": "{}"}]}
 
 
 def test_the_reason_of_the_end_is_an_event() -> None:
-    assert event_of({"choices": [{"delta": {}, "finish_reason": "length"}]}) == {"finish": "length"}
+    assert chunk_event({"choices": [{"delta": {}, "finish_reason": "length"}]}) == {"finish": "length"}
 
 
 @pytest.mark.parametrize(

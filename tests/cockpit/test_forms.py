@@ -18,8 +18,8 @@ from quire.cli.flags import PlanArgs
 from quire.executor.child_process import child_environment
 from quire_lab.cli.cockpit import HIDDEN, commands_of
 from quire_lab.cli.plan import question_of, serve_command
-from quire_lab.cockpit.fields import FIRST, LOOKS, arguments_of, in_labels
-from quire_lab.cockpit.forms import Commands, answer_of, command_line
+from quire_lab.cockpit.fields import FIRST, LOOKS, command_arguments, in_labels
+from quire_lab.cockpit.forms import Commands, command_line, command_picture
 from quire_lab.cockpit.results import Request, plan_picture, simulate_picture
 from quire_lab.cockpit.watched import Failed
 from quire_lab.learn.picture import Bars, Facts, Lines, Picture
@@ -73,25 +73,25 @@ def test_what_a_form_shows_first_is_a_setting_of_it(command: str) -> None:
 
 def test_only_what_is_filled_in_is_an_argument() -> None:
     values = {"model": "llama-3.1-8b", "gpu": "h100", "count": "", "explain": True, "cpu": False}
-    arguments = arguments_of(COMMANDS.flags["plan"], values)
+    arguments = command_arguments(COMMANDS.flags["plan"], values)
     assert arguments == ["llama-3.1-8b", "--gpu", "h100", "--explain"]
     assert command_line("plan", arguments) == "quire plan llama-3.1-8b --gpu h100 --explain"
 
 
 def test_fields_with_units_make_one_setting() -> None:
     values = {"workload.prompt": "1024", "workload.answer": "256", "slo.ttft": "500", "slo.e2el": "9000"}
-    arguments = arguments_of(COMMANDS.flags["plan"], values)
+    arguments = command_arguments(COMMANDS.flags["plan"], values)
     assert arguments == ["--workload", "1024/256", "--slo", "ttft=500ms,e2el=9000ms"]
 
 
 def test_this_machine_replaces_the_device() -> None:
-    assert arguments_of(COMMANDS.flags["plan"], {"gpu": "h100", "cpu": True}) == ["--cpu"]
+    assert command_arguments(COMMANDS.flags["plan"], {"gpu": "h100", "cpu": True}) == ["--cpu"]
 
 
 def test_a_flag_that_is_on_is_turned_off_by_its_negative() -> None:
     flags = COMMANDS.flags["simulate"]
-    assert arguments_of(flags, {"enable_prefix_caching": True}) == []
-    assert arguments_of(flags, {"enable_prefix_caching": False}) == ["--no-prefix-caching"]
+    assert command_arguments(flags, {"enable_prefix_caching": True}) == []
+    assert command_arguments(flags, {"enable_prefix_caching": False}) == ["--no-prefix-caching"]
 
 
 def test_a_problem_is_told_in_the_words_of_the_form() -> None:
@@ -99,12 +99,12 @@ def test_a_problem_is_told_in_the_words_of_the_form() -> None:
     assert said == "“Requests arrive at” 0 must be more than 0; see --not-of-it"
     assert in_labels("settings: count = 0 is wrong", COMMANDS.flags["plan"]) == "“Devices” = 0 is wrong"
     with pytest.raises(Failed, match="--rate"):
-        asyncio.run(answer_of("plan", ["llama-3.1-8b", "--gpu", "h100", "--rate", "-1"], local=True))
+        asyncio.run(command_picture("plan", ["llama-3.1-8b", "--gpu", "h100", "--rate", "-1"], local=True))
 
 
 def test_a_remote_page_names_no_file_of_the_server(tmp_path: Path) -> None:
     with pytest.raises(Failed, match=re.escape("only a page on 127.0.0.1")):
-        asyncio.run(answer_of("plan", [str(tmp_path), "--gpu", "h100"], local=False))
+        asyncio.run(command_picture("plan", [str(tmp_path), "--gpu", "h100"], local=False))
 
 
 def test_a_plan_is_shown_with_memory_targets_and_advice() -> None:
@@ -130,7 +130,7 @@ def test_a_plan_that_does_not_fit_says_so() -> None:
 
 def test_a_simulation_is_shown_as_distributions_and_levels() -> None:
     picture = asyncio.run(
-        answer_of(
+        command_picture(
             "simulate",
             ["--hardware", "h100", "--model", "llama-3.1-8b", "--rate", "8", "--limit", "40"],
             local=True,

@@ -12,7 +12,7 @@ from quire.cost.cost_model import StepFeatures, chunk_pairs
 from quire.cost.efficiency import ENGINES, IDEAL, Efficiency, efficiency_of
 from quire.cost.hardware import UNITS, find_hardware, hardware_table
 from quire.cost.presets import preset_spec
-from quire.cost.roofline import Roofline, work_of
+from quire.cost.roofline import Roofline, decoder_work
 from quire.cost.split import Split
 from quire.errors import ConfigError
 from quire.families import spec_from_config
@@ -25,20 +25,20 @@ DEFAULT = efficiency_of("default", H100, LLAMA8, "bf16")
 
 
 def replica(efficiency: Efficiency = IDEAL, split: Split | None = None) -> Replica:
-    return Replica(Roofline(work_of(LLAMA8, split=split), H100, efficiency), 256, 8192)
+    return Replica(Roofline(decoder_work(LLAMA8, split=split), H100, efficiency), 256, 8192)
 
 
 def test_a_decode_step_reads_the_weights_and_the_cache() -> None:
     step = StepFeatures(4, 4, 4, 4 * 1000, 0, 0)
     weights = 2 * (8_030_261_248 - 128256 * 4096)  # a decode reads a row of the embedding table
-    assert Roofline(work_of(LLAMA8), H100, IDEAL).seconds(step) == pytest.approx(
+    assert Roofline(decoder_work(LLAMA8), H100, IDEAL).seconds(step) == pytest.approx(
         (weights + 4000 * 131_072) / 3.35e12
     )
 
 
 def test_recurrent_states_are_read_and_written() -> None:
     spec = spec_from_config(PUBLISHED["Qwen3.5-9B"][0])
-    work = work_of(spec)
+    work = decoder_work(spec)
     step = StepFeatures(4, 4, 4, 0, 0, 0)
     without = Roofline(replace(work, state_bytes=0), H100, IDEAL).seconds(step)
     seconds = Roofline(work, H100, IDEAL).seconds(step)
@@ -52,21 +52,21 @@ def test_a_prompt_multiplies() -> None:
     linears = 2 * (8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096) * 4096 / 989e12
     attention = 4 * 32 * 128 * 32 * chunk_pairs(0, 4096) / 989e12
     head, cache = 2 * 128256 * 4096 / 3.35e12, 4096 * 131_072 / 3.35e12
-    seconds = Roofline(work_of(LLAMA8), H100, IDEAL).seconds(step)
+    seconds = Roofline(decoder_work(LLAMA8), H100, IDEAL).seconds(step)
     assert seconds == pytest.approx(linears + attention + head + cache)
 
 
 def test_two_devices_halve_the_work_and_reduce_twice_a_layer() -> None:
     step = StepFeatures(1, 1, 1, 0, 0, 0)
-    one = Roofline(work_of(LLAMA8), H100, IDEAL).parts(step)
-    two = Roofline(work_of(LLAMA8, split=Split(tp=2)), H100, replace(IDEAL, link_s=1e-5)).parts(step)
+    one = Roofline(decoder_work(LLAMA8), H100, IDEAL).parts(step)
+    two = Roofline(decoder_work(LLAMA8, split=Split(tp=2)), H100, replace(IDEAL, link_s=1e-5)).parts(step)
     assert two.linears == pytest.approx(one.linears / 2, rel=1e-3)
     logits = 1e-5 + LLAMA8.vocab_size / 2 * 4 / 450e9
     assert two.links == pytest.approx((1 + 2 * 32) * (1e-5 + 2 * 0.5 * 4096 * 2 / 450e9) + logits)
 
 
 def test_experts_are_read_as_they_are_touched() -> None:
-    mixtral = Roofline(work_of(preset_spec("mixtral-8x7b")), H100, IDEAL)
+    mixtral = Roofline(decoder_work(preset_spec("mixtral-8x7b")), H100, IDEAL)
     size = 32 * 8 * 3 * 4096 * 14336 * 2
     for rows, share in ((1, 2 / 8), (2, 1 - (6 / 8) ** 2), (1000, 1.0)):
         step = StepFeatures(rows, rows, rows, 0, 0, 0)
@@ -75,7 +75,7 @@ def test_experts_are_read_as_they_are_touched() -> None:
 
 
 def test_a_step_of_nothing_takes_no_time() -> None:
-    assert Roofline(work_of(LLAMA8), H100, DEFAULT).seconds(StepFeatures(0, 0, 0, 0, 0, 0)) == 0
+    assert Roofline(decoder_work(LLAMA8), H100, DEFAULT).seconds(StepFeatures(0, 0, 0, 0, 0, 0)) == 0
 
 
 @pytest.mark.parametrize("rate", [0.1, 5.0, 12.0])
@@ -126,7 +126,7 @@ def test_the_table_is_whole() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp4", "int4", "int8"])
 def test_every_engine_has_constants_and_more_rows_take_no_less_time(model: str, precision: str) -> None:
     spec = preset_spec(model)
-    work = work_of(spec, precision, split=Split(tp=8))
+    work = decoder_work(spec, precision, split=Split(tp=8))
     rows = (1, 64, 128, 200, 400, 512, 800, 2048, 8192)
     for gpu in ("h100", "b200", "b300", "gb200", "a100", "mi300x"):
         hardware = find_hardware(gpu)

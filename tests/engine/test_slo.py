@@ -20,10 +20,10 @@ from quire.cost import hardware
 from quire.cost.cost_model import CostModel, Curve, StepFeatures
 from quire.cost.efficiency import efficiency_of
 from quire.cost.hardware import Bounds, find_hardware
-from quire.cost.kept_profiles import machine_of, place_of, settings_of
+from quire.cost.kept_profiles import machine_of, profile_path, profiled_settings
 from quire.cost.presets import preset_spec
 from quire.cost.profile import Profile
-from quire.cost.roofline import Roofline, sampled, work_of
+from quire.cost.roofline import Roofline, decoder_work, sampled
 from quire.engine.build import build_core
 from quire.engine.process import Boot, decode, encode
 from quire.errors import ConfigError
@@ -79,8 +79,8 @@ def test_a_profile_that_was_kept_for_these_settings_is_read(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     config = engine_config()
-    name, machine, settings = config.model.name, machine_of(config), settings_of(config)
-    Profile(name, machine, settings, MODEL).save(place_of(name, machine, settings))
+    name, machine, settings = config.model.name, machine_of(config), profiled_settings(config)
+    Profile(name, machine, settings, MODEL).save(profile_path(name, machine, settings))
     assert with_slo(config, ServerArgs(slo="ttft=500ms,tpot=20ms")).slo == SLO
     other = replace(config, runner=replace(config.runner, num_threads=7))
     with pytest.raises(ConfigError, match="native"):  # not measured with these: the machine is measured
@@ -121,7 +121,7 @@ def test_an_operators_limits_are_the_flags_limits() -> None:
 
 def test_a_sampled_roofline_agrees_with_it() -> None:
     spec, hardware = preset_spec("llama-3.1-8b"), find_hardware("h100")
-    roofline = Roofline(work_of(spec), hardware, efficiency_of("default", hardware, spec, "bf16"))
+    roofline = Roofline(decoder_work(spec), hardware, efficiency_of("default", hardware, spec, "bf16"))
     model = sampled(roofline, 8192)
     for step in (
         StepFeatures(1, 1, 1, 0, 0, 0),

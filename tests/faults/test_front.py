@@ -38,7 +38,7 @@ class Fronted:
         with theirs, tempfile.TemporaryFile() as file:
             file.truncate(front.STATE_BYTES)
             self.state = mmap.mmap(file.fileno(), front.STATE_BYTES)
-            self.counter, self.clock = front.head_of(self.state)
+            self.counter, self.clock = front.state_head(self.state)
             self.tell(time.monotonic())
             fds = [self.listen.fileno(), theirs.fileno(), file.fileno()]
             command = [sys.executable, "-I", str(Path(front.__file__)), *map(str, fds)]
@@ -154,7 +154,7 @@ def test_the_clock_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
         state = mmap.mmap(file.fileno(), front.STATE_BYTES, prot=mmap.PROT_READ)
     link = FrontLink.__new__(FrontLink)
     link.state = theirs
-    link.counter, link.clock = front.head_of(theirs)
+    link.counter, link.clock = front.state_head(theirs)
     answers = {path.decode(): JSONResponse({"status": "ready"}) for path in front.PATHS}
     link.write(answers)
     pid = os.fork()
@@ -165,7 +165,7 @@ def test_the_clock_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
         os._exit(0)
     reader = front.Front.__new__(front.Front)
     reader.state = state
-    reader.counter, reader.clock = front.head_of(state)
+    reader.counter, reader.clock = front.state_head(state)
     expected = raw_answer(answers["/livez"])
     num_read = 0
     while os.waitpid(pid, os.WNOHANG) == (0, 0):

@@ -16,7 +16,7 @@ from tests.http.serving import served
 
 from quire_gateway.app import create_gateway
 from quire_gateway.build import make_state
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.model_pool import ModelPool
 from quire_gateway.stage import Stage
 from quire_gateway.state import GatewayState
@@ -204,7 +204,7 @@ async def gateway_of(
     stages: Sequence[Stage] = (),
 ) -> AsyncGenerator[Live, None]:
     """Run the gateway of a configuration. ``ready``: wait until all backends are; ``stages``: more of them."""
-    state = make_state(config_of(config), time.monotonic, 0, pool)
+    state = make_state(gateway_config(config), time.monotonic, 0, pool)
     state.stages.on += stages
     async with served(create_gateway(state)) as url, aiohttp.ClientSession() as session:
         live = Live(state, url, session)

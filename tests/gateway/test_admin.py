@@ -17,7 +17,7 @@ from tools.house import ROOT
 from quire.errors import ConfigError
 from quire_gateway import metrics
 from quire_gateway.app import POST_PATHS
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.metrics import GatewayMetrics
 
 ASK = {"model": "m", "prompt": "hi", "max_tokens": 10}
@@ -197,14 +197,14 @@ def test_a_forwarded_address_is_believed_only_of_proxies(trusted: bool, tmp_path
 
 def test_a_wrong_proxy_address_is_named() -> None:
     with pytest.raises(ConfigError, match="'front' must be an address or a network"):
-        config_of({"forwarded_allow_ips": ["front"]})
+        gateway_config({"forwarded_allow_ips": ["front"]})
 
 
 def test_the_example_for_envoy_reaches_the_gateway() -> None:
     example = yaml.safe_load((ROOT / "deploy" / "envoy" / "envoy.yaml").read_text())["static_resources"]
     (cluster,) = example["clusters"]
     address = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"]
-    assert address["socket_address"]["port_value"] == config_of({}).server.port
+    assert address["socket_address"]["port_value"] == gateway_config({}).server.port
     manager = example["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     routes = manager["route_config"]["virtual_hosts"][0]["routes"]
     assert routes[-1]["route"] == {"cluster": cluster["name"], "timeout": "0s"}

@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.http.keys import ApiKey, create_key
 from quire_gateway.auto_config import AutoArgs, AutoConfig
 from quire_gateway.auto_model import AutoModel
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 
 SHORT, LONG = "hi", "once upon a time " * 100
 
@@ -120,7 +120,7 @@ def test_a_fallback_is_one_that_the_key_may_use(tmp_path: Path) -> None:
 )
 def test_a_wrong_rule_is_named(auto: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_of({"auto": auto})
+        gateway_config({"auto": auto})
 
 
 def test_a_judge_that_cannot_be_loaded_is_named() -> None:

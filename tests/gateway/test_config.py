@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire_gateway.config_file import config_of, read_config
+from quire_gateway.config_file import gateway_config, read_config
 
 
 def test_a_file_becomes_frozen_data(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ BACKEND = {"url": "http://a:1"}
 )
 def test_a_wrong_file_is_one_clear_error(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_of(data)
+        gateway_config(data)
 
 
 @pytest.mark.parametrize(("text", "message"), [("port =", "not valid TOML"), (None, "cannot be read")])

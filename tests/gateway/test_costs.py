@@ -18,7 +18,7 @@ from quire.http.account import COST_HEADER, Account, cost_of, ledger_header
 from quire.slo import Slo
 from quire_gateway.answer import Answer
 from quire_gateway.catalog import Target
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.exchange import Exchange
 from quire_gateway.migrate import Continuation, Groups
 from quire_gateway.quotas import Usage as Reserved
@@ -146,4 +146,4 @@ def test_goodput_is_counted_by_tenant_and_key(tmp_path: Path) -> None:
 
 def test_a_wrong_slo_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="config: slo = ttft = 'fast' must be a time"):
-        config_of({"slo": "ttft=fast"})
+        gateway_config({"slo": "ttft=fast"})

@@ -12,7 +12,7 @@ import pytest
 from tests.gateway.live import Live, Received, Script, Scripted, answer, backends, gateway_of, says
 
 from quire.errors import ConfigError
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.ledger_database import open_database
 from quire_gateway.ledger_report import report
 
@@ -260,7 +260,7 @@ def test_a_role_changes_while_requests_run() -> None:
 
 
 def test_without_roles_there_is_no_stage() -> None:
-    assert config_of({"backends": [{"url": "http://a"}]}).disaggregation is None
-    assert config_of({"disaggregation": {}}).disaggregation is not None
+    assert gateway_config({"backends": [{"url": "http://a"}]}).disaggregation is None
+    assert gateway_config({"disaggregation": {}}).disaggregation is not None
     with pytest.raises(ConfigError, match="role"):
-        config_of({"backends": [{"url": "http://a", "role": "other"}]})
+        gateway_config({"backends": [{"url": "http://a", "role": "other"}]})

@@ -23,7 +23,7 @@ from tests.gateway.test_migrate import Quill, group
 
 from quire.errors import ConfigError
 from quire.http.refusals import HttpError
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.filter_config import FilterArgs, FilterConfig
 from quire_gateway.filter_kinds import make_filters
 from quire_gateway.filtering import Filtering
@@ -378,7 +378,7 @@ def test_stored_responses_pass_the_filters() -> None:
 )
 def test_a_wrong_filter_is_named(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_of({"filters": [data]})
+        gateway_config({"filters": [data]})
 
 
 @pytest.mark.parametrize(

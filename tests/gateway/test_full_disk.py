@@ -22,7 +22,7 @@ from tests.gateway.test_tenants import rows
 from quire.errors import ConfigError
 from quire_gateway import journal as journals
 from quire_gateway.books import Books
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.journal import SLOT_BYTES, Journal
 from quire_gateway.ledger import Ledger
 from quire_gateway.ledger_database import Sqlite, open_database
@@ -79,7 +79,7 @@ def test_a_row_keeps_its_slot_until_a_disk_has_it(disk: Disk, tmp_path: Path) ->
 
 def test_rows_that_no_disk_took_are_booked_by_the_next_start(disk: Disk, tmp_path: Path) -> None:
     def main(numbers: range) -> None:
-        books = Books(config_of({"ledger": str(tmp_path / "ledger.sqlite")}))
+        books = Books(gateway_config({"ledger": str(tmp_path / "ledger.sqlite")}))
         for slot, found, _ in books.inherited():
             books.book_row(found, slot)
         assert books.ledger is not None
@@ -205,7 +205,7 @@ def test_streams_that_run_are_booked_though_the_disk_fills(disk: Disk, tmp_path:
 def test_a_first_start_on_a_full_disk_is_one_line(disk: Disk, tmp_path: Path) -> None:
     disk.is_full = True
     with pytest.raises(ConfigError, match=r"No space left on device \(it needs 512 KiB\)") as error:
-        Books(config_of({"ledger": str(tmp_path / "ledger.sqlite")}))
+        Books(gateway_config({"ledger": str(tmp_path / "ledger.sqlite")}))
     assert "\n" not in str(error.value)
 
 
@@ -260,6 +260,6 @@ def test_a_real_disk_that_fills_and_empties_loses_no_row(
 def test_a_start_on_a_real_full_disk_is_one_line(tmpfs: Path) -> None:
     _fill(tmpfs)
     with pytest.raises(ConfigError, match="No space left on device"):
-        Books(config_of({"ledger": str(tmpfs / "ledger.sqlite")}))
+        Books(gateway_config({"ledger": str(tmpfs / "ledger.sqlite")}))
     (tmpfs / "filling").unlink()
-    Books(config_of({"ledger": str(tmpfs / "ledger.sqlite")})).close()
+    Books(gateway_config({"ledger": str(tmpfs / "ledger.sqlite")})).close()

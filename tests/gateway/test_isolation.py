@@ -36,7 +36,7 @@ from quire_gateway.admin import admin_app
 from quire_gateway.app import create_gateway
 from quire_gateway.build import make_state
 from quire_gateway.cli.gateway import batches
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.state import GatewayState
 
 GATEWAY_KEY = "the-gateways-own-key"
@@ -210,7 +210,7 @@ def gateway_state(folder: Path, url: str, how: str) -> GatewayState:
     }
     if how != "gateway":
         config["admin_key" if "admin" in how else "gateway_key"] = GATEWAY_KEY
-    return make_state(config_of(config), time.monotonic, 0)
+    return make_state(gateway_config(config), time.monotonic, 0)
 
 
 def routes_of(app: Any) -> set[tuple[str, str]]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from quire.errors import NotFoundError, RequestError
 from quire.http.refusals import Refusal
-from quire.text.digest import digests, root_of, text_of
+from quire.text.digest import digested_text, digests, root_of
 from quire_gateway.catalog import Catalog
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.frames import MAX_FRAME_BYTES, Frames, error_frame
 from quire_gateway.headers import to_backend, to_client
 from quire_gateway.ttft import TtftModel
@@ -23,7 +23,7 @@ from quire_gateway.usage import Usage
 
 
 def chain(body: dict[str, Any], model: str = "m", salt: str = "") -> list[bytes]:
-    return digests(root_of(model, salt), text_of(body), 64)
+    return digests(root_of(model, salt), digested_text(body), 64)
 
 
 def turns(num: int) -> dict[str, Any]:
@@ -50,12 +50,12 @@ def test_a_change_ends_what_is_shared() -> None:
 
 def test_tools_come_between_system_and_messages() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    text = text_of(turns(1) | {"tools": tools})
+    text = digested_text(turns(1) | {"tools": tools})
     assert text.index(b"Be kind") < text.index(b'"function"') < text.index(b"turn 0")
-    assert text_of({"instructions": "a", "input": "b"}) == b"a\0b"
-    assert text_of({"system": [{"type": "text", "text": "a"}], "messages": []}).startswith(b"[{")
-    assert text_of({"prompt": [1, 2, 3]}) == b"[1,2,3]"
-    assert text_of({"prompt": "lone \ud800"}) == "lone \ud800".encode("utf-8", "surrogatepass")
+    assert digested_text({"instructions": "a", "input": "b"}) == b"a\0b"
+    assert digested_text({"system": [{"type": "text", "text": "a"}], "messages": []}).startswith(b"[{")
+    assert digested_text({"prompt": [1, 2, 3]}) == b"[1,2,3]"
+    assert digested_text({"prompt": "lone \ud800"}) == "lone \ud800".encode("utf-8", "surrogatepass")
 
 
 @given(
@@ -150,7 +150,7 @@ def test_headers_to_a_client_cannot_carry_a_line_of_their_own() -> None:
 
 
 def test_a_split_follows_its_weights_and_a_default_is_told() -> None:
-    config = config_of({"models": [{"name": "a", "split": {"v1": 9, "v2": 1}, "fallbacks": ["b", "c"]},
+    config = gateway_config({"models": [{"name": "a", "split": {"v1": 9, "v2": 1}, "fallbacks": ["b", "c"]},
                                    {"name": "b", "split": {"v3": 1}}]})  # fmt: skip
     catalog = Catalog(config.models, None, lambda: ["v1", "v2", "v3"], Random(1))
     picked = [catalog.targets("a")[0].model for _ in range(1000)]

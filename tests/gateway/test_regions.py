@@ -14,7 +14,7 @@ from tests.gateway.live import backends as served
 from quire.errors import ConfigError
 from quire_gateway.breaker import Breaker
 from quire_gateway.config import BackendArgs, HealthArgs
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.fleet import Backend
 from quire_gateway.region_config import RegionArgs, RegionConfig
 from quire_gateway.regions import Regions
@@ -140,4 +140,4 @@ def test_requests_fail_over_in_a_gateway() -> None:
 )
 def test_wrong_regions_are_named(regions: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_of({"regions": regions})
+        gateway_config({"regions": regions})

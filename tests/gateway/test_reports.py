@@ -21,7 +21,7 @@ from quire.cache.events import SHORT_HASH_BYTES, BlockRemoved, BlockStored, pack
 from quire.cache.prefix_cache import extend_chain, root_hash
 from quire.config import CacheConfig
 from quire.http.cache_messages import BEAT, EVENTS, PIECES_HEADER, SNAPSHOT, message, messages
-from quire.text.digest import text_of
+from quire.text.digest import digested_text
 from quire_gateway.prefix_index import KnownPrefixes, PieceNames
 
 STORY = " ".join(f"A fox number {i} went over the hill to see its friend." for i in range(60))
@@ -68,7 +68,7 @@ def test_a_piece_ends_where_the_prompt_has_its_text() -> None:
         ],
     }
     prompt = "<|system|>" + "s" * 150 + "[tool t]" + "<|user|>" + "u" * 300 + "<|end|>"
-    text, ends = text_of(body), piece_ends(body, 100, prompt.encode())
+    text, ends = digested_text(body), piece_ends(body, 100, prompt.encode())
     assert len(ends) == len(text) // 100
     # "system\1" has 7 bytes: the first piece ends with the 93rd s. Tools are not found: their pieces end with the s.
     begin = prompt.index("u" * 9)

@@ -19,7 +19,7 @@ from tests.gateway.live import Received, Scripted, answer, gateway, says
 from quire.errors import ConfigError
 from quire.http.keys import ApiKey, create_key
 from quire_gateway.build import make_state
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.exchange import Exchange
 from quire_gateway.stage import Pipeline, Stage
 
@@ -207,4 +207,4 @@ def test_the_stage_of_the_how_to_works() -> None:
 
 def test_a_stage_that_cannot_be_made_ends_the_start() -> None:
     with pytest.raises(ConfigError, match="cannot be made"):
-        make_state(config_of({"filters": [{"hook": "no_such_module:Hook"}]}), lambda: 0.0, 0)
+        make_state(gateway_config({"filters": [{"hook": "no_such_module:Hook"}]}), lambda: 0.0, 0)

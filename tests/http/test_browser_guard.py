@@ -22,7 +22,7 @@ from quire.errors import ConfigError
 from quire.http.browser_guard import BrowserRules, allowed_hosts, open_note
 from quire_gateway.app import create_gateway
 from quire_gateway.build import make_state
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 FOREIGN = ["http://evil.example", "https://localhost.evil.example", "null", "chrome-extension://abc",
@@ -52,7 +52,7 @@ def admin(**settings: Any) -> ASGIApp:
 
 
 def gateway_app(**settings: Any) -> ASGIApp:
-    config = config_of({"backends": [{"url": "http://127.0.0.1:9"}], **settings})
+    config = gateway_config({"backends": [{"url": "http://127.0.0.1:9"}], **settings})
     return create_gateway(make_state(config, lambda: 0.0, 0))
 
 

@@ -20,7 +20,7 @@ from quire.metrics.prometheus import Exposition
 from quire.metrics.server import ServerMetrics
 from quire_gateway.books import Bookkeeping
 from quire_gateway.config import HealthArgs
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayMetrics
 from quire_gateway.retries import RetryBudget
@@ -62,7 +62,7 @@ def alert_expressions() -> Iterator[str]:
 
 def exposed_by_a_gateway(folder: Path) -> set[str]:
     metrics = GatewayMetrics(Fleet(Router("round-robin"), HealthArgs(), Random(0)), RetryBudget(0.2, 10))
-    bookkeeping = Bookkeeping(config_of({"ledger": str(folder / "ledger.sqlite")}), lambda: 0.0)
+    bookkeeping = Bookkeeping(gateway_config({"ledger": str(folder / "ledger.sqlite")}), lambda: 0.0)
     bookkeeping.start()
     metrics.stages = [bookkeeping]
     text = metrics.exposition("")[0].decode()

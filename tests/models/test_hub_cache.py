@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.cli.models import size_of
+from quire.cli.models import size_text
 from quire.errors import ModelLoadError
 from quire.models import hub
 from quire.models.hub import cached_models, locate
@@ -136,6 +136,6 @@ def test_a_hub_that_does_not_answer_is_given_up(
 
 
 def test_sizes_are_short() -> None:
-    assert [size_of(n) for n in (0, 999, 1000, 13_376_256, 2_500_000_000)] == [
+    assert [size_text(n) for n in (0, 999, 1000, 13_376_256, 2_500_000_000)] == [
         "0 B", "999 B", "1.0 kB", "13.4 MB", "2.5 GB",
     ]  # fmt: skip

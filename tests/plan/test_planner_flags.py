@@ -14,7 +14,7 @@ from quire.cli.flags import PlanArgs
 from quire.config import DeviceInfo
 from quire.cost.cost_model import CostModel, Curve
 from quire.cost.hardware import find_hardware, hardware_named
-from quire.cost.kept_profiles import place_of
+from quire.cost.kept_profiles import profile_path
 from quire.cost.profile import Profile
 from quire.cost.split import Split
 from quire.errors import ConfigError
@@ -237,7 +237,7 @@ def test_a_plan_without_flags_is_for_this_machine(tmp_path: Path, monkeypatch: p
     machine, settings = {"name": "x"}, {"dtype": "bfloat16", "kv_dtype": "bfloat16", "quantize": None}
     model = CostModel(0.002, Curve((1.0, 1025.0), (0.0, 0.1024)))
     Profile("quill", machine, settings, model, measured_at="2026-02-03T04:05:06+00:00").save(
-        place_of("quill", machine, settings)
+        profile_path("quill", machine, settings)
     )
     said = CliRunner().invoke(app, ["plan", "--workload", "64/16"]).output
     assert (

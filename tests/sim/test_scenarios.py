@@ -11,7 +11,15 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.errors import ConfigError
-from quire_lab.sim.scenario import SCENARIOS, Scenario, Summary, answer_of, figures_of, load_scenario, run_one
+from quire_lab.sim.scenario import (
+    SCENARIOS,
+    Scenario,
+    Summary,
+    figures_of,
+    load_scenario,
+    run_one,
+    scenario_answer,
+)
 
 pytestmark = pytest.mark.component
 
@@ -43,7 +51,7 @@ def test_the_answer_holds_of_the_runs(name: str) -> None:
     assert scenario.figures
     assert scenario.claims
     results = run_all(scenario, needed(scenario))
-    answer, false = answer_of(scenario, results)
+    answer, false = scenario_answer(scenario, results)
     assert not false
     assert "nan" not in answer
 

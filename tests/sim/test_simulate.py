@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.cost.cost_model import CostModel, Curve
-from quire.cost.kept_profiles import place_of
+from quire.cost.kept_profiles import profile_path
 from quire.cost.profile import HostCost, Profile, Spread
 from quire.errors import ConfigError
 from quire_lab.bench.args import ServeBenchArgs, SimulateArgs
@@ -81,7 +81,7 @@ def test_step_times_that_profile_kept_are_found(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"there are no step times: `quire profile` measures"):
         quire("--workload", "64/16")
-    MADE.save(path := place_of("quill", MADE.machine, MADE.settings))
+    MADE.save(path := profile_path("quill", MADE.machine, MADE.settings))
     quire("--workload", "64/16", "--limit", "5", "--json", str(tmp_path / "r.json"))
     assert json.loads((tmp_path / "r.json").read_text())["run"]["step times"].startswith(str(path))
     with pytest.raises(ConfigError, match="there are no step times of llama"):

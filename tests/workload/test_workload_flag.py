@@ -15,7 +15,7 @@ from quire_lab.bench.args import (
     with_workload,
 )
 from quire_lab.bench.runs import make_workload
-from quire_lab.cli.plan import lengths_of
+from quire_lab.cli.plan import mean_lengths
 
 EQUAL = (LatencyArgs, SpeculateBenchArgs)
 MIXED = (ServeBenchArgs, ThroughputArgs)
@@ -25,7 +25,7 @@ MIXED = (ServeBenchArgs, ThroughputArgs)
 def test_lengths_are_taken_by_every_command(kind: type) -> None:
     args = with_workload(kind(workload="64/16"))
     assert (str(args.input_len), str(args.output_len)) == ("64", "16")
-    assert lengths_of("64/16") == (64, 16)
+    assert mean_lengths("64/16") == (64, 16)
 
 
 @pytest.mark.parametrize("kind", MIXED)
@@ -35,8 +35,8 @@ def test_a_trace_and_distributions_are_loads_too(kind: type, tmp_path: Path) -> 
     assert with_workload(kind(workload=str(trace))).trace == str(trace)
     args = with_workload(kind(workload="uniform:10,30/lognormal:20,0.5,64"))
     assert (args.input_len, args.output_len) == ("uniform:10,30", "lognormal:20,0.5,64")
-    assert lengths_of("uniform:10,30/16") == (20, 16)
-    assert lengths_of(str(trace)) == (100, 10)
+    assert mean_lengths("uniform:10,30/16") == (20, 16)
+    assert mean_lengths(str(trace)) == (100, 10)
 
 
 def test_the_load_has_these_lengths() -> None:

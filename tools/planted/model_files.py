@@ -159,8 +159,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "adapter-of-other-modules",
         "tensors of modules that an adapter's configuration leaves out are applied",
         "src/quire/lora/adapter.py",
-        "if not config.adapts(module_of(each))]",
-        "if not module_of(each) and not config.adapts(each)]",
+        "if not config.adapts(module_of(key))]",
+        "if not module_of(key) and not config.adapts(key)]",
         (
             "tests/found/test_adapter_files.py::test_tensors_that_the_configuration_leaves_out_are_not_applied",
         ),

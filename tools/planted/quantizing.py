@@ -49,8 +49,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "kl-is-not-refused",
         "a KL above --max-kl does not stop the folder from getting its name",
         "src/quire_lab/quantize/report.py",
-        'not found["kl_mean"] <= args.max_kl',
-        'found["kl_mean"] <= -args.max_kl',
+        'not result["kl_mean"] <= args.max_kl',
+        'result["kl_mean"] <= -args.max_kl',
         ("tests/quantize/test_calibrated.py::test_kl_is_measured_and_may_refuse",),
     ),
     Mutant(

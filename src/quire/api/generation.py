@@ -17,7 +17,7 @@ from starlette.types import Send
 
 from quire.api.forecast import Ticket
 from quire.api.job import Job, Usage
-from quire.api.prompt_lists import merged, text_of, truncated, wait_for_turn
+from quire.api.prompt_lists import merged, prompt_text, truncated, wait_for_turn
 from quire.api.state import ApiState
 from quire.api.whole_answer import GOOD_ENDS, whole_choices
 from quire.engine.output import OutputChunk
@@ -289,7 +289,7 @@ class PromptStreams:
                 if job.samples_nothing:
                     await wait_for_turn(self._open, state.settings.tokens_at_once)
                 if job.echo:
-                    self.echoes.append(text_of(state.frontend.tokenizer, job, prompt))
+                    self.echoes.append(prompt_text(state.frontend.tokenizer, job, prompt))
                 stream = await state.frontend.submit(
                     prompt,
                     job.sampling,
@@ -321,9 +321,9 @@ class PromptStreams:
         state, sampling, num_tokens = self._state, self._job.sampling, len(stream.prompt_token_ids)
         on_end = None
         if state.tracer is not None:
-            from quire.api.timing import spans_of
+            from quire.api.timing import span_writer
 
-            on_end = spans_of(state.tracer, self._trace, self._job, self._call, stream)
+            on_end = span_writer(state.tracer, self._trace, self._job, self._call, stream)
         metrics = state.metrics.request(
             self._arrival_s,
             n=sampling.num_samples,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from quire.api.fields import TextContent
-from quire.api.template_input import arguments_of, call_message
+from quire.api.template_input import call_message, parsed_arguments
 from quire.errors import RequestError, clip
 from quire.http.wire import AnyObject, Past, Text, parse
 
@@ -58,7 +58,7 @@ class TextPart(Past):
     text: Text
 
 
-def text_of(
+def joined_text(
     content: str | list[Any],
     where: str,
     kinds: tuple[str, ...] = ("text",),
@@ -137,7 +137,7 @@ class History:
             result["content"] = message.content
         elif message.content is not None:
             thoughts: list[str] = []
-            of_parts = partial(text_of, ignored=ignored, newest=i == self._newest, thoughts=thoughts)
+            of_parts = partial(joined_text, ignored=ignored, newest=i == self._newest, thoughts=thoughts)
             seen = None
             if self._sight is not None:
                 seen = self._sight.parts(message.content, f"{where}.content", message.role, of_parts)
@@ -189,7 +189,7 @@ def _call(raw: Any, call_id: str | None, where: str, ignored: list[str] | None) 
     function = parse(FunctionCall, raw, prefix=where + ".", ignored=ignored)
     arguments = function.arguments
     made = call_message(
-        call_id, function.name, arguments_of(arguments) if isinstance(arguments, str) else arguments
+        call_id, function.name, parsed_arguments(arguments) if isinstance(arguments, str) else arguments
     )
     if call_id is None:
         del made["id"]

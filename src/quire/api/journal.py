@@ -304,7 +304,7 @@ def _not_found(stream_id: str) -> NotFoundError:
     return NotFoundError(text, code="stream_not_found")
 
 
-def event_of(event_id: bytes, stream_id: str | None = None) -> tuple[str, int]:
+def parse_event_id(event_id: bytes, stream_id: str | None = None) -> tuple[str, int]:
     """Return the stream's id and the number of events seen, from ``ID:NUMBER``, or NUMBER where ``stream_id`` is known.
 
     Raises:

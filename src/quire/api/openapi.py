@@ -32,7 +32,7 @@ from quire.api.dialects.openai.text_tools import DetokenizeRequest, TokenizeRequ
 from quire.api.dialects.responses.request import ResponsesRequest
 from quire.api.dialects.tei import endpoints as tei
 from quire.api.late import LateHandler
-from quire.http.field_rules import Use, table_of
+from quire.http.field_rules import Use, field_table
 from quire.http.refusals import ANTHROPIC_ROOT, OLLAMA_ROOT
 from quire.http.wire import Body, Wire
 from quire.request import RANGES
@@ -188,7 +188,7 @@ def _add(model: type[Wire], schemas: dict[str, Any]) -> dict[str, Any]:
         schema_held = next((HOLDS[base, name] for base in model.__mro__ if (base, name) in HOLDS), None)
         if schema_held is not None:
             properties[name] = _with_own_words(schema, _resolved(schema_held, schemas))
-    for name, rule in table_of(model).items():
+    for name, rule in field_table(model).items():
         if rule.use is Use.NO_EFFECT:
             properties.setdefault(name, {"description": "accepted; no effect here"})
         elif rule.use is Use.MAPPED and rule.used_as in properties:

@@ -30,7 +30,7 @@ from quire.config import CacheConfig
 from quire.http.account import has_gateway_key
 from quire.http.body import header
 from quire.http.cache_messages import BLOCKS_HEADER, PIECES_HEADER
-from quire.text.digest import ROLE_END, texts_of
+from quire.text.digest import ROLE_END, digested_parts
 from quire.text.tokenizer import Tokenizer
 
 # Beyond them a prompt's pieces are not told, so that the header stays below 11 KiB.
@@ -95,7 +95,7 @@ def piece_blocks(
 def piece_ends(body: Mapping[str, Any], piece_bytes: int, rendered: bytes) -> list[int]:
     """Return for each whole piece of the text of ``body`` up to which byte of the prompt it says everything."""
     starts, places, at, pos = [0], [(0, 0)], 0, 0  # start in the text → (place, length) in the prompt
-    for text in texts_of(body):
+    for text in digested_parts(body):
         content = text.partition(ROLE_END)[2] or text
         stripped = content.strip()
         place_of_text = rendered.find(stripped, pos) if stripped else -1

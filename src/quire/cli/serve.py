@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from setproctitle import setproctitle
 
 from quire import __version__
-from quire.args import EngineArgs, ServerArgs, executor_of, parts_of
+from quire.args import EngineArgs, ServerArgs, comma_list, executor_of
 from quire.cli.flags import pick
 from quire.cli.start_report import start_up_report
 from quire.cli.table import from_table
@@ -136,7 +136,7 @@ def _serve(
     from quire.engine.frontend import Frontend
     from quire.http.listen import bind, load_tls
 
-    names = parts_of(server_args.served_model_name)
+    names = comma_list(server_args.served_model_name)
     text = load_text(engine_args, config, checkpoint, names=names, chat_template=server_args.chat_template)
     clock = WallClock()
     golden = golden_prompt(config, server_args.golden_interval_s, clock)
@@ -153,7 +153,7 @@ def _serve(
     app = create_app(frontend, api, extension=jobs, tracer=tracer, forecast=forecast)
     admin = admin_listener(app, server_args, takeover)
     ended = nullcontext() if tracer is None else closing(tracer)
-    with ended, page_of(server_args, app, sock, admin):
+    with ended, cockpit_page(server_args, app, sock, admin):
         drain_s, ready, leave = server_args.drain_timeout_s, seen.ready, seen.leave
         return run(
             app, sock=sock, drain_timeout_s=drain_s, on_ready=ready, admin=admin, tls=tls,
@@ -230,7 +230,7 @@ def open_line(args: ServerArgs) -> str | None:
 
     has_keys = bool(args.api_key or args.api_key_file)
     address = resolved(args.host, args.port)[0]
-    return open_note(address, parts_of(args.allowed_hosts), has_keys=has_keys, option="--api-key")
+    return open_note(address, comma_list(args.allowed_hosts), has_keys=has_keys, option="--api-key")
 
 
 def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
@@ -255,8 +255,8 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
         api_keys=(args.api_key,) if args.api_key else (),
         key_file=key_file,
         gateway_key=args.gateway_key,
-        cors_origins=parts_of(args.cors_origins),
-        allowed_hosts=allowed_hosts(resolved(args.host, args.port)[0], parts_of(args.allowed_hosts)),
+        cors_origins=comma_list(args.cors_origins),
+        allowed_hosts=allowed_hosts(resolved(args.host, args.port)[0], comma_list(args.allowed_hosts)),
         lenient=args.lenient,
         strict_fields=args.strict_fields,
         tool_format=args.tool_format,
@@ -279,7 +279,7 @@ def api_settings(args: ServerArgs, config: Any, release: str) -> Any:
     )
 
 
-def page_of(args: ServerArgs, app: Any, sock: socket.socket, admin: Any) -> Any:
+def cockpit_page(args: ServerArgs, app: Any, sock: socket.socket, admin: Any) -> Any:
     """Return what runs the page of ``--cockpit`` while it is entered."""
     if not args.cockpit:
         return nullcontext()
@@ -368,7 +368,7 @@ def admin_listener(app: Any, args: ServerArgs, takeover: Takeover | None = None)
 
     sock, path = bound
     print(f"admin    on {path or url_of(sock)}", file=sys.stderr, flush=True)
-    hosts = None if path is not None else allowed_hosts(sock.getsockname()[0], parts_of(args.allowed_hosts))
+    hosts = None if path is not None else allowed_hosts(sock.getsockname()[0], comma_list(args.allowed_hosts))
     return SideApp(create_admin_app(app, keys=(key,) if key else (), hosts=hosts), sock, path)
 
 

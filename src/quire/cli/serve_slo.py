@@ -13,9 +13,9 @@ from quire.config import EngineConfig, SloConfig
 from quire.cost.cost_model import CostModel
 from quire.cost.efficiency import cpu_efficiency
 from quire.cost.hardware import this_machine
-from quire.cost.kept_profiles import kept, machine_of, settings_of
+from quire.cost.kept_profiles import kept, machine_of, profiled_settings
 from quire.cost.profile import load_profile
-from quire.cost.roofline import Roofline, sampled, work_of
+from quire.cost.roofline import Roofline, decoder_work, sampled
 from quire.errors import ConfigError
 from quire.kv_layout import KV_CODE_BITS
 from quire.metrics.engine_stats import EngineStats
@@ -53,7 +53,7 @@ def _profiled(config: EngineConfig, path: str | None) -> CostModel | None:
     """Return the step times of the file at ``path``, else of the profile that was kept for these settings, if any."""
     if path is not None:
         return load_profile(Path(path)).step_time
-    hit = kept(config.model.name, machine_of(config), settings_of(config))
+    hit = kept(config.model.name, machine_of(config), profiled_settings(config))
     if hit is None:
         return None
     log.info("slo_profile", path=str(hit[0]), measured=hit[1].measured_at)
@@ -71,5 +71,5 @@ def _measured(config: EngineConfig) -> CostModel:
         precision = "fp32" if config.model.dtype == "float32" else "bf16"
     kv_dtype = "int8" if config.model.kv_dtype in KV_CODE_BITS else "bf16"
     hardware = this_machine(config.device, config.runner.num_threads)
-    roofline = Roofline(work_of(config.model.spec, precision, kv_dtype), hardware, cpu_efficiency())
+    roofline = Roofline(decoder_work(config.model.spec, precision, kv_dtype), hardware, cpu_efficiency())
     return sampled(roofline, config.scheduler.max_num_batched_tokens)

@@ -82,7 +82,7 @@ def open_frontend(
         process.close()
 
 
-def adapter_of(frontend: Frontend) -> Adapter | None:
+def named_adapter(frontend: Frontend) -> Adapter | None:
     """Return the adapter of --lora, None without one."""
     registry = frontend.adapters
     return None if registry is None else next(iter(registry.adapters.values()), None)
@@ -116,7 +116,7 @@ def run(settings: dict[str, Any], prompt: str | None, args: RunArgs) -> int:
     async def once(frontend: Frontend) -> bool:
         _, stopped = await print_stream(
             await frontend.submit(
-                text, frontend.model.sampling(**sampling), continues=True, adapter=adapter_of(frontend)
+                text, frontend.model.sampling(**sampling), continues=True, adapter=named_adapter(frontend)
             )
         )
         return stopped
@@ -203,7 +203,7 @@ async def _answer(
         )
     params = frontend.model.sampling(**{**sampling, "max_tokens": min(sampling["max_tokens"], room)})
     end = AnswerEnd(WallClock().now())
-    stream = await frontend.submit(ids, params, adapter=adapter_of(frontend))
+    stream = await frontend.submit(ids, params, adapter=named_adapter(frontend))
     if not sys.stdout.isatty():
         answer, stopped = await print_stream(stream, end=end)
     else:

@@ -76,9 +76,9 @@ class DraftCost:
             raise ConfigError(f"draft_cost = {data!r} has a wrong field: {error}") from error
 
 
-def fit_drafts(found: Sequence[MeasuredDrafts]) -> DraftCost | None:
+def fit_drafts(measured: Sequence[MeasuredDrafts]) -> DraftCost | None:
     """Fit relative errors by non-negative least squares; None: nothing was proposed."""
-    made = [case for case in found if case.work.num_forwards and case.seconds > 0.0]
+    made = [case for case in measured if case.work.num_forwards and case.seconds > 0.0]
     if not made:
         return None
     weights = np.array([case.seconds for case in made])
@@ -88,7 +88,7 @@ def fit_drafts(found: Sequence[MeasuredDrafts]) -> DraftCost | None:
         costs = scaled_nnls(columns / weights[:, None], np.array([case.seconds for case in made]) / weights)
         weights = np.maximum(columns @ costs, weights / 4)
     forward_s, draft_s, missed_s, pair_s, key_s = map(float, costs)
-    verified = [pair for case in found for pair in case.verified]
+    verified = [pair for case in measured for pair in case.verified]
     return DraftCost(forward_s, draft_s, missed_s, acceptance_of(verified), pair_s, key_s)
 
 

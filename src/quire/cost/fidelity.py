@@ -50,15 +50,15 @@ KV_CODES: Mapping[str, Measured] = {
 }
 
 
-def way_of(held: WeightFormat, *, is_stored: bool) -> Way:
+def way_of(form: WeightFormat, *, is_stored: bool) -> Way:
     """Return how a CPU multiplies a matrix. ``is_stored``: its numbers are the file's, not rounded on load."""
-    if not held.quantized:
+    if not form.quantized:
         return "plain"
-    if is_stored or held.rotation is None:
-        return "token" if held.rows.block is None else "stored"
-    if held.kind == "int8":
-        return "int8" if held.group is None else "int8 in groups"
-    return "int4" if held.two_level else "int4 in groups"
+    if is_stored or form.rotation is None:
+        return "token" if form.rows.block is None else "stored"
+    if form.kind == "int8":
+        return "int8" if form.group is None else "int8 in groups"
+    return "int4" if form.two_level else "int4 in groups"
 
 
 def measured_kl(ways: set[Way]) -> Measured | None:

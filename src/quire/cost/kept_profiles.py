@@ -46,7 +46,7 @@ def machine_of(config: EngineConfig) -> dict[str, Any]:
 STATES = ("num_states", "num_checkpoints", "num_draft_states", "state_bytes")
 
 
-def settings_of(config: EngineConfig) -> dict[str, Any]:
+def profiled_settings(config: EngineConfig) -> dict[str, Any]:
     """Return the settings that the times depend on and that a simulation takes over, by the names of the flags."""
     return {
         "dtype": config.model.dtype,
@@ -68,7 +68,7 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def place_of(model: str, machine: Mapping[str, Any], settings: Mapping[str, Any]) -> Path:
+def profile_path(model: str, machine: Mapping[str, Any], settings: Mapping[str, Any]) -> Path:
     """Return the file of these, in the folder, which is made.
 
     Raises:
@@ -94,16 +94,16 @@ def kept(
 
     None if there is none.
     """
-    found = [
+    usable = [
         (made.measured_at, path, made)
         for path, made in _all()
         if model in (None, made.model)
         and _agree(made.machine, machine, MACHINE)
         and _agree(made.settings, settings, MEASURED)
     ]
-    if not found:
+    if not usable:
         return None
-    _, path, made = max(found, key=lambda each: each[:2])
+    _, path, made = max(usable, key=lambda entry: entry[:2])
     return path, made
 
 

@@ -127,11 +127,11 @@ class RankedSteps:
     """
 
     def __init__(
-        self, whole: CostModel, spec: ModelSpec, topology: Topology, links: Links, dtype: str,
+        self, single: CostModel, spec: ModelSpec, topology: Topology, links: Links, dtype: str,
         *, host_s: float = 0.0, host_per_seq_s: float = 0.0,
     ) -> None:  # fmt: skip
         """Raises `ConfigError` where the model cannot be cut so, or a link was not measured."""
-        self._whole, self._links, self._cut = whole, links, (spec, topology, dtype)
+        self._single, self._links, self._cut = single, links, (spec, topology, dtype)
         self._hop_s = links["send"].alpha_s if "send" in links else 0.0
         self._host_s, self._host_per_seq_s = host_s, host_per_seq_s
         shares = [RankShare.of(shard(spec, topology, rank), dtype) for rank in range(topology.world_size)]
@@ -153,7 +153,7 @@ class RankedSteps:
         spec, topology, dtype = self._cut
         host_s, host_per_seq_s = self._host_s + fixed_s, self._host_per_seq_s + per_seq_s
         return RankedSteps(
-            self._whole, spec, topology, self._links, dtype, host_s=host_s, host_per_seq_s=host_per_seq_s
+            self._single, spec, topology, self._links, dtype, host_s=host_s, host_per_seq_s=host_per_seq_s
         )
 
     def seconds(self, step: StepFeatures) -> float:
@@ -170,7 +170,7 @@ class RankedSteps:
         return tuple(stages)
 
     def _rank(self, share: RankShare, step: StepFeatures) -> float:
-        m, rows = self._whole, step.num_tokens
+        m, rows = self._single, step.num_tokens
         if rows >= DIVIDE_FROM * share.cp:
             rows = -(-rows // share.cp)
         seconds = share.layers * (m.fixed_s + m.rows.at(rows)) + m.per_seq_s * step.num_seqs
@@ -185,10 +185,8 @@ class RankedSteps:
             seconds += share.head * m.logits.at(step.num_logits)
         return seconds + self._collectives(share.uses, step)
 
-    def _collectives(self, found: Iterable[Use], step: StepFeatures) -> float:
-        return sum(
-            use.count * seconds_of(use, self._links, step.num_tokens, step.num_logits) for use in found
-        )
+    def _collectives(self, uses: Iterable[Use], step: StepFeatures) -> float:
+        return sum(use.count * seconds_of(use, self._links, step.num_tokens, step.num_logits) for use in uses)
 
 
 def seconds_of(use: Use, links: Links, num_tokens: int, num_logits: int) -> float:

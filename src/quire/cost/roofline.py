@@ -55,7 +55,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one device for a step, in bytes and operations; `work_of` reads it from a `ModelSpec`."""
+    """The work of one device for a step, in bytes and operations; `decoder_work` reads it from a `ModelSpec`."""
 
     shard: Shard
     split: Split
@@ -74,7 +74,7 @@ class Work:
     spec: ModelSpec | None = None  # None: one device
 
 
-def work_of(
+def decoder_work(
     spec: ModelSpec, precision: str = "bf16", kv_dtype: str = "bf16", split: Split | None = None,
     stored: Stored | None = None,
 ) -> Work:  # fmt: skip

@@ -72,14 +72,14 @@ def shard_of(spec: ModelSpec, precision: str, split: Split, stored: Stored | Non
     """
     formats = _formats(spec, precision) if stored is None else dict(stored)
     if stored is not None and split.tp > 1:  # cuts fall within the inputs that share an outer scale
-        formats = {name: held.wide for name, held in stored}
+        formats = {name: form.wide for name, form in stored}
     is_held = precision in ("int8", "int4") or stored is not None
     dense = dense_params = expert = expert_params = head = head_params = table = 0.0
     for name, shape in weight_shapes(spec).items():
         role = role_of(spec, name)
-        held = formats.get(name, PLAIN)
+        form = formats.get(name, PLAIN)
         size = (
-            matrix_bytes(shape, "bfloat16", held) if is_held else _float_bytes(spec, name, shape, precision)
+            matrix_bytes(shape, "bfloat16", form) if is_held else _float_bytes(spec, name, shape, precision)
         )
         size /= split.pp
         params = prod(shape) / split.pp

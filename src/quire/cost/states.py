@@ -68,24 +68,24 @@ def _most(num_slots: int, per_sequence: int, num_drafts: int) -> int:
 
 def _num_checkpoints(args: EngineArgs, size: int, left: int, share: int) -> int:
     """Return the slots for checkpoints."""
-    live, asked = args.max_num_seqs, args.state_checkpoints
-    asked = int(asked) if str(asked).isdigit() else asked
-    if asked == "off" or not args.enable_prefix_caching:
+    live, wanted = args.max_num_seqs, args.state_checkpoints
+    wanted = int(wanted) if str(wanted).isdigit() else wanted
+    if wanted == "off" or not args.enable_prefix_caching:
         return 0
-    if asked == "auto":
+    if wanted == "auto":
         return min(PER_SEQUENCE * max(live, 8), share // size - live)
-    if not isinstance(asked, int) or asked < live:
+    if not isinstance(wanted, int) or wanted < live:
         raise ConfigError(
-            f"state_checkpoints = {asked!r} must be auto, off, or an integer of at least max_num_seqs = {live}, one "
+            f"state_checkpoints = {wanted!r} must be auto, off, or an integer of at least max_num_seqs = {live}, one "
             "per sequence that runs: raise it, or lower max_num_seqs"
         )
-    if (live + asked) * size >= left:
+    if (live + wanted) * size >= left:
         raise ConfigError(
-            f"{live} recurrent states and {asked} checkpoints of {size / 2**20:.1f} MiB each are more than the "
+            f"{live} recurrent states and {wanted} checkpoints of {size / 2**20:.1f} MiB each are more than the "
             f"{left / 2**30:.2f} GiB that the weights leave, which hold {left // size} in all: lower state_checkpoints "
             "or max_num_seqs"
         )
-    return asked
+    return wanted
 
 
 def _refuse_unmet(args: EngineArgs, device: DeviceInfo) -> None:

@@ -87,9 +87,9 @@ def load_text(
         ConfigError: the file of ``chat_template`` cannot be read.
     """
     tokenizer = read_tokenizer(Path(config.model.tokenizer))
-    given = _read_template(chat_template)
+    own_template = _read_template(chat_template)
     with reading(chat_template or config.model.tokenizer):
-        template = ChatTemplate.of(tokenizer, local_time, given)
+        template = ChatTemplate.of(tokenizer, local_time, own_template)
     defaults = {key: value for key, value in asdict(checkpoint.generation).items() if value is not None}
     spec, sentence = config.model.spec, config.model.spec.sentence
     model = ModelInfo(

@@ -56,12 +56,12 @@ class BeamSearchOutput:
         return cls(
             [
                 BeamSearchSequence(
-                    [*prompt, *each.token_ids],
-                    (output.prompt or "") + each.text,
-                    each.cumulative_logprob or 0.0,
-                    each.finish_reason,
-                    each.stop_reason,
+                    [*prompt, *choice.token_ids],
+                    (output.prompt or "") + choice.text,
+                    choice.cumulative_logprob or 0.0,
+                    choice.finish_reason,
+                    choice.stop_reason,
                 )
-                for each in output.outputs
+                for choice in output.outputs
             ]
         )

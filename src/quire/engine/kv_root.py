@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from quire.args import EngineArgs, parts_of
+from quire.args import EngineArgs, comma_list
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.models.content import content_digest
@@ -62,7 +62,7 @@ def with_tier(config: EngineConfig, args: EngineArgs, files: Iterable[Path]) -> 
     root = kv_root(config, content_digest(files))
     cache = replace(config.cache, model_key=root, tier=tier)
     if param == "kv_share":
-        cache = replace(cache, peers=parts_of(args.kv_peers), engine_id=secrets.token_hex(16))
+        cache = replace(cache, peers=comma_list(args.kv_peers), engine_id=secrets.token_hex(16))
     return replace(config, cache=cache)
 
 

@@ -111,8 +111,8 @@ class LLM(OfflineEngine):
         params = _params_of(sampling_params or self.get_default_sampling_params(), len(texts))
         adapters = self.adapters.for_each(adapter, len(texts))
         requests = [
-            self._request(self._chat_ids(text, seen), sampling, adapter=each)
-            for text, seen, sampling, each in zip(texts, files, params, adapters, strict=True)
+            self._request(self._chat_ids(text, seen), sampling, adapter=adapter)
+            for text, seen, sampling, adapter in zip(texts, files, params, adapters, strict=True)
         ]
         return self._run(requests, texts, use_tqdm, continues=continue_final_message)
 

@@ -89,12 +89,12 @@ def scoring_prompts(
     pooling = Pooling("logprobs", _yes_no_ids(tokenizer))
     prompts = []
     for query, document in pairs:
-        asked = (query, document, INSTRUCTION if instruction is None else instruction)
+        scored = (query, document, INSTRUCTION if instruction is None else instruction)
         if render is not None:
-            text = render(_messages(*asked), variables={"enable_thinking": False})
+            text = render(_messages(*scored), variables={"enable_thinking": False})
             ids = tokenizer.encode(text, add_special_tokens=False)
         else:
-            ids = tokenizer.encode(_plain_text(*asked))
+            ids = tokenizer.encode(_plain_text(*scored))
         prompts.append(ScoringPrompt(ids, NOTHING_SAMPLED, pooling, 0))
     return prompts
 

@@ -50,8 +50,8 @@ def recorder_config(
         "max_loras": scheduler.max_loras or None, "max_lora_rank": config.lora.max_rank if config.lora else None,
         "lora_modules_to_save": config.lora.saved if config.lora else None,
     }  # fmt: skip
-    given = {name: value for name, value in (asdict(args) | chosen).items() if value is not None}
-    settings = json.dumps(given)
+    set_values = {name: value for name, value in (asdict(args) | chosen).items() if value is not None}
+    settings = json.dumps(set_values)
     return RecorderConfig(str(folder or default_folder()), num_steps, with_ids, fingerprint, settings)
 
 

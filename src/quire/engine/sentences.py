@@ -170,7 +170,7 @@ def pair_prompts(
         if scoring == "yes_no" and sentence is not None and sentence.yes_no is not None:
             own = prompt_before(model, None) or None
             prompts = scoring_prompts(pairs, scoring, instruction or own, tokenizer, render)
-            return [each._replace(pooling=Pooling("logprobs", sentence.yes_no)) for each in prompts]
+            return [prompt._replace(pooling=Pooling("logprobs", sentence.yes_no)) for prompt in prompts]
         return scoring_prompts(pairs, scoring, instruction, tokenizer, render)
     assert sentence is not None
     count = len(sentence.labels)
@@ -206,7 +206,7 @@ def label_prompts(
             param="model",
             code="unsupported_model",
         )
-    limit, found = model.max_model_len if truncate else None, []
+    limit, prompts = model.max_model_len if truncate else None, []
     for texts in inputs:
         if len(texts) == 1:
             ids, second_from = tokenizer.encode(texts[0]), 0
@@ -215,8 +215,8 @@ def label_prompts(
             keep = None if limit is None else partial(kept_of_pair, limit=limit)
             ids, second_from = tokenizer.encode_pair(texts[0], texts[1], keep)
         pooling = Pooling("logits" if raw else "classify", second_from=second_from)
-        found.append(ScoringPrompt(ids, NOTHING_SAMPLED, pooling, 0))
-    return found
+        prompts.append(ScoringPrompt(ids, NOTHING_SAMPLED, pooling, 0))
+    return prompts
 
 
 def kept_of_pair(texts: Sequence[int | None], limit: int) -> list[int]:
@@ -233,13 +233,13 @@ def kept_of_pair(texts: Sequence[int | None], limit: int) -> list[int]:
         most = (less, room - less) if first <= second else (room - less, less)
     else:
         most = (first, room - first) if first <= second else (room - second, second)
-    found, seen = [], [0, 0]
+    places, seen = [], [0, 0]
     for place, text in enumerate(texts):
         if text is not None:
             seen[text] += 1
         if text is None or seen[text] <= most[text]:
-            found.append(place)
-    return found
+            places.append(place)
+    return places
 
 
 def cut(ids: Sequence[int], limit: int, tokenizer: Tokenizer) -> list[int]:

@@ -103,7 +103,7 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     Raises `UnsupportedModelError` for an architecture or feature that Quire does not run, with its name and what
     is supported, and `ModelLoadError` for a missing or wrong value, with its key.
     """
-    whole, config = config, decoder_config(config, where)
+    outer, config = config, decoder_config(config, where)
     name = _name_of(Fields(config, where))
     family, architecture = _family(name), _place(name)[0]
     f = Fields({**config, "architectures": [architecture]}, where)
@@ -122,8 +122,8 @@ def spec_from_config(config: Mapping[str, Any], where: str = "config.json") -> M
     if quantization is not None and quantization.values.get("quant_method") not in family.quantizations:
         read_quantization(f, others=family.quantizations)
     spec = family.read(f)
-    if config is not whole:  # whose encoder may run, too
-        spec = replace(spec, vision=import_module("quire.families.vision").read_vision(whole, spec, where))
+    if config is not outer:  # whose encoder may run, too
+        spec = replace(spec, vision=import_module("quire.families.vision").read_vision(outer, spec, where))
     return spec
 
 

@@ -41,8 +41,8 @@ def _both_ways(decoder: ModelSpec, family: str, **more: Any) -> ModelSpec:
     assert mlp.activation in ("silu", "gelu", "gelu_tanh"), mlp.activation
     encoder = EncoderSpec(
         tuple(
-            EncoderLayer(None if each.window is None else each.window // 2, each.rope)
-            for each in decoder.attentions
+            EncoderLayer(None if attention.window is None else attention.window // 2, attention.rope)
+            for attention in decoder.attentions
         ),
         attn.num_heads, attn.head_dim, mlp.intermediate_size, activation=mlp.activation, gated=True, norm_bias=False,
         embed_norm=False, num_kv_heads=attn.num_kv_heads, qk_norm=attn.qk_norm == "head", scale=attn.scale,

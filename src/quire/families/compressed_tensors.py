@@ -54,7 +54,7 @@ def read_compressed_tensors(f: Fields) -> Quantization:
                 )
             targets.append((target, scheme))
     # Names are more specific than the class of all linears.
-    targets.sort(key=lambda each: each[0] == "Linear")
+    targets.sort(key=lambda target: target[0] == "Linear")
     ignore = tuple(str(item) for item in f.items("ignore"))
     refuse_unknown(f, _KEYS)
     return Quantization(tuple(targets), ignore)

@@ -94,7 +94,7 @@ def assemble_mixture(
     act = activation(f)
     dense = LayerSpec(attn, MlpSpec(f.integer("intermediate_size"), act))
     sparse = LayerSpec(attn, MlpSpec(moe.intermediate_size, act, moe=moe))
-    return assemble(f, family, [sparse if each else dense for each in is_sparse], eps=eps)
+    return assemble(f, family, [sparse if has_experts else dense for has_experts in is_sparse], eps=eps)
 
 
 def latent_attention(f: Fields, *, interleaved: bool) -> AttentionSpec:

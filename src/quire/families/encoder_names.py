@@ -46,7 +46,7 @@ class EncoderNames:
             stored = self.parts.get(part)
             for matrix, parts in self.fused.items():
                 if part in parts:
-                    rows = [shapes[f"layers.{index}.{each}.{kind}"][0] for each in parts]
+                    rows = [shapes[f"layers.{index}.{part}.{kind}"][0] for part in parts]
                     start, stored = sum(rows[: parts.index(part)]), matrix
                     shape = (sum(rows), *shape[1:])
             stored = None if stored is None else self.layer.format(index) + stored

@@ -66,7 +66,9 @@ def _mamba(f: Fields) -> RecurrentSpec:
     width = f.optional_integer("mamba_d_ssm", minimum=1) if "mamba_d_ssm" in f.values else 1024
     into = _factor(f, "ssm_in_multiplier")
     rows = f.numbers("ssm_multipliers", 5) if f.has("ssm_multipliers") else (1.0,) * 5
-    mamba = mamba_of(f, f.integer("hidden_size"), norm, width=width, scales=[into * each for each in rows])
+    mamba = mamba_of(
+        f, f.integer("hidden_size"), norm, width=width, scales=[into * factor for factor in rows]
+    )
     if f.flag("projectors_bias", False) != mamba.bias:
         raise f.wrong(
             "projectors_bias", f"equal to mamba_proj_bias = {str(mamba.bias).lower()}: both or none"

@@ -276,7 +276,9 @@ def _exaone4(f: Fields) -> dict[str, Any]:
         config["sliding_window"] = f.integer("attention.sliding_window")
     if isinstance(f.values.get(key), list):
         slides = f.items(key)
-        config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
+        config["layer_types"] = [
+            "sliding_attention" if has_window else "full_attention" for has_window in slides
+        ]
     else:
         config["sliding_window_pattern"] = f.integer(key, 4)
     return config

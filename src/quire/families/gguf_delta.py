@@ -71,7 +71,7 @@ def delta_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
     rows = {
         "q": (range(r.k_width),),
         "k": (range(r.k_width, start),),
-        "v": tuple(range(start + each.start, start + each.stop) for each in values),
+        "v": tuple(range(start + piece.start, start + piece.stop) for piece in values),
     }
     for part, pieces in rows.items():
         inputs = Take((f"{prefix}attn_qkv.weight",), (r.conv_channels, hidden), pieces=pieces)
@@ -83,8 +83,8 @@ def delta_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
     if spec.family == "qwen3_next":
         takes |= by_key_head(r, hidden, f"{prefix}ssm_ba.weight", GATE_PARTS)
         # Files of late 2025 have the inputs as the original has them.
-        whole = by_key_head(r, hidden, f"{prefix}ssm_in.weight", INPUT_PARTS)
-        return takes | {name: takes[name] + others for name, others in whole.items()}
+        inputs_together = by_key_head(r, hidden, f"{prefix}ssm_in.weight", INPUT_PARTS)
+        return takes | {name: takes[name] + others for name, others in inputs_together.items()}
     for part, stored in (("a", "ssm_alpha"), ("b", "ssm_beta")):
         take = Take((f"{prefix}{stored}.weight",), (r.num_v_heads, hidden), pieces=numbers)
         takes[f"delta.{part}.weight"] = (take,)

@@ -38,7 +38,7 @@ def first_values(f: Fields) -> Fields:
 def gemma4_config(f: Fields, listed: Fields, tensors: Mapping[str, Any], floats: Floats) -> dict[str, Any]:
     """Return what ``config.json`` has beside the keys of all models; ``listed``: the fields with their lists."""
     count, shared = f.integer("block_count"), f.integer("attention.shared_kv_layers", 0, minimum=0)
-    slides = [bool(each) for each in f.items("attention.sliding_window_pattern")]
+    slides = [bool(value) for value in f.items("attention.sliding_window_pattern")]
     if len(slides) != count or shared >= count:
         raise f.wrong("attention.sliding_window_pattern", f"a list of block_count = {count} flags")
     kv_heads, widths = (
@@ -56,7 +56,7 @@ def gemma4_config(f: Fields, listed: Fields, tensors: Mapping[str, Any], floats:
     }
     return {
         "head_dim": own[0],
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in slides],
         "sliding_window": f.integer("attention.sliding_window"),
         "per_layer_config": sizes,
         "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in tensors for i in range(count - shared)),

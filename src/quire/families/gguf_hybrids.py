@@ -58,8 +58,8 @@ def hybrid_config(
     def kinds(by_tensor: Mapping[str, str], other: str) -> list[str]:
         """Name each layer by the first of the tensors that it has."""
         count = config["num_hidden_layers"]
-        found = [[by_tensor[n] for n in by_tensor if f"blk.{i}.{n}.weight" in tensors] for i in range(count)]
-        return [(*names, other)[0] for names in found]
+        layers = [[by_tensor[n] for n in by_tensor if f"blk.{i}.{n}.weight" in tensors] for i in range(count)]
+        return [(*names, other)[0] for names in layers]
 
     def has(ending: str) -> bool:
         return any(name.endswith(ending) for name in tensors)

@@ -106,11 +106,11 @@ def _xielu_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
 def _latent_rules(spec: ModelSpec, index: int, prefix: str) -> Takes:
     """``kv_b`` is stored whole (older files), or as its two halves per head, that of the keys transposed."""
     a = spec.layers[index].attention
-    whole = (a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
+    undivided = (a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
     halves = (a.num_heads, a.qk_nope_head_dim, a.v_head_dim, a.kv_lora_rank)
     return {
         "attn.kv_b.weight": (
-            Take((f"{prefix}attn_kv_b.weight",), whole),
+            Take((f"{prefix}attn_kv_b.weight",), undivided),
             Take((f"{prefix}attn_k_b.weight", f"{prefix}attn_v_b.weight"), halves, encoding="halves"),
         )
     }

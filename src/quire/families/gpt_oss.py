@@ -48,7 +48,7 @@ def read(f: Fields) -> ModelSpec:
         )
         for kind in kinds
     ]
-    return assemble(f, "gpt_oss", [LayerSpec(each, mlp) for each in attentions], eps=1e-5)
+    return assemble(f, "gpt_oss", [LayerSpec(attention, mlp) for attention in attentions], eps=1e-5)
 
 
 def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:

@@ -96,9 +96,9 @@ def _limits(f: Fields) -> tuple[float, float]:
     """Return the limits of a step's size; transformers writes infinity as an object."""
     infinity = ({"__float__": "Infinity"}, "Infinity")
     limits = [
-        math.inf if each in infinity else each for each in f.items("time_step_limit") or (0.0, math.inf)
+        math.inf if limit in infinity else limit for limit in f.items("time_step_limit") or (0.0, math.inf)
     ]
-    is_number = [isinstance(each, int | float) and not isinstance(each, bool) for each in limits]
+    is_number = [isinstance(limit, int | float) and not isinstance(limit, bool) for limit in limits]
     if is_number != [True, True] or not 0 <= limits[0] <= limits[1]:
         raise f.wrong("time_step_limit", "two numbers ≥ 0, the least and the greatest")
     return float(limits[0]), float(limits[1])

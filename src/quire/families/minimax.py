@@ -55,7 +55,7 @@ def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ..
 
 def weights(spec: ModelSpec) -> WeightMap:
     """Ignore layers from ``num_hidden_layers`` on: up to three for multi-token prediction, which nothing here uses."""
-    extra = "|".join(str(spec.num_layers + each) for each in range(3))
+    extra = "|".join(str(spec.num_layers + number) for number in range(3))
     extra = rf"model\.layers\.({extra})\..*"
     return build_map(spec, LLAMA_NAMES, _rules, ignore=(extra,))
 

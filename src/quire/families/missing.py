@@ -31,5 +31,5 @@ NEEDS = {
 
 def reason(names: Iterable[object]) -> str:
     """Return " It needs …." for the first of ``names`` that is known here, else nothing."""
-    found = next((NEEDS[name] for name in names if isinstance(name, str) and name in NEEDS), None)
-    return "" if found is None else f" It needs {found}."
+    need = next((NEEDS[name] for name in names if isinstance(name, str) and name in NEEDS), None)
+    return "" if need is None else f" It needs {need}."

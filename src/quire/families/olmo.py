@@ -47,7 +47,9 @@ def read_olmo3(f: Fields) -> ModelSpec:
         attention(f, rope=ropes[kind], window=window_of(f, kind, 4096), qk_norm="full", **more)
         for kind in kinds
     ]
-    return assemble(f, "olmo3", [LayerSpec(each, mlp, norms="post") for each in attentions], eps=1e-5)
+    return assemble(
+        f, "olmo3", [LayerSpec(attention, mlp, norms="post") for attention in attentions], eps=1e-5
+    )
 
 
 def read_exaone4(f: Fields) -> ModelSpec:

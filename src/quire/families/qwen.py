@@ -39,7 +39,7 @@ def read_qwen2(f: Fields) -> ModelSpec:
     attentions = [
         attention(f, rope=rope, window=window_of(f, kind), qkv_bias=True) for kind in layer_kinds(f)
     ]
-    return assemble(f, "qwen2", [LayerSpec(each, mlp) for each in attentions])
+    return assemble(f, "qwen2", [LayerSpec(attention, mlp) for attention in attentions])
 
 
 def read_qwen3(f: Fields) -> ModelSpec:
@@ -47,7 +47,7 @@ def read_qwen3(f: Fields) -> ModelSpec:
     shared: dict[str, Any] = {"rope": rope_from_config(f, head_dim), "qk_norm": "head", "head_dim": head_dim}
     shared |= biases(f)
     attentions = [attention(f, window=window_of(f, kind), **shared) for kind in layer_kinds(f)]
-    return assemble(f, "qwen3", [LayerSpec(each, mlp) for each in attentions])
+    return assemble(f, "qwen3", [LayerSpec(attention, mlp) for attention in attentions])
 
 
 def read_qwen2_moe(f: Fields) -> ModelSpec:

@@ -239,7 +239,7 @@ def assemble(
     bos = token_ids(f, "bos_token_id")
     longest = f.integer("max_position_embeddings")
     ropes = [layer.attn.rope for layer in layers if layer.attn is not None]
-    rope = next((each for each in ropes if each is not None), None)
+    rope = next((known for known in ropes if known is not None), None)
     if rope is not None and rope.kind in ("dynamic", "yarn"):
         # For dynamic the key is the length where stretching begins; for YaRN some files (Qwen's) also give that length.
         longest = max(longest, int(rope.original_max_position * rope.factor))

@@ -42,9 +42,9 @@ def keys_of(
     ``of_family``: as `_KEYS`, for what one family has; its keys come first.
     """
     layer = _LAYER.match(name)
-    found: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
     for table in (of_family, _KEYS):
-        found += next((keys for pattern, keys in table if re.search(rf"{pattern}$", name)), ())
+        named += next((keys for pattern, keys in table if re.search(rf"{pattern}$", name)), ())
     if layer is not None and int(layer[1]) >= num_layers - 1:  # one too many, or one too few
-        return ("num_hidden_layers", *found)
-    return found
+        return ("num_hidden_layers", *named)
+    return named

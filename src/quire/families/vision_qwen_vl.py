@@ -63,8 +63,8 @@ def read_vision(config: Mapping[str, Any], spec: ModelSpec, where: str) -> Visio
     window = vision.integer("window_size", 112) // merge // patch
     if window < 1:
         raise vision.wrong("window_size", f"at least {merge * patch} pixels")
-    whole = vision.integers("fullatt_block_indexes")
-    return VisionSpec(**shared, gated=True, window=window, whole_layers=tuple(whole))
+    full_layers = vision.integers("fullatt_block_indexes")
+    return VisionSpec(**shared, gated=True, window=window, whole_layers=tuple(full_layers))
 
 
 def _axes(f: Fields, spec: ModelSpec, *, interleaved: bool) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ Table = Mapping[str, Rule]
 
 
 @cache
-def table_of(model: type[BaseModel]) -> Table:
+def field_table(model: type[BaseModel]) -> Table:
     """Return the rule of each name: the model's fields are used, the others are in its and its bases' sections."""
     names = [field.alias or name for name, field in model.model_fields.items()]
     return rules_of([base.__name__ for base in reversed(model.__mro__)], names)

@@ -47,7 +47,7 @@ _RETRY_S = 0.01
 FDS_AT_ONCE = 64  # connections of one message, and accepted in one turn
 
 
-def head_of(state: mmap.mmap) -> tuple[memoryview[int], memoryview[float]]:
+def state_head(state: mmap.mmap) -> tuple[memoryview[int], memoryview[float]]:
     """Return a counter that is odd while the server writes, and its monotonic clock: each the only item of a view.
 
     An item is stored and loaded as one word. `struct` goes through the bytes, and zeroes them first.
@@ -63,7 +63,7 @@ class Front:
         self._listen = listen
         self._control = control
         self.state = state
-        self.counter, self.clock = head_of(state)
+        self.counter, self.clock = state_head(state)
         self._epoll = select.epoll()
         self._waiting: dict[int, tuple[socket.socket, float]] = {}  # until this time
         self._leaving: list[socket.socket] = []  # to the server

@@ -50,7 +50,7 @@ class FrontLink:
         with theirs, tempfile.TemporaryFile() as file:
             file.truncate(front.STATE_BYTES)
             self.state = mmap.mmap(file.fileno(), front.STATE_BYTES)
-            self.counter, self.clock = front.head_of(self.state)
+            self.counter, self.clock = front.state_head(self.state)
             fds = [listen.fileno(), theirs.fileno(), file.fileno()]
             self._popen = subprocess.Popen(
                 [sys.executable, "-I", str(Path(front.__file__)), *map(str, fds)],

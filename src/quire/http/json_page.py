@@ -17,7 +17,7 @@ def json_response(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def page_of(request: Request, items: list[dict[str, Any]], *, default: int, most: int) -> Response:
+def list_page(request: Request, items: list[dict[str, Any]], *, default: int, most: int) -> Response:
     """Answer with one page of a list in OpenAI's form, the newest item first.
 
     The query has ``limit`` (``default``, at most ``most``), ``after`` (the last id of the previous page) and ``order``.

@@ -21,10 +21,10 @@ from quire.http.field_rules import (
     MAX_JUDGED,
     Table,
     Use,
+    field_table,
     is_neutral,
     misspelled,
     refused_field,
-    table_of,
     unknown_field,
 )
 
@@ -113,7 +113,7 @@ def parse(model: type[Model], body: Any, *, prefix: str = "", ignored: list[str]
     if not isinstance(body, dict):
         what = f"{prefix.rstrip('.')} = {clip(body)}" if prefix else f"The body {clip(body)}"
         raise RequestError(f"{what} is not allowed: it must be an object.", param=prefix.rstrip(".") or None)
-    fields = sift(body, table_of(model), prefix=prefix, ignored=ignored, in_history=model.in_history)
+    fields = sift(body, field_table(model), prefix=prefix, ignored=ignored, in_history=model.in_history)
     try:
         return model.model_validate(fields)
     except ValidationError as error:

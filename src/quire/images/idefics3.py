@@ -84,6 +84,6 @@ def _laid_out(tiles: list[Image], rows: int, columns: int, vision: VisionSpec) -
     )
     text += ("\n" if rows else "") + f"{FAKE}{GLOBAL}{shown}{FAKE}"
     pieces = tuple(
-        Piece((each.height, each.width), np.asarray(each).transpose(2, 0, 1).tobytes()) for each in tiles
+        Piece((tile.height, tile.width), np.asarray(tile).transpose(2, 0, 1).tobytes()) for tile in tiles
     )
     return PreparedImage(text, pieces)

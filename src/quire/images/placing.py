@@ -72,7 +72,7 @@ def with_images(
         image = next(left)
         shown = encode(image.text)
         start, pieces = len(ids), iter(image.pieces)
-        for is_image, run in groupby(shown, lambda each: each == image_token_id):
+        for is_image, run in groupby(shown, lambda token_id: token_id == image_token_id):
             length = len(list(run))
             if is_image:
                 piece = next(pieces)

@@ -37,7 +37,7 @@ def preparer(vision: VisionSpec) -> Callable[[bytes], PreparedImage]:
     return lambda data: prepare(decode_image(data), vision)
 
 
-def answer_of(raw: bytes | bytearray) -> PreparedImage:
+def read_answer(raw: bytes | bytearray) -> PreparedImage:
     """Return what a helper answered. Raises `ImageError` with its reason."""
     if raw[:1] != b"=":
         raise ImageError(bytes(raw[1:]).decode())

@@ -24,7 +24,7 @@ from quire.http.body import read_json
 from quire.http.call import call_of
 from quire.http.edge import new_id
 from quire.http.extension import Extension, Work
-from quire.http.json_page import json_response, page_of
+from quire.http.json_page import json_response, list_page
 from quire.http.wire import Body, Ignored, Integer, Metadata, Text, Wire, not_allowed, parse
 from quire.jobs.background import ROOT, BackgroundResponses
 from quire.jobs.disk import MAX_STORE_BYTES, OPEN, within_disk
@@ -129,7 +129,7 @@ class JobRoutes:
             for f in self._runner.files.all(call_of(request.scope).tenant)
             if f["purpose"] == request.query_params.get("purpose", f["purpose"])
         ]
-        return page_of(request, files, default=10_000, most=10_000)
+        return list_page(request, files, default=10_000, most=10_000)
 
     async def file(self, request: Request) -> Response:
         """Return the object of a file, or delete the file."""
@@ -160,7 +160,7 @@ class JobRoutes:
             for batch in self._runner.listed(call_of(request.scope).tenant)
             if not is_messages(batch)
         ]
-        return page_of(request, shown, default=20, most=100)
+        return list_page(request, shown, default=20, most=100)
 
     async def batch(self, request: Request) -> Response:
         """One batch: its state and its files."""

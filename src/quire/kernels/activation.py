@@ -21,7 +21,7 @@ ALL_KINDS: Mapping[ActivationKind, int] = {**GATES, **UNGATED}
 Alphas = tuple[float, float]
 
 
-def parts_of(kind: ActivationKind) -> int:
+def num_parts(kind: ActivationKind) -> int:
     """Return the columns of the rows per column of the result."""
     return 1 if kind in UNGATED else 2
 
@@ -58,8 +58,8 @@ def activated_to_int8(
 def native_activated(
     isa: str, x: Tensor, kind: ActivationKind, scale: float = 1.0, alphas: Alphas = (0.0, 0.0)
 ) -> Tensor:
-    y = empty(x.shape[0], x.shape[1] // parts_of(kind), dtype=x.dtype)
-    write_activated(isa, x, ALL_KINDS[kind], parts_of(kind), y, None, (scale, *alphas))
+    y = empty(x.shape[0], x.shape[1] // num_parts(kind), dtype=x.dtype)
+    write_activated(isa, x, ALL_KINDS[kind], num_parts(kind), y, None, (scale, *alphas))
     return y
 
 
@@ -72,6 +72,6 @@ def native_activated_to_int8(
     scale: float = 1.0,
     alphas: Alphas = (0.0, 0.0),
 ) -> QuantizedRows:
-    rows = empty_rows(x.shape[0], x.shape[1] // parts_of(kind), format, x.dtype)
-    write_activated(isa, x, ALL_KINDS[kind], parts_of(kind), None, rows, (scale, *alphas))
+    rows = empty_rows(x.shape[0], x.shape[1] // num_parts(kind), format, x.dtype)
+    write_activated(isa, x, ALL_KINDS[kind], num_parts(kind), None, rows, (scale, *alphas))
     return rows

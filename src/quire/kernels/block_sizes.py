@@ -40,7 +40,7 @@ def block_sizes(op: str, shape: str) -> Sizes:
     """Return the sizes of ``op`` for ``shape`` (a key as the op writes it) on the GPU of this process."""
     if op in INVARIANT:
         return DEFAULTS[op]
-    sizes = table_of(gpu_name()).get(op, {})
+    sizes = sizes_table(gpu_name()).get(op, {})
     return sizes.get(shape) or sizes.get("all") or DEFAULTS[op]
 
 
@@ -53,7 +53,7 @@ def gpu_name() -> str:
 
 
 @lru_cache(maxsize=8)
-def table_of(gpu: str, folder: Path = FOLDER) -> dict[str, dict[str, Sizes]]:
+def sizes_table(gpu: str, folder: Path = FOLDER) -> dict[str, dict[str, Sizes]]:
     """Read a GPU's table; empty where there is none."""
     path = folder / f"{gpu}.json"
     if not path.is_file():

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.kernels.pointwise import sigmoid
 from quire.kernels.registry import native, op
-from quire.kernels.workspace import call_of, empty, rows_of
+from quire.kernels.workspace import empty, native_call, rows_at
 
 
 @op("gate_rows")
@@ -40,5 +40,7 @@ def _gate(isa: str, x: Tensor, gate: Tensor, *, is_plain: bool) -> Tensor:
     assert x.shape[1] % gate.shape[1] == 0, (x.shape, gate.shape)
     tokens, size = x.shape
     y, per = empty(tokens, size, dtype=x.dtype), size // gate.shape[1]
-    native.gate_rows(*call_of(isa, x), *rows_of(x), *rows_of(gate), y.data_ptr(), tokens, size, per, is_plain)
+    native.gate_rows(
+        *native_call(isa, x), *rows_at(x), *rows_at(gate), y.data_ptr(), tokens, size, per, is_plain
+    )
     return y

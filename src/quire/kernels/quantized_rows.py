@@ -106,4 +106,4 @@ def empty_rows(num_tokens: int, in_features: int, format: RowFormat, dtype: torc
 def row_words(rows: QuantizedRows) -> tuple[int, ...]:
     """Return (q, stride, scale, sums, group, rotation, block), as the bindings take rows to fill."""
     words = (rows.q.data_ptr(), rows.q.stride(0), rows.scale.data_ptr(), rows.sums.data_ptr())
-    return *words, *(each or 0 for each in rows.format)
+    return *words, *(number or 0 for number in rows.format)

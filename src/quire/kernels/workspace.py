@@ -99,19 +99,19 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def rows_of(x: Tensor) -> tuple[int, int]:
+def rows_at(x: Tensor) -> tuple[int, int]:
     """Return where the rows of ``x [rows, size]`` lie, and the elements from row to row."""
     assert x.stride(1) == 1 or x.shape[1] == 1, x.stride()
     return x.data_ptr(), x.stride(0)
 
 
-def heads_of(x: Tensor) -> tuple[int, int, int]:
+def heads_at(x: Tensor) -> tuple[int, int, int]:
     """Return where the heads of ``x [rows, heads, size]`` lie, and the elements from row to row and head to head."""
     assert x.stride(2) == 1 or x.shape[2] == 1, x.stride()
     return x.data_ptr(), x.stride(0), x.stride(1)
 
 
-def call_of(isa: str, x: Tensor) -> tuple[int, str, bool]:
+def native_call(isa: str, x: Tensor) -> tuple[int, str, bool]:
     """Return what a native call begins with: the threads, the level, and whether ``x`` is bf16 (else fp32)."""
     return num_native_threads(), isa, x.dtype == torch.bfloat16
 

@@ -23,7 +23,7 @@ from quire.modelspec import AttentionSpec
 
 def factors_by_layer(layers: Sequence[Any]) -> dict[int, Tensor]:
     """Return the factors of each decoder layer that stores keys and needs some, by its number."""
-    found: dict[int, Tensor] = {}
+    counts: dict[int, Tensor] = {}
     for index, layer in enumerate(layers):
         if layer.spec.attn is None or layer.spec.attn.kv_layer is not None:
             continue
@@ -31,8 +31,8 @@ def factors_by_layer(layers: Sequence[Any]) -> dict[int, Tensor]:
         norms = None if mixer.qk_norm is None else (mixer.qk_norm.q_weight, mixer.qk_norm.k_weight)
         factors = factors_of(mixer.spec, (mixer.qkv.bias_of("q"), mixer.qkv.bias_of("k")), norms)
         if factors is not None:
-            found[index] = factors
-    return found
+            counts[index] = factors
+    return counts
 
 
 def factors_of(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.collective import Group, parts_of
+from quire.kernels.collective import Group, gathered_parts
 from quire.kernels.linear import PackedLinear, QuantizedRows, linear, pack_empty, read_rows, write_bias
 from quire.kernels.lora import AdapterRows, LoraStack, add_lora, stack_empty
 from quire.kernels.pointwise import local_ids, scale_rows, take_rows
@@ -177,7 +177,7 @@ def completing(
     if rows < out_features:
         group = build.ep_group
         assert group is not None
-        gather = Gathered(group, parts_of(group, in_features), parts_of(group, rows))
+        gather = Gathered(group, gathered_parts(group, in_features), gathered_parts(group, rows))
         assert (gather.inputs[-1], gather.outputs[-1]) == (columns, out_features), (name, gather)
         return Linear({name: rows}, columns, build, bias=bias, gather=gather)
     return Linear(

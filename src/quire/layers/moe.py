@@ -41,14 +41,14 @@ class MoeBlock:
             assert build.tp is not None
             topology = build.tp.shard.topology
             held_by = [topology.experts_of(num_held, rank) for rank in range(topology.ep)]
-            self.places = ExpertPlaces(build.ep_group, num_held, [e for each in held_by for e in each])
+            self.places = ExpertPlaces(build.ep_group, num_held, [e for experts in held_by for e in experts])
             num_held = self.places.per_rank
 
         def pack(name: str, out_features: int, in_features: int) -> list[PackedLinear]:
-            held = build.held(f"{name}.weight")
+            form = build.held(f"{name}.weight")
             return pack_many(
                 num_held, out_features, in_features, build.dtype, bias=moe.expert_bias,
-                backend=build.matrix_backend(held), format=held,
+                backend=build.matrix_backend(form), format=form,
             )  # fmt: skip
 
         self._up_parts = ("up",) if spec.activation in UNGATED else ("gate", "up")

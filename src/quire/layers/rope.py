@@ -51,7 +51,7 @@ class RopeTable:
             self.cover()
             device = torch.get_default_device()
             self.cos, self.sin = self.cos.to(device), self.sin.to(device)
-            factors = tuple(each.to(device) for each in factors)
+            factors = tuple(factor.to(device) for factor in factors)
         # cos, sin, and where queries are multiplied, their factors: what a layer gets the rows of.
         self.tables: tuple[Tensor, ...] = (self.cos, self.sin, *factors)
 

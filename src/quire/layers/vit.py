@@ -71,7 +71,7 @@ class PatchAttention:
         ]
         sizes = list(windows or (num_patches,))
         parts = zip(*(torch.split(part, sizes, dim=2) for part in heads), strict=True)
-        y = torch.cat([functional.scaled_dot_product_attention(*each) for each in parts], dim=2)
+        y = torch.cat([functional.scaled_dot_product_attention(*qkv) for qkv in parts], dim=2)
         return self._out(y[0].transpose(0, 1).reshape(num_patches, -1))
 
 

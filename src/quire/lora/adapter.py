@@ -92,7 +92,7 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec) -> AdapterFile:
     with reading(folder):
         config = read_peft_config(config_path, read_json(config_path), tied=spec.tie_word_embeddings)
         stored = read_safetensors(weights_path)
-        left_out = [each for each in stored if not config.adapts(module_of(each))]
+        left_out = [key for key in stored if not config.adapts(module_of(key))]
         reader = _Reader(weights_path, config, _Modules(spec))
         for tensor, where in stored.items():
             if tensor not in left_out:
@@ -145,7 +145,7 @@ class _Reader:
                 raise UnsupportedModelError(f"{self._path}: {name}: {why}.")
         text = name.removeprefix(_PREFIX)
         kind, module = next(
-            ((kind, found[1]) for kind, form in _KINDS.items() if (found := form.fullmatch(text))), ("", "")
+            ((kind, match[1]) for kind, form in _KINDS.items() if (match := form.fullmatch(text))), ("", "")
         )
         if kind in ("copy", "whole"):
             self._take_matrix(kind, name, stored, module)
@@ -274,7 +274,7 @@ class _Modules:
                 self.takes.setdefault(module, []).append((matrix, take))
                 self.shapes[module] = take.shape
             else:
-                self._others.update(name.removesuffix(".weight") for each in takes for name in each.names)
+                self._others.update(name.removesuffix(".weight") for take in takes for name in take.names)
         for module in [module for module in self.takes if not self._are_whole(module)]:
             self._others.add(module)
             del self.takes[module]

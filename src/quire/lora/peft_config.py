@@ -80,7 +80,7 @@ class PeftConfig:
     def saves(self, module: str) -> bool:
         """Tell whether the file has ``module`` whole, in place of the model's (PEFT compares ends of names)."""
         named = ENDS if self.ties and module in ENDS else (module,)
-        return any(each.endswith(name) for each in named for name in self.saved)
+        return any(saved.endswith(name) for saved in named for name in self.saved)
 
     def _chooses(self, module: str) -> bool:
         if _matches(self.excluded, module):
@@ -163,11 +163,11 @@ def _saved(f: Fields) -> tuple[str, ...]:
 
 
 def _patterns(f: Fields) -> tuple[str, ...]:
-    found = _names(f, "layers_pattern")
-    found = (found,) if isinstance(found, str) and found else tuple(found)
-    for pattern in found:
+    patterns = _names(f, "layers_pattern")
+    patterns = (patterns,) if isinstance(patterns, str) and patterns else tuple(patterns)
+    for pattern in patterns:
         _compile(f, "layers_pattern", pattern)
-    return found
+    return patterns
 
 
 def _layer_of(module: str, names: tuple[str, ...]) -> int | None:

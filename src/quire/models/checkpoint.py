@@ -17,7 +17,7 @@ from quire.cost.presets import preset_of, preset_spec
 from quire.errors import ModelLoadError
 from quire.families import quantization_of, spec_from_config, weight_map
 from quire.models.generation_config import GenerationDefaults, read_generation
-from quire.models.hub import INSTEAD, NAMES, config_of, locate
+from quire.models.hub import INSTEAD, NAMES, download_config, locate
 from quire.models.safetensors_file import AGAIN, StoredTensor, checkpoint_files, read_checkpoint, reading
 from quire.models.weight_sources import FLOATS, Source, find_sources, rounded_again, stored_formats, unused
 from quire.modelspec import ModelSpec
@@ -96,7 +96,7 @@ def read_spec(name: str, *, revision: str | None = None) -> ModelSpec:
         raise ModelLoadError(
             f"there is no preset, file or folder {name!r}, and a hub id is org/repo. {INSTEAD}."
         )
-    return spec_from_config(read_json(config_of(name, revision)), f"{name}/config.json")
+    return spec_from_config(read_json(download_config(name, revision)), f"{name}/config.json")
 
 
 def _describe_folder(path: Path, load_format: str) -> Checkpoint:
@@ -155,10 +155,10 @@ def _describe_gguf(path: Path, load_format: str) -> Checkpoint:
     from quire.models.gguf_model import only_model, read_gguf_model
 
     is_random = load_format == "random"
-    found = read_gguf_model(only_model(path) if path.is_dir() else path, weights=not is_random)
+    model = read_gguf_model(only_model(path) if path.is_dir() else path, weights=not is_random)
     return Checkpoint(
-        found.path, "random" if is_random else "gguf", found.spec, () if is_random else found.files, found.dtype,
-        GenerationDefaults(), found.path, found.formats, found.remarks,
+        model.path, "random" if is_random else "gguf", model.spec, () if is_random else model.files, model.dtype,
+        GenerationDefaults(), model.path, model.formats, model.remarks,
     )  # fmt: skip
 
 

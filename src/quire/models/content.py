@@ -40,15 +40,15 @@ def content_digest(files: Iterable[Path], folder: Path | None = None, *, piece_b
 
 def _file_digest(path: Path, folder: Path | None, piece_bytes: int) -> str:
     name = hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()
-    kept = None if folder is None else folder / f"{name}.json"
+    note = None if folder is None else folder / f"{name}.json"
     facts = _facts(path)
-    if kept is not None and (digest := _kept(kept, facts)) is not None:
+    if note is not None and (digest := _kept(note, facts)) is not None:
         return digest
     digest = _computed(path, piece_bytes)
     if _facts(path) != facts:
         raise ModelLoadError(f"{path} changes while it is read: wait until it is written.")
-    if kept is not None:
-        _keep(kept, facts, digest)
+    if note is not None:
+        _keep(note, facts, digest)
     return digest
 
 
@@ -72,20 +72,20 @@ def _piece(path: Path, start: int, num_bytes: int) -> bytes:
         return hashlib.blake2b(file.read(num_bytes), digest_size=32).digest()
 
 
-def _kept(kept: Path, facts: list[int]) -> str | None:
+def _kept(note: Path, facts: list[int]) -> str | None:
     try:
-        entry = json.loads(kept.read_text())
+        entry = json.loads(note.read_text())
         return str(entry["digest"]) if entry["facts"] == facts else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _keep(kept: Path, facts: list[int], digest: str) -> None:
-    part = kept.with_suffix(f".{os.getpid()}")
+def _keep(note: Path, facts: list[int], digest: str) -> None:
+    part = note.with_suffix(f".{os.getpid()}")
     try:
-        private_folder(kept.parent)
+        private_folder(note.parent)
         with written_anew(part) as file:
             file.write(json.dumps({"facts": facts, "digest": digest}).encode())
-        part.replace(kept)
+        part.replace(note)
     except OSError as error:
-        log.warning("digest_not_kept", file=str(kept), error=error)
+        log.warning("digest_not_kept", file=str(note), error=error)

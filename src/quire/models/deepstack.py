@@ -60,9 +60,9 @@ class SeenLayer(DecoderLayer):
 def kinds(num_layers: int) -> tuple[type[Ends], Callable[..., DecoderLayer]]:
     """Return what a decoder is built of whose first ``num_layers`` layers get rows of an encoder."""
 
-    def layer_of(
+    def stacked_layer(
         spec: LayerSpec, model: ModelSpec, build: Build, lora: LoraConfig | None, ends: Ends, index: int
     ) -> DecoderLayer:
         return (SeenLayer if index < num_layers else DecoderLayer)(spec, model, build, lora, ends, index)
 
-    return SeeingEnds, layer_of
+    return SeeingEnds, stacked_layer

@@ -57,7 +57,7 @@ def _weights(model: ModelConfig, spec: DenseSpec) -> dict[str, Tensor]:
             f"{path} is missing: the vectors of this model go through it; download it again."
         )
     stored = read_safetensors(path)
-    found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    if found != shapes:
-        raise ModelLoadError(f"{path} has {found}, and its config.json asks for {shapes}.")
+    stored_shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    if stored_shapes != shapes:
+        raise ModelLoadError(f"{path} has {stored_shapes}, and its config.json asks for {shapes}.")
     return {name: view(tensor).float().clone() for name, tensor in stored.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.encoder_spec import EncoderSpec
 from quire.encoder_weights import has_mlp_bias, kv_heads, layer_norms
 from quire.kernels.attention import ALIGN
-from quire.kernels.encoder import WholeSequences, activate, encoder_attention, heads_of
+from quire.kernels.encoder import WholeSequences, activate, encoder_attention, split_heads
 from quire.kernels.norm import rms_norm
 from quire.kernels.pointwise import gated
 from quire.kernels.rope import apply_rope
@@ -74,7 +74,7 @@ class EncoderAttention:
         """Return ``qkv`` with the heads of q and k normalised and rotated, as far as this layer does so."""
         spec, rope = self._spec, self._layer.rope
         heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
-        q, k, v = heads_of(heads, spec.num_heads, kv_heads(spec))
+        q, k, v = split_heads(heads, spec.num_heads, kv_heads(spec))
         if self._norms:
             q, k = (norm(part) for norm, part in zip(self._norms, (q, k), strict=True))
         if rope is not None:

@@ -75,7 +75,7 @@ def _sources(file: GgufFile, spec: ModelSpec) -> dict[str, Source]:
 def _unread(file: GgufFile, spec: ModelSpec) -> tuple[str, ...]:
     """Return a line that names the tensors for multi-token prediction, where there are any."""
     patterns = drafting_tensors(spec, file.metadata)
-    names = sorted(name for name in file.tensors if any(re.fullmatch(each, name) for each in patterns))
+    names = sorted(name for name in file.tensors if any(re.fullmatch(pattern, name) for pattern in patterns))
     if not names:
         return ()
     return (f"{len(names)} tensors for multi-token prediction (nextn), for example {names[0]}: not read",)

@@ -240,7 +240,7 @@ def _needed(repo: str, quant: str, files: Sequence[str]) -> list[str]:
     )
 
 
-def config_of(repo: str, revision: str | None) -> Path:
+def download_config(repo: str, revision: str | None) -> Path:
     """Download the config.json of a repository alone. Raises `ModelLoadError` where the hub does not give it."""
     import huggingface_hub
     from huggingface_hub import errors as hub_errors

@@ -41,11 +41,11 @@ class PerLayerEnds(Ends):
         self._norm = RmsNorm(self._size, of_layers)
         self._table = torch.empty(0)
         self._packed: PackedLinear | None = None
-        held = build.held("per_layer.table.weight")
-        if held.quantized:
+        form = build.held("per_layer.table.weight")
+        if form.quantized:
             self._packed = pack_empty(
                 spec.per_layer.vocab_size, self._size * self._count, build.dtype,
-                bias=False, backend=build.matrix_backend(held), format=held,
+                bias=False, backend=build.matrix_backend(form), format=form,
             )  # fmt: skip
         self._to_rows = spec.hidden_size**-0.5
         self._add, self._scale_by, self._take = build.of(add_rows), build.of(scale_rows), build.of(take_rows)
@@ -70,8 +70,8 @@ class PerLayerEnds(Ends):
         # Rounded first, as in training.
         factor = torch.tensor(sqrt(self._size), dtype=self.dtype).item()
         packed = self._packed
-        found = self._take(self._table, input_ids) if packed is None else read_rows(packed, input_ids)
-        looked_up = self._scale_by(found, factor)
+        looked_up = self._take(self._table, input_ids) if packed is None else read_rows(packed, input_ids)
+        looked_up = self._scale_by(looked_up, factor)
         together = self._scale_by(self._add(projected, looked_up), 2.0**-0.5)
         self._embeddings = [part.contiguous() for part in torch.split(together, self._size, dim=1)]
         return rows

@@ -8,7 +8,7 @@ from quire.cost.presets import preset_of, published_format
 from quire.errors import ModelLoadError
 from quire.families import quantization_of
 from quire.models.checkpoint import describe, read_json
-from quire.models.hub import NAMES, config_of, locate
+from quire.models.hub import NAMES, download_config, locate
 from quire.modelspec import ModelSpec
 from quire.weight_plan import Formats
 
@@ -22,7 +22,7 @@ def precision_of(model: str, spec: ModelSpec) -> str:
     if not path.exists() and preset_of(model) is not None:
         return published_format(model) or plain
     if model not in NAMES and not path.exists():
-        return _of_config(config_of(model, None)) or plain
+        return _of_config(download_config(model, None)) or plain
     path = locate(model)
     config = path if path.suffix == ".json" else path / "config.json"
     if config.is_file():

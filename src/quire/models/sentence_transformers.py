@@ -159,7 +159,7 @@ def _modules(folder: Path) -> list[tuple[str, Fields]]:
 
 def dense_of(folder: Path) -> tuple[DenseSpec, ...]:
     """Return the linears of a model of vectors, in order. Raises as `with_sentence`."""
-    return tuple(_dense(folder / each.text("path")) for kind, each in _modules(folder) if kind == "Dense")
+    return tuple(_dense(folder / module.text("path")) for kind, module in _modules(folder) if kind == "Dense")
 
 
 def _prompts(folder: Path) -> dict[str, Any]:

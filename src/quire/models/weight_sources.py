@@ -115,7 +115,7 @@ def _source(take: Take, stored: Tensors, quantization: Quantization | None) -> S
         if scheme.encoding in RARE:
             held, expanded = _rare().held_as_rare(take, scheme)
             return Source(take, held, scheme, parts, expanded)
-        if any("index" in each and not _is_in_order(stored[each["index"]], scheme) for each in parts):
+        if any("index" in part and not _is_in_order(stored[part["index"]], scheme) for part in parts):
             held = WeightFormat("int8", None if take.shape[1] % 32 else 32)
             return Source(take, held, scheme, parts, expanded=True)
         return Source(take, _held(take, scheme), scheme, parts)
@@ -164,8 +164,8 @@ def _rare() -> Any:
 def _suffixes(scheme: Scheme) -> Parts:
     """Return part → suffix after the module's name."""
     encoding = scheme.encoding.removesuffix("_gemv")
-    found: Parts = _rare().PARTS[encoding] if encoding in RARE else _PARTS[encoding]
-    return found
+    suffixes: Parts = _rare().PARTS[encoding] if encoding in RARE else _PARTS[encoding]
+    return suffixes
 
 
 def _parts(name: str, scheme: Scheme, stored: Tensors) -> Parts:
@@ -191,9 +191,11 @@ def _is_in_order(index: StoredTensor, scheme: Scheme) -> bool:
 
 def rounded_again(sources: Mapping[str, Source]) -> tuple[str, ...]:
     """Return lines about the matrices that are not held as they are stored, where there are any."""
-    found = [(each.scheme.encoding, each.expanded) for each in sources.values() if each.scheme is not None]
-    rare = [each for each in found if each[0] in RARE]
-    count = sum(expanded for _, expanded in found) - sum(expanded for _, expanded in rare)
+    matrices = [
+        (source.scheme.encoding, source.expanded) for source in sources.values() if source.scheme is not None
+    ]
+    rare = [matrix for matrix in matrices if matrix[0] in RARE]
+    count = sum(expanded for _, expanded in matrices) - sum(expanded for _, expanded in rare)
     lines: tuple[str, ...] = _rare().remarks_of(rare) if rare else ()
     again = "expanded, and rounded again to int8 in groups of 32"
     if count:

@@ -45,10 +45,10 @@ class Lanes:
     @classmethod
     def of_rank(cls, topology: Topology, rank: int, axis: Axis, slot_bytes: int = SLOT_BYTES) -> Lanes:
         """Return where ``rank`` meets its group of ``axis``."""
-        used = [each for each in AXES if getattr(topology, each) > 1]
+        used = [axis_name for axis_name in AXES if getattr(topology, axis_name) > 1]
         ranks, first = topology.group(rank, axis), used.index(axis) * topology.world_size
-        lanes = tuple(_LANES_AT + (first + each) * _LANE_BYTES for each in ranks)
-        slots = tuple(_slots_at(topology) + (first + each) * 2 * slot_bytes for each in ranks)
+        lanes = tuple(_LANES_AT + (first + rank) * _LANE_BYTES for rank in ranks)
+        slots = tuple(_slots_at(topology) + (first + rank) * 2 * slot_bytes for rank in ranks)
         return cls(ranks, lanes, slots, slot_bytes, _ABORT_AT)
 
 

@@ -33,24 +33,24 @@ SUM_BLOCK = 256  # elements; shared memory is summed in whole blocks
 
 
 def sent(
-    kind: Kind, num_elements: float, ranks: int, taken: int, given: int, transport: Transport = "shared", index: int = 0
+    kind: Kind, num_elements: float, ranks: int, taken: int, after: int, transport: Transport = "shared", index: int = 0
 ) -> float:  # fmt: skip
     """Return the bytes that rank ``index`` of ``ranks`` sends, where each has ``num_elements`` of its own.
 
-    ``taken``, ``given``: bytes of an element before and after; they differ only for sums.
+    ``taken``, ``after``: bytes of an element before and after; they differ only for sums.
     """
     if transport == "shared":
-        if kind == "all_reduce" and given <= taken and num_elements >= ranks * SUM_BLOCK:
+        if kind == "all_reduce" and after <= taken and num_elements >= ranks * SUM_BLOCK:
             blocks = -(-num_elements // SUM_BLOCK)
             start, stop = (min(num_elements, blocks * at // ranks * SUM_BLOCK) for at in (index, index + 1))
-            return num_elements * taken - (stop - start) * (taken - given)
+            return num_elements * taken - (stop - start) * (taken - after)
         return num_elements * taken
     if kind in ("dispatch", "send"):
         return num_elements * taken
     if kind == "all_to_all":
         return num_elements * taken * (ranks - 1) / ranks
     if kind == "all_reduce" and transport == "ring":
-        return 2 * num_elements * given * (ranks - 1) / ranks
+        return 2 * num_elements * after * (ranks - 1) / ranks
     return num_elements * taken * (ranks - 1)
 
 
@@ -137,9 +137,9 @@ class _Uses:
         ranks, taken = getattr(topology, axis), taken or self.item
         if ranks > 1:
             is_sum = kind == "all_reduce"
-            given = self.item if is_sum else taken
+            after = self.item if is_sum else taken
             key = {
-                "axis": axis, "kind": kind, "size": size, "ranks": ranks, "taken": taken, "given": given, "rows": rows,
+                "axis": axis, "kind": kind, "size": size, "ranks": ranks, "taken": taken, "given": after, "rows": rows,
                 "index": getattr(self._shard.at, axis) * is_sum, "cp": topology.cp, "is_divided": is_divided,
             }  # fmt: skip
             self.counts[tuple(key.items())] = self.counts.get(tuple(key.items()), 0) + 1
@@ -196,7 +196,7 @@ def dispatches(spec: ModelSpec, ranks: int, dtype: str) -> tuple[Use, ...]:
 
 
 def step_bytes(
-    found: Iterable[Use], num_tokens: int, num_logits: int, transport: Transport = "shared"
+    uses: Iterable[Use], num_tokens: int, num_logits: int, transport: Transport = "shared"
 ) -> float:
     """Return the bytes that a rank sends in a step."""
-    return sum(use.count * use.sent(num_tokens, num_logits, transport) for use in found)
+    return sum(use.count * use.sent(num_tokens, num_logits, transport) for use in uses)

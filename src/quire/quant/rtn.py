@@ -24,7 +24,7 @@ from quire.kernels.quantized_rows import SMALLEST, num_groups
 from quire.kernels.registry import NATIVE_LEVELS, Backend, native, op
 from quire.kernels.rotation import rotate_weights
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import address, rows_of, unit_stride
+from quire.kernels.workspace import address, rows_at, unit_stride
 from quire.weight_format import BITS, WeightFormat
 
 # The largest weight of a group becomes −divisor: beyond 8 it is cut off, below it not all levels are used.
@@ -155,7 +155,7 @@ def round_to_nearest_native(isa: str, weight: Tensor, held: WeightFormat) -> Qua
     multiplier = torch.empty(num_rows, groups, dtype=torch.uint8) if held.two_level else None
     native.quantize_weights(
         num_native_threads(), isa, BITS[held.kind], held.group or in_features, weight.dtype == torch.bfloat16,
-        *rows_of(weight), num_rows, in_features, held.rotation or 0, q.data_ptr(), scale.data_ptr(),
+        *rows_at(weight), num_rows, in_features, held.rotation or 0, q.data_ptr(), scale.data_ptr(),
         address(multiplier),
     )  # fmt: skip
     return QuantizedWeight(held, q, scale, multiplier=multiplier)

@@ -70,17 +70,17 @@ class StoredMatrix:
             return self
 
         def read(start: int, stop: int) -> QuantizedWeight:
-            found, first = [], 0
+            parts, first = [], 0
             for piece in pieces:
                 begin, end = max(start - first, 0), min(stop - first, len(piece))
                 if begin < end:
-                    found.append(self.read(piece.start + begin, piece.start + end))
+                    parts.append(self.read(piece.start + begin, piece.start + end))
                 first += len(piece)
-            offsets = [part.offset for part in found if part.offset is not None]
+            offsets = [part.offset for part in parts if part.offset is not None]
             return QuantizedWeight(
                 self.format,
-                torch.cat([part.q for part in found]),
-                torch.cat([part.scale for part in found]),
+                torch.cat([part.q for part in parts]),
+                torch.cat([part.scale for part in parts]),
                 torch.cat(offsets) if offsets else None,
             )
 

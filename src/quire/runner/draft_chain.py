@@ -56,11 +56,11 @@ class DraftChain:
         self._spread = None if ids is None else torch.full((0, vocab_size), -torch.inf)
         of_head = (0, 0, 0, 0)
         if feedback is not None:
-            found, hidden = feedback.found, feedback.hidden
-            assert found.is_contiguous()
-            assert found.dtype == hidden.dtype
-            row_bytes = found.shape[1] * found.element_size()
-            of_head = (feedback.slots.ctypes.data, found.data_ptr(), hidden.data_ptr(), row_bytes)
+            hidden_rows, hidden = feedback.found, feedback.hidden
+            assert hidden_rows.is_contiguous()
+            assert hidden_rows.dtype == hidden.dtype
+            row_bytes = hidden_rows.shape[1] * hidden_rows.element_size()
+            of_head = (feedback.slots.ctypes.data, hidden_rows.data_ptr(), hidden.data_ptr(), row_bytes)
         self._native = native.DraftChain(
             tape.native, backend, tuple(array.ctypes.data for array in step), buffers.max_tokens,
             table.shape[1], block_size, lag, logits.data_ptr(), vocab_size, logits.shape[1],

@@ -77,7 +77,7 @@ class PromptOutput(NamedTuple):
     error: str | None = None
 
 
-def spans_of(plans: Sequence[SeqPlan], prompts: Sequence[PromptState | None]) -> list[Span]:
+def scored_spans(plans: Sequence[SeqPlan], prompts: Sequence[PromptState | None]) -> list[Span]:
     """Return the wanted tokens of a step over ``plans``, whose sequences have ``prompts``, in their order."""
     spans: list[Span] = []
     before = 0  # tokens of the step

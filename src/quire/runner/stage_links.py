@@ -44,7 +44,7 @@ class StageLinks:
         self.entering: Hidden | None = None
         if before is not None:
             dtypes = dtype, torch.float32, *[dtype] * num_taps
-            self.entering = tuple(torch.empty(max_tokens, hidden_size, dtype=each) for each in dtypes)
+            self.entering = tuple(torch.empty(max_tokens, hidden_size, dtype=dtype) for dtype in dtypes)
 
     def receive(self, num_tokens: int) -> Hidden | None:
         """Wait for the hidden states of the next step, which has ``num_tokens``; None on the first stage.

@@ -137,14 +137,14 @@ class LiveLog:
         for step in steps:
             for gone in step.plan.gone:
                 prompts.pop(gone, None)
-            for each in step.plan.new_seqs:
-                num_known = len(each.prompt_token_ids) + len(each.output_token_ids)
-                new.append((each.seq_id, each.epoch, len(each.prompt_token_ids), step.planned_s))
-                prompts[each.seq_id] = num_known
-                if not each.epoch:
-                    prompt = each.prompt_token_ids
+            for new_seq in step.plan.new_seqs:
+                num_known = len(new_seq.prompt_token_ids) + len(new_seq.output_token_ids)
+                new.append((new_seq.seq_id, new_seq.epoch, len(new_seq.prompt_token_ids), step.planned_s))
+                prompts[new_seq.seq_id] = num_known
+                if not new_seq.epoch:
+                    prompt = new_seq.prompt_token_ids
                     sums["new_tokens"] += len(prompt)
-                    sums["shared_tokens"] += self._shared(prompt, each.adapter_slot, block_size)
+                    sums["shared_tokens"] += self._shared(prompt, new_seq.adapter_slot, block_size)
             sums["count"] += 1
             sums["seqs"] += len(step.plan.seqs)
             for plan, result in zip(step.plan.seqs, step.result.seqs, strict=False):

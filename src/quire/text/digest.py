@@ -38,13 +38,13 @@ def digests(root: bytes, text: bytes, piece_bytes: int) -> list[bytes]:
     return chain
 
 
-def text_of(body: Mapping[str, Any]) -> bytes:
+def digested_text(body: Mapping[str, Any]) -> bytes:
     """Return the text of a request in any of the dialects, in the order in which a model reads it."""
-    return b"\0".join(texts_of(body))
+    return b"\0".join(digested_parts(body))
 
 
-def texts_of(body: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the parts of `text_of`, in order."""
+def digested_parts(body: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield the parts of `digested_text`, in order."""
     for key in ("system", "instructions"):  # Anthropic, Responses
         if body.get(key):
             yield _text(body[key])

@@ -105,8 +105,8 @@ class Tokenizer:
                 encoding = self._backend.encode(first, second)
             except TypeError as error:
                 raise _no_unicode() from error
-        kept = range(len(encoding.ids)) if keep is None else keep(encoding.sequence_ids)
-        ids, types = ([values[i] for i in kept] for values in (encoding.ids, encoding.type_ids))
+        places = range(len(encoding.ids)) if keep is None else keep(encoding.sequence_ids)
+        ids, types = ([values[i] for i in places] for values in (encoding.ids, encoding.type_ids))
         return ids, types.index(1) if 1 in types else 0
 
     def encode_long(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:

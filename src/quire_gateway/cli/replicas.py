@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from quire.args import EngineArgs, ServerArgs, flag_name, parts_of
+from quire.args import EngineArgs, ServerArgs, comma_list, flag_name
 from quire.cli.clients import guide, model_names
 from quire.cores import core_groups
 from quire.engine.restarts import Restarts
@@ -81,7 +81,7 @@ def serve_replicas(settings: dict[str, Any], args: ServerArgs, num: int) -> int:
     replicas = Replicas(shared, core_groups(num), args.max_restarts)
     status = run_gateway(
         GatewayConfig(server=gateway_args(args, key)),
-        beside=guided(replicas.running, args, (parts_of(args.served_model_name) or (model,))[0]),
+        beside=guided(replicas.running, args, (comma_list(args.served_model_name) or (model,))[0]),
         extend=batches,
     )
     return status or replicas.status
@@ -99,8 +99,8 @@ def gateway_args(args: ServerArgs, admin_key: str) -> GatewayArgs:
         batch_dir=args.batch_dir,
         max_file_mib=args.max_file_mib,
         drain_timeout_s=args.drain_timeout_s,
-        cors_origins=parts_of(args.cors_origins),
-        allowed_hosts=parts_of(args.allowed_hosts),
+        cors_origins=comma_list(args.cors_origins),
+        allowed_hosts=comma_list(args.allowed_hosts),
         stand_ins=model_names(args.clients),
     )
 

@@ -159,14 +159,14 @@ def _differ(want: RecordedSample, have: RecordedSample) -> str | None:
     return None
 
 
-def _ttft_s(each: RecordedRequest) -> float | None:
-    return min((s.ttft_s for s in each.samples if s.ttft_s is not None), default=None)
+def _ttft_s(request: RecordedRequest) -> float | None:
+    return min((s.ttft_s for s in request.samples if s.ttft_s is not None), default=None)
 
 
-def _tpot_s(each: RecordedRequest) -> float | None:
+def _tpot_s(request: RecordedRequest) -> float | None:
     times = [
         (s.e2el_s - s.ttft_s) / (len(s.token_ids) - 1)
-        for s in each.samples
+        for s in request.samples
         if s.ttft_s is not None and s.e2el_s is not None and len(s.token_ids) > 1
     ]
     return statistics.mean(times) if times else None
@@ -180,22 +180,24 @@ def _median(name: str, pairs: Sequence[tuple[float | None, float | None]]) -> Me
 
 
 def report(
-    recorded: Mapping[str, str], here: Mapping[str, str], found: Comparison, allowed: float
+    recorded: Mapping[str, str], here: Mapping[str, str], comparison: Comparison, allowed: float
 ) -> tuple[str, bool]:
     """Return the table, and whether anything drifts beyond what is allowed."""
     exact = recorded.get("determinism") == here["determinism"] == "exact"
-    lines = [f"requests  {found.num_requests} compared, {found.num_skipped} without tokens left out"]
+    lines = [
+        f"requests  {comparison.num_requests} compared, {comparison.num_skipped} without tokens left out"
+    ]
     for name in ("model", "fingerprint", "kernels", "formats", "device", "quire"):
         if recorded.get(name) != here[name]:
             lines.append(f"{name:9} recorded {recorded.get(name)}, here {here[name]}")
-    num_equal = "all equal" if not found.differences else f"{len(found.differences)} samples differ"
-    lines.append(f"tokens    {found.num_tokens} recorded, {num_equal}")
-    lines += [f"          {text}" for text in found.differences[:10]]
-    if found.differences and not exact:
+    num_equal = "all equal" if not comparison.differences else f"{len(comparison.differences)} samples differ"
+    lines.append(f"tokens    {comparison.num_tokens} recorded, {num_equal}")
+    lines += [f"          {text}" for text in comparison.differences[:10]]
+    if comparison.differences and not exact:
         lines.append("          no drift: tokens depend on the batch here, or did when they were recorded")
     lines.append(f"{'p50':9} {'recorded':>12} {'now':>12} {'change':>8} {'allowed':>8}")
-    drifts = bool(found.differences) and exact
-    for median in found.medians:
+    drifts = bool(comparison.differences) and exact
+    for median in comparison.medians:
         if median.recorded_s is None or median.now_s is None:
             lines.append(f"{median.name:9} {'-':>12} {'-':>12}")
             continue

@@ -18,7 +18,7 @@ from quire.config import EngineConfig
 from quire.cost.cost_model import CostModel
 from quire.cost.draft_cost import DraftCost, MeasuredDrafts, fit_drafts
 from quire.cost.fit import FOLDS, FitError, MeasuredStep, cross_validate, fit
-from quire.cost.kept_profiles import machine_of, place_of, settings_of
+from quire.cost.kept_profiles import machine_of, profile_path, profiled_settings
 from quire.cost.links import LinkCost, Links, RankedSteps
 from quire.cost.profile import HostCost, Profile, Spread, fit_steps, read_steps
 from quire.cost.ranks import cuts_rows
@@ -54,8 +54,8 @@ def profile(engine_args: EngineArgs, args: ProfileArgs, serve_flags: Sequence[st
         ConfigError: the file cannot be written, or the settings leave nothing to measure.
     """
     config, checkpoint = configure(engine_args, detect_device())
-    machine, settings = machine_of(config), settings_of(config)
-    out = place_of(config.model.name, machine, settings) if args.out is None else Path(args.out)
+    machine, settings = machine_of(config), profiled_settings(config)
+    out = profile_path(config.model.name, machine, settings) if args.out is None else Path(args.out)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {args.out}: the folder {out.absolute().parent} does not exist")
     defaults = asdict(checkpoint.generation)
@@ -109,9 +109,9 @@ def _logged(path: str) -> _Steps:
     return _Steps(fit.executor, fit.points, fit.host, fit.draft)
 
 
-def _measured(config: EngineConfig, given: Mapping[str, Any], seconds: float) -> _Steps:
+def _measured(config: EngineConfig, chosen: Mapping[str, Any], seconds: float) -> _Steps:
     _warn_if_busy()
-    sampling = SamplingParams(max_tokens=None, seed=1, **given)
+    sampling = SamplingParams(max_tokens=None, seed=1, **chosen)
     points, drafts, spread = measure_steps(config, sampling, seconds, WallClock())
     return _Steps(fit(points), tuple(points), draft=fit_drafts(drafts), spread=spread, is_cut=spread is None)
 

@@ -336,12 +336,12 @@ def _with_decodes(case: Case, plans: Sequence[SeqPlan]) -> StepFeatures:
     )
 
 
-def _next(plan: SeqPlan, found: SeqResult) -> SeqPlan:
+def _next(plan: SeqPlan, outcome: SeqResult) -> SeqPlan:
     """Return the next step of a decode: with the drafts that the executor has for it."""
     return plan._replace(
-        num_computed_tokens=plan.num_computed_tokens + len(found.token_ids),
-        num_scheduled_tokens=1 + found.num_next_drafts,
-        num_draft_tokens=found.num_next_drafts,
+        num_computed_tokens=plan.num_computed_tokens + len(outcome.token_ids),
+        num_scheduled_tokens=1 + outcome.num_next_drafts,
+        num_draft_tokens=outcome.num_next_drafts,
         block_start=(),
         new_block_ids=(),
     )

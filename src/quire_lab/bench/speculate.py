@@ -193,14 +193,14 @@ def _setting(
     return setting
 
 
-def table(found: Sequence[Setting]) -> str:
+def table(settings: Sequence[Setting]) -> str:
     """Return the settings as a Markdown table."""
     lines = [
         "| batch | drafts | tokens/s | × plain | formula | v = 1 | tokens per round | theory | c | v | α by position "
         "| first round |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for setting in found:
+    for setting in settings:
         cells: list[Any] = [
             setting.batch,
             setting.name,
@@ -229,10 +229,10 @@ COLOURS = ("#888888", "#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#f
 WIDTH, HEIGHT, EDGE = 640, 400, 48  # pixels
 
 
-def plot(found: Sequence[Setting]) -> str:
+def plot(settings: Sequence[Setting]) -> str:
     """Return an SVG of the speed-up against the batch size, one line per number of drafts."""
-    batches = sorted({setting.batch for setting in found})
-    top = 1.1 * max(setting.speedup for setting in found)
+    batches = sorted({setting.batch for setting in settings})
+    top = 1.1 * max(setting.speedup for setting in settings)
     step = (WIDTH - 2 * EDGE - 80) / max(1, len(batches) - 1)
     x = {batch: EDGE + place * step for place, batch in enumerate(batches)}
 
@@ -247,8 +247,8 @@ def plot(found: Sequence[Setting]) -> str:
         parts.append(f'<text x="{x[batch]:.0f}" y="{HEIGHT - EDGE + 18}" text-anchor="middle">{batch}</text>')
     for tick in range(int(2 * top) + 1):
         parts.append(f'<text x="8" y="{y(tick / 2) + 4:.0f}">{tick / 2:g}×</text>')
-    for place, name in enumerate(dict.fromkeys(setting.name for setting in found)):
-        own = [setting for setting in found if setting.name == name]
+    for place, name in enumerate(dict.fromkeys(setting.name for setting in settings)):
+        own = [setting for setting in settings if setting.name == name]
         points = " ".join(f"{x[setting.batch]:.1f},{y(setting.speedup):.1f}" for setting in own)
         colour = COLOURS[place % len(COLOURS)]
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from quire.args import EngineArgs, ServerArgs, parts_of, settings_of
+from quire.args import EngineArgs, ServerArgs, comma_list, settings_of
 from quire.cli.flags import PlanArgs, command_with
 from quire.cost.hardware import hardware_table
 from quire.cost.presets import presets
@@ -70,7 +70,7 @@ def cockpit(url: str, host: str, port: int, admin_url: str | None, hosts: str | 
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000.")
     sock = bind(host, port)
-    address, names = sock.getsockname()[0], parts_of(hosts)
+    address, names = sock.getsockname()[0], comma_list(hosts)
     sock.close()
     rules = BrowserRules(hosts=allowed_hosts(address, names))
     with tempfile.TemporaryDirectory(prefix="quire-page-") as folder:
@@ -96,7 +96,7 @@ def commands_of(*, local: bool) -> bytes:
     }
     choices: dict[str, tuple[str, ...]] = {}
     for kind in (ServerArgs, EngineArgs, ServeBenchArgs, SimulateArgs, PlanArgs):
-        choices |= {name: each.choices for name, each in settings_of(kind).items()}
+        choices |= {name: setting.choices for name, setting in settings_of(kind).items()}
     model = {
         "name": "model",
         "flag": "",
@@ -107,20 +107,20 @@ def commands_of(*, local: bool) -> bytes:
     commands = {"plan": command_with(PlanArgs, skip=("model",))(_plan), "simulate": simulate}
     by_command: dict[str, list[dict[str, Any]]] = {"plan": [model], "simulate": []}
     for command, function in commands.items():
-        for each in inspect.signature(function).parameters.values():
-            if each.name not in HIDDEN:
-                python_type, option = get_args(each.annotation)
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.name not in HIDDEN:
+                python_type, option = get_args(parameter.annotation)
                 name, _, negative = str(option.default).partition("/")
                 is_bool = bool in get_args(python_type)
                 by_command[command].append(
                     {
-                        "name": each.name,
+                        "name": parameter.name,
                         "flag": name,
                         "help": option.help,
                         "panel": option.rich_help_panel,
-                        "kind": "bool" if is_bool else "choice" if choices.get(each.name) else "text",
-                        "choices": choices.get(each.name, ()),
-                        "suggested": suggested.get(each.name, ()),
+                        "kind": "bool" if is_bool else "choice" if choices.get(parameter.name) else "text",
+                        "choices": choices.get(parameter.name, ()),
+                        "suggested": suggested.get(parameter.name, ()),
                         "negative": negative if "(on" in option.help else "",
                     }
                 )

@@ -30,17 +30,17 @@ def run(
     return 0
 
 
-def _print(url: str, found: Diagnosis) -> None:
-    out, f = console(), found.figures
+def _print(url: str, diagnosis: Diagnosis) -> None:
+    out, f = console(), diagnosis.figures
     out.print(
         f"[bold]{url}[/bold] {f.model}, {f.seconds:.1f} s: {f.requests:.0f} requests ended, "
         f"{f.prompt_tokens / f.seconds:,.0f} prompt and {f.output_tokens / f.seconds:,.0f} output tokens/s, "
         f"{f.running:.1f} running, {f.waiting:.1f} waiting, KV cache {f.kv_usage:.0%} full",
         highlight=False,
     )
-    if text := _VERDICTS.get(found.verdict):
+    if text := _VERDICTS.get(diagnosis.verdict):
         out.print(text, highlight=False)
-    for number, finding in enumerate(found.findings, 1):
+    for number, finding in enumerate(diagnosis.findings, 1):
         out.print(
             f"\n[bold]{number}. {finding.what}[/bold] [dim]({finding.name}; costs about {finding.cost:.0%})[/dim]",
             highlight=False,

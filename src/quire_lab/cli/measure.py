@@ -94,9 +94,9 @@ def profile(model: ModelArgument = None, *, settings: dict[str, Any]) -> None:
     """Measure this machine's steps, for plan, simulate and serve --slo."""
     from quire_lab.bench.profile import profile
 
-    given = with_model(model, settings)
-    flags = as_flags({k: v for k, v in given.items() if k != "model" and k not in SPECULATION})
-    raise typer.Exit(profile(pick(EngineArgs, given), pick(ProfileArgs, given), flags))
+    every = with_model(model, settings)
+    flags = as_flags({k: v for k, v in every.items() if k != "model" and k not in SPECULATION})
+    raise typer.Exit(profile(pick(EngineArgs, every), pick(ProfileArgs, every), flags))
 
 
 # Settings of the engine that change what a model computes, or how fast.
@@ -115,12 +115,12 @@ class EvalCommand(SettingsCommand):
 
 def with_original(args: list[str]) -> list[str]:
     """Return ``args`` with fp32 behind an ``--against`` that no value follows."""
-    found: list[str] = []
+    completed: list[str] = []
     for arg, following in zip(args, [*args[1:], "-"], strict=True):
-        found.append(arg)
+        completed.append(arg)
         if arg == "--against" and following.startswith("-"):
-            found.append(FP32)
-    return found
+            completed.append(FP32)
+    return completed
 
 
 @eval_app.command("eval", cls=EvalCommand)

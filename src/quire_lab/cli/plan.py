@@ -52,60 +52,60 @@ NUM_REQUESTS = 300  # requests that --search simulates
 MEANS = 10_000  # lengths of a distribution whose mean is taken
 
 
-def question_of(asked: PlanArgs) -> Question:
+def question_of(args: PlanArgs) -> Question:
     """Return the question that the flags ask.
 
     Raises:
         ConfigError: a flag is wrong; the message says what is allowed.
         ModelLoadError, UnsupportedModelError: the model's configuration cannot be read.
     """
-    hardware = hardware_of(asked)
-    spec = spec_of(asked.model)  # may ask the hub, so the errors above come first
-    isl, osl = lengths_of(asked.workload)
-    weights = weights_of(asked.model, asked.quantize, spec, hardware)
-    kv_dtype = asked.kv_dtype or "bf16"
+    hardware = hardware_of(args)
+    spec = spec_of(args.model)  # may ask the hub, so the errors above come first
+    isl, osl = mean_lengths(args.workload)
+    weights = weights_of(args.model, args.quantize, spec, hardware)
+    kv_dtype = args.kv_dtype or "bf16"
     if kv_dtype not in ("bf16", "fp8", "int8"):
         raise ConfigError(f"--kv-dtype {kv_dtype!r} must be one of bf16, fp8, int8")
-    if asked.count < 1:
-        raise ConfigError(f"--count {asked.count} must be at least 1")
-    if asked.rate is not None and asked.rate <= 0:
-        raise ConfigError(f"--rate {asked.rate:g} must be more than 0 requests per second")
-    if not 0 <= asked.prefix < isl:
+    if args.count < 1:
+        raise ConfigError(f"--count {args.count} must be at least 1")
+    if args.rate is not None and args.rate <= 0:
+        raise ConfigError(f"--rate {args.rate:g} must be more than 0 requests per second")
+    if not 0 <= args.prefix < isl:
         raise ConfigError(
-            f"--prefix {asked.prefix} must be in 0…{isl - 1}, less than the prompt's {isl} tokens"
+            f"--prefix {args.prefix} must be in 0…{isl - 1}, less than the prompt's {isl} tokens"
         )
-    engine = asked.engine or ("cpu" if hardware.kind == "cpu" else "default")
+    engine = args.engine or ("cpu" if hardware.kind == "cpu" else "default")
     efficiency_of(engine, hardware, spec, weights.precision)  # refuses an unknown name
-    concurrency = asked.concurrency if asked.rate is None else None
+    concurrency = args.concurrency if args.rate is None else None
     return Question(
-        model=asked.model,
+        model=args.model,
         spec=spec,
         hardware=hardware,
-        count=asked.count,
-        load=Load(isl, osl, asked.rate, concurrency if asked.rate or concurrency else 1, asked.prefix),
+        count=args.count,
+        load=Load(isl, osl, args.rate, concurrency if args.rate or concurrency else 1, args.prefix),
         engine=engine,
-        slo=Slo.parse(asked.slo) if asked.slo else None,
+        slo=Slo.parse(args.slo) if args.slo else None,
         precision=weights.precision,
         own_precision=weights.own_precision,
         stored=weights.stored,
         forms=weights.forms,
         kv_dtype=kv_dtype,
-        context=asked.context,
-        max_num_batched_tokens=asked.max_num_batched_tokens or (2048 if hardware.kind == "cpu" else 8192),
-        max_num_seqs=asked.max_num_seqs,
-        long_prefill_token_threshold=asked.long_prefill_token_threshold,
-        objective=asked.objective,
-        split=parse_split(asked.split, spec, asked.count) if asked.split else None,
-        draft=draft_of(asked.draft) if asked.draft else None,
-        links=_links(asked, hardware),
+        context=args.context,
+        max_num_batched_tokens=args.max_num_batched_tokens or (2048 if hardware.kind == "cpu" else 8192),
+        max_num_seqs=args.max_num_seqs,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        objective=args.objective,
+        split=parse_split(args.split, spec, args.count) if args.split else None,
+        draft=draft_of(args.draft) if args.draft else None,
+        links=_links(args, hardware),
     )
 
 
-def _links(asked: PlanArgs, hardware: Hardware) -> Links | None:
+def _links(args: PlanArgs, hardware: Hardware) -> Links | None:
     """Return the links of the profile that is given, or that was kept of this machine."""
-    path = asked.profile
+    path = args.profile
     if path is None:
-        profile = kept(asked.model) if hardware.name == HERE else None
+        profile = kept(args.model) if hardware.name == HERE else None
         return None if profile is None else profile[1].links
     links = load_profile(Path(path)).links
     if links is None:
@@ -131,39 +131,39 @@ def draft_of(text: str) -> Draft:
     return Draft(model, None if model == "ngram" else spec_of(model), acceptance, num_drafts)
 
 
-def hardware_of(asked: PlanArgs) -> Hardware:
+def hardware_of(args: PlanArgs) -> Hardware:
     """Return the requested device, at the price that is given."""
-    if asked.price is not None and asked.price <= 0:
-        raise ConfigError(f"--price {asked.price:g} must be more than 0 USD an hour")
-    hardware = _spread(asked, _device(asked))
-    if asked.price is not None:
-        hardware = replace(hardware, price=Price(asked.price, "--price", "as given"))
+    if args.price is not None and args.price <= 0:
+        raise ConfigError(f"--price {args.price:g} must be more than 0 USD an hour")
+    hardware = _spread(args, _device(args))
+    if args.price is not None:
+        hardware = replace(hardware, price=Price(args.price, "--price", "as given"))
     return replace(
-        hardware, watts=asked.watts or hardware.watts, purchase_usd=asked.purchase or hardware.purchase_usd
+        hardware, watts=args.watts or hardware.watts, purchase_usd=args.purchase or hardware.purchase_usd
     )
 
 
-def _spread(asked: PlanArgs, device: Hardware) -> Hardware:
+def _spread(args: PlanArgs, device: Hardware) -> Hardware:
     """Return ``device`` with what joins those of a machine, and of several."""
-    nodes = asked.nodes
+    nodes = args.nodes
     if nodes is None:
         return device
     if device.kind != "cpu":
         raise ConfigError(f"--nodes {nodes} is for CPUs: the hardware table says which GPUs a link joins")
-    if asked.count % nodes:
-        raise ConfigError(f"--nodes {nodes} must divide --count {asked.count}, the CPUs of all machines")
-    return replace(device, domain=asked.count // nodes, network_bandwidth=asked.network_gb_s * 1e9)
+    if args.count % nodes:
+        raise ConfigError(f"--nodes {nodes} must divide --count {args.count}, the CPUs of all machines")
+    return replace(device, domain=args.count // nodes, network_bandwidth=args.network_gb_s * 1e9)
 
 
-def _device(asked: PlanArgs) -> Hardware:
+def _device(args: PlanArgs) -> Hardware:
     """Return the requested device: by default this machine's GPU, else its CPU, measured now (``--cpu``)."""
-    if asked.cpu and asked.gpu is not None:
+    if args.cpu and args.gpu is not None:
         raise ConfigError(
             "--gpu NAME and --cpu: give one of them; without both, the plan is for this machine"
         )
-    if asked.gpu is not None:
-        return find_hardware(asked.gpu)
-    device = detect_device("cpu" if asked.cpu else "auto")
+    if args.gpu is not None:
+        return find_hardware(args.gpu)
+    device = detect_device("cpu" if args.cpu else "auto")
     if device.kind == "cuda":
         return hardware_named(device.name)
     if not device.native:
@@ -174,7 +174,7 @@ def _device(asked: PlanArgs) -> Hardware:
     return this_machine(device, device.num_cores)
 
 
-def lengths_of(workload: str) -> tuple[int, int]:
+def mean_lengths(workload: str) -> tuple[int, int]:
     """Return the mean (prompt, output) tokens of what ``--workload`` names."""
     if (lengths := parse_workload(workload)) is not None:
         prompt, output = (statistics.fmean(distribution.draw(MEANS, Random(0))) for distribution in lengths)
@@ -246,25 +246,25 @@ def serve_command(plan: CapacityPlan) -> tuple[str, list[str]]:
     return " ".join(["quire serve", q.model, *flags]), lacking
 
 
-def plan(asked: PlanArgs) -> int:
+def plan(args: PlanArgs) -> int:
     """Print the plan; return 0, or 2 where nothing fits."""
-    if asked.gpu == "list":
-        return show_hardware(as_json=asked.json)
-    question = question_of(asked)
-    other = read_plan(asked.compare) if asked.compare else None
-    tries = search(question, asked.workload) if asked.search else None
+    if args.gpu == "list":
+        return show_hardware(as_json=args.json)
+    question = question_of(args)
+    other = read_plan(args.compare) if args.compare else None
+    tries = search(question, args.workload) if args.search else None
     answer = plan_capacity(question)
     command, lacking = serve_command(answer)
     measured = measured_here(answer)
-    explained = explain(answer, asked.api_price, asked.power_price, asked.people) if asked.explain else []
-    if asked.json:
+    explained = explain(answer, args.api_price, args.power_price, args.people) if args.explain else []
+    if args.json:
         report = answer.as_dict() | {"command": command, "remarks": lacking}
         report["predicted"] |= {"by_engine": figures} if (figures := by_engine(answer)) else {}
         report["advice"] = [step.as_dict() for step in advice(answer)]
         report["measured"] = measured
         report["forms"] = [form.as_dict() for form in question.forms]
         report["arithmetic"] = [one.as_dict() for one in planned_products(question)]
-        if asked.explain:
+        if args.explain:
             report["explain"] = [asdict(line) for line in explained]
         if other is not None:
             report["compare"] = [asdict(row) for row in compare(other, report)]

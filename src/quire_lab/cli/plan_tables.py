@@ -98,13 +98,13 @@ def _clients(count: int) -> str:
     return f"{count} client{'s' * (count > 1)}"
 
 
-def search_table(found: Found) -> Table:
+def search_table(search: Found) -> Table:
     """Return a table of the simulated settings, the cheapest first."""
     table = Table(
         "TP", "replicas", "chunk", "USD/h", "within SLO", "TTFT p95", "TPOT p95", box=None, pad_edge=False
     )
-    for tried in sorted(found.tried, key=lambda t: (t.cost, -t.share)):
-        s, style = tried.setting, "bold" if tried is found.best else ""
+    for tried in sorted(search.tried, key=lambda t: (t.cost, -t.share)):
+        s, style = tried.setting, "bold" if tried is search.best else ""
         usd = "unknown" if tried.usd_per_hour is None else f"{tried.usd_per_hour:.2f}"
         late = [f"{ms:.0f} ms" if ms is not None else "" for ms in (tried.ttft_p95_ms, tried.tpot_p95_ms)]
         cells = (str(s.tp), str(s.replicas), str(s.max_num_batched_tokens), usd, f"{tried.share:.1%}", *late)

@@ -48,16 +48,16 @@ def weights_of(model: str, quantize: str | None, spec: ModelSpec, hardware: Hard
         )
     if files is None:
         return PlannedWeights(precision, own)
-    kept = {
-        name: held if is_cpu else held.wide
-        for name, held in files.items()
-        if held.kind != "fp8" or not is_cpu
+    formats = {
+        name: form if is_cpu else form.wide
+        for name, form in files.items()
+        if form.kind != "fp8" or not is_cpu
     }
     if precision in ROUNDED and precision != own:
-        plan_weights(spec, kept, precision, None)
-    stored = tuple(kept.items()) if kept and precision == own else None
-    found = forms(spec, files, _dtype(spec), detect_device("cpu")) if is_cpu else []
-    return PlannedWeights(precision, own, stored, tuple(found))
+        plan_weights(spec, formats, precision, None)
+    stored = tuple(formats.items()) if formats and precision == own else None
+    possible = forms(spec, files, _dtype(spec), detect_device("cpu")) if is_cpu else []
+    return PlannedWeights(precision, own, stored, tuple(possible))
 
 
 def planned_products(q: Question) -> list[Product]:

@@ -9,7 +9,16 @@ from typing import Any
 from nicegui import background_tasks, ui
 from nicegui.element import Element
 
-from quire_lab.cockpit.chat_request import FORMS, SAMPLING, STOPPED, Talk, bar_of, body_of, end_of, event_of
+from quire_lab.cockpit.chat_request import (
+    FORMS,
+    SAMPLING,
+    STOPPED,
+    Talk,
+    bar_of,
+    body_of,
+    chunk_event,
+    end_of,
+)
 from quire_lab.cockpit.conversations import Keeper, begin_anew, put_back
 from quire_lab.cockpit.visitors import Visitor
 from quire_lab.cockpit.watched import Failed, Watched
@@ -162,7 +171,7 @@ class Pane:
     async def _stream(
         self,
         answer: Answer,
-        told: list[dict[str, Any]],
+        messages: list[dict[str, Any]],
         turn: dict[str, Any],
         waiting: list[dict[str, Any]],
         *,
@@ -173,12 +182,12 @@ class Pane:
         timing: dict[str, Any] = {}
         usage: dict[str, Any] = {}
         route: dict[str, str] = {}
-        body = body_of(self._talk, self._talk.models[self._index], told, goes_on=goes_on)
+        body = body_of(self._talk, self._talk.models[self._index], messages, goes_on=goes_on)
         turn["max_tokens"] = body.get("max_tokens")
         stream = self._watched.stream("/v1/chat/completions", body, self._visitor.key)
         try:
             async for chunk in stream:
-                event = event_of(chunk)
+                event = chunk_event(chunk)
                 timing = chunk.get("timing") or timing
                 route = chunk.get("route") or route
                 usage = chunk.get("usage") or usage
@@ -223,12 +232,12 @@ async def show_chat(watched: Watched, visitor: Visitor) -> None:
         begin_anew(talk)
         draw()
 
-    def restored(kept: Any) -> None:
+    def restored(saved: Any) -> None:
         if is_fresh and not any(talk.turns):
-            opened(kept)
+            opened(saved)
 
-    def opened(kept: Any) -> None:
-        if put_back(talk, kept):
+    def opened(saved: Any) -> None:
+        if put_back(talk, saved):
             draw()
 
     with ui.element("div").classes("qc-chat"):

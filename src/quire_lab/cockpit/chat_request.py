@@ -90,7 +90,7 @@ def _json(text: str, what: str) -> Any:
         raise Failed(f"{what}: no JSON ({error}).") from None
 
 
-def event_of(chunk: dict[str, Any]) -> dict[str, Any]:
+def chunk_event(chunk: dict[str, Any]) -> dict[str, Any]:
     """Return what the browser draws of a chunk of a stream; ``finish``: why the answer has ended."""
     event: dict[str, Any] = {}
     if "error" in chunk:

@@ -62,10 +62,10 @@ def conversation_of(talk: Talk) -> dict[str, Any]:
     }
 
 
-def put_back(talk: Talk, kept: Any) -> bool:
+def put_back(talk: Talk, saved: Any) -> bool:
     """Make ``talk`` the conversation that a browser has kept; return False where it is none."""
     try:
-        conversation = msgspec.convert(kept, Conversation)
+        conversation = msgspec.convert(saved, Conversation)
     except msgspec.ValidationError:
         return False
     turns: list[list[dict[str, Any]]] = msgspec.to_builtins(conversation.turns)

@@ -64,7 +64,7 @@ def value_of(name: str, values: Mapping[str, Any]) -> Any:
     return ",".join(f"{part.name}={text}{part.unit}" for part, text in texts.items() if text)
 
 
-def arguments_of(flags: Sequence[Flag], values: Mapping[str, Any]) -> list[str]:
+def command_arguments(flags: Sequence[Flag], values: Mapping[str, Any]) -> list[str]:
     """Return the command's arguments for the fields that are filled in."""
     first, rest = [], []
     for flag in flags:

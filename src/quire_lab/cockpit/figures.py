@@ -33,11 +33,11 @@ def count(value: float | None) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def percent(part: float, whole: float) -> str:
+def percent(part: float, total: float) -> str:
     """Return a share."""
-    if whole <= 0:
+    if total <= 0:
         return "–"
-    share = 100 * part / whole
+    share = 100 * part / total
     return f"{share:.1f} %" if 0 < share < 10 else f"{share:.0f} %"
 
 

@@ -21,7 +21,7 @@ import msgspec
 from nicegui import background_tasks, ui
 
 from quire.executor.child_process import child_environment
-from quire_lab.cockpit.fields import FIRST, LOOKS, Flag, arguments_of, in_labels
+from quire_lab.cockpit.fields import FIRST, LOOKS, Flag, command_arguments, in_labels
 from quire_lab.cockpit.picture import PictureView
 from quire_lab.cockpit.results import Request, plan_picture, simulate_picture
 from quire_lab.cockpit.visitors import Visitor
@@ -76,7 +76,7 @@ def command_line(command: str, arguments: Sequence[str]) -> str:
     return shlex.join(["quire", command, *arguments])
 
 
-async def answer_of(command: str, arguments: Sequence[str], *, local: bool) -> Picture:
+async def command_picture(command: str, arguments: Sequence[str], *, local: bool) -> Picture:
     """Run a command with low priority and return its answer as a picture. Cancelling ends it.
 
     Raises:
@@ -218,7 +218,7 @@ class _Form:
         self._line.text = self._said()
 
     def _said(self) -> str:
-        return command_line(self._command, arguments_of(self._flags, self._filled.values))
+        return command_line(self._command, command_arguments(self._flags, self._filled.values))
 
     def _buttons(self) -> None:
         with ui.element("div").classes("qc-panel"):
@@ -246,10 +246,10 @@ class _Form:
 
     async def _answer(self) -> None:
         self._busy.visible = True
-        arguments = arguments_of(self._flags, self._filled.values)
+        arguments = command_arguments(self._flags, self._filled.values)
         line = command_line(self._command, arguments)
         try:
-            result = Result(line, await answer_of(self._command, arguments, local=self._local))
+            result = Result(line, await command_picture(self._command, arguments, local=self._local))
         except Failed as error:
             result = Result(line, problem=in_labels(str(error), self._flags))
         finally:

@@ -34,48 +34,48 @@ class Request(msgspec.Struct, frozen=True):
     num_output_tokens: int = 0
 
 
-def plan_picture(said: Said) -> Picture:
+def plan_picture(report: Said) -> Picture:
     """Return the picture of the JSON of ``quire plan``."""
-    device = said["hardware"]
-    title = f"{said['model']} on {device['count']} × {device['title']}: {_verdict(said)}"
+    device = report["hardware"]
+    title = f"{report['model']} on {device['count']} × {device['title']}: {_verdict(report)}"
     parts: list[Part] = []
-    predicted = said.get("predicted")
+    predicted = report.get("predicted")
     if predicted:
-        parts += [_plan_facts(said, predicted), *_latencies(said, predicted)]
-    parts.append(_memory(said))
-    if said.get("advice"):
-        parts.append(_advice(said))
-    parts.append(Table("How the split was chosen", ("",), tuple((reason,) for reason in said["reasons"])))
+        parts += [_plan_facts(report, predicted), *_latencies(report, predicted)]
+    parts.append(_memory(report))
+    if report.get("advice"):
+        parts.append(_advice(report))
+    parts.append(Table("How the split was chosen", ("",), tuple((reason,) for reason in report["reasons"])))
     for name, heading in (("explain", "Where the figures come from"), ("compare", "Beside the other plan")):
-        if said.get(name):
-            parts.append(_table(heading, said[name]))
-    if said.get("search"):
-        parts.append(_table("Settings that were simulated", said["search"]["tried"]))
+        if report.get(name):
+            parts.append(_table(heading, report[name]))
+    if report.get("search"):
+        parts.append(_table("Settings that were simulated", report["search"]["tried"]))
     return Picture(title, tuple(parts))
 
 
-def _verdict(said: Said) -> str:
-    if not said["fits"]:
+def _verdict(report: Said) -> str:
+    if not report["fits"]:
         return "it does not fit"
-    predicted = said.get("predicted") or {}
+    predicted = report.get("predicted") or {}
     if predicted.get("saturated"):
         return "it fits, and the load is more than it can take"
-    if predicted.get("meets_slo") is None or not said.get("slo"):
+    if predicted.get("meets_slo") is None or not report.get("slo"):
         return "it fits"
     return "it fits and holds the targets" if predicted["meets_slo"] else "it fits, and misses the targets"
 
 
-def _plan_facts(said: Said, predicted: Said) -> Facts:
-    split = {name: size for name, size in said["split"].items() if size > 1} if said.get("split") else {}
+def _plan_facts(report: Said, predicted: Said) -> Facts:
+    split = {name: size for name, size in report["split"].items() if size > 1} if report.get("split") else {}
     facts = [
         Fact("Requests that run at once", predicted["running"]),
         Fact("Tokens that it generates", predicted["output_tokens_per_s"], "tokens/s"),
         Fact("Split of the model", ", ".join(f"{k.upper()}{v}" for k, v in split.items()) or "none"),
-        Fact("Weights and KV cache in", f"{said['weights']}, {said['kv_dtype']}"),
+        Fact("Weights and KV cache in", f"{report['weights']}, {report['kv_dtype']}"),
     ]
     if predicted.get("knee_per_s") is not None:
         facts.insert(0, Fact("Requests that it can take, at most", predicted["knee_per_s"], "requests/s"))
-    cost = said.get("cost") or {}
+    cost = report.get("cost") or {}
     if cost.get("usd_per_hour") is not None:
         facts.append(
             Fact(
@@ -84,26 +84,26 @@ def _plan_facts(said: Said, predicted: Said) -> Facts:
         )
     if cost.get("usd_per_million_output") is not None:
         facts.append(Fact("Price of a million output tokens", cost["usd_per_million_output"], "USD"))
-    facts.append(Fact("To serve it so", said["command"]))
-    facts += [Fact("Remark", remark) for remark in said.get("remarks", ())]
+    facts.append(Fact("To serve it so", report["command"]))
+    facts += [Fact("Remark", remark) for remark in report.get("remarks", ())]
     return Facts("What to expect", tuple(facts))
 
 
-def _latencies(said: Said, predicted: Said) -> Iterable[Bars]:
+def _latencies(report: Said, predicted: Said) -> Iterable[Bars]:
     """Yield a request's time by its parts, and each latency that has a target beside it; all are means."""
     first, total = predicted["ttft_ms"], predicted["e2el_ms"]
     parts = {"to the first token": (first,), "further tokens": (total - first,)}
     yield Bars("One request", Axis("mean time", "ms"), ("a request",), parts, stacked=True)
-    limits = said.get("slo") or {}
+    limits = report.get("slo") or {}
     for key, title in _TIMES.items():
         if limits.get(f"{key}_ms") is not None:
             bars = {"predicted": (predicted[f"{key}_ms"],), "target, at most": (limits[f"{key}_ms"],)}
             yield Bars(title.capitalize(), Axis(f"mean {title}", "ms"), ("",), bars)
 
 
-def _memory(said: Said) -> Bars:
-    memory = dict(said["memory"])
-    running = (said.get("predicted") or {}).get("running") or 0.0
+def _memory(report: Said) -> Bars:
+    memory = dict(report["memory"])
+    running = (report.get("predicted") or {}).get("running") or 0.0
     pool, per_request = memory.get("kv_pool") or 0, memory.get("kv_request_share") or 0
     memory["kv"] = max(0.0, min(pool, running * per_request))
     memory["free"] = max(0.0, pool - memory["kv"])
@@ -112,12 +112,12 @@ def _memory(said: Said) -> Bars:
     if (rest := memory["capacity"] / GIB - used) > 0:
         bars["not used by the server"] = (rest,)
     title = f"Memory of one device: {memory['capacity'] / GIB:.0f} GiB"
-    return Bars(title, Axis("memory", "GiB"), (said["hardware"]["name"],), bars, stacked=True)
+    return Bars(title, Axis("memory", "GiB"), (report["hardware"]["name"],), bars, stacked=True)
 
 
-def _advice(said: Said) -> Bars:
-    axis = _OBJECTIVES[said["objective"]]
-    steps = said["advice"]
+def _advice(report: Said) -> Bars:
+    axis = _OBJECTIVES[report["objective"]]
+    steps = report["advice"]
     bars = {"now": tuple(s["before"] for s in steps), "then": tuple(s["after"] for s in steps)}
     return Bars("What would help", axis, tuple(s["what"] for s in steps), bars)
 
@@ -137,19 +137,19 @@ def _cell(value: Any) -> Any:
     return "" if value is None else value
 
 
-def simulate_picture(said: Said, requests: Sequence[Request]) -> Picture:
+def simulate_picture(report: Said, requests: Sequence[Request]) -> Picture:
     """Return the picture of the JSON of ``quire simulate``; ``requests``: the lines of its ``--jsonl``."""
-    if "scenario" in said:
-        return _scenario_picture(said)
-    run = said["run"]
-    done = f"{said['num_completed']:,} of {said['num_requests']:,} requests completed"
+    if "scenario" in report:
+        return _scenario_picture(report)
+    run = report["run"]
+    done = f"{report['num_completed']:,} of {report['num_requests']:,} requests completed"
     title = f"{run['model']} on {run['machine']}: {done}"
-    parts: list[Part] = [_simulated_facts(said)]
-    if said.get("sweep"):
-        parts += _sweep(said)
-    parts += _of_requests(said, requests)
-    replicas = said["simulation"]["replicas"]
-    end_s = max(said["simulation"]["end_s"], 1e-9)
+    parts: list[Part] = [_simulated_facts(report)]
+    if report.get("sweep"):
+        parts += _sweep(report)
+    parts += _of_requests(report, requests)
+    replicas = report["simulation"]["replicas"]
+    end_s = max(report["simulation"]["end_s"], 1e-9)
     busy = tuple(100 * replica["busy_s"] / end_s for replica in replicas)
     names = tuple(f"replica {replica['replica']}" for replica in replicas)
     parts.append(
@@ -158,26 +158,26 @@ def simulate_picture(said: Said, requests: Sequence[Request]) -> Picture:
     return Picture(title, tuple(parts))
 
 
-def _simulated_facts(said: Said) -> Facts:
+def _simulated_facts(report: Said) -> Facts:
     facts = [
-        Fact("Requests completed", said["requests_per_s"], "requests/s"),
-        Fact("Of these within the targets", said["goodput_per_s"], "requests/s"),
-        Fact("Tokens generated", said["output_tokens_per_s"], "tokens/s"),
-        Fact("KV cache in use at its peak", 100 * said["simulation"]["kv_peak"], "%"),
-        Fact("Simulated time", said["duration_s"], "s"),
-        Fact("Step times from", said["run"].get("step times", "")),
+        Fact("Requests completed", report["requests_per_s"], "requests/s"),
+        Fact("Of these within the targets", report["goodput_per_s"], "requests/s"),
+        Fact("Tokens generated", report["output_tokens_per_s"], "tokens/s"),
+        Fact("KV cache in use at its peak", 100 * report["simulation"]["kv_peak"], "%"),
+        Fact("Simulated time", report["duration_s"], "s"),
+        Fact("Step times from", report["run"].get("step times", "")),
     ]
-    if said["num_failed"]:
-        facts.append(Fact("Requests that failed", said["num_failed"]))
-    if said.get("knee_per_s"):
-        facts.insert(0, Fact("Goodput falls beyond", said["knee_per_s"], "requests/s offered"))
+    if report["num_failed"]:
+        facts.append(Fact("Requests that failed", report["num_failed"]))
+    if report.get("knee_per_s"):
+        facts.insert(0, Fact("Goodput falls beyond", report["knee_per_s"], "requests/s offered"))
     return Facts("What came out", tuple(facts))
 
 
-def _sweep(said: Said) -> list[Part]:
-    points = sorted(said["sweep"], key=lambda point: point["offered_per_s"])
+def _sweep(report: Said) -> list[Part]:
+    points = sorted(report["sweep"], key=lambda point: point["offered_per_s"])
     x = tuple(point["offered_per_s"] for point in points)
-    marks = ((said["knee_per_s"], "knee"),) if said.get("knee_per_s") else ()
+    marks = ((report["knee_per_s"], "knee"),) if report.get("knee_per_s") else ()
 
     def line(name: str, key: str, part: str | None = None) -> Line:
         return Line(name, x, tuple(point[key] if part is None else point[key][part] for point in points))
@@ -197,7 +197,7 @@ def _sweep(said: Said) -> list[Part]:
     ]  # fmt: skip
 
 
-def _of_requests(said: Said, requests: Sequence[Request]) -> list[Part]:
+def _of_requests(report: Said, requests: Sequence[Request]) -> list[Part]:
     """Return how fast the requests were, and how many were under way at each time."""
     done = [r for r in requests if r.first_token_s is not None and r.end_s is not None]
     if not done:
@@ -210,7 +210,7 @@ def _of_requests(said: Said, requests: Sequence[Request]) -> list[Part]:
         if r.num_output_tokens > 1
     ]
     values = {"first token": first, "per output token": per_token, "whole answer": totals}
-    limits = said.get("slo") or {}
+    limits = report.get("slo") or {}
     marks = tuple((limits[f"{key}_ms"], f"{key.upper()} target") for key in _TIMES if limits.get(f"{key}_ms"))
     curves = tuple(_distribution(name, series) for name, series in values.items() if series)
     begins = [r.arrival_s for r in done]
@@ -249,14 +249,14 @@ def _level(name: str, begins: Sequence[float], ends: Sequence[float]) -> Line:
     return Line(name, tuple(x[::every]), tuple(y[::every]), "steps")
 
 
-def _scenario_picture(said: Said) -> Picture:
+def _scenario_picture(report: Said) -> Picture:
     """Return the figures of an experiment over what it varies, a curve for each variant."""
-    runs = [run for run in said["runs"] if "error" not in run]
+    runs = [run for run in report["runs"] if "error" not in run]
     if not runs:
-        return Picture(said["title"], (_table("No run was possible", said["runs"]),))
+        return Picture(report["title"], (_table("No run was possible", report["runs"]),))
     x_name = list(runs[0])[1]
-    facts = Facts("What it shows", tuple(Fact(name, value) for name, value in said["figures"].items()))
-    parts: list[Part] = [Facts("Answer", (Fact(said["answer"], ""),)), facts]
+    facts = Facts("What it shows", tuple(Fact(name, value) for name, value in report["figures"].items()))
+    parts: list[Part] = [Facts("Answer", (Fact(report["answer"], ""),)), facts]
     rows = (
         ("Requests within the targets", Axis("goodput", "requests/s"), ("goodput_per_s",)),
         ("Time to first token, p50", Axis("time", "ms"), ("ttft_ms", "p50")),
@@ -265,7 +265,7 @@ def _scenario_picture(said: Said) -> Picture:
     is_number = all(isinstance(run[x_name], int | float) for run in runs)
     for title, axis, path in rows:
         parts.append((_curves if is_number else _groups)(title, axis, path, runs, x_name))
-    return Picture(said["title"], tuple(parts))
+    return Picture(report["title"], tuple(parts))
 
 
 def _at(run: Said, path: Sequence[str]) -> float:

@@ -45,11 +45,13 @@ def diagnose(f: Figures) -> Diagnosis:
     if not f.computed_tokens and not f.rejected:
         return Diagnosis("no-step" if f.running or f.waiting else "idle", (), f)
     findings = [finding for rule in _RULES if (finding := rule(f)) is not None]
-    explained = max((each.cost for each in findings), default=0.0)
+    explained = max((finding.cost for finding in findings), default=0.0)
     if (overload := _overloaded(f)) is not None:
         # The overload counts with what is left of it once the other findings are set right.
         findings.append(replace(overload, cost=overload.cost * (1.0 - explained)))
-    findings = sorted((each for each in findings if each.cost >= _MIN_COST), key=lambda each: -each.cost)
+    findings = sorted(
+        (finding for finding in findings if finding.cost >= _MIN_COST), key=lambda finding: -finding.cost
+    )
     return Diagnosis("limited" if findings else "fine", tuple(findings), f)
 
 

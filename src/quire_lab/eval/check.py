@@ -34,19 +34,19 @@ def check(engine: EngineArgs, text: str | None, max_kl: float | None) -> None:
         )
     alone = EngineArgs(**{name: getattr(engine, name) for name in MEASURED})
     args = EvalArgs(text=text, against=FP32, context=512, stride=512, limit_tokens=2048)
-    found = evaluate(alone, args, detect_device(engine.device), WallClock())
-    print(f"check    {_said(found, text)}", file=sys.stderr, flush=True)
-    if max_kl is not None and not (found["kl_mean"] or 0.0) <= max_kl:
+    result = evaluate(alone, args, detect_device(engine.device), WallClock())
+    print(f"check    {_said(result, text)}", file=sys.stderr, flush=True)
+    if max_kl is not None and not (result["kl_mean"] or 0.0) <= max_kl:
         raise ConfigError(
-            f"the mean KL from fp32 is {found['kl_mean']:.4g} on {text}, and max_kl = {max_kl:g}: nothing is served; "
+            f"the mean KL from fp32 is {result['kl_mean']:.4g} on {text}, and max_kl = {max_kl:g}: nothing is served; "
             "take more bits (--quantize int8, --kv-dtype int8), or allow more",
             param="max_kl",
         )
 
 
-def _said(found: dict[str, Any], text: str) -> str:
+def _said(result: dict[str, Any], text: str) -> str:
     return (
-        f"mean KL from fp32 {found['kl_mean']:.4f}, 99 % {found['kl_p99']:.3f}, same top token "
-        f"{found['top1_agreement']:.1%}, perplexity {found['perplexity']:.2f} "
-        f"({found['perplexity_original']:.2f} in fp32): {found['num_positions']:,} tokens of {text}"
+        f"mean KL from fp32 {result['kl_mean']:.4f}, 99 % {result['kl_p99']:.3f}, same top token "
+        f"{result['top1_agreement']:.1%}, perplexity {result['perplexity']:.2f} "
+        f"({result['perplexity_original']:.2f} in fp32): {result['num_positions']:,} tokens of {text}"
     )

@@ -36,8 +36,8 @@ def encode_task(tokenizer: Tokenizer, task: ChoiceTask, max_len: int) -> Encoded
     """
     windows = []
     for number, choice in enumerate(task.choices):
-        context, whole = encode_pair(tokenizer, task.context, choice)
-        num_scored = len(whole) - len(context)
+        context, ids = encode_pair(tokenizer, task.context, choice)
+        num_scored = len(ids) - len(context)
         if not context:
             raise ConfigError(
                 f"{task.where}: context is empty, and the model has no token that begins a text"
@@ -47,8 +47,8 @@ def encode_task(tokenizer: Tokenizer, task: ChoiceTask, max_len: int) -> Encoded
                 f"{task.where}: choice {number} has {num_scored} tokens; 1…{max_len - 1} are possible with a context "
                 f"of {max_len}"
             )
-        kept = whole[-max_len:]
-        windows.append(Window(tuple(kept), len(kept) - num_scored))
+        window = ids[-max_len:]
+        windows.append(Window(tuple(window), len(window) - num_scored))
     return EncodedTask(task.gold, tuple(windows), tuple(map(len, task.choices)))
 
 
@@ -88,7 +88,7 @@ class Answers:
     def summary(self, suffix: str = "") -> dict[str, Any]:
         """Return accuracies with their standard errors; None without a task."""
         columns = np.array(self._right, np.float64).reshape(-1, 2).T
-        found = {}
+        accuracies = {}
         for name, column in zip(("acc", "acc_norm"), columns, strict=True):
-            found[f"{name}{suffix}"], found[f"{name}{suffix}_se"] = mean_and_error(column)
-        return found
+            accuracies[f"{name}{suffix}"], accuracies[f"{name}{suffix}_se"] = mean_and_error(column)
+        return accuracies

@@ -36,10 +36,10 @@ class Compared(NamedTuple):
 
 def log_probabilities(logits: Tensor) -> Tensor:
     """Return float64 ``[rows, vocab_size]``. Raises `StepError` where a row is not finite."""
-    found = torch.log_softmax(logits, dim=-1, dtype=torch.float64)
-    if torch.isnan(found).any():
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float64)
+    if torch.isnan(log_probs).any():
         raise StepError(PROMPT_NOT_FINITE)
-    return found
+    return log_probs
 
 
 def of_tokens(log_probs: Tensor, token_ids: Tensor) -> Tensor:
@@ -78,20 +78,20 @@ class Positions:
     def summary(self) -> dict[str, Any]:
         """Return the figures under the names of ``--json``; None where there is nothing to compute one from."""
         nll = np.concatenate(self._nll) if self._nll else np.empty(0)
-        found: dict[str, Any] = {"num_positions": len(nll)}
-        found["perplexity"], found["perplexity_se"] = _perplexity(nll)
+        figures: dict[str, Any] = {"num_positions": len(nll)}
+        figures["perplexity"], figures["perplexity_se"] = _perplexity(nll)
         parts = [np.concatenate(part) for part in zip(*self._compared, strict=True)] or [np.empty(0)] * 4
         kl, of_original, delta_p, same = parts
-        found["perplexity_original"] = _perplexity(of_original)[0]
-        found["kl_mean"], found["kl_mean_se"] = mean_and_error(kl)
+        figures["perplexity_original"] = _perplexity(of_original)[0]
+        figures["kl_mean"], figures["kl_mean_se"] = mean_and_error(kl)
         for name, share in (("kl_median", 0.5), ("kl_p99", 0.99), ("kl_p999", 0.999)):
             enough = len(kl) >= (MIN_POSITIONS_P999 if name == "kl_p999" else 1)
-            found[name] = float(np.quantile(kl, share)) if enough else None
-        found["kl_max"] = float(kl.max()) if len(kl) else None
-        found["top1_agreement"] = float(same.mean()) if len(same) else None
-        found["delta_p_mean"] = float(delta_p.mean()) if len(delta_p) else None
-        found["delta_p_rms"] = math.sqrt(float(np.square(delta_p).mean())) if len(delta_p) else None
-        return found
+            figures[name] = float(np.quantile(kl, share)) if enough else None
+        figures["kl_max"] = float(kl.max()) if len(kl) else None
+        figures["top1_agreement"] = float(same.mean()) if len(same) else None
+        figures["delta_p_mean"] = float(delta_p.mean()) if len(delta_p) else None
+        figures["delta_p_rms"] = math.sqrt(float(np.square(delta_p).mean())) if len(delta_p) else None
+        return figures
 
 
 def _perplexity(nll: Floats) -> tuple[float | None, float | None]:

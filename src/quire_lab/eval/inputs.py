@@ -76,10 +76,10 @@ def _kind(file: Path) -> str:
 def _files(path: Path) -> list[Path]:
     allowed = f"{', '.join(SUFFIXES)}, each also with .gz"
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) in SUFFIXES)
-        if not found:
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) in SUFFIXES)
+        if not files:
             raise ConfigError(f"text: the folder {path} has no file of the kinds that are read ({allowed})")
-        return found
+        return files
     if not path.exists():
         raise ConfigError(f"text: there is no file or folder {str(path)!r}")
     if _kind(path) not in SUFFIXES:

@@ -99,16 +99,16 @@ class HiddenStates(PromptScorer):
 class LoadedModel:
     """A model with its weights, for prompts of up to ``max_tokens`` one after the other."""
 
-    def __init__(self, found: FoundModel, max_tokens: int, clock: Clock) -> None:
+    def __init__(self, source_model: FoundModel, max_tokens: int, clock: Clock) -> None:
         """Load the weights. Raises `ModelLoadError`."""
-        config = found.config
+        config = source_model.config
         size, groups = config.cache.block_size, len(config.kv_layout.groups)
         self._num_blocks = -(-max_tokens // size) + 1  # per group
         cache = replace(config.cache, num_blocks=groups * self._num_blocks, enable_prefix_caching=False)
         scheduler = replace(config.scheduler, max_num_seqs=1)
         self.config = replace(config, cache=cache, scheduler=scheduler)
         weights = None
-        if found.expanded:
+        if source_model.expanded:
             model = replace(config.model, formats={})
             weights = iter_weights(model, torch_dtype(model.dtype))
         executor: Any = make_executor(self.config, "local", clock, weights=weights)

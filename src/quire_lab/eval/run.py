@@ -89,19 +89,19 @@ def evaluate(engine: EngineArgs, args: EvalArgs, device: DeviceInfo, clock: Cloc
     if args.text is None:
         raise ConfigError("text is missing: give --text PATH, a file or folder of .txt, .raw or .jsonl")
     inputs = read_inputs(Path(args.text).expanduser())
-    found = find_model(engine, device, expand=args.expand)
-    context, stride = _sizes(args, found)
-    work = work_of(args, found, inputs, context, stride)
-    other = _original(engine, args, device, found)
-    pair = Pair(LoadedModel(found, work.max_tokens, clock))
+    found_model = find_model(engine, device, expand=args.expand)
+    context, stride = _sizes(args, found_model)
+    work = planned_work(args, found_model, inputs, context, stride)
+    other = _original(engine, args, device, found_model)
+    pair = Pair(LoadedModel(found_model, work.max_tokens, clock))
     if other is not None:
         pair.original = LoadedModel(other, work.max_tokens, clock)
     result = {
         "model": engine.model, "against": args.against, "text": args.text, "window": args.window, "context": context,
-        "stride": stride, **figures(pair, work), "bytes": found.weight_bytes,
+        "stride": stride, **figures(pair, work), "bytes": found_model.weight_bytes,
         "bytes_original": None if other is None else other.weight_bytes,
-        "tokens_per_s": pair.model.num_tokens / pair.model.seconds, "kernels": found.config.runner.kernels,
-        "remarks": list(found.config.model.remarks),
+        "tokens_per_s": pair.model.num_tokens / pair.model.seconds, "kernels": found_model.config.runner.kernels,
+        "remarks": list(found_model.config.model.remarks),
     }  # fmt: skip
     for model in (pair.model, pair.original):
         if model is not None:
@@ -143,12 +143,12 @@ def _log_likelihoods(pair: Pair, window: Window) -> tuple[float, float]:
     return sums[0], sums[1]
 
 
-def _sizes(args: EvalArgs, found: FoundModel) -> tuple[int, int]:
+def _sizes(args: EvalArgs, model: FoundModel) -> tuple[int, int]:
     """Return the tokens of a window, and of the step to the next one."""
-    context = args.context or min(CONTEXTS[args.window], found.max_len)
-    if context > found.max_len:
+    context = args.context or min(CONTEXTS[args.window], model.max_len)
+    if context > model.max_len:
         raise ConfigError(
-            f"context = {context} is more than the {found.max_len} tokens of the model's context"
+            f"context = {context} is more than the {model.max_len} tokens of the model's context"
         )
     if args.window == "llama.cpp":
         if args.stride is not None:
@@ -162,47 +162,47 @@ def _sizes(args: EvalArgs, found: FoundModel) -> tuple[int, int]:
     return context, stride
 
 
-def work_of(args: EvalArgs, found: FoundModel, inputs: Inputs, context: int, stride: int) -> Work:
+def planned_work(args: EvalArgs, model: FoundModel, inputs: Inputs, context: int, stride: int) -> Work:
     """Return the windows and tasks. Raises `ConfigError` where the text is too short for one."""
-    tokenizer, whole = found.tokenizer, args.window == "llama.cpp"
+    tokenizer, in_chunks = model.tokenizer, args.window == "llama.cpp"
     texts = [document.text for document in inputs.documents]
-    if whole and texts:
+    if in_chunks and texts:
         # llama.cpp reads one text, and takes special tokens in it as plain characters.
         texts = ["\n\n".join(texts)]
     windows: list[Window] = []
     left, num_tokens = args.limit_tokens, 0
     for text in texts:
-        ids = tokenizer.encode(text, allow_special=not whole)[:left]
+        ids = tokenizer.encode(text, allow_special=not in_chunks)[:left]
         left = None if left is None else left - len(ids)
         num_tokens += len(ids)
         begin = [i for i in tokenizer.encode("")[:1] if i == tokenizer.bos_token_id]
-        windows += halves(ids, context, begin) if whole else sliding(ids, context, stride)
-    tasks = tuple(encode_task(tokenizer, task, found.max_len) for task in inputs.tasks[: args.limit_tasks])
+        windows += halves(ids, context, begin) if in_chunks else sliding(ids, context, stride)
+    tasks = tuple(encode_task(tokenizer, task, model.max_len) for task in inputs.tasks[: args.limit_tasks])
     if not windows and not tasks:
-        least = f"a whole chunk of {context}" if whole else "2"
+        least = f"a whole chunk of {context}" if in_chunks else "2"
         raise ConfigError(f"text: {args.text} has {num_tokens} tokens, and {least} are needed")
     return Work(tuple(windows), tasks)
 
 
-def _original(engine: EngineArgs, args: EvalArgs, device: DeviceInfo, found: FoundModel) -> FoundModel | None:
+def _original(engine: EngineArgs, args: EvalArgs, device: DeviceInfo, model: FoundModel) -> FoundModel | None:
     if args.against is None:
         return None
     other = None if args.against == FP32 else args.against
     original = find_model(original_args(engine, other), device, expand=True)
     if other is not None:
-        _check_vocabulary(args.against, original, found)
+        _check_vocabulary(args.against, original, model)
     return original
 
 
-def _check_vocabulary(name: str, original: FoundModel, found: FoundModel) -> None:
+def _check_vocabulary(name: str, original: FoundModel, model: FoundModel) -> None:
     """Raise `ConfigError` where the ids of the two models do not stand for the same tokens."""
-    if original.vocab_size != found.vocab_size:
+    if original.vocab_size != model.vocab_size:
         raise ConfigError(
-            f"against = {name!r} has a vocabulary of {original.vocab_size}, and the model one of {found.vocab_size}: "
+            f"against = {name!r} has a vocabulary of {original.vocab_size}, and the model one of {model.vocab_size}: "
             "distributions over different tokens cannot be compared"
         )
-    for token_id in range(found.vocab_size):
-        theirs, ours = (each.tokenizer.id_to_token(token_id) for each in (original, found))
+    for token_id in range(model.vocab_size):
+        theirs, ours = (one.tokenizer.id_to_token(token_id) for one in (original, model))
         # GGUF files have a text for each row of the embedding, also for those without a token.
         if theirs != ours and {theirs, ours} != {None, f"[PAD{token_id}]"}:
             raise ConfigError(

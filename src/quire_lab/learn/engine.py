@@ -10,7 +10,7 @@ from quire.config import CacheConfig, SchedulerConfig
 from quire.cost.cost_model import StepTime
 from quire.cost.efficiency import efficiency_of
 from quire.cost.hardware import find_hardware
-from quire.cost.roofline import Roofline, work_of
+from quire.cost.roofline import Roofline, decoder_work
 from quire.cost.split import Split
 from quire.executor.base import Executor
 from quire.executor.timed import TimedExecutor
@@ -33,7 +33,7 @@ def roofline(
     """Return the step times of ``model`` on ``tp`` devices."""
     spec, hardware = spec_of(model), find_hardware(device)
     efficiency = efficiency_of("ideal" if ideal else "default", hardware, spec, precision)
-    return Roofline(work_of(spec, precision, "bf16", Split(tp=tp)), hardware, efficiency)
+    return Roofline(decoder_work(spec, precision, "bf16", Split(tp=tp)), hardware, efficiency)
 
 
 @dataclass(frozen=True, slots=True)

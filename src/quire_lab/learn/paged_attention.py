@@ -12,7 +12,7 @@ from quire_lab.workload.distributions import parse_lengths
 _WIDTH = 32  # cells of a row
 
 
-def lengths_of(requests: int, prompt: int, output: int, max_len: int, seed: int) -> list[tuple[int, int]]:
+def drawn_lengths(requests: int, prompt: int, output: int, max_len: int, seed: int) -> list[tuple[int, int]]:
     """Return log-normal (prompt, output) lengths that fit in ``max_len``."""
     made = Synthetic(
         requests,
@@ -39,7 +39,7 @@ def draw(
     """Return both memories after the same share ``step`` of their steps, and the waste over all steps."""
     if memory < max_len:
         raise ConfigError(f"--memory {memory} must be at least --max-len {max_len}: one request must fit")
-    lengths = lengths_of(requests, prompt, output, max_len, seed)
+    lengths = drawn_lengths(requests, prompt, output, max_len, seed)
     pages, ranges = paged(lengths, memory, block_size, max_len), contiguous(lengths, memory, max_len)
     parts = (
         _grid("paged: one cell per block", _paged_cells(pages, memory, block_size, step)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.cost.efficiency import efficiency_of
 from quire.cost.hardware import find_hardware
-from quire.cost.roofline import Roofline, work_of
+from quire.cost.roofline import Roofline, decoder_work
 from quire.cost.split import ACTIVATION_BYTES, Split
 from quire.models.checkpoint import spec_of
 from quire.modelspec import ModelSpec
@@ -44,7 +44,7 @@ def draw(
     names = []
     for split in splits(spec, count):
         efficiency = efficiency_of("default", hardware, spec, precision)
-        steps = Roofline(work_of(spec, precision, "bf16", split), hardware, efficiency)
+        steps = Roofline(decoder_work(spec, precision, "bf16", split), hardware, efficiency)
         memory = plan_memory(spec, hardware, split, precision=precision, kv_dtype="bf16", context=prompt,
                              max_num_batched_tokens=2048, max_num_seqs=batch)  # fmt: skip
         name = f"EP{split.ep} with DP attention" if split.attention_dp > 1 else str(split)

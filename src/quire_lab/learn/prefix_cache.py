@@ -6,7 +6,7 @@ from quire.config import SchedulerConfig
 from quire_lab.bench.summary import summarize
 from quire_lab.learn.engine import Watched, roofline, watch
 from quire_lab.learn.picture import Axis, Bars, Fact, Facts, Line, Lines, Picture, Row, Table, Timeline
-from quire_lab.learn.request_lifecycle import spans_of
+from quire_lab.learn.request_lifecycle import lifecycle_spans
 from quire_lab.learn.simulation import Simulation, number
 from quire_lab.workload.build import Synthetic
 from quire_lab.workload.distributions import Arrivals, Fixed
@@ -24,7 +24,10 @@ def draw(
     on, off = (_run(workload, blocks, cached=cached) for cached in (True, False))
     shown = on.result.records[:_SHOWN]
     lines = tuple(
-        Row(f"request {r.index}, {r.num_cached_tokens:,} cached", spans_of(on.steps[0], r.index, r.arrival_s))
+        Row(
+            f"request {r.index}, {r.num_cached_tokens:,} cached",
+            lifecycle_spans(on.steps[0], r.index, r.arrival_s),
+        )
         for r in shown
     )
     cached = tuple(float(r.num_cached_tokens) for r in shown)

@@ -11,7 +11,7 @@ from quire_lab.learn.simulation import Simulation, choice, number
 RESIDUE = "outside of the steps (fitted)"
 
 
-def spans_of(steps: tuple[Step, ...], request: int, arrival_s: float) -> tuple[Span, ...]:
+def lifecycle_spans(steps: tuple[Step, ...], request: int, arrival_s: float) -> tuple[Span, ...]:
     """Return the parts of a request's life, in ms: waits, prefill chunks, decode steps."""
     spans: list[Span] = []
     at_s = arrival_s
@@ -38,9 +38,9 @@ def draw(model: str, device: str, prompt: int, output: int, others: int, chunk: 
     workload = requests_of([prompt], [output] * (others + 1), arrivals)
     run = watch(workload, roofline(model, device), config, prefix_cache=False, request_s=request_s)
     steps, last = run.steps[0], run.result.records[-1]
-    spans = spans_of(steps, last.index, last.arrival_s + request_s)
+    spans = lifecycle_spans(steps, last.index, last.arrival_s + request_s)
     way = Span(last.arrival_s * 1e3, (last.arrival_s + request_s) * 1e3, RESIDUE)
-    rows = [Row(f"request {r.index}", spans_of(steps, r.index, r.arrival_s + request_s))
+    rows = [Row(f"request {r.index}", lifecycle_spans(steps, r.index, r.arrival_s + request_s))
             for r in run.result.records[-8:-1]]  # fmt: skip
     rows.append(Row("this request", (way, *spans)))
     line = Timeline("", Axis("time", "ms"), tuple(rows))

@@ -37,10 +37,10 @@ def striped(spec: ModelSpec, hardware: Hardware, count: int) -> list[Split]:
     most = min(count, hardware.domain)
     splits = [split for split in candidates(spec, hardware, most // 2) if split.pp == 1]
     pairs = [(split, 1 << i) for split in splits for i in range(1, most.bit_length())]
-    found = [
+    splits_by_position = [
         replace(split, cp=cp, dp=count // (split.tp * cp)) for split, cp in pairs if split.tp * cp <= most
     ]
-    return sorted(found, key=lambda s: (s.tp * s.cp, s.cp))
+    return sorted(splits_by_position, key=lambda s: (s.tp * s.cp, s.cp))
 
 
 def _experts(spec: ModelSpec, tp: int) -> int:
@@ -57,13 +57,13 @@ def parse_split(text: str, spec: ModelSpec, count: int) -> Split:
     """
     sizes: dict[str, int] = {}
     for part in (p for p in re.split(r"[,\s]+", text.strip()) if p):
-        found = re.fullmatch(r"([a-z]+)=?(\d+)", part.lower())
-        if not found or found[1] not in AXES or int(found[2]) < 1 or found[1] in sizes:
+        match = re.fullmatch(r"([a-z]+)=?(\d+)", part.lower())
+        if not match or match[1] not in AXES or int(match[2]) < 1 or match[1] in sizes:
             known = ", ".join(axis.upper() for axis in AXES)
             raise ConfigError(
                 f"--split {text!r}: {part!r} must be one of {known}, once, with a size: TP4,PP2"
             )
-        sizes[found[1]] = int(found[2])
+        sizes[match[1]] = int(match[2])
     split = Split(**sizes)
     ranks = replace(split, dp=1).num_devices
     if "dp" not in sizes and ranks <= count:

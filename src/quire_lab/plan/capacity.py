@@ -22,7 +22,7 @@ from typing import Any, Literal
 from quire.cost.efficiency import Efficiency, efficiency_of
 from quire.cost.hardware import Hardware
 from quire.cost.links import Links
-from quire.cost.roofline import Roofline, work_of
+from quire.cost.roofline import Roofline, decoder_work
 from quire.cost.split import Split, Stored
 from quire.metrics.engine_stats import QUIET_TIMES
 from quire.modelspec import ModelSpec
@@ -89,17 +89,17 @@ def advise(
     """
     options = tuple(look(split) for split in ([wanted] if wanted else candidates(spec, hardware, count)))
     one = options[0]
-    each = "One" if wanted is None else f"With {wanted}, one"
+    subject = "One" if wanted is None else f"With {wanted}, one"
     reasons = [
-        f"{each} {hardware.title} has {one.memory.usable / GIB:.1f} GiB to use; the weights take "
+        f"{subject} {hardware.title} has {one.memory.usable / GIB:.1f} GiB to use; the weights take "
         f"{one.memory.weights / GIB:.1f} GiB: " + _fits(one.memory)
     ]
     fitting = [o for o in options if o.memory.fits]
     inside = [o for o in options if o.split.pp == 1]
     if not wanted and not any(o.memory.fits for o in inside) and any(o.memory.kv_pool > 0 for o in inside):
         long = [look(split) for split in striped(spec, hardware, count)]
-        fitting, options = [*(found := [o for o in long if o.memory.fits]), *fitting], (*options, *long)
-        reasons += _stripes(one.memory, found)
+        fitting, options = [*(extra := [o for o in long if o.memory.fits]), *fitting], (*options, *long)
+        reasons += _stripes(one.memory, extra)
     if not fitting:
         most = max(options, key=lambda o: o.split.tp * o.split.pp)
         where = f" Nor do they on {most.split.num_devices}: take" if wanted is None else " Take"
@@ -246,13 +246,13 @@ class Question:
     @property
     def chunk(self) -> int:
         """Tokens of a prompt in one step. Prompts are of one length: none is short, and those that fit are not cut."""
-        long, whole = self.long_prefill_token_threshold, self.max_num_batched_tokens
-        is_cut = 0 < long < self.load.isl - self.load.prefix and self.load.isl > whole
-        return min(QUIET_TIMES * long, whole) if is_cut else whole
+        long, most = self.long_prefill_token_threshold, self.max_num_batched_tokens
+        is_cut = 0 < long < self.load.isl - self.load.prefix and self.load.isl > most
+        return min(QUIET_TIMES * long, most) if is_cut else most
 
     def steps(self, split: Split) -> Roofline:
         """Return the step times of one replica of ``split``."""
-        work = work_of(self.spec, self.precision, self.kv_dtype, split, self.stored)
+        work = decoder_work(self.spec, self.precision, self.kv_dtype, split, self.stored)
         return Roofline(work, self.hardware, self.efficiency, self.links)
 
     def _drafting(self, split: Split) -> Drafting | None:
@@ -260,7 +260,7 @@ class Question:
             return None
         if self.draft.spec is None:
             return Drafting(self.draft, self.spec, None)
-        work = work_of(self.draft.spec, "bf16", self.kv_dtype, self.draft.split_under(split))
+        work = decoder_work(self.draft.spec, "bf16", self.kv_dtype, self.draft.split_under(split))
         efficiency = efficiency_of(self.engine, self.hardware, self.draft.spec, "bf16")
         return Drafting(self.draft, self.spec, Roofline(work, self.hardware, efficiency, self.links))
 

@@ -134,8 +134,8 @@ class Replica:
         ttft = e.first_s + td + e.ahead_s(tp, td, b, load.isl, load.osl)
         tpot = max(td, (e2el - ttft) / max(1, load.osl - 1))
         ttft += (load.concurrency - b) / b * e2el
-        whole = ttft + (load.osl - 1) * tpot
-        return Estimate(ttft, tpot, whole, b, load.concurrency / whole, tp, td)
+        e2el_in_all = ttft + (load.osl - 1) * tpot
+        return Estimate(ttft, tpot, e2el_in_all, b, load.concurrency / e2el_in_all, tp, td)
 
     def shared(self, load: Load, replicas: int) -> Estimate:
         """Return the means per replica where ``load.concurrency`` clients are spread over ``replicas``.
@@ -148,16 +148,16 @@ class Replica:
         parts = [(self.closed(replace(load, concurrency=c)), n) for c, n in counts if c and n]
         if len(parts) == 1 and parts[0][1] == replicas:
             return parts[0][0]
-        rate = sum(n * each.rate for each, n in parts)
+        rate = sum(n * part.rate for part, n in parts)
 
         def mean(value: Callable[[Estimate], float]) -> float:
-            return sum(n * each.rate * value(each) for each, n in parts) / rate
+            return sum(n * part.rate * value(part) for part, n in parts) / rate
 
         return Estimate(
             ttft_s=mean(lambda e: e.ttft_s),
             tpot_s=mean(lambda e: e.tpot_s),
             e2el_s=mean(lambda e: e.e2el_s),
-            concurrency=sum(n * each.concurrency for each, n in parts) / replicas,
+            concurrency=sum(n * part.concurrency for part, n in parts) / replicas,
             rate=rate / replicas,
             prefill_s=mean(lambda e: e.prefill_s),
             decode_s=mean(lambda e: e.decode_s),

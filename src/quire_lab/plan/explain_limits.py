@@ -47,9 +47,9 @@ def limits(plan: CapacityPlan) -> list[Line]:
     )
     lines += _links(plan, steps, running)
     assert chosen.estimate is not None
-    each, total = 1 / chosen.estimate.tpot_s, chosen.estimate.rate * chosen.split.dp * q.load.osl
+    rate, total = 1 / chosen.estimate.tpot_s, chosen.estimate.rate * chosen.split.dp * q.load.osl
     lines.append(
-        Line("words", f"{each * WORDS_PER_TOKEN:.1f}/s", f"{WORDS_PER_TOKEN} a token · {each:.1f} tokens/s a request; "
+        Line("words", f"{rate * WORDS_PER_TOKEN:.1f}/s", f"{WORDS_PER_TOKEN} a token · {rate:.1f} tokens/s a request; "
              f"all together {total * WORDS_PER_TOKEN:,.0f}/s")
     )  # fmt: skip
     stages, chunks = chosen.split.pp, -(-(q.load.isl - q.load.prefix) // q.chunk)
@@ -112,16 +112,16 @@ def _links(plan: CapacityPlan, steps: Roofline, running: int) -> list[Line]:
     return lines
 
 
-def _source(found: LinkUse) -> str:
-    if found.transport == "gloo":
+def _source(link: LinkUse) -> str:
+    if link.transport == "gloo":
         return "over the network"
-    return "as measured" if found.speed is None else f"at {found.speed / 1e9:,.0f} GB/s"
+    return "as measured" if link.speed is None else f"at {link.speed / 1e9:,.0f} GB/s"
 
 
-def _said(kind: Kind, found: list[LinkUse]) -> str:
-    count = sum(link.use.count for link in found)
+def _said(kind: Kind, links: list[LinkUse]) -> str:
+    count = sum(link.use.count for link in links)
     sizes = sorted(
-        {f"{link.num_bytes / 1e3:,.1f}" for link in found}, key=lambda text: float(text.replace(",", ""))
+        {f"{link.num_bytes / 1e3:,.1f}" for link in links}, key=lambda text: float(text.replace(",", ""))
     )
     least = f"{sizes[0]} … " if len(sizes) > 1 else ""
     return f"{count} {COLLECTIVES[kind].format(s='s' * (count > 1))} of {least}{sizes[-1]} kB"

@@ -50,16 +50,16 @@ class Calibration:
         """Run the layer as it is; return what its matrices read, by their names. Common inputs are one object."""
         self._layer = LoadedLayer(self._config, layer, self._ids)
         by_linear: dict[int, InputStats] = {}
-        observed, found = {}, {}
+        observed, by_matrix = {}, {}
         for matrix in (m for m in self._source.matrices if m.layer == layer):
             linear = self._layer.linears.get(matrix.parts[0])
             if linear is not None:
                 stats = by_linear.setdefault(id(linear), InputStats(matrix.in_features))
-                observed[matrix.parts[0]] = found[matrix.name] = stats
+                observed[matrix.parts[0]] = by_matrix[matrix.name] = stats
         self._layer.observe(observed)
         self._layer.run(self._hidden)
         self._layer.observe(None)
-        return found
+        return by_matrix
 
     def hand_on(self, folder: OutFolder, layer: int, work: LayerWork, results: Results) -> None:
         """Run the layer with its rounded matrices, and keep what it returns."""

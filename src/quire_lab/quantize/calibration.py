@@ -43,11 +43,15 @@ def _documents(path: str | None) -> Iterator[Document]:
             copy.write_bytes((files("quire_lab.quantize") / BUNDLED).read_bytes())
             yield from read_inputs(copy).documents
         return
-    given = Path(path).expanduser()
-    if given.suffix == ".jsonl" and given.is_file() and '"messages"' in given.read_text()[:65536]:
-        yield from _chats(given)
+    given_path = Path(path).expanduser()
+    if (
+        given_path.suffix == ".jsonl"
+        and given_path.is_file()
+        and '"messages"' in given_path.read_text()[:65536]
+    ):
+        yield from _chats(given_path)
         return
-    yield from read_inputs(given).documents
+    yield from read_inputs(given_path).documents
 
 
 def _chats(path: Path) -> Iterator[Document]:

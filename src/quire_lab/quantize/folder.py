@@ -71,8 +71,8 @@ class OutFolder:
         note = self.shard(index).with_suffix(".json")
         if not note.is_file() or not self.shard(index).is_file():
             return None
-        found: list[dict[str, Any]] = json.loads(note.read_text())
-        return found
+        entries: list[dict[str, Any]] = json.loads(note.read_text())
+        return entries
 
     def add(self, index: int, tensors: Mapping[str, Tensor], entries: list[dict[str, Any]]) -> None:
         """Write shard ``index``, and what the report says of it. Raises `ConfigError` for a full disk."""

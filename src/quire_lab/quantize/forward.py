@@ -167,11 +167,11 @@ def _observed(module: Any, loaders: Mapping[str, Any]) -> dict[str, ObservedLine
         assert isinstance(linear, ObservedLinear)
         linear.observe = None
         of_packed |= {id(packed): linear for packed in linear.segments}
-    found = {}
+    by_weight = {}
     for name, load in loaders.items():
         if isinstance(load, MatrixLoader) and id(load.matrices[0]) in of_packed:
-            found[name] = of_packed[id(load.matrices[0])]
-    return found
+            by_weight[name] = of_packed[id(load.matrices[0])]
+    return by_weight
 
 
 def _linears(module: Any) -> Iterator[Linear]:

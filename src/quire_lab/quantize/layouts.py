@@ -86,7 +86,7 @@ def _compressed_tensors_config(schemes: Schemes, plain: Sequence[str]) -> dict[s
     groups: dict[str, Any] = {}
     counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
     for index, (scheme, _) in enumerate(counts.most_common()):
-        names = ["Linear"] if index == 0 else [name for name, each in schemes.items() if each == scheme]
+        names = ["Linear"] if index == 0 else [name for name, other in schemes.items() if other == scheme]
         weights: dict[str, Any] = {
             "num_bits": scheme.bits, "type": "float" if scheme.floats else "int", "symmetric": scheme.symmetric,
             "strategy": "channel" if scheme.group is None else "group", "group_size": scheme.group,

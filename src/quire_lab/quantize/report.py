@@ -33,14 +33,14 @@ def summary(
     plain = {name: tensor for name, tensor in source.tensors.items() if name not in matrices}
     quantized = sum(entry["bytes"] for entry in entries)
     num_weights = sum(entry["num_weights"] for entry in entries)
-    kept = [m.name for m in source.matrices if made.schemes[m.name] is None]
+    unrounded = [m.name for m in source.matrices if made.schemes[m.name] is None]
     num_params = source.checkpoint.spec.num_params
     total = quantized + sum(tensor.num_bytes for tensor in plain.values()) if num_bytes is None else num_bytes
     return {
         "model": model, "args": {**asdict(args), "keep": list(args.keep)}, "out": args.out,
         "seconds": seconds, "bytes": total, "bytes_source": sum(t.num_bytes for t in source.tensors.values()),
         "bits_per_weight": 8 * total / num_params, "bits_per_quantized_weight": 8 * quantized / max(1, num_weights),
-        "remarks": [*source.remarks, *made.remarks, *(f"{name} stays as it is" for name in kept)],
+        "remarks": [*source.remarks, *made.remarks, *(f"{name} stays as it is" for name in unrounded)],
         "layers": [_of_layer(layer, entries) for layer in range(source.num_layers)], "matrices": list(entries),
     }  # fmt: skip
 
@@ -52,26 +52,26 @@ def fidelity(made: Path, source: Path, args: QuantizeArgs, clock: Clock) -> dict
         ConfigError: the mean KL is above ``args.max_kl``.
     """
     engine = EngineArgs(model=str(made), packed_cache="off")
-    asked = EvalArgs(text=args.text, limit_tokens=args.limit_tokens, against=str(source))
-    found = evaluate(engine, asked, detect_device(), clock)
-    if args.max_kl is not None and not found["kl_mean"] <= args.max_kl:
+    eval_args = EvalArgs(text=args.text, limit_tokens=args.limit_tokens, against=str(source))
+    result = evaluate(engine, eval_args, detect_device(), clock)
+    if args.max_kl is not None and not result["kl_mean"] <= args.max_kl:
         raise ConfigError(
-            f"the mean KL is {found['kl_mean']:.4g} on {args.text}, and max_kl = {args.max_kl:g}: nothing is written; "
+            f"the mean KL is {result['kl_mean']:.4g} on {args.text}, and max_kl = {args.max_kl:g}: nothing is written; "
             f"what was made stays in {made} for a run with a larger one"
         )
     keys = (
         "text", "num_positions", "perplexity", "perplexity_original", "kl_mean", "kl_mean_se", "kl_median", "kl_p99",
         "kl_p999", "top1_agreement",
     )  # fmt: skip
-    return {key: found[key] for key in keys}
+    return {key: result[key] for key in keys}
 
 
 def _of_layer(layer: int, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the largest errors among the matrices of ``layer``."""
-    found = [entry for entry in entries if entry["layer"] == layer]
+    of_this = [entry for entry in entries if entry["layer"] == layer]
     worst: dict[str, Any] = {"layer": layer}
     for key in ("weight_error", "output_error"):
-        values = [entry[key] for entry in found if entry.get(key) is not None]
+        values = [entry[key] for entry in of_this if entry.get(key) is not None]
         worst[key] = max(values) if values else None
     return worst
 
@@ -81,8 +81,10 @@ def print_report(report: Mapping[str, Any]) -> None:
     out = console()
     table = Table("layer", "matrix", "scheme", "error of weights", "error of outputs", box=None)
     for layer in report["layers"]:
-        found = [entry for entry in report["matrices"] if entry["layer"] == layer["layer"]]
-        worst = max(found, key=lambda entry: entry.get("output_error") or entry["weight_error"], default=None)
+        of_this = [entry for entry in report["matrices"] if entry["layer"] == layer["layer"]]
+        worst = max(
+            of_this, key=lambda entry: entry.get("output_error") or entry["weight_error"], default=None
+        )
         if worst is not None:
             output = worst.get("output_error")
             table.add_row(

@@ -58,8 +58,8 @@ def fit_grid(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -
         and scheme.group in GROUPS["int4"]
     ):
         # The search of the engine's own rounding, which is native.
-        found = quantize(weight, WeightFormat("int4", scheme.group), backend=_backend())
-        return Grid(_stored(found.scale, zero_points=False))
+        rounded = quantize(weight, WeightFormat("int4", scheme.group), backend=_backend())
+        return Grid(_stored(rounded.scale, zero_points=False))
     fit = _symmetric if scheme.symmetric else _with_zeros
     groups = scheme.num_groups(weight.shape[1])
     weights = torch.ones(weight.shape[1]) if importance is None else importance.float()

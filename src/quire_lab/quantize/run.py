@@ -77,7 +77,7 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
     folder = OutFolder(final, identity, source.num_layers + 1, apart=gguf is not None)
     entries = _write_layers(source, args, made, layout, folder)
     if gguf is None:
-        config = {**source.config, "quantization_config": _config_of(source, made, layout)}
+        config = {**source.config, "quantization_config": _written_config(source, made, layout)}
         folder.complete(source.folder, config)
     num_bytes = None if gguf is None else gguf.write(folder)
     seconds = clock.now() - begin_s
@@ -155,7 +155,7 @@ def _write_layer(
     calibration: Calibration | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Write the shard of ``layer`` and return what the report says of its matrices."""
-    work = _work_of(source, layer, made, calibration)
+    work = _layer_work(source, layer, made, calibration)
     with torch.inference_mode():
         results = round_layer(method, work)
     if calibration is not None:
@@ -177,7 +177,7 @@ def _write_layer(
     return entries
 
 
-def _work_of(source: Source, layer: int, made: Plan, calibration: Calibration | None) -> LayerWork:
+def _layer_work(source: Source, layer: int, made: Plan, calibration: Calibration | None) -> LayerWork:
     matrices = tuple(m for m in source.matrices if m.layer == layer)
     tensors = {matrix.tensor for matrix in matrices}
     prefix = f"layers.{layer}."
@@ -222,7 +222,7 @@ def entry(work: LayerWork, matrix: Matrix, rounded: Rounded, num_bytes: int) -> 
     }  # fmt: skip
 
 
-def _config_of(source: Source, made: Plan, layout: Layout) -> dict[str, Any]:
+def _written_config(source: Source, made: Plan, layout: Layout) -> dict[str, Any]:
     """Return the ``quantization_config`` of what is written."""
     matrices = [
         name.removesuffix(".weight")

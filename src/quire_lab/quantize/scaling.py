@@ -76,9 +76,9 @@ def _best(
             scale = scale.expand(heads).flatten()
         scale = scale / (scale.max() * scale.min()).sqrt()
         scale = scale.clamp(2.0**-10, 2.0**10)
-        found = sum(error(work, m, scale) for m in readers)
-        if found < best:
-            best, chosen = found, scale
+        total = sum(error(work, m, scale) for m in readers)
+        if total < best:
+            best, chosen = total, scale
     return chosen
 
 

@@ -45,8 +45,8 @@ class LayerWork:
         wanted = next((m for m in self.matrices if any(p.endswith(f".{part}.weight") for p in m.parts)), None)
         if wanted is None or wanted.name not in self.stats:
             return []
-        found = [m for m in self.matrices if self.stats.get(m.name) is self.stats[wanted.name]]
-        return found if all(self.schemes[m.name] is not None for m in found) else []
+        readers = [m for m in self.matrices if self.stats.get(m.name) is self.stats[wanted.name]]
+        return readers if all(self.schemes[m.name] is not None for m in readers) else []
 
     def gram(self, matrix: Matrix) -> Tensor | None:
         """Return the mean of xᵀx of what ``matrix`` reads now; None where no row of the text reached it."""

@@ -100,7 +100,8 @@ class SimulatedDrafts:
         draft_s = self._seconds(self._ledger.take(plan, answer), taken)
         if behind := self._ledger.behind:
             results = [
-                each._replace(num_next_drafts=0) if each.seq_id in behind else each for each in results
+                outcome._replace(num_next_drafts=0) if outcome.seq_id in behind else outcome
+                for outcome in results
             ]
         return taken._replace(result=replace(answer, seqs=tuple(results), draft_s=draft_s), step=step)
 

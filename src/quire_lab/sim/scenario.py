@@ -117,19 +117,23 @@ def run_scenario(name: str, settings: Mapping[str, Any]) -> int:
     _show(scenario, results)
     if files_of["json"]:
         rows = [{"variant": v, scenario.x: x, **summary} for (v, x), summary in results.items()]
-        head = {"scenario": scenario.name, "title": scenario.title, "answer": answer_of(scenario, results)[0]}
+        head = {
+            "scenario": scenario.name,
+            "title": scenario.title,
+            "answer": scenario_answer(scenario, results)[0],
+        }
         figures = figures_of(scenario, results)
         text = json.dumps(finite({**head, "figures": figures, "runs": rows}), indent=2)
         write(files_of["json"], text + "\n")
     if files_of["html"]:
-        write(files_of["html"], page_of(scenario, results))
+        write(files_of["html"], scenario_page(scenario, results))
     return 0
 
 
-def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, given: Mapping[str, Any]) -> Summary:
+def run_one(scenario: Scenario, variant: Mapping[str, Any], value: Any, shared: Mapping[str, Any]) -> Summary:
     """Simulate one variant at one value. A run whose model does not fit gives ``{"error": why}``."""
     flags = {k: v for k, v in variant.items() if k != "name"}
-    settings = {**scenario.base, **given, **flags, scenario.x: value}
+    settings = {**scenario.base, **shared, **flags, scenario.x: value}
     settings |= {name: settings[name] * value for name in scenario.scaled}
     try:
         ready = prepare(settings, scenario.name)
@@ -165,8 +169,8 @@ def figures_of(scenario: Scenario, results: Results) -> dict[str, float]:
 
         def value(variant: str, x: Any, key: str = key, best: bool = "best_of" in spec) -> float:
             places = scenario.values if best else (x,)
-            all_values = (value_of(results.get((variant, each), {}), key) for each in places)
-            return max((each for each in all_values if each is not None), default=math.nan)
+            all_values = (value_of(results.get((variant, place), {}), key) for place in places)
+            return max((value for value in all_values if value is not None), default=math.nan)
 
         figure = value(of, at)
         if "over" in spec or "over_at" in spec:
@@ -179,7 +183,7 @@ def figures_of(scenario: Scenario, results: Results) -> dict[str, float]:
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
-def answer_of(scenario: Scenario, results: Results) -> tuple[str, list[str]]:
+def scenario_answer(scenario: Scenario, results: Results) -> tuple[str, list[str]]:
     """Return the answer with its figures, and a sentence for each claim that does not hold of these runs."""
     figures = figures_of(scenario, results)
     false = []
@@ -190,11 +194,11 @@ def answer_of(scenario: Scenario, results: Results) -> tuple[str, list[str]]:
     return scenario.answer.format(**figures), false
 
 
-def page_of(scenario: Scenario, results: Results) -> str:
+def scenario_page(scenario: Scenario, results: Results) -> str:
     """Return the report: question, answer, plots, and every figure."""
     plots = [_chart(scenario, results, key) for key in scenario.charts]
     columns = {**_COLUMNS, **scenario.columns}
-    facts, false = answer_of(scenario, results)
+    facts, false = scenario_answer(scenario, results)
     table = (("variant", scenario.x, *columns), _rows(results, columns))
     sections = [
         Section(text=f"{scenario.question} {_load_of(scenario)}".strip()),
@@ -234,6 +238,6 @@ def _show(scenario: Scenario, results: Results) -> None:
     out.print(f"[bold]{scenario.title}[/bold]\n{scenario.question}\n{_load_of(scenario)}", highlight=False)
     columns = {**_COLUMNS, **scenario.columns}
     print_table(out, ("variant", scenario.x, *columns), _rows(results, columns))
-    facts, false = answer_of(scenario, results)
+    facts, false = scenario_answer(scenario, results)
     steps = sum(s["simulation"]["num_steps"] for s in results.values() if "simulation" in s)
     out.print(f"\n{facts}{''.join(false)}\n{steps:,} steps planned by the scheduler", highlight=False)

@@ -22,7 +22,7 @@ from quire.cost.kept_profiles import STATES
 from quire.cost.links import RankedSteps
 from quire.cost.profile import HostCost, Profile, Spread, load_profile
 from quire.cost.ranks import cuts_rows
-from quire.cost.roofline import Roofline, work_of
+from quire.cost.roofline import Roofline, decoder_work
 from quire.cost.split import PRECISIONS, Split
 from quire.cost.states import fit_states
 from quire.errors import ConfigError
@@ -307,7 +307,7 @@ def _roofline(args: SimulateArgs, settings: Mapping[str, Any]) -> _Engine:
             f"{memory.kv_pool / 2**30:.1f} GiB are left for the KV cache; raise --tensor-parallel-size"
         )
     efficiency = efficiency_of(args.engine or "default", hardware, spec, weights)
-    work = work_of(spec, weights, "bf16", split)
+    work = decoder_work(spec, weights, "bf16", split)
     return _Engine(
         step_time=Roofline(work, hardware, efficiency, layout=args.tensor_parallel_layout),
         num_kv_blocks=num_blocks,

@@ -164,12 +164,12 @@ def _sharegpt(row: dict[str, Any], number: int, count: Callable[[str], int]) -> 
     return requests
 
 
-def _turns(said: Any) -> list[tuple[str, str]]:
-    if not isinstance(said, list) or not all(isinstance(part, dict) for part in said):
+def _turns(conversation: Any) -> list[tuple[str, str]]:
+    if not isinstance(conversation, list) or not all(isinstance(part, dict) for part in conversation):
         raise RefusedRow("conversation is not a list of messages")
     turns: list[tuple[str, str]] = []
     question = ""
-    for part in said:
+    for part in conversation:
         role, text = part.get("from", part.get("role")), part.get("value", part.get("content"))
         if not isinstance(text, str):
             raise RefusedRow("message without text")

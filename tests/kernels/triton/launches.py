@@ -10,7 +10,7 @@ from tests.kernels import cases
 
 import quire.kernels.triton_ops  # noqa: F401  registers
 from quire.kernels.attention import attention
-from quire.kernels.block_sizes import gpu_name, table_of
+from quire.kernels.block_sizes import gpu_name, sizes_table
 from quire.kernels.kv_blocks import KvView, view_layer
 from quire.kernels.linear import linear, pack_empty, pack_many
 from quire.kernels.lora import add_lora, group_rows, stack_empty
@@ -60,11 +60,11 @@ def launch_linears(capability: int) -> None:
 
 def launch_few(capability: int) -> None:
     """Up to 16 rows with sizes of the H100's table."""
-    for op, of_shapes in table_of("NVIDIA_H100_80GB_HBM3").items():
+    for op, of_shapes in sizes_table("NVIDIA_H100_80GB_HBM3").items():
         if not op.endswith("_few") or (op == "fp8_few" and capability < FP8_CAPABILITY):
             continue
         kind, *group = op.removesuffix("_few").split("_g")
-        table_of(gpu_name())[op] = {"all": next(sizes for sizes in of_shapes.values() if sizes["columns"])}
+        sizes_table(gpu_name())[op] = {"all": next(sizes for sizes in of_shapes.values() if sizes["columns"])}
         for offset in (False, True) if group else (False,):
             format = (
                 WeightFormat() if kind == "plain" else WeightFormat(kind, *map(int, group), has_offset=offset)  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, dict[str, 
     fake.BatchPrefillWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
     table: dict[str, dict[str, dict[str, int]]] = {}
-    monkeypatch.setattr(block_sizes, "table_of", lambda gpu: table)
+    monkeypatch.setattr(block_sizes, "sizes_table", lambda gpu: table)
     monkeypatch.setattr(Wrapper, "num_plans", 0)
     return table
 

@@ -73,7 +73,7 @@ def test_few_rows_where_the_table_has_sizes(dtype: torch.dtype, monkeypatch: pyt
     sizes = {"columns": 16, "inner": 128, "chunks": 4, "stages": 3, "ahead": 8}
     asked: list[str] = []
     table = {"fp8_few": {"all": sizes}}
-    monkeypatch.setattr(block_sizes, "table_of", lambda gpu: asked.append(gpu) or table)
+    monkeypatch.setattr(block_sizes, "sizes_table", lambda gpu: asked.append(gpu) or table)
     for case in (*CASES[:1], SPLIT):
         plain, packed = (packed_of(case, ROW, dtype, backend) for backend in ("reference", "triton"))
         x = rows_of(case, dtype)

@@ -174,7 +174,7 @@ def test_few_rows_where_the_table_has_sizes(
     """Up to 16 rows of bf16, whatever the matrix's size; int8 with an offset per feature goes another way."""
     sizes = {"columns": 16, "inner": 64, "chunks": chunks, "stages": 3, "ahead": 8}
     ops = ("plain_few", "int8_few", "int4_g128_few")
-    monkeypatch.setattr(block_sizes, "table_of", lambda gpu: {op: {"all": sizes} for op in ops})
+    monkeypatch.setattr(block_sizes, "sizes_table", lambda gpu: {op: {"all": sizes} for op in ops})
     launched: list[int] = []
     monkeypatch.setattr(
         triton_linear,

@@ -11,7 +11,7 @@ from quire.kernels.attention import attention
 from quire.kernels.attention.batch import AttentionShape, RaggedBatch
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import NATIVE_LEVELS, native
-from quire.kernels.workspace import address, call_of, empty, heads_of
+from quire.kernels.workspace import address, empty, heads_at, native_call
 
 _KEY = ("native",)
 
@@ -50,8 +50,8 @@ def call_native(
         q = q.contiguous()
     assert kv.layout == "rows" or q.dtype == torch.bfloat16, q.dtype
     native.attention(
-        *call_of(isa, q), pieces.dtype == torch.bfloat16, kv.layout == "tiles", *kv.native_codes(1),
-        q.data_ptr(), q.stride(0), *heads_of(pieces), address(sinks), y.data_ptr(),
+        *native_call(isa, q), pieces.dtype == torch.bfloat16, kv.layout == "tiles", *kv.native_codes(1),
+        q.data_ptr(), q.stride(0), *heads_at(pieces), address(sinks), y.data_ptr(),
         *batch.plan(_KEY, lambda: addresses(batch)), num_heads, pieces.shape[1], head_dim, kv.v_head_dim, kv.block_size,
         shape.window or 0, shape.scale, shape.soft_cap or 0.0, kv.v_in_k, *stripe, partial,
     )  # fmt: skip

@@ -76,7 +76,7 @@ def equal_parts(size: int, members: int) -> tuple[int, ...]:
     return tuple(range(0, size * members + 1, size))
 
 
-def parts_of(group: Group, size: int) -> tuple[int, ...]:
+def gathered_parts(group: Group, size: int) -> tuple[int, ...]:
     """Return the same if each has a ``size`` of its own; each member must ask."""
     sizes = group.all_gather(torch.tensor([[float(size)]]))[0]
     return tuple(accumulate(map(int, sizes.tolist()), initial=0))

@@ -75,7 +75,7 @@ def whole_sequences(lengths: Sequence[int]) -> WholeSequences:
 
 def _bias(group: Group, rows: range, columns: range, window: int | None) -> Tensor:
     """Return −inf where a row may not look, else 0: fp32 ``[num_seqs, rows or 1, columns]``."""
-    column, row = (torch.arange(each.start, each.stop) for each in (columns, rows))
+    column, row = (torch.arange(span.start, span.stop) for span in (columns, rows))
     hidden = (column >= group.lengths[:, None])[:, None, :]
     if window is not None:
         # Rows of padding see all of the sequence that is there, so that no row sees nothing.
@@ -100,7 +100,7 @@ def encoder_attention(
     for group in sequences.groups:
         padded, count = group.padded, len(group.lengths)
         heads = qkv.index_select(0, group.rows).view(count, padded, -1, size).permute(2, 0, 1, 3)
-        q, k, v = heads_of(heads.float().contiguous()[None], num_heads, num_kv_heads)
+        q, k, v = split_heads(heads.float().contiguous()[None], num_heads, num_kv_heads)
         if num_kv_heads < num_heads:
             k, v = (part.repeat_interleave(num_heads // num_kv_heads, 1) for part in (k, v))
         q, k, v = (part.reshape(num_heads * count, padded, size) for part in (q.mul_(scale), k, v))
@@ -116,12 +116,12 @@ def encoder_attention(
                 bias = bias + relative[:, None, start : rows.stop, : columns.stop]
             tile = _tile(q[:, start : rows.stop], k, v, columns, bias)
             mixed[:, :, start : rows.stop] = tile.view(num_heads, count, len(rows), size)
-        whole = mixed.permute(1, 2, 0, 3).reshape(count * padded, -1).to(qkv.dtype)
-        out.index_copy_(0, group.rows[group.places], whole.index_select(0, group.places))
+        padded_rows = mixed.permute(1, 2, 0, 3).reshape(count * padded, -1).to(qkv.dtype)
+        out.index_copy_(0, group.rows[group.places], padded_rows.index_select(0, group.places))
     return out
 
 
-def heads_of(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of ``heads [n, num_heads + 2 · num_kv_heads, ...]``; views."""
     end = num_heads + num_kv_heads
     return heads[:, :num_heads], heads[:, num_heads:end], heads[:, end:]

@@ -19,7 +19,7 @@ from quire.kernels.linear.packed import (
 from quire.kernels.quantized_rows import QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import NATIVE_LEVELS, native, register_native
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import address, call_of, empty, huge_zeros, rows_of, unit_stride
+from quire.kernels.workspace import address, empty, huge_zeros, native_call, rows_at, unit_stride
 from quire.weight_format import BITS, RowFormat, WeightFormat
 
 PANEL = 32  # columns that lie together
@@ -52,7 +52,7 @@ def read_rows(isa: str, packed: PackedLinear, ids: Tensor) -> Tensor:
     assert ids.is_contiguous()
     y = empty(ids.shape[0], packed.in_features, dtype=packed.data.dtype)
     # A stride of 0 says that the table is packed.
-    native.gather(*call_of(isa, y), packed.data.data_ptr(), 0, ids.data_ptr(), y.data_ptr(), *y.shape)
+    native.gather(*native_call(isa, y), packed.data.data_ptr(), 0, ids.data_ptr(), y.data_ptr(), *y.shape)
     return y
 
 
@@ -66,7 +66,7 @@ def linear(isa: str, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype, ou
         x = torch.nn.functional.pad(x, (0, 1))
     y = empty(num_tokens, packed.out_features, dtype=out_dtype) if out is None else out
     native.linear(
-        num_native_threads(), isa, TYPES[dtype], *rows_of(x), packed.data.data_ptr(), address(packed.bias), *rows_of(y),
+        num_native_threads(), isa, TYPES[dtype], *rows_at(x), packed.data.data_ptr(), address(packed.bias), *rows_at(y),
         TYPES[out_dtype], num_tokens, packed.out_features, in_features,
     )  # fmt: skip
     return y
@@ -158,7 +158,7 @@ def int_read_rows(isa: str, packed: PackedLinear, ids: Tensor) -> Tensor:
 def quantize_rows(isa: str, x: Tensor, format: RowFormat) -> QuantizedRows:
     num_tokens, in_features = x.shape
     x, rows = unit_stride(x), empty_rows(num_tokens, in_features, format, x.dtype)
-    native.quantize_rows(*call_of(isa, x), *rows_of(x), num_tokens, in_features, *row_words(rows))
+    native.quantize_rows(*native_call(isa, x), *rows_at(x), num_tokens, in_features, *row_words(rows))
     return rows
 
 
@@ -167,9 +167,9 @@ def int_linear(isa: str, rows: QuantizedRows, packed: PackedLinear, out: Tensor 
     assert packed.scale is not None
     y = empty(rows.num_tokens, packed.out_features, dtype=rows.dtype) if out is None else out
     native.quantized_linear(
-        num_native_threads(), isa, *format_words(packed.format), *rows_of(rows.q), rows.scale.data_ptr(),
+        num_native_threads(), isa, *format_words(packed.format), *rows_at(rows.q), rows.scale.data_ptr(),
         rows.sums.data_ptr(), packed.data.data_ptr(), packed.scale.data_ptr(), address(packed.offset),
-        address(packed.bias), rows.dtype == torch.bfloat16, *rows_of(y), rows.num_tokens, packed.out_features,
+        address(packed.bias), rows.dtype == torch.bfloat16, *rows_at(y), rows.num_tokens, packed.out_features,
         packed.in_features,
     )  # fmt: skip
     return y

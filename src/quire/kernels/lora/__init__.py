@@ -27,7 +27,7 @@ from quire.kernels.linear.native import STEP
 from quire.kernels.linear.packed import PackedLinear
 from quire.kernels.linear.reference import linear, pack_empty, write_rows
 from quire.kernels.registry import Backend, find, native, register, register_native
-from quire.kernels.workspace import call_of, empty, huge_zeros, rows_of
+from quire.kernels.workspace import empty, huge_zeros, native_call, rows_at
 from quire.weight_plan import RANK_ALIGN
 
 TILE_ROWS = 16  # rows per tile of a GPU's kernels
@@ -259,8 +259,9 @@ def native_add_lora(isa: str, x: Tensor, y: Tensor, stack: LoraStack, rows: Adap
         return
     scratch = empty(num_rows, num_parts * stack.max_rank, dtype=stack.dtype)
     native.add_lora(
-        *call_of(isa, scratch), *rows_of(x), *rows_of(y), scratch.data_ptr(), stack.a.data_ptr(), stack.b.data_ptr(),
-        rows.order.ctypes.data, rows.starts.ctypes.data, stack.ranks.data_ptr(), stack.scales.data_ptr(),
-        stack.gained.data_ptr(), stack.gains.data_ptr(), stack.offsets.data_ptr(), num_rows, stack.in_features,
-        stack.num_slots, num_parts, stack.max_rank, (*stack.widths, *(0,) * (MAX_PARTS - num_parts)),
+        *native_call(isa, scratch), *rows_at(x), *rows_at(y), scratch.data_ptr(), stack.a.data_ptr(),
+        stack.b.data_ptr(), rows.order.ctypes.data, rows.starts.ctypes.data, stack.ranks.data_ptr(),
+        stack.scales.data_ptr(), stack.gained.data_ptr(), stack.gains.data_ptr(),
+        stack.offsets.data_ptr(), num_rows, stack.in_features, stack.num_slots, num_parts,
+        stack.max_rank, (*stack.widths, *(0,) * (MAX_PARTS - num_parts)),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels.linear.reference import quantize_rows, quantize_rows_to_fp8
 from quire.kernels.quantized_rows import NO_ROWS, QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import native, op
-from quire.kernels.workspace import address, call_of, empty, rows_of, unit_stride
+from quire.kernels.workspace import address, empty, native_call, rows_at, unit_stride
 from quire.weight_format import RowFormat
 
 MAX_ROW = 32_768  # elements; torch may split the sum of a row this long
@@ -82,7 +82,7 @@ def native_rms_norm(isa: str, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return native_rms_norm(isa, x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
     y = empty(*x.shape, dtype=x.dtype)
     native.rms_norm(
-        *call_of(isa, x), x.data_ptr(), x.stride(0), head_stride, 0, 0, False, False, weight.data_ptr(),
+        *native_call(isa, x), x.data_ptr(), x.stride(0), head_stride, 0, 0, False, False, weight.data_ptr(),
         size if weight.dim() == 2 else 0, eps, y.data_ptr(), 0, tokens, heads, size, *NO_ROWS,
     )  # fmt: skip
     return y
@@ -124,10 +124,10 @@ def _over_rows(
     if residual is not None:
         total, residual = empty(*x.shape, dtype=torch.float32 if wide else x.dtype), unit_stride(residual)
         assert residual.dtype in (x.dtype, total.dtype), (x.dtype, residual.dtype, total.dtype)
-        other, sums = rows_of(residual), total.data_ptr()
+        other, sums = rows_at(residual), total.data_ptr()
         are_bf16 = residual.dtype == torch.bfloat16, total.dtype == torch.bfloat16
     native.rms_norm(
-        *call_of(isa, x), *rows_of(x), 0, *other, *are_bf16, weight.data_ptr(), 0, eps, address(y), sums,
+        *native_call(isa, x), *rows_at(x), 0, *other, *are_bf16, weight.data_ptr(), 0, eps, address(y), sums,
         x.shape[0], 1, x.shape[1], *(NO_ROWS if rows is None else row_words(rows)),
     )  # fmt: skip
     return total

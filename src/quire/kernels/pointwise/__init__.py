@@ -19,7 +19,7 @@ from quire.kernels.linear.reference import quantize_rows
 from quire.kernels.quantized_rows import NO_ROWS, QuantizedRows, empty_rows, row_words
 from quire.kernels.registry import native, op
 from quire.kernels.threads import num_native_threads
-from quire.kernels.workspace import address, call_of, empty, heads_of, rows_of, unit_stride
+from quire.kernels.workspace import address, empty, heads_at, native_call, rows_at, unit_stride
 from quire.weight_format import RowFormat
 
 ActivationKind = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai", "relu2", "xielu"]
@@ -137,14 +137,14 @@ def native_add_rows(isa: str, x: Tensor, other: Tensor) -> Tensor:
     assert x.dtype in (other.dtype, torch.float32), (x.dtype, other.dtype)
     y = empty(*x.shape, dtype=other.dtype)
     is_bf16 = x.dtype == torch.bfloat16
-    native.add_rows(*call_of(isa, other), is_bf16, *rows_of(x), *rows_of(other), y.data_ptr(), *x.shape)
+    native.add_rows(*native_call(isa, other), is_bf16, *rows_at(x), *rows_at(other), y.data_ptr(), *x.shape)
     return y
 
 
 @scale_rows.native()
 def native_scale_rows(isa: str, x: Tensor, scale: float) -> Tensor:
     y = empty(*x.shape, dtype=x.dtype)
-    native.scale_rows(*call_of(isa, x), *rows_of(x), scale, 0.0, y.data_ptr(), *x.shape)
+    native.scale_rows(*native_call(isa, x), *rows_at(x), scale, 0.0, y.data_ptr(), *x.shape)
     return y
 
 
@@ -152,13 +152,13 @@ def native_scale_rows(isa: str, x: Tensor, scale: float) -> Tensor:
 def native_copy_heads(isa: str, x: Tensor, out: Tensor) -> None:
     assert x.shape == out.shape, (x.shape, out.shape)
     assert x.dtype == out.dtype, (x.dtype, out.dtype)
-    native.copy_heads(*call_of(isa, x), *heads_of(x), *heads_of(out), *x.shape)
+    native.copy_heads(*native_call(isa, x), *heads_at(x), *heads_at(out), *x.shape)
 
 
 @widen_rows.native()
 def native_widen_rows(isa: str, x: Tensor) -> Tensor:
     y = empty(*x.shape, dtype=torch.float32)
-    native.widen_rows(*call_of(isa, x), *rows_of(x), y.data_ptr(), *x.shape)
+    native.widen_rows(*native_call(isa, x), *rows_at(x), y.data_ptr(), *x.shape)
     return y
 
 
@@ -167,15 +167,15 @@ def native_add_gated_rows(isa: str, x: Tensor, other: Tensor, gate: Tensor) -> T
     assert x.dtype == other.dtype == gate.dtype, (x.dtype, other.dtype, gate.dtype)
     y = empty(*x.shape, dtype=x.dtype)
     gates = gate.data_ptr(), gate.stride(0)
-    native.add_gated_rows(*call_of(isa, x), *rows_of(x), *rows_of(other), *gates, y.data_ptr(), *x.shape)
+    native.add_gated_rows(*native_call(isa, x), *rows_at(x), *rows_at(other), *gates, y.data_ptr(), *x.shape)
     return y
 
 
 @cap_logits.native()
 def native_cap_logits(isa: str, logits: Tensor, scale: float, cap: float | None) -> Tensor:
     assert logits.is_contiguous()
-    rows = rows_of(logits)
-    native.scale_rows(*call_of(isa, logits), *rows, scale, cap or 0.0, logits.data_ptr(), *logits.shape)
+    rows = rows_at(logits)
+    native.scale_rows(*native_call(isa, logits), *rows, scale, cap or 0.0, logits.data_ptr(), *logits.shape)
     return logits
 
 
@@ -201,7 +201,7 @@ def write_activated(
     num_tokens, width = x.shape
     x = unit_stride(x)
     native.gated(
-        *call_of(isa, x), kind, *rows_of(x), address(y), num_tokens, width // parts, *factors,
+        *native_call(isa, x), kind, *rows_at(x), address(y), num_tokens, width // parts, *factors,
         *(NO_ROWS if rows is None else row_words(rows)),
     )  # fmt: skip
 
@@ -222,5 +222,5 @@ def native_take_rows(isa: str, table: Tensor, ids: Tensor) -> Tensor:
     assert ids.dtype == torch.int64, ids.dtype
     assert ids.is_contiguous()
     y = empty(ids.shape[0], table.shape[1], dtype=table.dtype)
-    native.gather(*call_of(isa, table), *rows_of(table), ids.data_ptr(), y.data_ptr(), *y.shape)
+    native.gather(*native_call(isa, table), *rows_at(table), ids.data_ptr(), y.data_ptr(), *y.shape)
     return y

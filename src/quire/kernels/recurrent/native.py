@@ -19,7 +19,7 @@ from quire.kernels.recurrent import (
 from quire.kernels.recurrent.mamba import group_norm, mamba_inputs, mamba_scan
 from quire.kernels.registry import native
 from quire.kernels.state_pool import StateBatch, StateView
-from quire.kernels.workspace import address, call_of, empty, rows_of
+from quire.kernels.workspace import address, empty, native_call, rows_at
 
 
 @causal_conv.native()
@@ -48,7 +48,7 @@ def _convolve(
     assert weight.is_contiguous()
     y = empty(tokens, channels, dtype=x.dtype)
     native.causal_conv(
-        *call_of(isa, x), *rows_of(x), *gates, weight.data_ptr(), address(bias), past.data_ptr(), past.stride(0),
+        *native_call(isa, x), *rows_at(x), *gates, weight.data_ptr(), address(bias), past.data_ptr(), past.stride(0),
         y.data_ptr(), *batch.addresses(), tokens, channels, kernel,
     )  # fmt: skip
     return y
@@ -72,8 +72,8 @@ def native_delta_inputs(
     qk = empty(tokens, 2, num_k_heads, k_head_dim, dtype=torch.float32)
     gates = empty(tokens, 2, v_heads, dtype=torch.float32)
     native.delta_inputs(
-        *call_of(isa, qkv), *rows_of(qkv), *rows_of(a), *rows_of(b), rate.data_ptr(), dt_bias.data_ptr(), qk.data_ptr(),
-        gates.data_ptr(), tokens, num_k_heads, v_heads, k_head_dim, NORM_EPS,
+        *native_call(isa, qkv), *rows_at(qkv), *rows_at(a), *rows_at(b), rate.data_ptr(), dt_bias.data_ptr(),
+        qk.data_ptr(), gates.data_ptr(), tokens, num_k_heads, v_heads, k_head_dim, NORM_EPS,
     )  # fmt: skip
     return qk, gates
 
@@ -91,7 +91,7 @@ def native_mamba_inputs(
     gates = empty(tokens, 2, heads, dtype=torch.float32)
     width = xbc.shape[1] - 2 * groups * state_size
     native.mamba_inputs(
-        *call_of(isa, xbc), *rows_of(xbc), *rows_of(dt), rate.data_ptr(), dt_bias.data_ptr(), cb.data_ptr(),
+        *native_call(isa, xbc), *rows_at(xbc), *rows_at(dt), rate.data_ptr(), dt_bias.data_ptr(), cb.data_ptr(),
         gates.data_ptr(), tokens, groups, heads, state_size, width, scale, *limits,
     )  # fmt: skip
     return cb, gates
@@ -125,7 +125,7 @@ def _scan(
     assert state.stride()[1:] == (keys * values, values, 1), state.stride()
     y = empty(*v.shape, dtype=v.dtype)
     native.gated_delta_rule(
-        *call_of(isa, v), qk.data_ptr(), gates.data_ptr(), address(skip), *rows_of(v), state.data_ptr(),
+        *native_call(isa, v), qk.data_ptr(), gates.data_ptr(), address(skip), *rows_at(v), state.data_ptr(),
         state.stride(0), y.data_ptr(), *batch.addresses(), v.shape[0], qk.shape[2], heads, keys, values,
     )  # fmt: skip
     return y
@@ -138,7 +138,7 @@ def native_gated_norm(isa: str, x: Tensor, z: Tensor, weight: Tensor, eps: float
     assert weight.is_contiguous()
     y, size = empty(*x.shape, dtype=x.dtype), weight.shape[0]
     native.gated_norm(
-        *call_of(isa, x), *rows_of(x), *rows_of(z), weight.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1] // size,
+        *native_call(isa, x), *rows_at(x), *rows_at(z), weight.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1] // size,
         size, eps,
     )  # fmt: skip
     return y
@@ -154,7 +154,7 @@ def native_group_norm(
     assert weight is None or weight.is_contiguous()
     y = empty(*x.shape, dtype=x.dtype)
     native.group_norm(
-        *call_of(isa, x), *rows_of(x), *rows_of(z), address(weight), y.data_ptr(), x.shape[0], groups,
+        *native_call(isa, x), *rows_at(x), *rows_at(z), address(weight), y.data_ptr(), x.shape[0], groups,
         x.shape[1] // groups, eps, scale, gate_first,
     )  # fmt: skip
     return y

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.registry import native
 from quire.kernels.rope import QkNorm, apply_rope, rope_store, store_kv
-from quire.kernels.workspace import call_of, empty, heads_of, rows_of, unit_stride
+from quire.kernels.workspace import empty, heads_at, native_call, rows_at, unit_stride
 
 
 @apply_rope.native()
@@ -19,7 +19,7 @@ def native_apply_rope(isa: str, x: Tensor, cos: Tensor, sin: Tensor, interleaved
     assert sin.is_contiguous()
     x, y = unit_stride(x), empty(tokens, heads, head_dim, dtype=x.dtype)
     native.rope(
-        *call_of(isa, x), interleaved, *heads_of(x), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), tokens, heads,
+        *native_call(isa, x), interleaved, *heads_at(x), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), tokens, heads,
         head_dim, half,
     )  # fmt: skip
     return y
@@ -35,10 +35,10 @@ def native_store_kv(
     if v is not None:
         assert v.dtype == k.dtype, (v.dtype, k.dtype)
         v = unit_stride(v)
-        v_heads = heads_of(v)
+        v_heads = heads_at(v)
     native.store_kv(
-        *call_of(isa, k), pieces.dtype == torch.bfloat16, kv.layout == "tiles", *kv.native_codes(0),
-        *heads_of(k), *v_heads, *heads_of(pieces), block_ids.data_ptr(), offsets.data_ptr(), k.shape[0],
+        *native_call(isa, k), pieces.dtype == torch.bfloat16, kv.layout == "tiles", *kv.native_codes(0),
+        *heads_at(k), *v_heads, *heads_at(pieces), block_ids.data_ptr(), offsets.data_ptr(), k.shape[0],
         k.shape[1], kv.head_dim, kv.v_head_dim, kv.block_size,
     )  # fmt: skip
 
@@ -63,8 +63,8 @@ def native_rope_store(
         over_all, eps = norm.over_all, norm.eps
     q = empty(qkv.shape[0], num_heads, kv.head_dim, dtype=qkv.dtype)
     native.rope_store(
-        *call_of(isa, qkv), pieces.dtype == torch.bfloat16, kv.layout == "tiles", *kv.native_codes(0),
-        interleaved, *rows_of(qkv), *angles, q_weight, k_weight, over_all, eps, q.data_ptr(), *heads_of(pieces),
+        *native_call(isa, qkv), pieces.dtype == torch.bfloat16, kv.layout == "tiles", *kv.native_codes(0),
+        interleaved, *rows_at(qkv), *angles, q_weight, k_weight, over_all, eps, q.data_ptr(), *heads_at(pieces),
         block_ids.data_ptr(), offsets.data_ptr(), qkv.shape[0], num_heads, kv.num_kv_heads, kv.head_dim, kv.v_head_dim,
         kv.block_size,
     )  # fmt: skip

@@ -167,7 +167,7 @@ def sample_chunks(
     temperature = tl.load(facts + row * 8 + 4).to(tl.float64, bitcast=True).to(tl.float32)
     scores = tl.div_rn(x - top, temperature + tl.zeros((CHUNK,), tl.float32))
     keys, cut = key_of(scores), tl.load(cuts + row * 2)
-    kept = (keys > cut) | ((keys == cut) & (token <= tl.load(cuts + row * 2 + 1)))
+    is_kept = (keys > cut) | ((keys == cut) & (token <= tl.load(cuts + row * 2 + 1)))
     scores = scores.to(tl.float64)
     noise = noise_of(
         token,
@@ -177,7 +177,7 @@ def sample_chunks(
         purpose,
     )
     floor = tl.load(facts + row * 8 + 5).to(tl.float64, bitcast=True)
-    possible = (token < vocab) & (scores >= floor) & kept
+    possible = (token < vocab) & (scores >= floor) & is_kept
     noisy = tl.where(possible, scores + noise, float("-inf"))
     best = tl.max(noisy, 0)
     tl.store(values + row * chunks + chunk, best)
@@ -259,13 +259,13 @@ def above(values, num, key, top, temperature, floor, CHUNK: tl.constexpr):
 @no_type_check
 def largest_key(values, num, wanted, top, temperature, floor, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
     """The largest key at which there is as much as ``wanted``; 0 where there is never so much."""
-    found = (wanted * 0.0).to(tl.int64)
+    best = (wanted * 0.0).to(tl.int64)
     for bit in range(32):
-        tried = found | ((found * 0 + 1) << (31 - bit))
+        tried = best | ((best * 0 + 1) << (31 - bit))
         count, mass = above(values, num, tried, top, temperature, floor, CHUNK)
         enough = mass if BY_MASS else count
-        found = tl.where(enough >= wanted, tried, found)
-    return found
+        best = tl.where(enough >= wanted, tried, best)
+    return best
 
 
 @triton.jit
@@ -300,13 +300,13 @@ def cut_rows(
     temperature = tl.load(facts + 4).to(tl.float64, bitcast=True).to(tl.float32)
     floor = tl.maximum(tl.load(facts + 5).to(tl.float64, bitcast=True), -1e30)
     top_k, top_p = tl.load(facts + 6), tl.load(facts + 7).to(tl.float64, bitcast=True)
-    cut, kept = row * 0, row * 0 + NO_ID
+    cut, num_kept = row * 0, row * 0 + NO_ID
     short = (top_k < vocab) & (top_k > num)
     if top_k < vocab:
         cut = largest_key(values, num, top_k.to(tl.float64), top, temperature, floor, False, CHUNK)
         count, total = above(values, num, cut + 1, top, temperature, floor, CHUNK)
-        kept = top_k - count.to(tl.int64)
-        total += tl.where(cut > 0, kept.to(tl.float64) * weight_of(cut), 0.0)
+        num_kept = top_k - count.to(tl.int64)
+        total += tl.where(cut > 0, num_kept.to(tl.float64) * weight_of(cut), 0.0)
     else:
         count, total = above(logits, vocab, row * 0, top, temperature, floor, CHUNK)
     if top_p < 1.0:
@@ -318,7 +318,9 @@ def cut_rows(
         lacking = (wanted - mass) / weight_of(nucleus)
         places = lacking.to(tl.int64)
         places = tl.maximum(places + (places.to(tl.float64) < lacking).to(tl.int64), 1)
-        kept = tl.where(nucleus > cut, places, tl.where(nucleus == cut, tl.minimum(kept, places), kept))
+        num_kept = tl.where(
+            nucleus > cut, places, tl.where(nucleus == cut, tl.minimum(num_kept, places), num_kept)
+        )
         cut = tl.maximum(nucleus, cut)
     last = row * 0 + vocab
     seen = row * 0
@@ -327,7 +329,7 @@ def cut_rows(
         equal = (possible & (keys == cut)).to(tl.int32)
         counted = tl.cumsum(equal, 0).to(tl.int64) + seen
         token = chunk * CHUNK + tl.arange(0, CHUNK)
-        last = tl.minimum(last, tl.min(tl.where((equal > 0) & (counted == kept), token, NO_ID), 0))
+        last = tl.minimum(last, tl.min(tl.where((equal > 0) & (counted == num_kept), token, NO_ID), 0))
         seen += tl.sum(equal, 0)
     tl.store(cuts + row * 2, tl.where(short, row * 0 + SHORT, cut))
     tl.store(cuts + row * 2 + 1, last)

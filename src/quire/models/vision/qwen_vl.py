@@ -125,7 +125,7 @@ class QwenVitLayer:
 
     def __init__(self, spec: VisionSpec, build: Build) -> None:
         hidden, inter = spec.hidden_size, spec.intermediate_size
-        self._norms = norm_of(spec, hidden, build), norm_of(spec, hidden, build)
+        self._norms = vision_norm(spec, hidden, build), vision_norm(spec, hidden, build)
         self._attention = PatchAttention(hidden, spec.num_heads, build)
         self._is_gated = spec.gated
         names = ("gate_proj", "up_proj") if spec.gated else ("linear_fc1",)
@@ -161,7 +161,7 @@ class Merger:
             ("mlp.0", "mlp.2") if spec.gated else ("linear_fc1", "linear_fc2"),
         )
         self._norm_name = "ln_q." if spec.gated else "norm."
-        self._norm = norm_of(spec, self._merged if norm_after else spec.hidden_size, build)
+        self._norm = vision_norm(spec, self._merged if norm_after else spec.hidden_size, build)
         self._norm_after = norm_after
         self._first = Linear({self._names[0]: self._merged}, self._merged, build, bias=True)
         self._second = Linear({self._names[1]: spec.text_hidden_size}, self._merged, build, bias=True)
@@ -176,7 +176,7 @@ class Merger:
         return self._second(functional.gelu(self._first(x)))
 
 
-def norm_of(spec: VisionSpec, size: int, build: Build) -> LayerNorm | RmsNorm:
+def vision_norm(spec: VisionSpec, size: int, build: Build) -> LayerNorm | RmsNorm:
     """Return a norm as this model has them."""
     return RmsNorm(size, build) if spec.gated else LayerNorm(size, build.eps)
 

@@ -157,10 +157,10 @@ class Rule(Policy):
                 if ended.done.error is None and store.rest.num_seen < len(store.rest.chain):
                     self._computed.appendleft(store.rest)
             self._transfers.end((ended.done,))
-        held = self._state.cache.references.transfers
-        if any(transfer_id not in held for transfer_id in self.loads):  # the step that began them failed
-            self.loads = {key: load for key, load in self.loads.items() if key in held}
-        if self._store is not None and self._store.transfer_id not in held:
+        live = self._state.cache.references.transfers
+        if any(transfer_id not in live for transfer_id in self.loads):  # the step that began them failed
+            self.loads = {key: load for key, load in self.loads.items() if key in live}
+        if self._store is not None and self._store.transfer_id not in live:
             self._store = None
 
     def _tell(self, transfer_id: int, num_tokens: int) -> None:

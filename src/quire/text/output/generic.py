@@ -77,7 +77,9 @@ def _joined(first: Any, second: Any) -> Any:
     """Return two contents, strings or lists of parts, one after the other."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n{second}"
-    first, second = ([_part(each)] if isinstance(each, str) else each or [] for each in (first, second))
+    first, second = (
+        [_part(content)] if isinstance(content, str) else content or [] for content in (first, second)
+    )
     return [*first, _part("\n"), *second]
 
 

@@ -82,8 +82,8 @@ def fit_blocks(weight: Tensor, scheme: Scheme, importance: Tensor | None = None)
 
 def _joined(parts: list[Grid], table: Tensor | None) -> Grid:
     def whole(tensors: list[Tensor | None]) -> Tensor | None:
-        found = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(found) if found else None
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
 
     scale, offset = whole([p.scale for p in parts]), whole([p.offset for p in parts])
     nested = [p.nested for p in parts if p.nested is not None]

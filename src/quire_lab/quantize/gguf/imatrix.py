@@ -31,17 +31,17 @@ def read_imatrix(path: Path) -> Mapping[str, Tensor]:
     except OSError as error:
         raise ConfigError(f"imatrix: {path} cannot be read: {error}") from None
     try:
-        found = _of_gguf(read_gguf(path)) if data[:4] == b"GGUF" else _older(data)
+        importance = _of_gguf(read_gguf(path)) if data[:4] == b"GGUF" else _older(data)
     except (ModelLoadError, ValueError, struct.error, UnicodeDecodeError) as error:
         raise ConfigError(f"imatrix: {path} is no importance matrix of llama.cpp: {error}") from None
-    for name, values in found.items():
+    for name, values in importance.items():
         if not torch.isfinite(values).all() or (values < 0.0).any():
             raise ConfigError(f"imatrix: {path}: {name} has a value that is negative or no finite number")
-    return found
+    return importance
 
 
 def _of_gguf(file: GgufFile) -> dict[str, Tensor]:
-    found = {}
+    importance = {}
     for name, stored in file.tensors.items():
         base = name.removesuffix(".in_sum2")
         if base == name:
@@ -53,15 +53,15 @@ def _of_gguf(file: GgufFile) -> dict[str, Tensor]:
         count = torch.tensor(counts).view(-1, 1)
         if len(count) != len(rows):
             raise ValueError(f"{name} has {len(rows)} matrices and {len(count)} counts")
-        found[base] = torch.where(count > 0.0, rows / count.clamp_min(1.0), 1.0).flatten()
-    if not found:
+        importance[base] = torch.where(count > 0.0, rows / count.clamp_min(1.0), 1.0).flatten()
+    if not importance:
         raise ValueError("it has no tensor NAME.in_sum2")
-    return found
+    return importance
 
 
 def _older(data: bytes) -> dict[str, Tensor]:
     (count,), at = struct.unpack_from("<i", data), 4
-    found = {}
+    importance = {}
     for _ in range(count):
         (length,) = struct.unpack_from("<i", data, at)
         name = struct.unpack_from(f"<{length}s", data, at + 4)[0].decode()
@@ -69,7 +69,7 @@ def _older(data: bytes) -> dict[str, Tensor]:
         at += 12 + length
         values = torch.tensor(struct.unpack_from(f"<{num_values}f", data, at))
         at += 4 * num_values
-        found[name] = values / max(1, num_chunks)
-    if not found:
+        importance[name] = values / max(1, num_chunks)
+    if not importance:
         raise ValueError("it has no entries")
-    return found
+    return importance

@@ -73,11 +73,11 @@ def model_keys(spec: ModelSpec, arch: str, name: str) -> dict[str, Any]:
 
 
 def _rope(spec: ModelSpec) -> dict[str, Any]:
-    ropes = [each.rope for each in spec.attentions if each.rope is not None]
+    ropes = [attention.rope for attention in spec.attentions if attention.rope is not None]
     if not ropes:
         return {}
     # Of the global layers: the base of Gemma's other layers is fixed in the code of every reader.
-    rope = max(ropes, key=lambda each: each.theta)
+    rope = max(ropes, key=lambda rope: rope.theta)
     keys: dict[str, Any] = {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.dim}
     if rope.kind in ("linear", "yarn"):
         keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
@@ -87,7 +87,7 @@ def _rope(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _windows(spec: ModelSpec) -> dict[str, Any]:
-    windows = [each.window for each in spec.attentions if each.window is not None]
+    windows = [attention.window for attention in spec.attentions if attention.window is not None]
     keys: dict[str, Any] = {"attention.sliding_window": windows[0]} if windows else {}
     if spec.attentions[-1].soft_cap is not None:
         keys["attn_logit_softcapping"] = float(spec.attentions[-1].soft_cap)
@@ -111,7 +111,7 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
 
 def rope_factors(spec: ModelSpec) -> Tensor | None:
     """Return what each rotary frequency is divided by (Llama 3.1), fp32 ``[dim / 2]``; None for other kinds."""
-    rope = next((each.rope for each in spec.attentions if each.rope is not None), None)
+    rope = next((attention.rope for attention in spec.attentions if attention.rope is not None), None)
     if rope is None or rope.kind != "llama3":
         return None
     plain = inverse_frequencies(replace(rope, kind="default"), spec.max_position_embeddings)
@@ -124,10 +124,10 @@ def check_keys(
     """Raise `UnsupportedModelError` unless a reader of ``keys`` and of the tensors ``names`` finds ``spec``."""
     floats = {} if factors is None else {ROPE_FREQS: tuple(factors.tolist())}
     try:
-        found = spec_from_gguf(keys, dict.fromkeys(names), floats.get, where)
+        read_back = spec_from_gguf(keys, dict.fromkeys(names), floats.get, where)
     except (ModelLoadError, UnsupportedModelError) as error:
         raise UnsupportedModelError(f"{where} is not written as GGUF: {error}") from None
-    for path, ours, theirs in _differences(spec, found, ""):
+    for path, ours, theirs in _differences(spec, read_back, ""):
         raise UnsupportedModelError(
             f"{where} is not written as GGUF, which cannot say that {path} is {ours}: a reader of the file would take "
             f"{theirs}. Take --format compressed-tensors."
@@ -138,14 +138,14 @@ def _differences(ours: Any, theirs: Any, path: str) -> list[tuple[str, Any, Any]
     if isinstance(ours, RopeSpec) and isinstance(theirs, RopeSpec):
         return [] if _same_rope(ours, theirs) else [(path, ours, theirs)]
     if is_dataclass(ours) and type(ours) is type(theirs):
-        found = []
+        lines = []
         for field in fields(ours):
             if isinstance(ours, ModelSpec) and field.name in _FREE:
                 continue
-            found += _differences(
+            lines += _differences(
                 getattr(ours, field.name), getattr(theirs, field.name), f"{path}.{field.name}"
             )
-        return found
+        return lines
     if isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
         return [
             d

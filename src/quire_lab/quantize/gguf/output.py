@@ -85,21 +85,21 @@ def prepare(source: Source, args: QuantizeArgs) -> GgufOutput:
     arch = architecture(spec, where)
     keys = model_keys(spec, arch, source.folder.name) | {"general.file_type": FILE_TYPES[gguf_type]}
     keys |= vocabulary(read_tokenizer(source.folder), spec.vocab_size, spec.eos_token_ids, where)
-    found, factors = targets(source, keys), rope_factors(spec)
-    names = [target.name for target in found] + ([] if factors is None else [ROPE_FREQS])
+    chosen, factors = targets(source, keys), rope_factors(spec)
+    names = [target.name for target in chosen] + ([] if factors is None else [ROPE_FREQS])
     check_keys(spec, keys, names, factors, where)
     plan = gguf_plan(source, gguf_type, args.keep)
-    for target in found:
+    for target in chosen:
         kinds = {plan.schemes.get(name.removesuffix(".weight")) for name in target.stored}
         if len(kinds) > 1:
             raise ConfigError(f"keep: {target.name} holds the matrices of all experts, which have one type")
     plan = replace(plan, tables=table_schemes(source, gguf_type))
     if args.imatrix is not None:
-        plan = _with_importance(plan, source, found, Path(args.imatrix).expanduser())
-    return GgufOutput(f"{source.folder.name}-{gguf_type.upper()}.gguf", keys, found, plan, factors)
+        plan = _with_importance(plan, source, chosen, Path(args.imatrix).expanduser())
+    return GgufOutput(f"{source.folder.name}-{gguf_type.upper()}.gguf", keys, chosen, plan, factors)
 
 
-def _with_importance(plan: Plan, source: Source, found: tuple[Target, ...], path: Path) -> Plan:
+def _with_importance(plan: Plan, source: Source, chosen: tuple[Target, ...], path: Path) -> Plan:
     """Return the plan with what the file at ``path`` says of the inputs of its matrices."""
     values = read_imatrix(path)
     inputs = {
@@ -107,7 +107,7 @@ def _with_importance(plan: Plan, source: Source, found: tuple[Target, ...], path
     }
     importance: dict[str, list[float]] = {}
     missing = []
-    for target in found:
+    for target in chosen:
         names = [name.removesuffix(".weight") for name in target.stored]
         if names[0] not in inputs:
             continue

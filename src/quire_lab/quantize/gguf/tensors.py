@@ -64,16 +64,16 @@ def targets(source: Source, metadata: Mapping[str, Any]) -> tuple[Target, ...]:
     """
     spec = source.checkpoint.spec
     places = gguf_weight_map(replace(spec, norm_plus_one=False), metadata).sources
-    found: dict[str, Target] = {}
+    by_tensor: dict[str, Target] = {}
     for canonical in weight_shapes(spec):
         place = next((take for take in places.get(canonical, ()) if take.names), None)
         target = None if place is None else _target(source, canonical, place)
-        if target is None or found.setdefault(target.name, target) != target:
+        if target is None or by_tensor.setdefault(target.name, target) != target:
             raise UnsupportedModelError(
                 f"{source.folder}: {canonical} is stored in a form that has no place in a GGUF file; take --format "
                 "compressed-tensors"
             )
-    return tuple(found.values())
+    return tuple(by_tensor.values())
 
 
 def _target(source: Source, canonical: str, place: Take) -> Target | None:
@@ -114,17 +114,17 @@ def gguf_plan(source: Source, gguf_type: str, keep: Sequence[str]) -> Plan:
     others: dict[tuple[str, str], int] = {}
     for matrix in source.matrices:
         wanted = more if _with_more(matrix, source.num_layers) else most
-        found = _type_for(wanted, matrix.in_features)
+        type_name = _type_for(wanted, matrix.in_features)
         if any(pattern.search(matrix.name) for pattern in patterns):
-            found = None
-        elif found != wanted:
-            text = "16 bits" if found is None else found.upper()
+            type_name = None
+        elif type_name != wanted:
+            text = "16 bits" if type_name is None else type_name.upper()
             key = (
                 f"{matrix.in_features} inputs, which 256 does not divide",
                 f"{text} instead of {wanted.upper()}",
             )
             others[key] = others.get(key, 0) + 1
-        schemes[matrix.name] = None if found is None else SCHEMES[found]
+        schemes[matrix.name] = None if type_name is None else SCHEMES[type_name]
     if not any(schemes.values()):
         raise ConfigError(
             f"no matrix of this model gets a type of GGUF: {', '.join(keep) or 'blocks do not fit'}"
@@ -144,7 +144,7 @@ def table_schemes(source: Source, gguf_type: str) -> dict[str, Scheme]:
     wanted = {"embed.weight": head if spec.tie_word_embeddings else most, "lm_head.weight": head}
     schemes = {}
     for canonical, kind in wanted.items():
-        found = _type_for(kind, spec.hidden_size)
-        if canonical in source.takes and canonical in weight_shapes(spec) and found is not None:
-            schemes[source.takes[canonical][0]] = SCHEMES[found]
+        type_name = _type_for(kind, spec.hidden_size)
+        if canonical in source.takes and canonical in weight_shapes(spec) and type_name is not None:
+            schemes[source.takes[canonical][0]] = SCHEMES[type_name]
     return schemes

@@ -19,14 +19,14 @@ from quire.api.dialects.anthropic.request import (
     MessagesRequest,
     Metadata,
     check_thread,
-    form_of,
+    output_form,
     read_conversation,
 )
 from quire.api.history_parts import sight_of
 from quire.api.job import Answer, Head, Job, Usage, given_sampling, sampling_params, served_name
 from quire.api.output_plan import OutputPlan
 from quire.api.state import ApiState
-from quire.api.template_input import arguments_of
+from quire.api.template_input import parsed_arguments
 from quire.engine.output import OutputChunk
 from quire.engine.prompts import off_loop
 from quire.http.call import Call
@@ -64,7 +64,7 @@ async def messages_job(state: ApiState, call: Call, body: Any, ignored: list[str
         params,
         state.model.generation_defaults,
         max_tokens=request.max_tokens,
-        form=form_of(request, ignored),
+        form=output_form(request, ignored),
         client_names={"stop": "stop_sequences"},
     )
 
@@ -87,7 +87,7 @@ async def count_tokens(state: ApiState, call: Call, body: Any, ignored: list[str
     request = parse(CountTokensRequest, body, ignored=ignored)
     served_name(state, request.model)
     check_thread(request.thread, ignored)
-    form_of(request, ignored)
+    output_form(request, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
     conversation = await off_loop(
         len(request.messages), read_conversation, request, ignored, sight_of(state.model.vision)
@@ -174,7 +174,7 @@ def _block(part: Part, *, begun: bool = False) -> dict[str, Any]:
         return {"type": "text", "text": text}
     if part.kind is Kind.REASONING:
         return {"type": "thinking", "thinking": text, "signature": ""}
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments_of(text)}
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": parsed_arguments(text)}
 
 
 def _block_event(event: Event) -> bytes:

@@ -207,7 +207,7 @@ def read_conversation(
     )
 
 
-def form_of(request: AnthropicFields, ignored: list[str] | None) -> StructuredOutputsParams | None:
+def output_form(request: AnthropicFields, ignored: list[str] | None) -> StructuredOutputsParams | None:
     """Return the form of the answer that ``output_config`` asks for; None for free text.
 
     Raises:

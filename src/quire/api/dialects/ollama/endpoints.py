@@ -28,7 +28,7 @@ from quire.api.history_parts import sight_of
 from quire.api.job import Answer, Head, Job, Usage, common_fields, new_head, served_name
 from quire.api.output_plan import OutputPlan
 from quire.api.state import ApiState
-from quire.api.template_input import arguments_of
+from quire.api.template_input import parsed_arguments
 from quire.api.text_prompts import filled_in
 from quire.api.token_logprobs import TokenNames, chat_logprobs
 from quire.engine.output import OutputChunk
@@ -200,7 +200,10 @@ class OllamaAnswer(Answer):
         values = self._content(
             events,
             [
-                {"id": p.id, "function": {"index": p.call, "name": p.name, "arguments": arguments_of(p.text)}}
+                {
+                    "id": p.id,
+                    "function": {"index": p.call, "name": p.name, "arguments": parsed_arguments(p.text)},
+                }
                 for p in calls
             ],
         )

@@ -13,8 +13,8 @@ from quire.api.dialects.responses.request import (
     INCLUDED,
     ResponsesRequest,
     add_input,
-    form_of,
     input_items,
+    output_form,
     read_conversation,
 )
 from quire.api.dialects.responses.store import Stored
@@ -61,7 +61,7 @@ async def responses_job(state: ApiState, call: Call, body: Any, ignored: list[st
         state.model.generation_defaults,
         max_tokens=request.max_output_tokens,
         logprobs=num_logprobs,
-        form=form_of(request, ignored),
+        form=output_form(request, ignored),
         client_names={"logprobs": "top_logprobs"},
     )
     items = input_items(request.input, state.new_id)
@@ -101,7 +101,7 @@ async def count_input(state: ApiState, call: Call, body: Any, ignored: list[str]
     """
     request = _without_references(state, call, parse(ResponsesRequest, body, ignored=ignored))
     served_name(state, request.model)
-    form_of(request, ignored)
+    output_form(request, ignored)
     _, conversation = await _conversation(state, call, request, ignored)
     _, prompt = await conversation.prompt(state)
     return {"object": "response.input_tokens", "input_tokens": len(prompt)}

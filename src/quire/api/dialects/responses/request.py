@@ -12,9 +12,9 @@ from quire.api.answer_form import schema_form
 from quire.api.conversation import Conversation
 from quire.api.dialects.responses.tools import as_arguments, response_tool_use, visible
 from quire.api.fields import EFFORTS, SampledFields, TextContent, Tools
-from quire.api.history import text_of
+from quire.api.history import joined_text
 from quire.api.history_parts import content_of, newest_index, part_text
-from quire.api.template_input import arguments_of, call_message, template_variables
+from quire.api.template_input import call_message, parsed_arguments, template_variables
 from quire.api.thinking import Thinking
 from quire.errors import RequestError, clip
 from quire.http.wire import (
@@ -155,7 +155,7 @@ def read_conversation(
     )
 
 
-def form_of(request: ResponsesRequest, ignored: list[str] | None) -> StructuredOutputsParams | None:
+def output_form(request: ResponsesRequest, ignored: list[str] | None) -> StructuredOutputsParams | None:
     """Return the form of the answer that ``text`` asks for; None for free text.
 
     Raises:
@@ -228,7 +228,7 @@ def _add_message(
 ) -> None:
     item = parse(MessageItem, raw, prefix=where + ".", ignored=ignored)
     thoughts: list[str] = []
-    read = partial(text_of, kinds=TEXT_PARTS, ignored=ignored, newest=newest, thoughts=thoughts)
+    read = partial(joined_text, kinds=TEXT_PARTS, ignored=ignored, newest=newest, thoughts=thoughts)
     text = content_of(item.content, where + ".content", item.role, sight, read)
     if item.role == "assistant":
         message = _assistant(messages, "content")
@@ -252,7 +252,7 @@ def _add_call(
         call_id, name, arguments = (
             item.call_id,
             visible(item.name, item.namespace),
-            arguments_of(item.arguments),
+            parsed_arguments(item.arguments),
         )
     calls = _assistant(messages).setdefault("tool_calls", [])
     calls.append(call_message(call_id, name, arguments))
@@ -273,7 +273,7 @@ def _add_output(
             f"{where}.call_id = {clip(item.call_id)} does not match any earlier function_call.",
             param=where + ".call_id",
         )
-    read = partial(text_of, kinds=TEXT_PARTS, ignored=ignored)
+    read = partial(joined_text, kinds=TEXT_PARTS, ignored=ignored)
     content = content_of(item.output, where + ".output", "tool", sight, read)
     messages.append(
         {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": content}
@@ -282,8 +282,8 @@ def _add_output(
 
 def _add_reasoning(messages: list[dict[str, Any]], raw: Any, where: str, ignored: list[str] | None) -> None:
     item = parse(ReasoningItem, raw, prefix=where + ".", ignored=ignored)
-    text = text_of(item.content, where + ".content", THOUGHT_PARTS, ignored)
-    text = text or text_of(item.summary, where + ".summary", THOUGHT_PARTS, ignored)
+    text = joined_text(item.content, where + ".content", THOUGHT_PARTS, ignored)
+    text = text or joined_text(item.summary, where + ".summary", THOUGHT_PARTS, ignored)
     if text:
         _assistant(messages, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
 

@@ -12,7 +12,7 @@ from quire.api.generation import Generation
 from quire.api.state import ApiState
 from quire.errors import NotFoundError, RequestError, clip
 from quire.http.call import Call, call_of
-from quire.http.json_page import json_response, page_of
+from quire.http.json_page import json_response, list_page
 
 
 class StoredResponses:
@@ -59,7 +59,7 @@ class StoredResponses:
         else:
             assert isinstance(pending.job.answer, ResponseAnswer)
             items = pending.job.answer.input_items
-        return page_of(request, items, default=20, most=100)
+        return list_page(request, items, default=20, most=100)
 
     async def cancel(self, request: Request) -> Response:
         """Return a background response that has ended; `BackgroundResponses` ends one that is running before this.

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from quire.api.answer_form import TextGrammar, ToolUse, tool_use
 from quire.api.assembler import Part
-from quire.api.template_input import arguments_of
+from quire.api.template_input import parsed_arguments
 from quire.errors import RequestError
 from quire.http.wire import AnyObject, Boolean, Text, Wire, not_allowed, parse
 
@@ -128,7 +128,7 @@ def as_arguments(text: str) -> dict[str, Any]:
 
 def custom_tool_input(arguments: str) -> str:
     """Return the text that the model gives to a custom tool; arguments in another form stand in it as they are."""
-    value = arguments_of(arguments).get(_INPUT)
+    value = parsed_arguments(arguments).get(_INPUT)
     return value if isinstance(value, str) else arguments
 
 

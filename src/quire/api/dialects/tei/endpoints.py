@@ -360,10 +360,10 @@ async def cohere_embed_job(state: ApiState, call: Call, body: Any, ignored: list
 
 def _cohere_answer(texts: Sequence[str], kind: str, head: Head, vectors: VectorsOf) -> Answer:
     def write(chunks: Sequence[OutputChunk], usage: Usage) -> dict[str, Any]:
-        found = vectors(chunks, usage)
+        embeddings = vectors(chunks, usage)
         billed = {"input_tokens": usage.prompt_tokens}
         return {
-            "id": head.id, "model": head.model, "response_type": "embeddings_by_type", "embeddings": {kind: found},
+            "id": head.id, "model": head.model, "response_type": "embeddings_by_type", "embeddings": {kind: embeddings},
             "texts": texts, "meta": {"api_version": {"version": "2"}, "billed_units": billed},
             "usage": {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens},
         }  # fmt: skip
