@@ -42,7 +42,7 @@ def milliseconds(params: list[SamplingParams], logits: torch.Tensor, isa: str, r
     for _ in range(rounds + 1):
         begin = time.perf_counter()
         columns = columns_of(table.columns, rows, table.num_tokens[rows] - 1)
-        samples = verify(logits, table, seqs, columns, sampler, grammars)
+        samples = verify(logits, seqs, columns, sampler)
         table.expect(rows)
         table.settle(seqs, samples)
         times.append(time.perf_counter() - begin)

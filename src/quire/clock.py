@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-# How long what was busy, full or away is left alone before it is tried again.
-RETRY_S = 1.0
-# Between two looks at what another task or process is about to do.
-LOOK_S = 0.05
-# A process that serves others says at least this often that it is there.
-BEAT_S = 2.0
+# How long what was busy, full or away is left alone; then between two looks at what another task or process does; and
+# how often at least a server says that it is there.
+RETRY_S, LOOK_S, BEAT_S = 1.0, 0.05, 2.0
 
 
 class Clock(Protocol):

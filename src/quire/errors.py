@@ -76,9 +76,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-NAME_CHARS = 200  # of what a client has named, in errors, rows and logs
-
-
 def clip(value: Any, limit: int = 80) -> str:
     """``repr`` cut to a length fit for an error message. Takes no longer for a large value."""
     try:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from importlib import import_module
-from struct import calcsize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import RequestError, clip
@@ -20,8 +18,6 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 SEED_MAX = 2**63 - 1
 TOKEN_ID_MAX = 2**31 - 1  # ids are int32 in the engine
-# An id in a tuple: a Python integer and the pointer to it.
-ID_BYTES = sys.getsizeof(TOKEN_ID_MAX >> 1) + calcsize("P")
 # A seed of 53 bits in JSON survives clients that read numbers as doubles.
 SEED_BITS = 53
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 from starlette.types import Scope
 
-from quire.errors import NAME_CHARS
 from quire.http.account import Account
 from quire.http.body import header
 from quire.http.call import Call, call_of
+from quire.http.limits import NAME_CHARS
 from quire_gateway.answer import Answer
 from quire_gateway.attempts import Attempts
 from quire_gateway.catalog import Target

@@ -11,7 +11,7 @@ from typing import Any
 from tests.gateway.live import Received, Scripted, answer, gateway, says
 from tests.gateway.test_tenants import config, make_keys
 
-from quire.errors import NAME_CHARS
+from quire.http.limits import NAME_CHARS
 from quire_gateway.ledger_database import open_database
 from quire_gateway.ledger_report import report
 

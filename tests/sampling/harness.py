@@ -68,7 +68,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, seq_ids: Sequence[int]) -> list[SeqSample]:
         seqs = [self.seq(seq_id) for seq_id in seq_ids]
-        samples = verify(logits, self.table, seqs, columns(self.table, seqs), self.ops)
+        samples = verify(logits, seqs, columns(self.table, seqs), self.ops)
         fine = [seq for seq, sample in zip(seqs, samples, strict=True) if sample.error is None]
         self.table.expect(np.array([seq.row for seq in fine], np.int64))
         self.table.settle(fine, [sample for sample in samples if sample.error is None])

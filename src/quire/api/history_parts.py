@@ -16,7 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from quire.errors import NAME_CHARS, RequestError, clip
+from quire.errors import RequestError, clip
+from quire.http.limits import NAME_CHARS
 
 if TYPE_CHECKING:  # loaded with a model that takes images alone
     from quire.api.images import Sight

@@ -125,7 +125,7 @@ class ImageReader:
                     file, f"it takes more than {limit_s:g} s" if late else "it takes too much memory"
                 )
             try:
-                prepared: PreparedImage = work.answer_of(answer)
+                prepared: PreparedImage = work.read_answer(answer)
             except work.ImageError as error:
                 raise refused(file, str(error)) from None
             return prepared

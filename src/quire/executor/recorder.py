@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from quire.clock import Clock
 from quire.executor.base import Executor
-from quire.request import ID_BYTES, Adapter, Sampling
+from quire.request import Adapter, Sampling
 from quire.step import NewSeq, SeqResult, StepPlan, StepResult
+from quire.units import ID_BYTES
 
 # Approximate size of the ring; a step with long prompts or many log-probabilities takes more than others.
 MAX_BYTES = 32 * 2**20

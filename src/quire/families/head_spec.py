@@ -13,13 +13,12 @@ names, beside those of one decoder layer ("layers.0.…", `quire.modelspec`):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from quire.modelspec import DTYPE_BYTES, ModelSpec, matrix_bytes, weight_shapes
 from quire.weight_format import PLAIN, TWO_LEVEL_BLOCK, TWO_LEVEL_GROUP, WeightFormat
 
 HeadMethod = Literal["medusa", "eagle", "eagle3", "mtp"]
-HEAD_METHODS: tuple[HeadMethod, ...] = get_args(HeadMethod)
 LAYER = "layers.0."
 
 

@@ -21,7 +21,6 @@ BROWSER_HEADERS = (b"origin", b"sec-fetch-site", b"referer")
 HELD_BODY = "quire.held_body"
 
 _encode = msgspec.json.Encoder().encode
-
 _decode = msgspec.json.Decoder().decode
 
 
@@ -36,7 +35,7 @@ async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:
         HttpError: 413 beyond ``max_bytes``, 415 for another media type.
         RequestError: not JSON, or a field above its limit.
     """
-    flag = "--max-body-mib" if max_bytes <= INLINE_BYTES else "fixed for this path"
+    flag = "--max-body-mib" if max_bytes < INLINE_BYTES else "fixed for this path"
     return await decode_body([await read_bytes(scope, receive, min(max_bytes, INLINE_BYTES), flag)])
 
 

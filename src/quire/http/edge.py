@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 # A connection's own buffer holds as much that was not read yet, so the sum of bodies so short needs no bound.
 SHORT_BYTES = HIGH_WATER_LIMIT
-# Allowed values of Host that are remembered.
-MAX_HOSTS = 64
+MAX_HOSTS = 64  # allowed values that are remembered
 _ASKS = frozenset({b"origin", b"sec-fetch-site", b"content-encoding", b"transfer-encoding"})
 _DIGITS = len(str(SHORT_BYTES))
 # uvloop, between a client's reset and the disconnect that the application sees: what is sent then is dropped.

@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from quire.errors import NAME_CHARS, RequestError, clip, nearest
+from quire.errors import RequestError, clip, nearest
+from quire.http.limits import NAME_CHARS
 
 # Unknown names of a request that are compared with those of used fields.
 MAX_JUDGED = 100

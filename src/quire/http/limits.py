@@ -50,6 +50,8 @@ FIELDS: Mapping[str, Limit] = {
     "request_id": Limit(characters=1024),
     "rid": Limit(characters=1024),
 }
+# Of what a client has named, in errors, rows and logs.
+NAME_CHARS = 200
 BODY_FIELDS = 256  # names at the top of a body
 # The least limits above: a body with no more bytes and fewer commas is within all of them.
 SMALL_BYTES = min(limit.characters for limit in FIELDS.values() if limit.characters)

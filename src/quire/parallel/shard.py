@@ -30,7 +30,8 @@ from quire.weight_format import PLAIN, WeightFormat
 
 Formats = Mapping[str, WeightFormat]
 INPUT_UNIT = 64  # inputs kept together where possible: an int8 cache line
-ROW_UNIT = 16  # rows of the vocabulary, and of a matrix whose results are gathered
+# Rows of the vocabulary, and of a matrix whose results are gathered, that stay together.
+ROW_UNIT = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from quire.runner.base import Ints, ObserveLogits, PendingResult
 from quire.runner.draft_chain import Recorded
 from quire.runner.input_batch import PreparedStep, StepBuffers
 from quire.runner.memory import KvCache, torch_dtype
-from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.runner.sequences import WorkerSeq
 from quire.sampling.sampler import Columns, Sampler, SeqSample
 
 if TYPE_CHECKING:
@@ -214,9 +214,9 @@ class ModelRunner:
         if self.observe_logits is not None:
             observe(self.observe_logits, step, logits)
         if self.watch_sampled is None:
-            return sample(logits, step.seqs, step.sampling, step.columns, self._sampler)
+            return sample(logits, step.sampling, step.columns, self._sampler)
         counts = [seq.num_logits for seq in step.sampling]
-        samples = sample(logits, step.seqs, step.sampling, step.columns, self._sampler)
+        samples = sample(logits, step.sampling, step.columns, self._sampler)
         if counts:
             self.watch_sampled(step, counts, self._hidden[: step.num_logits])
         return samples
@@ -233,9 +233,7 @@ class ModelRunner:
         return self.decoder.logits(hidden, batch.end_logits)
 
 
-def sample(
-    logits: Tensor, table: WorkerSeqs, seqs: Sequence[WorkerSeq], columns: Columns, sampler: Sampler
-) -> list[SeqSample]:
+def sample(logits: Tensor, seqs: Sequence[WorkerSeq], columns: Columns, sampler: Sampler) -> list[SeqSample]:
     """Return what each of ``seqs`` got of its rows of ``logits``, and advance its states.
 
     Plain sequences have one row each, and are sampled as they are. `verify` samples where one has a state, or no
@@ -247,7 +245,7 @@ def sample(
     if not any(seq.states for seq in seqs):
         samples = sampler.sample_plain(logits, columns)
     if samples is None:
-        samples = import_module("quire.runner.verify").verify(logits, table, seqs, columns, sampler)
+        samples = import_module("quire.runner.verify").verify(logits, seqs, columns, sampler)
     return samples
 
 

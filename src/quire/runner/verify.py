@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.runner.sequences import WorkerSeq, WorkerSeqs
+from quire.runner.sequences import WorkerSeq
 from quire.sampling.accept import Draft
 from quire.sampling.draft_tree import NO_DRAFTS, ROOT, Drafts, Walk
 from quire.sampling.sampler import ALL_FORBIDDEN, NOT_FINITE, Columns, Sampler, SeqSample
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from quire.sampling.grammars import GrammarState
 
 
-def verify(
-    logits: Tensor, table: WorkerSeqs, seqs: Sequence[WorkerSeq], columns: Columns, sampler: Sampler
-) -> list[SeqSample]:
+def verify(logits: Tensor, seqs: Sequence[WorkerSeq], columns: Columns, sampler: Sampler) -> list[SeqSample]:
     """Return what each of ``seqs`` got, and advance its state; what follows a rejected draft is taken back.
 
     ``logits: [num_logits, vocab] float32`` and ``columns [num_logits]`` have the rows of each sequence in order. A

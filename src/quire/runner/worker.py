@@ -271,8 +271,8 @@ class Worker:
         self, plans: Sequence[SeqPlan], seqs: Sequence[WorkerSeq], prepared: PreparedStep, launched: Launched
     ) -> PendingResult:
         """Launch a step in which some prompts' own tokens may give something."""
-        spans_of = import_module("quire.runner.prompt_outputs").spans_of
-        spans = spans_of(plans, [seq.prompt for seq in seqs])
+        scored_spans = import_module("quire.runner.prompt_outputs").scored_spans
+        spans = scored_spans(plans, [seq.prompt for seq in seqs])
         if not spans:
             return self.runner.launch(prepared)
         tokens = np.concatenate([span.tokens for span in spans])

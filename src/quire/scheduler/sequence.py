@@ -15,9 +15,10 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from quire.cache.blocks import BlockTable
-from quire.request import ID_BYTES, Request, SampleTiming, Sampling
+from quire.request import Request, SampleTiming, Sampling
 from quire.spans import num_bytes
 from quire.step import AdapterMove, KvTransfer, SeqPlan
+from quire.units import ID_BYTES
 
 if TYPE_CHECKING:
     from quire.scheduler.policies.beam_search import BeamSearch

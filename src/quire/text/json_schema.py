@@ -39,7 +39,7 @@ _WATCHED = frozenset(
      "maxContains", "uniqueItems", "propertyNames", "minProperties", "maxProperties", "required"}
 )  # fmt: skip
 _MAX_FREE_PROPERTIES = 160  # properties of an object that may come in any order
-MAX_DEPTH = 64  # of schemas in schemas, and of values
+MAX_DEPTH = 64  # schemas in schemas
 _CHARS = r"A-Za-z0-9._~!$&'()*+,;=@/?-"
 # Formats that the compiler does not know, as patterns; some are narrower than the format.
 _FORMAT_PATTERNS = {

@@ -22,9 +22,7 @@ from quire.text.token_text import CleanUpStream, TokenText, clean_up
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The named tokens of a model, as texts. ``roles``: the names that chat templates use (`bos_token`, `eos_token`,
-    …).
-    """
+    """The named tokens of a model, as texts. ``roles``: the names that chat templates use, such as `bos_token`."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
     additional: tuple[str, ...] = ()
