@@ -70,8 +70,8 @@ class CacheConfig:
     num_checkpoints: int = 0  # slots beyond them; 0: prefixes are not reused
     num_draft_states: int = 0  # slots beyond those: drafts per step at most
     state_bytes: int = 0  # per slot
-    # Folder and bytes; a Redis server's URL and 0; or, with an engine id, the address and bytes that peers share.
-    tier: tuple[str, int] | None = None
+    # The address and bytes that peers share, with an engine id; a folder and bytes; a Redis server's URL and 0.
+    tiers: tuple[tuple[str, int], ...] = ()
     peers: tuple[str, ...] = ()  # HOST:PORT of each
     engine_id: str = ""  # its name among peers
 

@@ -11,7 +11,7 @@ from tests.api.asgi_client import Api, error_of
 from quire.config import CacheConfig
 from quire.request import KvTerms
 
-SHARED = CacheConfig(64, tier=("10.0.0.7:9500", 1 << 20), engine_id="e" * 32)
+SHARED = CacheConfig(64, tiers=(("10.0.0.7:9500", 1 << 20),), engine_id="e" * 32)
 # As vLLM's example of a proxy sends it.
 FIRST = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,

@@ -54,8 +54,7 @@ class Disaggregation(CallStage):
 
     def __init__(self, cache: CacheConfig) -> None:
         """``cache``: of an engine that shares its blocks."""
-        assert cache.tier is not None
-        host, _, port = cache.tier[0].rpartition(":")
+        host, _, port = cache.tiers[0][0].rpartition(":")
         self._source = {"remote_host": host.strip("[]"), "remote_port": int(port)}
         self._engine_id, self._block_size = cache.engine_id, cache.block_size
 

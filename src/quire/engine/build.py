@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     rank_stats: Callable[[], RankStats] | None = getattr(chosen, "rank_stats", None)
     profiler = _profiler(chosen, config, clock)
     recorder, mover = None, None
-    if config.cache.tier is not None:
+    if config.cache.tiers:
         from quire.engine import kv_tier
 
         chosen, mover = kv_tier.connected(chosen, config, clock)
@@ -82,7 +83,9 @@ def build_core(config: EngineConfig, executor: str, clock: Clock) -> EngineCore:
     if config.slo is not None:
         _hold_slo(core, config.slo)
     core.recorder, core.profiler = recorder, profiler
-    core.ranks, core.rank_stats = ranks, rank_stats
+    core.ranks = ranks
+    if rank_stats is not None:
+        core.completed = lambda stats: replace(stats, ranks=rank_stats())
     return core
 
 

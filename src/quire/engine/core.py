@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from quire.clock import Clock
 from quire.engine.messages import AbortRequest, ControlPolicy, Drain, FinishSample, Message, Reply, Shutdown
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor.base import Executor, RankLoaded
-from quire.metrics.engine_stats import EngineStats, RankStats
+from quire.metrics.engine_stats import EngineStats
 from quire.request import Request, TokenEvent
 from quire.scheduler.admission import refused
 from quire.scheduler.scheduler import Scheduler, Sleep, Step, Wait
@@ -46,7 +45,7 @@ class EngineCore:
         self.on_tick: Callable[[Sequence[StepPlan | StepResult]], None] | None = None
         self.recorder: Recorder | None = None
         self.ranks: tuple[RankLoaded, ...] = ()  # where the executor has processes of its own
-        self.rank_stats: Callable[[], RankStats] | None = None
+        self.completed: Callable[[EngineStats], EngineStats] | None = None
         # Saves what the recorder has, with a reason and a text; may raise OSError. None: there is no recorder.
         self.save: Callable[[str, str], dict[str, Any]] | None = None
         self.profiler: Profiles | None = None
@@ -120,7 +119,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         stats = self.scheduler.stats()
-        return stats if self.rank_stats is None else replace(stats, ranks=self.rank_stats())
+        return stats if self.completed is None else self.completed(stats)
 
     def _drain_inbox(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []

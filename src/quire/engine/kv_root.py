@@ -49,7 +49,8 @@ def with_tier(config: EngineConfig, args: EngineArgs, files: Iterable[Path]) -> 
     Raises:
         ConfigError: the setting is of another form, or this engine cannot have a tier.
     """
-    param, tier = _tier(args)
+    tiers = _tiers(args)
+    param = next(iter(tiers))
     unmet = (
         "prefix caching" if not config.cache.enable_prefix_caching
         else "a model on a CPU" if config.device.kind != "cpu"
@@ -60,28 +61,24 @@ def with_tier(config: EngineConfig, args: EngineArgs, files: Iterable[Path]) -> 
     if unmet is not None:
         raise ConfigError(f"{param} needs {unmet}: leave it out", param=param)
     root = kv_root(config, content_digest(files))
-    cache = replace(config.cache, model_key=root, tier=tier)
-    if param == "kv_share":
+    cache = replace(config.cache, model_key=root, tiers=tuple(tiers.values()))
+    if "kv_share" in tiers:
         cache = replace(cache, peers=comma_list(args.kv_peers), engine_id=secrets.token_hex(16))
     return replace(config, cache=cache)
 
 
-def _tier(args: EngineArgs) -> tuple[str, tuple[str, int]]:
-    """Return the setting that asks for a tier, and the tier."""
+def _tiers(args: EngineArgs) -> dict[str, tuple[str, int]]:
+    """Return the settings that ask for tiers, with the tiers, in the order of `CacheConfig.tiers`."""
     if args.kv_peers is not None and args.kv_share is None:
         raise ConfigError(
             "kv_peers needs kv_share: an engine that takes blocks gives its own", param="kv_peers"
         )
     ways = {
+        "kv_share": (args.kv_share, _shared),
         "kv_disk": (args.kv_disk, _folder),
         "kv_remote": (args.kv_remote, _server),
-        "kv_share": (args.kv_share, _shared),
     }
-    chosen = [name for name, (value, _) in ways.items() if value is not None]
-    if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} are both set: an engine has one tier", param=chosen[1])
-    value, read = ways[chosen[0]]
-    return chosen[0], read(value or "")
+    return {name: read(value) for name, (value, read) in ways.items() if value is not None}
 
 
 def _folder(setting: str) -> tuple[str, int]:

@@ -1,6 +1,6 @@
-"""The tier of an engine in this process: its store, what moves blocks, and the policy that decides.
+"""The tiers of an engine in this process: their stores, what moves blocks, and the policy that decides.
 
-Loaded where `CacheConfig.tier` says so. A tier is never needed: where its folder cannot be used, the start fails; what
+Loaded where `CacheConfig.tiers` says so. A tier is never needed: where its folder cannot be used, the start fails; what
 happens to it later, or to a server, costs a computation and nothing else.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from quire.clock import Clock
-from quire.config import EngineConfig
+from quire.clock import Clock, WallClock
+from quire.config import CacheConfig, EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.kv_root import kv_root
 from quire.engine.messages import Shutdown
@@ -26,33 +28,41 @@ from quire.models.content import content_digest
 from quire.scheduler.scheduler import Sleep, Wait
 from quire.tiers.disk import DiskStore
 from quire.tiers.peers import open_peers
+from quire.tiers.stack import TierStack
 from quire.tiers.store import BlockStore
 
 log = Log("kv_tier")
 
 
 def open_store(config: EngineConfig) -> BlockStore:
-    """Return the store of ``config.cache.tier``.
+    """Return the store of ``config.cache.tiers``: of several, one that has them all.
 
     Raises:
         ConfigError: its folder or its address cannot be used, or the extra `redis` is missing.
         ModelLoadError: the model's files are not those that the root names.
     """
-    assert config.cache.tier is not None
-    place, size_bytes = config.cache.tier
     model = config.model
     files = () if model.load_format == "random" else describe(Path(model.path), model.load_format).files
     if kv_root(config, content_digest(files)) != config.cache.model_key:
         raise ModelLoadError(f"{model.path} has changed while it was loaded: start again.")
-    if config.cache.engine_id:
-        return open_peers(
-            place, size_bytes, config.cache.peers, config.cache.model_key, config.cache.engine_id
-        )
+    stores: list[BlockStore] = []
+    with ExitStack() as opened:  # where one cannot be used, those before it are closed
+        for index, tier in enumerate(config.cache.tiers):
+            stores.append(_open(config.cache, tier, is_shared=not index and bool(config.cache.engine_id)))
+            opened.callback(stores[-1].close)
+        opened.pop_all()
+    return stores[0] if len(stores) == 1 else TierStack(stores, WallClock())
+
+
+def _open(cache: CacheConfig, tier: tuple[str, int], *, is_shared: bool) -> BlockStore:
+    place, size_bytes = tier
+    if is_shared:
+        return open_peers(place, size_bytes, cache.peers, cache.model_key, cache.engine_id)
     if "://" in place:
         from quire.tiers.remote import RedisStore
 
-        return RedisStore(place, config.cache.model_key, password=os.environ.get("QUIRE_KV_REMOTE_PASSWORD"))
-    return DiskStore(Path(place), size_bytes, config.cache.model_key)
+        return RedisStore(place, cache.model_key, password=os.environ.get("QUIRE_KV_REMOTE_PASSWORD"))
+    return DiskStore(Path(place), size_bytes, cache.model_key)
 
 
 def mover_of(executor: Executor, store: BlockStore, clock: Clock) -> BlockMover:
@@ -93,7 +103,14 @@ def connected(executor: Executor, config: EngineConfig, clock: Clock) -> tuple[M
 def decide(core: EngineCore, mover: BlockMover) -> None:
     """Let the scheduler of ``core`` decide on transfers, and end those that it still wants when the mover is closed."""
     core.scheduler.state.policies.turn_on("tiers").connect(mover)
+    core.completed = lambda stats: replace(stats, tiers=counts_by_tier(mover.store))
     mover.before_close = partial(settle, core)
+
+
+def counts_by_tier(store: BlockStore) -> dict[str, dict[str, int]]:
+    """Return the counts of a store, or of each that it has, by name."""
+    stores = store.stores if isinstance(store, TierStack) else (store,)
+    return {each.name: each.counts().as_dict() for each in stores}
 
 
 def settle(core: EngineCore, limit_s: float = 10.0) -> None:

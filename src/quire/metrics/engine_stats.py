@@ -161,6 +161,7 @@ class EngineStats:
     num_live_states: int = 0  # slots that running sequences hold
     num_checkpoints: int = 0  # states kept at nodes of the prefix tree
     state_slot_bytes: int = 0
+    tiers: dict[str, dict[str, int]] = field(default_factory=dict)  # `StoreCounts` by name
     # Counters
     num_steps: int = 0
     num_requests: int = 0

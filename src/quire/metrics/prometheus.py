@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -47,6 +47,8 @@ class Exposition:
         yield from self._labelled()
         stats = server.engine()
         yield from self._of_engine(stats)
+        if stats.tiers:
+            yield from self._of_tiers(stats.tiers)
         for name, (text, attribute) in _ENGINE_GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=self._labels)
             gauge.add_metric(self._values, getattr(stats, attribute))
@@ -124,6 +126,14 @@ class Exposition:
             for load in ranks.experts:
                 gauge.add_metric([*self._values, str(load.layer)], getattr(load, attribute))
             yield gauge
+
+    def _of_tiers(self, tiers: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
+        for kind, table in ((CounterMetricFamily, "tier_counters"), (GaugeMetricFamily, "tier_gauges")):
+            for name, (text, attribute) in TABLE[table].items():
+                family = kind(name, text, labels=[*self._labels, "tier"])
+                for tier, counts in tiers.items():
+                    family.add_metric([*self._values, tier], counts[attribute])
+                yield family
 
     def _labelled(self) -> Iterator[Metric]:
         success = CounterMetricFamily(
