@@ -18,7 +18,7 @@ from quire.cache.blocks import BlockTable
 from quire.request import Request, SampleTiming, Sampling
 from quire.spans import num_bytes
 from quire.step import AdapterMove, KvTransfer, SeqPlan
-from quire.units import ID_BYTES
+from quire.units import ID_BYTES, POINTER_BYTES
 
 if TYPE_CHECKING:
     from quire.scheduler.policies.beam_search import BeamSearch
@@ -222,7 +222,8 @@ def held_bytes(request: Request) -> int:
     ids = (sampling.stop_token_ids, sampling.allowed_token_ids or (), *request.output_token_ids)
     num_ids = sum(map(len, (*ids, *sampling.bad_words_token_ids)))
     num_ids += 0 if pooling is None else len(pooling.token_ids)
-    # A prompt's ids are also in the list of a sequence. An entry of a dictionary takes as much as three ids.
-    num_ids += 2 * len(request.prompt_token_ids) + 3 * len(sampling.logit_bias)
-    total = _REQUEST_BYTES + len(request.grammar or "") + sum(map(len, sampling.stop))
+    num_prompt = len(request.prompt_token_ids)  # also in the list of a sequence
+    num_ids += num_prompt + 3 * len(sampling.logit_bias)  # an entry takes as much as three ids
+    texts = len(request.grammar or "") + sum(map(len, sampling.stop))
+    total = _REQUEST_BYTES + texts + POINTER_BYTES * num_prompt
     return total + ID_BYTES * num_ids + sum(map(num_bytes, request.spans))
