@@ -53,7 +53,7 @@ services:  ## install Redis, PostgreSQL, qemu and a cross compiler for Arm by ap
 	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends \
 	  redis-server postgresql qemu-user cmake g++-aarch64-linux-gnu
 
-test: dev  ## run the default tests in two processes (under 15 minutes on 2 cores; WORKERS=N for more)
+test: dev  ## run the default tests in two processes (10 minutes on 2 quiet cores; WORKERS=N for more)
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not browser" $(ARGS)
 
 test-plain: install  ## start every command that serves, as `make install` leaves them and with every extra blocked (half a minute on 2 cores)

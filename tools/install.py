@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
-# Measured on two quiet cores of an Intel Granite Rapids (benchmarks/results/first-hour.md).
-COMPILE_CORE_MINUTES = 3.6
+# CPU time of all objects, on two shared cores of an Intel Xeon with AMX.
+COMPILE_CORE_MINUTES = 8.0
 DOWNLOAD_MB = 290  # torch's CPU build, the other packages, and what the build needs
 SHOWN_LINES = 25  # of pip's output, where it fails
 EVERY_S = 5.0  # between two lines of a step, where the output is no terminal
@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
     commands = _split(rest)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     print(
-        f"installing into {venv}: downloads about {DOWNLOAD_MB} MB (half a minute at 10 MB/s, 5 min at 1 MB/s), then "
+        f"installing into {venv}: downloads about {DOWNLOAD_MB} MB (half a minute at 10 MB/s, 5 min at 1 MB/s), and "
         f"compiles the kernels (about {max(1, round(COMPILE_CORE_MINUTES / cores))} min on {cores} free cores)",
         flush=True,
     )

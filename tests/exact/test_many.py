@@ -31,6 +31,7 @@ def check_256(model: str, dtype: str, cpu_isa: str, **shape: int) -> None:
     assert tally.num_draws == 256 * case.max_output
 
 
+@pytest.mark.slow
 def test_a_batch_of_256_equals_alone() -> None:
     check_256("llama", "float32", "reference")
 
@@ -49,9 +50,17 @@ def test_a_batch_of_256_on_quill_equals_alone() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("num_threads", [2, 3, 7])
 @pytest.mark.parametrize(
-    ("model", "dtype"), [("llama", "float32"), ("sliding", "bfloat16"), ("moe", "bfloat16")]
+    ("model", "dtype", "num_threads"),
+    [
+        pytest.param(model, dtype, n, marks=[pytest.mark.slow] * (n != chosen))
+        for model, dtype, chosen in (
+            ("llama", "float32", 7),
+            ("sliding", "bfloat16", 3),
+            ("moe", "bfloat16", 2),
+        )
+        for n in (2, 3, 7)
+    ],
 )
 def test_any_number_of_threads_equals_one(model: str, dtype: str, num_threads: int) -> None:
     assert LEVEL is not None

@@ -110,6 +110,7 @@ def test_a_deadline_holds_while_the_engine_hangs(server: LiveServer) -> None:
     assert engine_of(server) == engine, "the answer did not wait until it was replaced"
 
 
+@pytest.mark.slow
 def test_a_hung_engine_is_replaced_and_streams_are_equal(server: LiveServer) -> None:
     alone = [choices(ask(server, i, n=2)) for i in range(2)]
     engine = engine_of(server)

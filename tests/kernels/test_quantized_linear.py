@@ -38,6 +38,12 @@ from quire.weight_format import NESTED, RowFormat, WeightFormat
 
 LEVELS = {"iq4": IQ4_LEVELS, "fp4": FP4_LEVELS}
 BACKENDS = registry.backends("quantized_linear")
+# What most machines take. The other levels have the reference's bits too, at every shape that is compared.
+FREQUENT = (
+    "reference",
+    "avx2",
+    next((level for level in registry.NATIVE_LEVELS if level in BACKENDS), "reference"),
+)
 SMALL = [case for case in cases.QUANTIZED if not case.bench]
 
 
@@ -147,7 +153,9 @@ def product(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     return rows.q.double()[:, :in_features] * scale[:, :in_features] @ w.T
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(each, marks=[pytest.mark.slow] * (each not in FREQUENT)) for each in BACKENDS]
+)
 @pytest.mark.parametrize("format", cases.FORMATS, ids=case_id)
 @pytest.mark.parametrize("size", [(131, 33), (1100, 70)])
 def test_a_row_does_not_depend_on_the_batch(

@@ -35,7 +35,14 @@ def again(step: Step, **asked: object) -> CapacityPlan:
     return plan(**{**asked, **flags, **numbers})
 
 
-@pytest.mark.parametrize("objective", ["throughput", "latency", "cost"])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        pytest.param("throughput", marks=pytest.mark.slow),
+        "latency",
+        pytest.param("cost", marks=pytest.mark.slow),
+    ],
+)
 def test_each_effect_is_what_its_flag_gives(objective: str) -> None:
     asked: dict[str, object] = {"count": 8, "concurrency": 64, "objective": objective}
     now = plan(**asked)

@@ -293,6 +293,7 @@ def test_dense_models_on_hopper_are_near_what_was_measured(shared_data: Path) ->
     assert tpot <= 0.12
 
 
+@pytest.mark.slow
 def test_models_with_experts_are_near_what_was_measured(shared_data: Path) -> None:
     held = held_points(
         shared_data,

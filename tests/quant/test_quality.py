@@ -40,7 +40,7 @@ def write_q4_0(folder: Path, target: Path) -> Path:
     return write_gguf(target, "llama", found.spec, plain, type_of=type_of)
 
 
-@pytest.fixture(params=[pytest.param("quill", marks=pytest.mark.slow), "stories260K"])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in ("quill", "stories260K")])
 def case(request: pytest.FixtureRequest, shared_data: Path) -> tuple[Path, Text]:
     if request.param == "quill":
         try:

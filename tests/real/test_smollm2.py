@@ -65,6 +65,7 @@ def test_an_answer_alone_is_that_of_a_batch(llm: LLM) -> None:
         assert alone.logprobs == expected.logprobs
 
 
+@pytest.mark.slow
 def test_the_file_is_near_its_own_expansion(smollm2: Path, tmp_path: Path) -> None:
     """Bounds of what is stored in 4 bits with int8 activations, and of what bf16 alone costs."""
 

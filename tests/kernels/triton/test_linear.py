@@ -166,8 +166,15 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize("format", FEW, ids=case_id)
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize(
+    ("chunks", "format"),
+    [
+        pytest.param(n, f, marks=[pytest.mark.slow] * ((n, f) not in ((1, FEW[0]), (4, FEW[-1]))))
+        for n in (1, 4)
+        for f in FEW
+    ],
+    ids=case_id,
+)
 def test_few_rows_where_the_table_has_sizes(
     format: WeightFormat, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
