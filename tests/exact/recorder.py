@@ -76,10 +76,10 @@ def recording(*, device: bool = False) -> Iterator[Recorder]:
         recorder.on_admit(new)
         return admit(self, new)
 
-    def recording_sample(logits: Tensor, table: Any, seqs: Any, columns: Any, *more: Any) -> list[SeqSample]:
+    def recording_sample(logits: Tensor, seqs: Any, columns: Any, *more: Any) -> list[SeqSample]:
         firsts = list(accumulate((seq.num_logits for seq in seqs), initial=0))
         with_drafts = [seq.num_logits > 1 for seq in seqs]
-        samples = sample(logits, table, seqs, columns, *more)
+        samples = sample(logits, seqs, columns, *more)
         rows = [
             [
                 first,
