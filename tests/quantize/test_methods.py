@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.families import spec_from_config
+from quire_lab.quantize.clipping import group_grams, round_for_outputs
 from quire_lab.quantize.forward import InputStats
 from quire_lab.quantize.gptq import gptq, output_error
 from quire_lab.quantize.methods import round_layer
@@ -37,16 +38,16 @@ def correlated(rows: int, columns: int, seed: int) -> Tensor:
 
 def test_gptq_is_the_closed_form_on_two_inputs() -> None:
     weight, gram = random(50, 2, seed=1), torch.tensor([[3.0, 1.2], [1.2, 1.0]])
-    # Few levels: the scale of a row of two weights would find both of them among 16.
-    scheme = Scheme(2, None)
+    # Two levels: the scale of a row of two weights would find both of them among more.
+    scheme = Scheme(1, None)
     found = gptq(weight, gram, scheme, damping=1e-9)
     scale = fit_grid(weight, scheme, gram.diagonal()).scale[:, 0]
     # Input 0 is used most, so it is rounded first; input 1 then has its own optimum.
-    first = (weight[:, 0] / scale).round().clamp(-2, 1)
+    first = (weight[:, 0] / scale).round().clamp(-1, 0)
     error = weight[:, 0] - first * scale
-    second = ((weight[:, 1] + error * gram[0, 1] / gram[1, 1]) / scale).round().clamp(-2, 1)
+    second = ((weight[:, 1] + error * gram[0, 1] / gram[1, 1]) / scale).round().clamp(-1, 0)
     assert torch.equal(found.q, torch.stack((first, second), 1).to(torch.int8))
-    alone = (weight[:, 1] / scale).round().clamp(-2, 1)
+    alone = (weight[:, 1] / scale).round().clamp(-1, 0)
     assert (alone != second).any(), "making up for the error matters here"
 
 
@@ -108,6 +109,20 @@ def errors(method: str, scheme: Scheme, outlier: float) -> float:
     moved = outputs(work, rows, work.weights, rounds=False)
     assert torch.allclose(moved, wanted, rtol=1e-4, atol=1e-4), "factors change no product"
     return (outputs(work, rows, found, rounds=scheme.activations) - wanted).square().mean().item()
+
+
+def test_clipping_sees_which_inputs_go_together() -> None:
+    """Searched input by input, a grid has more error of the outputs; integers are those of the chosen grid."""
+    rows = correlated(500, HIDDEN, seed=30)
+    weight, gram = random(32, HIDDEN, seed=31), rows.t() @ rows / 500
+    for scheme in (INT4, Scheme(4, 32, symmetric=False), Scheme(2, 32)):
+        rounded = round_for_outputs(weight, scheme, group_grams(gram, 2))
+        apart = round_to_nearest(weight, scheme, gram.diagonal())
+        assert output_error(weight, rounded.expand(), gram) < 0.97 * output_error(
+            weight, apart.expand(), gram
+        )
+        assert rounded.q.min() >= scheme.lowest
+        assert rounded.q.max() <= scheme.highest
 
 
 def test_awq_beats_rtn_on_an_outlier() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire_lab.quantize.clipping import group_grams, round_for_outputs
 from quire_lab.quantize.gptq import gptq
 from quire_lab.quantize.grid import Rounded
 from quire_lab.quantize.rounding import round_to_nearest
@@ -24,4 +25,6 @@ def _round(method: str, work: LayerWork, name: str) -> Rounded:
         return round_to_nearest(weight, scheme, work.importance.get(name))
     if method == "gptq":
         return gptq(weight, gram, scheme)
+    if method == "awq" and scheme.block is None:  # blocks of GGUF have grids that are searched input by input
+        return round_for_outputs(weight, scheme, group_grams(gram, scheme.num_groups(weight.shape[1])))
     return round_to_nearest(weight, scheme, gram.diagonal())

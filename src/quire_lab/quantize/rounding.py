@@ -59,7 +59,7 @@ def fit_grid(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -
     ):
         # The search of the engine's own rounding, which is native.
         rounded = quantize(weight, WeightFormat("int4", scheme.group), backend=_backend())
-        return Grid(_stored(rounded.scale, zero_points=False))
+        return Grid(stored_scale(rounded.scale, zero_points=False))
     fit = _symmetric if scheme.symmetric else _with_zeros
     groups = scheme.num_groups(weight.shape[1])
     weights = torch.ones(weight.shape[1]) if importance is None else importance.float()
@@ -82,9 +82,9 @@ def plain_grid(weight: Tensor, scheme: Scheme) -> Grid:
     low, high = values.amin(-1), values.amax(-1)
     if scheme.symmetric:
         largest = torch.maximum(-low, high)
-        return Grid(_stored(largest / scheme.highest, zero_points=False))
+        return Grid(stored_scale(largest / scheme.highest, zero_points=False))
     low, high = low.clamp_max(0.0), high.clamp_min(0.0)
-    scale = _stored((high - low) / (scheme.highest - scheme.lowest), zero_points=True)
+    scale = stored_scale((high - low) / (scheme.highest - scheme.lowest), zero_points=True)
     inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0)
     return Grid(scale, (scheme.lowest - low * inverse).round_().clamp_(scheme.lowest, scheme.highest))
 
@@ -103,6 +103,8 @@ def _symmetric(values: Tensor, scheme: Scheme, weights: Tensor) -> tuple[Tensor,
     best, chosen = torch.zeros_like(extreme), torch.zeros_like(extreme)
     # Levels that the extreme becomes, as a share of the lowest: above 1 it is cut off.
     shares = [divisor / DIVISORS[0] for divisor in DIVISORS]
+    if scheme.bits < 4:
+        shares = torch.linspace(0.5, 2.0, 16).tolist()
     for share in shares if scheme.bits < 8 else (-scheme.highest / scheme.lowest,):
         scale = extreme / (scheme.lowest * share)
         q = levels(values, scale, None, scheme)
@@ -113,7 +115,7 @@ def _symmetric(values: Tensor, scheme: Scheme, weights: Tensor) -> tuple[Tensor,
         better = used & (gain > best)
         best = torch.where(better, gain, best)
         chosen = torch.where(better, along / size if scheme.bits < 8 else scale, chosen)
-    chosen = _stored(chosen, zero_points=False)
+    chosen = stored_scale(chosen, zero_points=False)
     return chosen, torch.zeros_like(chosen)
 
 
@@ -125,9 +127,11 @@ def _with_zeros(values: Tensor, scheme: Scheme, weights: Tensor) -> tuple[Tensor
     chosen, zeros = torch.zeros_like(low), torch.zeros_like(low)
     steps = scheme.highest - scheme.lowest
     # Of the range of a group, the rest of which is cut off.
-    shares = torch.linspace(1.0, 0.7, 7).tolist()
+    shares = (
+        torch.linspace(1.0, 0.7, 7).tolist() if scheme.bits >= 4 else torch.linspace(1.0, 0.4, 13).tolist()
+    )
     for share in shares if scheme.bits < 8 else (1.0,):
-        scale = _stored((high - low) * (share / steps), zero_points=True)
+        scale = stored_scale((high - low) * (share / steps), zero_points=True)
         inverse = torch.where(scale != 0.0, scale.reciprocal(), 0.0)
         zero = (scheme.lowest - low * share * inverse).round_().clamp_(scheme.lowest, scheme.highest)
         q = levels(values, scale, zero, scheme)
@@ -138,7 +142,7 @@ def _with_zeros(values: Tensor, scheme: Scheme, weights: Tensor) -> tuple[Tensor
     return chosen, zeros
 
 
-def _stored(scale: Tensor, *, zero_points: bool) -> Tensor:
+def stored_scale(scale: Tensor, *, zero_points: bool) -> Tensor:
     """Return ``scale`` as it is read back: fp16 of 8 significant bits, of 7 where q − zero is up to 15."""
     mantissa, exponent = torch.frexp(scale)
     size = 128.0 if zero_points else 256.0

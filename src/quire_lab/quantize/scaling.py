@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from quire.kernels.threads import one_torch_thread
+from quire_lab.quantize.clipping import group_grams, round_for_outputs
 from quire_lab.quantize.grid import Rounded, on_grid
 from quire_lab.quantize.rounding import plain_grid
 from quire_lab.quantize.scheme import Scheme
@@ -24,6 +26,7 @@ from quire_lab.quantize.work import LayerWork
 
 Error = Callable[[LayerWork, Matrix, Tensor], float]
 ALPHAS = range(11)
+SAMPLED = 128  # output features that the search of AWQ's factors looks at
 
 
 def move_factors(work: LayerWork, *, smooth: bool) -> None:
@@ -89,12 +92,22 @@ def _rounded(weight: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _error_of_weights(work: LayerWork, matrix: Matrix, scale: Tensor) -> float:
-    """Return the mean square error of the outputs, of rows as they are."""
+    """Return the mean square error of some of the outputs, of rows as they are."""
     weight, scheme, gram = work.weights[matrix.name], work.schemes[matrix.name], work.gram(matrix)
     assert scheme is not None
     assert gram is not None
-    difference = _rounded(weight * scale, scheme).div_(scale).sub_(weight)
-    return (difference @ gram).mul_(difference).sum().item()
+    with one_torch_thread():  # the products are small
+        part = weight[:: max(1, len(weight) // SAMPLED)]
+        if scheme.block is not None:
+            rounded = _rounded(part * scale, scheme)
+        else:
+            groups = scheme.num_groups(len(scale))
+            factors = torch.unflatten(scale, 0, (groups, -1))
+            # Of the rows that the scaled weights multiply.
+            grams = group_grams(gram, groups) / (factors.unsqueeze(1) * factors.unsqueeze(2))
+            rounded = round_for_outputs(part * scale, scheme, grams).expand()
+        difference = rounded.div_(scale).sub_(part)
+        return (difference @ gram).mul_(difference).sum().item() * len(weight) / len(part)
 
 
 def _error_of_integers(work: LayerWork, matrix: Matrix, scale: Tensor) -> float:
