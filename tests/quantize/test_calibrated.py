@@ -158,7 +158,7 @@ def test_chats_are_calibration_text(quill: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"format": "awq", "bits": 8}, "awq has 4 bits"),
+        ({"format": "awq", "bits": 8}, "awq is written with 4 bits"),
         ({"format": "awq", "symmetric": True}, "awq has a zero point per group"),
         ({"method": "smoothquant", "bits": 4}, "smoothquant' with activations has 8 bits"),
         ({"method": "gptq", "activations": True, "group_size": 32}, "with activations has 8 bits"),

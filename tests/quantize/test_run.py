@@ -197,7 +197,7 @@ def test_weight_that_is_not_finite_names_tensor_and_file(model: Path) -> None:
         ({"keep": ("nothing=bf16",)}, "matches no matrix"),
         ({"keep": ("(=bf16",)}, "no regular expression"),
         ({"keep": ("down=int8",)}, "stays as it is"),
-        ({"bits": 3}, "bits = 3"),
+        ({"bits": 5}, "bits = 5"),
     ],
 )
 def test_wrong_flags_are_named(model: Path, flags: dict[str, object], words: str) -> None:
@@ -224,3 +224,18 @@ def test_command_prints_the_report(model: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "bits per weight" in done.output
     assert (out / "quire_quantize.json").is_file()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3])
+def test_few_bits_are_written_and_held_as_int4(model: Path, bits: int, symmetric: bool) -> None:
+    """3 bits: 10 numbers in a word, so that neither 64 inputs nor the zero points of 8 outputs fill whole words."""
+    out, report = run(model, bits=bits, symmetric=symmetric)
+    source = stored(model)
+    for name, matrix in decoded(out).items():
+        _, layer, _, part, _ = name.split(".")
+        block = "self_attn" if part in "qkvo" else "mlp"
+        weight = source[f"model.layers.{layer}.{block}.{part}_proj.weight"].float()
+        assert torch.equal(matrix, round_to_nearest(weight, Scheme(bits, 32, symmetric)).expand()), name
+    errors = [entry["weight_error"] for entry in report["matrices"]]  # type: ignore[union-attr]
+    assert 0.001 < min(errors) < max(errors) < {3: 0.06, 2: 0.3}[bits]

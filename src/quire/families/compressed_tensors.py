@@ -1,7 +1,7 @@
 """``quantization_config`` of compressed-tensors: groups of schemes by target, and a list of modules that are plain.
 
-pack-quantized (int4 or int8 in int32), int-quantized and float-quantized (W8A8), and NVFP4. Loaded for such a config
-alone. Torch-free.
+pack-quantized (2, 3, 4 or 8 bits in int32), int-quantized and float-quantized (W8A8), and NVFP4. Loaded for such a
+config alone. Torch-free.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _group_scheme(f: Fields, top: str) -> Scheme:
     w.refuse(
         "actorder", unless=(False, True, "weight", "static", "group", "dynamic"), why="g_idx has the groups"
     )
-    bits = read_bits(w, "num_bits", (4, 8) if form == "pack-quantized" else (8,))
+    bits = read_bits(w, "num_bits", (2, 3, 4, 8) if form == "pack-quantized" else (8,))
     group = read_group(w, "group_size")
     strategy = w.text("strategy", "channel" if group is None else "group")
     if strategy not in ("channel", "group") or (strategy == "group") != (group is not None):

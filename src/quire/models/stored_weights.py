@@ -168,7 +168,10 @@ def _columns_of(tensors: Tensors, scheme: Scheme, in_features: int, columns: ran
         tensor = tensors.get(part)
         if tensor is None or tensor.dim() < 2 or tensor.shape[dim] == 1:
             continue  # one scale for the whole row
-        per_unit = in_features // tensor.shape[dim]  # inputs per word, or per group
+        is_words = part == "q" and scheme.encoding == "packed"
+        per_unit = (
+            32 // scheme.bits if is_words else in_features // tensor.shape[dim]
+        )  # inputs of a word or group
         if columns.start % per_unit:
             raise UnsupportedModelError(
                 f"a matrix of {in_features} inputs in groups of {per_unit} cannot be cut at input {columns.start}; "
@@ -189,7 +192,11 @@ def _word_rows(
     if scheme.encoding == "packed":
         q = unpack(words[low:high], bits)[:, :in_features]
         if zero is not None:
-            zero = unpack(zero[low // per_word : -(-high // per_word)].t(), bits).t()[: high - low]
+            # The first word may begin before these outputs: of 3 bits it has 10.
+            before = low % per_word
+            zero = unpack(zero[low // per_word : -(-high // per_word)].t(), bits).t()[
+                before : before + high - low
+            ]
         return exchange(q, scale[low:high], zero, bits, held)
     if scheme.encoding == "awq_gemv":
         assert zero is not None
@@ -233,7 +240,7 @@ def _plain_rows(
 ) -> Tensor:
     """Expand rows whose groups are inputs of any order."""
     low, high = start // 8 * 8, min(-(-stop // 8) * 8, _num_rows(tensors, scheme))
-    kind: Kind = "int4" if scheme.bits == 4 else "int8"
+    kind: Kind = "int4" if scheme.bits <= 4 else "int8"
     stored = WeightFormat(kind, scheme.group, has_offset="zero" in tensors)
     rows = _word_rows(scheme, tensors, stored, low, high, in_features)
     group_of = tensors["index"].long()
@@ -262,7 +269,7 @@ def _check_zeros(zero: Tensor, scheme: Scheme, name: str) -> None:
     middle = 0
     if scheme.encoding in ("gptq", "awq", "packed"):  # zero points in words
         middle_zero = (1 << scheme.bits - 1) - scheme.zero_minus_one
-        word = middle_zero * (0x1111_1111 if scheme.bits == 4 else 0x0101_0101)
+        word = sum(middle_zero << bit for bit in range(0, 32 - scheme.bits + 1, scheme.bits))
         middle = int(torch.tensor([word]).to(torch.int32))
     if (zero != middle).any():
         raise ModelLoadError(

@@ -204,7 +204,7 @@ def rounded_again(sources: Mapping[str, Source]) -> tuple[str, ...]:
 
 
 def _held(take: Take, scheme: Scheme) -> WeightFormat:
-    kind: Kind = "fp8" if scheme.encoding in FP8 else "int4" if scheme.bits == 4 else "int8"
+    kind: Kind = "fp8" if scheme.encoding in FP8 else "int4" if scheme.bits <= 4 else "int8"
     if kind == "fp8" and scheme.group is not None and take.shape[1] % scheme.group:
         # The last block of a row is shorter: groups divide it and the others, with scales repeated.
         return WeightFormat("fp8", gcd(take.shape[1], scheme.group))

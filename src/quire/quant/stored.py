@@ -1,7 +1,7 @@
 """Quantized matrices of a checkpoint, decoded range by range while they are packed, and the int32 words that hold many.
 
 AutoAWQ, GPTQ and compressed-tensors pack 32 / bits unsigned numbers per word, lowest bits first (AWQ in an order of its
-own). Zero points are packed alike.
+own). Zero points are packed alike. Of 3 bits compressed-tensors has 10 in a word.
 
     compressed-tensors   words along the inputs [out, in / 8], zero points along the outputs [out / 8, groups]
     gptq                 words along the inputs [in / 8, out], zero points along the outputs [groups, out / 8]
@@ -150,7 +150,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place in the word of the outputs 8i, 8i 
 
 
 def unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """``[rows, n]`` int32 → ``[rows, n · 32 / bits]`` uint8."""
+    """``[rows, n]`` int32 → ``[rows, n · (32 // bits)]`` uint8."""
     count = 32 // bits
     places = torch.tensor(order or range(count), dtype=torch.int32) * bits
     return (words.unsqueeze(-1) >> places & (1 << bits) - 1).flatten(1).to(torch.uint8)
@@ -169,7 +169,7 @@ def exchange(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int, held: Wei
         offset = scale * (middle - zero.float())
     elif held.has_offset:
         offset = torch.zeros_like(scale)
-    kind: Kind = "int4" if bits == 4 else "int8"
+    kind: Kind = "int4" if bits <= 4 else "int8"
     group = None if scale.shape[1] == 1 else q.shape[1] // scale.shape[1]
     stored = QuantizedWeight(WeightFormat(kind, group, held.has_offset), signed, scale, offset)
     return regroup(stored, held)

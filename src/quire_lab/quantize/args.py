@@ -20,6 +20,7 @@ class QuantizeArgs:
     group_size: int | None = None
     symmetric: bool | None = None
     activations: bool = False
+    rotate: bool = False
     keep: tuple[str, ...] = ()
     calib: str | None = None
     imatrix: str | None = None

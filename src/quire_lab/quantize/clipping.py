@@ -32,8 +32,8 @@ def group_grams(gram: Tensor, num_groups: int) -> Tensor:
 
 def round_for_outputs(weight: Tensor, scheme: Scheme, grams: Tensor) -> Rounded:
     """Return the integers of ``weight [out, in]``; ``grams``: of the groups of ``scheme``, as `group_grams`."""
-    found = [_fit(weight[start:stop].float(), scheme, grams) for start, stop in row_ranges(*weight.shape)]
-    q, scale, zero = (torch.cat(parts) for parts in zip(*found, strict=True))
+    fits = [_fit(weight[start:stop].float(), scheme, grams) for start, stop in row_ranges(*weight.shape)]
+    q, scale, zero = (torch.cat(tensors) for tensors in zip(*fits, strict=True))
     return Rounded(scheme, q, Grid(scale, None if scheme.symmetric else zero))
 
 

@@ -22,11 +22,12 @@ from quire_lab.quantize.source import Source
 
 
 def summary(
-    model: str, args: QuantizeArgs, source: Source, made: Plan, entries: Sequence[Mapping[str, Any]], seconds: float,
-    num_bytes: int | None = None,
+    model: str, args: QuantizeArgs, given: Source, source: Source, made: Plan, entries: Sequence[Mapping[str, Any]],
+    seconds: float, num_bytes: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the report: what ``--json`` prints and the folder keeps.
 
+    ``given``: what is to be quantized; ``source``: the same, rotated where the flags say so.
     ``num_bytes``: of the file, where it is one; None: what the matrices and all other tensors have.
     """
     matrices = {matrix.tensor for matrix in source.matrices if made.schemes[matrix.name] is not None}
@@ -34,11 +35,11 @@ def summary(
     quantized = sum(entry["bytes"] for entry in entries)
     num_weights = sum(entry["num_weights"] for entry in entries)
     unrounded = [m.name for m in source.matrices if made.schemes[m.name] is None]
-    num_params = source.checkpoint.spec.num_params
+    num_params = given.checkpoint.spec.num_params
     total = quantized + sum(tensor.num_bytes for tensor in plain.values()) if num_bytes is None else num_bytes
     return {
         "model": model, "args": {**asdict(args), "keep": list(args.keep)}, "out": args.out,
-        "seconds": seconds, "bytes": total, "bytes_source": sum(t.num_bytes for t in source.tensors.values()),
+        "seconds": seconds, "bytes": total, "bytes_source": sum(t.num_bytes for t in given.tensors.values()),
         "bits_per_weight": 8 * total / num_params, "bits_per_quantized_weight": 8 * quantized / max(1, num_weights),
         "remarks": [*source.remarks, *made.remarks, *(f"{name} stays as it is" for name in unrounded)],
         "layers": [_of_layer(layer, entries) for layer in range(source.num_layers)], "matrices": list(entries),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from quire_lab.quantize.grid import Rounded
 from quire_lab.quantize.layouts import LAYOUTS, Layout
 from quire_lab.quantize.methods import round_layer
 from quire_lab.quantize.report import fidelity, print_report, summary
+from quire_lab.quantize.rotate import rotated_source
 from quire_lab.quantize.rounding import round_to_nearest
 from quire_lab.quantize.scheme import Plan, Scheme, plan, wanted_scheme
 from quire_lab.quantize.source import Matrix, Source, read_source
@@ -69,11 +71,14 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
         raise ConfigError("out is missing: give --out DIR, a folder that does not exist yet")
     _check(args)
     begin_s = clock.now()
-    source = read_source(locate(model, revision=args.revision))
+    given = source = read_source(locate(model, revision=args.revision))
+    final, identity = Path(args.out).expanduser(), _identity(args, source)
+    turned = final.with_name(f"{final.name}.rotated")
+    if args.rotate:
+        source = rotated_source(given, turned, identity, args.keep)
     layout = LAYOUTS[args.format]
     gguf = prepare(source, args) if args.format == "gguf" else None
     made = _plan(source, args, layout) if gguf is None else gguf.plan
-    final, identity = Path(args.out).expanduser(), _identity(args, source)
     folder = OutFolder(final, identity, source.num_layers + 1, apart=gguf is not None)
     entries = _write_layers(source, args, made, layout, folder)
     if gguf is None:
@@ -81,10 +86,12 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
         folder.complete(source.folder, config)
     num_bytes = None if gguf is None else gguf.write(folder)
     seconds = clock.now() - begin_s
-    report = summary(model, args, source, made, entries, seconds, num_bytes)
+    report = summary(model, args, given, source, made, entries, seconds, num_bytes)
     if args.text is not None:
-        report["fidelity"] = fidelity(folder.result, source.folder, args, clock)
+        report["fidelity"] = fidelity(folder.result, given.folder, args, clock)
     folder.finish(finite(report))
+    if args.rotate:
+        shutil.rmtree(turned)
     return report
 
 

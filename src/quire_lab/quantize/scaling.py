@@ -26,7 +26,6 @@ from quire_lab.quantize.work import LayerWork
 
 Error = Callable[[LayerWork, Matrix, Tensor], float]
 ALPHAS = range(11)
-SAMPLED = 128  # output features that the search of AWQ's factors looks at
 
 
 def move_factors(work: LayerWork, *, smooth: bool) -> None:
@@ -91,13 +90,13 @@ def _rounded(weight: Tensor, scheme: Scheme) -> Tensor:
     return Rounded(scheme, on_grid(weight, scheme, grid), grid).expand()
 
 
-def _error_of_weights(work: LayerWork, matrix: Matrix, scale: Tensor) -> float:
-    """Return the mean square error of some of the outputs, of rows as they are."""
+def _error_of_weights(work: LayerWork, matrix: Matrix, scale: Tensor, *, num_sampled: int = 128) -> float:
+    """Return the mean square error of the outputs, estimated from ``num_sampled``, of rows as they are."""
     weight, scheme, gram = work.weights[matrix.name], work.schemes[matrix.name], work.gram(matrix)
     assert scheme is not None
     assert gram is not None
     with one_torch_thread():  # the products are small
-        part = weight[:: max(1, len(weight) // SAMPLED)]
+        part = weight[:: max(1, len(weight) // num_sampled)]
         if scheme.block is not None:
             rounded = _rounded(part * scale, scheme)
         else:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from quire.errors import ConfigError
 from quire.families.quantization_scheme import BLOCK
-from quire.weight_format import GROUPS, Kind
+from quire.weight_format import GROUPS
 from quire_lab.quantize.args import QuantizeArgs
 from quire_lab.quantize.source import Matrix
 
-KINDS: Mapping[int, Kind] = {4: "int4", 8: "int8"}
+# Bits of integers that a format can be written with.
+BITS: Mapping[str, tuple[int, ...]] = {"compressed-tensors": (2, 3, 4, 8), "gptq": (4, 8), "awq": (4,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,8 @@ def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
         _only_nf4(args)
         return NF4
     both = args.activations or args.method in ("smoothquant", "fp8")
-    bits = args.bits if args.bits is not None else max(KINDS) if both else min(KINDS)
+    allowed = BITS[args.format]
+    bits = args.bits if args.bits is not None else 8 if both else 4
     awq = args.format == "awq"
     symmetric = not awq if args.symmetric is None else args.symmetric
     group = default_group(hidden_size) if args.group_size is None else args.group_size or None
@@ -185,12 +187,11 @@ def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
     if both:
         group = args.group_size or None
     problems = {
-        f"bits = {bits}: {args.format} is written with {' or '.join(map(str, KINDS))} bits": bits
-        not in KINDS,
-        f"bits = {bits}: awq has 4 bits": awq and bits != min(KINDS),
+        f"bits = {bits}: {args.format} is written with {' or '.join(map(str, allowed))} bits": bits
+        not in allowed,
         "symmetric: awq has a zero point per group": awq and symmetric,
         f"method = {args.method!r} with activations has 8 bits, {scales} and no zero points": both
-        and (bits != max(KINDS) or group not in ((None, BLOCK) if floats else (None,)) or not symmetric),
+        and (bits != 8 or group not in ((None, BLOCK) if floats else (None,)) or not symmetric),
         f"method = {args.method!r} is written as compressed-tensors, and {args.format} has no activations": both
         and args.format != "compressed-tensors",
     }
