@@ -44,7 +44,7 @@ void bind_moe(nb::module_& m) {
       "route",
       [](int num_threads, uintptr_t logits, uintptr_t correction, int scoring, int64_t tokens, int64_t num_experts,
          int64_t top_k, int64_t groups, int64_t top_groups, bool group_by_two, bool normalize, float scale,
-         uintptr_t weights, uintptr_t ids) {
+         uintptr_t weights, uintptr_t ids, uintptr_t factors) {
         const RouteArgs args{at<float>(logits),
                              at<float>(correction),
                              at<float>(weights),
@@ -57,7 +57,8 @@ void bind_moe(nb::module_& m) {
                              static_cast<Scoring>(scoring),
                              group_by_two,
                              normalize,
-                             scale};
+                             scale,
+                             at<float>(factors)};
         submit(num_threads, args, {&RouteArgs::tokens}, route);
       },
       "Weights and ids [tokens, top_k] of fp32 logits [tokens, num_experts]; correction 0 for none.",

@@ -18,10 +18,22 @@ void bind_norm(nb::module_& m) {
                             tokens,       heads,              size,              token_stride,  head_stride,
                             residual_stride, weight_stride,   eps,               type_of(bf16),
                             {at<int8_t>(q), at<float>(scale), at<int32_t>(sums), q_stride}, {group, rotation, block},
-                            type_of(residual_bf16), type_of(sum_bf16)};
+                            type_of(residual_bf16), type_of(sum_bf16), false};
         submit(num_threads, args, {&NormArgs::tokens}, kernels_of<NormKernels>(isa).norm);
       },
       "RMSNorm of rows (token, head); with residual (else 0) of x + residual, which goes to sum; as int8 to q, or (0) to y.",
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "layer_norm",
+      [](int num_threads, const std::string& isa, bool bf16, uintptr_t x, int64_t stride, uintptr_t residual,
+         int64_t residual_stride, bool residual_bf16, bool sum_bf16, uintptr_t weight, float eps, uintptr_t y,
+         uintptr_t sum, int64_t tokens, int64_t size) {
+        const NormArgs args{at<void>(x), at<void>(residual), at<float>(weight), at<void>(y), at<void>(sum), tokens, 1, size,
+                            stride, 0, residual_stride, 0, eps, type_of(bf16), {}, {}, type_of(residual_bf16),
+                            type_of(sum_bf16), true};
+        submit(num_threads, args, {&NormArgs::tokens}, kernels_of<NormKernels>(isa).norm);
+      },
+      "LayerNorm without a bias of rows; with residual (else 0) of x + residual, which goes to sum.",
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "gated",

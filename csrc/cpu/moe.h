@@ -27,6 +27,7 @@ struct RouteArgs {
   bool group_by_two;  // a group is worth its two best experts, else its best
   bool normalize;
   float scale;
+  const float* factors;  // [experts], on the weights; or null
 };
 
 // Choose the experts of each token: scores, the best groups, the best experts in them, weights. Of equal scores the

@@ -79,6 +79,7 @@ class Router {
       if (a_.normalize) normalize(weights);
     }
     for (int64_t j = 0; j < a_.top_k; ++j) weights[j] *= a_.scale;
+    for (int64_t j = 0; a_.factors != nullptr && j < a_.top_k; ++j) weights[j] *= a_.factors[ids[j]];
   }
 
  private:

@@ -42,6 +42,18 @@ struct DeltaInputsArgs {
   Type type;
 };
 
+// The rule with a decay per channel of the key; `bounded`: the decay is exp(floor * sigmoid(-rate * x)).
+struct ChannelInputsArgs {
+  const void *qkv, *f, *b;      // [tokens, ..], rows `stride`, `f_stride`, `b_stride` apart
+  const float *rate, *dt_bias;  // [heads], [heads * k_dim]
+  float* qkd;                   // [tokens, 3, heads, k_dim]
+  float* beta;                  // [tokens, heads]
+  int64_t tokens, heads, k_dim, stride, f_stride, b_stride;
+  float eps, floor;
+  bool bounded;
+  Type type;
+};
+
 // Mamba-2: C and B in fp32, decay and step size of each head.
 struct MambaInputsArgs {
   const void *xbc, *dt;         // [tokens, ..], rows `stride`, `dt_stride` apart; B begins at column `width`, then C
@@ -53,25 +65,27 @@ struct MambaInputsArgs {
   Type type;
 };
 
-// With `skip` Mamba-2's scan, else the delta rule.
+// With `skip` Mamba-2's scan, else the delta rule. With 3 `parts`, `qk` has a decay per channel behind q and k, and
+// `gates` beta alone; with 2, `gates` has a decay and beta per head.
 struct DeltaRuleArgs {
-  const float *qk, *gates;  // of DeltaInputsArgs or MambaInputsArgs
+  const float *qk, *gates;  // of DeltaInputsArgs, ChannelInputsArgs or MambaInputsArgs
   const float* skip;        // [v_heads], or null
   const void* v;            // [tokens, v_heads * v_dim], rows `stride` apart
   float* state;             // [slots, v_heads, k_dim, v_dim], slots `slot_stride` apart
   void* y;                  // [tokens, v_heads * v_dim], contiguous
   StateBatch batch;
-  int64_t tokens, k_heads, v_heads, k_dim, v_dim, stride, slot_stride;
+  int64_t tokens, k_heads, v_heads, k_dim, v_dim, stride, slot_stride, parts;
   Type type;
 };
 
-// y = x / sqrt(mean(x^2) + eps) * weight * silu(z), head by head.
+// y = x / sqrt(mean(x^2) + eps) * weight * silu(z), or `plain` * sigmoid(z), head by head.
 struct GatedNormArgs {
   const void *x, *z;    // [tokens, heads * size], rows `stride` apart
   const float* weight;  // [size]
   void* y;              // [tokens, heads * size], contiguous
   int64_t tokens, heads, size, x_stride, z_stride;
   float eps;
+  bool plain;
   Type type;
 };
 
@@ -89,6 +103,7 @@ struct GroupNormArgs {
 struct RecurrentKernels {
   void (*conv)(const ConvArgs&, ThreadPool&);
   void (*delta_inputs)(const DeltaInputsArgs&, ThreadPool&);
+  void (*channel_inputs)(const ChannelInputsArgs&, ThreadPool&);
   void (*mamba_inputs)(const MambaInputsArgs&, ThreadPool&);
   void (*delta_rule)(const DeltaRuleArgs&, ThreadPool&);
   void (*gated_norm)(const GatedNormArgs&, ThreadPool&);

@@ -55,11 +55,11 @@ struct Slice {
   int64_t stride;  // from one key channel to the next
 };
 
-// One token: from -> to, y. `local` is a slice in L1 that may be either.
-template <int kVectors, typename T>
-void step(const Slice& from, const Slice& local, const Slice& to, const float* q, const float* k, float decay, float beta,
-          const T* v, T* y, int64_t k_dim, int columns) {
-  const Vec forget = broadcast(decay);
+// One token: from -> to, y. `local` is a slice in L1 that may be either. `decays`: one per key channel, or one for all.
+template <int kVectors, bool kChannels, typename T>
+void step(const Slice& from, const Slice& local, const Slice& to, const float* q, const float* k, const float* decays,
+          float beta, const T* v, T* y, int64_t k_dim, int columns) {
+  const Vec forget = broadcast(decays[0]);
   const auto lanes = [columns](int i) { return std::min(kLanes, columns - i * kLanes); };
   Vec sums[kChains][kVectors];
   UNROLL for (int c = 0; c < kChains; ++c) {
@@ -70,8 +70,9 @@ void step(const Slice& from, const Slice& local, const Slice& to, const float* q
       const float* source = from.at + (row + c) * from.stride;
       float* target = local.at + (row + c) * local.stride;
       const Vec key = broadcast(k[row + c]);
+      const Vec decay = kChannels ? broadcast(decays[row + c]) : forget;
       UNROLL for (int i = 0; i < kVectors; ++i) {
-        const Vec kept = mul(kVectors == 1 ? load_some(source, lanes(0)) : load(source + i * kLanes), forget);
+        const Vec kept = mul(kVectors == 1 ? load_some(source, lanes(0)) : load(source + i * kLanes), decay);
         store(target + i * kLanes, kept);
         sums[c][i] = add(sums[c][i], mul(kept, key));
       }
@@ -166,16 +167,18 @@ void scan(const DeltaRuleArgs& a, int64_t sequence, int64_t head, int64_t column
   const bool fresh = batch.fresh[sequence] != 0;
   if (fresh) std::fill_n(local.at, a.k_dim * kWidth, 0.0f);
   for (int64_t token = begin; token < end; ++token) {
-    const float* q = a.qk + (token * 2 * a.k_heads + key_head) * a.k_dim;
-    const float* gates = a.gates + token * 2 * a.v_heads + head;
+    const float* q = a.qk + (token * a.parts * a.k_heads + key_head) * a.k_dim;
+    const float* gates = a.gates + token * (4 - a.parts) * a.v_heads + head;
     const Slice& from = token == begin && !fresh ? live : local;
     const Slice& to = token + 1 == end ? live : local;
     const float* k = q + a.k_heads * a.k_dim;
     const T* v = static_cast<const T*>(a.v) + token * a.stride + head * a.v_dim + column;
     T* y = static_cast<T*>(a.y) + token * width + head * a.v_dim + column;
     // A tail is padded in the local slice, and written to the pool by itself.
-    if (a.skip == nullptr) {
-      step<kVectors>(from, local, to, q, k, gates[0], gates[a.v_heads], v, y, a.k_dim, columns);
+    if (a.parts == 3) {
+      step<kVectors, true>(from, local, to, q, k, k + a.k_heads * a.k_dim, gates[0], v, y, a.k_dim, columns);
+    } else if (a.skip == nullptr) {
+      step<kVectors, false>(from, local, to, q, k, gates, gates[a.v_heads], v, y, a.k_dim, columns);
     } else {
       mamba_step<kVectors>(from, to, q, k, gates[0], gates[a.v_heads], a.skip[head], v, y, a.k_dim, columns);
     }
@@ -274,21 +277,26 @@ inline Vec softplus(Vec x) {
   return load(inputs);
 }
 
+// Unit q and k of one token, q / sqrt(k_dim).
+template <typename T>
+void unit_heads(const T* x, float* qk, int64_t k_heads, int64_t k_dim, float eps) {
+  const float root = 1.0f / std::sqrt(static_cast<float>(k_dim));
+  for (int64_t head = 0; head < 2 * k_heads; ++head) {
+    const T* from = x + head * k_dim;
+    float* to = qk + head * k_dim;
+    const Vec scale = broadcast(1.0f / std::sqrt(sum_of_squares(from, k_dim) + eps));
+    const Vec more = broadcast(head < k_heads ? root : 1.0f);
+    over_vectors(k_dim, [&](int64_t j, int n) {
+      store_some(to + j, mul(mul(load_some(from + j, n), scale), more), n);
+    });
+  }
+}
+
 template <typename T>
 void delta_inputs(const DeltaInputsArgs& a, ThreadPool& pool) {
-  const float root = 1.0f / std::sqrt(static_cast<float>(a.k_dim));
   over_rows(a.tokens, 4 * a.k_heads * a.k_dim + 64 * a.v_heads, pool, [&](int64_t token) {
     const T* x = static_cast<const T*>(a.qkv) + token * a.stride;
-    float* qk = a.qk + token * 2 * a.k_heads * a.k_dim;
-    for (int64_t head = 0; head < 2 * a.k_heads; ++head) {
-      const T* from = x + head * a.k_dim;
-      float* to = qk + head * a.k_dim;
-      const Vec scale = broadcast(1.0f / std::sqrt(sum_of_squares(from, a.k_dim) + a.eps));
-      const Vec more = broadcast(head < a.k_heads ? root : 1.0f);
-      over_vectors(a.k_dim, [&](int64_t j, int n) {
-        store_some(to + j, mul(mul(load_some(from + j, n), scale), more), n);
-      });
-    }
+    unit_heads(x, a.qk + token * 2 * a.k_heads * a.k_dim, a.k_heads, a.k_dim, a.eps);
     const T* of_decay = static_cast<const T*>(a.a) + token * a.a_stride;
     const T* of_beta = static_cast<const T*>(a.b) + token * a.b_stride;
     float* gates = a.gates + token * 2 * a.v_heads;
@@ -296,6 +304,29 @@ void delta_inputs(const DeltaInputsArgs& a, ThreadPool& pool) {
       const Vec rate = softplus(add(load_some(of_decay + j, n), load_some(a.dt_bias + j, n)));
       store_some(gates + j, QUIRE_ISA::exp(mul(rate, load_some(a.rate + j, n))), n);
       store_some(gates + a.v_heads + j, sigmoid(load_some(of_beta + j, n)), n);
+    });
+  });
+}
+
+template <typename T>
+void channel_inputs(const ChannelInputsArgs& a, ThreadPool& pool) {
+  const int64_t width = a.heads * a.k_dim;
+  over_rows(a.tokens, 64 * width, pool, [&](int64_t token) {
+    float* qkd = a.qkd + token * 3 * width;
+    unit_heads(static_cast<const T*>(a.qkv) + token * a.stride, qkd, a.heads, a.k_dim, a.eps);
+    const T* f = static_cast<const T*>(a.f) + token * a.f_stride;
+    for (int64_t head = 0; head < a.heads; ++head) {
+      const int64_t start = head * a.k_dim;
+      const Vec rate = broadcast(a.rate[head]), opposite = broadcast(-a.rate[head]), floor = broadcast(a.floor);
+      over_vectors(a.k_dim, [&](int64_t j, int n) {
+        const Vec inner = add(load_some(f + start + j, n), load_some(a.dt_bias + start + j, n));
+        const Vec log = a.bounded ? mul(floor, sigmoid(mul(opposite, inner))) : mul(rate, softplus(inner));
+        store_some(qkd + 2 * width + start + j, QUIRE_ISA::exp(log), n);
+      });
+    }
+    const T* b = static_cast<const T*>(a.b) + token * a.b_stride;
+    over_vectors(a.heads, [&](int64_t j, int n) {
+      store_some(a.beta + token * a.heads + j, sigmoid(load_some(b + j, n)), n);
     });
   });
 }
@@ -333,7 +364,7 @@ void gated_norm(const GatedNormArgs& a, ThreadPool& pool) {
       over_vectors(a.size, [&](int64_t j, int n) {
         const Vec gate = load_some(z + j, n);
         const Vec normed = mul(mul(load_some(x + j, n), scale), load_some(a.weight + j, n));
-        store_some(y + j, mul(normed, mul(sigmoid(gate), gate)), n);
+        store_some(y + j, mul(normed, a.plain ? sigmoid(gate) : mul(sigmoid(gate), gate)), n);
       });
     }
   });
@@ -376,6 +407,7 @@ void group_norm(const GroupNormArgs& a, ThreadPool& pool) {
 extern const RecurrentKernels kRecurrent;
 const RecurrentKernels kRecurrent = {by_type<ConvArgs, conv<float>, conv<uint16_t>>,
                                      by_type<DeltaInputsArgs, delta_inputs<float>, delta_inputs<uint16_t>>,
+                                     by_type<ChannelInputsArgs, channel_inputs<float>, channel_inputs<uint16_t>>,
                                      by_type<MambaInputsArgs, mamba_inputs<float>, mamba_inputs<uint16_t>>,
                                      by_type<DeltaRuleArgs, delta_rule<float>, delta_rule<uint16_t>>,
                                      by_type<GatedNormArgs, gated_norm<float>, gated_norm<uint16_t>>,

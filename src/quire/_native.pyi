@@ -47,6 +47,10 @@ def rms_norm(
     sum: int, tokens: int, heads: int, size: int, q: int, q_stride: int, scale: int, sums: int, group: int,
     rotation: int, block: int, /,
 ) -> None: ...  # fmt: skip
+def layer_norm(
+    num_threads: int, isa: str, bf16: bool, x: int, stride: int, residual: int, residual_stride: int,
+    residual_bf16: bool, sum_bf16: bool, weight: int, eps: float, y: int, sum: int, tokens: int, size: int, /,
+) -> None: ...  # fmt: skip
 def gated(
     num_threads: int, isa: str, bf16: bool, gate: int, gate_up: int, stride: int, y: int, tokens: int,
     size: int, gate_scale: float, alpha_p: float, alpha_n: float, q: int, q_stride: int, scale: int, sums: int,
@@ -115,6 +119,11 @@ def delta_inputs(
     num_threads: int, isa: str, bf16: bool, qkv: int, stride: int, a: int, a_stride: int, b: int, b_stride: int,
     rate: int, dt_bias: int, qk: int, gates: int, tokens: int, k_heads: int, v_heads: int, k_dim: int, eps: float, /,
 ) -> None: ...  # fmt: skip
+def channel_inputs(
+    num_threads: int, isa: str, bf16: bool, qkv: int, stride: int, f: int, f_stride: int, b: int, b_stride: int,
+    rate: int, dt_bias: int, qkd: int, beta: int, tokens: int, heads: int, k_dim: int, eps: float, bounded: bool,
+    floor: float, /,
+) -> None: ...  # fmt: skip
 def mamba_inputs(
     num_threads: int, isa: str, bf16: bool, xbc: int, stride: int, dt: int, dt_stride: int, rate: int, dt_bias: int,
     qk: int, gates: int, tokens: int, groups: int, heads: int, k_dim: int, width: int, scale: float, least: float,
@@ -123,11 +132,11 @@ def mamba_inputs(
 def gated_delta_rule(
     num_threads: int, isa: str, bf16: bool, qk: int, gates: int, skip: int, v: int, stride: int, state: int,
     slot_stride: int, y: int, cu_seqlens: int, slots: int, fresh: int, saves: int, extents: int, tokens: int,
-    k_heads: int, v_heads: int, k_dim: int, v_dim: int, /,
+    k_heads: int, v_heads: int, k_dim: int, v_dim: int, parts: int, /,
 ) -> None: ...  # fmt: skip
 def gated_norm(
     num_threads: int, isa: str, bf16: bool, x: int, x_stride: int, z: int, z_stride: int, weight: int, y: int,
-    tokens: int, heads: int, size: int, eps: float, /,
+    tokens: int, heads: int, size: int, eps: float, plain: bool, /,
 ) -> None: ...  # fmt: skip
 def group_norm(
     num_threads: int, isa: str, bf16: bool, x: int, x_stride: int, z: int, z_stride: int, weight: int, y: int,
@@ -143,7 +152,8 @@ def logprobs(
 ) -> None: ...  # fmt: skip
 def route(
     num_threads: int, logits: int, correction: int, scoring: int, tokens: int, num_experts: int, top_k: int,
-    groups: int, top_groups: int, group_by_two: bool, normalize: bool, scale: float, weights: int, ids: int, /,
+    groups: int, top_groups: int, group_by_two: bool, normalize: bool, scale: float, weights: int, ids: int,
+    factors: int, /,
 ) -> None: ...  # fmt: skip
 def experts_scratch_bytes(
     type: str, tokens: int, hidden: int, inter: int, slots: int, top_k: int, up: tuple[int, int, bool,

@@ -14,6 +14,7 @@ Canonical weight names, with shapes (`weight_shapes`): linears are stored ``[out
     layers.{i}.moe.router.{weight,bias}, .correction_bias [experts]
     layers.{i}.moe.{gate,up}.{weight,bias} [experts, inter, hidden], .down.{weight,bias} [experts, hidden, inter]
     layers.{i}.moe.shared.{gate,up,down}.weight, .shared_gate.weight
+    layers.{i}.moe.{router_norm,norm,post_norm,shared_post_norm}.weight [hidden], .expert_scale [experts]
     layers.{i}.per_layer.{gate,out}.weight, .norm.weight, .scale [1]
     per_layer.table.weight [vocab, layers · size], per_layer.projection.weight, per_layer.norm.weight [size]
 """
@@ -100,6 +101,8 @@ class MoeSpec:
     shared_intermediate_size: int = 0  # 0: no shared expert
     shared_gate: bool = False  # Qwen2-MoE: sigmoid gate on the shared expert
     latent_size: int = 0  # columns of the projection that experts read
+    # Gemma 4: router, experts and shared expert have norms of their own, and each expert a factor on its weight.
+    own_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +123,14 @@ class MlpSpec:
 class LayerSpec:
     """One decoder layer: it attends or keeps a state, then its MLP.
 
-    ``norms``: before each block (pre), after it (post, OLMo-2), or both (Gemma 2). With ``attn`` and ``recurrent`` both
-    read the same rows, and the sum of their outputs, times ``scales``, goes on (Falcon-H1).
+    ``norms``: before each block (pre), after it (post, OLMo-2), or both (Gemma 2). "parallel": attention and MLP read
+    the rows of one norm, and their outputs are added (Command R). With ``attn`` and ``recurrent`` both read the same
+    rows, and the sum of their outputs, times ``scales``, goes on (Falcon-H1).
     """
 
     attn: AttentionSpec | None
     mlp: MlpSpec
-    norms: Literal["pre", "post", "sandwich"] = "pre"
+    norms: Literal["pre", "post", "sandwich", "parallel"] = "pre"
     recurrent: RecurrentSpec | None = None
     scales: tuple[float, float] | None = None
 
@@ -139,9 +143,8 @@ class LayerSpec:
     def is_mixed(self) -> bool:
         """Whether it is other than one mixer and one gated MLP (`quire.models.mixed_layer`)."""
         one_mixer = (self.attn is None) != (self.recurrent is None)
-        return (
-            not (one_mixer and self.has_mlp) or self.mlp.activation in UNGATED or self.mlp.scales is not None
-        )
+        is_plain = one_mixer and self.has_mlp and self.norms != "parallel"
+        return not is_plain or self.mlp.activation in UNGATED or self.mlp.scales is not None
 
     @property
     def attention(self) -> AttentionSpec:
@@ -176,6 +179,7 @@ class ModelSpec:
     dtype: str = "bfloat16"  # the checkpoint's
     tie_word_embeddings: bool = False
     norm_plus_one: bool = False  # Gemma: x̂ · (1 + w)
+    norm_centered: bool = False  # Command R: LayerNorm without a bias
     embedding_scale: float = 1.0  # Gemma: sqrt(hidden), Granite: embedding_multiplier
     residual_scale: float = 1.0  # Granite: factor on each block's output
     logits_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
@@ -285,9 +289,11 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for index, layer in enumerate(spec.layers):
         prefix = f"layers.{index}."
         parts = ("attn",) * bool(layer.attn or layer.recurrent) + ("mlp",) * layer.has_mlp
+        if layer.norms == "parallel":
+            parts = parts[:1]
         if layer.norms != "post":
             shapes |= {f"{prefix}{part}_norm.weight": (hidden,) for part in parts}
-        if layer.norms != "pre":
+        if layer.norms in ("post", "sandwich"):
             shapes |= {f"{prefix}{part}_post_norm.weight": (hidden,) for part in parts}
         blocks = {} if layer.attn is None else _attention_shapes(layer.attn, hidden)
         if (recurrent := layer.recurrent) is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 STATE_ITEM_BYTES = 4  # states are fp32, whatever the model's dtype
-Kind = Literal["gated_delta", "mamba2", "short_conv"]
+Kind = Literal["gated_delta", "channel_delta", "mamba2", "short_conv"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,16 @@ class MambaSpec:
     norm: Literal["none", "gate_first", "norm_first"]  # norm(y · silu(z)), or norm(y) · silu(z)
     step_limits: tuple[float, float]  # clamps softplus(dt + dt_bias)
     scales: tuple[float, float, float, float, float]  # factors on z, x, B, C and dt
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelGateSpec:
+    """What models whose delta rule has a decay per channel of the key differ in."""
+
+    # Columns between the two projections of the decay, and of the output's gate; 0: there is one projection each.
+    rank: int
+    # The least logarithm of a decay, which a sigmoid then bounds; None: a softplus gives it.
+    floor: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +45,12 @@ class RecurrentSpec:
     conv_bias: bool = False
     bias: bool = False  # whether the projections have one
     mamba: MambaSpec | None = None
+    gate: ChannelGateSpec | None = None
 
     def __post_init__(self) -> None:
         assert (self.mamba is not None) == (self.kind == "mamba2"), self.kind
+        assert (self.gate is not None) == (self.kind == "channel_delta"), self.kind
+        assert self.gate is None or self.num_k_heads == self.num_v_heads, self
         if self.num_k_heads:
             assert self.num_v_heads % self.num_k_heads == 0, (self.num_v_heads, self.num_k_heads)
             assert self.conv_channels == 2 * self.k_width + self.v_width, self.conv_channels
@@ -70,4 +83,5 @@ class RecurrentSpec:
     @property
     def row_elements(self) -> int:
         """Numbers of one token between the projections."""
-        return self.conv_channels + 2 * self.v_width + 2 * self.num_v_heads
+        decays = self.num_v_heads if self.gate is None else self.k_width + 2 * self.gate.rank
+        return self.conv_channels + 2 * self.v_width + self.num_v_heads + decays

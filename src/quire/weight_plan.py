@@ -26,6 +26,7 @@ Role = Literal["linear", "head", "table", "other"]
 Formats = Mapping[str, WeightFormat]
 _NEVER = (
     ".router.weight", ".shared_gate.weight", ".kv_b.weight", ".delta.a.weight", ".delta.b.weight", ".mamba.dt.weight",
+    ".kda.f.weight", ".kda.f_a.weight", ".kda.f_b.weight", ".kda.b.weight",
     ".taps.weight", *(f".conv_{part}.weight" for part in "qkvxbc"),
 )  # fmt: skip
 
@@ -137,7 +138,7 @@ def kinds_of(formats: Formats) -> str:
 
 RANK_ALIGN = 16  # ranks that lie together in the native layout
 _ADAPTABLE = re.compile(
-    r"layers\.\d+\.(attn\.(q|k|v|gate|o|q_a|q_b|kv_a)|delta\.(q|k|v|z|b|a|o)|mamba\.(z|x|b|c|dt|o)|conv\.(b|c|x|o)|(mlp|moe\.shared)\.(gate|up|down))\.weight"
+    r"layers\.\d+\.(attn\.(q|k|v|gate|o|q_a|q_b|kv_a)|delta\.(q|k|v|z|b|a|o)|kda\.(q|k|v|f|z|f_a|f_b|z_a|z_b|b|o)|mamba\.(z|x|b|c|dt|o)|conv\.(b|c|x|o)|(mlp|moe\.shared)\.(gate|up|down))\.weight"
 )
 
 

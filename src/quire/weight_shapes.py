@@ -23,6 +23,8 @@ def latent_shapes(a: AttentionSpec, hidden: int) -> Shapes:
     shapes["attn.kv_a.weight"] = (a.kv_lora_rank + rope_dim, hidden)
     shapes["attn.kv_a_norm.weight"] = (a.kv_lora_rank,)
     shapes["attn.kv_b.weight"] = (a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
+    if a.output_gate:
+        shapes["attn.gate.weight"] = (a.num_heads, hidden)
     if a.qkv_bias:
         shapes["attn.q_a.bias"] = (a.q_lora_rank,)
         shapes["attn.kv_a.bias"] = (a.kv_lora_rank + rope_dim,)
@@ -68,6 +70,10 @@ def mlp_shapes(mlp: MlpSpec, hidden: int) -> Shapes:
         shapes.update(block("moe.shared", moe.shared_intermediate_size))
     if moe.shared_gate:
         shapes["moe.shared_gate.weight"] = (1, hidden)
+    if moe.own_norms:
+        norms = ("router_norm", "norm", "post_norm", "shared_post_norm")
+        shapes |= {f"moe.{name}.weight": (hidden,) for name in norms}
+        shapes["moe.expert_scale"] = (moe.num_experts,)
     if moe.latent_size:
         shapes |= {"moe.latent_in.weight": (size, hidden), "moe.latent_out.weight": (hidden, size)}
     return shapes

@@ -9,7 +9,7 @@ from typing import Literal
 
 from quire.families.head_spec import HeadMethod, HeadSpec
 from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, PerLayerSpec
-from quire.recurrent_spec import MambaSpec, RecurrentSpec
+from quire.recurrent_spec import ChannelGateSpec, MambaSpec, RecurrentSpec
 from quire.rope_spec import RopeSpec
 
 VOCAB = 131
@@ -154,12 +154,42 @@ def per_layer() -> ModelSpec:
     return replace(model, tie_word_embeddings=True, per_layer=PerLayerSpec(6, VOCAB))
 
 
+def beside_experts() -> ModelSpec:
+    """Experts next to a dense block, each with norms of its own (Gemma 4 26B-A4B)."""
+    attention = _attention(scale=1.0, qk_norm="head", v_norm=True)
+    experts = MoeSpec(6, 2, 22, shared_intermediate_size=50, own_norms=True)
+    layer = LayerSpec(attention, MlpSpec(22, activation="gelu_tanh", moe=experts), "sandwich")
+    model = _model("gemma4", "Gemma4ForCausalLM", (layer, layer))
+    return replace(model, tie_word_embeddings=True, per_layer=PerLayerSpec())
+
+
 def hybrid() -> ModelSpec:
     """Recurrent layers on both sides of one with gated attention (Qwen3.5)."""
     attention = _attention(output_gate=True, qk_norm="head", rope=RopeSpec(theta=10_000.0, dim=4))
     full = LayerSpec(attention, MlpSpec(50))
     state = LayerSpec(None, MlpSpec(50), recurrent=RecurrentSpec("gated_delta", 2, 4, 8, 6, 4, 56))
     return replace(_model("qwen3_5", "Qwen3_5ForCausalLM", (state, full, state)), norm_plus_one=True)
+
+
+def side_by_side() -> ModelSpec:
+    """LayerNorm, attention and MLP in parallel, windows beside layers without positions (Command R7B)."""
+    attentions = _attention(window=20, qkv_bias=True, o_bias=True), _attention(rope=None)
+    layers = tuple(LayerSpec(attn, MlpSpec(50), "parallel") for attn in attentions)
+    model = _model("cohere2", "Cohere2ForCausalLM", layers)
+    return replace(model, norm_centered=True, tie_word_embeddings=True, logits_scale=0.3)
+
+
+def channel_decays() -> ModelSpec:
+    """A decay per channel, through few columns and bounded, around latent attention (Kimi Linear, Ling 3)."""
+    latent = AttentionSpec(
+        4, 4, 20, 14, 1 / sqrt(20), None, output_gate="head", kv_lora_rank=26, qk_nope_head_dim=12
+    )
+    states = (
+        RecurrentSpec("channel_delta", 4, 4, 8, 6, 4, 88, gate=ChannelGateSpec(*gate))
+        for gate in ((5, None), (0, -5.0))
+    )
+    first, last = (LayerSpec(None, MlpSpec(50), recurrent=state) for state in states)
+    return _model("kimi_linear", "KimiLinearForCausalLM", (first, LayerSpec(latent, MlpSpec(50)), last))
 
 
 def convolutions() -> ModelSpec:
@@ -216,7 +246,10 @@ KNOWN_MODELS = MODELS | {
     "even": even,
     "even_moe": even_moe,
     "per_layer": per_layer,
+    "beside_experts": beside_experts,
     "hybrid": hybrid,
+    "channel_decays": channel_decays,
+    "side_by_side": side_by_side,
     "convolutions": convolutions,
     "mamba": mamba,
     "parallel": parallel,

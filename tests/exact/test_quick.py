@@ -21,7 +21,17 @@ CASES += [
         Case(model, "float32" if level == "reference" else "bfloat16", 49, 24, level),
         Policy("continuous", "fcfs", 48),
     )
-    for model in ("per_layer", "hybrid", "convolutions", "mamba", "parallel", "blocks")
+    for model in (
+        "per_layer",
+        "beside_experts",
+        "hybrid",
+        "channel_decays",
+        "side_by_side",
+        "convolutions",
+        "mamba",
+        "parallel",
+        "blocks",
+    )
     for level in backends("attention")
 ]
 

@@ -52,8 +52,7 @@ def test_docs_have_the_same_table() -> None:
 @pytest.mark.parametrize(
     ("architecture", "needs"),
     [
-        ("KimiLinearForCausalLM", "It needs a delta rule with a gate per channel of the key."),
-        ("Cohere2ForCausalLM", "It needs LayerNorm without a bias"),
+        ("Llama4ForCausalLM", "It needs attention in chunks, and experts scaled before their projection."),
         ("DeepseekV32ForCausalLM", "It needs an indexer that picks tokens before attention."),
     ],
 )

@@ -100,7 +100,20 @@ def test_two_context_parallel_ranks_are_exact(model: str, drafts: str) -> None:
     assert tally.num_moves > 0
 
 
-@pytest.mark.parametrize("model", ["per_layer", "hybrid", "convolutions", "mamba", "parallel", "blocks"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "per_layer",
+        "beside_experts",
+        "hybrid",
+        "channel_decays",
+        "side_by_side",
+        "convolutions",
+        "mamba",
+        "parallel",
+        "blocks",
+    ],
+)
 def test_two_ranks_share_layers_of_two_kinds(model: str, helpers: Helpers) -> None:
     """Gemma 4: each rank has a head of the local layers, both the one of the global ones and all embeddings. Qwen3.5:
     each has heads of the attention and of the states; its ranks are processes as an engine starts them."""

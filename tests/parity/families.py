@@ -78,6 +78,12 @@ _NEMOTRON: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 40,
 }
+# Kimi Linear and Ling 3.
+_KDA: dict[str, Any] = {
+    **{key: value for key, value in _MLA.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+    "num_local_experts": 8,
+    "first_k_dense_replace": 1,
+}
 # transformers 5.24 has the decoder, and not where `AutoModelForCausalLM` looks.
 AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
 _SCALED: dict[str, Any] = {
@@ -144,6 +150,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": WINDOW,
             "hidden_size_per_layer_input": 0,
             "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4_experts": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": WINDOW,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": False,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
         },
     ),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW, "rope_parameters": {"partial_rotary_factor": 0.5}}),
@@ -341,6 +361,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon_h1_plain": ("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 48, "mlp_bias": True}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.3, "attention_bias": True, "tie_word_embeddings": False}),
+    "cohere2": (
+        "Cohere2Config",
+        {"num_hidden_layers": 4, "sliding_window": WINDOW, "logit_scale": 0.3, "layer_types": _ALTERNATE},
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **_KDA,
+            "q_lora_rank": None,
+            "linear_num_heads": 3,
+            "linear_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "bailing_hybrid": ("BailingHybridConfig", {**_KDA, "layer_group_size": 2, "head_dim": 12}),
+    "bailing_hybrid_plain": (
+        "BailingHybridConfig",
+        {**_KDA, "q_lora_rank": None, "kda_safe_gate": False, "layer_group_size": 3},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

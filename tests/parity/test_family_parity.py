@@ -30,8 +30,8 @@ def test_family(case: str, tmp_path: Path) -> None:
     for ours, theirs in zip(one.logits, many.logits, strict=True):
         assert torch.equal(torch.stack(ours), torch.stack(theirs))
     config = json.loads((tmp_path / "one" / "config.json").read_text())
-    if config["model_type"] in ("gemma4_text", "lfm3", "nemotron_h"):
-        return  # they were never written with the keys of transformers 4
+    if config["model_type"] in ("gemma4_text", "lfm3", "nemotron_h", "kimi_linear"):
+        return  # they have no rotary embedding, or were never written with the keys of transformers 4
     assert spec_from_config(_as_before_transformers_5(config)) == spec_from_config(config)
 
 

@@ -100,6 +100,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/kernels/test_recurrent.py", "tests/exact/test_quick.py::test_quick"),
     ),
     Mutant(
+        "one-decay-for-all-channels",
+        "every channel of the key decays as the first one does",
+        "src/quire/kernels/recurrent/channel_delta.py",
+        "            state = state * decays\n",
+        "            state = state * decays[:, :1]\n",
+        ("tests/kernels/test_channel_delta.py",),
+    ),
+    Mutant(
         "past-of-the-chunk-before",
         "the convolution keeps the rows before its chunk, not the last ones of it",
         "src/quire/kernels/recurrent/__init__.py",

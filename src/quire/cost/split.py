@@ -103,8 +103,8 @@ def shard_of(spec: ModelSpec, precision: str, split: Split, stored: Stored | Non
 
 
 def _ways(name: str, split: Split) -> int:
-    """Whether a weight is whole on every device: MLA's low-rank inputs are, since all heads read them."""
-    return 1 if name.endswith(("q_a.weight", "kv_a.weight")) else split.tp
+    """Return over how many devices a weight is cut: not at all where all heads read a low-rank projection."""
+    return 1 if name.endswith(("q_a.weight", "kv_a.weight", ".f_a.weight", ".z_a.weight")) else split.tp
 
 
 def _formats(spec: ModelSpec, precision: str) -> Formats:

@@ -62,6 +62,10 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", "hunyuan"),
     "ministral3": ("Ministral3ForCausalLM", "ministral"),
     "mistral4": ("Mistral4ForCausalLM", "ministral"),
+    "cohere": ("CohereForCausalLM", "cohere"),
+    "cohere2": ("Cohere2ForCausalLM", "cohere"),
+    "kimi_linear": ("KimiLinearForCausalLM", "kimi"),
+    "bailing_hybrid": ("BailingHybridForCausalLM", "kimi"),
 }
 # Families whose rows see each other both ways, loaded where a name is none of the others.
 _ENCODERS = "quire.families.encoder_table"
@@ -73,6 +77,7 @@ _MODEL_TYPES = {
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
 _BY_ARCHITECTURE = {architecture: name for name, (architecture, _) in _FAMILIES.items()}
+_BY_ARCHITECTURE["BailingMoeV3ForCausalLM"] = "bailing_hybrid"  # in published files of Ling 3
 
 # Models that see or hear, of which the text decoder runs: its family has what ``text_config`` says.
 _WITH_TEXT = {

@@ -83,6 +83,15 @@ def assemble_mixture(
     f: Fields, family: str, attn: AttentionSpec, moe: MoeSpec, is_sparse: Sequence[bool], *, eps: float = 1e-6
 ) -> ModelSpec:
     """Check the routing and put layers together, with experts where ``is_sparse``; ``eps``: as in `assemble`."""
+    check_routing(f, moe)
+    act = activation(f)
+    dense = LayerSpec(attn, MlpSpec(f.integer("intermediate_size"), act))
+    sparse = LayerSpec(attn, MlpSpec(moe.intermediate_size, act, moe=moe))
+    return assemble(f, family, [sparse if has_experts else dense for has_experts in is_sparse], eps=eps)
+
+
+def check_routing(f: Fields, moe: MoeSpec) -> None:
+    """Raise `ModelLoadError` for groups of experts from which no token can choose."""
     if moe.num_experts % moe.num_groups or moe.topk_groups > moe.num_groups:
         raise f.wrong("n_group", f"a divisor of n_routed_experts = {moe.num_experts}, at least topk_group")
     if moe.group_score == "top2_sum" and moe.num_experts < 2 * moe.num_groups:
@@ -91,10 +100,6 @@ def assemble_mixture(
         )
     if moe.top_k > moe.num_experts * moe.topk_groups // moe.num_groups:
         raise f.wrong("num_experts_per_tok", "at most the experts of topk_group groups")
-    act = activation(f)
-    dense = LayerSpec(attn, MlpSpec(f.integer("intermediate_size"), act))
-    sparse = LayerSpec(attn, MlpSpec(moe.intermediate_size, act, moe=moe))
-    return assemble(f, family, [sparse if has_experts else dense for has_experts in is_sparse], eps=eps)
 
 
 def latent_attention(f: Fields, *, interleaved: bool) -> AttentionSpec:

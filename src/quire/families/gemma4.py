@@ -6,8 +6,17 @@ from dataclasses import replace
 
 from quire.families.rope import rope_from_config
 from quire.families.shape import Fields, activation, assemble, biases, layer_types, soft_cap, window_of
-from quire.families.weights import LLAMA_NAMES, SANDWICH_NORMS, TOP_NAMES, Family, WeightMap, build_map
-from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, PerLayerSpec
+from quire.families.weights import (
+    LLAMA_NAMES,
+    SANDWICH_NORMS,
+    TOP_NAMES,
+    Family,
+    Take,
+    WeightMap,
+    build_map,
+    expert_takes,
+)
+from quire.modelspec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, PerLayerSpec
 
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -20,6 +29,13 @@ _NAMES = {
     "per_layer.gate.weight": "per_layer_input_gate.weight",
     "per_layer.out.weight": "per_layer_projection.weight",
     "per_layer.norm.weight": "post_per_layer_input_norm.weight",
+    "moe.router.weight": "router.proj.weight",
+    "moe.router_norm.weight": "router.scale",
+    "moe.expert_scale": "router.per_expert_scale",
+    "moe.norm.weight": "pre_feedforward_layernorm_2.weight",
+    "moe.post_norm.weight": "post_feedforward_layernorm_2.weight",
+    "moe.shared_post_norm.weight": "post_feedforward_layernorm_1.weight",
+    **{f"moe.shared.{n}.weight": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
 }
 _TOP = {
     **TOP_NAMES,
@@ -32,6 +48,7 @@ _SHARED = ("num_kv_shared_layers", "layer_types")
 _KEYS = (
     (r"self_attn\.(v_proj|k_proj|q_proj|o_proj|q_norm|k_norm)\.weight",
      (*_SHARED, "attention_k_eq_v", "per_layer_config", "global_head_dim", "num_global_key_value_heads")),
+    (r"(experts|router)\..*", ("enable_moe_block", "num_experts", "moe_intermediate_size")),
     (r"mlp\.\w+\.weight", ("use_double_wide_mlp", *_SHARED)),
     (r"per_layer\w*\.weight", ("hidden_size_per_layer_input", "vocab_size_per_layer_input")),
 )  # fmt: skip
@@ -39,7 +56,6 @@ _KEYS = (
 
 def read_gemma4(f: Fields) -> ModelSpec:
     f.refuse("rope_local_base_freq", unless=(), why="a key of Gemma 3; rope_parameters says it here")
-    f.refuse("enable_moe_block", unless=(False,), why="experts beside a dense block are not built")
     kinds = _kinds(f)
     count, shared = len(kinds), f.integer("num_kv_shared_layers", 0, minimum=0)
     if shared >= count or set(kinds[: count - shared]) != set(kinds):
@@ -53,7 +69,9 @@ def read_gemma4(f: Fields) -> ModelSpec:
         reads = max(i for i in range(count - shared) if kinds[i] == kind) if index >= count - shared else None
         attn = _attention(f, kind, *sizes[index], reads)
         inter = f.integer("intermediate_size", 9216) * (2 if wide and reads is not None else 1)
-        mlp = MlpSpec(inter, activation(f, "hidden_activation", "gelu_pytorch_tanh"))
+        act = activation(f, "hidden_activation", "gelu_pytorch_tanh")
+        moe = _experts(f, inter) if f.flag("enable_moe_block", False) else None
+        mlp = MlpSpec(inter if moe is None else moe.intermediate_size, act, moe=moe)
         layers.append(LayerSpec(attn, mlp, "sandwich"))
     size = f.integer("hidden_size_per_layer_input", 256, minimum=0)
     per_layer = PerLayerSpec(size, f.integer("vocab_size_per_layer_input", 262_144) if size else 0)
@@ -61,6 +79,17 @@ def read_gemma4(f: Fields) -> ModelSpec:
         f, "gemma4", layers, tied=True, embedding_scale=f.integer("hidden_size") ** 0.5, per_layer=per_layer,
         logits_soft_cap=soft_cap(f, "final_logit_softcapping"),
     )  # fmt: skip
+
+
+def _experts(f: Fields, inter: int) -> MoeSpec:
+    """Return the experts of 26B-A4B; ``inter``: the width of the dense block next to them."""
+    moe = MoeSpec(
+        f.integer("num_experts"), f.integer("top_k_experts"), f.integer("moe_intermediate_size"),
+        shared_intermediate_size=inter, own_norms=True,
+    )  # fmt: skip
+    if moe.top_k > moe.num_experts:
+        raise f.wrong("top_k_experts", f"at most the {moe.num_experts} experts")
+    return moe
 
 
 def _kinds(f: Fields) -> tuple[str, ...]:
@@ -115,7 +144,15 @@ def weights(spec: ModelSpec) -> WeightMap:
     """Ignore what some files hold of layers that read another's K and V."""
     shared = "|".join(str(i) for i in range(spec.num_layers) if spec.kv_source(i) != i)
     extra = (rf"model\.layers\.({shared})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",) if shared else ()
-    return replace(build_map(spec, _NAMES, ignore=extra, top=_TOP), keys=_KEYS)
+    return replace(build_map(spec, _NAMES, _rules, extra, top=_TOP), keys=_KEYS)
+
+
+def _rules(spec: ModelSpec, index: int, prefix: str) -> dict[str, tuple[Take, ...]]:
+    """`LayerRules`: experts, fused or each by itself."""
+    if spec.layers[index].mlp.moe is None:
+        return {}
+    folder = f"{prefix}experts."
+    return expert_takes(spec, index, folder, ("gate_proj", "up_proj", "down_proj"), folder)
 
 
 GEMMA4 = Family("gemma4", read_gemma4, weights)

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-_GATES_PER_CHANNEL = "a delta rule with a gate per channel of the key"
 _INDEXER = "an indexer that picks tokens before attention"
 _STREAMS = "several residual streams with mixing between them"
-_PARALLEL = "LayerNorm without a bias, and attention and MLP that read the same norm"
 
 # The architecture in config.json → what is missing.
 NEEDS = {
-    "Cohere2ForCausalLM": _PARALLEL,
-    "CohereForCausalLM": _PARALLEL,
-    "KimiLinearForCausalLM": _GATES_PER_CHANNEL,
-    "BailingHybridForCausalLM": _GATES_PER_CHANNEL,
     "DeepseekV32ForCausalLM": _INDEXER,
     "GlmMoeDsaForCausalLM": _INDEXER,
     "MiniMaxM3VLForCausalLM": _INDEXER,

@@ -30,7 +30,8 @@ class Take:
     ``encoding`` "halves": ``names`` are the keys' half of MLA's ``kv_b``, transposed, and the values'; ``shape`` is
     (heads, rows of a head's keys, of its values, in).
     ``encoding`` "mxfp4": ``names`` are the blocks and the scales of one tensor of ``shape``; its rows may be cut.
-    ``encoding`` "rate": −exp of what is stored. ``encoding`` "taps": a convolution that is stored ``[rows, 1, taps]``.
+    ``encoding`` "rate": −exp of what is stored, as a vector.
+    ``encoding`` "taps": a convolution that is stored ``[rows, 1, taps]``.
     ``encoding`` "flat": a vector that is stored with more dimensions.
     """
 

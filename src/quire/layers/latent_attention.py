@@ -7,6 +7,7 @@ value of its own per head. Prompt chunks take the same path as single tokens, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -18,7 +19,7 @@ from quire.kernels.attention.batch import AttentionShape
 from quire.kernels.kv_blocks import KvView
 from quire.kernels.linear import HeadMatrices, head_linear, pack_heads
 from quire.kernels.lora import AdapterRows
-from quire.kernels.output_gate import scale_heads
+from quire.kernels.output_gate import gate_rows, scale_heads
 from quire.kernels.pointwise import copy_heads
 from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.rope import apply_rope, store_kv
@@ -29,23 +30,22 @@ from quire.layers.norm import RmsNorm
 from quire.layers.weights import Build, WeightLoader, prefixed
 from quire.modelspec import AttentionSpec
 from quire.quant.stored import Weight
-from quire.weight_format import WeightFormat
+from quire.weight_format import PLAIN, WeightFormat
 
 # Epsilon of the norms of the two latents, which no configuration gives.
 INNER_EPS = 1e-6
 
 
 class LatentAttention:
-    """MLA with or without a low-rank q."""
+    """MLA with or without a low-rank q, and with or without positions (Kimi Linear has none)."""
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, build: Build) -> None:
         assert spec.is_mla
-        assert spec.rope is not None
         self._spec = spec
         self._dtype = build.dtype
         self._device = torch.get_default_device()
         self._rope_dim = spec.head_dim - spec.qk_nope_head_dim
-        assert spec.rope.dim == self._rope_dim
+        assert spec.rope is None or spec.rope.dim == self._rope_dim
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.kv_lora_rank + self._rope_dim
         self._q_b: Linear | None = None
         inner = replace(build, eps=INNER_EPS)
@@ -65,6 +65,8 @@ class LatentAttention:
         self._pack_heads = partial(pack_heads, backend=build.backend("head_linear"))
         self._copy, self._rope = build.of(copy_heads), build.of(apply_rope)
         self._scale_heads = build.of(scale_heads)
+        # What becomes of the output before its projection: (output, x, adapters) → output.
+        self._gate_output: Callable[..., Tensor] | None = None
         self._cp = build.cp
         self._store, self._attend = build.of(store_kv), attention_over_cache(build)
 
@@ -101,12 +103,11 @@ class LatentAttention:
     ) -> Tensor:  # fmt: skip
         """As of `Attention`."""
         spec, num_tokens = self._spec, x.shape[0]
-        assert cos_sin is not None
-        if group.divided:
+        assert (cos_sin is None) == (spec.rope is None)
+        if group.divided and cos_sin is not None:
             assert self._cp is not None
             cos_sin = cast("CosSin", tuple(map(self._cp.own, cos_sin)))
-        cos, sin, *factors = cast("tuple[Tensor, ...]", cos_sin)
-        assert spec.rope is not None
+        tables = cast("tuple[Tensor, ...]", cos_sin or ())
         assert self._to_latent is not None
         assert self._from_latent is not None
         nope, lora = spec.qk_nope_head_dim, spec.kv_lora_rank
@@ -114,8 +115,8 @@ class LatentAttention:
         q = down[:, : self._q_first]
         if self._q_b is not None:
             q = self._q_b(self._q_norm(q), adapters)
-        if factors:
-            q = self._scale_heads(q, *factors)
+        if len(tables) > 2:
+            q = self._scale_heads(q, tables[2])
         q = torch.unflatten(q, -1, (spec.num_heads, spec.head_dim))
         latent = self._kv_norm(down[:, self._q_first : self._q_first + lora])
         k_rope = down[:, self._q_first + lora :].unsqueeze(1)  # [num_tokens, 1, rope_dim]
@@ -124,7 +125,8 @@ class LatentAttention:
         both = empty(num_tokens, heads + 1, rope_dim, dtype=dtype, device=q.device)
         self._copy(q[..., nope:], both[:, :heads])
         self._copy(k_rope, both[:, heads:])
-        both = self._rope(both, cos, sin, spec.rope.interleaved)
+        if spec.rope is not None:
+            both = self._rope(both, tables[0], tables[1], spec.rope.interleaved)
         key = empty(num_tokens, 1, lora + rope_dim, dtype=dtype, device=q.device)
         self._copy(latent.unsqueeze(1), key[..., :lora])
         self._copy(both[:, heads:], key[..., lora:])
@@ -138,4 +140,37 @@ class LatentAttention:
         self._store(key, None, kv, group.slot_blocks, group.slot_offsets)
         # [num_tokens, num_heads, lora]
         out = self._attend(query, kv, group.ragged, self._shape, None, divided=group.divided)
-        return self._o(head_linear(out, self._from_latent).view(num_tokens, -1), adapters)
+        values = head_linear(out, self._from_latent).view(num_tokens, -1)
+        if self._gate_output is not None:
+            values = self._gate_output(values, x, adapters)
+        return self._o(values, adapters)
+
+
+class GatedLatentAttention(LatentAttention):
+    """MLA whose output has a gate per head (Ling 3): ``o(attention(x) · sigmoid(gate(x)))``."""
+
+    def __init__(self, spec: AttentionSpec, hidden_size: int, build: Build) -> None:
+        assert spec.output_gate == "head"
+        super().__init__(spec, hidden_size, build)
+        self._gate = Linear({"gate": spec.num_heads}, hidden_size, build)
+        self._gate_rows, self._gate_output = build.of(gate_rows), self._gated
+
+    def weight_loaders(self) -> dict[str, WeightLoader]:
+        return {**super().weight_loaders(), **self._gate.weight_loaders()}
+
+    @property
+    def reads(self) -> WeightFormat:
+        reads = super().reads
+        return reads if reads == self._gate.reads else PLAIN
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Return the linears that an adapter may change."""
+        return *super().linears(), self._gate
+
+    def _gated(self, out: Tensor, x: Tensor | QuantizedRows, adapters: AdapterRows | None) -> Tensor:
+        return self._gate_rows(out, self._gate(x, adapters))
+
+
+def latent_kind(spec: AttentionSpec) -> type[LatentAttention]:
+    """Return the class that computes latent attention of ``spec``."""
+    return GatedLatentAttention if spec.output_gate else LatentAttention

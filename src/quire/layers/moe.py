@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -130,6 +131,14 @@ class MoeBlock:
         if self._shared_gate is None:
             return self._add(y, self._shared(x, adapters))
         return self._add_gated(y, self._shared(x, adapters), self._shared_gate(x))
+
+
+def block_of(hidden_size: int, spec: MlpSpec, build: Build) -> MoeBlock:
+    """Return the block of ``spec``."""
+    assert spec.moe is not None
+    kind = import_module("quire.layers.normed_moe").NormedMoeBlock if spec.moe.own_norms else MoeBlock
+    block: MoeBlock = kind(hidden_size, spec, build)
+    return block
 
 
 def _write_biases(packed: list[PackedLinear], start: int, biases: Weight) -> None:

@@ -13,6 +13,7 @@ from quire.kernels.quantized_rows import QuantizedRows
 from quire.kernels.recurrent import gated_conv
 from quire.kernels.state_pool import StateBatch, StateView
 from quire.layers.attention import CosSin
+from quire.layers.channel_delta import ChannelDelta
 from quire.layers.delta_net import DeltaNet
 from quire.layers.mamba import Mamba
 from quire.layers.recurrent_mixer import RecurrentMixer
@@ -39,6 +40,7 @@ class ShortConv(RecurrentMixer):
 
 _MIXERS: Mapping[Kind, Callable[[RecurrentSpec, int, Build], Any]] = {
     "gated_delta": DeltaNet,
+    "channel_delta": ChannelDelta,
     "mamba2": Mamba,
     "short_conv": ShortConv,
 }

@@ -80,19 +80,19 @@ class Decoder:
         self._missing = set(self._shapes)
         build = Build(dtype, kernels, spec.norm_eps, spec.norm_plus_one, formats, tp, shapes, cp, wide_sums)
         self._cp = cp
-        ends_of, layer_of = Ends, DecoderLayer
+        ends_of, layer_of, norm_of = Ends, DecoderLayer, RmsNorm
         if spec.per_layer is not None:
             ends_of, layer_of = import_module("quire.models.per_layer").kinds(spec.per_layer)
         elif spec.vision is not None and spec.vision.deepstack:
             ends_of, layer_of = import_module("quire.models.deepstack").kinds(len(spec.vision.deepstack))
         elif any(layer.is_mixed for layer in spec.layers):
-            layer_of = import_module("quire.models.mixed_layer").layer_of
+            layer_of, norm_of = import_module("quire.models.mixed_layer").kinds(spec)
         self.ends = ends_of(spec, build, stage, adapted=lora is not None)
         self.own_layers = [
             layer_of(layer, spec, build.under(f"layers.{index}."), lora, self.ends, index)
             for index, layer in enumerate(spec.layers)
         ]
-        self._norm = RmsNorm(spec.hidden_size, build, plus_one=spec.norm_plus_one)
+        self._norm = norm_of(spec.hidden_size, build, plus_one=spec.norm_plus_one)
         self._sources, self._pairs = sources_of(spec, kv_layout)
         ropes = [None if layer.attn is None else layer.attn.rope for layer in spec.layers]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
@@ -256,7 +256,7 @@ class DecoderLayer:
         if spec.recurrent is not None:
             kind, self._prefix = import_module("quire.layers.recurrent").mixer_of(spec.recurrent)
         elif spec.attention.is_mla:
-            kind = import_module("quire.layers.latent_attention").LatentAttention
+            kind = import_module("quire.layers.latent_attention").latent_kind(spec.attention)
         elif spec.attention.v_norm:
             kind = import_module("quire.layers.shared_attention").SharedAttention
         elif spec.attention.output_gate:
@@ -269,12 +269,12 @@ class DecoderLayer:
         if mlp.moe is None:
             self.mlp = Mlp(hidden, mlp.intermediate_size, mlp.activation, build.under("mlp."), bias=mlp.bias)
         else:
-            self.mlp = import_module("quire.layers.moe").MoeBlock(hidden, mlp, build.under("moe."))
+            self.mlp = import_module("quire.layers.moe").block_of(hidden, mlp, build.under("moe."))
         if lora is not None:
             for linear in (*self.mixer.linears(), *self.mlp.linears()):
                 linear.add_slots(lora.max_loras, lora.max_rank)
         names = [] if spec.norms == "post" else ["attn_norm", "mlp_norm"]
-        names += [] if spec.norms == "pre" else ["attn_post_norm", "mlp_post_norm"]
+        names += ["attn_post_norm", "mlp_post_norm"] if spec.norms in ("post", "sandwich") else []
         readers = {"attn_norm": self.mixer.reads, "mlp_norm": self.mlp.reads}
         self._norms = {
             name: RmsNorm(hidden, build, plus_one=build.norm_plus_one, reader=readers.get(name, PLAIN))

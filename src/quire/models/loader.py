@@ -118,7 +118,7 @@ def _assemble(take: Take, stored: Mapping[str, StoredTensor], dtype: torch.dtype
     if take.encoding == "flat":
         tensor = tensor.flatten()
     if take.encoding == "rate":
-        tensor = -torch.exp(tensor.float())
+        tensor = -torch.exp(tensor.float().flatten())
     if take.stop is not None or take.start or take.step != 1:
         tensor = tensor[tuple(taken)]
     if take.pieces:
@@ -143,6 +143,11 @@ def _index(parts: Iterable[range | None]) -> tuple[slice, ...]:
 # decide. `POOL` is prime, so no two rows of a matrix are equal.
 STD = 0.02
 POOL = 4_194_301
+# Norms of recurrent layers have no 1 added, in no family.
+_ONES = (".delta.norm.weight", ".kda.norm.weight", ".mamba.norm.weight")
+# Negative, so that a state decays: −0.8 on average.
+_RATES = (".delta.rate", ".kda.rate", ".mamba.rate")
+_WIDE = ("correction_bias", ".expert_scale", ".rate", ".dt_bias", ".skip")
 
 
 def random_weights(
@@ -168,12 +173,9 @@ def random_tensors(
     for local, cut in (cuts or uncut(shapes)).items():
         name, shape = cut.name, shapes[cut.name]
         kind = stored_dtype(name, dtype)
-        if name.endswith("norm.weight"):
-            value = 1.0 if name.endswith((".delta.norm.weight", ".mamba.norm.weight")) else norm
-            tensor = torch.full(shape, value, dtype=kind, device=device)
-        elif name.endswith(
-            (".delta.rate", ".mamba.rate")
-        ):  # negative, so that a state decays: −0.8 on average
+        if name.endswith(("norm.weight", ".expert_scale")):
+            tensor = torch.full(shape, 1.0 if name.endswith(_ONES) else norm, dtype=kind, device=device)
+        elif name.endswith(_RATES):
             tensor = _cut(pools[kind], name, seed, shape).abs().mul_(-50.0)
         else:
             tensor = _cut(pools[kind], name, seed, shape)
@@ -182,7 +184,7 @@ def random_tensors(
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The type a weight is held in: ``dtype``, but float32 for what only chooses experts and what decays a state."""
-    return torch.float32 if name.endswith(("correction_bias", ".rate", ".dt_bias", ".skip")) else dtype
+    return torch.float32 if name.endswith(_WIDE) else dtype
 
 
 def _cut(pool: Tensor, name: str, seed: int, shape: tuple[int, ...]) -> Tensor:

@@ -114,8 +114,20 @@ class MixedLayer:
         return self.mlp(x, of_rows), residual
 
 
+def kinds(spec: ModelSpec) -> tuple[Any, Any]:
+    """Return what the layers and the last norm of a model are made by."""
+    if not spec.norm_centered:
+        return layer_of, RmsNorm
+    return layer_of, import_module("quire.layers.centered_norm").CenteredNorm
+
+
 def layer_of(
     spec: LayerSpec, model: ModelSpec, build: Build, lora: LoraConfig | None, ends: Ends, index: int
 ) -> DecoderLayer | MixedLayer:
     """Return the layer of ``spec`` in a model of which some are mixed."""
-    return (MixedLayer if spec.is_mixed else DecoderLayer)(spec, model, build, lora, ends, index)
+    if spec.norms == "parallel":
+        kind: Any = import_module("quire.models.parallel_layer").ParallelLayer
+    else:
+        kind = MixedLayer if spec.is_mixed else DecoderLayer
+    layer: DecoderLayer | MixedLayer = kind(spec, model, build, lora, ends, index)
+    return layer

@@ -11,6 +11,7 @@ quantized table is packed, and its rows are expanded.
 from __future__ import annotations
 
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from quire.kernels.kv_blocks import KvView
 from quire.kernels.linear import PackedLinear, pack_empty, read_rows
 from quire.kernels.lora import AdapterRows
 from quire.kernels.pointwise import add_rows, gated, scale_rows, take_rows
+from quire.kernels.quantized_rows import QuantizedRows
 from quire.layers.attention import AdapterBatch, CosSin, GroupBatch
 from quire.layers.linear import Linear
 from quire.layers.norm import RmsNorm
@@ -90,6 +92,8 @@ class ScaledLayer(DecoderLayer):
     ) -> None:  # fmt: skip
         super().__init__(spec, model, build, lora)
         self._ends, self._index, self._factor = ends, index, 1.0
+        moe = spec.mlp.moe
+        self._normed: Any = self.mlp if moe is not None and moe.own_norms else None
         self._gate: Linear | None = None
         assert model.per_layer is not None
         if size := model.per_layer.embedding_size:
@@ -105,6 +109,13 @@ class ScaledLayer(DecoderLayer):
             loaders |= {**self._gate.weight_loaders(), **self._out.weight_loaders()}
             loaders |= prefixed("norm.", self._out_norm.weight_loaders())
         return {**super().weight_loaders(), **prefixed("per_layer.", loaders)}
+
+    def _enter(
+        self, name: str, delta: Tensor | None, residual: Tensor
+    ) -> tuple[Tensor | QuantizedRows, Tensor]:
+        if name == "mlp_norm" and self._normed is not None:
+            self._normed.see(delta, residual)
+        return super()._enter(name, delta, residual)
 
     def _load_factor(self, weight: Weight) -> None:
         assert isinstance(weight, Tensor)

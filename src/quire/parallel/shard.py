@@ -267,20 +267,22 @@ class _Cutter:
             return r, {}
         if r.kind == "short_conv":
             return self._short_conv(r, prefix)
+        block = "delta." if r.gate is None else "kda."
         if self._topology.ep > 1:
             heads = Topology(tp=self.ways).heads_of(r.num_v_heads, r.num_k_heads, self.index)
             o: _Parts = (self._outputs(), None, None)
         else:
-            group = self._group(prefix + "delta.o.weight")
+            group = self._group(f"{prefix}{block}o.weight")
             unit = group // gcd(group, r.v_head_dim)
             heads = self._topology.heads_of(r.num_v_heads, r.num_k_heads, self._at.tp, unit)
             o = (None, _times(heads.queries, r.v_head_dim), None)
         k, v = _times(heads.kv, r.k_head_dim), _times(heads.queries, r.v_head_dim)
-        rows = dict.fromkeys(("q", "k", "conv_q", "conv_k"), k) | dict.fromkeys(("v", "z", "conv_v"), v)
-        rows |= {"a": heads.queries, "b": heads.queries}
-        cuts: dict[str, _Parts] = {f"delta.{name}.weight": (part, None, None) for name, part in rows.items()}
-        cuts |= {f"delta.{name}": (heads.queries, None, None) for name in ("rate", "dt_bias")}
-        cuts["delta.o.weight"] = o
+        rows = dict.fromkeys(("q", "k", "conv_q", "conv_k", "f", "f_b"), k)
+        rows |= dict.fromkeys(("v", "z", "conv_v", "z_b"), v) | {"a": heads.queries, "b": heads.queries}
+        cuts: dict[str, _Parts] = {f"{block}{name}.weight": (part, None, None) for name, part in rows.items()}
+        cuts[f"{block}rate"] = (heads.queries, None, None)
+        cuts[f"{block}dt_bias"] = (heads.queries if r.gate is None else k, None, None)
+        cuts[f"{block}o.weight"] = o
         own = replace(
             r, num_k_heads=len(heads.kv), num_v_heads=len(heads.queries), conv_channels=2 * len(k) + len(v)
         )
@@ -363,6 +365,7 @@ def _mla_cuts(a: AttentionSpec, heads: Heads) -> dict[str, _Parts]:
     return {
         "attn.q.weight": (q, None, None),
         "attn.q_b.weight": (q, None, None),
+        "attn.gate.weight": (heads.queries, None, None),
         "attn.kv_b.weight": (_times(heads.queries, a.qk_nope_head_dim + a.v_head_dim), None, None),
     }
 

@@ -47,7 +47,9 @@ def move_factors(work: LayerWork, *, smooth: bool) -> None:
             work.divide_outputs(up, scale)
             work.scale_inputs(down, scale)
     for norm, part in (("attn_norm.weight", "attn.q"), ("mlp_norm.weight", "mlp.gate")):
-        readers = work.readers_of(part) if norm in work.plain else []
+        # Rows of a parallel layer's norm are read by attention and MLP.
+        is_own = norm in work.plain and work.spec.norms != "parallel"
+        readers = work.readers_of(part) if is_own else []
         scale = _best(work, readers, smooth, error) if readers else None
         if scale is not None:
             exact = work.divide_norm(norm, scale)

@@ -62,26 +62,34 @@ def inputs() -> Iterator[Case]:
                   *results[:2], tokens, k_heads, v_heads, k_dim, 1e-6)  # fmt: skip
         case.call("mamba_inputs", THREADS, LEVEL, dtype is BF16, rows, width, a, v_heads, rate, shift, *results[2:],
                   tokens, k_heads, v_heads, k_dim, 24, 0.7, 1e-3, 0.1)  # fmt: skip
+        f, shifts = case.buffer(random(tokens, keys, dtype=dtype, seed=3)), case.buffer(random(keys, seed=4))
+        for floor in (0.0, -5.0):
+            shapes = (3, k_heads, k_dim), (k_heads,)
+            results += (of_channels := [case.zeros(tokens, *shape) for shape in shapes])
+            case.call("channel_inputs", THREADS, LEVEL, dtype is BF16, rows, width, f, keys, b, v_heads, rate, shifts,
+                      *of_channels, tokens, k_heads, k_dim, 1e-6, floor < 0, floor)  # fmt: skip
         for result in results:
             case.close(result, 1e-6, CLOSE[F32])
         yield case
 
 
 def scans() -> Iterator[Case]:
-    for lengths, dtype, (k_heads, v_heads, k_dim, v_dim), is_mamba in product(
-        LENGTHS, (BF16, F32), ((1, 2, 8, 24), (2, 4, 32, 40)), (False, True)
+    kinds = "delta rule", "rule with a decay per channel", "Mamba-2's scan"
+    for lengths, dtype, (k_heads, v_heads, k_dim, v_dim), name in product(
+        LENGTHS, (BF16, F32), ((1, 2, 8, 24), (2, 4, 32, 40)), kinds
     ):
-        name = "Mamba-2's scan" if is_mamba else "delta rule"
+        is_mamba, parts = name == kinds[2], 3 if name == kinds[1] else 2
+        k_heads = v_heads if parts == 3 else k_heads
         case = Case(f"{name} of {lengths}, {v_heads} heads of {k_dim} x {v_dim}, {name_of(dtype)}")
         tokens, width = sum(lengths), v_heads * v_dim
-        qk = case.buffer(random(tokens, 2, k_heads, k_dim, scale=k_dim**-0.5))
-        gates = case.buffer(torch.sigmoid(random(tokens, 2, v_heads)))
+        qk = case.buffer(random(tokens, parts, k_heads, k_dim, scale=k_dim**-0.5))
+        gates = case.buffer(torch.sigmoid(random(tokens, 4 - parts, v_heads)))
         skip, v = case.buffer(random(v_heads, seed=3)), case.buffer(random(tokens, width + 8, dtype=dtype))
         state = case.buffer(random(NUM_SLOTS, v_heads, k_dim, v_dim, seed=4))
         y = case.zeros(tokens, width, dtype=dtype)
         case.call("gated_delta_rule", THREADS, LEVEL, dtype is BF16, qk, gates, skip if is_mamba else 0, v, width + 8,
                   state, v_heads * k_dim * v_dim, y, *batch_of(case, lengths), tokens, k_heads, v_heads, k_dim,
-                  v_dim)  # fmt: skip
+                  v_dim, parts)  # fmt: skip
         case.bits(y)
         case.bits(state)
         yield case
@@ -96,11 +104,12 @@ def norms() -> Iterator[Case]:
             case.buffer(random(tokens, width, dtype=dtype, seed=1)),
         )
         weight = case.buffer(random(width, seed=2))
-        results = [case.zeros(tokens, width, dtype=dtype) for _ in range(4)]
-        case.call("gated_norm", THREADS, LEVEL, dtype is BF16, x, width, z, width, weight, results[0], tokens, heads,
-                  size, 1e-6)  # fmt: skip
+        results = [case.zeros(tokens, width, dtype=dtype) for _ in range(5)]
+        for index, is_plain in enumerate((False, True)):
+            case.call("gated_norm", THREADS, LEVEL, dtype is BF16, x, width, z, width, weight, results[index], tokens,
+                      heads, size, 1e-6, is_plain)  # fmt: skip
         for index, (is_normed, gate_first) in enumerate(
-            ((True, True), (True, False), (False, True)), start=1
+            ((True, True), (True, False), (False, True)), start=2
         ):
             case.call("group_norm", THREADS, LEVEL, dtype is BF16, x, width, z, width, weight if is_normed else 0,
                       results[index], tokens, heads, size, 1e-5, 1.3, gate_first)  # fmt: skip

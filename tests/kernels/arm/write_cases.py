@@ -459,7 +459,7 @@ def experts() -> Iterator[Case]:
         hidden, inter, num = 128, 64, 6
         logits, x = case.buffer(random(tokens, num)), case.buffer(random(tokens, hidden, dtype=BF16))
         chosen, ids = case.zeros(tokens, top_k), case.zeros(tokens, top_k, dtype=torch.int64)
-        case.call("route", THREADS, logits, 0, 0, tokens, num, top_k, 1, 1, False, True, 1.0, chosen, ids)
+        case.call("route", THREADS, logits, 0, 0, tokens, num, top_k, 1, 1, False, True, 1.0, chosen, ids, 0)
         tables = []
         for n, k in ((2 * inter, hidden), (hidden, inter)):
             targets: list[Place | None] = []

@@ -84,15 +84,17 @@ class ExpertStack:
 
 
 @op("moe.route")
-def route(router_logits: Tensor, spec: MoeSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(
+    router_logits: Tensor, spec: MoeSpec, correction: Tensor | None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """fp32 ``[num_tokens, num_experts]`` → weights fp32 and expert ids int64, both ``[num_tokens, top_k]``.
 
     scores → (+ correction) → groups → top-k → weights. ``correction [num_experts]`` fp32 is added to the scores for the
-    choice alone (DeepSeek-V3, arXiv:2412.19437).
+    choice alone (DeepSeek-V3, arXiv:2412.19437); ``factors [num_experts]`` fp32 multiply the weights (Gemma 4).
     """
     if spec.scoring == "softmax_after_topk":
         chosen, ids = router_logits.topk(spec.top_k, dim=-1)
-        return _softmax(chosen) * spec.routed_scale, ids
+        return _times(_softmax(chosen) * spec.routed_scale, factors, ids), ids
     scores = _softmax(router_logits) if spec.scoring == "softmax" else sigmoid(router_logits)
     choice = scores if correction is None else scores + correction
     if spec.num_groups > 1:
@@ -104,7 +106,11 @@ def route(router_logits: Tensor, spec: MoeSpec, correction: Tensor | None) -> tu
         for j in range(1, spec.top_k):
             total += weights[:, j]
         weights = weights / (total + _TINY).unsqueeze(1)
-    return weights * spec.routed_scale, ids
+    return _times(weights * spec.routed_scale, factors, ids), ids
+
+
+def _times(weights: Tensor, factors: Tensor | None, ids: Tensor) -> Tensor:
+    return weights if factors is None else weights * factors[ids]
 
 
 def _softmax(x: Tensor) -> Tensor:
@@ -164,7 +170,7 @@ SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
 
 @route.native(NATIVE_LEVELS)
 def native_route(
-    isa: str, router_logits: Tensor, spec: MoeSpec, correction: Tensor | None
+    isa: str, router_logits: Tensor, spec: MoeSpec, correction: Tensor | None, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     assert router_logits.is_contiguous()
     num_tokens = router_logits.shape[0]
@@ -173,7 +179,7 @@ def native_route(
     native.route(
         num_native_threads(), router_logits.data_ptr(), address(correction), SCORINGS[spec.scoring], num_tokens,
         spec.num_experts, spec.top_k, spec.num_groups, spec.topk_groups, spec.group_score == "top2_sum",
-        spec.normalize_topk, spec.routed_scale, weights.data_ptr(), ids.data_ptr(),
+        spec.normalize_topk, spec.routed_scale, weights.data_ptr(), ids.data_ptr(), address(factors),
     )  # fmt: skip
     return weights, ids
 

@@ -1,4 +1,4 @@
-"""Ops of recurrent layers: the gated delta rule, Mamba-2's scan (`.mamba`), and short convolutions.
+"""Ops of recurrent layers: the gated delta rule, alike per channel (`.channel_delta`), Mamba-2's scan (`.mamba`).
 
 The delta rule (Yang et al. 2024, arXiv:2412.06464) as Qwen3-Next and Qwen3.5 use it:
 
@@ -113,14 +113,15 @@ def gated_delta_rule(qk: Tensor, v: Tensor, gates: Tensor, view: StateView, batc
 
 
 @op("gated_norm")
-def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm(x) · silu(z)`` of each head, rounded once.
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, *, is_plain: bool = False) -> Tensor:
+    """``rms_norm(x) · silu(z)`` of each head, rounded once; ``is_plain``: ``rms_norm(x) · σ(z)``.
 
     ``x, z [num_tokens, num_heads · size]``, ``weight [size]`` fp32 → the same shape and dtype, contiguous.
     """
     heads = torch.unflatten(x, 1, (-1, weight.shape[0]))
     gate = z.float()
-    return (rms_norm(heads.float(), weight, eps).flatten(1) * (sigmoid(gate) * gate)).to(x.dtype)
+    factor = sigmoid(gate) if is_plain else sigmoid(gate) * gate
+    return (rms_norm(heads.float(), weight, eps).flatten(1) * factor).to(x.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from quire.kernels.recurrent import (
     gated_delta_rule,
     gated_norm,
 )
+from quire.kernels.recurrent.channel_delta import channel_delta_rule, channel_inputs
 from quire.kernels.recurrent.mamba import group_norm, mamba_inputs, mamba_scan
 from quire.kernels.registry import native
 from quire.kernels.state_pool import StateBatch, StateView
@@ -78,6 +79,24 @@ def native_delta_inputs(
     return qk, gates
 
 
+@channel_inputs.native()
+def native_channel_inputs(
+    isa: str, qkv: Tensor, f: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor, k_head_dim: int, floor: float | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tokens, heads = b.shape
+    assert qkv.dtype == f.dtype == b.dtype, (qkv.dtype, f.dtype, b.dtype)
+    assert f.shape[1] == dt_bias.shape[0] == heads * k_head_dim, (f.shape, dt_bias.shape, heads)
+    assert rate.is_contiguous()
+    assert dt_bias.is_contiguous()
+    qkd = empty(tokens, 3, heads, k_head_dim, dtype=torch.float32)
+    beta = empty(tokens, heads, dtype=torch.float32)
+    native.channel_inputs(
+        *native_call(isa, qkv), *rows_at(qkv), *rows_at(f), *rows_at(b), rate.data_ptr(), dt_bias.data_ptr(),
+        qkd.data_ptr(), beta.data_ptr(), tokens, heads, k_head_dim, NORM_EPS, floor is not None, floor or 0.0,
+    )  # fmt: skip
+    return qkd, beta
+
+
 @mamba_inputs.native()
 def native_mamba_inputs(
     isa: str, xbc: Tensor, dt: Tensor, rate: Tensor, dt_bias: Tensor, groups: int, state_size: int, scale: float = 1.0,
@@ -104,6 +123,13 @@ def native_gated_delta_rule(
     return _scan(isa, qk, v, gates, None, view, batch)
 
 
+@channel_delta_rule.native()
+def native_channel_delta_rule(
+    isa: str, qkd: Tensor, v: Tensor, beta: Tensor, view: StateView, batch: StateBatch
+) -> Tensor:
+    return _scan(isa, qkd, v, beta, None, view, batch)
+
+
 @mamba_scan.native()
 def native_mamba_scan(
     isa: str, cb: Tensor, x: Tensor, gates: Tensor, skip: Tensor, view: StateView, batch: StateBatch
@@ -115,6 +141,7 @@ def native_mamba_scan(
 def _scan(
     isa: str, qk: Tensor, v: Tensor, gates: Tensor, skip: Tensor | None, view: StateView, batch: StateBatch
 ) -> Tensor:
+    """``qk`` with decays as its third part, or two parts and decays in ``gates``."""
     state = view.state
     heads, keys, values = state.shape[1:]
     assert qk.is_contiguous()
@@ -127,19 +154,22 @@ def _scan(
     native.gated_delta_rule(
         *native_call(isa, v), qk.data_ptr(), gates.data_ptr(), address(skip), *rows_at(v), state.data_ptr(),
         state.stride(0), y.data_ptr(), *batch.addresses(), v.shape[0], qk.shape[2], heads, keys, values,
+        qk.shape[1],
     )  # fmt: skip
     return y
 
 
 @gated_norm.native()
-def native_gated_norm(isa: str, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def native_gated_norm(
+    isa: str, x: Tensor, z: Tensor, weight: Tensor, eps: float, *, is_plain: bool = False
+) -> Tensor:
     assert x.dtype == z.dtype, (x.dtype, z.dtype)
     assert x.shape == z.shape, (x.shape, z.shape)
     assert weight.is_contiguous()
     y, size = empty(*x.shape, dtype=x.dtype), weight.shape[0]
     native.gated_norm(
         *native_call(isa, x), *rows_at(x), *rows_at(z), weight.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1] // size,
-        size, eps,
+        size, eps, is_plain,
     )  # fmt: skip
     return y
 
