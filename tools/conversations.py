@@ -150,7 +150,7 @@ def haystack(num_words: int) -> str:
     words: list[str] = []
     for page in sorted((ROOT / "docs").glob("*.md")):
         for line in page.read_text().splitlines() if page != PAGE else ():
-            if re.match(r"[A-Z][a-z]", line):  # prose alone
+            if re.match(r"[A-Za-z][a-z]+,? [a-z]", line):  # prose alone
                 words += line.split()
     middle = num_words // 2
     return " ".join([*words[:middle], NEEDLE, *words[middle:num_words]])
