@@ -187,7 +187,7 @@ def speed(asked: argparse.Namespace) -> None:
             engine = replace(EngineArgs(model=str(file), threads=1, packed_cache="off"), **form.settings)
             found = find_model(engine, device, expand=form.expand)
             ids = ids or found.tokenizer.encode(asked.text.read_text()[:20_000])[:CONTEXT]
-            timed[form.name] = TimedModel(LoadedModel(found, CONTEXT, ProcessorTime()))
+            timed[form.name] = TimedModel(found)
         for name, command in peers(asked, model).items():
             child = Child(*command, CONTEXT)
             try:
@@ -274,9 +274,19 @@ the full vocabulary, at every token but the first of windows of {context} tokens
 ([fidelity](../../docs/benchmarking.md#fidelity)), of Gemma in the second halves of llama.cpp's chunks, which begin with
 BOS. Perplexity in brackets: against fp32's. Tokens per second are medians of rounds in which all forms and peers take
 turns, on one thread, by its processor time, since the machine is shared: a prompt of 512 tokens with the logits of its
-last one, and 64 decode steps of one token. Five rounds (two of Qwen2.5-Coder), with five other users on two cores, so
-only ratios compare. KL was measured on other days: of SmolLM2 and Gemma as stored (kernels of amx) on 2026-11-28, of
-the rest before sums of layers stayed fp32 on CPUs, which takes up to 0.0004 off ([measured](residual-2026-11-28.md)).
+last one, and 64 decode steps of one token. Five to seven other users were at work on two cores (load 15 to 26), so only
+ratios compare, and only within a set of rounds:
+
+- SmolLM2 (2026-11-28, five rounds): by the engine's core, with its scheduler and sampler, as a server computes. As
+  stored Quire decodes 2.57 times as fast as llama.cpp (2.08 … 2.80), and reads prompts 10.0 times as fast
+  (8.7 … 10.9).
+- OpenVINO on SmolLM2, and the other models (five rounds, two of Qwen2.5-Coder): of an earlier set, in which llama.cpp
+  had 159 and 55 on SmolLM2. Quire's decode steps ran call by call there, as `quire eval` takes hidden states and no
+  server does: 75 on SmolLM2, 1.36 times llama.cpp's.
+
+KL was measured on other days: of SmolLM2 and Gemma as stored (kernels of amx) and of `int4` on SmolLM2 on 2026-11-28,
+of the rest before sums of layers stayed fp32 on CPUs, which takes up to 0.0004 off
+([measured](residual-2026-11-28.md)). Gemma 3 in `int4` is in [another table](int4-mixed-2026-11-28.md).
 
 llama.cpp is llama-cpp-python 0.3.16, built here for AVX-512 with VNNI, on the same windows and beside the same
 original; its own kernels for AMX give a perplexity of 211 for SmolLM2's Q4_1 in batches of 512 tokens, and 15.5 in

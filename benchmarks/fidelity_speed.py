@@ -1,8 +1,9 @@
 """Prompts and decode steps per second of the forms of a model, and of its peers, in turns: `benchmarks.fidelity speed`.
 
 One thread, and its processor time. A prompt is 512 tokens of the text in one step, with the logits of its last token;
-decode is 64 given tokens in steps of one, with the logits of each. The forms take turns, round by round, after a round
-that does not count; the figures are medians.
+decode is 64 steps of one token, with the logits of each: given tokens for peers, and for Quire those that its engine
+samples greedily, its scheduler and sampler included. The forms take turns, round by round, after a round that does not
+count; the figures are medians.
 """
 
 from __future__ import annotations
@@ -11,11 +12,20 @@ import contextlib
 import json
 import statistics
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire_lab.eval.model import LoadedModel
+from quire.clock import WallClock
+from quire.engine.build import make_executor
+from quire.engine.core import EngineCore
+from quire.models.loader import iter_weights
+from quire.request import Request, SamplingParams
+from quire.runner.memory import torch_dtype
+from quire.scheduler.scheduler import Scheduler
+from quire_lab.eval.model import FoundModel
 
 PROMPT, STEPS = 512, 64  # tokens
 PEERS = Path(__file__).parent / "peers"
@@ -32,24 +42,42 @@ class Timed(Protocol):
 
 
 class TimedModel:
-    """A form of Quire's."""
+    """A form of Quire's: an engine's core with one sequence at a time."""
 
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
+    def __init__(self, found: FoundModel) -> None:
+        config = found.config
+        groups = len(config.kv_layout.groups)
+        num_blocks = groups * (-(-PROMPT // config.cache.block_size) + 2)
+        cache = replace(config.cache, num_blocks=num_blocks, enable_prefix_caching=False)
+        # The prompt is one step, and one sequence is all that there ever is.
+        scheduler = replace(config.scheduler, max_num_seqs=1, max_num_batched_tokens=PROMPT)
+        config = replace(config, cache=cache, scheduler=scheduler)
+        weights = None
+        if found.expanded:
+            plain = replace(config.model, formats={})
+            weights = iter_weights(plain, torch_dtype(plain.dtype))
+        clock = WallClock()
+        executor = make_executor(config, "local", clock, weights=weights)
+        self._core = EngineCore(Scheduler(config.scheduler, config.cache), executor, clock)
+
+    def _seconds(self, ids: Sequence[int], num_tokens: int) -> float:
+        """Return the processor time of sampling ``num_tokens`` after ``ids``."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)
+        started_s = time.process_time()
+        self._core.put(Request("timed", tuple(ids), sampling, 0.0))
+        sampled = 0
+        while self._core.has_work:
+            sampled += sum(len(event.token_ids) for event in self._core.step())
+        assert sampled == num_tokens, (sampled, num_tokens)
+        return time.process_time() - started_s
 
     def prompt_s(self, ids: Sequence[int]) -> float:
         """Compute a prompt."""
-        before = self._model.seconds
-        self._model.logits(self._model.hidden(ids)[-1:])
-        return self._model.seconds - before
+        return self._seconds(ids, 1)
 
     def steps_s(self, ids: Sequence[int]) -> float:
-        """Compute tokens one by one."""
-        before = self._model.seconds
-        rows = self._model.hidden([*ids, ids[0]], chunk=1)
-        for place in range(len(ids)):
-            self._model.logits(rows[place : place + 1])
-        return (self._model.seconds - before) * len(ids) / (len(ids) + 1)
+        """Compute as many tokens as ``ids`` has, one by one."""
+        return self._seconds(ids[:1], len(ids))
 
 
 class Child:
