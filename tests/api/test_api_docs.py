@@ -89,7 +89,7 @@ MODELS: dict[str, type[Wire] | Table] = {
     "/api/embed": EmbedRequest,
     "/api/embeddings": EmbeddingsRequest,
     "/api/show": ShowRequest,
-    "/embed": tei.TeiEmbedRequest,
+    "/embed, /": tei.TeiEmbedRequest,
     "/embed_all": tei.TokenRowsRequest,
     "/embed_sparse": tei.TokenRowsRequest,
     "/rerank (TEI's form)": tei.TeiRerankRequest,

@@ -80,6 +80,20 @@ def test_sparse_vectors_in_the_form_of_tei() -> None:
     assert "no sparse vectors" in tei_error(encoder().post("/embed_sparse", {"inputs": "a"}), 400)["error"]
 
 
+def test_the_address_alone_is_read_as_the_model_says() -> None:
+    for more, path, body in (
+        ({}, "/embed", {"inputs": "abc"}),
+        ({"sparse": True}, "/embed_sparse", {"inputs": "abc"}),
+        ({"labels": ("yes",)}, "/rerank", {"query": "a", "texts": ["b", "c"]}),
+        ({"labels": ("a", "b")}, "/predict", {"inputs": "abc"}),
+    ):
+        api = encoder(**more)
+        answer = api.post("/", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == api.post(path, body).json()
+    assert tei_error(encoder().post("/", {"inputs": ""}), 400)["param"] == "inputs"
+
+
 def test_similarities() -> None:
     api = encoder()
     body = {"inputs": {"source_sentence": "abc", "sentences": ["de", "abc"]}}

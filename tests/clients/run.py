@@ -224,18 +224,24 @@ async def run_all(names: list[str], ways: list[str], *, record: bool) -> int:
         def start(command: list[str], name: str, **more: Any) -> str:
             return stack.enter_context(LiveServer(command, folder / f"{name}.log", **more)).url
 
-        direct = (
-            start([*QUILL, "--batch-dir", f"{folder}/a"], "quill"),
-            start(["-m", "tests.clients.scripted", f"{folder}/b"], "scripted"),
-        )
-        urls = {"direct": direct}
-        if "gateway" in ways:
-            urls["gateway"] = tuple(
-                gateway(url, folder / f"gateway{i}", start) for i, url in enumerate(direct)
+        urls = {}
+        if "texts" in map(servers_of, names):
+            urls["texts", "direct"] = (
+                start([*QUILL, "--batch-dir", f"{folder}/a"], "quill"),
+                start(["-m", "tests.clients.scripted", f"{folder}/b"], "scripted"),
             )
+        if "encoders" in map(servers_of, names):
+            urls["encoders", "direct"] = encoders(folder, start)
+        if "gateway" in ways:
+            for (kind, _), pair in tuple(urls.items()):
+                first, second = (
+                    gateway(url, folder / f"gateway_{kind}{i}", start) for i, url in enumerate(pair)
+                )
+                urls[kind, "gateway"] = first, second
         for name in names:
             for way in ways:
-                checks = await run_client(name, *urls[way], record=record and way == "direct")
+                pair = urls[servers_of(name), way]
+                checks = await run_client(name, *pair, record=record and way == "direct")
                 bad = [check for check in checks if check["error"] is not None]
                 failed += len(bad)
                 packages = " ".join(CLIENTS[name]["packages"])
@@ -245,6 +251,22 @@ async def run_all(names: list[str], ways: list[str], *, record: bool) -> int:
                 for check in bad:
                     print(f"    {check['check']}: {check['error']}", flush=True)
     return failed
+
+
+def servers_of(name: str) -> str:
+    """Return which servers a client talks to: "texts", or "encoders"."""
+    return str(CLIENTS[name].get("servers", "texts"))
+
+
+def encoders(folder: Path, start: Callable[..., str]) -> tuple[str, str]:
+    """Start a model of vectors and one that ranks, tiny and with random weights; return their addresses."""
+    subprocess.run([sys.executable, "-m", "tests.encoders.tiny", str(folder)], check=True)
+    more = ["--port", "0", "--threads", "1", "--served-model-name", "quill"]
+    first, second = (
+        start(["-m", "quire.cli", "serve", str(folder / name), *more], f"{name}_server")
+        for name in ("vectors", "ranks")
+    )
+    return first, second
 
 
 def gateway(url: str, folder: Path, start: Callable[..., str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,10 @@ def save_family(kind: str, folder: Path) -> PreTrainedModel:
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return model
+
+
+if __name__ == "__main__":  # two models for tests.clients
+    into = Path(sys.argv[1])
+    save_bert(into / "vectors")
+    save_sentence_files(into / "vectors", prompts={"query": "query: ", "document": ""})
+    save_family("bert_classifier", into / "ranks")

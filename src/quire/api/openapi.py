@@ -60,6 +60,7 @@ BODIES: dict[str, Body] = {
     "/infill": Body("The text between two others (llama.cpp's form)", InfillRequest),
     "/generate": Body("Continue a text (TGI's form)", TgiRequest, ("inputs",)),
     "/generate_stream": Body("Continue a text, in events (TGI's form)", TgiRequest, ("inputs",)),
+    "/": Body("Vectors, or what else the model gives (TEI's form)", tei.TeiEmbedRequest, ("inputs",)),
     "/embed": Body("Vectors of texts (TEI's form)", tei.TeiEmbedRequest, ("inputs",)),
     "/embed_all": Body("A row per token of texts (TEI's form)", tei.TokenRowsRequest),
     "/embed_sparse": Body("A weight per token of the vocabulary (TEI's form)", tei.TokenRowsRequest),

@@ -19,7 +19,7 @@ _TYPES = {
 }
 ANTHROPIC_ROOT = "/v1/messages"
 OLLAMA_ROOT = "/api/"
-TEI_PATHS = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity")
+TEI_PATHS = ("/", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity")
 LATEST = ":latest"  # Ollama's tag of a name without one
 PLACEHOLDERS = ("tgi", "dummy")  # sent by huggingface_hub for whatever model is at an address
 # Ollama's clients ask for a least version before they use tools, thinking or logprobs. It is that of the API here.

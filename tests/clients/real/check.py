@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+# Of a client of encoders QUILL is a model of vectors, and SCRIPTED one that ranks.
 QUILL = os.environ["QUILL_URL"]  # Quill behind a template with tools: it calls one where a call is required
 SCRIPTED = os.environ[
     "SCRIPTED_URL"

@@ -70,6 +70,7 @@ OLLAMA = Dialect(
     stage=f"{_HERE}.ollama.loads:ModelLoads",
 )
 _OF_TEI = {
+    "/": "root",
     "/embed": "tei_embed",
     "/embed_all": "token_rows",
     "/embed_sparse": "sparse",

@@ -183,6 +183,20 @@ async def _rows_job(
     return prompts_job(state, call, request, prompts, "inputs", answer(head))
 
 
+async def root_job(state: ApiState, call: Call, body: Any, ignored: list[str] | None) -> Job:
+    """Check a body that is sent to the address alone: it is read as the kind of the model says.
+
+    Raises:
+        RequestError: names the field, the value and what is allowed.
+    """
+    sentence = state.model.sentence
+    if sentence is not None and sentence.labels:
+        read = tei_rerank_job if len(sentence.labels) == 1 else predict_job
+    else:
+        read = sparse_job if sentence is not None and sentence.sparse else tei_embed_job
+    return await read(state, call, body, ignored)
+
+
 class RowsAnswer(Answer):
     """A list of rows per text."""
 
