@@ -130,6 +130,27 @@ def test_stages_agree_in_both_directions() -> None:
         end.close()
 
 
+def test_a_recorded_step_reads_as_many_rows_as_its_buffers_have() -> None:
+    """Else rows of tokens are taken for those that give logits, where a step may have as many of both."""
+    ends = socket.socketpair()
+    links, sender = (
+        StageLinks(before, after, 4, 8, torch.float32, WallClock())
+        for before, after in ((ends[0], None), (None, ends[1]))
+    )
+    room = links.room_for(5)
+    assert room is not None
+    assert [x.shape[0] for x in room] == [5, 5]
+    sent = torch.randn(3, 8), torch.randn(3, 8)
+    sender.send(sent, 3)
+    received = links.receive(3)
+    assert received is not None
+    for x, place, expected in zip(received, room, sent, strict=True):
+        assert x.data_ptr() == place.data_ptr()
+        assert torch.equal(x, expected)
+    for end in ends:
+        end.close()
+
+
 def test_a_rank_without_neighbours_agrees_with_itself() -> None:
     alone = StageLinks(None, None, 4, 8, torch.float32, WallClock())
     assert alone.all_of(True)

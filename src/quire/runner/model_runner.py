@@ -115,7 +115,7 @@ class ModelRunner:
     def record(self, buffers: StepBuffers) -> None:
         """As `Runner.record`: the step is recorded, so that it is replayed, if the model is native throughout."""
         batch, links = buffers.whole, self._links
-        entering = None if links is None else links.entering
+        entering = None if links is None else links.room_for(buffers.max_tokens)
 
         def forward() -> Tensor:
             if self.decoder.stage.is_last:

@@ -46,6 +46,16 @@ class StageLinks:
             dtypes = dtype, torch.float32, *[dtype] * num_taps
             self.entering = tuple(torch.empty(max_tokens, hidden_size, dtype=dtype) for dtype in dtypes)
 
+    def room_for(self, max_tokens: int) -> Hidden | None:
+        """Return where `receive` leaves steps of at most ``max_tokens``; None on the first stage.
+
+        A recorded step tells the rows of tokens from those that give logits by their number, so what it reads must have
+        as many rows as its own buffers.
+        """
+        if self.entering is not None and self.entering[0].shape[0] != max_tokens:
+            self.entering = tuple(torch.empty(max_tokens, *x.shape[1:], dtype=x.dtype) for x in self.entering)
+        return self.entering
+
     def receive(self, num_tokens: int) -> Hidden | None:
         """Wait for the hidden states of the next step, which has ``num_tokens``; None on the first stage.
 
