@@ -34,6 +34,7 @@ WITHOUT = {
         "/",
         "GET",
     ): "the page has the server's own address and state; a gateway's are in /docs and /admin/backends",
+    ("/", "POST"): "a body without a path says what the one model of a server gives; a gateway has several",
     ("/slots", "GET"): "running requests, which may be other tenants'",
     ("/engine/live", "GET"): "what runs in one engine, which may be other tenants'",
     ("/gateway/usage", "GET"): "for the gateway itself",
