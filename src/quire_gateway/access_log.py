@@ -14,7 +14,7 @@ import msgspec
 from quire.metrics.log import Log
 from quire.private import appended, tighten
 from quire_gateway.exchange import Exchange
-from quire_gateway.ledger import FLUSH_S
+from quire_gateway.patience import FLUSH_S
 from quire_gateway.stage import Stage
 
 MAX_WAITING = 100_000  # lines; more are counted and dropped while the file takes none

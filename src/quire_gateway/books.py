@@ -22,10 +22,11 @@ from quire.metrics.log import Log
 from quire_gateway.config import GatewayConfig
 from quire_gateway.exchange import Exchange
 from quire_gateway.journal import FIRST_SLOTS, SLOT_BYTES, Journal
-from quire_gateway.ledger import FLUSH_S, Ledger
+from quire_gateway.ledger import Ledger
 from quire_gateway.ledger_database import open_database
 from quire_gateway.ledger_row import UNSETTLED, Row
 from quire_gateway.metrics import counter
+from quire_gateway.patience import FLUSH_S
 from quire_gateway.prices import find_price
 from quire_gateway.quotas import Usage
 from quire_gateway.stage import Stage

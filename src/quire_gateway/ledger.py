@@ -19,8 +19,8 @@ from quire.errors import ConfigError
 from quire.metrics.log import Log
 from quire_gateway.ledger_database import COLUMNS, Database, Sqlite, ledger_identity
 from quire_gateway.ledger_row import Row
+from quire_gateway.patience import FLUSH_S
 
-FLUSH_S = 0.1
 BATCH_ROWS = 500
 log = Log("ledger")
 

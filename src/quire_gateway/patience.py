@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 TICKS = 8
+FLUSH_S = 0.1  # rows and lines are written together after it
 
 
 class Limit:

@@ -54,11 +54,11 @@ ON: dict[str, dict[str, Any]] = {
 LOADED = """
 import json, sys, time
 from quire_gateway.app import create_gateway
-from quire_gateway.config_file import config_of
+from quire_gateway.config_file import gateway_config
 from quire_gateway.build import make_state
 import quire_gateway.cli.gateway
 plain = {"routing": {"policy": "least-loaded"}, "backends": [{"url": "http://127.0.0.1:1"}]}
-create_gateway(make_state(config_of(plain | json.loads(sys.argv[1])), time.monotonic, 0))
+create_gateway(make_state(gateway_config(plain | json.loads(sys.argv[1])), time.monotonic, 0))
 print(json.dumps([name.partition(".")[2] for name in sys.modules if name.startswith("quire_gateway.")]))
 """
 
