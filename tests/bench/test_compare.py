@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from quire.engine.process import ProcessClient
 from quire.engine.request_log import RequestLog, keep_requests, read_requests
 from quire.engine.supervisor import RestartPolicy, Supervisor
 from quire.errors import ConfigError
+from quire.images.prepared import Piece
 from quire.request import Request, Sampling, TokenEvent
 from quire_lab.bench.compare import Comparison, Median, compare, report
 
@@ -164,6 +166,27 @@ def test_kill_of_an_engine_leaves_its_requests_in_a_file(tmp_path: Path) -> None
     again.wait_ready()
     assert compare(again, path, clock)[1].differences == ()
     again.close()
+
+
+def test_log_names_images_without_their_pixels(tmp_path: Path) -> None:
+    """And a request that has one is not run again, since nothing could be seen."""
+    path, clock = tmp_path / "requests.jsonl", WallClock()
+    client = RequestLog(engine(), path, HERE, clock)
+    client.wait_ready()
+    span = Piece((8, 8), b"pixels" * 50).span(1, 2)
+    client.send(replace(request("seen", 1, clock.now()), spans=(span,)))
+    client.send(request("plain", 2, clock.now()))
+    run(client, 2)
+    client.close()
+    assert b64encode(b"pixels" * 2) not in path.read_bytes()
+    _, found = read_requests(path)
+    (recorded,) = (one.request for one in found if one.request.spans)
+    assert recorded.spans == (span._replace(data=b""),)
+    again = engine()
+    again.wait_ready()
+    comparison = compare(again, path, clock)[1]
+    again.close()
+    assert (comparison.num_requests, comparison.num_skipped, comparison.differences) == (1, 1, ())
 
 
 def test_a_full_disk_ends_the_log_and_not_the_requests() -> None:

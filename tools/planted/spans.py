@@ -84,6 +84,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/images/test_placing.py",),
     ),
     Mutant(
+        "decoded-files-shared-between-salts",
+        "who times first tokens learns that another tenant sent the same file lately",
+        "src/quire/engine/images.py",
+        "digest_size=32, key=key)",
+        "digest_size=32)",
+        ("tests/images/test_kept_files.py",),
+    ),
+    Mutant(
+        "pixels-in-request-logs",
+        "a file of requests holds the images that clients sent",
+        "src/quire/engine/request_log.py",
+        "without_pixels(request.spans) if request.spans else ()",
+        "request.spans",
+        ("tests/bench/test_compare.py::test_log_names_images_without_their_pixels",),
+    ),
+    Mutant(
         "pixels-in-recordings-without-ids",
         "a recording that is to hold nothing that clients sent holds their images",
         "src/quire/executor/recorder.py",

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from quire.errors import RequestError, clip
+from quire.http.call import Call, cache_salt
 from quire.http.limits import NAME_CHARS
 
-if TYPE_CHECKING:  # loaded with a model that takes images alone
-    from quire.api.images import Sight
+if TYPE_CHECKING:
+    from quire.api.images import Sight  # loaded with a model that takes images alone
+    from quire.api.state import ApiState
 
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 _NAMES = {
@@ -147,9 +149,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= NAME_CHARS else text[: NAME_CHARS - 1] + "…"
 
 
-def sight_of(vision: object) -> Sight | None:
-    """Return what reads the images of one request to a model; ``vision``: its encoder, None if it takes none."""
-    made: Sight | None = None if vision is None else import_module("quire.api.images").Sight()
+def sight_of(state: ApiState, call: Call, request: Any) -> Sight | None:
+    """Return what reads the images of ``request``, a body as a typed value; None if the model takes none."""
+    if state.model.vision is None:
+        return None
+    salt = cache_salt(call.salt_group, getattr(request, "cache_salt", ""))
+    made: Sight = import_module("quire.api.images").Sight(salt)
     return made
 
 

@@ -18,8 +18,9 @@ Part = dict[str, Any]
 class Sight:
     """The images of one request, in the order of the prompt."""
 
-    def __init__(self) -> None:
-        self._num_images = 0
+    def __init__(self, salt: str = "") -> None:
+        """``salt``: as of `ImageFile`."""
+        self._num_images, self._salt = 0, salt
 
     def parts(
         self, content: str | list[Any], where: str, role: str, text_of: Callable[..., str]
@@ -80,6 +81,7 @@ class Sight:
         self._num_images += 1
         if self._num_images > LIMITS.max_images:
             raise too_many_images(image.where)
+        image.salt = self._salt
         return {"type": "image", "image": image}
 
 

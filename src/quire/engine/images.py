@@ -33,10 +33,14 @@ _PROBE = "quire asks"
 
 @dataclass(slots=True)
 class ImageFile:
-    """An image of a message. ``where``: its path in the request, for errors."""
+    """An image of a message. ``where``: its path in the request, for errors.
+
+    ``salt``: what was decoded of it is kept for callers with the same one alone.
+    """
 
     data: bytes
     where: str
+    salt: str = ""
 
 
 class ImageReader:
@@ -112,7 +116,7 @@ class ImageReader:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     async def _read(self, file: ImageFile) -> PreparedImage:
-        name = hashlib.blake2b(file.data, digest_size=32).digest()
+        name = file_name(file)
         if (image := self._kept.get(name)) is not None:
             self._kept.move_to_end(name)
             return image
@@ -190,6 +194,12 @@ def needs_parts(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
             return False
 
     return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
+
+
+def file_name(file: ImageFile) -> bytes:
+    """Return the name under which what was decoded of ``file`` is kept."""
+    key = hashlib.blake2b(file.salt.encode(), digest_size=32).digest()
+    return hashlib.blake2b(file.data, digest_size=32, key=key).digest()
 
 
 def refused(file: ImageFile, reason: str) -> RequestError:

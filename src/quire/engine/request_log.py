@@ -3,6 +3,8 @@
     {"about": {…}}                                     the first line: version, model, fingerprint, kernels …
     {"request": {…}, "samples": [{…}, …]}              one per request that has ended
 
+An image is there as its digest and size, without pixels, so a request that has one cannot be run again.
+
 `RequestLog` writes them for ``--record-requests``; a supervisor writes those in flight when an engine dies.
 """
 
@@ -26,6 +28,7 @@ from quire.errors import ConfigError
 from quire.metrics.log import Log
 from quire.private import private_fd, tighten
 from quire.request import FinishReason, Request, TokenEvent
+from quire.spans import without_pixels
 
 MAX_BYTES = 2**30  # per file
 log = Log("recorder")
@@ -53,7 +56,8 @@ class RecordedRequest:
     def of(cls, request: Request) -> RecordedRequest:
         """Begin the record of ``request``, which may have output ids from another engine."""
         outputs = request.output_token_ids or ((),) * request.sampling.num_samples
-        arrived = replace(request, output_token_ids=(), finished_samples=())
+        spans = without_pixels(request.spans) if request.spans else ()
+        arrived = replace(request, output_token_ids=(), finished_samples=(), spans=spans)
         return cls(arrived, [RecordedSample(list(ids)) for ids in outputs])
 
     @property

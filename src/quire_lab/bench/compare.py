@@ -42,7 +42,7 @@ class Comparison:
     """What a run against recorded requests found."""
 
     num_requests: int
-    num_skipped: int  # nothing to compare: pooling, or no token when recorded
+    num_skipped: int  # nothing to compare: pooling, no token, or an image
     num_tokens: int
     differences: tuple[str, ...]  # one per sample
     medians: tuple[Median, ...]
@@ -67,9 +67,13 @@ def compare(client: EngineClient, path: Path, clock: Clock) -> tuple[dict[str, s
         ConfigError: the file cannot be read, or has no request to compare.
     """
     origin, recorded = read_requests(path)
-    comparable = [request for request in recorded if any(sample.token_ids for sample in request.samples)]
+    comparable = [
+        one for one in recorded if any(s.token_ids for s in one.samples) and not one.request.spans
+    ]
     if not comparable:
-        raise ConfigError(f"{path} has no request with tokens: there is nothing to compare")
+        raise ConfigError(
+            f"{path} has no request with tokens and without images: there is nothing to compare"
+        )
     first = replace(comparable[0], request=replace(comparable[0].request, terms=Terms(cache_salt="warm-up")))
     # The first steps of an engine take longer, and the recorded server had served before.
     _run(client, [first], clock)
@@ -185,7 +189,8 @@ def report(
     """Return the table, and whether anything drifts beyond what is allowed."""
     exact = recorded.get("determinism") == here["determinism"] == "exact"
     lines = [
-        f"requests  {comparison.num_requests} compared, {comparison.num_skipped} without tokens left out"
+        f"requests  {comparison.num_requests} compared, {comparison.num_skipped} without tokens or "
+        "with images left out"
     ]
     for name in ("model", "fingerprint", "kernels", "formats", "device", "quire"):
         if recorded.get(name) != here[name]:

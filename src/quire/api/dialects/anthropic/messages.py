@@ -54,7 +54,7 @@ async def messages_job(state: ApiState, call: Call, body: Any, ignored: list[str
     check_thread(request.thread, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
     conversation = await off_loop(
-        len(request.messages), read_conversation, request, ignored, sight_of(state.model.vision)
+        len(request.messages), read_conversation, request, ignored, sight_of(state, call, request)
     )
     metadata = parse(Metadata, request.metadata or {}, prefix="metadata.", ignored=ignored)
     params = given_sampling(request)
@@ -90,7 +90,7 @@ async def count_tokens(state: ApiState, call: Call, body: Any, ignored: list[str
     output_form(request, ignored)
     check_edits(request.context_management, request.messages, state.model.max_model_len, ignored)
     conversation = await off_loop(
-        len(request.messages), read_conversation, request, ignored, sight_of(state.model.vision)
+        len(request.messages), read_conversation, request, ignored, sight_of(state, call, request)
     )
     _, prompt = await conversation.prompt(state)
     return {"input_tokens": len(prompt)}

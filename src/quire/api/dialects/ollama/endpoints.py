@@ -53,7 +53,7 @@ async def ollama_chat_job(state: ApiState, call: Call, body: Any, ignored: list[
     served_name(state, request.model)
     sampling = read_sampling(request, state.model.generation_defaults, ignored)
     conversation = await off_loop(
-        len(request.messages or ()), chat_conversation, request, ignored, sight_of(state.model.vision)
+        len(request.messages or ()), chat_conversation, request, ignored, sight_of(state, call, request)
     )
     answer = partial(_answer, state, request)
     fields = _fields(request, ignored)
@@ -74,7 +74,7 @@ async def ollama_generate_job(state: ApiState, call: Call, body: Any, ignored: l
     fields = _fields(request, ignored)
     if not (request.raw or request.suffix) and state.frontend.chat_template.names:
         answer = partial(_answer, state, request)
-        conversation = text_conversation(request, sight_of(state.model.vision))
+        conversation = text_conversation(request, sight_of(state, call, request))
         job = await conversation_job(
             state, call, request, conversation, sampling, "gen-", answer, ignored, **fields
         )

@@ -61,7 +61,7 @@ async def chat_job(state: ApiState, call: Call, body: Any, ignored: list[str] | 
         )
         return ChoicesAnswer(head, choices, options, sampling.n)
 
-    sight = None if state.model.vision is None else import_module(PARTS).sight_of(state.model.vision)
+    sight = None if state.model.vision is None else import_module(PARTS).sight_of(state, call, request)
     conversation = await off_loop(len(request.messages), chat_conversation, request, ignored, request, sight)
     return await conversation_job(state, call, request, conversation, sampling, "chatcmpl-", answer, ignored)
 

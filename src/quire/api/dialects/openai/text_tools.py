@@ -62,7 +62,7 @@ async def tokenize(state: ApiState, call: Call, body: Any, ignored: list[str] | 
             request,
             ignored,
             None,
-            sight_of(state.model.vision),
+            sight_of(state, call, request),
         )
         _, ids = await conversation.prompt(state, add_special_tokens=special)
         ids = tuple(ids)  # without the images

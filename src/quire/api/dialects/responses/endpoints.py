@@ -144,7 +144,7 @@ def _messages(
     state: ApiState, call: Call, request: ResponsesRequest, ignored: list[str] | None
 ) -> list[dict[str, Any]]:
     """Return the messages of the earlier turns and of the request's input."""
-    messages, sight = _before(state, call, request.previous_response_id), sight_of(state.model.vision)
+    messages, sight = _before(state, call, request.previous_response_id), sight_of(state, call, request)
     if sight is not None:
         messages = sight.restored(messages)
     add_input(messages, request.input, ignored, sight)
