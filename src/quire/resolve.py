@@ -92,7 +92,7 @@ def resolve(
     lora = _lora(args, tuple(adapters))
     kv_dtype = _kv_dtype(args, spec, dtype, device)
     rank_bytes = RankBytes(spec, topology, plan.formats, dtype, kv_dtype, args.block_size)
-    weights = rank_bytes.weights + _vision_bytes(spec, dtype, device, topology)
+    spec, weights, of_vision = _with_vision(args, spec, dtype, device, topology, rank_bytes.weights)
     if lora is not None:
         weights += lora.max_loras * adapter_bytes(spec, lora.max_rank, dtype, lora.saved) * topology.per_stage
     drafts = draft_config(args, spec, draft, dtype)
@@ -108,7 +108,7 @@ def resolve(
         model=ModelConfig(
             path=path, name=args.model, spec=spec, dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len,
             load_format=args.load_format, quantize=args.quantize, seed=args.seed, tokenizer=tokenizer,
-            formats=plan.formats, remarks=(*remarks, *plan.remarks, *_kv_remarks(kv_dtype, device)),
+            formats=plan.formats, remarks=(*remarks, *of_vision, *plan.remarks, *_kv_remarks(kv_dtype, device)),
             packed_cache=packed_cache_config(args.packed_cache, args.packed_cache_mib),
         ),
         kv_layout=layout,
@@ -128,12 +128,14 @@ def resolve(
     )  # fmt: skip
 
 
-def _vision_bytes(spec: ModelSpec, dtype: str, device: DeviceInfo, topology: Topology) -> int:
-    """Return what the part of a model that sees takes of memory."""
+def _with_vision(
+    args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo, topology: Topology, weights: int
+) -> tuple[ModelSpec, int, tuple[str, ...]]:
+    """Return ``spec`` without an encoder that cannot run, the bytes of all weights, and what is to be said of it."""
     if spec.vision is None:
-        return 0
-    needed: int = import_module("quire.cost.vision").vision_bytes(spec.vision, dtype, device, topology)
-    return needed
+        return spec, weights, ()
+    spec, size, remarks = import_module("quire.cost.vision").fit_vision(args, spec, dtype, device, topology)
+    return spec, weights + size, remarks
 
 
 def _cache_config(

@@ -20,6 +20,8 @@ class Span(NamedTuple):
     grid: tuple[int, ...]  # size of the pixels: (height, width)
     # What the encoder reads, as the family's preprocessing makes it.
     data: bytes
+    # Its tokens see each other both ways, so they are computed in one step.
+    whole: bool = False
 
     @property
     def end(self) -> int:

@@ -44,6 +44,15 @@ class VisionSpec:
     num_positions: int = 0  # learned ones, a square; 0: none
     theta: float = 0.0  # base of the patches' angles; 0: not rotary
     axes: tuple[int, ...] = ()  # the decoder's (time, height, width) per pair of a head
+    # Whether the tokens of an image see each other both ways in the decoder.
+    both_ways: bool = False
+    # What stands for an image in a chat template's text, where its tokens have another id; −1: the same one.
+    mark_token_id: int = -1
+
+    @property
+    def changes_layers(self) -> bool:
+        """Whether the decoder's layers know of images, beside their rows."""
+        return self.both_ways or bool(self.deepstack)
 
     def num_tokens(self, grid: tuple[int, ...]) -> int:
         """Return the tokens of what has ``grid`` pixels."""

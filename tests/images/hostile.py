@@ -39,7 +39,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "bomb": (BOMB, "60000 × 60000 pixels"),
     "line": (png(100_000, 1, zlib.compress(bytes(300_001))), "along an edge"),
     "thread": (file_of(Image.new("RGB", (10_000, 1))), "one edge is more than"),
-    "no pixels": (png(0, 7, zlib.compress(b"")), "damaged"),
+    "no pixels": (png(0, 7, zlib.compress(b"")), "no image of a type"),
     "too few pixels": (png(900, 900, zlib.compress(bytes(1000))), "damaged"),
     "noise for pixels": (png(64, 64, NOISE), "damaged"),
     "truncated png": (file_of(PICTURE)[:900], "damaged"),

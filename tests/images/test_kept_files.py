@@ -12,6 +12,7 @@ from tests.api.fake_frontend import byte_tokenizer
 
 from quire.engine import images
 from quire.engine.images import ImageFile, ImageReader
+from quire.engine.prompts import RenderedChat
 from quire.images.prepared import Piece, PreparedImage
 from quire.vision_spec import VisionSpec
 
@@ -32,6 +33,10 @@ class Helpers:
         return finish(b"=" + msgspec.msgpack.encode(made), False)
 
 
+async def no_text(text: str) -> Sequence[int]:
+    raise AssertionError(text)
+
+
 def test_decoded_files_are_not_shared_between_salts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or who times first tokens would learn that another tenant sent the same file."""
     monkeypatch.setattr(images, "HelperPool", Helpers)
@@ -41,6 +46,6 @@ def test_decoded_files_are_not_shared_between_salts(monkeypatch: pytest.MonkeyPa
     reader = ImageReader(VisionSpec("idefics3", 8, 1, 1, 8, "gelu", 1e-6, 8, 2, 2, 8, mark), tokenizer)
     counts = []
     for salt in ("", "", "a", "a", "b", ""):
-        asyncio.run(reader.place([1, mark], [ImageFile(b"a file", "where", salt)]))
+        asyncio.run(reader.place(RenderedChat("", [1, mark]), [ImageFile(b"a file", "where", salt)], no_text))
         counts.append(Helpers.num_files)
     assert counts == [1, 1, 2, 2, 3, 3]

@@ -8,8 +8,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "turn-forgotten",
         "round robin of decodes forgets whose turn it is",
-        "src/quire/scheduler/planner.py",
-        "seq.turn = (self._step + 1, len(chosen))\n",
+        "src/quire/scheduler/in_turn.py",
+        "seq.turn = (step + 1, len(chosen))\n",
         "seq.turn = (0, 0)\n",
         ("tests/scheduler/test_turns.py::test_decodes_that_do_not_fit_take_turns",),
     ),

@@ -8,6 +8,7 @@ CONTENT, ROWS = "src/quire/cache/span_content.py", "src/quire/runner/span_rows.p
 AXES = "src/quire/runner/axes.py"
 HASHES = ("tests/cache/test_span_content.py",)
 SEEING = "tests/images/test_seeing.py::"
+GEMMA = "tests/images/test_gemma3.py::"
 SAME_BITS = (SEEING + "test_answers_have_the_same_bits_however_computed",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -74,6 +75,43 @@ MUTANTS: tuple[Mutant, ...] = (
         "np.stack((inside * 0, inside // columns, inside % columns))",
         "np.stack((inside * 0, inside % columns, inside // columns))",
         ("tests/runner/test_axes.py",),
+    ),
+    Mutant(
+        "tokens-of-an-image-see-the-past-alone",
+        "in the decoder of Gemma 3 a token of an image does not see those after it",
+        "src/quire/kernels/attention/__init__.py",
+        "end = np.where(row_position < 0, 0, seq_lens)",
+        "end = row_position + 1",
+        (GEMMA + "test_answer_equals_that_of_transformers",),
+    ),
+    Mutant(
+        "window-of-an-image-reaches-back-from-its-end",
+        "a token of an image sees as far back as a window reaches from the last of them, and no farther",
+        "src/quire/kernels/attention/__init__.py",
+        """    if tiling.both_ways:
+        end = np.where(row_position < 0, 0, seq_lens)
+""",
+        """    if tiling.both_ways:
+        end = np.where(row_position < 0, 0, seq_lens)
+        first = first if tiling.window is None else np.maximum(end - tiling.window, 0)
+""",
+        (GEMMA + "test_answer_equals_that_of_transformers",),
+    ),
+    Mutant(
+        "span-cut-by-a-chunk",
+        "part of an image whose tokens see each other both ways is computed without the rest",
+        "src/quire/scheduler/policies/whole_spans.py",
+        "if span.whole and span.start < end < span.end:",
+        "if span.whole and span.start + 1 < end < span.end:",
+        ("tests/scheduler/test_whole_spans.py",),
+    ),
+    Mutant(
+        "span-waits-for-its-share-for-ever",
+        "an image longer than what long prompts may have of a step is never computed",
+        "src/quire/scheduler/policies/whole_spans.py",
+        "if span.end - start <= num_left else max(span.start - start, 0)",
+        "if span.end - start <= num_tokens else max(span.start - start, 0)",
+        ("tests/scheduler/test_whole_spans.py",),
     ),
     Mutant(
         "images-shared-between-salts",

@@ -1,33 +1,48 @@
-"""What the encoder of a model that sees takes of memory, and where it runs."""
+"""What the encoder of a model that sees takes of memory and of a step, and where it runs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
+from quire.args import EngineArgs
 from quire.config import DeviceInfo
+from quire.cost.speculation import spec_tokens
 from quire.errors import ConfigError
 from quire.families.vision import encoder_shapes
 from quire.images.limits import LIMITS
-from quire.modelspec import DTYPE_BYTES
+from quire.modelspec import DTYPE_BYTES, ModelSpec
 from quire.parallel.topology import Topology
-from quire.vision_spec import VisionSpec
 
 
-def vision_bytes(vision: VisionSpec, dtype: str, device: DeviceInfo, topology: Topology) -> int:
-    """Return the bytes of the encoder's weights, and of what is kept of its output.
+def fit_vision(
+    args: EngineArgs, spec: ModelSpec, dtype: str, device: DeviceInfo, topology: Topology
+) -> tuple[ModelSpec, int, tuple[str, ...]]:
+    """Return ``spec``, the bytes of its encoder and of what is kept of its output, and what is to be said of it.
+
+    Where the encoder does not run, its text decoder does: images are then refused by name.
 
     Raises:
-        ConfigError: the engine runs on a GPU, or on several ranks.
+        ConfigError: an image fits no step.
     """
-    if device.kind != "cpu":
-        raise ConfigError(
-            f"the model takes images, and its encoder runs on a CPU alone, not on {device.name}: choose --device cpu, "
-            "or serve its text decoder"
+    vision = spec.vision
+    assert vision is not None
+    if device.kind != "cpu" or topology.world_size > 1:
+        where = f"on {device.name}" if device.kind != "cpu" else f"on {topology.world_size} ranks"
+        remark = (
+            f"the text decoder alone is served, and images are refused: the encoder runs on a CPU with one rank, and "
+            f"this is {where}"
         )
-    if topology.world_size > 1:
+        return replace(spec, vision=None), 0, (remark,)
+    longest = vision.num_tokens((vision.image_size, vision.image_size)) if vision.both_ways else 0
+    # What running sequences may take of a step.
+    num_decodes = args.max_num_seqs * (1 + spec_tokens(args))
+    if longest and args.max_num_batched_tokens < longest + num_decodes:
         raise ConfigError(
-            f"the model takes images, and its encoder runs on one rank, not on {topology.world_size}: leave the sizes "
-            "of the parallel axes at 1"
+            f"max_num_batched_tokens = {args.max_num_batched_tokens} is too small: the {longest} tokens of an image "
+            f"see each other both ways, so they are computed in one step, beside {num_decodes} of running sequences "
+            f"(max_num_seqs and drafts). Set it to {longest + num_decodes} or more",
+            param="max_num_batched_tokens",
         )
     size = DTYPE_BYTES[dtype]
-    return LIMITS.encoded_bytes + size * sum(map(prod, encoder_shapes(vision).values()))
+    return spec, LIMITS.encoded_bytes + size * sum(map(prod, encoder_shapes(vision).values())), ()

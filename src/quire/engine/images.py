@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +23,7 @@ from quire.engine.prompts import Prompts, RenderedChat
 from quire.errors import ModelLoadError, RequestError
 from quire.extras import check_installed
 from quire.images.limits import LIMITS
-from quire.images.placing import SpannedIds, with_images
+from quire.images.placing import SpannedIds, found, with_images, written
 from quire.images.prepared import PreparedImage
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -57,12 +58,9 @@ class ImageReader:
         self._pool = HelperPool("image", self._head)
         self._kept: OrderedDict[bytes, PreparedImage] = OrderedDict()
         self._num_bytes = 0
-        placeholder = tokenizer.id_to_token(vision.image_token_id)
-        if placeholder is None or self._encode(placeholder) != [vision.image_token_id]:
-            raise ModelLoadError(
-                f"The tokenizer has no special token with the id {vision.image_token_id}, the placeholder of images "
-                "that config.json names (image_token_id)."
-            )
+        self._own = self._special(vision.image_token_id)
+        # What a template writes for an image, where that is not the token of an image.
+        self._mark = None if vision.mark_token_id < 0 else self._special(vision.mark_token_id)
 
     def take(
         self, messages: Sequence[Mapping[str, Any]], *, parts_only: bool
@@ -90,27 +88,53 @@ class ImageReader:
             taken.append({**message, "content": parts})
         return taken, files
 
-    async def place(self, token_ids: Sequence[int], files: Sequence[ImageFile]) -> Sequence[int]:
-        """Return ``token_ids``, a prompt with one placeholder per file, with the images in their places.
+    async def place(
+        self,
+        rendered: RenderedChat,
+        files: Sequence[ImageFile],
+        tokenize: Callable[[str], Awaitable[Sequence[int]]],
+    ) -> Sequence[int]:
+        """Return the ids of a prompt with one placeholder per file, with the images in their places.
 
         Raises:
             RequestError: an image cannot be used (names its path), or the placeholders are not as many as the files.
             CapacityError: too many images wait for the helpers (retryable).
         """
         images = await asyncio.gather(*map(self._read, files))
-        return self._placed(token_ids, images)
+        text = self._written(rendered.text, images)
+        return self._placed(rendered.token_ids if text is None else await tokenize(text), images)
 
-    def place_now(self, token_ids: Sequence[int], files: Sequence[ImageFile]) -> Sequence[int]:
+    def place_now(self, rendered: RenderedChat, files: Sequence[ImageFile]) -> Sequence[int]:
         """As `place`, for a caller that may block; only ``in_process``."""
         assert self._in_process
-        return self._placed(token_ids, [self._read_here(file) for file in files])
+        images = [self._read_here(file) for file in files]
+        text = self._written(rendered.text, images)
+        return self._placed(rendered.token_ids if text is None else self._encode(text), images)
 
     def close(self) -> None:
         """End the helpers."""
         self._pool.close()
 
+    def _written(self, text: str, images: Sequence[PreparedImage]) -> str | None:
+        """Return ``text`` with what the images show, where both are tokenized together; None: they are not."""
+        if self._mark is None:
+            return None
+        shown = written(text, images, self._mark, self._own)
+        return shown if images else None
+
     def _placed(self, token_ids: Sequence[int], images: Sequence[PreparedImage]) -> SpannedIds:
+        if self._mark is not None:
+            return found(token_ids, images, self._vision)
         return with_images(token_ids, images, self._vision, self._encode)
+
+    def _special(self, token_id: int) -> str:
+        text = self._tokenizer.id_to_token(token_id)
+        if text is None or self._encode(text) != [token_id]:
+            raise ModelLoadError(
+                f"The tokenizer has no special token with the id {token_id}, which config.json names as a placeholder "
+                "of images."
+            )
+        return text
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -170,8 +194,10 @@ class SeeingPrompts(Prompts):
         if self._parts_only is None:
             self._parts_only = await asyncio.to_thread(needs_parts, self.render)
         messages, files = self._images.take(messages, parts_only=self._parts_only)
-        text, token_ids = await super().chat(messages, *args, **options)
-        return RenderedChat(text, await self._images.place(token_ids, files))
+        rendered = await super().chat(messages, *args, **options)
+        special = bool(options.get("add_special_tokens", False))
+        tokenize = partial(self.tokenize, add_special_tokens=special)
+        return RenderedChat(rendered.text, await self._images.place(rendered, files, tokenize))
 
     def close(self) -> None:
         super().close()

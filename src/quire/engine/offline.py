@@ -22,7 +22,7 @@ from quire.engine.assemble import configure, llm_args, load_text
 from quire.engine.in_process import InProcessClient
 from quire.engine.messages import AbortRequest, ResetPrefixCache
 from quire.engine.output import OutputChunk, RequestOutputState, merge
-from quire.engine.prompts import prepare_request
+from quire.engine.prompts import RenderedChat, prepare_request
 from quire.engine.results import RequestOutput, request_output
 from quire.errors import ConfigError
 from quire.request import SEED_BITS, Adapter, Pooling, Request, SamplingParams
@@ -141,7 +141,7 @@ class OfflineEngine:
     def _chat_ids(self, text: str, files: Sequence[ImageFile]) -> Sequence[int]:
         """Return the ids of a conversation's text, with its images in their places."""
         ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids if self._images is None else self._images.place_now(ids, files)
+        return ids if self._images is None else self._images.place_now(RenderedChat(text, ids), files)
 
     def _request(
         self,

@@ -12,6 +12,7 @@ from quire.vision_spec import Preprocessing, VisionSpec
 
 # Architecture → the module here, without its "vision_"; also the kind of the `VisionSpec`.
 _KINDS = {
+    "Gemma3ForConditionalGeneration": "gemma3",
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl",
@@ -62,6 +63,12 @@ def prefixes(vision: VisionSpec) -> tuple[str, ...]:
     """Return how the names of these tensors begin, with and without "model."."""
     bare: tuple[str, ...] = _of(vision.kind).PREFIXES
     return (*bare, *(f"model.{prefix}" for prefix in bare))
+
+
+def canonical(vision: VisionSpec, name: str) -> str:
+    """Return the name of one of these tensors in `encoder_shapes`, given that of a checkpoint."""
+    name, of_kind = name.removeprefix("model."), getattr(_of(vision.kind), "canonical", None)
+    return name if of_kind is None else str(of_kind(name))
 
 
 def _of(kind: str) -> Any:

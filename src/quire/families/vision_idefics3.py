@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.errors import ModelLoadError
 from quire.families.shape import Fields
+from quire.families.siglip import siglip_shapes
 from quire.modelspec import ModelSpec
 from quire.vision_spec import Preprocessing, VisionSpec
 
@@ -50,27 +51,8 @@ def read_vision(config: Mapping[str, Any], spec: ModelSpec, where: str) -> Visio
 
 def encoder_shapes(spec: VisionSpec) -> dict[str, tuple[int, ...]]:
     """As `quire.families.vision.encoder_shapes`."""
-    hidden, inter, patch = spec.hidden_size, spec.intermediate_size, spec.patch_size
-    layer: dict[str, tuple[int, ...]] = {}
-    for name, (rows, columns) in {
-        **{f"self_attn.{n}": (hidden, hidden) for n in ("q_proj", "k_proj", "v_proj", "out_proj")},
-        "mlp.fc1": (inter, hidden),
-        "mlp.fc2": (hidden, inter),
-    }.items():
-        layer |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-    for name in ("layer_norm1", "layer_norm2"):
-        layer |= {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
-    encoder: dict[str, tuple[int, ...]] = {
-        "embeddings.patch_embedding.weight": (hidden, 3, patch, patch),
-        "embeddings.patch_embedding.bias": (hidden,),
-        "embeddings.position_embedding.weight": ((spec.image_size // spec.patch_size) ** 2, hidden),
-        "post_layernorm.weight": (hidden,),
-        "post_layernorm.bias": (hidden,),
-    }
-    for index in range(spec.num_layers):
-        encoder |= {f"encoder.layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes = {PREFIXES[0] + name: shape for name, shape in encoder.items()}
-    projection = (spec.text_hidden_size, hidden * spec.merge**2)
+    shapes = siglip_shapes(spec, PREFIXES[0])
+    projection = (spec.text_hidden_size, spec.hidden_size * spec.merge**2)
     return {**shapes, f"{PREFIXES[1]}modality_projection.proj.weight": projection}
 
 

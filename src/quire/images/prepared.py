@@ -20,9 +20,9 @@ class Piece(NamedTuple):
         fields = struct.pack(f"<{1 + len(self.grid)}Q", len(self.grid), *self.grid)
         return hashlib.blake2b(fields + self.data, digest_size=32, person=b"quire.piece.v1").digest()
 
-    def span(self, start: int, length: int) -> Span:
-        """Return the span of ``length`` tokens from ``start`` on that shows the piece."""
-        return Span(start, length, self.content(), self.grid, self.data)
+    def span(self, start: int, length: int, *, whole: bool = False) -> Span:
+        """Return the span of ``length`` tokens from ``start`` on that shows the piece. ``whole``: as of `Span`."""
+        return Span(start, length, self.content(), self.grid, self.data, whole)
 
 
 class PreparedImage(NamedTuple):

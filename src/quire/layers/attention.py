@@ -57,7 +57,7 @@ class Attention:
         # What becomes of the output before its projection: (output, x, adapters) → output.
         self._gate_output: Callable[..., Tensor] | None = None
         self._cp = build.cp
-        self._rope_store, self._attend = build.of(rope_store), attention_over_cache(build)
+        self._rope_store, self.attend = build.of(rope_store), attention_over_cache(build)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         loaders = {**self.qkv.weight_loaders(), **self._o.weight_loaders()}
@@ -94,7 +94,7 @@ class Attention:
             qkv, spec.num_heads, cos_sin, self.qk_norm, kv, group.slot_blocks, group.slot_offsets,
             interleaved,
         )  # fmt: skip
-        out = self._attend(q, kv, group.ragged, self._shape, self._sinks, divided=group.divided)
+        out = self.attend(q, kv, group.ragged, self._shape, self._sinks, divided=group.divided)
         out = out.reshape(x.shape[0], -1)
         if self._gate_output is not None:
             out = self._gate_output(out, x, adapters)

@@ -68,7 +68,7 @@ class LatentAttention:
         # What becomes of the output before its projection: (output, x, adapters) → output.
         self._gate_output: Callable[..., Tensor] | None = None
         self._cp = build.cp
-        self._store, self._attend = build.of(store_kv), attention_over_cache(build)
+        self._store, self.attend = build.of(store_kv), attention_over_cache(build)
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
         loaders = {**self._down.weight_loaders(), **self._o.weight_loaders(), "kv_b.weight": self._load_kv_b}
@@ -139,7 +139,7 @@ class LatentAttention:
             query = torch.unflatten(self._cp.gather(query.flatten(1), len(group.slot_blocks)), 1, (heads, -1))
         self._store(key, None, kv, group.slot_blocks, group.slot_offsets)
         # [num_tokens, num_heads, lora]
-        out = self._attend(query, kv, group.ragged, self._shape, None, divided=group.divided)
+        out = self.attend(query, kv, group.ragged, self._shape, None, divided=group.divided)
         values = head_linear(out, self._from_latent).view(num_tokens, -1)
         if self._gate_output is not None:
             values = self._gate_output(values, x, adapters)

@@ -49,7 +49,7 @@ class PostRopeAttention(Attention):
             )  # fmt: skip
         if factors:
             q = unflatten(self._scale_heads(q.flatten(1), *factors), -1, (spec.num_heads, spec.head_dim))
-        out = self._attend(q, kv, group.ragged, self._shape, None, divided=group.divided)
+        out = self.attend(q, kv, group.ragged, self._shape, None, divided=group.divided)
         return self._o(out.reshape(x.shape[0], -1), adapters)
 
     def _rotated_then_normed(

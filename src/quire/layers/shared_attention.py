@@ -43,7 +43,7 @@ class SharedAttention:
         self._shape = AttentionShape(spec.num_heads, spec.scale, spec.window, spec.soft_cap)
         self._ones = torch.ones(spec.v_head_dim)
         self._rms_norm, self._rope = build.of(rms_norm), build.of(apply_rope)
-        self._rope_store, self._attend = build.of(rope_store), attention_over_cache(build)
+        self._rope_store, self.attend = build.of(rope_store), attention_over_cache(build)
         self._cp = build.cp
 
     def weight_loaders(self) -> dict[str, WeightLoader]:
@@ -86,7 +86,7 @@ class SharedAttention:
                 self._with_normed_v(qkv), self.spec.num_heads, cos_sin, self.qk_norm, kv, group.slot_blocks,
                 group.slot_offsets, False,
             )  # fmt: skip
-        out = self._attend(q, kv, group.ragged, self._shape, None, divided=group.divided)
+        out = self.attend(q, kv, group.ragged, self._shape, None, divided=group.divided)
         return self._o(out.reshape(x.shape[0], -1), adapters)
 
     def _with_normed_v(self, qkv: Tensor) -> Tensor:

@@ -83,8 +83,8 @@ class Decoder:
         ends_of, layer_of, norm_of = Ends, DecoderLayer, RmsNorm
         if spec.per_layer is not None:
             ends_of, layer_of = import_module("quire.models.per_layer").kinds(spec.per_layer)
-        elif spec.vision is not None and spec.vision.deepstack:
-            ends_of, layer_of = import_module("quire.models.deepstack").kinds(len(spec.vision.deepstack))
+        elif spec.vision is not None and spec.vision.changes_layers:
+            ends_of, layer_of = import_module("quire.models.seeing").kinds(spec.vision)
         elif any(layer.is_mixed for layer in spec.layers):
             layer_of, norm_of = import_module("quire.models.mixed_layer").kinds(spec)
         self.ends = ends_of(spec, build, stage, adapted=lora is not None)

@@ -21,6 +21,8 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, StepError
 from quire.images.limits import LIMITS
 from quire.kernels import registry
+from quire.layers.span_attention import WholeSpan
+from quire.models.both_ways import BothWaysEnds
 from quire.models.decoder import Decoder
 from quire.models.deepstack import SeeingEnds
 from quire.models.vision.loading import Encode, load_encoder
@@ -87,6 +89,7 @@ class SpanRows:
             self._angles.place(step, plans, seqs)
         embeddings: Tensor | None = None
         added: list[tuple[Tensor, Tensor]] = []
+        whole: list[WholeSpan] = []
         for index, (plan, seq) in enumerate(zip(plans, seqs, strict=True)):
             begin, end = plan.num_computed_tokens, plan.num_computed_tokens + plan.num_scheduled_tokens
             for span in seq.spans:
@@ -100,8 +103,14 @@ class SpanRows:
                 rows = self._rows_of(span)[first - span.start : stop - span.start]
                 embeddings[at + first : at + stop] = rows[:, : self._width]
                 added.append((torch.arange(at + first, at + stop), rows[:, self._width :]))
-        if isinstance(self._decoder.ends, SeeingEnds):
-            self._decoder.ends.add(added)
+                if span.whole:
+                    assert stop == span.end, (plan, span.start, span.end)
+                    whole.append(WholeSpan(index, at + first, stop - first, stop))
+        match self._decoder.ends:
+            case SeeingEnds() as ends:
+                ends.add(added)
+            case BothWaysEnds() as ends:
+                ends.both_ways.spans = whole
         # No sum is open in front of the first layer: its ``delta`` is None.
         return step if embeddings is None else replace(step, entering=(cast("Tensor", None), embeddings))
 

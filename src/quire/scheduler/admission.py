@@ -23,8 +23,8 @@ class Admission:
         assert request.prompt_token_ids, "a request has at least one token"
         indexes = [i for i in range(sampling.num_samples) if i not in request.finished_samples]
         state.counters.num_requests += 1
-        terms = request.terms
-        if terms.deadline is not None or terms.tenant != NO_TENANT or sampling.use_beam_search:
+        terms, spans = request.terms, request.spans
+        if terms.deadline is not None or terms.tenant != NO_TENANT or sampling.use_beam_search or spans:
             for name in wanted_by_request(request):
                 state.policies.turn_on(name)
         refusal = self._refusal(request, now)

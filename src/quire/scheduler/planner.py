@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from quire.config import SchedulerConfig
 from quire.scheduler.sequence import Sequence, SequenceState, SortKey, StepRecord
 from quire.scheduler.state import SchedulerState
@@ -30,7 +32,7 @@ class Planner:
         num_preemptions, policies = state.counters.num_preemptions, state.policies
         if policies.beams is not None:
             policies.beams.fork_selected()
-        decodes, prefills, crossing = self._sort_running()
+        decodes, prefills, crossing = _sort_running(state)
         decodes = self._choose_decodes(decodes, crossing)
         prefills.sort(key=lambda s: s.key)
         left = state.config.max_num_batched_tokens - len(decodes)
@@ -41,7 +43,7 @@ class Planner:
         for budget in policies.budget:
             budget(room)
         for seq in prefills:
-            if room.left and seq.state is SequenceState.RUNNING:
+            if room.left > 0 and seq.state is SequenceState.RUNNING:
                 self._plan_chunk(seq)
         if room.share is not None:
             room.share.running_planned()
@@ -73,58 +75,18 @@ class Planner:
             state.config.max_draft_paths,
         )  # fmt: skip
 
-    def _sort_running(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """Return sequences with one token to compute, those with more, and of the former those that need a block.
-
-        Leaders that are ready fork first.
-        """
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        crossing: list[Sequence] = []
-        chains, add = self._state.chains, decodes.append
-        for seq in self._state.running:  # forks append to it during this loop
-            planned = seq.num_planned
-            if not chains and planned >= len(seq.token_ids):
-                continue  # its last token is out
-            if planned < seq.next_event_at:
-                add(seq)
-                continue
-            if seq.siblings:
-                if planned < seq.num_prompt - 1:
-                    prefills.append(seq)
-                    continue
-                self._state.fork_siblings(seq)
-            if planned + 1 < len(seq.token_ids):
-                prefills.append(seq)
-            elif planned < seq.max_planned:  # else its last token is on its way
-                add(seq)
-                if planned >= seq.table.capacity:
-                    crossing.append(seq)
-        return decodes, prefills, crossing
-
     def _choose_decodes(self, decodes: list[Sequence], crossing: list[Sequence]) -> list[Sequence]:
         """Return the decodes of this step, with a block for each: as many as the budget allows."""
         state = self._state
         limit = min(state.config.max_num_batched_tokens, -(-len(state.running) // state.num_stages))
         if len(decodes) > limit:
-            return self._choose_in_turn(decodes, limit)
+            in_turn = import_module("quire.scheduler.in_turn").in_turn
+            return list(in_turn(decodes, limit, self._step, self._find_room))
         if not crossing:
             return decodes
         crossing.sort(key=lambda seq: seq.key)
         without = [seq for seq in crossing if not self._find_room(seq, seq.num_planned + 1)]
         return [seq for seq in decodes if seq not in without] if without else decodes
-
-    def _choose_in_turn(self, decodes: list[Sequence], limit: int) -> list[Sequence]:
-        """Round robin: the sequence that waited longest for a turn comes first."""
-        chosen: list[Sequence] = []
-        for seq in sorted(decodes, key=lambda seq: seq.turn):
-            end = seq.num_planned + 1
-            if end <= seq.table.capacity or self._find_room(seq, end):
-                chosen.append(seq)
-                seq.turn = (self._step + 1, len(chosen))
-                if len(chosen) == limit:
-                    break
-        return chosen
 
     def _find_room(self, seq: Sequence, end: int) -> bool:
         """Give a running sequence blocks up to ``end``. Once this fails for one, no lower-ranked one gets a block."""
@@ -145,7 +107,10 @@ class Planner:
         todo = seq.target - seq.num_planned
         uncut, room = must_be_uncut(self._state.config, todo), self._room
         num_tokens = min(todo, room.left if room.share is None else room.share.room(seq, todo))
-        if num_tokens == 0 or (uncut and todo > room.left):
+        whole = self._state.policies.whole_spans
+        if whole is not None:
+            num_tokens = whole.tokens(seq, num_tokens, room.left)
+        if num_tokens <= 0 or (uncut and todo > room.left):
             return
         end = seq.num_planned + num_tokens
         if self._barred(seq):
@@ -154,24 +119,27 @@ class Planner:
                 return
             end = min(end, capacity)
         elif not cache.allocate(seq.table, end):
-            least = end if uncut else seq.num_planned + 1
+            least = end if uncut else seq.num_planned + 1 if whole is None else whole.least_end(seq)
             if cache.reachable_end(seq.table) < least and not self._find_room(seq, least):
                 return
             end = min(end, cache.reachable_end(seq.table))
             allocated = cache.allocate(seq.table, end)
             assert allocated
-        self._emit(seq, end)
+        if whole is not None:
+            end = whole.end(seq, end)
+        if end > seq.num_planned:
+            self._emit(seq, end)
 
     def _admit(self) -> None:
         """Let sequences in, in order, until seats, tokens or blocks run out."""
         state, room = self._state, self._room
         share, filters = room.share, room.filters
         seats = room.free_seats()
-        if seats <= 0 or room.left == 0:
+        if seats <= 0 or room.left <= 0:
             return
         num_held = 0 if share is None else sum(map(share.held_blocks, room.prefills))
         for seq in room.in_order(seats):
-            if room.left == 0 or seats == 0 or len(state.running) >= state.config.max_num_seqs:
+            if room.left <= 0 or seats == 0 or len(state.running) >= state.config.max_num_seqs:
                 break
             tokens = room.left if share is None else share.room_of_waiting(seq)
             if tokens == 0 or (filters and not all(lets_in(seq) for lets_in in filters)):
@@ -194,7 +162,11 @@ class Planner:
         if not seq.group.admitted:
             state.note_first_admission(seq, admitted.num_cached)
         if admitted.num_scheduled:
-            self._emit(seq, admitted.num_cached + admitted.num_scheduled)
+            end, whole = admitted.num_cached + admitted.num_scheduled, state.policies.whole_spans
+            if whole is not None and whole.end(seq, end) < end:
+                self._plan_chunk(seq)
+            else:
+                self._emit(seq, end)
             return True
         # A leader whose prompt, but its last token, is cached: its own last token comes before its siblings' blocks.
         state.cache.allocate(seq.table, seq.num_prompt)
@@ -259,6 +231,36 @@ class Planner:
             seq.seq_id, seq.epoch, start, seq.num_planned - start, block_start, new_block_ids, num_drafts, next_drafts,
             forced,
         )  # fmt: skip
+
+
+def _sort_running(state: SchedulerState) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+    """Return sequences with one token to compute, those with more, and of the former those that need a block.
+
+    Leaders that are ready fork first.
+    """
+    decodes: list[Sequence] = []
+    prefills: list[Sequence] = []
+    crossing: list[Sequence] = []
+    chains, add = state.chains, decodes.append
+    for seq in state.running:  # forks append to it during this loop
+        planned = seq.num_planned
+        if not chains and planned >= len(seq.token_ids):
+            continue  # its last token is out
+        if planned < seq.next_event_at:
+            add(seq)
+            continue
+        if seq.siblings:
+            if planned < seq.num_prompt - 1:
+                prefills.append(seq)
+                continue
+            state.fork_siblings(seq)
+        if planned + 1 < len(seq.token_ids):
+            prefills.append(seq)
+        elif planned < seq.max_planned:  # else its last token is on its way
+            add(seq)
+            if planned >= seq.table.capacity:
+                crossing.append(seq)
+    return decodes, prefills, crossing
 
 
 def _new_seq(seq: Sequence) -> NewSeq:

@@ -85,7 +85,7 @@ class Policies:
     __slots__ = (
         "_by_config", "_by_need", "_load", "_made", "_names", "_stay", "adapters", "admit", "beams", "before_plan",
         "budget", "configure", "drafts", "expire", "on_add", "on_end", "on_plan", "on_return", "on_start", "on_step",
-        "on_stop", "rank", "states", "transfers", "wakes_at",
+        "on_stop", "rank", "states", "transfers", "wakes_at", "whole_spans",
     )  # fmt: skip
 
     def __init__(self, names: tuple[str, ...], stay: frozenset[str], load: Callable[[str], Policy]) -> None:
@@ -150,6 +150,7 @@ class Policies:
         self.drafts: Any = self._made.get("drafts")
         self.states: Any = self._made.get("states")
         self.transfers: Any = self._made.get("transfers")
+        self.whole_spans: Any = self._made.get("whole_spans")
 
 
 def _hooks(policies: list[Policy], name: str) -> tuple[Any, ...]:

@@ -67,9 +67,7 @@ def compare(client: EngineClient, path: Path, clock: Clock) -> tuple[dict[str, s
         ConfigError: the file cannot be read, or has no request to compare.
     """
     origin, recorded = read_requests(path)
-    comparable = [
-        one for one in recorded if any(s.token_ids for s in one.samples) and not one.request.spans
-    ]
+    comparable = [one for one in recorded if any(s.token_ids for s in one.samples) and not one.request.spans]
     if not comparable:
         raise ConfigError(
             f"{path} has no request with tokens and without images: there is nothing to compare"

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +90,7 @@ class Tiling:
     window: int | None
     max_pairs: int  # per chunk
     stripe: Stripe | None = None
+    both_ways: bool = False
 
 
 def row_tile_of(group: int) -> int:
@@ -113,7 +115,8 @@ def attention(
     out = torch.empty(kv_heads, num_tokens * group + 1, kv.v_head_dim)
     for chunk, acc, total, top in attend_chunks(q, kv, batch, shape):
         if sinks is not None:
-            acc, total = _add_sinks(acc, total, top, _sinks_of_rows(sinks, chunk, kv_heads, num_tokens))
+            add = import_module("quire.kernels.attention.sinks").add_sinks
+            acc, total = add(acc, total, top, sinks, chunk, num_tokens)
         acc = acc[..., : kv.v_head_dim] / total.unsqueeze(-1)
         out.index_copy_(1, chunk.row_index, acc.reshape(kv_heads, -1, kv.v_head_dim))
     out = out[:, :-1].view(kv_heads, num_tokens, group, kv.v_head_dim)
@@ -126,13 +129,14 @@ def attend_chunks(
     """Yield each chunk of the batch with its sums: values, weights and maxima, as `_attend` returns them."""
     num_tokens, _, head_dim = q.shape
     kv_heads, group = kv.num_kv_heads, q.shape[1] // kv.num_kv_heads
-    row_tile = row_tile_of(group)
+    # Rows that see the same keys are many: their items are as tall as a tile is wide, and share what is gathered.
+    row_tile = TILE if shape.both_ways else row_tile_of(group)
     # Row (token, head in group) of each kv head; a row of zeros at the end stands in for the padding of items.
     rows = torch.zeros(kv_heads, num_tokens * group + 1, _align(head_dim))
     grouped = rows[:, :-1].view(kv_heads, num_tokens, group, -1)
     grouped[..., :head_dim] = q.view(num_tokens, kv_heads, group, head_dim).transpose(0, 1)
     rows *= shape.scale
-    for chunk in _chunks(batch, kv, group, row_tile, shape.window):
+    for chunk in _chunks(batch, kv, group, row_tile, shape):
         yield chunk, *_attend(rows, kv, chunk, row_tile, shape)
 
 
@@ -140,14 +144,18 @@ def _align(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def _chunks(batch: RaggedBatch, kv: KvView, group: int, row_tile: int, window: int | None) -> list[PairChunk]:
+def _chunks(
+    batch: RaggedBatch, kv: KvView, group: int, row_tile: int, shape: AttentionShape
+) -> list[PairChunk]:
     """Return the cut of the batch, which the first layer makes and the others of its group reuse."""
     blocks_per_tile = -(-TILE // kv.block_size)
     positions = blocks_per_tile * kv.block_size
     tile = _align(positions)
     floats_per_pair = kv.num_kv_heads * tile * (_align(kv.head_dim) + _align(kv.v_head_dim) + 2 * row_tile)
     max_pairs = max(1, _CHUNK_FLOATS // floats_per_pair)
-    tiling = Tiling(group, row_tile, blocks_per_tile, positions, tile, window, max_pairs, kv.stripe)
+    tiling = Tiling(
+        group, row_tile, blocks_per_tile, positions, tile, shape.window, max_pairs, kv.stripe, shape.both_ways
+    )
     return batch.plan(("reference", tiling), lambda: cut_pairs(batch, tiling))
 
 
@@ -209,20 +217,6 @@ def _gather(kv: KvView, blocks: Tensor, num_pairs: int, tile: int) -> tuple[Tens
     return keys, unpack(rows_v, kv.v_head_dim)
 
 
-def _sinks_of_rows(sinks: Tensor, chunk: PairChunk, kv_heads: int, num_tokens: int) -> Tensor:
-    """``sinks [num_heads]`` → the logit of each row of the chunk's items, ``[kv_heads, items, used]``."""
-    by_row = sinks.view(kv_heads, -1).repeat(1, num_tokens)  # rows are token-major
-    by_row = torch.cat((by_row, by_row.new_zeros(kv_heads, 1)), dim=1)
-    return by_row.index_select(1, chunk.row_index).view(kv_heads, -1, chunk.used)
-
-
-def _add_sinks(acc: Tensor, total: Tensor, top: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add one more logit to the denominator, rescaling everything to the new maximum."""
-    new_top = torch.maximum(top, sinks)
-    rescale = torch.exp(top - new_top)
-    return acc * rescale.unsqueeze(-1), total * rescale + torch.exp(sinks - new_top)
-
-
 def cut_pairs(batch: RaggedBatch, tiling: Tiling) -> list[PairChunk]:
     """Return the chunks of a batch, as many pairs in each as may be computed at once."""
     group = tiling.group
@@ -232,8 +226,9 @@ def cut_pairs(batch: RaggedBatch, tiling: Tiling) -> list[PairChunk]:
     q_lens = np.diff(batch.cu_seqlens_q)
     start = batch.seq_lens - q_lens  # position of the first query
     low = items.low // tiling.positions
+    item_ends = batch.seq_lens[items.seq] if tiling.both_ways else items.end
     # A row that sees nothing has a tile all of which is masked.
-    num_tiles = np.maximum((items.end - 1) // tiling.positions - low + 1, 1)
+    num_tiles = np.maximum((item_ends - 1) // tiling.positions - low + 1, 1)
     order = np.argsort(-num_tiles, kind="stable")
     ends = np.cumsum(num_tiles[order])
     chunks = []
@@ -249,18 +244,20 @@ def cut_pairs(batch: RaggedBatch, tiling: Tiling) -> list[PairChunk]:
         row_index = np.where(
             valid, batch.cu_seqlens_q[seq, None] * group + rows, batch.cu_seqlens_q[-1] * group
         )
-        seen = _seen(tiling, np.where(valid, start[seq, None] + rows // group, -1))
+        seen = _seen(tiling, np.where(valid, start[seq, None] + rows // group, -1), batch.seq_lens[seq, None])
         used = int(valid.sum(1).max())
         chunks.append(_pair(batch, tiling, seq, low[chosen], num_tiles[chosen], row_index, seen, used))
         begin = end
     return chunks
 
 
-def _seen(tiling: Tiling, row_position: IntArray) -> tuple[IntArray, IntArray]:
+def _seen(tiling: Tiling, row_position: IntArray, seq_lens: IntArray) -> tuple[IntArray, IntArray]:
     """Return the first position of the cache that each row sees, and the one behind the last; −1 sees none."""
     first, end = np.zeros_like(row_position), row_position + 1
     if tiling.window is not None:
         first = np.maximum(end - tiling.window, 0)
+    if tiling.both_ways:
+        end = np.where(row_position < 0, 0, seq_lens)
     return (first, end) if tiling.stripe is None else (tiling.stripe.below(first), tiling.stripe.below(end))
 
 

@@ -25,12 +25,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Constants of one layer's attention. ``scale`` multiplies q·k, then ``soft_cap`` bends it: cap·tanh(s/cap)."""
+    """Constants of one layer's attention. ``scale`` multiplies q·k, then ``soft_cap`` bends it: cap·tanh(s/cap).
+    ``both_ways``: a row sees up to the end of its sequence, not to its own position; in the reference alone.
+    """
 
     num_heads: int
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    both_ways: bool = False
 
 
 @dataclass(slots=True)

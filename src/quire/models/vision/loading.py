@@ -11,13 +11,14 @@ from torch import Tensor
 
 from quire.config import ModelConfig
 from quire.errors import ModelLoadError
-from quire.families.vision import encoder_shapes, prefixes
+from quire.families.vision import canonical, encoder_shapes, prefixes
 from quire.kernels.registry import KernelChoice
 from quire.layers.weights import Build
 from quire.models.loader import random_tensors
 from quire.models.safetensors_file import read_checkpoint
 from quire.models.stored_weights import view
 from quire.spans import Span
+from quire.vision_spec import VisionSpec
 
 Encode = Callable[[Span], Tensor]
 
@@ -39,7 +40,7 @@ def load_encoder(model: ModelConfig, dtype: torch.dtype, kernels: KernelChoice) 
     is_random = model.load_format == "random"
     with torch.inference_mode():
         for name, tensor in (
-            random_tensors(shapes, model.seed, dtype) if is_random else _stored(model.path, prefixes(vision))
+            random_tensors(shapes, model.seed, dtype) if is_random else _stored(model.path, vision)
         ):
             if name not in shapes:
                 raise ModelLoadError(f"{model.path} has a tensor {name!r} that the encoder does not take.")
@@ -57,9 +58,9 @@ def load_encoder(model: ModelConfig, dtype: torch.dtype, kernels: KernelChoice) 
     return encode
 
 
-def _stored(path: str, begins: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the encoder's tensors as they are stored, without "model." in front of their names."""
+def _stored(path: str, vision: VisionSpec) -> Iterator[tuple[str, Tensor]]:
+    """Yield the encoder's tensors as they are stored, under their names in `encoder_shapes`."""
     for name, tensor in read_checkpoint(Path(path)).items():
-        if name.startswith(begins):
-            yield name.removeprefix("model."), view(tensor)
+        if name.startswith(prefixes(vision)):
+            yield canonical(vision, name), view(tensor)
             tensor.unmap_pages()

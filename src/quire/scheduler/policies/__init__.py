@@ -29,6 +29,7 @@ NAMES = (
     "transfers",  # blocks from or to other tiers and peers
     "tiers",  # blocks on disk
     "states",  # recurrent states and their checkpoints
+    "whole_spans",  # images whose tokens see each other both ways
 )
 ORDERED = ("priority", "shortest-first", "longest-prefix")
 # They keep books that a later change of settings goes on with.
@@ -67,5 +68,6 @@ def wanted_by_request(request: Request) -> set[str]:
         "deadlines": request.terms.deadline is not None,
         "overload": request.terms.deadline is not None,
         "beams": request.sampling.use_beam_search,
+        "whole_spans": any(span.whole for span in request.spans),
     }
     return {name for name, is_on in on.items() if is_on}
