@@ -209,7 +209,7 @@ def test_a_document_comes_from_the_replica_that_answers() -> None:
 
     async def main() -> None:
         broken = [Scripted(each, card=CARD) for each in (fails, too_long)]
-        async with gateway(*broken, good, api_keys=["k"]) as live:
+        async with gateway(*broken, good, api_keys=["k"], max_answer_mib=4) as live:
             assert await get(live, "/props", authorization="Bearer k") == (200, b'{"a":1}')
             assert "x-secret" not in live.headers
             assert all(len(each.received) == 1 for each in broken)
