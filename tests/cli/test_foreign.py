@@ -24,6 +24,8 @@ from quire.errors import ConfigError
         ("quill --max-num-batched-tokens 2K", "quill --max-num-batched-tokens 2048"),
         ("quill --served-model-name a b --port 2", "quill --served-model-name a,b --port 2"),
         ("--served-model-name a quill", "--served-model-name a quill"),
+        ("--port 2 --served-model-name a quill", "--port 2 --served-model-name a quill"),
+        ("--port 2 --model quill --served-model-name a b", "--port 2 quill --served-model-name a,b"),
         ("quill --lora-modules x=1 y=2", "quill --lora x=1 --lora y=2"),
         ("quill --quantization int8", "quill --quantize int8"),
         ("quill --kv-cache-dtype fp8_e4m3", "quill --kv-dtype fp8"),

@@ -37,18 +37,20 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     words = _Arguments(arguments)
     ours: list[str] = []
     notes: list[str] = []
+    has_model = not words.begins_with_a_flag()
     for flag, value in words:
         rule = _rule(flag)
         if rule is None:
             ours += [flag] if value is None else [flag, value]
             continue
         if value is None and not rule.get("bare"):
-            value = words.take(many=rule.get("many", False) and bool(ours))
+            value = words.take(many=rule.get("many", False) and has_model)
         unused = value is None or value in rule.get("neutral", [value])
         if "effect" in rule and unused:
             notes.append(f"{_with_value(flag, value)} has no effect: {rule['effect']}")
         elif "to" in rule:
             ours += _renamed(flag, value, rule)
+            has_model |= rule["to"] == "MODEL"
         else:
             raise ConfigError(f"{_with_value(flag, value)} is not known here: {rule['instead']}")
     return ours, notes
@@ -71,8 +73,14 @@ class _Arguments:
                 flag = flag.replace("_", "-")
             yield flag, value if equals else None
 
+    def begins_with_a_flag(self) -> bool:
+        return not self._left or self._left[0].startswith("-")
+
     def take(self, *, many: bool = False) -> str | None:
-        """Take the value behind a flag, or all up to the next flag, joined by commas; None: there is none."""
+        """Take the value behind a flag, or all up to the next flag, joined by commas; None: there is none.
+
+        All of them only where the model has been named: else the last of them is the model.
+        """
         taken: list[str] = []
         while self._left and (many or not taken):
             if self._left[0].startswith("-") and not self._left[0][1:].isdigit():
