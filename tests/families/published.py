@@ -265,9 +265,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                 tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
         30_697_345_340,
     ),
-    "gemma-3-4b-it": (  # as published: a model that sees, of which the decoder runs
+    "gemma-3-4b-it": (  # as published: a model that sees
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
-         "eos_token_id": [1, 106], "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+         "eos_token_id": [1, 106], "mm_tokens_per_image": 256,
+         "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "num_attention_heads": 16,
+                           "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+                           "model_type": "siglip_vision_model"},
          "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
                          "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
                          "sliding_window": 1024}},

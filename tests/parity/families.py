@@ -501,7 +501,10 @@ def make_seeing(case: str, kind: str, folder: Path) -> PreTrainedModel:
         if kind == "Gemma4"
         else {"image_size": 28, "patch_size": 14}
     )
-    config = getattr(transformers, f"{kind}Config")(text_config=text.to_dict(), vision_config=vision)
+    image: dict[str, int] = {}
+    if kind == "Gemma3":  # whose encoder runs: its numbers must fit
+        image = {"mm_tokens_per_image": 4, "image_token_index": 1, "boi_token_index": 2}
+    config = getattr(transformers, f"{kind}Config")(text_config=text.to_dict(), vision_config=vision, **image)
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -66,7 +66,7 @@ def prefixes(vision: VisionSpec) -> tuple[str, ...]:
 
 
 def canonical(vision: VisionSpec, name: str) -> str:
-    """Return the name of one of these tensors in `encoder_shapes`, given that of a checkpoint."""
+    """Return the name of one of these tensors in `encoder_shapes`, given that of a checkpoint; "": nothing uses it."""
     name, of_kind = name.removeprefix("model."), getattr(_of(vision.kind), "canonical", None)
     return name if of_kind is None else str(of_kind(name))
 

@@ -21,7 +21,6 @@ def read_vision(config: Mapping[str, Any], spec: ModelSpec, where: str) -> Visio
     vision = f.nested("vision_config") or Fields({}, f"{where}, vision_config")
     vision.refuse("model_type", unless=("siglip_vision_model",), why="images are seen by a SigLIP")
     vision.refuse("num_channels", unless=(3,), why="images have three channels")
-    vision.refuse("vision_use_head", unless=(False,), why="the decoder gets patches, not a pooled vector")
     image_size, patch_size = vision.integer("image_size", 224), vision.integer("patch_size", 16)
     num_tokens = f.integer("mm_tokens_per_image", 256)
     side, tokens = image_size // patch_size, int(num_tokens**0.5)
@@ -64,8 +63,10 @@ def encoder_shapes(spec: VisionSpec) -> dict[str, tuple[int, ...]]:
 
 
 def canonical(name: str) -> str:
-    """Return the name of a tensor without the level that some files have above the encoder."""
-    return name.replace("vision_tower.vision_model.", "vision_tower.")
+    """Return the name of a tensor without the level that some files have above the encoder; "" for the pooling head,
+    whose vector the decoder never gets (``vision_use_head``)."""
+    name = name.replace("vision_tower.vision_model.", "vision_tower.")
+    return "" if name.startswith("vision_tower.head.") else name
 
 
 def read_preprocessing(config: Mapping[str, Any], vision: VisionSpec, where: str) -> Preprocessing:

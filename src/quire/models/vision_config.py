@@ -16,8 +16,10 @@ _OWN, _SHARED = "preprocessor_config.json", "processor_config.json"
 def with_preprocessing(spec: ModelSpec, folder: Path) -> tuple[ModelSpec, tuple[str, ...]]:
     """Return ``spec`` with what the files of ``folder`` say, and how the names of the encoder's tensors begin.
 
+    Where there is no such file, as beside fine-tuned text parts, the model reads texts only and has no ``vision``.
+
     Raises:
-        ModelLoadError: the files are missing or wrong, or contradict ``config.json``.
+        ModelLoadError: the files are wrong, or contradict ``config.json``.
     """
     vision = spec.vision
     assert vision is not None
@@ -27,10 +29,7 @@ def with_preprocessing(spec: ModelSpec, folder: Path) -> tuple[ModelSpec, tuple[
     elif (folder / _OWN).is_file():
         values, where = read_json(folder / _OWN), str(folder / _OWN)
     else:
-        raise ModelLoadError(
-            f"{folder} has neither {_OWN} nor an image_processor in {_SHARED}: download the whole model, or its text "
-            "part alone."
-        )
+        return replace(spec, vision=None), ()
     length = shared.get("image_seq_len") if vision.kind == "idefics3" else None
     wanted = vision.num_tokens((vision.image_size, vision.image_size))
     if length not in (None, wanted):

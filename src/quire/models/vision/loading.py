@@ -61,6 +61,6 @@ def load_encoder(model: ModelConfig, dtype: torch.dtype, kernels: KernelChoice) 
 def _stored(path: str, vision: VisionSpec) -> Iterator[tuple[str, Tensor]]:
     """Yield the encoder's tensors as they are stored, under their names in `encoder_shapes`."""
     for name, tensor in read_checkpoint(Path(path)).items():
-        if name.startswith(prefixes(vision)):
-            yield canonical(vision, name), view(tensor)
+        if name.startswith(prefixes(vision)) and (own := canonical(vision, name)):
+            yield own, view(tensor)
             tensor.unmap_pages()
