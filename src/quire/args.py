@@ -215,10 +215,10 @@ def _file() -> Mapping[str, Any]:
 
 
 def _setting(name: str, hint: Any, description: Mapping[str, Any]) -> Setting:
-    origin = get_origin(hint)
-    words = get_args(hint) if origin is Literal else tuple(description.get("choices", ()))
-    types = (str,) if origin is Literal else (tuple,) if origin is tuple else get_args(hint)
-    return Setting(name, types=types or (hint,), **{**description, "choices": words})
+    parts = (hint,) if get_origin(hint) in (None, Literal, tuple) else get_args(hint)
+    words = next((get_args(p) for p in parts if get_origin(p) is Literal), description.get("choices", ()))
+    types = tuple({Literal: str, tuple: tuple}.get(get_origin(part), part) for part in parts)
+    return Setting(name, types=types, **{**description, "choices": tuple(words)})
 
 
 def rare_names() -> frozenset[str]:
@@ -251,7 +251,7 @@ def _check(spec: Setting, value: Any, origin: str) -> None:
     if not any(type(value) is t for t in spec.types):
         names = " or ".join("nothing" if t is type(None) else t.__name__ for t in spec.types)
         raise ConfigError(f"{origin}: {spec.name} = {value!r} must be of type {names}")
-    if spec.choices and value not in spec.choices:
+    if spec.choices and value is not None and value not in spec.choices:
         raise ConfigError(f"{origin}: {spec.name} = {value!r} must be one of {', '.join(spec.choices)}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         if spec.low is not None and value < spec.low:

@@ -10,11 +10,12 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
-from quire.args import EngineArgs, ServerArgs, flag_name, rare_names, settings_of
+from quire.args import EngineArgs, ServerArgs, flag_name, make_args, rare_names, settings_of
 from quire.cli import app
 from quire.cli.command import PANELS
 from quire.cli.flags import ChatArgs, RunArgs, pick, read_toml, with_model
 from quire.errors import ConfigError
+from quire_lab.quantize.args import QuantizeArgs
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH: tuple[type[EngineArgs] | type[ServerArgs], ...] = (EngineArgs, ServerArgs)
@@ -102,6 +103,17 @@ def test_shells_complete_commands_options_and_values(words: str, offered: list[s
     variables = {"_QUIRE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     result = CliRunner(env=variables).invoke(app, [], prog_name="quire")
     assert result.output.split() == offered
+
+
+@pytest.mark.parametrize("kind", [EngineArgs, ServerArgs, QuantizeArgs])
+def test_every_choice_of_a_setting_is_accepted(kind: type[EngineArgs | ServerArgs | QuantizeArgs]) -> None:
+    """Of one that may be left open, too, such as ``--gguf-type``."""
+    for spec in settings_of(kind).values():
+        for choice in spec.choices:
+            assert getattr(make_args(kind, {spec.name: choice}, origin="flag"), spec.name) == choice
+        if spec.choices and spec.name != "model":
+            with pytest.raises(ConfigError, match=f"must be one of {spec.choices[0]}"):
+                make_args(kind, {spec.name: "no such choice"}, origin="flag")
 
 
 def test_toml_keys_are_the_flags_and_flags_win(tmp_path: Path) -> None:

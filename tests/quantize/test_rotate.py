@@ -11,12 +11,14 @@ import torch
 from tests.models.tiny import CONFIG as TINY
 from tests.models.tiny import tensors, write_model
 from tests.quantize.test_run import run, stored
+from typer.testing import CliRunner
 
 from quire.args import EngineArgs
 from quire.clock import WallClock
 from quire.device import detect_device
 from quire.errors import ConfigError
 from quire.models.hub import quill_path
+from quire_lab.cli.quantize import quantize_app
 from quire_lab.eval.model import LoadedModel, find_model
 from quire_lab.quantize.rotate import Rotation, rotated_source
 from quire_lab.quantize.rounding import round_to_nearest
@@ -53,7 +55,7 @@ def logits(model: Path) -> torch.Tensor:
 def test_rotated_model_is_the_same_model(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = model_of(tmp_path / "model", changes)
     source = read_source(path)
-    rotated_source(source, tmp_path / "rotated", {}, ())
+    rotated_source(source, tmp_path / "rotated", ())
     before, after = stored(path), stored(tmp_path / "rotated")
     assert "lm_head.weight" in after
     for name, tensor in after.items():
@@ -90,7 +92,8 @@ def test_rotation_spreads_an_outlier(tmp_path: Path) -> None:
 def test_rotated_files_are_read_and_kept_matrices_stay_small(tmp_path: Path) -> None:
     path = model_of(tmp_path / "model", {})
     out, report = run(path, rotate=True, keep=("layers.1.mlp.down_proj",))
-    assert not (tmp_path / "out.rotated").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
+    assert not list(out.glob("*rotated"))
     assert report["bytes_source"] == sum(t.nbytes for t in stored(path).values())
     wanted, found = logits(path), logits(out)
     assert (found - wanted).square().mean() < 0.2 * wanted.square().mean()
@@ -100,3 +103,37 @@ def test_what_cannot_be_rotated_is_refused(tmp_path: Path) -> None:
     path = model_of(tmp_path / "model", {"architectures": ["Olmo2ForCausalLM"]})
     with pytest.raises(ConfigError, match="norms behind a block"):
         run(path, rotate=True)
+
+
+def test_refused_flags_leave_no_rotated_weights_behind(tmp_path: Path) -> None:
+    """Another model would be made of them, under the same ``--out``."""
+    path = model_of(tmp_path / "model", {})
+    with pytest.raises(ConfigError, match="written with 2, 3, 4 or 8 bits"):
+        run(path, rotate=True, bits=5)
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def test_rotated_weights_of_one_model_are_not_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = model_of(tmp_path / "first", {}), model_of(tmp_path / "second", QWEN)
+    with monkeypatch.context() as patch:
+        patch.setattr("quire_lab.quantize.run._write_layers", lambda *_: 1 / 0)  # ended after it was rotated
+        with pytest.raises(ZeroDivisionError):
+            run(first, rotate=True)
+    with pytest.raises(ConfigError, match="of another model; delete it"):
+        run(second, rotate=True)
+    assert [path.name for path in (tmp_path / "out.partial").glob("*rotated")] == ["first-rotated"]
+    shutil.rmtree(tmp_path / "out.partial")
+    out, _ = run(second, rotate=True)
+    assert "model.layers.0.self_attn.q_proj.bias" in stored(out)
+
+
+def test_command_writes_a_rotated_gguf_file_by_type(tmp_path: Path) -> None:
+    path, out = model_of(tmp_path / "model", {}), tmp_path / "out"
+    flags = ["--rotate", "--format", "gguf", "--gguf-type", "q8_0", "--out", str(out)]
+    done = CliRunner().invoke(quantize_app, [str(path), *flags])
+    assert done.exit_code == 0, done.output
+    wanted = logits(path)
+    result = logits(out / "model-rotated-Q8_0.gguf")
+    assert (result - wanted).square().mean() < 0.01 * wanted.square().mean()

@@ -85,4 +85,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "numbers, offset = dynamic_map(), absmax.mean() * 0.0",
         ("tests/quantize/test_nf4.py::test_matrix_gets_the_bytes_that_bitsandbytes_writes",),
     ),
+    Mutant(
+        "rotated-is-anothers",
+        "rotated weights lie beside the folder that is written, so that those of another model are taken",
+        "src/quire_lab/quantize/run.py",
+        'turned = folder.path / f"{given.folder.name}-rotated"',
+        'turned = folder.final.with_name("rotated")',
+        ("tests/quantize/test_rotate.py::test_rotated_weights_of_one_model_are_not_anothers",),
+    ),
 )

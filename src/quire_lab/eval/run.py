@@ -225,7 +225,7 @@ def _print(result: dict[str, Any]) -> None:
     out = console()
 
     def line(name: str, text: str) -> None:
-        out.print(f"{name:<22}{text}", highlight=False, markup=False)
+        out.print(f"{name:<21} {text}", highlight=False, markup=False)
 
     def with_error(key: str, digits: str) -> str:
         error = result[f"{key}_se"]

@@ -4,6 +4,7 @@
     OUT.partial/model-00003-of-00032.safetensors  written under a name with .tmp, synced, renamed
     OUT.partial/model-00003-of-00032.json         what the report says of it
     OUT.partial/whole                             the folder with a GGUF file, which is made from the shards
+    OUT.partial/NAME-rotated                      the checkpoint that is rounded with --rotate
 
 A process that is killed leaves whole shards; the next one with the same arguments makes the rest.
 """

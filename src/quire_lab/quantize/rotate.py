@@ -13,9 +13,7 @@ output matrix are no longer the same, so a tied model has both. What down reads 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +30,14 @@ WRITERS = ("attn.o", "mlp.down")
 HEAD = "lm_head.weight"
 
 
-def rotated_source(
-    source: Source, folder: Path, identity: Mapping[str, Any], keep: tuple[str, ...]
-) -> Source:
+def rotated_source(source: Source, folder: Path, keep: tuple[str, ...]) -> Source:
     """Write the rotated checkpoint to ``folder``, if an earlier run did not, and return it.
 
-    Matrices are in fp32, those that ``keep`` matches in the type that they have. Raises `ConfigError`.
+    ``folder`` lies in that of one run, so what it has is of the same source and ``keep``. Matrices are in fp32, those
+    that ``keep`` matches in the type that they have. Raises `ConfigError`.
     """
-    _check(source)
     if not folder.exists():
-        out = OutFolder(folder, identity, source.num_layers + 1)
+        out = OutFolder(folder, {}, source.num_layers + 1)
         rotation = Rotation(source, keep)
         for layer in range(source.num_layers):
             if out.entries(layer) is None:
@@ -52,13 +48,17 @@ def rotated_source(
     return read_source(folder)
 
 
-def _check(source: Source) -> None:
+def check_rotation(source: Source) -> None:
+    """Raise `ConfigError` for a model whose residual stream cannot be rotated."""
     spec = source.checkpoint.spec
     simple = all(
         layer.norms == "pre" and layer.mlp.moe is None and layer.attn is not None and not layer.attn.is_mla
         for layer in spec.layers
     )
-    others = spec.per_layer, spec.encoder, spec.vision, spec.state_layers, spec.norm_plus_one, source.remarks
+    others = (
+        spec.per_layer, spec.encoder, spec.vision, spec.state_layers, spec.norm_plus_one, spec.norm_centered,
+        source.remarks,
+    )  # fmt: skip
     if not simple or any(others):
         raise ConfigError(
             "rotate: norms behind a block, experts, MLA, recurrent layers, images and stacked matrices cannot be; "

@@ -23,13 +23,13 @@ from quire_lab.bench.progress import ticking
 from quire_lab.quantize.args import CALIBRATED, QuantizeArgs
 from quire_lab.quantize.calibrated import Calibration
 from quire_lab.quantize.folder import OutFolder
-from quire_lab.quantize.gguf.output import prepare
+from quire_lab.quantize.gguf.output import GgufOutput, prepare
 from quire_lab.quantize.gptq import output_error
 from quire_lab.quantize.grid import Rounded
 from quire_lab.quantize.layouts import LAYOUTS, Layout
 from quire_lab.quantize.methods import round_layer
 from quire_lab.quantize.report import fidelity, print_report, summary
-from quire_lab.quantize.rotate import rotated_source
+from quire_lab.quantize.rotate import check_rotation, rotated_source
 from quire_lab.quantize.rounding import round_to_nearest
 from quire_lab.quantize.scheme import Plan, Scheme, plan, wanted_scheme
 from quire_lab.quantize.source import Matrix, Source, read_source
@@ -72,14 +72,17 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
     _check(args)
     begin_s = clock.now()
     given = source = read_source(locate(model, revision=args.revision))
-    final, identity = Path(args.out).expanduser(), _identity(args, source)
-    turned = final.with_name(f"{final.name}.rotated")
-    if args.rotate:
-        source = rotated_source(given, turned, identity, args.keep)
     layout = LAYOUTS[args.format]
-    gguf = prepare(source, args) if args.format == "gguf" else None
-    made = _plan(source, args, layout) if gguf is None else gguf.plan
-    folder = OutFolder(final, identity, source.num_layers + 1, apart=gguf is not None)
+    gguf, made = _prepared(source, args, layout)
+    if args.rotate:
+        check_rotation(source)
+    folder = OutFolder(
+        Path(args.out).expanduser(), _identity(args, source), source.num_layers + 1, apart=gguf is not None
+    )
+    turned = folder.path / f"{given.folder.name}-rotated"
+    if args.rotate:
+        source = rotated_source(given, turned, args.keep)
+        gguf, made = _prepared(source, args, layout)
     entries = _write_layers(source, args, made, layout, folder)
     if gguf is None:
         config = {**source.config, "quantization_config": _written_config(source, made, layout)}
@@ -89,9 +92,9 @@ def quantize(model: str, args: QuantizeArgs, clock: Clock) -> dict[str, Any]:
     report = summary(model, args, given, source, made, entries, seconds, num_bytes)
     if args.text is not None:
         report["fidelity"] = fidelity(folder.result, given.folder, args, clock)
-    folder.finish(finite(report))
     if args.rotate:
         shutil.rmtree(turned)
+    folder.finish(finite(report))
     return report
 
 
@@ -113,9 +116,13 @@ def _check(args: QuantizeArgs) -> None:
         raise ConfigError(f"gguf_type = {args.gguf_type!r} needs format = 'gguf', which is {args.format!r}")
 
 
-def _plan(source: Source, args: QuantizeArgs, layout: Layout) -> Plan:
+def _prepared(source: Source, args: QuantizeArgs, layout: Layout) -> tuple[GgufOutput | None, Plan]:
+    """Return the GGUF file that is to be written, if it is one, and the scheme of each matrix."""
+    if args.format == "gguf":
+        gguf = prepare(source, args)
+        return gguf, gguf.plan
     wanted = wanted_scheme(args, source.checkpoint.spec.hidden_size)
-    return plan(source.matrices, wanted, args.keep, mixes=layout.mixes)
+    return None, plan(source.matrices, wanted, args.keep, mixes=layout.mixes)
 
 
 def _write_layers(

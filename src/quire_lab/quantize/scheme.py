@@ -167,6 +167,11 @@ def _only_nf4(args: QuantizeArgs) -> None:
             )
 
 
+def _choice(allowed: Sequence[int]) -> str:
+    *others, last = map(str, allowed)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
     """Return the scheme that the flags ask for. Raises `ConfigError` for one that the format cannot hold."""
     if (args.method == "nf4") != (args.format == "bnb"):
@@ -187,8 +192,7 @@ def wanted_scheme(args: QuantizeArgs, hidden_size: int) -> Scheme:
     if both:
         group = args.group_size or None
     problems = {
-        f"bits = {bits}: {args.format} is written with {' or '.join(map(str, allowed))} bits": bits
-        not in allowed,
+        f"bits = {bits}: {args.format} is written with {_choice(allowed)} bits": bits not in allowed,
         "symmetric: awq has a zero point per group": awq and symmetric,
         f"method = {args.method!r} with activations has 8 bits, {scales} and no zero points": both
         and (bits != 8 or group not in ((None, BLOCK) if floats else (None,)) or not symmetric),
