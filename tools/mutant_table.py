@@ -951,6 +951,14 @@ TOKENS: tuple[Mutant, ...] = (
         ("tests/parallel/test_collective.py::test_gloo_keeps_the_contracts",),
     ),
     Mutant(
+        "stage-receives-too-few-rows",
+        "a recorded step of a later stage reads fewer rows than its buffers have",
+        "src/quire/runner/stage_links.py",
+        "self.entering[0].shape[0] != max_tokens",
+        "self.entering[0].shape[0] > max_tokens",
+        ("tests/parallel/test_pipeline.py::test_a_recorded_step_reads_as_many_rows_as_its_buffers_have",),
+    ),
+    Mutant(
         "gathered-inputs-not-counted",
         "the predicted bytes of a step lack the gathered inputs of o and down",
         "src/quire/parallel/traffic.py",
