@@ -125,6 +125,30 @@ def test_a_server_that_stops_holds_no_call_for_long(
         assert store.contains(keys) == read(store, keys, NUM_BYTES) == 40
 
 
+def test_a_state_may_take_longer_than_an_answer(stores: tuple[RedisStore, RedisStore], server: Redis) -> None:
+    """It has more bytes than a network carries within the timeout."""
+    keys, num_bytes, piece_s = keys_of(1, "state"), 24 << 20, 0.004
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+
+        def carry(source: socket.socket, target: socket.socket, pause_s: float) -> None:
+            while data := source.recv(1 << 18):
+                time.sleep(pause_s)
+                target.sendall(data)
+
+        def serve() -> None:
+            with slow.accept()[0] as near, socket.create_connection(("127.0.0.1", server.port)) as far:
+                threading.Thread(target=carry, args=(far, near, 0.0), daemon=True).start()
+                carry(near, far, piece_s)
+
+        slow.settimeout(5.0)
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"redis://127.0.0.1:{slow.getsockname()[1]}/0"
+        with closing(RedisStore(url, ROOT, timeout_s=0.25, refresh_s=None)) as store:
+            assert write(store, keys, num_bytes) == 1
+    stores[0].refresh()
+    assert read(stores[0], keys, num_bytes) == 1
+
+
 def test_a_server_that_is_gone_costs_nothing() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -171,13 +171,18 @@ class RedisStore:
 
     def _send(self, key: bytes, block: Sequence[memoryview]) -> bool:
         value = b"".join((header_of(self._root, key, block), *block))
+        # The timeout is of each argument that is sent, and a recurrent state has tens of megabytes.
+        first, *others = (value[start : start + SPAN_BYTES] for start in range(0, len(value), SPAN_BYTES))
         try:
             seconds, micros = self._redis.time()
             now_s = seconds + micros / 1e6
-            with self._redis.pipeline(transaction=False) as pipe:
-                pipe.set(self._prefix + key, value, ex=self._ttl_s)
+            # The pieces of two engines that write the same block must not mix.
+            with self._redis.pipeline(transaction=bool(others)) as pipe:
+                pipe.set(self._prefix + key, first, ex=self._ttl_s)
+                for piece in others:
+                    pipe.append(self._prefix + key, piece)
                 pipe.zadd(self._prefix + b"index", {key: now_s})
-                is_set, _ = pipe.execute()
+                is_set, *_ = pipe.execute()
         except Exception as error:  # whatever the server answered
             self._failed("write_errors", error)
             return False
