@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, rows_of, step
 
-from quire.request import Request
+from quire.request import FinishReason, Request
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.settings import PolicyChange
 from quire.spans import Span
@@ -71,7 +71,7 @@ def test_span_is_computed_though_the_budget_became_smaller_than_it() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=32)
     scheduler.change_policy(PolicyChange(max_num_batched_tokens=5))
     scheduler.add(seen("a", [6, 12, 9]), 0.0)
-    assert prompt_chunks(scheduler, 27) == [5, 13, 5, 4]
+    assert prompt_chunks(scheduler, 27) == [5, 1, 12, 5, 4]
 
 
 def test_hit_may_end_in_a_span() -> None:
@@ -84,6 +84,38 @@ def test_hit_may_end_in_a_span() -> None:
         scheduler.apply(answer(scheduler, plan), 0.0)
         while scheduler.has_work:
             step(scheduler)
+
+
+def test_span_too_large_for_the_memory_fails_its_request() -> None:
+    """A chunk that has other tokens as well is computed again in smaller ones; a span is not tried for ever."""
+    scheduler = make_scheduler(max_num_batched_tokens=64)
+    scheduler.add(seen("a", [20, 24, 9]), 0.0)
+    sizes: list[int] = []
+    while scheduler.has_work:
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        sizes.append(rows_of(plan)[0])
+        result = answer(scheduler, plan)
+        if sizes[-1] >= 24:
+            failed = result.seqs[0]._replace(error="no memory", out_of_memory=True)
+            result = replace(result, seqs=(failed,), max_tokens=sizes[-1] // 2)
+        events = scheduler.apply(result, 0.0)
+    assert sizes == [53, 20, 26, 24]
+    assert [event.finish_reason for event in events] == [FinishReason.ERROR]
+
+
+def test_entering_span_preempts_nothing_that_is_planned() -> None:
+    """With sliding windows a sequence enters with fewer blocks than its first span takes."""
+    scheduler = make_scheduler(12, 4, (None, 5), max_model_len=44, order="priority")
+    engine = Engine(scheduler)
+    asked = [request("low", 20, priority=1, max_tokens=8), request("last", 5, priority=2, max_tokens=8)]
+    engine.put(asked)
+    engine.step()
+    asked.append(seen("first", [0, 9, 1], priority=0))
+    engine.put(asked[-1:])
+    engine.run()
+    assert scheduler.stats().num_preemptions > 0
+    assert [engine.tokens(one.request_id) for one in asked] == [oracle(one) for one in asked]
 
 
 class Checked(Engine):

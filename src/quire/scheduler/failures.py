@@ -39,7 +39,12 @@ class Failures:
             if results[i].recompute:
                 # Its keys and values may be what is not finite.
                 state.cache.prefix.withdraw(_path(seq.table.tip))
-            if results[i].out_of_memory or (results[i].recompute and self._may_recompute(seq)):
+            whole = state.policies.whole_spans
+            is_too_large = (
+                results[i].out_of_memory and whole is not None and whole.is_least(seq, record.seqs[i])
+            )
+            again = results[i].out_of_memory or (results[i].recompute and self._may_recompute(seq))
+            if again and not is_too_large:
                 state.preempt(seq)
             else:
                 kind = "request" if results[i].error_of_request else "step"

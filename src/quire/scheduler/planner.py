@@ -163,10 +163,10 @@ class Planner:
             state.note_first_admission(seq, admitted.num_cached)
         if admitted.num_scheduled:
             end, whole = admitted.num_cached + admitted.num_scheduled, state.policies.whole_spans
-            if whole is not None and whole.end(seq, end) < end:
-                self._plan_chunk(seq)
-            else:
+            if whole is None or whole.end(seq, end) == end:
                 self._emit(seq, end)
+            elif whole.fits(seq):
+                self._plan_chunk(seq)
             return True
         # A leader whose prompt, but its last token, is cached: its own last token comes before its siblings' blocks.
         state.cache.allocate(seq.table, seq.num_prompt)

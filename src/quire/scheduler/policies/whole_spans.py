@@ -4,9 +4,9 @@
     chunks      a b│c│▒ ▒ ▒ ▒ d│e          never a b c ▒│▒ ▒ ▒ d
     a hit       a b c ▒ ▒│▒ ▒ d e          may end in one: K and V of all of it were computed together
 
-A span that is next may have more of a step than its share, and what a smaller budget that came later took away, so
-that it is computed once the prompts before it in rank are. The settings leave room for the longest one beside a decode
-of each seat (`quire.cost.vision`).
+A span may have more of a step than its share. Where a chunk begins with it, it also may have what a smaller budget that
+came later took away. So it is computed once the prompts before it in rank are. The settings leave room for the longest
+one next to a decode of each seat (`quire.cost.vision`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from quire.scheduler.policy import Policy
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.state import SchedulerState
 from quire.spans import Span
+from quire.step import SeqPlan
 
 
 class Rule(Policy):
@@ -29,15 +30,29 @@ class Rule(Policy):
         span = _cut_by(seq, start + num_tokens)
         if span is None or num_tokens <= 0:
             return num_tokens
-        state = self._state
-        num_left += state.start_config.max_num_batched_tokens - state.config.max_num_batched_tokens
-        return span.end - start if span.end - start <= num_left else max(span.start - start, 0)
+        before, state = max(span.start - start, 0), self._state
+        if not before:
+            num_left += state.start_config.max_num_batched_tokens - state.config.max_num_batched_tokens
+        return span.end - start if span.end - start <= num_left else before
 
     def least_end(self, seq: Sequence) -> int:
         """Return where the shortest chunk of ``seq`` ends."""
         end = seq.num_planned + 1
         span = _cut_by(seq, end)
         return end if span is None else span.end
+
+    def is_least(self, seq: Sequence, plan: SeqPlan) -> bool:
+        """Tell whether a chunk of ``seq`` is a span or its end, so that no smaller one can take its place."""
+        start = plan.num_computed_tokens
+        span = _cut_by(seq, start + 1)
+        return span is not None and span.end == start + plan.num_scheduled_tokens
+
+    def fits(self, seq: Sequence) -> bool:
+        """Tell whether the shortest chunk of ``seq``, which enters, has its blocks without a preemption.
+
+        Sequences that run have their places in the step by then. Where it does not fit, the next step makes room.
+        """
+        return self._state.cache.reachable_end(seq.table) >= self.least_end(seq)
 
     def end(self, seq: Sequence, end: int) -> int:
         """Return ``end``, or the start of the span that it cuts."""
