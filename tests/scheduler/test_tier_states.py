@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from tests.scheduler.harness import request
 from tests.scheduler.test_tiers import PROMPT, Bench, FakeTier
 
@@ -85,6 +88,27 @@ def test_the_next_turn_goes_on_from_the_end_of_the_answer() -> None:
     bench, _ = warm(PROMPT, max_tokens=13)
     answer = (5,) * 13  # of every sequence of this bench
     assert served(bench, (*PROMPT, *answer, 70, 71)) == (28, 28)
+
+
+def test_rows_before_many_states_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tier has lost a prompt's first rows and has the states of all turns, the steps wait for the look-up."""
+    bench = Bench(num_blocks=128, max_model_len=300, max_num_batched_tokens=300, **SLOTS)
+    prompt, slots = tuple(range(258)), bench.scheduler.cache.states
+    assert slots is not None
+    assert slots.carried is not None
+    table = bench.scheduler.cache.new_table()
+    bench.scheduler.cache.match(table, prompt)
+    bench.tier.keys |= {slots.carried.name_of(row) for row in table.chain}
+    num_keys, contains = [0], bench.tier.contains
+
+    def counted(keys: Sequence[bytes]) -> int:
+        num_keys[0] += len(keys)
+        return contains(keys)
+
+    monkeypatch.setattr(bench.tier, "contains", counted)
+    bench.add("b", prompt)
+    bench.step()
+    assert num_keys[0] <= 3 * 64
 
 
 def test_a_state_that_is_stored_keeps_its_slot() -> None:

@@ -142,6 +142,8 @@ class TierRows:
             giver = kv.engine_id
             promised = min(kv.num_tokens // size, most) if giver else 0
             most_loaded = most if kv.max_load_tokens is None else kv.max_load_tokens // size
+        # First row → where the rows that the tier has from it on end: a long prompt may have many states.
+        ends: dict[int, int] = {}
         for end in range(most, num_hit, -1):
             is_there = self._tier.contains([states.name_of(chain[end - 1])]) > 0
             if not is_there and end != promised:
@@ -149,8 +151,11 @@ class TierRows:
             first = len(find(chain[:end], num_known, -1).nodes)
             if end - first > most_loaded:
                 continue
-            if end != promised and self._num_rows(chain[first:end]) < end - first:
-                continue
+            if end != promised and first < end:
+                if first not in ends:
+                    ends[first] = first + self._num_rows(chain[first:end])
+                if ends[first] < end:
+                    continue
             num_bytes = (end - first) * self._num_groups * self._tier.block_bytes + self._state_bytes
             return Wanted(first, end, num_bytes, not is_there, giver)
         return None
