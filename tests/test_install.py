@@ -58,6 +58,20 @@ def run(command: Sequence[str | Path], *, cwd: str | Path = "/", timeout: float 
     return done.stdout
 
 
+@pytest.mark.parametrize("known", ["no compiler", "this one"])
+def test_make_installs_again_once_there_is_a_compiler(tmp_path: Path, known: str) -> None:
+    """A first install without a compiler has no kernels; one with the same compiler would have none again."""
+    compiler = subprocess.run(
+        "c++ --version 2>&1 | head -1", shell=True, capture_output=True, text=True
+    ).stdout
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/python", ".installed"):
+        (tmp_path / name).touch()
+    (tmp_path / ".no-kernels").write_text(compiler if known == "this one" else "c++: not found\n")
+    plan = run(["make", "-n", "install", f"VENV={tmp_path}"], cwd=ROOT)
+    assert ("tools/install.py" in plan) == (known == "no compiler")
+
+
 def probe(site: Path) -> str:
     """What an install in ``site`` computes with. -S leaves out .pth files, and with them the editable install."""
     paths = [str(site), *(path for path in sys.path if path.endswith("site-packages"))]

@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
-# CPU time of all objects, on two shared cores of an Intel Xeon with AMX.
-COMPILE_CORE_MINUTES = 8.0
+# Measured on two quiet cores of an Intel Granite Rapids (benchmarks/results/first-hour.md).
+COMPILE_CORE_MINUTES = 3.6
 DOWNLOAD_MB = 290  # torch's CPU build, the other packages, and what the build needs
 SHOWN_LINES = 25  # of pip's output, where it fails
 EVERY_S = 5.0  # between two lines of a step, where the output is no terminal
