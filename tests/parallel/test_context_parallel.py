@@ -27,7 +27,20 @@ from quire.runner.worker import Worker
 from quire.step import NewSeq, SeqPlan, StepPlan
 
 NATIVE = next((level for level in NATIVE_LEVELS if level in backends("linear")), "reference")
-DEFAULT = ("llama_bias_tied", "gemma3", "deepseek_v3")
+# Families that `resolve` refuses here. A rank that ends takes the helpers of all other cases along.
+_REFUSED = (
+    "gemma4",
+    "qwen3_5",
+    "qwen3_next",
+    "lfm",
+    "granitemoehybrid",
+    "nemotron_h",
+    "falcon_h1",
+    "kimi",
+    "bailing",
+)
+FAMILIES = [case for case in CASES if not case.startswith(_REFUSED)]
+DEFAULT = ("llama_bias_tied", "gemma3", "deepseek_v3", "cohere")
 
 
 @pytest.fixture
@@ -43,7 +56,7 @@ def over_two_ranks(helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("over_two_ranks")
 @pytest.mark.parametrize("chunk", [7, 90], ids=["small", "divided"])
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.slow) for case in FAMILIES]
 )
 def test_family_over_two_stripes(
     case: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.config import LoraConfig
+from quire.layers import context_rows as cp_rows
 from quire.layers.attention import AdapterBatch, CosSin
 from quire.layers.centered_norm import CenteredNorm
 from quire.layers.weights import Build, WeightLoader, prefixed
@@ -39,6 +40,10 @@ class ParallelLayer(DecoderLayer):
         of_rows = None if adapters is None else adapters.tokens
         x, residual = self._norm.enter(delta, residual)
         delta = self.mixer(x, cos_sin, group, kv, of_rows)
+        if rows is not None and group.divided:
+            assert self._cp is not None
+            delta, residual = cp_rows.all_rows(self._cp, len(group.slot_blocks), delta, residual)
+            x = self._cp.gather(x, len(group.slot_blocks))
         if rows is not None:
             delta, residual, x = (self._take_rows(each, rows) for each in (delta, residual, x))
             of_rows = None if adapters is None else adapters.logits
