@@ -154,6 +154,9 @@ def test_the_longer_text_of_a_pair_is_cut_first(
     assert places[1 : 1 + kept[0]] == list(range(1, 1 + kept[0]))
 
 
+PAIR = {"text_1": "a", "text_2": "b"}
+
+
 def test_labels_of_texts_and_pairs() -> None:
     api = encoder(labels=("bad",))
     score = api.frontend.pooled(b"abc", Pooling("classify"))[0]
@@ -171,6 +174,13 @@ def test_labels_of_texts_and_pairs() -> None:
     ):
         assert tei_error(api.post(path, body), 400)["param"] == param
     assert error_of(api.post("/classify", {"input": []}), 400)["param"] == "input"
+    many = encoder(labels=("good", "bad"))
+    for path, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/score", PAIR),
+    ):
+        assert "labels (/classify)" in error_of(many.post(path, {"model": "tiny", **body}), 400)["message"]
     assert "no classifier" in tei_error(encoder().post("/predict", {"inputs": "a"}), 400)["error"]
     assert "no classifier" in error_of(encoder().post("/classify", {"input": "a"}), 400)["message"]
 

@@ -38,7 +38,7 @@ def writes_no_text(model: ModelInfo) -> RequestError:
     """Return the error of a request that wants text of an encoder."""
     what, instead = "an encoder", "vectors (/v1/embeddings)"
     if model.sentence is not None and model.sentence.labels:
-        what, instead = "a classifier", "scores (/v1/rerank)"
+        what, instead = "a classifier", _scores_of(model.sentence.labels)
     elif model.sentence is not None and model.sentence.sparse:
         instead = "sparse vectors (/embed_sparse)"
     return RequestError(
@@ -46,6 +46,11 @@ def writes_no_text(model: ModelInfo) -> RequestError:
         param="model",
         code="unsupported_model",
     )
+
+
+def _scores_of(labels: Sequence[str]) -> str:
+    """Return what to ask of a classifier: a rerank needs the score of one label."""
+    return "scores (/v1/rerank)" if len(labels) == 1 else "labels (/classify)"
 
 
 def pooling_of(model: ModelInfo, wanted: str | None) -> Pooling:
@@ -70,7 +75,8 @@ def pooling_of(model: ModelInfo, wanted: str | None) -> Pooling:
         )
     if model.sentence.labels:
         raise RequestError(
-            f"model {model.names[0]!r} is a classifier, which gives no vectors: ask it for scores (/v1/rerank).",
+            f"model {model.names[0]!r} is a classifier, which gives no vectors: ask it for "
+            f"{_scores_of(model.sentence.labels)}.",
             param="model",
             code="unsupported_model",
         )
@@ -175,7 +181,7 @@ def pair_prompts(
     assert sentence is not None
     count = len(sentence.labels)
     if count != 1:
-        what = f"has {count} labels" if count else "gives vectors (/v1/embeddings)"
+        what = f"has {count} labels (/classify)" if count else "gives vectors (/v1/embeddings)"
         raise RequestError(
             f"model {model.names[0]!r} {what}, and a score needs a cross-encoder.", param="model"
         )
