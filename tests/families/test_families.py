@@ -99,6 +99,10 @@ def test_a_family_is_imported_when_a_model_of_it_is_read() -> None:
         ("Nemotron-3-Nano-30B-A3B", {"n_group": 96}, "n_group"),
         ("Falcon-H1-0.5B", {"projectors_bias": True}, "projectors_bias"),
         ("Falcon-H1-0.5B", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers"),
+        ("Kimi-Linear-48B-A3B", {"layer_types": [["linear_attention"]] * 27}, "layer_types"),
+        ("Ling-3.0-Flash", {"mlp_layer_types": [{}] * 42}, "mlp_layer_types"),
+        ("Qwen3-Next-80B-A3B", {"layer_types": [[]] * 48}, "layer_types"),
+        ("GLM-4.7-Flash", {"mlp_layer_types": [[]] * 47}, "mlp_layer_types"),
     ],
 )
 def test_hybrids_name_the_key_that_is_wrong(name: str, changes: dict[str, Any], key: str) -> None:
@@ -269,6 +273,11 @@ def test_granite_multipliers() -> None:
         ("Nemotron-H-8B", {"sliding_window": 512}, "sliding_window"),
         ("LFM3-1.7B", {"rope_local_base_freq": 500.0}, "rope_local_base_freq"),
         ("OLMo-3-7B", {"rope_local_base_freq": 500.0}, "rope_local_base_freq"),
+        ("Kimi-Linear-48B-A3B", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ("Kimi-Linear-48B-A3B", {"num_expert_group": 8, "use_grouped_topk": False}, "use_grouped_topk"),
+        ("Ling-3.0-Flash", {"rope_interleave": False}, "rope_interleave"),
+        ("Ling-3.0-Flash", {"score_function": "softmax"}, "score_function"),
+        ("Ling-3.0-Flash", {"topk_method": "greedy"}, "topk_method"),
     ],
 )  # fmt: skip
 def test_unsupported_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:

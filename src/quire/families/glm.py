@@ -49,7 +49,7 @@ def read_glm4_moe(f: Fields) -> ModelSpec:
 def read_glm4_moe_lite(f: Fields) -> ModelSpec:
     """GLM-4.7-Flash: the latent attention and the experts of DeepSeek-V3."""
     count = f.integer("num_hidden_layers")
-    kinds = f.items("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
+    kinds = f.texts("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
     if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
         raise f.wrong("mlp_layer_types", f'a list of num_hidden_layers = {count} entries "dense" or "sparse"')
     f.refuse("attention_bias", unless=(False,), why="no published GLM with latent attention has it")

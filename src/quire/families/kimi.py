@@ -74,7 +74,11 @@ def read_kimi_linear(f: Fields) -> ModelSpec:
     f = _named(f, _KIMI)
     f.refuse("mla_use_nope", unless=(True,), why="attention of this family has no positions")
     f.refuse("rope_scaling", unless=(), why="attention of this family has no positions")
+    rope = f.nested("rope_parameters") or Fields({}, f.where)
+    rope.refuse("rope_type", unless=("default",), why="attention of this family has no positions")
     f.refuse("moe_router_activation_func", unless=("sigmoid",), why="routing of this family")
+    if f.integer("n_group") > 1:
+        f.refuse("use_grouped_topk", unless=(True,), why="a token chooses groups of experts first")
     f.refuse("moe_layer_freq", unless=(1,), why="no published model of this family skips layers")
     f.refuse(
         "num_nextn_predict_layers", unless=(0,), why="layers for multi-token prediction are not built here"
@@ -93,6 +97,10 @@ def read_bailing_hybrid(f: Fields) -> ModelSpec:
     f = _named(f, _LING)
     f.refuse("use_qkv_bias", unless=(False,), why="no published model of this family has it")
     f.refuse("no_kda_lora", unless=(True,), why="decays and gates of this family have one projection each")
+    f.refuse("rope_interleave", unless=(True,), why="neighbouring numbers rotate together")
+    for key in ("score_function", "scoring_func"):
+        f.refuse(key, unless=("sigmoid",), why="routing of this family")
+    f.refuse("topk_method", unless=("noaux_tc",), why="routing of this family")
     f.refuse(
         "gated_attention_proj_granularity_type", unless=("head_wise",), why="attention has a gate per head"
     )
@@ -113,7 +121,7 @@ def read_bailing_hybrid(f: Fields) -> ModelSpec:
         )
     default = ["linear_attention" if (i + 1) % size else "full_attention" for i in range(count)]
     attn = replace(latent_attention(f, interleaved=True), output_gate="head")
-    return _assemble(f, "bailing_hybrid", attn, delta, f.items("layer_types") or default, 2, 1e-6)
+    return _assemble(f, "bailing_hybrid", attn, delta, f.texts("layer_types") or default, 2, 1e-6)
 
 
 def _named(f: Fields, defaults: Mapping[str, Any]) -> Fields:
@@ -133,7 +141,7 @@ def _named(f: Fields, defaults: Mapping[str, Any]) -> Fields:
 def _kinds_of_lists(f: Fields, own: Fields, count: int) -> list[Any]:
     """Return the type of each layer: ``layer_types``, or the two lists of layers, which count from 1."""
     if f.has("layer_types"):
-        return f.items("layer_types")
+        return f.texts("layer_types")
     full, delta = own.integers("full_attn_layers"), own.integers("kda_layers")
     if not full and not delta:
         return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(count)]
@@ -178,7 +186,7 @@ def _assemble(
     dense = MlpSpec(f.integer("intermediate_size"), activation(f))
     sparse = MlpSpec(moe.intermediate_size, activation(f), moe=moe)
     first = f.integer("first_k_dense_replace", first, minimum=0)
-    blocks = f.items("mlp_layer_types") or ["dense" if i < first else "sparse" for i in range(count)]
+    blocks = f.texts("mlp_layer_types") or ["dense" if i < first else "sparse" for i in range(count)]
     if len(blocks) != count or set(blocks) - {"dense", "sparse"}:
         raise f.wrong("mlp_layer_types", f"a list of num_hidden_layers = {count} entries 'dense' or 'sparse'")
     layers = [

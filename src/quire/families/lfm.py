@@ -78,7 +78,7 @@ def read_lfm2(f: Fields) -> ModelSpec:
 def read_lfm2_moe(f: Fields) -> ModelSpec:
     f = _with_defaults(f, 32)
     count, dense = f.integer("num_hidden_layers"), f.integer("num_dense_layers", 2, minimum=0)
-    if not f.items("layer_types"):
+    if not f.texts("layer_types"):
         raise f.wrong("layer_types", f"a list of num_hidden_layers = {count} entries")
     moe = MoeSpec(
         num_experts=f.integer("num_experts", 32),
@@ -137,7 +137,7 @@ def _width(f: Fields) -> int:
 def _kinds(f: Fields, default: list[str] | tuple[()]) -> list[str]:
     count, allowed = f.integer("num_hidden_layers"), {"conv", "full_attention"}
     allowed |= {"sliding_attention"} if "sliding_attention" in default else set()
-    kinds = f.items("layer_types") or list(default)
+    kinds = f.texts("layer_types") or list(default)
     if len(kinds) != count or set(kinds) - allowed:
         names = " or ".join(repr(name) for name in sorted(allowed))
         raise f.wrong("layer_types", f"a list of num_hidden_layers = {count} entries {names}")

@@ -91,7 +91,7 @@ def _with_part(f: Fields) -> Fields:
 def _kinds(f: Fields, count: int) -> list[str]:
     every = f.integer("full_attention_interval", 4)
     default = ["linear_attention" if (index + 1) % every else "full_attention" for index in range(count)]
-    kinds = f.items("layer_types") or default
+    kinds = f.texts("layer_types") or default
     if len(kinds) != count or set(kinds) - {"linear_attention", "full_attention"}:
         allowed = f"a list of num_hidden_layers = {count} entries 'linear_attention' or 'full_attention'"
         raise f.wrong("layer_types", allowed)

@@ -86,6 +86,13 @@ class Fields:
             raise self.wrong(key, "a list")
         return list(value)
 
+    def texts(self, key: str) -> list[str]:
+        """Return a list of strings, empty when the key is absent."""
+        items = self.items(key)
+        if not all(isinstance(item, str) for item in items):
+            raise self.wrong(key, "a list of strings")
+        return items
+
     def integers(self, key: str) -> tuple[int, ...]:
         """Return the integers ≥ 0 of a key that holds one of them or a list; empty when absent."""
         value = self.values.get(key)
@@ -190,7 +197,7 @@ def activation(f: Fields, key: str = "hidden_act", default: str = "silu") -> Act
 def layer_types(f: Fields, default: Sequence[str]) -> tuple[str, ...]:
     """Return ``layer_types``, or ``default``: "full_attention" or "sliding_attention" per layer."""
     count = f.integer("num_hidden_layers")
-    kinds = f.items("layer_types") or list(default)
+    kinds = f.texts("layer_types") or list(default)
     if len(kinds) != count:
         raise f.wrong("layer_types", f"a list of num_hidden_layers = {count} entries")
     for kind in kinds:
