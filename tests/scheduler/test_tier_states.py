@@ -9,6 +9,7 @@ from tests.scheduler.harness import request
 from tests.scheduler.test_tiers import PROMPT, Bench, FakeTier
 
 from quire.cache.prefix_cache import group_block_hash
+from quire.request import FinishReason
 
 SIZE = 4
 SLOTS = {"num_states": 8, "num_checkpoints": 16}
@@ -88,6 +89,22 @@ def test_the_next_turn_goes_on_from_the_end_of_the_answer() -> None:
     bench, _ = warm(PROMPT, max_tokens=13)
     answer = (5,) * 13  # of every sequence of this bench
     assert served(bench, (*PROMPT, *answer, 70, 71)) == (28, 28)
+
+
+def test_tier_that_hangs_leaves_a_slot_for_each_seat() -> None:
+    """One state is being stored and another one is to be loaded, and there are two slots."""
+    _, tier = warm()
+    bench = Bench(tier, num_states=1, num_checkpoints=1, max_num_seqs=1)
+    bench.add("other", tuple(range(300, 318)))
+    bench.run(ends=False)
+    bench.step()
+    slots = bench.scheduler.cache.states
+    assert slots is not None
+    assert slots.carried is not None
+    assert slots.carried.stored_slots
+    bench.add("b")
+    bench.run(ends=False)
+    assert bench.ends["b"] == FinishReason.LENGTH
 
 
 def test_rows_before_many_states_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

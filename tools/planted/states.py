@@ -131,4 +131,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "views[self.of_views[0][1]]) for of_cache, _ in self.of_views",
         ("tests/parity/test_family_parity.py::test_family[falcon_h1]",),
     ),
+    Mutant(
+        "tier-that-hangs-has-the-last-slot",
+        "a request of a hybrid model waits for a bad disk, which has all slots of states",
+        "src/quire/cache/carried_states.py",
+        "return len(self.loading) + len(self.stored_slots) >= self._slots.config.num_checkpoints",
+        "return False",
+        ("tests/scheduler/test_tier_states.py",),
+    ),
 )

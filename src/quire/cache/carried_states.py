@@ -49,7 +49,7 @@ class CarriedStates:
 
     def begin_store(self, transfer_id: int, node: Node) -> tuple[TransferBlock, ...]:
         """Let ``transfer_id`` read the state of ``node``, if it has one that is to be stored."""
-        if not self.is_stored(node.block_hash):
+        if self._is_full or not self.is_stored(node.block_hash):
             return ()
         slot = self._slots.checkpoints[node].slot
         self.storing.setdefault(transfer_id, []).append(slot)
@@ -59,7 +59,7 @@ class CarriedStates:
         """Let ``transfer_id`` fill a slot with the state after the block ``block_hash``, if one can be had."""
         slots, most = self._slots, max(1, self._slots.config.num_checkpoints // 4)
         # A step in flight may read and write slots that are free now.
-        if len(self.loading) >= most or self._cache.references.steps:
+        if len(self.loading) >= most or self._is_full or self._cache.references.steps:
             return ()
         if not slots.free and not slots.evict(sys.float_info.max):  # any but those of running sequences
             return ()
@@ -85,6 +85,11 @@ class CarriedStates:
     def name_of(self, block_hash: bytes) -> bytes:
         """Return the name of the state after the block ``block_hash``."""
         return group_block_hash(block_hash, self._cache.windows.num_groups)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether no further slot may be on its way: each running sequence has one, however long a tier takes."""
+        return len(self.loading) + len(self.stored_slots) >= self._slots.config.num_checkpoints
 
     def _block_of(self, slot: int, block_hash: bytes) -> TransferBlock:
         return TransferBlock(-1, slot, self.name_of(block_hash))
