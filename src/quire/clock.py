@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-# How long what was busy, full or away is left alone; then between two looks at what another task or process does; and
-# how often at least a server says that it is there.
+# Seconds until something that was busy, full or unreachable is tried again; between two looks at what another task or
+# process does; and the most between two signs of life of a server.
 RETRY_S, LOOK_S, BEAT_S = 1.0, 0.05, 2.0
 
 

@@ -40,7 +40,8 @@ _MAX_FILES = 64  # gateways that share a folder
 _HEAD = Struct("<II")
 _NUMBER_BYTES = 4
 _ROW_BYTES = SLOT_BYTES - _HEAD.size
-# Of a model, backend or endpoint in a row that would be too large; a tenant or a key has twice as much.
+# A row that would be too large keeps this much of the names of its model, backend and endpoint, and twice as much of
+# its tenant and key.
 _NAME_BYTES = 40
 _encode = msgspec.msgpack.Encoder().encode
 

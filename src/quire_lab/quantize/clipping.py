@@ -17,13 +17,13 @@ from quire_lab.quantize.grid import Grid, Rounded, levels
 from quire_lab.quantize.rounding import stored_scale
 from quire_lab.quantize.scheme import Scheme
 
-# Of the whole range of a group; the rest is cut off. Above 1 the outermost of few levels is not used.
+# Clipping points that are tried, as shares of a group's whole range. Above 1 the outermost of few levels is not used.
 SHARES = torch.linspace(1.0, 0.6, 9).tolist()
 SHARES_OF_FEW = torch.linspace(2.0, 0.4, 17).tolist()
 
 
 def group_grams(gram: Tensor, num_groups: int) -> Tensor:
-    """``gram [in, in]``, the mean of xᵀx → its blocks of each group with itself, about 1, ``[groups, size, size]``."""
+    """``gram [in, in]``, the mean of xᵀx → each group's block of it, scaled to about 1, ``[groups, size, size]``."""
     size = len(gram) // num_groups
     tiles = torch.unflatten(torch.unflatten(gram, 1, (num_groups, size)), 0, (num_groups, size))
     blocks = torch.diagonal(tiles, dim1=0, dim2=2).permute(2, 0, 1).contiguous()

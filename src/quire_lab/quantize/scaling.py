@@ -104,7 +104,7 @@ def _error_of_weights(work: LayerWork, matrix: Matrix, scale: Tensor, *, num_sam
         else:
             groups = scheme.num_groups(len(scale))
             factors = torch.unflatten(scale, 0, (groups, -1))
-            # Of the rows that the scaled weights multiply.
+            # The scaled weights multiply rows that are divided by the factors.
             grams = group_grams(gram, groups) / (factors.unsqueeze(1) * factors.unsqueeze(2))
             rounded = round_for_outputs(part * scale, scheme, grams).expand()
         difference = rounded.div_(scale).sub_(part)

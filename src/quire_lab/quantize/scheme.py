@@ -12,7 +12,7 @@ from quire.weight_format import GROUPS
 from quire_lab.quantize.args import QuantizeArgs
 from quire_lab.quantize.source import Matrix
 
-# Bits of integers that a format can be written with.
+# The bits per integer that each format can hold.
 BITS: Mapping[str, tuple[int, ...]] = {"compressed-tensors": (2, 3, 4, 8), "gptq": (4, 8), "awq": (4,)}
 
 
