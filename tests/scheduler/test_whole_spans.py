@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.fakes.executor import FakeDrafts
 from tests.scheduler.harness import Engine, answer, make_scheduler, oracle, request, rows_of, step
 
 from quire.request import FinishReason, Request
@@ -116,6 +117,22 @@ def test_entering_span_preempts_nothing_that_is_planned() -> None:
     engine.run()
     assert scheduler.stats().num_preemptions > 0
     assert [engine.tokens(one.request_id) for one in asked] == [oracle(one) for one in asked]
+
+
+def test_drafts_leave_room_for_a_span() -> None:
+    """Four sequences with four drafts each would fill each step."""
+    scheduler = make_scheduler(max_num_seqs=5, max_num_batched_tokens=20, max_num_drafts=4, max_model_len=200)
+    engine = Engine(scheduler, drafts=FakeDrafts(4))
+    others = [request(f"other {number}", 3, max_tokens=60) for number in range(4)]
+    engine.put(others)
+    for _ in range(4):
+        engine.step()
+    one = seen("a", [1, 14, 1], max_tokens=1)
+    engine.put([one])
+    for _ in range(4):
+        engine.step()
+    assert engine.tokens("a") == oracle(one)
+    assert all(len(engine.tokens(other.request_id)) < 60 for other in others)
 
 
 class Checked(Engine):

@@ -7,7 +7,6 @@ from math import prod
 
 from quire.args import EngineArgs
 from quire.config import DeviceInfo
-from quire.cost.speculation import spec_tokens
 from quire.errors import ConfigError
 from quire.families.vision import encoder_shapes
 from quire.images.limits import LIMITS
@@ -35,13 +34,11 @@ def fit_vision(
         )
         return replace(spec, vision=None), 0, (remark,)
     longest = vision.num_tokens((vision.image_size, vision.image_size)) if vision.both_ways else 0
-    # What running sequences may take of a step.
-    num_decodes = args.max_num_seqs * (1 + spec_tokens(args))
-    if longest and args.max_num_batched_tokens < longest + num_decodes:
+    if longest and args.max_num_batched_tokens < longest + args.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens = {args.max_num_batched_tokens} is too small: the {longest} tokens of an image "
-            f"see each other both ways, so they are computed in one step, beside {num_decodes} of running sequences "
-            f"(max_num_seqs and drafts). Set it to {longest + num_decodes} or more",
+            f"see each other both ways, so they are computed in one step, next to one token per seat (max_num_seqs = "
+            f"{args.max_num_seqs}). Set it to {longest + args.max_num_seqs} or more",
             param="max_num_batched_tokens",
         )
     size = DTYPE_BYTES[dtype]

@@ -26,7 +26,9 @@ class Rule(Policy):
     def budget(self, room: StepRoom) -> None:
         if self.control.any_held and not room.starved:
             self.control.any_held = False
-            room.drafts = self._choose(room.decodes, room.left)
+            whole = self._state.policies.whole_spans
+            most = room.left if whole is None else whole.left_for_drafts(room)
+            room.drafts = self._choose(room.decodes, most)
             room.left -= sum(room.drafts.values())
 
     def on_step(self, record: StepRecord, result: StepResult, took_s: float) -> None:

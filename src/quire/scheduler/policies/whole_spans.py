@@ -6,14 +6,15 @@
 
 A span may have more of a step than its share. Where a chunk begins with it, it also may have what a smaller budget that
 came later took away. So it is computed once the prompts before it in rank are. The settings leave room for the longest
-one next to a decode of each seat (`quire.cost.vision`).
+one next to a decode of each seat (`quire.cost.vision`), and drafts leave that room as well.
 """
 
 from __future__ import annotations
 
 from quire.scheduler.policy import Policy
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.sequence import RequestState, Sequence
 from quire.scheduler.state import SchedulerState
+from quire.scheduler.waiting import StepRoom
 from quire.spans import Span
 from quire.step import SeqPlan
 
@@ -23,6 +24,20 @@ class Rule(Policy):
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._longest = 0  # tokens
+
+    def on_add(self, group: RequestState) -> None:
+        """Note the longest span so far."""
+        spans = group.request.spans
+        self._longest = max(self._longest, *[span.length for span in spans if span.whole], 0)
+
+    def left_for_drafts(self, room: StepRoom) -> int:
+        """Return how many tokens of a step drafts may have, so that the longest span fits next to them."""
+        if not (room.prefills or room.waiting):
+            return room.left
+        state = self._state
+        taken = state.start_config.max_num_batched_tokens - state.config.max_num_batched_tokens
+        return min(room.left, room.left + taken - self._longest)
 
     def tokens(self, seq: Sequence, num_tokens: int, num_left: int) -> int:
         """Return how many tokens of ``seq`` a chunk has, in place of ``num_tokens``. ``num_left``: of the step."""
